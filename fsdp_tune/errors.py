@@ -1,0 +1,130 @@
+"""Problems as data: what went wrong, where, why, and what to do; and the exit codes that users may rely on.
+
+Everything that a user can cause is raised as `FsdpTuneError` with one or more `Problem`s. Any other exception is a
+bug of ours. The surface (`cli/`) prints problems; nothing else does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import IntEnum, StrEnum
+from typing import Any
+
+
+class ExitCode(IntEnum):
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    OUT_OF_MEMORY = 3
+    NON_FINITE = 4
+    LOST_RANK = 5
+    INTERRUPTED = 130
+    PREEMPTED = 143
+
+
+class ExitReason(StrEnum):
+    FINISHED = "finished"
+    PREEMPTED = "preempted"
+    INTERRUPTED = "interrupted"
+    MAX_RUNTIME = "max_runtime"
+    OUT_OF_MEMORY = "out_of_memory"
+    NON_FINITE = "non_finite"
+    LOST_RANK = "lost_rank"
+    FAILED = "failed"
+
+
+EXIT_CODE_OF_REASON: dict[ExitReason, ExitCode] = {
+    ExitReason.FINISHED: ExitCode.OK,
+    ExitReason.PREEMPTED: ExitCode.PREEMPTED,
+    ExitReason.INTERRUPTED: ExitCode.INTERRUPTED,
+    ExitReason.MAX_RUNTIME: ExitCode.PREEMPTED,
+    ExitReason.OUT_OF_MEMORY: ExitCode.OUT_OF_MEMORY,
+    ExitReason.NON_FINITE: ExitCode.NON_FINITE,
+    ExitReason.LOST_RANK: ExitCode.LOST_RANK,
+    ExitReason.FAILED: ExitCode.FAILED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A place that the user can open. `line` and `column` count from 1; `source` is a path or `--set #2`."""
+
+    source: str | None = None
+    line: int | None = None
+    column: int | None = None
+    key: str | None = None
+
+    def __str__(self) -> str:
+        parts = [str(part) for part in (self.source, self.line, self.column) if part is not None]
+        return ":".join(parts)
+
+
+NOWHERE = Where()
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake. `code` is a stable kebab-case name that has a heading in docs/errors.md."""
+
+    code: str
+    message: str
+    where: Where = NOWHERE
+    hint: str | None = None
+    ways_out: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        hints = [*([self.hint] if self.hint else []), *self.ways_out]
+        return {
+            "code": self.code,
+            "file": self.where.source,
+            "line": self.where.line,
+            "column": self.where.column,
+            "key": self.where.key,
+            "message": self.message,
+            "hint": "; ".join(hints) or None,
+        }
+
+    def at(self, where: Where) -> Problem:
+        return replace(self, where=where)
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something the user should know and that stops nothing (a translated spelling, an inactive key)."""
+
+    code: str
+    message: str
+    where: Where = NOWHERE
+    hint: str | None = None
+    strict: bool = field(default=False)
+    """True where `validate --strict` counts the notice as an error."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return Problem(self.code, self.message, self.where, self.hint).as_dict()
+
+
+class FsdpTuneError(Exception):
+    """Carries every problem found, and the exit code that they end in."""
+
+    def __init__(self, *problems: Problem, exit_code: ExitCode = ExitCode.USAGE) -> None:
+        assert problems, "an error without a problem tells the user nothing"
+        self.problems = problems
+        self.exit_code = exit_code
+        super().__init__("; ".join(problem.message for problem in problems))
+
+
+class FailedError(FsdpTuneError):
+    """The run or the check failed (exit 1), as opposed to a mistake in what the user gave (exit 2)."""
+
+    def __init__(self, *problems: Problem, exit_code: ExitCode = ExitCode.FAILED) -> None:
+        super().__init__(*problems, exit_code=exit_code)
+
+
+def usage_error(code: str, message: str, *, hint: str | None = None, where: Where = NOWHERE, ways_out: tuple[str, ...] = ()) -> FsdpTuneError:
+    """One problem that ends in exit 2."""
+    return FsdpTuneError(Problem(code, message, where, hint, ways_out))
+
+
+def failed_error(code: str, message: str, *, hint: str | None = None, where: Where = NOWHERE, ways_out: tuple[str, ...] = ()) -> FailedError:
+    """One problem that ends in exit 1."""
+    return FailedError(Problem(code, message, where, hint, ways_out))

@@ -1,0 +1,167 @@
+"""Every path that a run owns, and the one answer to "which checkpoint is the newest complete one"."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_tune.manifest import Manifest, damage, read_manifest
+
+CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
+CHECKPOINT_KIND = "fsdp-tune checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    path: Path
+    step: int
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A directory that looks like a checkpoint and must not be used, with the reason."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def recipe_yaml(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def recipe_json(self) -> Path:
+        return self.path / "recipe.json"
+
+    @property
+    def history(self) -> Path:
+        return self.path / "history"
+
+    @property
+    def launch_json(self) -> Path:
+        return self.path / "launch.json"
+
+    @property
+    def accelerate_yaml(self) -> Path:
+        return self.path / "accelerate.yaml"
+
+    @property
+    def environment_json(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def plan_json(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def data_json(self) -> Path:
+        """Where the prepared data lies (cache directories), its accounting and its content key."""
+        return self.path / "data.json"
+
+    @property
+    def readback_json(self) -> Path:
+        return self.path / "readback.json"
+
+    @property
+    def metrics_jsonl(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "run.lock"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def launcher_log(self) -> Path:
+        return self.logs / "launcher.log"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank:04d}.log"
+
+    def rank_outcome(self, rank: int) -> Path:
+        """Written by each rank as its last act: exit code, exit reason and, if any, the error."""
+        return self.logs / f"rank-{rank:04d}.outcome.json"
+
+    def rank_heartbeat(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank:04d}.heartbeat.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def merged(self) -> Path:
+        return self.path / "merged"
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.path / f"checkpoint-{step}"
+
+    @property
+    def is_used(self) -> bool:
+        return self.recipe_json.exists()
+
+
+def checkpoint_step(path: Path) -> int | None:
+    match = CHECKPOINT_NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def inspect_checkpoint(path: Path, *, digests: bool) -> Checkpoint | Rejected:
+    """Decides whether one directory is a complete checkpoint of ours."""
+    step = checkpoint_step(path)
+    if step is None or path.is_symlink() or not path.is_dir():
+        return Rejected(path, "no checkpoint directory (checkpoint-N) of this tool")
+    try:
+        manifest = read_manifest(path)
+    except ValueError as error:
+        return Rejected(path, str(error))
+    if manifest is None:
+        return Rejected(path, "it has no manifest: the save did not finish, or another tool wrote it")
+    if manifest.kind != CHECKPOINT_KIND or manifest.facts.get("step") != step:
+        return Rejected(path, f"its manifest is of `{manifest.kind}`, step {manifest.facts.get('step')}")
+    bad = damage(path, manifest, digests=digests)
+    return Rejected(path, bad[0] if len(bad) == 1 else f"{bad[0]} (and {len(bad) - 1} more)") if bad else Checkpoint(path, step, manifest)
+
+
+def complete_checkpoints(run: RunDir, *, digests: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
+    """All complete checkpoints, newest step first, and what was rejected on the way, with reasons."""
+    complete: list[Checkpoint] = []
+    rejected: list[Rejected] = []
+    if run.path.is_dir():
+        for path in run.path.iterdir():
+            if checkpoint_step(path) is not None:
+                verdict = inspect_checkpoint(path, digests=digests)
+                (complete if isinstance(verdict, Checkpoint) else rejected).append(verdict)  # type: ignore[arg-type]
+    return sorted(complete, key=lambda c: -c.step), sorted(rejected, key=lambda r: r.path.name)
+
+
+def latest_checkpoint(run: RunDir, *, digests: bool = False) -> tuple[Checkpoint | None, list[Rejected]]:
+    """The newest complete checkpoint, by step and not by time; digests are checked newest first, only as far as needed."""
+    complete, rejected = complete_checkpoints(run)
+    for candidate in complete:
+        verdict = inspect_checkpoint(candidate.path, digests=digests) if digests else candidate
+        if isinstance(verdict, Checkpoint):
+            return verdict, rejected
+        rejected.append(verdict)
+    return None, rejected

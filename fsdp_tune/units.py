@@ -1,0 +1,50 @@
+"""Units that users read and write: GiB, `5GB`, `11h30m`. GiB = 2**30 bytes, GB = 10**9 bytes."""
+
+from __future__ import annotations
+
+import re
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+_SIZE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)", re.IGNORECASE)
+_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+
+
+def parse_bytes(text: str) -> int:
+    """`5GB` → 5_000_000_000, `512MiB` → 536_870_912. ValueError says what a size looks like."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"`{text}` is no size: write a number and a unit, such as 5GB or 512MiB")
+    size_bytes = round(float(match[1]) * _SIZE_UNITS[match[2].upper()])
+    if size_bytes <= 0:
+        raise ValueError(f"`{text}` is no size: it must be more than zero")
+    return size_bytes
+
+
+def parse_seconds(text: str) -> int:
+    """`11h30m` → 41_400. A bare number is refused, since it does not say whether minutes or hours are meant."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None or not any(match.groups()):
+        raise ValueError(f"`{text}` is no duration: write it with units, such as 11h30m, 45m or 30s")
+    days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
+    total_seconds = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if total_seconds == 0:
+        raise ValueError(f"`{text}` is no duration: it must be more than zero")
+    return total_seconds
+
+
+def format_bytes(size_bytes: float) -> str:
+    for unit, size in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(size_bytes) >= size:
+            return f"{size_bytes / size:.2f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """`3723.4` → `1h02m03s`."""
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    minutes, rest_seconds = divmod(rest, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m{rest_seconds:02d}s"
+    return f"{minutes}m{rest_seconds:02d}s" if minutes else f"{seconds:.1f}s"
