@@ -22,7 +22,7 @@ class Disk:
     """Writes through Python, one method per operation, so that each can be counted and made to fail."""
 
     def open(self, path: Path, mode: str = "wb") -> IO[bytes]:
-        return open(path, mode)  # noqa: SIM115  the caller closes it
+        return open(path, mode)
 
     def write(self, file: IO[bytes], data: bytes | memoryview) -> None:
         file.write(data)

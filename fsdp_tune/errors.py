@@ -120,11 +120,15 @@ class FailedError(FsdpTuneError):
         super().__init__(*problems, exit_code=exit_code)
 
 
-def usage_error(code: str, message: str, *, hint: str | None = None, where: Where = NOWHERE, ways_out: tuple[str, ...] = ()) -> FsdpTuneError:
+def usage_error(
+    code: str, message: str, *, hint: str | None = None, where: Where = NOWHERE, ways_out: tuple[str, ...] = ()
+) -> FsdpTuneError:
     """One problem that ends in exit 2."""
     return FsdpTuneError(Problem(code, message, where, hint, ways_out))
 
 
-def failed_error(code: str, message: str, *, hint: str | None = None, where: Where = NOWHERE, ways_out: tuple[str, ...] = ()) -> FailedError:
+def failed_error(
+    code: str, message: str, *, hint: str | None = None, where: Where = NOWHERE, ways_out: tuple[str, ...] = ()
+) -> FailedError:
     """One problem that ends in exit 1."""
     return FailedError(Problem(code, message, where, hint, ways_out))

@@ -1,0 +1,67 @@
+"""The Typer app: one verb a file. Importing this module must stay cheap; engines are imported inside the verbs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from fsdp_tune import __version__
+from fsdp_tune.cli.output import Screen
+from fsdp_tune.errors import ExitCode, Problem
+
+
+class Commands(TyperGroup):
+    """Typer prints its own usage errors, in its own way and as text even under `--json`; here they look like all others."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        try:
+            code = super().main(*args, standalone_mode=False, **extra)
+        except typer.TyperException as error:
+            arguments = list(extra.get("args") or sys.argv[1:])
+            Screen(json_output="--json" in arguments).close([_usage_problem(error)])
+            code = ExitCode.USAGE
+        except (typer.Abort, KeyboardInterrupt):
+            code = ExitCode.INTERRUPTED
+        if standalone_mode:
+            sys.exit(code if isinstance(code, int) else 0)
+        return code
+
+
+def _usage_problem(error: typer.TyperException) -> Problem:
+    context = getattr(error, "ctx", None)
+    hint = f"see `{context.command_path} --help`" if context is not None else None
+    message = error.format_message().rstrip(".")
+    return Problem("usage", message[:1].lower() + message[1:], hint=hint)
+
+
+app = typer.Typer(
+    cls=Commands,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fsdp-tune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def fsdp_tune(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    """Fine-tune causal language models with PyTorch FSDP: one YAML recipe, and proof that the run is what it says.
+
+    \b
+    Example: train the embedded recipe on two CPU ranks, without network:
+        fsdp-tune train --config gpt2_smoke
+    """
+
+
+def main() -> None:
+    app()

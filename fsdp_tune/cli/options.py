@@ -1,0 +1,46 @@
+"""Options that several verbs share, so that one word means one thing everywhere."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fsdp_tune.errors import usage_error
+
+ConfigArg = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RECIPE]",
+        help="A recipe: a YAML file, or the name of one in the catalogue (`fsdp-tune recipes list`).",
+        show_default=False,
+    ),
+]
+ConfigOption = Annotated[
+    str | None, typer.Option("--config", "-c", metavar="RECIPE", help="The same as the argument RECIPE.", show_default=False)
+]
+NameOption = Annotated[str | None, typer.Option("--name", help="Name of the run; overrides `name:` of the recipe.", show_default=False)]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Overrides one key, by the recipe's own rules: `--set training.learning_rate=1e-4`. Repeatable.",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print exactly one JSON document on stdout, on failure too; all talk goes to stderr.")
+]
+
+
+def chosen_recipe(argument: str | None, option: str | None) -> str:
+    """The recipe that was named, by the argument or by `--config`; naming none or two is exit 2."""
+    if argument is not None and option is not None and argument != option:
+        raise usage_error("two-recipes", f"two recipes are named: `{argument}` and `--config {option}`", hint="name one")
+    source = option if option is not None else argument
+    if source is None:
+        raise usage_error(
+            "no-recipe", "no recipe is named", hint="give a YAML file or a name of the catalogue, such as `--config gpt2_smoke`"
+        )
+    return source

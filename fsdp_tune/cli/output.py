@@ -1,0 +1,194 @@
+"""The one writer to the terminal and the one error boundary: problems in, lines or one JSON document and an exit code out.
+
+Data goes to stdout; talk goes there too, unless `--json`, where it moves to stderr and stdout gets one document.
+A terminal that goes away never stops a command: a run must outlive the window it was started from.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import tempfile
+import traceback
+import unicodedata
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import typer
+
+from fsdp_tune.errors import ExitCode, FsdpTuneError, Notice, Problem
+
+if TYPE_CHECKING:
+    from fsdp_tune.cli.progress import Bar
+
+
+def printable(text: str) -> str:
+    """`text` with control characters shown instead of obeyed: names and rows from files may hold terminal escapes."""
+    return "".join(char if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs") else repr(char)[1:-1] for char in text)
+
+
+def problem_lines(problem: Problem) -> list[str]:
+    """`error: recipe.yaml:14:3: message`, then a line for each hint."""
+    place = str(problem.where)
+    lines = [f"error: {place}: {problem.message}" if place else f"error: {problem.message}"]
+    if problem.hint:
+        lines.append(f"hint: {problem.hint}")
+    if problem.ways_out:
+        lines.append("ways out:")
+        lines.extend(f"  {way}" for way in problem.ways_out)
+    return lines
+
+
+class Screen:
+    """Where a verb says things. With `json_output`, only `document` reaches stdout, once, when the command ends."""
+
+    def __init__(self, *, json_output: bool) -> None:
+        self.json_output = json_output
+        self._document: dict[str, Any] = {}
+        self._notices: list[Notice] = []
+        self.log_directory: Path | None = None
+        """Where the traceback of a bug goes; a temporary file when no run directory is there yet."""
+
+    @property
+    def talk(self) -> TextIO:
+        """The stream for people. Looked up at each call, since tests and `| head` replace it."""
+        return sys.stderr if self.json_output else sys.stdout
+
+    @property
+    def is_live(self) -> bool:
+        """Whether lines may be redrawn in place."""
+        return self.talk.isatty() and os.environ.get("TERM") != "dumb"
+
+    def say(self, text: str) -> None:
+        _write(self.talk, printable(text) + "\n")
+
+    def warn(self, text: str) -> None:
+        _write(sys.stderr, printable(text) + "\n")
+
+    def notices(self, notices: Sequence[Notice]) -> None:
+        """Shows each notice once, on stderr, and carries it in the JSON document."""
+        for notice in notices:
+            if notice in self._notices:
+                continue
+            self._notices.append(notice)
+            place = str(notice.where)
+            _paint("notice:", "yellow", f" {place}: {notice.message}" if place else f" {notice.message}")
+            if notice.hint:
+                _paint("hint:", "cyan", f" {notice.hint}")
+
+    def problems(self, problems: Sequence[Problem]) -> None:
+        for problem in problems:
+            first, *rest = problem_lines(problem)
+            _paint("error:", "red", first.removeprefix("error:"))
+            for line in rest:
+                head, colon, tail = line.partition(":")
+                if head in ("hint", "ways out"):
+                    _paint(head + colon, "cyan", tail)
+                else:
+                    _write(sys.stderr, printable(line) + "\n")
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """A table under its title; columns are padded by hand, so that a pipe gets the same words as a terminal."""
+        cells = [[printable(str(cell)) for cell in row] for row in rows]
+        widths = [max(len(line[index]) for line in [list(columns), *cells]) for index in range(len(columns))]
+        if title:
+            self.say(title)
+        for line in [list(columns), ["─" * width for width in widths], *cells]:
+            self.say("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+    def document(self, value: dict[str, Any]) -> None:
+        """Sets the command's JSON document. A later failure adds its `errors` to it."""
+        self._document = value
+
+    @contextmanager
+    def progress(self, label: str, total: int | None, unit: str) -> Iterator[Bar]:
+        """A bar on a terminal, a line every ten seconds elsewhere. `total` None: unknown."""
+        from fsdp_tune.cli.progress import LiveBar, PlainBar  # rich costs 50 ms, and few verbs draw
+
+        with (LiveBar if self.is_live else PlainBar)(self, label, total, unit) as bar:
+            yield bar
+
+    def close(self, problems: Sequence[Problem] = ()) -> None:
+        """Ends the command: the problems for people, and the one document for programs."""
+        self.problems(problems)
+        if not self.json_output:
+            return
+        document = dict(self._document)
+        if self._notices:
+            document.setdefault("notices", [notice.as_dict() for notice in self._notices])
+        if problems:
+            document["errors"] = [problem.as_dict() for problem in problems]
+        _write(sys.stdout, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+
+
+@contextmanager
+def command(json_output: bool) -> Iterator[Screen]:
+    """The error boundary of every verb. Whatever happens inside, the process ends with a documented exit code."""
+    screen = Screen(json_output=json_output)
+    try:
+        yield screen
+    except typer.Exit:
+        screen.close()
+        raise
+    except FsdpTuneError as error:
+        screen.close(error.problems)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        screen.close([Problem("interrupted", "interrupted")])
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    except OSError as error:
+        screen.close([_file_system_problem(error, _log_traceback(screen.log_directory))])
+        raise typer.Exit(ExitCode.FAILED) from None
+    except Exception as error:  # noqa: BLE001  the boundary: what nobody expected is a bug of ours, and is reported as one
+        screen.close([_bug_problem(error, _log_traceback(screen.log_directory))])
+        raise typer.Exit(ExitCode.FAILED) from None
+    else:
+        screen.close()
+
+
+def _file_system_problem(error: OSError, log: str) -> Problem:
+    what = error.strerror or type(error).__name__
+    names = " → ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    return Problem("file-system", f"{names}: {what}" if names else str(error), hint=f"the traceback is in {log}")
+
+
+def _bug_problem(error: Exception, log: str) -> Problem:
+    return Problem(
+        "bug", f"this is a bug in fsdp-tune: {type(error).__name__}: {error}", hint=f"please report it with the traceback in {log}"
+    )
+
+
+def _log_traceback(directory: Path | None) -> str:
+    """Writes the traceback of the exception in flight beside the run's logs, or else to a temporary file, or else to stderr."""
+    text = traceback.format_exc()
+    for parent in (directory, None):
+        try:
+            handle, name = tempfile.mkstemp(prefix="fsdp-tune-traceback-", suffix=".log", dir=parent)
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            return name
+        except OSError:
+            continue
+    _write(sys.stderr, printable(text))
+    return "the lines above (no log file could be written)"
+
+
+def _paint(head: str, colour: str, tail: str) -> None:
+    wants_colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    _write(sys.stderr, (typer.style(head, fg=colour, bold=True) if wants_colour else head) + printable(tail) + "\n")
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Writes at once. A closed pipe or terminal is taken as "nobody reads any more"; anything else (a full disk) is an error."""
+    try:
+        stream.write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
+        stream.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())

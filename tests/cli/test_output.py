@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from fsdp_tune.cli.output import Screen, command, printable
+from fsdp_tune.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
+
+
+def ended(json_output: bool, error: BaseException | None, document: dict[str, object] | None = None) -> int:
+    """The exit code of a command that sets `document` and then raises `error`."""
+    try:
+        with command(json_output) as screen:
+            if document is not None:
+                screen.document(document)
+            if error is not None:
+                raise error
+    except typer.Exit as stop:
+        return stop.exit_code
+    return 0
+
+
+def test_an_error_is_a_line_with_its_place_and_a_hint_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code = ended(False, usage_error("unknown-key", "unknown key `x`", hint="did you mean `y`?", where=Where("recipe.yaml", 14, 3)))
+    assert code == 2
+    out, err = capsys.readouterr()
+    assert err == "error: recipe.yaml:14:3: unknown key `x`\nhint: did you mean `y`?\n"
+    assert out == ""
+
+
+def test_all_problems_are_shown_and_ways_out_are_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+    ended(False, FsdpTuneError(Problem("a", "first"), Problem("b", "second", ways_out=("--resume auto", "--overwrite"))))
+    assert capsys.readouterr().err == "error: first\nerror: second\nways out:\n  --resume auto\n  --overwrite\n"
+
+
+def test_json_on_failure_is_one_document_that_keeps_what_was_known(capsys: pytest.CaptureFixture[str]) -> None:
+    code = ended(True, failed_error("boom", "it broke", where=Where("f", 1, 2, "a.b")), {"run_dir": "r"})
+    assert code == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {
+        "run_dir": "r",
+        "errors": [{"code": "boom", "file": "f", "line": 1, "column": 2, "key": "a.b", "message": "it broke", "hint": None}],
+    }
+    assert err == "error: f:1:2: it broke\n"
+
+
+def test_json_keeps_talk_off_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    with command(True) as screen:
+        screen.say("talk")
+        screen.table("t", ["a"], [["1"]])
+        screen.notices([Notice("n", "note")])
+        screen.document({"x": 1})
+    out, err = capsys.readouterr()
+    assert json.loads(out)["x"] == 1
+    assert json.loads(out)["notices"][0]["message"] == "note"
+    assert "talk" in err
+
+
+def test_a_notice_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with command(False) as screen:
+        screen.notices([Notice("n", "note"), Notice("n", "note")])
+        screen.notices([Notice("n", "note")])
+    assert capsys.readouterr().err.count("note\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (usage_error("a", "b"), 2),
+        (failed_error("a", "b"), 1),
+        (FsdpTuneError(Problem("a", "b"), exit_code=ExitCode.OUT_OF_MEMORY), 3),
+        (KeyboardInterrupt(), 130),
+        (typer.Exit(143), 143),
+        (PermissionError(13, "Permission denied", "/x"), 1),
+        (ZeroDivisionError("oops"), 1),
+        (None, 0),
+    ],
+)
+@pytest.mark.parametrize("json_output", [False, True])
+def test_every_end_has_its_exit_code(error: BaseException | None, code: int, json_output: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(json_output, error) == code
+    if json_output:
+        json.loads(capsys.readouterr().out)
+
+
+def test_a_bug_leaves_its_traceback_in_a_file_that_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(typer.Exit), command(False) as screen:
+        screen.log_directory = tmp_path
+        raise ZeroDivisionError("oops")
+    (log,) = tmp_path.iterdir()
+    assert "ZeroDivisionError: oops" in log.read_text()
+    err = capsys.readouterr().err
+    assert str(log) in err
+    assert "Traceback" not in err
+
+
+def test_terminal_escapes_are_shown_and_not_obeyed() -> None:
+    assert printable("a\x1b[31mb\r\u202e") == "a\\x1b[31mb\\r\\u202e"
+    assert printable("ä\n\t漢") == "ä\n\t漢"
+
+
+def test_a_reader_that_goes_away_stops_nothing() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    program = "from fsdp_tune.cli.output import command\nwith command(False) as s:\n for _ in range(9): s.say('x')\nopen('/proc/self/fd/2','w').write('end')"
+    done = subprocess.run([sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "end")
+
+
+def test_a_full_disk_behind_stdout_is_an_error() -> None:
+    program = "from fsdp_tune.cli.app import main\nfrom fsdp_tune.cli.output import command\nwith command(True) as s: s.document({'a': 1})"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode != 0
+    assert "No space left" in done.stderr
+
+
+def test_text_that_the_terminal_cannot_encode_is_escaped() -> None:
+    program = "from fsdp_tune.cli.output import Screen\nScreen(json_output=False).say('→ 漢')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout == "\\u2192 \\u6f22\n"
+
+
+def test_a_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+    Screen(json_output=False).table("Title", ["name", "n"], [["a", 1], ["longer", 22]])
+    assert capsys.readouterr().out.splitlines() == ["Title", "  name    n", "  ──────  ──", "  a       1", "  longer  22"]

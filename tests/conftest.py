@@ -1,0 +1,46 @@
+"""What every test gets: no network beyond loopback, no user's caches or accelerate config, one thread a process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; several ranks share few cores
+os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported; children inherit it
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    return REPOSITORY
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches and default configurations of the person who runs the tests are neither read nor written."""
+    home = tmp_path_factory.getbasetemp() / "home"
+    home.mkdir(exist_ok=True)
+    for name, folder in {"HOME": "", "XDG_CACHE_HOME": "cache", "XDG_STATE_HOME": "state", "HF_HOME": "huggingface"}.items():
+        monkeypatch.setenv(name, str(home / folder))
+
+
+@pytest.fixture(autouse=True)
+def loopback_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test that reaches for the network fails at once and says where to."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: object) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6):
+            host = address[0] if isinstance(address, tuple) else address
+            if host not in ("127.0.0.1", "::1", "localhost", "0.0.0.0", socket.gethostname()):
+                raise AssertionError(f"a test reached for the network: {address}")
+        connect(self, address)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+    yield
