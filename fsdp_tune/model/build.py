@@ -1,0 +1,206 @@
+"""Recipe → Hugging Face causal LM: from weights, from a config with random weights, or empty on the meta device."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from fsdp_tune.errors import FsdpTuneError, usage_error
+from fsdp_tune.recipe.catalogue import architecture
+from fsdp_tune.recipe.schema import Recipe
+
+TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def model_config(recipe: Recipe, *, allow_packaged: bool = False) -> PreTrainedConfig:
+    """The model's configuration with `model.config_overrides` applied and caching off.
+
+    With `allow_packaged`, a hub that is out of reach is answered from the facts that the package carries; training
+    never does that. FsdpTuneError (exit 2) for a model that cannot be found or an override that the class lacks.
+    """
+    config = _base_config(recipe, allow_packaged=allow_packaged)
+    known = set(config.to_dict()) | set(getattr(config, "attribute_map", {}))
+    for name, value in recipe.model.config_overrides.items():
+        if name not in known:
+            raise usage_error(
+                "config-override-unknown",
+                f"model.config_overrides: `{name}` is no field of {type(config).__name__}",
+                hint=_close(name, known),
+            )
+        setattr(config, name, value)
+    config.use_cache = False
+    return config
+
+
+def _close(name: str, known: set[str]) -> str | None:
+    import difflib
+
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean `{matches[0]}`?" if matches else None
+
+
+def _base_config(recipe: Recipe, *, allow_packaged: bool) -> PreTrainedConfig:
+    source = recipe.model.from_config
+    if isinstance(source, dict):
+        return _config_from_mapping(source, "model.from_config")
+    if isinstance(source, str):
+        path = Path(source)
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            return _config_from_mapping(json.loads(file.read_text(encoding="utf-8")), str(file))
+        except (OSError, ValueError) as error:
+            raise usage_error("config-unreadable", f"model.from_config: {file} cannot be read as JSON ({error})") from error
+    name = recipe.model.name_or_path
+    assert name is not None, "the recipe's rules demand name_or_path or from_config"
+    try:
+        return AutoConfig.from_pretrained(name, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        facts = architecture(name)
+        if allow_packaged and facts is not None:
+            return _config_from_mapping(facts, name)
+        raise model_not_found(name, error) from error
+
+
+def _config_from_mapping(mapping: dict[str, Any], origin: str) -> PreTrainedConfig:
+    fields = dict(mapping)
+    model_type = fields.pop("model_type", None)
+    fields.pop("architectures", None)
+    if model_type is None:
+        raise usage_error("config-without-model-type", f"{origin} has no `model_type`", hint="add for example `model_type: llama`")
+    try:
+        config = AutoConfig.for_model(str(model_type), **fields)
+    except (ValueError, TypeError, KeyError) as error:
+        raise usage_error("config-invalid", f"{origin}: transformers refuses this configuration: {error}") from error
+    unknown = sorted(name for name in fields if name not in config.to_dict() and name not in getattr(config, "attribute_map", {}))
+    known = set(type(config)().to_dict()) | set(getattr(config, "attribute_map", {}))
+    unknown += sorted(name for name in fields if name not in known and name not in unknown and not name.startswith(("_", "torch_dtype", "transformers")))
+    if unknown:
+        raise usage_error(
+            "config-field-unknown",
+            f"{origin}: `{unknown[0]}` is no field of {type(config).__name__}",
+            hint=_close(unknown[0], known),
+        )
+    return config
+
+
+def model_not_found(name: str, error: Exception) -> FsdpTuneError:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return usage_error(
+        "model-not-found",
+        f"model.name_or_path: `{name}` cannot be loaded: {first_line}",
+        ways_out=(
+            "give the path of a local Hugging Face model directory",
+            "for a gated model, log in with `hf auth login` and accept its terms",
+            "without network, download it first on a machine that has one: `hf download " + name + " --local-dir DIR`",
+        ),
+    )
+
+
+def attention(recipe: Recipe) -> str | None:
+    """The kernel to ask transformers for; None lets it take the model's default (sdpa where the model has it)."""
+    return None if recipe.model.attn_implementation == "auto" else recipe.model.attn_implementation
+
+
+def storage_dtype(recipe: Recipe) -> torch.dtype:
+    return TORCH_DTYPE[recipe.model.dtype]
+
+
+def _from_config(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, dtype=storage_dtype(recipe), attn_implementation=attention(recipe), trust_remote_code=recipe.model.trust_remote_code
+    )
+    return model
+
+
+def build_empty(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabulary: int | None = None) -> PreTrainedModel:
+    """The model with its parameters and buffers on the meta device: names, shapes and dtypes, no memory."""
+    with torch.device("meta"):
+        model = _from_config(recipe, config or model_config(recipe))
+        _finish(recipe, model, vocabulary)
+    return model
+
+
+def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabulary: int | None = None) -> PreTrainedModel:
+    """The model with real weights in host memory: read, or drawn from `training.seed`.
+
+    `vocabulary` is the number of tokenizer entries; a smaller embedding grows when `model.resize_embeddings` is set.
+    """
+    config = config or model_config(recipe)
+    torch.manual_seed(recipe.training.seed)
+    if recipe.model.from_config is not None:
+        model = _from_config(recipe, config)
+    else:
+        name = recipe.model.name_or_path
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                revision=recipe.model.revision,
+                dtype=storage_dtype(recipe),
+                attn_implementation=attention(recipe),
+                trust_remote_code=recipe.model.trust_remote_code,
+                low_cpu_mem_usage=True,
+            )
+        except (OSError, ValueError) as error:
+            raise model_not_found(str(name), error) from error
+    _finish(recipe, model, vocabulary)
+    return model
+
+
+def _finish(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> None:
+    resize_embeddings(recipe, model, vocabulary)
+    freeze(recipe, model)
+    model.config.use_cache = False
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def resize_embeddings(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> None:
+    """Grows the embedding to the tokenizer, when the recipe allows it; an embedding that is larger stays."""
+    if vocabulary is None or vocabulary <= (rows := embedding_rows(model)):
+        return
+    if not (recipe.model.resize_embeddings or recipe.model.tokens.add):
+        raise usage_error(
+            "vocabulary-larger-than-embedding",
+            f"the tokenizer has {vocabulary} entries and the model's embedding {rows} rows",
+            ways_out=("--set model.resize_embeddings=true grows the embedding", "give the tokenizer that belongs to the model"),
+        )
+    # mean_resizing draws the new rows from the old rows' distribution; on meta there is nothing to draw from.
+    on_meta = model.get_input_embeddings().weight.device.type == "meta"
+    model.resize_token_embeddings(vocabulary, mean_resizing=not on_meta)
+
+
+def freeze(recipe: Recipe, model: nn.Module) -> None:
+    """Stops training for parameters that match `model.freeze`, and stores them in `model.frozen_dtype`."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in recipe.model.freeze:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise usage_error("freeze-matches-nothing", f"model.freeze: `{pattern}` matches no parameter", hint=f"names look like `{names[0]}`")
+    frozen_dtype = TORCH_DTYPE[recipe.compute_dtype if recipe.model.frozen_dtype == "auto" else recipe.model.frozen_dtype]
+    trained = 0
+    for name, parameter in model.named_parameters():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in recipe.model.freeze):
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(frozen_dtype)
+        else:
+            trained += parameter.numel()
+    if trained == 0:
+        raise usage_error("nothing-to-train", "model.freeze matches every parameter: nothing is left to train")
+
+
+def generation_config(recipe: Recipe, config: PreTrainedConfig) -> GenerationConfig:
+    """The model's own generation config where it has one, else one made from its config."""
+    if recipe.model.name_or_path is not None:
+        try:
+            return GenerationConfig.from_pretrained(recipe.model.name_or_path, revision=recipe.model.revision)
+        except (OSError, ValueError):
+            pass  # most research checkpoints ship none; the config holds the same token ids
+    return GenerationConfig.from_model_config(config)

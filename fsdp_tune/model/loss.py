@@ -1,0 +1,50 @@
+"""The token-weighted loss: every supervised token of a step counts the same, on whichever rank and micro-batch it lies.
+
+A step's loss is `sum of token losses / number of supervised tokens`, both over all ranks and micro-batches. Averages of
+averages (per micro-batch, per rank) weigh tokens of short rows more: transformers#34191 and many after it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+IGNORE_INDEX = -100
+
+
+def shift_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Labels [batch, tokens] → targets of the logits at the same place: position t predicts token t + 1."""
+    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].contiguous()
+
+
+def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """Number of targets (scalar int64): the first token of a row is never one."""
+    return (labels[..., 1:] != IGNORE_INDEX).sum()
+
+
+def summed_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy summed over supervised tokens, in fp32 (nats).
+
+    `logits` [batch, tokens, vocabulary] in any float dtype, `labels` [batch, tokens] with -100 where not trained. Zero,
+    with a gradient of zero, when no token is supervised.
+    """
+    targets = shift_labels(labels)
+    return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), targets.view(-1), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def micro_batch_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """One forward: (summed loss in fp32, auxiliary loss or zero). `batch` has input_ids, labels and perhaps position_ids."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    outputs: Any = model(**inputs, use_cache=False)
+    loss = summed_token_loss(outputs.logits, batch["labels"])
+    auxiliary = getattr(outputs, "aux_loss", None)
+    return loss, auxiliary if isinstance(auxiliary, torch.Tensor) else torch.zeros_like(loss)
+
+
+def auxiliary_loss_weight(model: PreTrainedModel) -> float:
+    """How much a mixture of experts weighs its router's balance; zero where the config does not ask for it."""
+    config = model.config
+    return float(getattr(config, "router_aux_loss_coef", 0.0)) if getattr(config, "output_router_logits", False) else 0.0

@@ -1,0 +1,91 @@
+"""Activation checkpointing of decoder layers that keeps the random state, so that dropout draws the same mask twice.
+
+Accelerate's FSDP2 path recomputes with `preserve_rng_state=False`: with dropout the backward then belongs to another
+forward than the loss (DESIGN §7, 3). We replace a layer's `forward`, inside FSDP's hooks: the unit is gathered once
+for the recomputation and the backward, and parameter names stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from fsdp_tune.model.units import decoder_layers
+from fsdp_tune.recipe.schema import Recipe
+
+aten = torch.ops.aten
+# Attention and matrix products hold most of a layer's FLOPs; what lies between them is cheap to compute again.
+_ATTENTION_OPS = {
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+_MATMUL_OPS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+
+
+class _SaveAttentionAndEverySecondMatmul:
+    """One policy object for each forward, since it counts; torch calls it again, in the same order, while recomputing."""
+
+    def __init__(self) -> None:
+        self.matmuls = {False: 0, True: 0}
+
+    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in _ATTENTION_OPS:
+            return CheckpointPolicy.MUST_SAVE
+        if op in _MATMUL_OPS:
+            self.matmuls[context.is_recompute] += 1
+            if self.matmuls[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_SaveAttentionAndEverySecondMatmul())
+
+
+def checkpointed_layers(recipe: Recipe, model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """The decoder layers that the recipe recomputes: every n-th, whatever the wrap policy."""
+    if recipe.fsdp.activation_checkpointing == "none":
+        return []
+    return decoder_layers(model, recipe.fsdp.transformer_layer_cls_to_wrap)[:: recipe.fsdp.activation_checkpointing_every]
+
+
+def recompute_activations(recipe: Recipe, model: PreTrainedModel) -> list[str]:
+    """Makes the chosen layers drop their activations in the forward. Returns the names; call before wrapping."""
+    layers = checkpointed_layers(recipe, model)
+    for _, layer in layers:
+        layer.forward = _checkpointed(  # type: ignore[method-assign]
+            layer,
+            selective=recipe.fsdp.activation_checkpointing == "selective",
+            to_host=recipe.fsdp.activation_checkpointing_offload,
+        )
+        layer.recomputes = recipe.fsdp.activation_checkpointing  # type: ignore[assignment]  # for the read-back
+    return [name for name, _ in layers]
+
+
+def _checkpointed(layer: nn.Module, *, selective: bool, to_host: bool) -> Callable[..., Any]:
+    original = layer.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not (layer.training and torch.is_grad_enabled()):
+            return original(*args, **kwargs)
+        options: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
+        with _inputs_on_host(args) if to_host else nullcontext():
+            return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs)
+
+    return forward
+
+
+def _inputs_on_host(args: tuple[Any, ...]) -> Any:
+    """What a checkpointed layer keeps is its input: `micro-batch × tokens × hidden` values, moved to host memory."""
+    device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu")
+    return torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda")
