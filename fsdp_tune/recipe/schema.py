@@ -6,251 +6,242 @@ follow from several keys are properties of `Recipe`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import ConfigDict, Field
 
-Auto = Literal["auto"]
-Device = Literal["auto", "cuda", "xpu", "npu", "mps", "cpu"]
-Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
-PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-DataFormat = Literal["auto", "text", "prompt_completion", "alpaca", "messages", "sharegpt", "tokenized"]
-LossOn = Literal["auto", "all", "completion", "assistant", "last_assistant"]
-ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD"]
+from fsdp_tune.recipe.kinds import (
+    SECTION_CONFIG,
+    Auto,
+    DataFormat,
+    Device,
+    Duration,
+    Fraction,
+    FsdpVersion,
+    LossOn,
+    Port,
+    Positive,
+    PositiveOrZero,
+    RecipeVersion,
+    RegularExpression,
+    RunName,
+    Section,
+    ShardingStrategy,
+    Size,
+    Text,
+    Whole,
+    WholeOrZero,
+)
+from fsdp_tune.recipe.schema_data import Data, DataSource, EvalFraction, EvalRows, Mixture, Model, Tokens
 
+__all__ = [
+    "CheckpointSection",
+    "Data",
+    "DataFormat",
+    "DataSource",
+    "Device",
+    "EarlyStopping",
+    "EvalFraction",
+    "EvalRows",
+    "Fsdp",
+    "Kernels",
+    "Launch",
+    "LossOn",
+    "Merge",
+    "Mixture",
+    "Model",
+    "Parallelism",
+    "Positive",
+    "Precision",
+    "Recipe",
+    "Section",
+    "ShardingStrategy",
+    "Tokens",
+    "Training",
+]
 
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-
-class Tokens(Section):
-    pad: str | None = None
-    """Padding token; null = the tokenizer's, else one is chosen and said. Never trained."""
-    eos: str | None = None
-    """End-of-sequence token; null = the tokenizer's. Goes into generation_config too."""
-    add: list[str] = []
-    """Tokens to add; resizes the embedding."""
-
-
-class Model(Section):
-    name_or_path: str | None = None
-    """Hub id, HF directory, RUN, or RUN/checkpoint-N (weights only). Required unless `from_config` is given."""
-    revision: str = "main"
-    """Branch, tag or commit; resolved once to a commit, recorded, the same on all ranks and on resume."""
-    tokenizer: str | None = None
-    """Hub id, directory or `builtin:NAME`; null = `name_or_path`."""
-    tokenizer_revision: str | None = None
-    """null = `revision` when the repository is the same, else main."""
-    from_config: str | dict[str, Any] | None = None
-    """A config.json, or the mapping inline (`{model_type: llama, hidden_size: 512}`): random weights."""
-    config_overrides: dict[str, Any] = {}
-    """Fields of the model's config class to change, checked against the class."""
-    trust_remote_code: bool = False
-    """Runs Python from the model's repository. Honoured only together with `--trust-remote-code`."""
-    resize_embeddings: bool = False
-    """A tokenizer larger than the embedding is an error; true grows the embedding instead."""
-    attn_implementation: str = "auto"
-    """Attention kernel, by transformers' names."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Storage of TRAINED parameters: fp32 master weights, or pure bf16 (half the memory, small updates are lost)."""
-    frozen_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Storage of UNTRAINED parameters; auto = the compute dtype."""
-    freeze: list[str] = []
-    """Patterns of parameter names that are not trained."""
-    tokens: Tokens = Tokens()
-
-
-class DataSource(Section):
-    path: str
-    """What exists on disk is local; json | parquet | csv | text | arrow is a builder for `data_files`; else a hub id; `builtin:NAME` is made by the package."""
-    name: str | None = None
-    data_dir: str | None = None
-    data_files: str | list[str] | None = None
-    split: str = "train"
-    revision: str | None = None
-    columns: list[str] | None = None
-    """Columns to keep, as in TRL."""
-    rename_columns: dict[str, str] = {}
-    """{old: new}, as in datasets."""
-    format: DataFormat | None = None
-    loss_on: LossOn | None = None
-    chat_template: str | None = None
-    weight: PositiveFloat | None = None
-    """Share of rows drawn from this source; absent = by size."""
-    max_rows: PositiveInt | None = None
-    label: str | None = None
-    """Name of the set in reports and in `eval_<label>_loss`."""
-
-
-class EvalFraction(Section):
-    fraction: Fraction
-    """Share of the training rows held out, chosen by row hash, before packing."""
-
-
-class EvalRows(Section):
-    rows: PositiveInt
-    """Rows held out, chosen by row hash, before packing."""
-
-
-class Mixture(Section):
-    temperature: PositiveFloat = 1.0
-    stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
-
-
-class Data(Section):
-    train: list[DataSource] = []
-    eval: EvalFraction | EvalRows | list[DataSource] | None = None
-    """{fraction: 0.01} | {rows: 500} | a list, each entry a set of its own, named by label."""
-    format: DataFormat = "auto"
-    loss_on: LossOn = "auto"
-    """Which tokens are trained; auto: text all, prompt_completion and alpaca completion, chats assistant."""
-    chat_template: str | None = None
-    """null = the tokenizer's | bundled name | file.jinja | hub id; chats with none are an error."""
-    max_length: PositiveInt = 2048
-    """Tokens of one row; longer rows follow `overlong`."""
-    overlong: Literal["auto", "truncate", "drop", "split", "error"] = "auto"
-    packing: bool = False
-    """Joins examples into rows of `max_length`; no token attends across examples."""
-    packing_strategy: Literal["bfd", "wrapped"] = "bfd"
-    eval_packing: bool | None = None
-    separator: str = ""
-    """Stands between prompt and completion."""
-    append_eos: bool | Auto = "auto"
-    streaming: bool = False
-    shuffle: bool = True
-    shuffle_buffer_size: PositiveInt = 10000
-    mixture: Mixture = Mixture()
-    pad_to_multiple_of: PositiveInt = 8
-    on_bad_row: Literal["error", "skip"] = "error"
-    num_proc: PositiveInt | Auto = "auto"
-    cache_dir: str | None = None
+ComputeDtype = Literal["fp32", "bf16", "fp16"]
+RESHARDS: dict[str, bool] = {
+    "FULL_SHARD": True,
+    "HYBRID_SHARD": True,
+    "SHARD_GRAD_OP": False,
+    "HYBRID_SHARD_ZERO2": False,
+    "NO_SHARD": False,
+}
+"""Whether a strategy frees the gathered parameters after the forward pass."""
 
 
 class Parallelism(Section):
-    dp_replicate_size: PositiveInt | Auto = "auto"
+    dp_replicate_size: Whole | Auto = "auto"
     """Copies of the sharded model (HYBRID_SHARD); auto: one per machine, two on a single machine."""
-    dp_shard_size: PositiveInt | Auto = "auto"
+    dp_shard_size: Whole | Auto = "auto"
     """Ranks that share one copy; auto: the ranks of a machine under HYBRID_SHARD, else all."""
-    tp_size: PositiveInt = 1
-    cp_size: PositiveInt = 1
-    sp_size: PositiveInt = 1
+    tp_size: Whole = 1
+    """Tensor parallel ranks."""
+    cp_size: Whole = 1
+    """Context parallel ranks."""
+    sp_size: Whole = 1
+    """Sequence parallel ranks."""
 
 
 class Fsdp(Section):
-    version: Literal[1, 2] = 2
+    version: FsdpVersion = 2
+    """FSDP2 (`fully_shard`), or the deprecated FSDP1."""
     sharding_strategy: ShardingStrategy = "FULL_SHARD"
     """FULL_SHARD (ZeRO-3) | SHARD_GRAD_OP (ZeRO-2) | HYBRID_SHARD | HYBRID_SHARD_ZERO2 | NO_SHARD (plain DDP)."""
-    reshard_after_forward: bool | PositiveInt | None = None
-    """null = from the strategy; must agree with it."""
+    reshard_after_forward: bool | Whole | None = None
+    """null = from the strategy; true | false | ranks; must agree with it."""
     auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "MODULE_NAMES_WRAP", "NO_WRAP"] = "TRANSFORMER_BASED_WRAP"
-    transformer_layer_cls_to_wrap: str | list[str] | None = None
+    """What becomes an FSDP unit: decoder layers, modules by size, modules by name, or the root alone."""
+    transformer_layer_cls_to_wrap: Text | list[Text] | None = None
     """Class names of the decoder layers; null = found from the model."""
-    min_num_params: PositiveInt | Auto = "auto"
+    min_num_params: Whole | Auto = "auto"
     """SIZE_BASED_WRAP: smallest unit, in parameters; auto = half of one decoder layer."""
-    modules_to_wrap: list[str] = []
+    modules_to_wrap: list[Text] = []
     """MODULE_NAMES_WRAP: patterns of module names; one that matches nothing is an error."""
-    ignored_modules: str | None = None
+    ignored_modules: RegularExpression | None = None
     """Regular expression of module names that FSDP leaves alone, as in Accelerate."""
-    activation_checkpointing: Literal["none", "selective", "full", "auto"] | bool = "none"
-    activation_checkpointing_every: PositiveInt = 1
+    activation_checkpointing: Literal["none", "selective", "full", "auto"] = "none"
+    """Recomputes decoder layers in the backward pass: about a third more compute for far less memory; auto = the cheapest that fits. true/false taken."""
+    activation_checkpointing_every: Whole = 1
     """Recompute every n-th decoder layer."""
     activation_checkpointing_offload: bool = False
+    """Keeps the inputs of recomputed layers in host memory."""
     offload_params: bool = False
     """Keeps parameters, gradients and optimizer state in host memory."""
-    forward_prefetch: bool | PositiveInt = False
-    """true | units ahead."""
-    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] | PositiveInt = "BACKWARD_PRE"
+    forward_prefetch: bool | Whole = False
+    """Gathers the next unit during the forward pass: true | units ahead."""
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] | Whole = "BACKWARD_PRE"
+    """BACKWARD_PRE (FSDP2's implicit one) | units ahead; BACKWARD_POST and NO_PREFETCH on version 1 only."""
     sync_each_batch: bool = True
     """Reduce-scatter after every micro-batch; false keeps unsharded gradients between micro-batches."""
     state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = "SHARDED_STATE_DICT"
+    """Checkpoints by every rank its shards, or by rank 0 as safetensors."""
     cpu_ram_efficient_loading: bool = True
     """Rank 0 alone reads the weights and sends each rank its shard."""
 
 
 class Precision(Section):
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = "bf16"
-    """Compute dtype; no = fp32. The YAML boolean `no` is taken too."""
+    """Compute dtype; no = that of `model.dtype`. The YAML boolean false is taken too."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """dtype in which gradients are summed over ranks."""
     fp8_recipe: Literal["rowwise", "tensorwise"] = "rowwise"
+    """Scaling of fp8 matrices."""
 
 
 class EarlyStopping(Section):
-    patience: PositiveInt = 3
-    threshold: NonNegativeFloat = 0.0
+    patience: Whole = 3
+    """Evaluations without progress before the run ends."""
+    threshold: PositiveOrZero = 0.0
+    """Progress smaller than this is none."""
 
 
 class Training(Section):
-    """TrainingArguments by their own names; those not listed here pass with transformers' default (`extra`)."""
+    """TrainingArguments by their own names; those not listed here pass with transformers' default (`model_extra`)."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(**{**SECTION_CONFIG, "extra": "allow"})
 
-    global_batch_size: PositiveInt | None = None
+    global_batch_size: Whole | None = None
     """Sequences per optimizer step (a packed row is one); gives gradient_accumulation_steps."""
-    per_device_train_batch_size: PositiveInt = 1
-    per_device_eval_batch_size: PositiveInt | None = None
-    gradient_accumulation_steps: PositiveInt | None = None
-    learning_rate: NonNegativeFloat = 2.0e-5
-    warmup_steps: NonNegativeFloat = 0
+    per_device_train_batch_size: Whole = 1
+    """Sequences of one forward pass on one device."""
+    per_device_eval_batch_size: Whole | None = None
+    """null = per_device_train_batch_size."""
+    gradient_accumulation_steps: Whole | None = None
+    """Micro-batches per step; null = from global_batch_size, else 1."""
+    learning_rate: PositiveOrZero = 2.0e-5
+    """Peak learning rate."""
+    warmup_steps: PositiveOrZero = 0
     """Steps, or a share of all steps when below 1."""
-    logging_steps: PositiveInt = 10
+    logging_steps: Whole = 10
+    """Steps between two lines of metrics.jsonl."""
     eval_strategy: Literal["auto", "no", "steps", "epoch"] = "auto"
-    save_steps: PositiveInt | Fraction = 500
-    save_total_limit: PositiveInt | None = 2
-    """Complete checkpoints to keep; the newest and the best are never deleted."""
-    report_to: list[str] = ["tensorboard"]
-    seed: NonNegativeInt = 42
-    data_seed: NonNegativeInt | None = None
+    """When to evaluate; auto = with every save when `data.eval` is there."""
+    save_steps: Whole | Fraction = 500
+    """Steps between checkpoints, or a share of all steps; `epoch` and `no` by save_strategy."""
+    save_total_limit: WholeOrZero | None = 2
+    """Complete checkpoints to keep; the newest and the best are never deleted. 0 or null keeps all."""
+    report_to: list[Text] = ["tensorboard"]
+    """Trackers; tensorboard is written to RUN/tensorboard."""
+    seed: WholeOrZero = 42
+    """Initial weights, dropout, LoRA."""
+    data_seed: WholeOrZero | None = None
+    """Order of the rows; null = `seed`. Never the eval split."""
     push_to_hub: bool = False
+    """Uploads merged/ once, at the end; private by default."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is not finite does."""
     early_stopping: EarlyStopping | None = None
+    """{patience: 3, threshold: 0.0} on metric_for_best_model."""
 
 
 class Kernels(Section):
     loss: Literal["auto", "full", "chunked", "liger"] = "auto"
+    """full materialises the logits; chunked and liger do not."""
     liger: bool | Auto = "auto"
+    """Liger's kernels for norms, rotary embeddings and activations."""
     compile: bool = False
+    """torch.compile for every decoder layer."""
 
 
 class CheckpointSection(Section):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, validate_by_name=True, validate_by_alias=True)
+    model_config = ConfigDict(**{**SECTION_CONFIG, "validate_by_name": True, "validate_by_alias": True})
 
     async_: bool = Field(default=True, alias="async")
+    """Training goes on while the checkpoint is written."""
     verify: Literal["digest", "size"] = "digest"
+    """What a checkpoint's files are checked against before they are used."""
     probe: bool = True
+    """One whole save after step 1, read back and removed."""
     save_failure: Literal["warn", "stop"] = "warn"
-    mirror: str | None = None
+    """What a save that fails does to the run."""
+    mirror: Text | None = None
+    """A second place that checkpoints are copied to."""
 
 
 class Launch(Section):
-    num_machines: PositiveInt = 1
-    num_processes: PositiveInt | Auto = "auto"
+    num_machines: Whole = 1
+    """Machines (nodes)."""
+    num_processes: Whole | Auto = "auto"
     """TOTAL over machines, as in accelerate; auto = visible devices × num_machines."""
     device: Device = "auto"
-    """auto NEVER falls to cpu: that must be written."""
-    num_cpu_threads_per_process: PositiveInt | Auto = "auto"
-    main_process_ip: str | None = None
-    main_process_port: PositiveInt | Auto = "auto"
+    """cuda | xpu | npu | mps | cpu; auto NEVER falls to cpu: that must be written."""
+    num_cpu_threads_per_process: Whole | Auto = "auto"
+    """auto = cores / local ranks."""
+    main_process_ip: Text | None = None
+    """Address of machine 0; null = Slurm's or Kubernetes' own."""
+    main_process_port: Port | Auto = "auto"
+    """auto = a free port."""
     env: dict[str, str] = {}
-    max_restarts: NonNegativeInt = 0
-    max_runtime: str | None = None
-    hang_timeout: str = "30m"
+    """Extra variables for ranks (NCCL_SOCKET_IFNAME: ib0); secrets and our own are refused."""
+    max_restarts: WholeOrZero = 0
+    """Restarts after a failure."""
+    max_runtime: Duration | None = None
+    """From launcher start, saving included (11h30m)."""
+    hang_timeout: Duration = "30m"
+    """No progress for so long ends the run."""
 
 
 class Merge(Section):
     at_end: bool = True
+    """Merges the last checkpoint into RUN/merged when the run has finished."""
     dtype: Literal["auto", "keep", "bf16", "fp16", "fp32"] = "auto"
-    max_shard_size: str = "5GB"
+    """dtype of the merged weights; auto = the compute dtype."""
+    max_shard_size: Size = "5GB"
+    """Largest safetensors file."""
     adapter: Literal["merged", "adapter", "both"] = "both"
+    """LoRA: what is written."""
     verify: Literal["quick", "full", "none"] = "quick"
+    """How the merged directory is checked."""
 
 
 class Recipe(Section):
-    recipe_version: Literal[1] = 1
-    name: str | None = None
+    recipe_version: RecipeVersion = 1
+    """Version of this format."""
+    name: RunName | None = None
     """null = the file's stem."""
-    output_dir: str = "runs/{name}"
+    output_dir: Text = "runs/{name}"
     """Only {name} and {seed} are filled in; relative to where the command is run."""
     model: Model = Model()
     data: Data = Data()
@@ -259,8 +250,59 @@ class Recipe(Section):
     precision: Precision = Precision()
     training: Training = Training()
     lora: dict[str, Any] | None = None
+    """{r: 16, alpha: 32, dropout: 0.05, target_modules: all-linear, bias: none}, or any other name of PEFT's LoraConfig."""
     quantization: dict[str, Any] | None = None
+    """{load: nf4, double_quant: true}."""
     kernels: Kernels = Kernels()
     checkpoint: CheckpointSection = CheckpointSection()
     launch: Launch = Launch()
     merge: Merge = Merge()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over all machines, of a resolved recipe."""
+        assert isinstance(self.launch.num_processes, int), "the recipe is not resolved"
+        return self.launch.num_processes
+
+    @property
+    def local_world_size(self) -> int:
+        """Ranks of one machine, of a resolved recipe."""
+        return self.world_size // self.launch.num_machines
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that read different rows."""
+        return self.world_size // (self.parallelism.tp_size * self.parallelism.cp_size * self.parallelism.sp_size)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step, of a resolved recipe."""
+        return self.training.per_device_train_batch_size * self.dp_size * (self.training.gradient_accumulation_steps or 1)
+
+    @property
+    def is_sharded(self) -> bool:
+        """False for NO_SHARD, which is plain DDP."""
+        return self.fsdp.sharding_strategy != "NO_SHARD"
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.fsdp.sharding_strategy in {"HYBRID_SHARD", "HYBRID_SHARD_ZERO2"}
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        return RESHARDS[self.fsdp.sharding_strategy]
+
+    @property
+    def compute_dtype(self) -> ComputeDtype:
+        """dtype of the matrices that are multiplied; under `no` that of the stored parameters."""
+        mixed = self.precision.mixed_precision
+        return self.model.dtype if mixed == "no" else cast(ComputeDtype, "bf16" if mixed == "fp8" else mixed)
+
+    @property
+    def layer_classes(self) -> tuple[str, ...] | None:
+        """Class names to wrap as given, `A,B` split as Accelerate does; None = found from the model."""
+        given = self.fsdp.transformer_layer_cls_to_wrap
+        if given is None:
+            return None
+        names = given.split(",") if isinstance(given, str) else given
+        return tuple(name.strip() for name in names)

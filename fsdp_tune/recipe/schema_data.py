@@ -1,0 +1,151 @@
+"""The sections `model:` and `data:` of a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Tag
+
+from fsdp_tune.recipe.kinds import Auto, DataFormat, Fraction, LossOn, Positive, Section, Text, Whole
+
+
+class Tokens(Section):
+    pad: Text | None = None
+    """Padding token; null = the tokenizer's, else one is chosen and said. Never trained."""
+    eos: Text | None = None
+    """End-of-sequence token; null = the tokenizer's. Goes into generation_config too."""
+    add: list[Text] = []
+    """Tokens to add; resizes the embedding."""
+
+
+class Model(Section):
+    name_or_path: Text | None = None
+    """Hub id, HF directory, RUN, or RUN/checkpoint-N (weights only). Required unless `from_config` is given."""
+    revision: Text = "main"
+    """Branch, tag or commit; resolved once to a commit, recorded, the same on all ranks and on resume."""
+    tokenizer: Text | None = None
+    """Hub id, directory or `builtin:NAME`; null = `name_or_path`."""
+    tokenizer_revision: Text | None = None
+    """null = `revision` when the repository is the same, else main."""
+    from_config: Text | dict[str, Any] | None = None
+    """A config.json, or the mapping inline (`{model_type: llama, hidden_size: 512}`): random weights."""
+    config_overrides: dict[str, Any] = {}
+    """Fields of the model's config class to change (`{attention_dropout: 0.0}`), checked against the class."""
+    trust_remote_code: bool = False
+    """Runs Python from the model's repository. Honoured only together with `--trust-remote-code`."""
+    resize_embeddings: bool = False
+    """A tokenizer larger than the embedding is an error; true grows the embedding instead."""
+    attn_implementation: Text = "auto"
+    """Attention kernel, by transformers' names (sdpa, flash_attention_2, eager …)."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Storage of TRAINED parameters: fp32 master weights, or pure bf16 (half the memory, small updates are lost)."""
+    frozen_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Storage of UNTRAINED parameters; auto = the compute dtype."""
+    freeze: list[Text] = []
+    """Patterns of the names of parameters that are not trained."""
+    tokens: Tokens = Tokens()
+
+
+class DataSource(Section):
+    path: Text
+    """What exists on disk is local; json | parquet | csv | text | arrow is a builder for `data_files`; else a hub id; `builtin:NAME` is made by the package."""
+    name: Text | None = None
+    """Configuration of a hub data set (`main`, `en`)."""
+    data_dir: Text | None = None
+    """Directory inside the data set's repository."""
+    data_files: Text | list[Text] | None = None
+    """Files, globs or URLs."""
+    split: Text = "train"
+    """Split to read."""
+    revision: Text | None = None
+    """Branch, tag or commit of a hub data set."""
+    columns: list[Text] | None = None
+    """Columns to keep, as in TRL; null = all."""
+    rename_columns: dict[str, Text] = {}
+    """{old: new}, as in datasets."""
+    format: DataFormat | None = None
+    """null = `data.format`."""
+    loss_on: LossOn | None = None
+    """null = `data.loss_on`."""
+    chat_template: Text | None = None
+    """null = `data.chat_template`."""
+    weight: Positive | None = None
+    """Share of the rows drawn from this source; null = by size."""
+    max_rows: Whole | None = None
+    """Takes the first rows only."""
+    label: Text | None = None
+    """Name of the set in reports and in `eval_<label>_loss`."""
+
+
+class EvalFraction(Section):
+    fraction: Fraction
+    """Share of the training rows held out, chosen by row hash, before packing."""
+
+
+class EvalRows(Section):
+    rows: Whole
+    """Rows held out, chosen by row hash, before packing."""
+
+
+def eval_kind(value: object) -> str:
+    """Which of the three forms of `data.eval` is meant. Tags start with `<`, which no key does."""
+    if isinstance(value, list):
+        return "<list>"
+    if isinstance(value, EvalRows) or (isinstance(value, dict) and "rows" in value and "fraction" not in value):
+        return "<rows>"
+    return "<fraction>"
+
+
+EvalSets = Annotated[
+    Annotated[EvalFraction, Tag("<fraction>")] | Annotated[EvalRows, Tag("<rows>")] | Annotated[list[DataSource], Tag("<list>")],
+    Discriminator(eval_kind),
+]
+
+
+class Mixture(Section):
+    temperature: Positive = 1.0
+    """1 = by size; above 1 flattens the shares of the sources (size ** (1 / temperature))."""
+    stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
+    """When a mixture with weights ends, as in datasets."""
+
+
+class Data(Section):
+    train: list[DataSource] = []
+    """Sources of the training rows; several mix."""
+    eval: EvalSets | None = None
+    """{fraction: 0.01} | {rows: 500} | a list, each entry a set of its own, named by label."""
+    format: DataFormat = "auto"
+    """Format of the rows; auto finds it by the columns, and two that match are an error."""
+    loss_on: LossOn = "auto"
+    """Which tokens are trained; auto: text all, prompt_completion and alpaca completion, chats assistant."""
+    chat_template: Text | None = None
+    """null = the tokenizer's | bundled name | file.jinja | hub id; chats with none are an error."""
+    max_length: Whole = 2048
+    """Tokens of one row; longer rows follow `overlong`."""
+    overlong: Literal["auto", "truncate", "drop", "split", "error"] = "auto"
+    """What happens to rows above max_length; auto = split for text, else truncate. Always counted."""
+    packing: bool = False
+    """Joins examples into rows of `max_length`; no token attends across examples."""
+    packing_strategy: Literal["bfd", "wrapped"] = "bfd"
+    """bfd = best fit, keeps documents whole; wrapped cuts documents and fills every row."""
+    eval_packing: bool | None = None
+    """null = `packing`."""
+    separator: str = ""
+    """Stands between prompt and completion."""
+    append_eos: bool | Auto = "auto"
+    """End of sequence after each example, supervised; auto = all but tokenized. Never doubled."""
+    streaming: bool = False
+    """Reads rows while training; needs training.max_steps."""
+    shuffle: bool = True
+    """Shuffles the training rows each epoch; the order depends on the seed and the epoch alone."""
+    shuffle_buffer_size: Whole = 10000
+    """Rows; streaming only."""
+    mixture: Mixture = Mixture()
+    pad_to_multiple_of: Whole = 8
+    """Tokens; rows are padded to the longest of the batch, rounded up to this."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """skip counts bad rows and writes them to a file."""
+    num_proc: Whole | Auto = "auto"
+    """Processes that tokenise; auto = min(16, cores)."""
+    cache_dir: Text | None = None
+    """Prepared data; null = $XDG_CACHE_HOME/fsdp-tune."""
