@@ -1,0 +1,231 @@
+"""The exact command and environment that start the ranks of one machine: everything explicit, nothing taken from defaults.
+
+What `accelerate launch` 1.15 does with them (accelerate/commands/launch.py), and hence what is passed:
+- `_validate_launch_command` reads the user's default config file unless `--config_file` is given, and takes from a given
+  one only what the command line leaves open. So both are given and agree.
+- `launch_command` reaches `multi_gpu_launcher`, the only one that spawns ranks (through torch.distributed.run), for
+  `args.use_fsdp and not args.cpu`, whatever the device: on CPU `--use_fsdp` spawns, `--cpu` falls through to
+  `simple_launcher`, which starts one process. NO_SHARD (plain DDP) therefore starts with `--use_fsdp` too; the worker
+  sets what the libraries read (`fsdp.environment`) before it imports them.
+- `_filter_args` builds torchrun's arguments from torchrun's own parser, whose defaults come from PET_* variables. That is
+  the one way to what accelerate has no option for: PET_SIGNALS_TO_HANDLE (torch's launch_agent overwrites
+  TORCHELASTIC_SIGNALS_TO_HANDLE), PET_RDZV_ENDPOINT, PET_RDZV_ID, PET_LOCAL_ADDR. torch's LaunchConfig reads
+  TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
+- One machine uses the c10d rendezvous on 127.0.0.1: port 0 binds and picks in one act, so that two runs never meet, and
+  a restarted group finds its way (the static one mostly does not). It needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or
+  restarted ranks meet the store of the dead ones. Several machines use the static one, which keeps `--machine-rank` the
+  order of the ranks, unless restarts are asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_tune.errors import failed_error, usage_error
+from fsdp_tune.fsdp import environment as library_environment
+from fsdp_tune.launch.arguments import check_extra
+from fsdp_tune.launch.environment import clean, is_secret, is_stale, mask_text, masked, telling
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run_dir import RunDir
+
+LAUNCHER_MODULE = "accelerate.commands.launch"
+DEFAULT_MULTI_MACHINE_PORT = 29500
+# Saving a large model may take long; the supervisor, not torchrun's agent, decides when ranks have had enough time.
+AGENT_SHUTDOWN_SECONDS = 3600
+SIGNALS_TO_HANDLE = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """What is started on this machine. `env` is the whole environment of the launcher; `settings` what we added to it."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    settings: dict[str, str]
+    removed: tuple[str, ...]
+    run: RunDir
+    ranks: range
+    """Global ranks of this machine."""
+    machine_rank: int
+    world_size: int
+    max_restarts: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks of the run are on this machine."""
+        return len(self.ranks) == self.world_size
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of launch.json; no secret is in it."""
+        return {
+            "argv": [mask_text(word) for word in self.argv],
+            "environment": {name: masked(name, value) for name, value in sorted(self.settings.items())},
+            "inherited": telling({name: value for name, value in self.env.items() if name not in self.settings}),
+            "removed": list(self.removed),
+            "machine_rank": self.machine_rank,
+            "world_size": self.world_size,
+            "python": sys.executable,
+        }
+
+    def command_line(self) -> str:
+        """The command as a shell would take it, with the variables that we set in front."""
+        settings = [f"{name}={shlex.quote(masked(name, value))}" for name, value in sorted(self.settings.items())]
+        return " ".join([*settings, *(shlex.quote(mask_text(word)) for word in self.argv)])
+
+
+def launch_plan(
+    recipe: Recipe,
+    run: RunDir,
+    *,
+    worker_module: str = "fsdp_tune.worker",
+    machine_rank: int = 0,
+    extra: Sequence[str] = (),
+    inherited: Mapping[str, str] | None = None,
+) -> LaunchPlan:
+    """The launch of a resolved recipe. FsdpTuneError (exit 2) where an argument or variable is owned by the recipe.
+
+    `inherited` is the environment to start from; None: this process's own.
+    """
+    extra = check_extra(extra)
+    machines = recipe.launch.num_machines
+    if not 0 <= machine_rank < machines:
+        raise usage_error(
+            "machine-rank-out-of-range",
+            f"--machine-rank {machine_rank} is not one of 0 to {machines - 1} (`launch.num_machines: {machines}`)",
+        )
+    kept, removed = clean(os.environ if inherited is None else inherited)
+    address = main_process_address(recipe, os.environ if inherited is None else inherited)
+    settings = _settings(recipe, run, address)
+    return LaunchPlan(
+        argv=_argv(recipe, run, address, worker_module, machine_rank, extra),
+        env=kept | settings,
+        settings=settings,
+        removed=tuple(removed),
+        run=run,
+        ranks=range(machine_rank * recipe.local_world_size, (machine_rank + 1) * recipe.local_world_size),
+        machine_rank=machine_rank,
+        world_size=recipe.world_size,
+        max_restarts=recipe.launch.max_restarts,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    ip: str
+    port: int
+    """0: whichever is free, chosen when it is bound."""
+
+
+def main_process_address(recipe: Recipe, environment: Mapping[str, str]) -> Address:
+    """Where rank 0's machine listens. Over several machines the recipe says it, or Kubernetes' or Slurm's own variables."""
+    port = recipe.launch.main_process_port
+    if recipe.launch.num_machines == 1:
+        return Address(LOOPBACK, 0 if port == "auto" else port)
+    ip = recipe.launch.main_process_ip or environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
+    if not ip:
+        raise usage_error(
+            "no-main-process-ip",
+            "several machines (`launch.num_machines`) need the address of the first one, and neither Kubernetes nor Slurm gives it",
+            hint="set `launch.main_process_ip`, the same on every machine",
+        )
+    return Address(ip, DEFAULT_MULTI_MACHINE_PORT if port == "auto" else port)
+
+
+def uses_c10d(recipe: Recipe) -> bool:
+    return recipe.launch.num_machines == 1 or recipe.launch.max_restarts > 0
+
+
+def _argv(recipe: Recipe, run: RunDir, address: Address, worker_module: str, machine_rank: int, extra: Sequence[str]) -> tuple[str, ...]:
+    threads = recipe.launch.num_cpu_threads_per_process
+    assert threads != "auto", "the recipe is not resolved"
+    options = {
+        "--config_file": run.accelerate_yaml,
+        "--num_processes": recipe.world_size,
+        "--num_machines": recipe.launch.num_machines,
+        "--machine_rank": machine_rank,
+        "--main_process_ip": address.ip,
+        "--main_process_port": address.port,
+        "--rdzv_backend": "c10d" if uses_c10d(recipe) else "static",
+        "--max_restarts": recipe.launch.max_restarts,
+        "--mixed_precision": "no",
+        "--dynamo_backend": "no",
+        "--num_cpu_threads_per_process": threads,
+    }
+    words = [str(word) for pair in options.items() for word in pair]
+    return (sys.executable, "-m", LAUNCHER_MODULE, "--use_fsdp", *words, *extra, "-m", worker_module, str(run.path))
+
+
+def _settings(recipe: Recipe, run: RunDir, address: Address) -> dict[str, str]:
+    settings = library_environment(recipe) | {
+        "OMP_NUM_THREADS": str(recipe.launch.num_cpu_threads_per_process),
+        "PET_SIGNALS_TO_HANDLE": SIGNALS_TO_HANDLE,
+        "PYTHONSAFEPATH": "1",  # else a `datasets.py` in the user's directory is imported by ranks instead of the library
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(AGENT_SHUTDOWN_SECONDS),
+    }
+    if uses_c10d(recipe):
+        settings |= {
+            "PET_RDZV_ENDPOINT": f"{address.ip}:{address.port}",
+            "PET_RDZV_ID": hashlib.blake2b(str(run.path).encode(), digest_size=8).hexdigest(),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+    if recipe.launch.num_machines == 1:
+        settings["PET_LOCAL_ADDR"] = LOOPBACK  # else ranks are told the host's name, which need not resolve
+    _check_launch_env(recipe.launch.env, settings)
+    return settings | recipe.launch.env
+
+
+def _check_launch_env(wanted: Mapping[str, str], ours: Mapping[str, str]) -> None:
+    for name, value in wanted.items():
+        if is_secret(name) or mask_text(value) != value:
+            raise usage_error(
+                "launch-env-secret",
+                f"`launch.env.{name}` holds a secret, and recipes are written to files",
+                hint=f"export {name} in the shell instead; ranks inherit it",
+            )
+        if name in ours or is_stale(name, in_slurm_step=False):
+            raise usage_error(
+                "launch-env-owned", f"`launch.env.{name}` is set by the launch itself", hint="remove it; the recipe's own keys decide it"
+            )
+        if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None or "\0" in value:
+            raise usage_error("launch-env-name", f"`launch.env`: {name!r} cannot be the name of a variable")
+
+
+def check_port(recipe: Recipe, machine_rank: int = 0) -> None:
+    """A port that the recipe names must be free on the machine that is to listen; else exit 1 at once, not after a time-out."""
+    port = recipe.launch.main_process_port
+    if port == "auto" or machine_rank != 0:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise failed_error(
+                "port-taken",
+                f"port {port} (`launch.main_process_port`) cannot be used: {error.strerror}",
+                hint="name another, or `auto`, which takes a free one",
+            ) from None
+
+
+def by_hand(recipe: Recipe, run: RunDir) -> tuple[str, ...]:
+    """The lines with which a user starts a run directory written by `--no-start`."""
+    path = shlex.quote(str(run.path))
+    several = recipe.launch.num_machines > 1
+    machines = (
+        f"--num_machines {recipe.launch.num_machines} --machine_rank N --main_process_ip IP --main_process_port PORT " if several else ""
+    )
+    nodes = f"--nnodes {recipe.launch.num_machines} --node-rank N --master-addr IP --master-port PORT " if several else ""
+    config = shlex.quote(str(run.accelerate_yaml))
+    return (
+        f"accelerate launch --config_file {config} --use_fsdp --num_processes {recipe.world_size} {machines}-m fsdp_tune.worker {path}",
+        f"torchrun {nodes}--nproc-per-node {recipe.local_world_size} -m fsdp_tune.worker {path}",
+    )

@@ -1,0 +1,69 @@
+"""Reads a growing JSON Lines file as it grows, also when it is cut back or replaced meanwhile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+
+class Follower:
+    """New whole lines of `path` at each call of `read`. What the file held before the first call is not new.
+
+    A resumed run cuts metrics.jsonl back to its checkpoint, in place or by another file of the same name; then reading
+    goes on behind the lines that are still the same.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known = self._content()
+        self._identity = self._stat()
+        self._offset = len(self._known)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Lines that are no JSON object (torn by a crash) are left out."""
+        identity = self._stat()
+        if identity is None:
+            self._identity, self._offset = None, 0
+            return []
+        if self._identity is not None and (identity[0] != self._identity[0] or identity[1] < self._offset):
+            self._offset = _common_lines_bytes(self._known, self._content())
+            self._known = b""  # rank 0 cuts once, as its first act; a restarted group shows its lines again
+        self._identity = identity
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            fresh = file.read()
+        end = fresh.rfind(b"\n") + 1
+        self._offset += end
+        return [line for raw in fresh[:end].split(b"\n") if (line := _object(raw)) is not None]
+
+    def _stat(self) -> tuple[int, int] | None:
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_size
+
+    def _content(self) -> bytes:
+        try:
+            return self._path.read_bytes()
+        except FileNotFoundError:
+            return b""
+
+
+def _common_lines_bytes(old: bytes, new: bytes) -> int:
+    """Length of the longest common beginning that ends with a whole line."""
+    length = 0
+    for ours, theirs in zip(old.splitlines(keepends=True), new.splitlines(keepends=True), strict=False):
+        if ours != theirs or not ours.endswith(b"\n"):
+            break
+        length += len(ours)
+    return length
+
+
+def _object(raw: bytes) -> dict[str, Any] | None:
+    try:
+        value: Any = json.loads(raw)
+    except ValueError:
+        return None
+    return cast(dict[str, Any], value) if isinstance(value, dict) else None

@@ -1,0 +1,87 @@
+"""What the ranks of this machine have left in logs/: signs of life while they run, and an outcome as their last act."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from fsdp_tune.errors import ExitReason, Problem, Where
+from fsdp_tune.run_dir import RunDir
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    rank: int
+    pid: int
+    step: int
+    phase: str
+    time: float
+    """Wall clock of the rank, for people; no decision is taken on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    rank: int
+    exit_code: int
+    reason: ExitReason
+    step: int
+    time: float
+    problem: Problem | None
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Everything else that the rank wrote: loss, eval_loss, tokens …"""
+
+
+def read_heartbeat(run: RunDir, rank: int) -> Heartbeat | None:
+    raw = _read(run.rank_heartbeat(rank))
+    try:
+        return None if raw is None else Heartbeat(rank, int(raw["pid"]), int(raw["step"]), str(raw["phase"]), float(raw["time"]))
+    except (KeyError, TypeError, ValueError):
+        return None  # another version's; a sign of life that says nothing
+
+
+def read_outcome(run: RunDir, rank: int) -> Outcome | None:
+    """None while the rank has not ended. One older than the rank's heartbeat is from before a restart of the group."""
+    raw = _read(run.rank_outcome(rank))
+    if raw is None or _changed_ns(run.rank_outcome(rank)) < _changed_ns(run.rank_heartbeat(rank)):
+        return None
+    try:
+        reason = ExitReason(raw["exit_reason"])
+        problem = None if raw.get("problem") is None else _problem(raw["problem"])
+        known = {"rank", "exit_code", "exit_reason", "step", "time", "problem"}
+        facts = {name: value for name, value in raw.items() if name not in known}
+        return Outcome(rank, int(raw["exit_code"]), reason, int(raw["step"] or 0), float(raw["time"]), problem, facts)
+    except (KeyError, TypeError, ValueError) as error:
+        message = f"rank {rank} left an outcome that cannot be read: {error!r}"
+        return Outcome(rank, 1, ExitReason.FAILED, 0, 0.0, Problem("outcome-unreadable", message, Where(str(run.rank_outcome(rank)))))
+
+
+def clear(run: RunDir, ranks: Iterable[int]) -> None:
+    """Takes away what ranks of an earlier launch left, so that it cannot be taken for this one's."""
+    for rank in ranks:
+        run.rank_heartbeat(rank).unlink(missing_ok=True)
+        run.rank_outcome(rank).unlink(missing_ok=True)
+
+
+def _changed_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        raw: Any = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+    return cast(dict[str, Any], raw) if isinstance(raw, dict) else {}
+
+
+def _problem(raw: dict[str, Any]) -> Problem:
+    where = Where(raw.get("file"), raw.get("line"), raw.get("column"), raw.get("key"))
+    return Problem(str(raw["code"]), str(raw["message"]), where, raw.get("hint"))

@@ -1,0 +1,185 @@
+"""Runs a launch to its end: starts it, passes signals on, watches its ranks, and leaves no process behind.
+
+Yields what the surface may show, taken from metrics.jsonl; the launcher's own output goes to logs/launcher.log. The agent
+of torchrun ends the other ranks when one fails, but with SIGTERM, which ranks take as "save, then stop": they would wait
+for the dead one. So the supervisor sees failures by itself and ends the rest after a short grace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from fsdp_tune.errors import Problem
+from fsdp_tune.launch.accelerate import LaunchPlan
+from fsdp_tune.launch.follow import Follower
+from fsdp_tune.launch.leash import leashed
+from fsdp_tune.launch.processes import is_alive, kill_for_good
+from fsdp_tune.launch.ranks import clear
+from fsdp_tune.launch.verdict import Ended, Seen, judge
+from fsdp_tune.launch.watch import RankWatch
+
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 5.0
+"""From the first failure until the other ranks are killed: time to write their own outcomes."""
+LINGER_SECONDS = 30.0
+"""From a rank's outcome, or the last rank's end, until what still lives is killed: NCCL may hang in its own clean-up."""
+OTHER_MACHINES_SECONDS = 330.0
+"""torchrun's agents wait 300 s for each other at the end."""
+HANG_MARGIN_SECONDS = 30.0
+"""Ranks give up on a collective after `launch.hang_timeout`; their own report is better than ours."""
+ECHO_SECONDS = 0.5
+"""Signals this close together are one act that arrived twice, such as a scheduler's to the group and to the process."""
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """A line of metrics.jsonl: a step, an evaluation, or an event."""
+
+    line: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A remark of the supervisor's own."""
+
+    text: str
+
+
+Event = Logged | Said | Ended
+
+
+class Supervisor:
+    def __init__(self, plan: LaunchPlan, *, hang_timeout_seconds: float) -> None:
+        self._plan = plan
+        self._run = plan.run
+        self._hang_seconds = hang_timeout_seconds + HANG_MARGIN_SECONDS
+        self._signals: list[tuple[int, float]] = []
+        self._is_forwarded = False
+        self._gave_up_saving = False
+        self._stuck: Problem | None = None
+
+    def events(self) -> Generator[Event]:
+        """Everything from the start of the launcher to its end. The last event is `Ended`, and then no process is left.
+
+        Must run in the main thread: signal handlers live there, and the kernel ends the launcher with the thread that started it.
+        """
+        run = self._run
+        run.logs.mkdir(parents=True, exist_ok=True)
+        clear(run, self._plan.ranks)
+        watch = RankWatch(run, self._plan.ranks)
+        metrics = Follower(run.metrics_jsonl)
+        log_start = run.launcher_log.stat().st_size if run.launcher_log.exists() else 0
+        with self._listening():
+            launcher = self._start()
+            try:
+                while launcher.poll() is None:
+                    time.sleep(POLL_SECONDS)
+                    yield from self._pass_on_signals(launcher)
+                    yield from (Logged(line) for line in metrics.read())
+                    watch.look(launcher.pid)
+                    yield from self._end_what_must_end(launcher, watch)
+            finally:
+                left = _end_everything(launcher, watch)
+        watch.read_outcomes()
+        yield from (Logged(line) for line in metrics.read())
+        if left:
+            yield Said(f"these processes do not die, not even by SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
+        yield judge(self._seen(watch, launcher.returncode, log_start))
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with open(self._run.launcher_log, "ab") as log:
+            return subprocess.Popen(
+                leashed(list(self._plan.argv)),
+                env=self._plan.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the terminal reaches the ranks once, through us
+            )
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Collects signals instead of dying of them. SIGKILL cannot be collected; the leash is for that."""
+
+        def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the shape of a handler
+            self._signals.append((number, time.monotonic()))
+
+        before = {number: signal.signal(number, note) for number in FORWARDED}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _pass_on_signals(self, launcher: subprocess.Popen[bytes]) -> Iterator[Event]:
+        """The first signal goes to the launcher, whose agent passes it to the ranks; a second one ends the wait for them."""
+        if not self._signals:
+            return
+        (first, first_at), (last, last_at) = self._signals[0], self._signals[-1]
+        if not self._is_forwarded:
+            self._is_forwarded = True
+            launcher.send_signal(first)
+            yield Said(f"{signal.Signals(first).name}: saving a checkpoint, then stopping; a second signal stops at once, without saving")
+        if not self._gave_up_saving and last_at - first_at > ECHO_SECONDS:
+            self._gave_up_saving = True
+            yield Said(f"{signal.Signals(last).name}: stopping at once")
+
+    def _end_what_must_end(self, launcher: subprocess.Popen[bytes], watch: RankWatch) -> Iterator[Event]:
+        now = time.monotonic()
+        self._stuck = self._stuck or watch.stuck(self._hang_seconds)
+        if self._gave_up_saving or self._stuck is not None:
+            _end_everything(launcher, watch)
+            return
+        if watch.failed_at is not None and now - watch.failed_at > GRACE_SECONDS and (alive := watch.alive):
+            yield Said(
+                f"ending the other {len(alive)} ranks of this machine" if len(alive) > 1 else "ending the other rank of this machine"
+            )
+            watch.expects_deaths = True
+            kill_for_good(alive)  # the agent then restarts all of them, or ends
+        if watch.wants_to_stop and self._plan.max_restarts > 0 and not self._is_forwarded:
+            self._is_forwarded = True  # the agent would take the ranks' exit 143 for a failure, and restart them
+            launcher.send_signal(signal.SIGTERM)
+        kill_for_good(watch.lingering(LINGER_SECONDS))
+        patience = LINGER_SECONDS if self._plan.is_whole else OTHER_MACHINES_SECONDS
+        if watch.all_ended_at is not None and now - watch.all_ended_at > patience:
+            launcher.kill()
+
+    def _seen(self, watch: RankWatch, launcher_code: int, log_start: int) -> Seen:
+        with open(self._run.launcher_log, "rb") as file:
+            file.seek(log_start)
+            text = file.read().decode("utf-8", "replace")
+        return Seen(
+            run=self._run,
+            ranks=self._plan.ranks,
+            launcher_code=launcher_code,
+            launcher_text=text,
+            outcomes=watch.outcomes,
+            deaths=watch.deaths,
+            signals=[number for number, _ in self._signals],
+            gave_up_saving=self._gave_up_saving,
+            stuck=self._stuck,
+            last_step=watch.last_step,
+        )
+
+
+def _end_everything(launcher: subprocess.Popen[bytes], watch: RankWatch) -> list[int]:
+    """Whatever is left of this launch is killed, also when the surface gave up in the middle. Returns what does not die."""
+    watch.expects_deaths = True
+    processes = watch.alive
+    if launcher.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(launcher.pid))
+    left = kill_for_good(processes)
+    if launcher.pid not in left:
+        launcher.wait()
+    return [pid for pid in left if pid != launcher.pid or is_alive(psutil.Process(pid))]

@@ -1,0 +1,114 @@
+"""A rank without torch: plays the part that RUN/fake.json gives it. Started as `python -m tests.launch.fake_worker RUN_DIR`.
+
+A part is a list of acts: ["beat", phase, step], ["log", {...}], ["sleep", seconds], ["ignore-signals"], ["wait-for-signal"],
+["die", signal], ["raise", text], ["exit", code], ["spawn"], ["outcome", {...}]. A signal, once waited for, ends with a save
+(0.3 s) and the outcome "preempted" or "interrupted", as a real rank does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.launch.leash import die_with_parent
+from fsdp_tune.run_dir import RunDir
+
+
+class Rank:
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.rank = int(os.environ["RANK"])
+        self.step = 0
+        self.received: list[int] = []
+
+    def beat(self, phase: str, step: int) -> None:
+        self.step = step
+        self.write(
+            self.run.rank_heartbeat(self.rank), {"rank": self.rank, "pid": os.getpid(), "step": step, "phase": phase, "time": time.time()}
+        )
+
+    def outcome(self, exit_code: int, exit_reason: str, problem: dict[str, Any] | None = None, **facts: Any) -> None:
+        content = {
+            "rank": self.rank,
+            "exit_code": exit_code,
+            "exit_reason": exit_reason,
+            "step": self.step,
+            "time": time.time(),
+            "problem": problem,
+        }
+        self.write(self.run.rank_outcome(self.rank), content | facts)
+
+    def write(self, path: Path, content: dict[str, Any]) -> None:
+        stage = path.with_suffix(".tmp")
+        stage.write_text(json.dumps(content))
+        os.replace(stage, path)
+
+    def log(self, line: dict[str, Any]) -> None:
+        with open(self.run.metrics_jsonl, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def listen(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(number, lambda received, _: self.received.append(received))
+
+    def save_and_stop(self) -> None:
+        self.beat("saving", self.step)
+        time.sleep(0.3)
+        interrupted = signal.SIGINT in self.received
+        self.outcome(130 if interrupted else 143, "interrupted" if interrupted else "preempted")
+        sys.exit(130 if interrupted else 143)
+
+    def act(self, name: str, *arguments: Any) -> None:
+        if name == "beat":
+            self.beat(*arguments)
+        elif name == "log":
+            self.log(arguments[0])
+        elif name == "sleep":
+            time.sleep(arguments[0])
+        elif name == "listen":
+            self.listen()
+        elif name == "wait-for-signal":
+            self.listen()
+            while not self.received:
+                time.sleep(0.02)
+            self.save_and_stop()
+        elif name == "ignore-signals":
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+        elif name == "die":
+            os.kill(os.getpid(), arguments[0])
+            time.sleep(60)
+        elif name == "raise":
+            raise RuntimeError(arguments[0])
+        elif name == "exit":
+            sys.exit(arguments[0])
+        elif name == "spawn":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        elif name == "outcome":
+            self.outcome(**arguments[0])
+        elif name == "environment":
+            (self.run.path / f"environment-{self.rank}.json").write_text(json.dumps(dict(os.environ)))
+        else:
+            raise AssertionError(name)
+
+
+def main() -> None:
+    die_with_parent()
+    rank = Rank(RunDir(Path(sys.argv[1])))
+    parts = json.loads((rank.run.path / "fake.json").read_text())
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    part = parts[str(rank.rank)]
+    if restarts:
+        part = parts.get(f"{rank.rank} after restart", part)
+    for name, *arguments in part:
+        rank.act(name, *arguments)
+
+
+if __name__ == "__main__":
+    main()

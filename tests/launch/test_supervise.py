@@ -1,0 +1,248 @@
+"""The supervisor over real processes: fake ranks, a fake agent, no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fsdp_tune.errors import ExitCode, ExitReason
+from fsdp_tune.launch import supervise
+from fsdp_tune.launch.accelerate import LaunchPlan
+from fsdp_tune.launch.supervise import Event, Logged, Said, Supervisor
+from fsdp_tune.launch.verdict import Ended
+from fsdp_tune.run_dir import RunDir
+from tests.launch.conftest import PlanOf
+
+FINISHED = {"exit_code": 0, "exit_reason": "finished", "loss": 1.5}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(supervise, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(supervise, "LINGER_SECONDS", 1.0)
+    monkeypatch.setattr(supervise, "HANG_MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(supervise, "ECHO_SECONDS", 0.2)
+
+
+def drive(plan: LaunchPlan, *, hang_timeout_seconds: float = 60.0, act: Callable[[], None] | None = None) -> tuple[Ended, list[Event]]:
+    """Runs to the end; `act` runs once, after the first logged line."""
+    events: list[Event] = []
+    for event in Supervisor(plan, hang_timeout_seconds=hang_timeout_seconds).events():
+        events.append(event)
+        if isinstance(event, Logged) and act is not None:
+            act()
+            act = None
+    assert isinstance(events[-1], Ended)
+    assert psutil.Process().children(recursive=True) == []
+    return events[-1], events
+
+
+def signals(*numbers: int, apart: float = 0.3) -> Callable[[], None]:
+    """Sends signals to this process, the first at once."""
+
+    def send() -> None:
+        for index, number in enumerate(numbers):
+            time.sleep(apart if index else 0.0)
+            os.kill(os.getpid(), number)
+
+    return lambda: threading.Thread(target=send).start()
+
+
+def test_lines_are_passed_on_and_a_finished_run_is_exit_0(plan_of: PlanOf) -> None:
+    acts = [
+        ["beat", "training", 1],
+        ["log", {"step": 1, "loss": 2.0}],
+        ["sleep", 0.2],
+        ["log", {"step": 2, "loss": 1.0}],
+        ["outcome", FINISHED],
+    ]
+    ended, events = drive(plan_of({"0": acts, "1": [["outcome", FINISHED]]}))
+    assert (ended.exit_code, ended.reason, ended.problem) == (0, ExitReason.FINISHED, None)
+    assert ended.first_outcome is not None
+    assert ended.first_outcome.facts == {"loss": 1.5}
+    assert [event.line["step"] for event in events if isinstance(event, Logged)] == [1, 2]
+
+
+def test_lines_of_an_earlier_launch_are_not_shown_again(plan_of: PlanOf, run: RunDir) -> None:
+    run.metrics_jsonl.write_text('{"step": 1}\n')
+    _, events = drive(plan_of({"0": [["log", {"step": 2}], ["outcome", FINISHED]]}))
+    assert [event.line for event in events if isinstance(event, Logged)] == [{"step": 2}]
+
+
+def test_an_outcome_of_an_earlier_launch_does_not_count(plan_of: PlanOf, run: RunDir) -> None:
+    drive(plan_of({"0": [["outcome", FINISHED]]}))
+    ended, _ = drive(plan_of({"0": [["exit", 3]]}))
+    assert ended.problem is not None
+    assert ended.exit_code == ExitCode.FAILED
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)],
+    ids=["TERM", "USR1", "HUP", "INT"],
+)
+def test_a_signal_is_passed_on_and_the_ranks_save(plan_of: PlanOf, number: int, code: int) -> None:
+    waiting = [["beat", "training", 7], ["listen"], ["sleep", 0.1], ["log", {"step": 7}], ["wait-for-signal"]]
+    ended, events = drive(plan_of({"0": waiting, "1": waiting}), act=signals(number))
+    assert ended.exit_code == code
+    assert ended.problem is None
+    assert ended.step == 7
+    assert any(isinstance(event, Said) and "saving a checkpoint" in event.text for event in events)
+
+
+def test_a_signal_that_arrives_twice_at_once_is_one(plan_of: PlanOf) -> None:
+    waiting = [["beat", "training", 7], ["listen"], ["log", {"step": 7}], ["wait-for-signal"]]
+    ended, _ = drive(plan_of({"0": waiting}), act=signals(signal.SIGTERM, signal.SIGTERM, apart=0.02))
+    assert ended.exit_code == 143
+
+
+def test_a_second_signal_stops_at_once_and_is_no_success(plan_of: PlanOf) -> None:
+    slow = [["ignore-signals"], ["beat", "saving", 7], ["log", {"step": 7}], ["sleep", 60]]
+    start = time.monotonic()
+    ended, _ = drive(plan_of({"0": slow, "1": slow}), act=signals(signal.SIGINT, signal.SIGINT, apart=0.5))
+    assert ended.exit_code == 1
+    assert ended.problem is not None
+    assert ended.problem.code == "stopped-unsaved"
+    assert time.monotonic() - start < 5
+
+
+def test_a_signal_before_the_ranks_listen_ends_by_its_own_code(plan_of: PlanOf) -> None:
+    ended, _ = drive(plan_of({"0": [["log", {"event": "x"}], ["sleep", 60]], "1": [["sleep", 60]]}), act=signals(signal.SIGTERM))
+    assert (ended.exit_code, ended.problem) == (143, None)
+
+
+def test_ranks_killed_while_saving_are_no_success(plan_of: PlanOf) -> None:
+    ended, _ = drive(plan_of({"0": [["beat", "saving", 9], ["log", {"step": 9}], ["sleep", 60]]}), act=signals(signal.SIGTERM))
+    assert ended.exit_code != 143
+    assert ended.problem is not None
+
+
+def test_a_save_that_fails_after_a_signal_is_exit_1(plan_of: PlanOf) -> None:
+    problem = {"code": "disk-full", "message": "disk full"}
+    failing = [
+        ["ignore-signals"],
+        ["beat", "saving", 9],
+        ["log", {"step": 9}],
+        ["sleep", 0.5],
+        ["outcome", {"exit_code": 1, "exit_reason": "failed", "problem": problem}],
+    ]
+    ended, _ = drive(plan_of({"0": [*failing, ["exit", 1]]}), act=signals(signal.SIGTERM))
+    assert ended.exit_code == 1
+    assert ended.problem is not None
+    assert ended.problem.code == "disk-full"
+
+
+def test_the_first_failing_rank_is_the_one_shown(plan_of: PlanOf) -> None:
+    problem = {"code": "out-of-memory", "message": "out of memory", "hint": "use less"}
+    first = [
+        ["beat", "training", 4],
+        ["sleep", 0.2],
+        ["outcome", {"exit_code": 3, "exit_reason": "out_of_memory", "problem": problem}],
+        ["exit", 3],
+    ]
+    lost = {"code": "lost-peer", "message": "connection closed by peer"}
+    second = [["ignore-signals"], ["sleep", 0.4], ["outcome", {"exit_code": 5, "exit_reason": "lost_rank", "problem": lost}], ["exit", 5]]
+    ended, _ = drive(plan_of({"0": second, "1": first}))
+    assert ended.exit_code == ExitCode.OUT_OF_MEMORY
+    assert ended.problem is not None
+    assert ended.problem.message == "out of memory (rank 1, step 4)"
+    assert "rank-0001.log" in (ended.problem.hint or "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_rank_takes_the_others_along_and_is_named(plan_of: PlanOf, number: int) -> None:
+    start = time.monotonic()
+    stuck = [["ignore-signals"], ["beat", "training", 3], ["spawn"], ["sleep", 60]]
+    ended, _ = drive(plan_of({"0": stuck, "1": [["beat", "training", 3], ["sleep", 0.3], ["die", number]]}))
+    assert time.monotonic() - start < 5
+    assert ended.exit_code == ExitCode.LOST_RANK
+    assert ended.problem is not None
+    assert f"rank 1 was killed by {signal.Signals(number).name} at step 3" in ended.problem.message
+
+
+def test_a_rank_that_dies_before_it_can_report_shows_its_exception(plan_of: PlanOf) -> None:
+    ended, _ = drive(plan_of({"0": [["ignore-signals"], ["sleep", 60]], "1": [["raise", "no such library"]]}))
+    assert ended.exit_code == ExitCode.FAILED
+    assert ended.problem is not None
+    assert "rank 1 ended with exit code 1 before it could report: RuntimeError: no such library" in ended.problem.message
+    assert "launcher.log" in (ended.problem.hint or "")
+
+
+def test_a_silent_rank_is_a_hang_and_is_named(plan_of: PlanOf) -> None:
+    busy = [act for step in range(40) for act in (["beat", "training", step], ["sleep", 0.1])]
+    ended, _ = drive(plan_of({"0": busy, "1": [["beat", "backward", 5], ["sleep", 60]]}), hang_timeout_seconds=1.0)
+    assert ended.exit_code == ExitCode.LOST_RANK
+    assert ended.problem is not None
+    assert "rank 1 has been silent" in ended.problem.message
+    assert "`backward` at step 5" in ended.problem.message
+
+
+def test_a_rank_that_hangs_in_its_own_clean_up_does_not_hold_the_run(plan_of: PlanOf) -> None:
+    start = time.monotonic()
+    ended, _ = drive(plan_of({"0": [["outcome", FINISHED], ["ignore-signals"], ["sleep", 60]]}))
+    assert (ended.exit_code, ended.problem) == (0, None)
+    assert time.monotonic() - start < 6
+
+
+def test_a_launcher_that_fails_shows_why(plan_of: PlanOf, run: RunDir) -> None:
+    plan = plan_of({"0": []})
+    program = "import sys; sys.exit('accelerate: error: unrecognized arguments: --x')"
+    broken = LaunchPlan((sys.executable, "-c", program), plan.env, {}, (), run, range(1), 0, 1, 0)
+    ended, _ = drive(broken)
+    assert ended.exit_code == 1
+    assert ended.problem is not None
+    assert "unrecognized arguments: --x" in ended.problem.message
+
+
+def test_nothing_survives_a_launcher_killed_outright(plan_of: PlanOf) -> None:
+    plan = plan_of({"0": [["beat", "training", 1], ["log", {"step": 1}], ["ignore-signals"], ["sleep", 60]]})
+
+    def kill_launcher() -> None:
+        (launcher,) = psutil.Process().children()
+        launcher.kill()
+
+    ended, _ = drive(plan, act=kill_launcher)
+    assert ended.exit_code != 0
+    assert ended.problem is not None
+
+
+def test_nothing_survives_a_supervisor_killed_outright(plan_of: PlanOf, run: RunDir, repository: Path) -> None:
+    plan_of({"0": [["beat", "training", 1], ["ignore-signals"], ["sleep", 60]]})
+    program = f"""
+import os, sys
+from pathlib import Path
+from fsdp_tune.launch.accelerate import LaunchPlan
+from fsdp_tune.launch.supervise import Supervisor
+from fsdp_tune.run_dir import RunDir
+run = RunDir(Path({str(run.path)!r}))
+agent = {str(repository / "tests/launch/fake_agent.py")!r}
+plan = LaunchPlan((sys.executable, agent, "1", str(run.path)), dict(os.environ), {{}}, (), run, range(1), 0, 1, 0)
+for _ in Supervisor(plan, hang_timeout_seconds=60).events(): pass
+"""
+    supervisor = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(repository)})
+    while not run.rank_heartbeat(0).exists():
+        time.sleep(0.02)
+    family = psutil.Process(supervisor.pid).children(recursive=True)
+    assert len(family) == 2
+    supervisor.kill()
+    supervisor.wait()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_the_surface_giving_up_in_the_middle_ends_the_ranks(plan_of: PlanOf) -> None:
+    plan = plan_of({"0": [["beat", "training", 1], ["log", {"step": 1}], ["ignore-signals"], ["sleep", 60]]})
+    events = Supervisor(plan, hang_timeout_seconds=60).events()
+    next(events)
+    events.close()
+    assert psutil.Process().children(recursive=True) == []
