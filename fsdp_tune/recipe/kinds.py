@@ -10,13 +10,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from fsdp_tune.units import parse_bytes, parse_seconds
 
-SECTION_CONFIG = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
 
 class Section(BaseModel):
     """A group of keys. Frozen, nothing unknown is taken, and no value is cast to another type."""
 
-    model_config = SECTION_CONFIG
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ def _exactly_int(value: object) -> object:
     return value
 
 
-def _run_name(text: str) -> str:
+def check_run_name(text: str) -> str:
     if text in {"", ".", ".."} or "/" in text or not text.isprintable() or len(text.encode()) > 200:
         raise ValueError("a name becomes a directory name: no `/`, nothing unprintable, at most 200 bytes")
     return text
@@ -67,7 +65,7 @@ Text = Annotated[str, Field(min_length=1), Says("text")]
 Duration = Annotated[str, AfterValidator(_duration), Says("a duration with units, such as 11h30m or 45m")]
 Size = Annotated[str, AfterValidator(_size), Says("a size with its unit, such as 5GB or 512MiB")]
 RegularExpression = Annotated[str, AfterValidator(_regular_expression), Says("a regular expression")]
-RunName = Annotated[str, AfterValidator(_run_name), Says("a name")]
+RunName = Annotated[str, AfterValidator(check_run_name), Says("a name")]
 FsdpVersion = Annotated[Literal[1, 2], BeforeValidator(_exactly_int)]
 RecipeVersion = Annotated[Literal[1], BeforeValidator(_exactly_int)]
 Device = Literal["auto", "cuda", "xpu", "npu", "mps", "cpu"]

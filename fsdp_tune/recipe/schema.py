@@ -4,6 +4,8 @@
 follow from several keys are properties of `Recipe`.
 """
 
+# ruff: noqa: RUF012  pydantic copies a default for each instance, and ours are frozen
+
 from __future__ import annotations
 
 from typing import Any, Literal, cast
@@ -11,7 +13,6 @@ from typing import Any, Literal, cast
 from pydantic import ConfigDict, Field
 
 from fsdp_tune.recipe.kinds import (
-    SECTION_CONFIG,
     Auto,
     DataFormat,
     Device,
@@ -102,7 +103,7 @@ class Fsdp(Section):
     ignored_modules: RegularExpression | None = None
     """Regular expression of module names that FSDP leaves alone, as in Accelerate."""
     activation_checkpointing: Literal["none", "selective", "full", "auto"] = "none"
-    """Recomputes decoder layers in the backward pass: about a third more compute for far less memory; auto = the cheapest that fits. true/false taken."""
+    """Recomputes decoder layers in the backward pass: a third more compute, far less memory; auto = the cheapest that fits."""
     activation_checkpointing_every: Whole = 1
     """Recompute every n-th decoder layer."""
     activation_checkpointing_offload: bool = False
@@ -140,7 +141,7 @@ class EarlyStopping(Section):
 class Training(Section):
     """TrainingArguments by their own names; those not listed here pass with transformers' default (`model_extra`)."""
 
-    model_config = ConfigDict(**{**SECTION_CONFIG, "extra": "allow"})
+    model_config = ConfigDict(extra="allow")
 
     global_batch_size: Whole | None = None
     """Sequences per optimizer step (a packed row is one); gives gradient_accumulation_steps."""
@@ -186,7 +187,7 @@ class Kernels(Section):
 
 
 class CheckpointSection(Section):
-    model_config = ConfigDict(**{**SECTION_CONFIG, "validate_by_name": True, "validate_by_alias": True})
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
     async_: bool = Field(default=True, alias="async")
     """Training goes on while the checkpoint is written."""

@@ -1,5 +1,7 @@
 """The sections `model:` and `data:` of a recipe."""
 
+# ruff: noqa: RUF012  pydantic copies a default for each instance, and ours are frozen
+
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
@@ -48,7 +50,7 @@ class Model(Section):
 
 class DataSource(Section):
     path: Text
-    """What exists on disk is local; json | parquet | csv | text | arrow is a builder for `data_files`; else a hub id; `builtin:NAME` is made by the package."""
+    """What exists on disk is local; json | parquet | csv | text | arrow = builder with `data_files`; `builtin:NAME`; else a hub id."""
     name: Text | None = None
     """Configuration of a hub data set (`main`, `en`)."""
     data_dir: Text | None = None

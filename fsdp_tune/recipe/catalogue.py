@@ -1,0 +1,57 @@
+"""The recipes that travel with the package, and the architecture facts of the models that they name."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.errors import usage_error
+from fsdp_tune.recipe.keys import closest
+
+SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def catalogue_directory() -> Path:
+    """`fsdp_tune/configs` of an installed wheel, `configs/` of a checkout."""
+    package = Path(str(resources.files("fsdp_tune")))
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def catalogue() -> dict[str, Path]:
+    """Name → file, sorted by name."""
+    return {path.stem: path for path in sorted(catalogue_directory().glob("*.yaml"))}
+
+
+def find_recipe(source: str) -> Path:
+    """A path, or the name of a catalogue recipe. What is there as a file wins; it is opened later, by the loader."""
+    path, recipes = Path(source), catalogue()
+    looks_like_path = path.suffix in SUFFIXES or "/" in source
+    if source in recipes and not path.is_file():
+        return recipes[source]
+    if looks_like_path or path.exists() or path.is_symlink():
+        if not (path.exists() or path.is_symlink()) and path.stem in recipes:
+            hint = f"the catalogue has it: `--config {path.stem}`, or `fsdp-tune recipes copy {path.stem}`"
+            raise usage_error("recipe-not-found", f"there is no file `{source}`", hint=hint)
+        return path
+    near = closest(source, list(recipes))
+    hint = f"did you mean `{near}`?" if near else "`fsdp-tune recipes list` shows the catalogue; a file is given by its path"
+    raise usage_error("recipe-not-found", f"there is no file and no catalogue recipe `{source}`", hint=hint)
+
+
+def headline(path: Path) -> str:
+    """The first comment line of a recipe: what it is for."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        text = line.lstrip("# ").strip()
+        if line.startswith("#") and text and not text.startswith("yaml-language-server"):
+            return text
+    return ""
+
+
+def architecture(name: str) -> dict[str, Any] | None:
+    """The `config.json` facts of a model on the hub, for when the hub is out of reach; None for a model we do not carry."""
+    raw = json.loads(resources.files("fsdp_tune.recipe").joinpath("architectures.json").read_bytes())
+    facts = raw.get(name)
+    return dict(facts) if facts is not None else None

@@ -1,0 +1,169 @@
+"""Validation errors in the user's words: what was given, what the key takes, where it stands, what was perhaps meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from fsdp_tune.errors import Problem, Where
+from fsdp_tune.recipe.keys import choices, closest, dotted, field_at, field_words, unknown_key_hint
+from fsdp_tune.recipe.schema import Training
+from fsdp_tune.recipe.training_fields import TRAINING_FIELDS, complaint, installed_transformers, owner_of, version_gap
+from fsdp_tune.recipe.yaml_tree import ListNode, MappingNode, Node, ScalarNode, entries_of, plain_value
+
+Path = tuple[str | int, ...]
+SHOWN_CHARACTERS = 60
+
+
+def shown(text: str) -> str:
+    """Text from a file for the screen: cut, and nothing that a terminal would obey."""
+    safe = "".join(character if character.isprintable() else character.encode("unicode_escape").decode() for character in text)
+    return safe if len(safe) <= SHOWN_CHARACTERS else f"{safe[:SHOWN_CHARACTERS]}…"
+
+
+def node_at(tree: Node, path: Sequence[str | int]) -> Node | None:
+    node: Node | None = tree
+    for part in path:
+        if isinstance(node, MappingNode) and part in node.entries:
+            node = node.entries[str(part)].node
+        elif isinstance(node, ListNode) and isinstance(part, int) and part < len(node.items):
+            node = node.items[part]
+        else:
+            return None
+    return node
+
+
+def where_of(tree: Node, path: Sequence[str | int], *, key: bool = False) -> Where:
+    """Position of a value (or of its key); of the nearest thing around it where it is absent."""
+    for length in range(len(path), -1, -1):
+        parent, node = node_at(tree, path[: length - 1]) if length else None, node_at(tree, path[:length])
+        if node is not None:
+            last = path[length - 1] if length else None
+            at_key = isinstance(parent, MappingNode) and (key or length < len(path))
+            found = parent.entries[str(last)].where if at_key and isinstance(parent, MappingNode) else node.where
+            return Where(found.source, found.line, found.column, dotted(path))
+    raise AssertionError("a tree has a root")
+
+
+def explain(error: ValidationError, tree: MappingNode) -> dict[Path, Problem]:
+    """One problem for each place that is wrong."""
+    problems: dict[Path, Problem] = {}
+    for details in error.errors(include_url=False):
+        loc = tuple(part for part in details["loc"] if not (isinstance(part, str) and part.startswith("<")))
+        path = _given_part(tree, loc)
+        if details["type"] == "missing":
+            problems[loc] = Problem("missing-key", f"`{dotted(loc)}` is missing", where_of(tree, loc))
+        elif details["type"] == "extra_forbidden":
+            problems[path] = unknown_key(tree, path)
+        elif path not in problems:
+            reason = str(details["ctx"]["error"]) if details["type"] == "value_error" and "ctx" in details else None
+            problems[path] = wrong_value(tree, path, reason)
+    return problems
+
+
+def _given_part(tree: Node, loc: Path) -> Path:
+    """The part of a pydantic location that leads to something in the file; the rest names branches of unions."""
+    for length in range(len(loc), 0, -1):
+        if node_at(tree, loc[:length]) is not None:
+            return loc[:length]
+    return ()
+
+
+def unknown_key(tree: MappingNode, path: Path) -> Problem:
+    hint = unknown_key_hint(path)
+    if path == ("data", "eval", "rows"):
+        hint = "give `fraction` or `rows`, not both"
+    return Problem("unknown-key", f"unknown key `{shown(dotted(path))}`", where_of(tree, path, key=True), hint)
+
+
+def wrong_value(tree: MappingNode, path: Path, reason: str | None = None) -> Problem:
+    """`reason` is a finished sentence where the kind of value has one (sizes, durations)."""
+    node, field = node_at(tree, path), field_at(path)
+    takes = field_words(field) if field is not None and not (path and isinstance(path[-1], int)) else "another value"
+    if field is not None and path and isinstance(path[-1], int):
+        takes = takes.partition("each entry ")[2].rstrip(")") or "another value"
+    hint = _value_hint(node, takes, choices(field.annotation) if field is not None else [])
+    where = where_of(tree, path)
+    if isinstance(node, ScalarNode) and node.value is None and node.plain:
+        message = f"`{dotted(path)}` has no value; it takes {takes}"
+        return Problem("no-value", message, where, "write the value, or remove the line: the default then holds")
+    if reason is not None and isinstance(node, ScalarNode) and isinstance(node.value, str):
+        return Problem("wrong-value", f"`{dotted(path)}`: {reason}", where, hint)
+    return Problem("wrong-value", f"`{dotted(path)}` is {given(node)}; it takes {takes}", where, hint)
+
+
+def given(node: Node | None) -> str:
+    if isinstance(node, ScalarNode):
+        return f"`{shown(node.text)}`" if node.plain else f'the text "{shown(node.text)}"'
+    return "a mapping" if isinstance(node, MappingNode) else "a list"
+
+
+def _value_hint(node: Node | None, takes: str, options: Sequence[str]) -> str | None:
+    if not isinstance(node, ScalarNode):
+        return None
+    value = node.value
+    wants_number, wants_text = "number" in takes, "text" in takes or "name" in takes
+    if node.suspicion and (wants_number or "true or false" in takes):
+        return node.suspicion
+    if isinstance(value, str):
+        if not node.plain and (wants_number or "true or false" in takes):
+            return "write it without quotes"
+        near = closest(value, options) if options else None
+        return f"did you mean `{near}`?" if near else None
+    if isinstance(value, float) and value.is_integer() and "whole number" in takes and abs(value) < 1e15:
+        return f"write `{int(value)}`"
+    if wants_text and not isinstance(value, bool | None):
+        return f'write "{node.text}" in quotes if it is meant as text'
+    return None
+
+
+def check_training(tree: MappingNode) -> dict[Path, Problem]:
+    """The fields of `training:` that are not the recipe's own, against the table of TrainingArguments."""
+    section = node_at(tree, ("training",))
+    problems: dict[Path, Problem] = {}
+    installed = installed_transformers()
+    for name, entry in entries_of(section).items():
+        path: Path = ("training", name)
+        if name in Training.model_fields:
+            continue
+        where = where_of(tree, path, key=True)
+        if (owner := owner_of(name)) is not None:
+            problems[path] = Problem("owned-field", f"`training.{name}` is not taken: {owner}", where)
+        elif name not in TRAINING_FIELDS.fields:
+            problems[path] = unknown_key(tree, path)
+        elif gap := version_gap(name, installed):
+            problems[path] = Problem("unknown-field", f"`training.{name}` cannot be passed on: {gap}", where)
+        elif takes := complaint(name, plain_value(entry.node)):
+            message = f"`training.{name}` is {given(entry.node)}; it takes {takes}"
+            hint = _value_hint(entry.node, takes, _enum_values(name))
+            problems[path] = Problem("wrong-value", message, where_of(tree, path), hint)
+    return problems
+
+
+def _enum_values(name: str) -> list[str]:
+    return [value for kind in TRAINING_FIELDS.fields[name].types for value in TRAINING_FIELDS.enums.get(kind, ())]
+
+
+_FREE: tuple[Path, ...] = (("model", "from_config"), ("model", "config_overrides"), ("lora",), ("quantization",))
+
+
+def check_free_mappings(tree: MappingNode, *, training: Mapping[str, Any] = TRAINING_FIELDS.fields) -> dict[Path, Problem]:
+    """Below keys that take any mapping no type catches `no` or `0123`, so that the doubt itself is the error."""
+    places = [*_FREE, *(("training", name) for name, field in training.items() if "dict" in field.types)]
+    problems: dict[Path, Problem] = {}
+    for path in places:
+        node = node_at(tree, path)
+        for inner, scalar in _scalars(node, path) if isinstance(node, MappingNode | ListNode) else []:
+            if scalar.suspicion is not None:
+                hint = f'or "{scalar.text}" in quotes where text is meant'
+                problems[inner] = Problem("doubtful-value", f"`{dotted(inner)}`: {scalar.suspicion}", where_of(tree, inner), hint)
+    return problems
+
+
+def _scalars(node: Node, path: Path) -> list[tuple[Path, ScalarNode]]:
+    if isinstance(node, ScalarNode):
+        return [(path, node)]
+    named = [(name, entry.node) for name, entry in node.entries.items()] if isinstance(node, MappingNode) else enumerate(node.items)
+    return [found for name, child in named for found in _scalars(child, (*path, name))]

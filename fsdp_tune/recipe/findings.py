@@ -1,0 +1,59 @@
+"""What a rule finds: a contradiction between keys, or a key without effect; the loader adds the lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from fsdp_tune.errors import Notice, Problem, Where
+from fsdp_tune.recipe.not_yet import value_of
+from fsdp_tune.recipe.schema import Recipe
+
+Positions = Mapping[str, Where]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`keys`: those at odds with each other, the one to change first."""
+
+    code: str
+    keys: tuple[str, ...]
+    message: str
+    hint: str | None = None
+    ways_out: tuple[str, ...] = ()
+
+
+Rule = Callable[[Recipe], Finding | None]
+
+
+def given(recipe: Recipe, key: str) -> bool:
+    """Whether a key is written in the recipe, as opposed to standing at its default."""
+    *parents, name = key.split(".")
+    section = value_of(recipe, ".".join(parents)) if parents else recipe
+    extra = section.model_extra or {}
+    return name in section.model_fields_set or name in extra or f"{name}_" in section.model_fields_set
+
+
+def located(finding: Finding, positions: Positions) -> tuple[Where, str]:
+    """The place of the first written key, and the message with the lines of the others."""
+    written = [key for key in finding.keys if key in positions]
+    if not written:
+        return Where(key=finding.keys[0] if finding.keys else None), finding.message
+    first = positions[written[0]]
+    others = [f"`{key}` on {_place(positions[key])}" for key in written[1:]]
+    message = f"{finding.message} ({', '.join(others)})" if others else finding.message
+    return Where(first.source, first.line, first.column, written[0]), message
+
+
+def as_problem(finding: Finding, positions: Positions) -> Problem:
+    where, message = located(finding, positions)
+    return Problem(finding.code, message, where, finding.hint, finding.ways_out)
+
+
+def as_notice(finding: Finding, positions: Positions, *, strict: bool) -> Notice:
+    where, message = located(finding, positions)
+    return Notice(finding.code, message, where, finding.hint, strict)
+
+
+def _place(where: Where) -> str:
+    return f"line {where.line}" if where.line is not None else str(where)

@@ -1,0 +1,57 @@
+"""What the schema has and this release does not do: each key, the values that work today, and what to do meanwhile.
+
+To build one: delete its row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_tune.recipe.schema import Recipe, Training
+from fsdp_tune.recipe.training_fields import training_value
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    key: str
+    works: tuple[Any, ...]
+    """Values that are supported; any other is refused."""
+    what: str
+    meanwhile: str
+
+
+NOT_YET = (
+    NotYet("lora", (None,), "LoRA", "leave it out: all parameters are trained (`model.freeze` holds some fixed)"),
+    NotYet("quantization", (None,), "training on quantised weights", "leave it out; `fsdp.offload_params: true` saves GPU memory"),
+    NotYet("data.streaming", (False,), "streaming", "leave it out: data are prepared once and read from a memory map"),
+    NotYet("precision.mixed_precision", ("no", "fp16", "bf16"), "fp8", "write `bf16`"),
+    NotYet("parallelism.tp_size", (1,), "tensor parallelism", "leave it at 1"),
+    NotYet("parallelism.cp_size", (1,), "context parallelism", "leave it at 1"),
+    NotYet("parallelism.sp_size", (1,), "sequence parallelism", "leave it at 1"),
+    NotYet("fsdp.reshard_after_forward", (None, True, False), "resharding to fewer ranks", "leave it out: the strategy decides"),
+    NotYet("fsdp.activation_checkpointing", ("none", "selective", "full"), "the automatic choice", "write none, selective or full"),
+    NotYet("kernels.loss", ("auto", "full"), "a loss without logits in memory", "leave it at auto"),
+    NotYet("kernels.liger", ("auto", False), "Liger's kernels", "leave it at auto"),
+    NotYet("kernels.compile", (False,), "torch.compile", "leave it out"),
+    NotYet("checkpoint.mirror", (None,), "a second copy of checkpoints", "leave it out, and copy complete checkpoint directories"),
+    NotYet("launch.max_restarts", (0,), "restarts by the launcher", "leave it at 0, and start again with `--resume auto`"),
+    NotYet("training.push_to_hub", (False,), "uploading", "leave it out, and upload `merged/` with `hf upload`"),
+)
+
+
+def value_of(recipe: Recipe, key: str) -> Any:
+    """`value_of(recipe, "fsdp.version")`; fields of TrainingArguments that the recipe does not own work too."""
+    section: Any = recipe
+    *parents, name = key.split(".")
+    for parent in parents:
+        section = getattr(section, parent)
+    if parents == ["training"] and name not in Training.model_fields:
+        return training_value(recipe.training, name)
+    return getattr(section, "async_" if name == "async" else name)
+
+
+def refused(recipe: Recipe) -> list[tuple[NotYet, Any]]:
+    """The rows that a recipe asks for, with the value that it gives."""
+    asked = [(row, value_of(recipe, row.key)) for row in NOT_YET]
+    return [(row, value) for row, value in asked if not any(type(value) is type(good) and value == good for good in row.works)]

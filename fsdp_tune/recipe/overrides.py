@@ -1,0 +1,106 @@
+"""`--set a.b=value`: the same scalars and flow values as in the file, merged into its tree; errors cite `--set #2`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdp_tune.errors import FsdpTuneError, Notice, Problem, Where
+from fsdp_tune.recipe.keys import dotted
+from fsdp_tune.recipe.legacy import translate
+from fsdp_tune.recipe.scalars import ScalarError, parse_plain
+from fsdp_tune.recipe.yaml_text import check_characters
+from fsdp_tune.recipe.yaml_tree import Entry, ListNode, MappingNode, Node, ScalarNode, compose
+
+Path = tuple[str, ...]
+
+
+def apply_overrides(tree: MappingNode, overrides: Sequence[str]) -> tuple[list[Notice], list[Problem]]:
+    """Merges every `--set` into `tree`, in order. What is wrong with one of them is a problem and leaves it out."""
+    notices: list[Notice] = []
+    problems: list[Problem] = []
+    taken: list[tuple[Path, Where]] = []
+    for number, text in enumerate(overrides, start=1):
+        where = Where(f"--set #{number}")
+        try:
+            branch = _parse(text, where)
+        except FsdpTuneError as error:
+            problems.extend(error.problems)
+            continue
+        found, wrong = translate(branch)
+        notices.extend(found)
+        problems.extend(wrong)
+        for path, node in _leaves(branch, ()):
+            if (earlier := _overlap(path, taken)) is not None:
+                message = f"`{dotted(path)}` is set twice: {where} and {earlier}"
+                problems.append(Problem("duplicate-key", message, Where(where.source, key=dotted(path)), "keep one of them"))
+                continue
+            taken.append((path, where))
+            problems.extend(_put(tree, path, node, where))
+    return notices, problems
+
+
+def _parse(text: str, where: Where) -> MappingNode:
+    """`a.b=v` as the mapping {a: {b: v}}. FsdpTuneError says what an override looks like."""
+    key, separator, raw = check_characters(text, where).partition("=")
+    parts = key.strip().split(".")
+    if not separator or not all(part and part == part.strip() for part in parts):
+        problem = Problem("bad-override", f"`{text}` is no override", where, "write it as `--set training.learning_rate=1e-4`")
+        raise FsdpTuneError(problem)
+    value = raw.strip()
+    if not value:
+        hint = f'`--set {key}=null` resets it to the default, `--set {key}=""` is an empty text'
+        raise FsdpTuneError(Problem("no-value", f"`{key}` has no value", Where(where.source, key=key.strip()), hint))
+    node = _value(value, Where(where.source, key=key.strip()))
+    for part in reversed(parts):
+        node = MappingNode({part: Entry(where, node)}, where, partial=True)
+    assert isinstance(node, MappingNode)
+    return node
+
+
+def _value(text: str, where: Where) -> Node:
+    if text[0] in "[{\"'":
+        node, problems = compose(text, str(where.source), line=None)
+        if problems or node is None:
+            raise FsdpTuneError(*(problems or [Problem("bad-override", f"`{text}` is no value", where)]))
+        return node
+    try:
+        value, suspicion = parse_plain(text)
+    except ScalarError as error:
+        raise FsdpTuneError(Problem("not-a-number", str(error), where)) from error
+    return ScalarNode(value, text, plain=True, where=Where(where.source), suspicion=suspicion)
+
+
+def _leaves(node: MappingNode, path: Path) -> list[tuple[Path, Entry]]:
+    found: list[tuple[Path, Entry]] = []
+    for name, entry in node.entries.items():
+        if isinstance(entry.node, MappingNode) and entry.node.partial:
+            found.extend(_leaves(entry.node, (*path, name)))
+        else:
+            found.append(((*path, name), entry))
+    return found
+
+
+def _overlap(path: Path, taken: list[tuple[Path, Where]]) -> Where | None:
+    for other, where in taken:
+        shorter = min(len(path), len(other))
+        if path[:shorter] == other[:shorter]:
+            return where
+    return None
+
+
+def _put(tree: MappingNode, path: Path, entry: Entry, where: Where) -> list[Problem]:
+    holder = tree
+    for part in path[:-1]:
+        inner = holder.entries.setdefault(part, Entry(where, MappingNode({}, where))).node
+        if isinstance(inner, ListNode):
+            hint = f"set the list as a whole: `--set {part}=[…]`"
+            return [Problem("bad-override", f"`{dotted(path)}` leads into a list", Where(where.source, key=dotted(path)), hint)]
+        if not isinstance(inner, MappingNode):
+            inner = MappingNode({}, where)
+            holder.entries[part] = Entry(where, inner)
+        holder = inner
+    if isinstance(entry.node, ScalarNode) and entry.node.value is None and entry.node.plain:
+        holder.entries.pop(path[-1], None)
+    else:
+        holder.entries[path[-1]] = entry
+    return []

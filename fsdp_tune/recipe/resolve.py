@@ -1,0 +1,239 @@
+"""The one place that decides what a recipe leaves open (`auto`, null, relative paths), each decision with its reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.errors import FsdpTuneError, Notice, Problem, Where
+from fsdp_tune.recipe.findings import Finding, as_notice, as_problem
+from fsdp_tune.recipe.paths import absolute_paths, output_directory
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.training_fields import training_value
+from fsdp_tune.recipe.world import WORLD_RULES, World, mesh_sizes
+
+ASSUMED_DEVICES = 8
+"""Devices per machine that `validate`, `plan` and `--dry-run` assume where none is visible and the recipe names no number."""
+CPU_RANKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine that the command runs on. `device` is the accelerator that it has, None for none."""
+
+    device: str | None
+    device_count: int
+    cores: int
+    device_name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    recipe: Recipe
+    reasons: dict[str, str]
+    """Key → why it has the value that the recipe left open."""
+    notices: tuple[Notice, ...]
+
+
+def resolve(
+    recipe: Recipe,
+    machine: Machine,
+    *,
+    cwd: Path,
+    assume: str | None = None,
+    positions: Mapping[str, Where] | None = None,
+) -> Resolution:
+    """Fills everything that is open. FsdpTuneError carries all problems that need the machine or the number of ranks.
+
+    `assume` is the device that stands in where the machine has none (`cuda` for `validate`, `plan` and `--dry-run`, which start
+    nothing); without it a recipe that needs a device which is not there is an error. `positions` (of `Loaded`) give the lines.
+    """
+    work = _Work(recipe, machine, assume, positions or {})
+    work.launch()
+    world = World(work.data["launch"]["num_processes"], recipe.launch.num_machines)
+    findings = [finding for rule in WORLD_RULES if (finding := rule(recipe, world)) is not None]
+    work.problems.extend(as_problem(finding, work.positions) for finding in findings)
+    if not work.problems:
+        work.mesh(world)
+        work.fsdp()
+        work.training(world)
+        work.evaluation()
+    work.model()
+    work.rest()
+    output, wrong = output_directory(recipe, cwd)
+    work.data["output_dir"] = str(output)
+    local_paths, path_problems = absolute_paths(work.data, cwd)
+    work.reasons.update(local_paths)
+    work.problems.extend(as_problem(finding, work.positions) for finding in [*wrong, *path_problems])
+    if work.problems:
+        raise FsdpTuneError(*work.problems)
+    return Resolution(Recipe.model_validate(work.data), work.reasons, tuple(work.notices))
+
+
+@dataclass(slots=True)
+class _Work:
+    recipe: Recipe
+    machine: Machine
+    assume: str | None
+    positions: Mapping[str, Where]
+    data: dict[str, Any] = field(default_factory=dict[str, Any])
+    reasons: dict[str, str] = field(default_factory=dict[str, str])
+    notices: list[Notice] = field(default_factory=list[Notice])
+    problems: list[Problem] = field(default_factory=list[Problem])
+
+    def __post_init__(self) -> None:
+        self.data = self.recipe.model_dump(by_alias=True)
+
+    def decide(self, key: str, value: Any, reason: str) -> None:
+        section, name = key.split(".")
+        self.data[section][name] = value
+        self.reasons[key] = reason
+
+    def complain(self, code: str, keys: tuple[str, ...], message: str, hint: str | None = None, ways_out: tuple[str, ...] = ()) -> None:
+        self.problems.append(as_problem(Finding(code, keys, message, hint, ways_out), self.positions))
+
+    def notice(self, code: str, keys: tuple[str, ...], message: str, hint: str | None = None) -> None:
+        self.notices.append(as_notice(Finding(code, keys, message, hint), self.positions, strict=False))
+
+    def launch(self) -> None:
+        device = self._device()
+        self._processes(device)
+        launch, local_ranks = self.recipe.launch, max(1, self.data["launch"]["num_processes"] // self.recipe.launch.num_machines)
+        if launch.num_cpu_threads_per_process == "auto":
+            threads = max(1, self.machine.cores // local_ranks)
+            self.decide("launch.num_cpu_threads_per_process", threads, f"{self.machine.cores} cores / {local_ranks} local ranks")
+
+    def _device(self) -> str:
+        wanted, there = self.recipe.launch.device, self.machine.device
+        if wanted == "auto":
+            if there is not None:
+                named = f" ({self.machine.device_name})" if self.machine.device_name else ""
+                self.decide("launch.device", there, f"the accelerator of this machine{named}")
+                return there
+            if self.assume is None:
+                ways_out = ("--set launch.device=cpu to train on the CPU",)
+                self.complain(
+                    "no-device",
+                    ("launch.device",),
+                    "this machine shows no accelerator, and the CPU is never chosen silently",
+                    None,
+                    ways_out,
+                )
+            device = self.assume or "cuda"
+            self.decide("launch.device", device, "assumed: this machine shows no accelerator")
+            return device
+        if wanted not in {"cpu", there} and self.assume is None:
+            shows = f"it shows {there}" if there else "it shows no accelerator"
+            ways_out = ("--set launch.device=cpu to train on the CPU",)
+            self.complain("no-device", ("launch.device",), f"`launch.device: {wanted}` is not on this machine: {shows}", None, ways_out)
+        return wanted
+
+    def _processes(self, device: str) -> None:
+        launch, machine = self.recipe.launch, self.machine
+        if launch.num_processes == "auto":
+            if device == "cpu":
+                count, reason = CPU_RANKS * launch.num_machines, f"{CPU_RANKS} CPU ranks a machine: the fewest that shard"
+            elif machine.device == device and machine.device_count:
+                count = machine.device_count * launch.num_machines
+                reason = f"{machine.device_count} visible devices × {launch.num_machines} machines"
+            else:
+                count = ASSUMED_DEVICES * launch.num_machines
+                reason = f"assumed: {ASSUMED_DEVICES} devices × {launch.num_machines} machines"
+                message = f"this machine shows no {device} device: {ASSUMED_DEVICES} per machine are assumed"
+                self.notice("assumed-devices", ("launch.num_processes",), message, "write `launch.num_processes`")
+            self.decide("launch.num_processes", count, reason)
+            return
+        local = launch.num_processes // launch.num_machines
+        if device != "cpu" and self.assume is None and machine.device == device and local > machine.device_count:
+            message = f"{local} ranks on this machine need {local} {device} devices, and {machine.device_count} are visible"
+            hint = f"write `launch.num_processes: {machine.device_count * launch.num_machines}`, or look at CUDA_VISIBLE_DEVICES"
+            self.complain("too-few-devices", ("launch.num_processes",), message, hint)
+
+    def mesh(self, world: World) -> None:
+        sizes = mesh_sizes(self.recipe, world)
+        parallelism = self.recipe.parallelism
+        if parallelism.dp_replicate_size == "auto":
+            self.decide("parallelism.dp_replicate_size", sizes.replicate, sizes.reason)
+        if parallelism.dp_shard_size == "auto":
+            reason = "ranks of a machine" if self.recipe.is_hybrid and world.machines > 1 else sizes.reason
+            self.decide("parallelism.dp_shard_size", sizes.shard, reason)
+        both_open = parallelism.dp_replicate_size == parallelism.dp_shard_size == "auto"
+        if self.recipe.is_hybrid and world.machines == 1 and both_open:
+            strategy = self.recipe.fsdp.sharding_strategy
+            message = f"`{strategy}` on one machine: two copies of the model, each over {sizes.shard} ranks"
+            self.notice("hybrid-on-one-machine", ("fsdp.sharding_strategy",), message, "FULL_SHARD needs less memory here")
+
+    def fsdp(self) -> None:
+        fsdp = self.recipe.fsdp
+        if fsdp.reshard_after_forward is None:
+            self.decide("fsdp.reshard_after_forward", self.recipe.reshards_after_forward, f"{fsdp.sharding_strategy}")
+        if fsdp.version == 1 and self.data["launch"]["device"] == "cpu" and fsdp.cpu_ram_efficient_loading:
+            self.decide("fsdp.cpu_ram_efficient_loading", value=False, reason="FSDP1 on the CPU cannot send rank 0's weights")
+
+    def training(self, world: World) -> None:
+        training = self.recipe.training
+        if training.gradient_accumulation_steps is None:
+            at_once = training.per_device_train_batch_size * world.size
+            if training.global_batch_size is None:
+                self.decide("training.gradient_accumulation_steps", 1, "no `training.global_batch_size` is given")
+            else:
+                steps = training.global_batch_size // at_once
+                parts = f"{training.global_batch_size} / ({training.per_device_train_batch_size} sequences × {world.size} ranks)"
+                self.decide("training.gradient_accumulation_steps", steps, f"global batch: {parts}")
+        if training.per_device_eval_batch_size is None:
+            self.decide("training.per_device_eval_batch_size", training.per_device_train_batch_size, "per_device_train_batch_size")
+        if training.data_seed is None:
+            self.decide("training.data_seed", training.seed, "training.seed")
+        if training.save_total_limit == 0:
+            self.decide("training.save_total_limit", None, "0 keeps all")
+
+    def evaluation(self) -> None:
+        training, save = self.recipe.training, training_value(self.recipe.training, "save_strategy")
+        strategy: str = training.eval_strategy
+        if strategy == "auto":
+            if self.recipe.data.eval is None:
+                strategy, reason = "no", "there is no data.eval"
+            elif save in {"steps", "best"}:
+                strategy, reason = "steps", "with every save"
+            elif save == "epoch":
+                strategy, reason = "epoch", "with every save"
+            else:
+                strategy, reason = "epoch", "nothing is saved before the end: once an epoch"
+            self.decide("training.eval_strategy", strategy, reason)
+        if strategy == "steps" and training_value(training, "eval_steps") is None:
+            self.decide("training.eval_steps", training.save_steps, "training.save_steps")
+
+    def model(self) -> None:
+        model = self.recipe.model
+        if model.tokenizer is None:
+            self.decide("model.tokenizer", model.name_or_path, "model.name_or_path")
+        if model.tokenizer_revision is None:
+            same = self.data["model"]["tokenizer"] == model.name_or_path
+            revision, reason = (model.revision, "model.revision") if same else ("main", "another repository than the model's")
+            self.decide("model.tokenizer_revision", revision, reason)
+        if model.frozen_dtype == "auto":
+            self.decide("model.frozen_dtype", self.recipe.compute_dtype, "the compute dtype")
+
+    def rest(self) -> None:
+        recipe = self.recipe
+        if recipe.data.num_proc == "auto":
+            self.decide("data.num_proc", min(16, self.machine.cores), f"min(16, {self.machine.cores} cores)")
+        if recipe.data.eval_packing is None:
+            self.decide("data.eval_packing", recipe.data.packing, "data.packing")
+        if recipe.data.cache_dir is None:
+            self.decide("data.cache_dir", str(_cache_directory()), "the user's cache")
+        if recipe.merge.dtype == "auto":
+            self.decide("merge.dtype", recipe.compute_dtype, "the compute dtype")
+        if recipe.kernels.loss == "auto":
+            self.decide("kernels.loss", "full", "the only loss of this release")
+        if recipe.kernels.liger == "auto":
+            self.decide("kernels.liger", value=False, reason="this release has no Liger kernels")
+
+
+def _cache_directory() -> Path:
+    """$XDG_CACHE_HOME/fsdp-tune; a relative XDG_CACHE_HOME is ignored, as its specification says."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "fsdp-tune"

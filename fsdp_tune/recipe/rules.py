@@ -1,0 +1,294 @@
+"""Contradictions between keys: each rule looks at one, says what is at odds, and changes nothing.
+
+Rules here need neither the machine nor the number of ranks; those that do are in `world.py`. Rules about keys that have no
+effect beside the others are in `inactive.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+
+from fsdp_tune.recipe.findings import Finding, Rule, given
+from fsdp_tune.recipe.schema import RESHARDS, DataSource, Recipe
+from fsdp_tune.recipe.training_fields import training_value
+
+BUILDERS = ("json", "parquet", "csv", "text", "arrow")
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(?:^|_)(?:API_?)?KEY(?:$|_)|ACCESS_KEY|PRIVATE_KEY", re.IGNORECASE)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OURS = ("FSDP_", "ACCELERATE_", "PET_", "TORCHELASTIC_", "PARALLELISM_CONFIG_", "FSDP_TUNE_")
+_OUR_NAMES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MIXED_PRECISION"),
+}
+
+
+def model_source(recipe: Recipe) -> Finding | None:
+    model = recipe.model
+    if model.name_or_path is None and model.from_config is None:
+        hint = "a hub id, a directory, or a run: `model: {name_or_path: meta-llama/Llama-2-7b-hf}`"
+        return Finding("no-model", ("model.name_or_path", "model"), "the recipe names no model: `model.name_or_path` is missing", hint)
+    if model.name_or_path is not None and model.from_config is not None:
+        message = "`model.from_config` starts from random weights, `model.name_or_path` from trained ones"
+        return Finding(
+            "contradiction", ("model.from_config", "model.name_or_path"), message, "keep one; `model.tokenizer` names a tokenizer"
+        )
+    if model.from_config is not None and model.tokenizer is None:
+        message = "a model from `model.from_config` brings no tokenizer: `model.tokenizer` is missing"
+        return Finding("no-tokenizer", ("model.from_config",), message, "name one: a hub id, a directory, or `builtin:arithmetic`")
+    return None
+
+
+def config_names_its_type(recipe: Recipe) -> Finding | None:
+    config = recipe.model.from_config
+    if isinstance(config, dict) and not isinstance(config.get("model_type"), str):
+        message = "`model.from_config` must say which architecture it is: `model_type` is missing"
+        return Finding("wrong-value", ("model.from_config",), message, "for example `model_type: llama`")
+    return None
+
+
+def some_training_data(recipe: Recipe) -> Finding | None:
+    if recipe.data.train:
+        return None
+    hint = "for example `data: {train: [{path: train.jsonl}]}`"
+    return Finding("no-data", ("data.train", "data"), "the recipe names no training data: `data.train` is missing or empty", hint)
+
+
+def _sources(recipe: Recipe) -> list[tuple[str, DataSource]]:
+    evals = recipe.data.eval if isinstance(recipe.data.eval, list) else []
+    return [
+        (f"data.{name}[{index}]", source)
+        for name, group in (("train", recipe.data.train), ("eval", evals))
+        for index, source in enumerate(group)
+    ]
+
+
+def builders_have_files(recipe: Recipe) -> Finding | None:
+    for key, source in _sources(recipe):
+        if source.path in BUILDERS and source.data_files is None:
+            return Finding("missing-key", (f"{key}.path",), f"`path: {source.path}` reads files: `{key}.data_files` is missing")
+    return None
+
+
+def eval_is_not_empty(recipe: Recipe) -> Finding | None:
+    if recipe.data.eval == []:
+        return Finding("no-data", ("data.eval",), "`data.eval` is an empty list", "remove it, or name a set")
+    return None
+
+
+def eval_labels_differ(recipe: Recipe) -> Finding | None:
+    if not isinstance(recipe.data.eval, list):
+        return None
+    seen: dict[str, int] = {}
+    for index, source in enumerate(recipe.data.eval):
+        if source.label is not None and source.label in seen:
+            keys = (f"data.eval[{index}].label", f"data.eval[{seen[source.label]}].label")
+            return Finding("contradiction", keys, f"two evaluation sets have the label `{source.label}`")
+        if source.label is not None:
+            seen[source.label] = index
+    return None
+
+
+def reshard_agrees(recipe: Recipe) -> Finding | None:
+    asked, strategy = recipe.fsdp.reshard_after_forward, recipe.fsdp.sharding_strategy
+    if not isinstance(asked, bool) or asked == RESHARDS[strategy]:
+        return None
+    does = "frees the gathered parameters after the forward pass" if RESHARDS[strategy] else "keeps the parameters after the forward pass"
+    message = f"`fsdp.reshard_after_forward: {str(asked).lower()}` contradicts `fsdp.sharding_strategy: {strategy}`, which {does}"
+    return Finding("contradiction", ("fsdp.reshard_after_forward", "fsdp.sharding_strategy"), message, "remove `reshard_after_forward`")
+
+
+def offload_needs_shards(recipe: Recipe) -> Finding | None:
+    if recipe.fsdp.offload_params and not recipe.is_sharded:
+        message = "`fsdp.offload_params: true` needs sharded parameters, and `fsdp.sharding_strategy: NO_SHARD` (plain DDP) has none"
+        hint = "use FULL_SHARD, or leave `offload_params` out"
+        return Finding("contradiction", ("fsdp.offload_params", "fsdp.sharding_strategy"), message, hint)
+    return None
+
+
+def ddp_reduces_in_fp32(recipe: Recipe) -> Finding | None:
+    if not recipe.is_sharded and recipe.precision.reduce_dtype != "fp32":
+        message = (
+            f"`precision.reduce_dtype: {recipe.precision.reduce_dtype}` has no counterpart under `NO_SHARD`: DDP sums gradients as they are"
+        )
+        return Finding("contradiction", ("precision.reduce_dtype", "fsdp.sharding_strategy"), message, "leave `reduce_dtype` out")
+    return None
+
+
+def backward_prefetch_by_version(recipe: Recipe) -> Finding | None:
+    prefetch, version = recipe.fsdp.backward_prefetch, recipe.fsdp.version
+    keys = ("fsdp.backward_prefetch", "fsdp.version")
+    if version == 2 and prefetch in {"BACKWARD_POST", "NO_PREFETCH"} and recipe.is_sharded:
+        message = f"`fsdp.backward_prefetch: {prefetch}` has no counterpart on FSDP2, which always gathers the next unit ahead"
+        return Finding("contradiction", keys, message, "leave it out, write units ahead (`1`), or use `fsdp.version: 1`")
+    if version == 1 and isinstance(prefetch, int):
+        message = f"`fsdp.backward_prefetch: {prefetch}` (units ahead) needs FSDP2; version 1 takes names"
+        return Finding("contradiction", keys, message, "write BACKWARD_PRE, or use `fsdp.version: 2`")
+    return None
+
+
+def version_1_limits(recipe: Recipe) -> Finding | None:
+    """What `FullyShardedDataParallel` cannot do and `fully_shard` can."""
+    if recipe.fsdp.version == 2 or not recipe.is_sharded:
+        return None
+    forward = recipe.fsdp.forward_prefetch
+    if type(forward) is int:
+        return _needs_2("fsdp.forward_prefetch", f"`fsdp.forward_prefetch: {forward}` (units ahead)")
+    if recipe.fsdp.activation_checkpointing_offload:
+        return _needs_2("fsdp.activation_checkpointing_offload", "`fsdp.activation_checkpointing_offload: true`")
+    for key in ("dp_replicate_size", "dp_shard_size"):
+        if getattr(recipe.parallelism, key) != "auto":
+            return _needs_2(f"parallelism.{key}", f"`parallelism.{key}`")
+    return None
+
+
+def _needs_2(key: str, what: str) -> Finding:
+    return Finding(
+        "contradiction", (key, "fsdp.version"), f"{what} needs FSDP2, and the recipe asks for `fsdp.version: 1`", "use `fsdp.version: 2`"
+    )
+
+
+def named_modules_are_named(recipe: Recipe) -> Finding | None:
+    if recipe.fsdp.auto_wrap_policy == "MODULE_NAMES_WRAP" and not recipe.fsdp.modules_to_wrap:
+        message = "`fsdp.auto_wrap_policy: MODULE_NAMES_WRAP` needs names: `fsdp.modules_to_wrap` is empty"
+        return Finding("missing-key", ("fsdp.auto_wrap_policy",), message, "for example `modules_to_wrap: [model.layers.*]`")
+    return None
+
+
+def bf16_storage(recipe: Recipe) -> Finding | None:
+    if recipe.model.dtype == "bf16" and recipe.precision.mixed_precision == "fp16":
+        message = "`model.dtype: bf16` keeps bf16 weights, and `precision.mixed_precision: fp16` computes in fp16"
+        return Finding("contradiction", ("precision.mixed_precision", "model.dtype"), message, "with bf16 weights write `bf16` or `no`")
+    return None
+
+
+def warmup_ends(recipe: Recipe) -> Finding | None:
+    steps, warmup = training_value(recipe.training, "max_steps"), recipe.training.warmup_steps
+    if steps > 0 and warmup >= 1 and warmup >= steps:
+        message = (
+            f"`training.warmup_steps: {warmup:g}` leaves nothing of `training.max_steps: {steps}`: the learning rate would never be reached"
+        )
+        return Finding("contradiction", ("training.warmup_steps", "training.max_steps"), message, "warm up for fewer steps")
+    return None
+
+
+def evaluation_needs_data(recipe: Recipe) -> Finding | None:
+    if recipe.data.eval is not None:
+        return None
+    hint = "give `data.eval`, for example `{fraction: 0.01}`"
+    if recipe.training.eval_strategy in {"steps", "epoch"}:
+        message = f"`training.eval_strategy: {recipe.training.eval_strategy}` evaluates, and there is no `data.eval`"
+        return Finding("contradiction", ("training.eval_strategy", "data"), message, hint)
+    for key in ("early_stopping", "load_best_model_at_end", "eval_on_start"):
+        value = recipe.training.early_stopping if key == "early_stopping" else training_value(recipe.training, key)
+        if value:
+            return Finding(
+                "contradiction", (f"training.{key}", "data"), f"`training.{key}` needs evaluations, and there is no `data.eval`", hint
+            )
+    if training_value(recipe.training, "save_strategy") == "best":
+        return Finding(
+            "contradiction",
+            ("training.save_strategy",),
+            "`training.save_strategy: best` needs evaluations, and there is no `data.eval`",
+            hint,
+        )
+    return None
+
+
+def best_model_is_measured(recipe: Recipe) -> Finding | None:
+    """The best checkpoint must have been evaluated, so that saving and evaluating go together."""
+    wants = "early_stopping" if recipe.training.early_stopping else "load_best_model_at_end"
+    if recipe.data.eval is None or not (recipe.training.early_stopping or training_value(recipe.training, wants)):
+        return None
+    if recipe.training.eval_strategy == "no":
+        message = f"`training.{wants}` needs evaluations, and `training.eval_strategy` is no"
+        return Finding("contradiction", (f"training.{wants}", "training.eval_strategy"), message, "write `eval_strategy: auto`")
+    save = training_value(recipe.training, "save_strategy")
+    if wants == "load_best_model_at_end" and recipe.training.eval_strategy not in {"auto", save} and save != "best":
+        message = f"`training.load_best_model_at_end` needs a save with every evaluation, and `save_strategy` is {save}"
+        return Finding("contradiction", ("training.eval_strategy", "training.save_strategy"), message, "write `eval_strategy: auto`")
+    return None
+
+
+def output_dir_template(recipe: Recipe) -> Finding | None:
+    keys = ("output_dir",)
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(recipe.output_dir) if name is not None}
+    except ValueError:
+        return Finding(
+            "bad-output-dir", keys, f"`output_dir` is `{recipe.output_dir}`: a brace is open", "only {name} and {seed} are filled in"
+        )
+    if unknown := sorted(names - {"name", "seed"}):
+        return Finding("bad-output-dir", keys, f"`output_dir` has `{{{unknown[0]}}}`, which is not filled in", "only {name} and {seed} are")
+    if recipe.output_dir.startswith("~"):
+        return Finding("bad-output-dir", keys, "`output_dir` begins with `~`, which is not expanded", "write the path out")
+    if "\0" in recipe.output_dir or not recipe.output_dir.isprintable():
+        return Finding("bad-output-dir", keys, "`output_dir` holds a character that no path should")
+    return None
+
+
+def environment_is_plain(recipe: Recipe) -> Finding | None:
+    for name in recipe.launch.env:
+        key = f"launch.env.{name}"
+        if not _VARIABLE.fullmatch(name):
+            return Finding("bad-variable", (key,), f"`{name}` is no name of an environment variable")
+        if _SECRET.search(name):
+            hint = "set it in the environment of the command: ranks inherit it, and it is written nowhere"
+            return Finding(
+                "secret-in-recipe", (key,), f"`launch.env.{name}` looks like a secret, and a recipe is copied and published", hint
+            )
+        if name in _OUR_NAMES or name.startswith(_OURS):
+            return Finding(
+                "bad-variable",
+                (key,),
+                f"`launch.env.{name}` is set by the launch itself",
+                "change the key of the recipe that it follows from",
+            )
+    return None
+
+
+def cpu_limits(recipe: Recipe) -> Finding | None:
+    if recipe.launch.device == "mps" and isinstance(recipe.launch.num_processes, int) and recipe.launch.num_processes > 1:
+        return Finding(
+            "contradiction", ("launch.num_processes", "launch.device"), "`launch.device: mps` is one device: `num_processes` must be 1"
+        )
+    loading = recipe.fsdp.cpu_ram_efficient_loading and given(recipe, "fsdp.cpu_ram_efficient_loading")
+    if recipe.launch.device == "cpu" and recipe.fsdp.version == 1 and loading and recipe.is_sharded:
+        message = "`fsdp.cpu_ram_efficient_loading: true` does not work with FSDP1 on the CPU: it sends weights over NCCL only"
+        keys = ("fsdp.cpu_ram_efficient_loading", "fsdp.version", "launch.device")
+        return Finding("contradiction", keys, message, "leave it out, or use `fsdp.version: 2`")
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    model_source,
+    config_names_its_type,
+    some_training_data,
+    builders_have_files,
+    eval_is_not_empty,
+    eval_labels_differ,
+    reshard_agrees,
+    offload_needs_shards,
+    ddp_reduces_in_fp32,
+    backward_prefetch_by_version,
+    version_1_limits,
+    named_modules_are_named,
+    bf16_storage,
+    warmup_ends,
+    evaluation_needs_data,
+    best_model_is_measured,
+    output_dir_template,
+    environment_is_plain,
+    cpu_limits,
+)
+
+
+def pure_bf16(recipe: Recipe) -> Finding | None:
+    if recipe.model.dtype != "bf16":
+        return None
+    message = "`model.dtype: bf16` trains bf16 weights without fp32 masters: updates below 1/256 of a weight are lost"
+    return Finding("pure-bf16", ("model.dtype",), message, "`fp32` keeps master weights, for 2 more bytes per parameter and state")
+
+
+REMARKS: tuple[Rule, ...] = (pure_bf16,)
+"""Notices about choices that are allowed and often regretted."""

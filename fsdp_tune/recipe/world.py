@@ -1,0 +1,143 @@
+"""Rules and arithmetic that need the number of ranks: mesh sizes, the global batch, and the line that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fsdp_tune.recipe.findings import Finding
+from fsdp_tune.recipe.schema import Recipe
+
+MESH_KEYS = ("parallelism.dp_replicate_size", "parallelism.dp_shard_size", "fsdp.sharding_strategy", "launch.num_processes")
+BATCH_KEYS = (
+    "training.global_batch_size",
+    "training.gradient_accumulation_steps",
+    "training.per_device_train_batch_size",
+    "launch.num_processes",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    size: int
+    """Ranks over all machines."""
+    machines: int
+
+    @property
+    def local_size(self) -> int:
+        return self.size // self.machines
+
+
+WorldRule = Callable[[Recipe, World], Finding | None]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSizes:
+    """Data-parallel mesh: `replicate` copies of the model, each sharded over `shard` ranks."""
+
+    replicate: int
+    shard: int
+    reason: str
+
+
+def mesh_sizes(recipe: Recipe, world: World) -> MeshSizes:
+    """The mesh of a recipe that passes the rules below."""
+    replicate, shard = recipe.parallelism.dp_replicate_size, recipe.parallelism.dp_shard_size
+    if not recipe.is_sharded:
+        return MeshSizes(world.size, 1, "NO_SHARD: every rank holds the whole model")
+    if not recipe.is_hybrid:
+        return MeshSizes(1, world.size, f"{recipe.fsdp.sharding_strategy}: one copy, sharded over all ranks")
+    if isinstance(replicate, int):
+        return MeshSizes(replicate, world.size // replicate, "world size / dp_replicate_size")
+    if isinstance(shard, int):
+        return MeshSizes(world.size // shard, shard, "world size / dp_shard_size")
+    if world.machines > 1:
+        return MeshSizes(world.machines, world.local_size, f"{recipe.fsdp.sharding_strategy}: one copy per machine")
+    return MeshSizes(2, world.size // 2, f"{recipe.fsdp.sharding_strategy} on one machine: two copies")
+
+
+def machines_are_alike(_recipe: Recipe, world: World) -> Finding | None:
+    if world.size % world.machines == 0:
+        return None
+    message = f"`launch.num_processes: {world.size}` (the total) does not divide by `launch.num_machines: {world.machines}`"
+    below, above = world.size // world.machines * world.machines, -(-world.size // world.machines) * world.machines
+    hint = f"every machine runs as many ranks: {f'{below} or ' if below else ''}{above}"
+    return Finding("indivisible", ("launch.num_processes", "launch.num_machines"), message, hint)
+
+
+def mesh_fits(recipe: Recipe, world: World) -> Finding | None:
+    replicate, shard = recipe.parallelism.dp_replicate_size, recipe.parallelism.dp_shard_size
+    strategy = recipe.fsdp.sharding_strategy
+    if not recipe.is_sharded or world.size % world.machines:
+        return None
+    if not recipe.is_hybrid:
+        if replicate not in {"auto", 1} or shard not in {"auto", world.size}:
+            message = f"`fsdp.sharding_strategy: {strategy}` shards over all {world.size} ranks; the mesh asks for something else"
+            return Finding("contradiction", MESH_KEYS, message, "leave the sizes at auto, or use HYBRID_SHARD")
+        return None
+    if isinstance(replicate, int) and isinstance(shard, int) and replicate * shard != world.size:
+        message = f"{replicate} copies × {shard} shards = {replicate * shard} ranks, and there are {world.size}"
+        return Finding("mesh-does-not-fit", MESH_KEYS, message, "leave one of the two sizes at auto")
+    for name, size in (("dp_replicate_size", replicate), ("dp_shard_size", shard)):
+        if isinstance(size, int) and world.size % size:
+            return Finding("mesh-does-not-fit", MESH_KEYS, f"`parallelism.{name}: {size}` does not divide {world.size} ranks")
+    return _hybrid_makes_sense(recipe, world)
+
+
+def _hybrid_makes_sense(recipe: Recipe, world: World) -> Finding | None:
+    sizes, strategy = mesh_sizes(recipe, world), recipe.fsdp.sharding_strategy
+    if sizes.replicate * sizes.shard == world.size and sizes.replicate > 1 and sizes.shard > 1:
+        return None
+    if recipe.parallelism.dp_replicate_size == recipe.parallelism.dp_shard_size == "auto":
+        where = "on one machine" if world.machines == 1 else f"over {world.machines} machines"
+        message = f"`fsdp.sharding_strategy: {strategy}` {where} needs two copies of two shards at least; there are {world.size} ranks"
+        message += "" if world.size % 2 == 0 else ", an odd number"
+        other = "FULL_SHARD" if strategy == "HYBRID_SHARD" else "SHARD_GRAD_OP"
+        return Finding("mesh-does-not-fit", MESH_KEYS, message, f"use {other}, or an even number of ranks from 4")
+    what, other = ("one copy", "FULL_SHARD") if sizes.replicate == 1 else ("one rank per copy", "NO_SHARD")
+    message = f"a mesh of {sizes.replicate} copies × {sizes.shard} shards is no hybrid: {what}"
+    return Finding("mesh-does-not-fit", MESH_KEYS, message, f"that is `fsdp.sharding_strategy: {other}`")
+
+
+def hybrid_on_version_1(recipe: Recipe, world: World) -> Finding | None:
+    if recipe.fsdp.version == 1 and recipe.is_hybrid and world.machines == 1:
+        message = (
+            f"`fsdp.sharding_strategy: {recipe.fsdp.sharding_strategy}` with FSDP1 makes one copy per machine, and there is one machine"
+        )
+        return Finding("contradiction", ("fsdp.sharding_strategy", "fsdp.version"), message, "use `fsdp.version: 2`")
+    return None
+
+
+def batch_divides(recipe: Recipe, world: World) -> Finding | None:
+    training = recipe.training
+    wanted, micro, accumulation = training.global_batch_size, training.per_device_train_batch_size, training.gradient_accumulation_steps
+    if wanted is None:
+        return None
+    at_once = micro * world.size
+    if accumulation is not None and at_once * accumulation != wanted:
+        message = f"`training.global_batch_size: {wanted}` is not {micro} sequences × {world.size} ranks × {accumulation} accumulation"
+        hint = f"that makes {at_once * accumulation}; leave one of the two out"
+        return Finding("contradiction", BATCH_KEYS, message, hint)
+    if wanted % at_once:
+        message = f"`training.global_batch_size: {wanted}` does not divide by {micro} sequences × {world.size} ranks = {at_once}"
+        below, above = wanted // at_once * at_once, -(-wanted // at_once) * at_once
+        fitting = [size for size in range(min(micro, wanted), 0, -1) if wanted % (size * world.size) == 0]
+        ways = [f"a global batch of {f'{below} or ' if below else ''}{above}"]
+        ways += [f"`per_device_train_batch_size: {fitting[0]}`"] if fitting else []
+        return Finding("indivisible", BATCH_KEYS, message, f"use {', or '.join(ways)}")
+    return None
+
+
+WORLD_RULES: tuple[WorldRule, ...] = (machines_are_alike, mesh_fits, hybrid_on_version_1, batch_divides)
+
+
+def batch_arithmetic(recipe: Recipe) -> str:
+    """The line that `plan`, `train` and the report show, of a resolved recipe."""
+    training, sequences = recipe.training, recipe.global_batch_size
+    steps, tokens = training.gradient_accumulation_steps or 1, sequences * recipe.data.max_length
+    factors = f"{_count(training.per_device_train_batch_size, 'sequence')} × {_count(recipe.dp_size, 'rank')} × {steps} accumulation"
+    return f"{factors} = {_count(sequences, 'sequence')} a step; × {recipe.data.max_length:,} = {tokens:,} tokens at most"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
