@@ -1,0 +1,1 @@
+"""Sharded checkpoint → ordinary model directory, as a stream of bytes: no torch, no process group, constant memory."""

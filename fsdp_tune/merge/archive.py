@@ -1,0 +1,222 @@
+"""Finds tensors inside `torch.save` archives: zip files whose members are stored as they are, so ranges can be copied.
+
+The layout is torch's `PyTorchStreamWriter`: `data.pkl` describes the tensors, `data/<key>` are their storages, aligned,
+uncompressed, each with the CRC-32 of its bytes (zero in all members when `set_crc32_options(False)` was used).
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_tune.merge.dtypes import DTYPES, OF_STORAGE, DType
+from fsdp_tune.merge.pickles import Allowed, Refused, load
+from fsdp_tune.merge.reader import SourceFiles
+from fsdp_tune.merge.tensors import Extent, Shape
+
+MAX_PICKLE_BYTES = 64 << 20
+MAX_DIRECTORY_BYTES = 256 << 20
+_END_BYTES, _END64_BYTES, _LOCATOR_BYTES = 22, 56, 20
+_TAIL_BYTES = 1024
+_SATURATED = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    header_at: int
+    size_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as pickled: which storage, and how its elements lie there (offset and strides in elements)."""
+
+    dtype: DType
+    storage_key: str
+    storage_offset: int
+    sizes: Shape
+    strides: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """The members of the archive at `start` of `file`; `root` is the name of the folder that all of them share."""
+
+    file: str
+    start: int
+    length_bytes: int
+    root: str
+    members: dict[str, Member]
+    has_checksums: bool
+
+    def data_range(self, files: SourceFiles, name: str) -> tuple[int, int, int | None]:
+        """(absolute offset, size, CRC-32 or None) of one member's bytes."""
+        member = self.members.get(name)
+        if member is None:
+            raise Refused(f"it has no member `{name}`")
+        local = files.read(self.file, member.header_at, 30)
+        if local[:4] != b"PK\x03\x04":
+            raise Refused(f"the header of `{name}` is damaged")
+        name_length, extra_length = struct.unpack_from("<HH", local, 26)
+        at = member.header_at + 30 + name_length + extra_length
+        if at + member.size_bytes > self.start + self.length_bytes:
+            raise Refused(f"`{name}` reaches beyond the archive")
+        return at, member.size_bytes, member.crc32 if self.has_checksums else None
+
+
+def open_archive(files: SourceFiles, file: str, start: int, length: int) -> Archive:
+    """Reads the directory of one archive. Refused for anything that torch does not write."""
+    try:
+        return _open_archive(files, file, start, length)
+    except (struct.error, UnicodeDecodeError) as error:
+        raise Refused("its zip directory is damaged") from error
+
+
+def _open_archive(files: SourceFiles, file: str, start: int, length: int) -> Archive:
+    directory, count, shift = _directory(files, file, start, length)
+    members: dict[str, Member] = {}
+    root, at = "", 0
+    for _ in range(count):
+        signature, method = struct.unpack_from("<I6xH", directory, at)
+        crc, packed, unpacked, name_length, extra_length, comment_length = struct.unpack_from("<IIIHHH", directory, at + 16)
+        (header,) = struct.unpack_from("<I", directory, at + 42)
+        if signature != 0x02014B50:
+            raise Refused("its zip directory is damaged")
+        name = directory[at + 46 : at + 46 + name_length].decode()
+        extra = directory[at + 46 + name_length : at + 46 + name_length + extra_length]
+        unpacked, packed, header = _wide(extra, unpacked, packed, header)
+        if method != 0 or packed != unpacked:
+            raise Refused(f"`{name}` is compressed")
+        root, slash, inner = name.partition("/")
+        if not slash or inner in members:
+            raise Refused(f"the member `{name}` is none that torch writes")
+        members[inner] = Member(start + header, unpacked, crc)
+        at += 46 + name_length + extra_length + comment_length
+    if shift != at:
+        raise Refused("its zip directory is damaged")
+    # Without checksums torch writes zero for all; one zero alone is a checksum like any other.
+    checksums = any(member.crc32 for member in members.values())
+    return Archive(file, start, length, root, members, checksums)
+
+
+def _directory(files: SourceFiles, file: str, start: int, length: int) -> tuple[bytes, int, int]:
+    """(central directory, entries, its size). torch writes no archive comment, so the end record is the last 22 bytes."""
+    if length < _END_BYTES:
+        raise Refused("it is too short for a torch.save archive")
+    tail_bytes = min(length, _TAIL_BYTES)
+    tail = files.read(file, start + length - tail_bytes, tail_bytes)
+    end = tail_bytes - _END_BYTES
+    if tail[end : end + 4] != b"PK\x05\x06":
+        raise Refused("it is no torch.save archive (no zip directory at its end)")
+    count, size, offset = struct.unpack_from("<HII", tail, end + 10)
+    if count == 0xFFFF or _SATURATED in (size, offset):
+        wide_at = struct.unpack_from("<Q", tail, end - _LOCATOR_BYTES + 8)[0] if end >= _LOCATOR_BYTES else length
+        if wide_at + _END64_BYTES > length:
+            raise Refused("its zip directory is damaged")
+        count, size, offset = struct.unpack_from("<QQQ", files.read(file, start + wide_at, _END64_BYTES), 32)
+    if offset + size > length or size > MAX_DIRECTORY_BYTES or count * 46 > size:
+        raise Refused("its zip directory is damaged")
+    in_tail = offset - (length - tail_bytes)
+    directory = tail[in_tail : in_tail + size] if in_tail >= 0 else files.read(file, start + offset, size)
+    return directory, count, size
+
+
+def _wide(extra: bytes, unpacked: int, packed: int, header: int) -> tuple[int, int, int]:
+    """Sizes and offset from the zip64 field where the 32-bit ones are saturated."""
+    at = 0
+    while at + 4 <= len(extra):
+        tag, size = struct.unpack_from("<HH", extra, at)
+        if tag == 1:
+            values = iter(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
+            unpacked = next(values, unpacked) if unpacked == _SATURATED else unpacked
+            packed = next(values, packed) if packed == _SATURATED else packed
+            header = next(values, header) if header == _SATURATED else header
+        at += 4 + size
+    return unpacked, packed, header
+
+
+# --------------------------------------------------------------------------------------------------------- data.pkl
+
+
+def _storage(identifier: Any) -> tuple[DType | None, str]:
+    """`("storage", class, key, device, elements)` → (dtype, None for untyped; key)."""
+    if not isinstance(identifier, tuple) or len(identifier) != 5 or identifier[0] != "storage" or not isinstance(identifier[2], str):
+        raise Refused("it refers to something that is no storage")
+    kind = identifier[1]
+    if not isinstance(kind, Allowed) or not (kind.value is None or isinstance(kind.value, DType)):
+        raise Refused("it refers to a storage of an unknown type")
+    return kind.value, identifier[2]
+
+
+def _tensor(arguments: tuple[Any, ...], dtype_at: int | None) -> StoredTensor:
+    try:
+        (dtype, key), offset, sizes, strides = arguments[:4]
+    except (TypeError, ValueError) as error:
+        raise Refused("it describes a tensor in an unknown way") from error
+    if dtype_at is not None:
+        wanted = arguments[dtype_at] if len(arguments) > dtype_at else None
+        dtype = wanted.value if isinstance(wanted, Allowed) else None
+    numbers = (offset, *sizes, *strides) if isinstance(sizes, tuple) and isinstance(strides, tuple) else (None,)
+    if not isinstance(dtype, DType) or any(type(number) is not int or number < 0 for number in numbers) or len(sizes) != len(strides):
+        raise Refused("it describes a tensor in an unknown way")
+    return StoredTensor(dtype, key, offset, sizes, strides)
+
+
+def _parameter(arguments: tuple[Any, ...]) -> StoredTensor:
+    if not arguments or not isinstance(arguments[0], StoredTensor):
+        raise Refused("it describes a parameter in an unknown way")
+    return arguments[0]
+
+
+def _empty_mapping(arguments: tuple[Any, ...]) -> dict[Any, Any]:
+    if arguments:
+        raise Refused("it fills an OrderedDict in a way that torch does not")
+    return {}
+
+
+def _call(module: str, name: str, function: Callable[[tuple[Any, ...]], Any]) -> tuple[tuple[str, str], Allowed]:
+    return (module, name), Allowed(f"{module}.{name}", call=function)
+
+
+NAMES: dict[tuple[str, str], Allowed] = dict(
+    [
+        _call("torch._utils", "_rebuild_tensor_v2", lambda arguments: _tensor(arguments, None)),
+        _call("torch._utils", "_rebuild_tensor_v3", lambda arguments: _tensor(arguments, 6)),
+        _call("torch._utils", "_rebuild_parameter", _parameter),
+        _call("collections", "OrderedDict", _empty_mapping),
+    ]
+)
+NAMES |= {("torch", name): Allowed(f"torch.{name}", value=dtype) for name, dtype in OF_STORAGE.items()}
+NAMES |= {("torch", name): Allowed(f"torch.{name}", value=dtype) for name, dtype in DTYPES.items()}
+NAMES[("torch.storage", "UntypedStorage")] = Allowed("torch.storage.UntypedStorage")
+
+
+def read_pickle(files: SourceFiles, archive: Archive) -> Any:
+    """What `data.pkl` holds, with a `StoredTensor` for each tensor."""
+    at, size, crc = archive.data_range(files, "data.pkl")
+    if size > MAX_PICKLE_BYTES:
+        raise Refused(f"its description is {size:,} bytes long")
+    data = files.read(archive.file, at, size)
+    if crc is not None and zlib.crc32(data) != crc:
+        raise Refused("the checksum of its description differs: bits have flipped")
+    order = archive.members.get("byteorder")
+    if order is not None:
+        order_at, order_bytes, _ = archive.data_range(files, "byteorder")
+        if order_bytes > 8 or files.read(archive.file, order_at, order_bytes) != sys.byteorder.encode():
+            raise Refused("it was written on a machine of the other byte order")
+    return load(data, NAMES, persistent=_storage)
+
+
+def extent(files: SourceFiles, archive: Archive, tensor: StoredTensor) -> Extent:
+    """Where a tensor's elements lie in the file, checked to be inside their storage."""
+    at, size, crc = archive.data_range(files, f"data/{tensor.storage_key}")
+    last = sum((count - 1) * stride for count, stride in zip(tensor.sizes, tensor.strides, strict=True))
+    is_empty = 0 in tensor.sizes
+    if not is_empty and (tensor.storage_offset + last + 1) * tensor.dtype.item_bytes > size:
+        raise Refused(f"a tensor of shape {list(tensor.sizes)} reaches beyond its storage of {size:,} bytes")
+    return Extent(archive.file, at + tensor.storage_offset * tensor.dtype.item_bytes, tensor.strides, at, size, crc)

@@ -1,0 +1,57 @@
+"""The model card: where the weights come from, in the front matter that the hub reads and in a table that people read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune import __version__
+from fsdp_tune.merge.source import read_metrics
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run_dir import RunDir
+
+CARD_NAME = "README.md"
+
+
+def model_card(name: str, recipe: Recipe | None, run: RunDir | None, steps: Sequence[int], facts: Sequence[tuple[str, str]]) -> str:
+    """Markdown. `facts` are (label, value) rows; the recipe, if known, follows as it was written."""
+    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["fsdp-tune"]}
+    rows = list(facts)
+    if recipe is not None:
+        base = recipe.model.name_or_path
+        if base and not Path(base).exists() and base.count("/") == 1:
+            front["base_model"] = base
+        if base:
+            rows.append(("Base model", base))
+        sources = [source.path for source in recipe.data.train]
+        hub = [path for path in sources if not Path(path).exists() and path.count("/") == 1 and not path.startswith(("builtin:", "/", "."))]
+        if hub:
+            front["datasets"] = hub
+        if sources:
+            rows.append(("Data", ", ".join(sources)))
+    if run is not None and steps:
+        rows.extend(_last_values(run, max(steps)))
+    lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", "", f"# {name}", ""]
+    lines += ["| | |", "|---|---|", *(f"| {label} | {_cell(value)} |" for label, value in rows), ""]
+    lines += [f"Merged with fsdp-tune {__version__}; `merge.json` lists every tensor with its digest.", ""]
+    if run is not None and run.recipe_yaml.is_file():
+        text = run.recipe_yaml.read_text(encoding="utf-8", errors="replace").replace("```", "'''")
+        lines += ["## Recipe", "", "```yaml", text.rstrip(), "```", ""]
+    return "\n".join(lines)
+
+
+def _last_values(run: RunDir, step: int) -> list[tuple[str, str]]:
+    """The curves' last values at or before the merged step."""
+    lines = [line for line in read_metrics(run.metrics_jsonl) if isinstance(line.get("step"), int) and line["step"] <= step]
+    rows: list[tuple[str, str]] = []
+    for key, label in (("loss", "Training loss"), ("eval_loss", "Evaluation loss"), ("tokens", "Tokens trained on")):
+        values = [line[key] for line in lines if isinstance(line.get(key), (int, float))]
+        if values:
+            rows.append((label, f"{values[-1]:,}" if key == "tokens" else f"{values[-1]:.4f}"))
+    return rows
+
+
+def _cell(value: str) -> str:
+    return value.replace("|", "\\|").replace("\n", " ")

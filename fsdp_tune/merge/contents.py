@@ -1,0 +1,125 @@
+"""The tables of contents of the checkpoints that are merged: read, checked against the files, and against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from fsdp_tune.errors import FailedError, FsdpTuneError, Notice, Problem, Where, failed_error
+from fsdp_tune.merge.dcp import read_dcp
+from fsdp_tune.merge.pickled import read_pickled
+from fsdp_tune.merge.reader import SourceFiles
+from fsdp_tune.merge.safetensors_file import read_safetensors
+from fsdp_tune.merge.source import PICKLE_NAME, Format, Selection, Weights
+from fsdp_tune.merge.tensors import Packed, SourceTensor
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One checkpoint: its files and its tensors by name."""
+
+    files: SourceFiles
+    tensors: dict[str, SourceTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """`ordered`: the tensors to write, in the order of the newest checkpoint. `left_out`: what could not be taken, by name, and why."""
+
+    sources: tuple[Source, ...]
+    ordered: tuple[SourceTensor, ...]
+    left_out: dict[str, str]
+    notices: tuple[Notice, ...]
+
+
+def read_contents(stack: ExitStack, selection: Selection, *, allow_incomplete: bool) -> Contents:
+    """Opens every checkpoint of the selection; `stack` closes their files."""
+    sources: list[Source] = []
+    left_out: dict[str, str] = {}
+    notices: list[Notice] = []
+    for weights in selection.weights:
+        files = stack.enter_context(SourceFiles(weights.root))
+        tensors, others = _read(files, weights)
+        if others:
+            names = ", ".join(others[:_SHOWN])
+            notices.append(
+                Notice("merge-not-tensors", f"{len(others)} entries are no tensors and are left out: {names}", Where(str(weights.root)))
+            )
+        missing = _missing_parts(files, tensors)
+        if missing and not allow_incomplete:
+            raise _as_error(missing)
+        left_out |= {name: problem.message for name, problem in missing.items()}
+        sources.append(Source(files, {tensor.name: tensor for tensor in tensors if tensor.name not in missing}))
+    if left_out:
+        names = ", ".join(sorted(left_out)[:_SHOWN]) + (", …" if len(left_out) > _SHOWN else "")
+        notices.append(
+            Notice("merge-incomplete", f"{len(left_out)} tensors are missing from the output, since parts of them are missing: {names}")
+        )
+    _must_agree(sources)
+    ordered = tuple(tensor for tensor in sources[0].tensors.values() if tensor.name not in left_out)
+    if not ordered:
+        raise failed_error("merge-nothing-found", "no tensor can be read whole", where=Where(str(selection.weights[0].root)))
+    return Contents(tuple(sources), ordered, left_out, tuple(notices))
+
+
+def _read(files: SourceFiles, weights: Weights) -> tuple[list[SourceTensor], list[str]]:
+    if weights.format is Format.DCP:
+        return read_dcp(files)
+    if weights.format is Format.PICKLE:
+        return read_pickled(files, PICKLE_NAME)
+    return read_safetensors(files), []
+
+
+def _missing_parts(files: SourceFiles, tensors: Sequence[SourceTensor]) -> dict[str, Problem]:
+    """{tensor: what is missing}: files that are not there or end before the parts that they should hold."""
+    missing: dict[str, Problem] = {}
+    broken: dict[str, Problem] = {}
+    for tensor in tensors:
+        for chunk in tensor.chunks:
+            place = chunk.place
+            if not isinstance(place, Packed):
+                continue
+            problem = broken.get(place.file) or _problem_of(files, place)
+            if problem is not None:
+                broken[place.file] = problem
+                missing[tensor.name] = problem
+                break
+    return missing
+
+
+def _problem_of(files: SourceFiles, place: Packed) -> Problem | None:
+    try:
+        size_bytes = files.size_bytes(place.file)
+    except FsdpTuneError as error:
+        if error.problems[0].code != "merge-shard-missing":
+            raise
+        return error.problems[0]
+    if place.offset + place.length_bytes <= size_bytes:
+        return None
+    return Problem(
+        "merge-shard-truncated",
+        f"`{place.file}` is {size_bytes:,} bytes long, and the checkpoint needs its bytes up to {place.offset + place.length_bytes:,}",
+        Where(str(files.root / place.file)),
+        "copy the file anew from where it was written, or merge another checkpoint with `--step N`",
+    )
+
+
+def _as_error(missing: dict[str, Problem]) -> FailedError:
+    """One problem a file, however many tensors it spoils."""
+    return FailedError(*{problem.where: problem for problem in missing.values()}.values())
+
+
+def _must_agree(sources: Sequence[Source]) -> None:
+    """Averages need the same tensors everywhere."""
+    first = {name: (tensor.shape, tensor.dtype) for name, tensor in sources[0].tensors.items()}
+    for source in sources[1:]:
+        other = {name: (tensor.shape, tensor.dtype) for name, tensor in source.tensors.items()}
+        if odd := sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name)):
+            raise failed_error(
+                "merge-average-differs",
+                f"the checkpoints cannot be averaged: `{odd[0]}` is not the same tensor in both ({len(odd)} differ)",
+                where=Where(str(source.files.root)),
+            )

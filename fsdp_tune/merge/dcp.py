@@ -1,0 +1,185 @@
+"""Reads `.metadata` of a torch.distributed.checkpoint directory: which tensors there are, and which ranges hold them.
+
+The format is `torch.distributed.checkpoint.filesystem` 1.0.0: a pickle of `Metadata`, whose `storage_data` maps
+(name, offset) to (file, offset, length), and files that hold one `torch.save` archive after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.errors import FsdpTuneError, Where, failed_error
+from fsdp_tune.merge.archive import StoredTensor, extent, open_archive, read_pickle
+from fsdp_tune.merge.cover import gap_or_overlap, without_replicas
+from fsdp_tune.merge.dtypes import DTYPES, DType
+from fsdp_tune.merge.names import model_names
+from fsdp_tune.merge.pickles import Allowed, Record, Refused, load
+from fsdp_tune.merge.reader import SourceFiles
+from fsdp_tune.merge.tensors import Chunk, Extent, Packed, Shape, SourceTensor
+
+METADATA_NAME = ".metadata"
+MAX_METADATA_BYTES = 1 << 30
+Place = tuple[str, int, int]
+
+
+def _size(arguments: tuple[Any, ...]) -> Shape:
+    (values,) = arguments if len(arguments) == 1 else ((None,),)
+    if not isinstance(values, (tuple, list)) or any(type(value) is not int or value < 0 for value in values):
+        raise Refused("a torch.Size in it is no list of sizes")
+    return tuple(values)
+
+
+def _names() -> dict[tuple[str, str], Allowed]:
+    records = {
+        "torch.distributed.checkpoint.metadata": (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "MetadataIndex",
+            "StorageMeta",
+        ),
+        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+        "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties",),  # torch up to 2.2
+    }
+    names = {(module, name): Allowed(name, is_record=True) for module, kinds in records.items() for name in kinds}
+    calls: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
+        ("torch", "Size"): _size,
+        ("torch.serialization", "_get_layout"): lambda _: None,
+        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): lambda _: None,
+        ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): lambda _: None,
+        ("collections", "OrderedDict"): lambda _: {},
+    }
+    # Only where the checkpoint was written, which nobody needs.
+    calls |= {
+        (module, kind): lambda _: None for module in ("pathlib", "pathlib._local") for kind in ("PosixPath", "PurePosixPath", "WindowsPath")
+    }
+    names |= {key: Allowed(".".join(key), call=function) for key, function in calls.items()}
+    return names | {("torch", name): Allowed(f"torch.{name}", value=dtype) for name, dtype in DTYPES.items()}
+
+
+NAMES = _names()
+
+
+def damaged_metadata(root: Path, why: str) -> FsdpTuneError:
+    return failed_error(
+        "merge-damaged-metadata",
+        f"the checkpoint's table of contents cannot be used: {why}",
+        where=Where(str(root / METADATA_NAME)),
+        hint="copy the whole checkpoint anew from where it was written, or merge another one with `--step N`",
+    )
+
+
+def read_dcp(files: SourceFiles) -> tuple[list[SourceTensor], list[str]]:
+    """(tensors of the model in the order of the checkpoint, names of entries of the model that are no tensors)."""
+    root = files.root
+    size_bytes = files.size_bytes(METADATA_NAME)
+    if size_bytes > MAX_METADATA_BYTES:
+        raise damaged_metadata(root, f"it is {size_bytes:,} bytes long")
+    try:
+        metadata = load(files.read(METADATA_NAME, 0, size_bytes), NAMES)
+        return _tensors(metadata, root)
+    except Refused as refused:
+        raise damaged_metadata(root, str(refused)) from refused
+
+
+def _tensors(metadata: Any, root: Path) -> tuple[list[SourceTensor], list[str]]:
+    entries, stored = _expect(metadata, "Metadata", "state_dict_metadata", dict), _expect(metadata, "Metadata", "storage_data", dict)
+    places = _places(stored)
+    names = model_names(list(entries), metadata.get("planner_data"), root.name)
+    tensors: list[SourceTensor] = []
+    others: list[str] = []
+    for key, name in names.items():
+        entry = entries[key]
+        if isinstance(entry, Record) and entry.kind == "BytesStorageMetadata":
+            others.append(name)
+        else:
+            tensors.append(_tensor(key, name, entry, places))
+    if not tensors:
+        raise Refused("it lists no tensor of a model")
+    return tensors, others
+
+
+def _places(stored: dict[Any, Any]) -> dict[tuple[str, Shape], Place]:
+    """(key, offset of the chunk) → (file, offset, length)."""
+    places: dict[tuple[str, Shape], Place] = {}
+    for index, info in stored.items():
+        key = _expect(index, "MetadataIndex", "fqn", str)
+        offset = index.get("offset") or ()
+        place = tuple(
+            _expect(info, "_StorageInfo", name, kind) for name, kind in (("relative_path", str), ("offset", int), ("length", int))
+        )
+        if info.get("transform_descriptors"):
+            raise Refused(f"`{key}` was written through {info.get('transform_descriptors')}, which is not understood")
+        if not isinstance(offset, tuple) or place[1] < 0 or place[2] < 0:
+            raise Refused(f"the place of `{key}` is no range of a file")
+        places[key, offset] = place  # type: ignore[assignment]
+    return places
+
+
+def _tensor(key: str, name: str, entry: Any, places: dict[tuple[str, Shape], Place]) -> SourceTensor:
+    shape, listed = _expect(entry, "TensorStorageMetadata", "size", tuple), _expect(entry, "TensorStorageMetadata", "chunks", list)
+    dtype = _dtype(name, entry.get("properties"))
+    chunks: list[Chunk] = []
+    for item in listed:
+        offsets, sizes = _expect(item, "ChunkStorageMetadata", "offsets", tuple), _expect(item, "ChunkStorageMetadata", "sizes", tuple)
+        place = places.get((key, offsets)) or places.get((key, ()))
+        if place is None:
+            raise Refused(f"it does not say where the part of `{name}` at {list(offsets)} lies")
+        chunks.append(Chunk(offsets, sizes, Packed(*place)))
+    kept = without_replicas(chunks)
+    wrong = gap_or_overlap(shape, kept)
+    if wrong is not None:
+        raise Refused(f"`{name}`: {wrong}")
+    return SourceTensor(name, dtype, shape, kept)
+
+
+def _dtype(name: str, properties: Any) -> DType:
+    """The element type: the first field of `TensorProperties.__getstate__`'s tuple."""
+    if not isinstance(properties, Record) or properties.kind != "TensorProperties":
+        raise Refused(f"it does not say the element type of `{name}`")
+    value = properties.state[0] if isinstance(properties.state, tuple) and properties.state else properties.get("dtype")
+    dtype = value.value if isinstance(value, Allowed) else None
+    if not isinstance(dtype, DType):
+        raise Refused(f"it does not say the element type of `{name}`")
+    return dtype
+
+
+def _expect(value: Any, kind: str, name: str, wanted: type) -> Any:
+    if not isinstance(value, Record) or value.kind != kind:
+        raise Refused(f"a {kind} is due where it has something else")
+    found = value.get(name)
+    if not isinstance(found, wanted) or isinstance(found, bool):
+        raise Refused(f"the {name} of a {kind} is no {wanted.__name__}")
+    return found
+
+
+def locate(files: SourceFiles, tensor: SourceTensor, chunk: Chunk) -> Extent:
+    """Opens the archive of one chunk. The archive must hold one tensor of the dtype and shape that `.metadata` says."""
+    place = chunk.place
+    if isinstance(place, Extent):
+        return place
+    try:
+        archive = open_archive(files, place.file, place.offset, place.length_bytes)
+        stored = read_pickle(files, archive)
+        if not isinstance(stored, StoredTensor):
+            raise Refused("it holds no tensor")
+        if stored.dtype != tensor.dtype or stored.sizes != chunk.sizes:
+            raise Refused(
+                f"it holds {stored.dtype.name} {list(stored.sizes)}, and the table of contents says {tensor.dtype.name} {list(chunk.sizes)}"
+            )
+        return extent(files, archive, stored)
+    except Refused as refused:
+        raise damaged_chunk(files.root / place.file, tensor.name, place.offset, str(refused)) from refused
+
+
+def damaged_chunk(path: Path, name: str, offset: int, why: str) -> FsdpTuneError:
+    return failed_error(
+        "merge-damaged-shard",
+        f"the part of `{name}` at byte {offset:,} is damaged: {why}",
+        where=Where(str(path)),
+        hint="copy the file anew from where it was written, or merge another checkpoint with `--step N`",
+    )

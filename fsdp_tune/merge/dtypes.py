@@ -1,0 +1,67 @@
+"""The element types of checkpoints: torch's name, safetensors' name, bytes, and the numpy type that holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """`name` is torch's name without `torch.`; `converts` says whether `--dtype` applies to it."""
+
+    name: str
+    safetensors: str
+    item_bytes: int
+    numpy: np.dtype[np.generic]
+    converts: bool = False
+
+
+def _dtype(name: str, safetensors: str, kind: type, *, converts: bool = False) -> DType:
+    numpy = np.dtype(kind)
+    return DType(name, safetensors, numpy.itemsize, numpy, converts)
+
+
+# fp8 values and integers mean nothing without the scales beside them, so `--dtype` leaves them as they are.
+DTYPES: dict[str, DType] = {
+    dtype.name: dtype
+    for dtype in (
+        _dtype("float64", "F64", np.float64, converts=True),
+        _dtype("float32", "F32", np.float32, converts=True),
+        _dtype("float16", "F16", np.float16, converts=True),
+        _dtype("bfloat16", "BF16", ml_dtypes.bfloat16, converts=True),
+        _dtype("float8_e4m3fn", "F8_E4M3", ml_dtypes.float8_e4m3fn),
+        _dtype("float8_e5m2", "F8_E5M2", ml_dtypes.float8_e5m2),
+        _dtype("float8_e4m3fnuz", "F8_E4M3FNUZ", ml_dtypes.float8_e4m3fnuz),
+        _dtype("float8_e5m2fnuz", "F8_E5M2FNUZ", ml_dtypes.float8_e5m2fnuz),
+        _dtype("complex64", "C64", np.complex64),
+        _dtype("int64", "I64", np.int64),
+        _dtype("int32", "I32", np.int32),
+        _dtype("int16", "I16", np.int16),
+        _dtype("int8", "I8", np.int8),
+        _dtype("uint64", "U64", np.uint64),
+        _dtype("uint32", "U32", np.uint32),
+        _dtype("uint16", "U16", np.uint16),
+        _dtype("uint8", "U8", np.uint8),
+        _dtype("bool", "BOOL", np.bool_),
+    )
+}
+OF_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in DTYPES.values()}
+OF_OPTION: dict[str, DType] = {"bf16": DTYPES["bfloat16"], "fp16": DTYPES["float16"], "fp32": DTYPES["float32"]}
+
+# `torch.FloatStorage` and its like, the element types that `torch.save` writes in its older layout.
+OF_STORAGE: dict[str, DType] = {
+    "DoubleStorage": DTYPES["float64"],
+    "FloatStorage": DTYPES["float32"],
+    "HalfStorage": DTYPES["float16"],
+    "BFloat16Storage": DTYPES["bfloat16"],
+    "LongStorage": DTYPES["int64"],
+    "IntStorage": DTYPES["int32"],
+    "ShortStorage": DTYPES["int16"],
+    "CharStorage": DTYPES["int8"],
+    "ByteStorage": DTYPES["uint8"],
+    "BoolStorage": DTYPES["bool"],
+    "ComplexFloatStorage": DTYPES["complex64"],
+}

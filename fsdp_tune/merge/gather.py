@@ -1,0 +1,133 @@
+"""Brings one box of a tensor together from the files of all ranks, checksums on the way."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fsdp_tune.merge.dcp import damaged_chunk, locate
+from fsdp_tune.merge.geometry import Box, intersection
+from fsdp_tune.merge.reader import SourceFiles
+from fsdp_tune.merge.tensors import Chunk, Extent, Shape, SourceTensor, is_row_major, row_major
+from fsdp_tune.merge.values import Array
+
+BUFFER_BYTES = 4 << 20
+_READ_AHEAD_BYTES = 16 << 20
+_FEW_BYTES = 64 << 10
+_WASTE = 4  # a strided read may fetch at most this many times what it needs
+
+
+@dataclass(slots=True)
+class _Part:
+    """A chunk that was opened. `crc32` runs along while the storage is read from front to back."""
+
+    chunk: Chunk
+    extent: Extent
+    is_row_major: bool
+    crc32: int | None
+    asked_to: int
+    """Up to which byte of the file the kernel was asked to read ahead."""
+
+
+class TensorReader:
+    """Reads the boxes of one tensor, in order. `scratch` (BUFFER_BYTES) is clobbered."""
+
+    def __init__(self, files: SourceFiles, tensor: SourceTensor, scratch: Array) -> None:
+        self._files, self._tensor, self._scratch = files, tensor, scratch
+        self._item_bytes = tensor.dtype.item_bytes
+        self._parts = [self._open(chunk) for chunk in tensor.chunks]
+
+    def _open(self, chunk: Chunk) -> _Part:
+        extent = locate(self._files, self._tensor, chunk)
+        in_order = is_row_major(chunk.sizes, extent.strides)
+        is_whole = extent.first_byte == extent.storage_start and extent.storage_bytes == chunk.elements * self._item_bytes
+        if extent.crc32 is not None and not (in_order and is_whole):
+            self._check_storage(extent)
+        runs_along = extent.crc32 is not None and in_order and is_whole
+        return _Part(chunk, extent, in_order, 0 if runs_along else None, extent.first_byte)
+
+    def _check_storage(self, extent: Extent) -> None:
+        """For storages that are not read from front to back: one pass over the bytes before they are used."""
+        crc, buffer = 0, memoryview(self._scratch)
+        for at in range(0, extent.storage_bytes, BUFFER_BYTES):
+            piece = buffer[: min(BUFFER_BYTES, extent.storage_bytes - at)]
+            self._files.read_into(extent.file, extent.storage_start + at, piece)
+            crc = zlib.crc32(piece, crc)
+        self._compare(extent, crc)
+
+    def read(self, box: Box, target: Array) -> None:
+        """Fills `target` (flat, `box.elements` elements of the tensor's own dtype)."""
+        shaped = target.reshape(box.sizes)
+        for part in self._parts:
+            shared = intersection(box, part.chunk.offsets, part.chunk.sizes)
+            if shared is None:
+                continue
+            in_box, in_chunk, sizes = shared
+            wanted = shaped[tuple(slice(start, start + size) for start, size in zip(in_box, sizes, strict=True))]
+            if part.is_row_major:
+                self._read_run(part, in_chunk, sizes, wanted)
+            else:
+                self._read_strided(part.extent, in_chunk, sizes, wanted)
+
+    def finish(self) -> None:
+        """Compares the checksums that ran along. FailedError names the file of the chunk that differs."""
+        for part in self._parts:
+            if part.crc32 is not None:
+                self._compare(part.extent, part.crc32)
+
+    def _compare(self, extent: Extent, crc: int) -> None:
+        if crc != extent.crc32:
+            why = f"its checksum is {crc:08x} where {extent.crc32:08x} was written: bits have flipped"
+            raise damaged_chunk(self._path(extent), self._tensor.name, extent.storage_start, why)
+
+    def _path(self, extent: Extent) -> Path:
+        return self._files.root / extent.file
+
+    def _read_run(self, part: _Part, start: Shape, sizes: Shape, wanted: Array) -> None:
+        """A box is contiguous in a row-major chunk too: one read, straight into place where the chunk spans whole rows."""
+        extent, count_bytes = part.extent, math.prod(sizes) * self._item_bytes
+        steps = row_major(part.chunk.sizes)
+        at = extent.first_byte + sum(a * b for a, b in zip(start, steps, strict=True)) * self._item_bytes
+        self._ask_ahead(part, at, count_bytes)
+        if wanted.flags.c_contiguous:
+            run = memoryview(wanted.reshape(-1).view(np.uint8))
+            self._files.read_into(extent.file, at, run)
+        else:
+            run = memoryview(self._scratch)[:count_bytes]
+            self._files.read_into(extent.file, at, run)
+            wanted[...] = self._scratch[:count_bytes].view(wanted.dtype).reshape(sizes)
+        if part.crc32 is not None:
+            part.crc32 = zlib.crc32(run, part.crc32)
+
+    def _ask_ahead(self, part: _Part, at: int, count_bytes: int) -> None:
+        end = part.extent.first_byte + part.chunk.elements * self._item_bytes
+        if at + count_bytes + _READ_AHEAD_BYTES // 2 > part.asked_to and part.asked_to < end:
+            ahead = min(at + count_bytes + _READ_AHEAD_BYTES, end)
+            self._files.will_need(part.extent.file, part.asked_to, ahead - part.asked_to)
+            part.asked_to = ahead
+
+    def _read_strided(self, extent: Extent, start: Shape, sizes: Shape, wanted: Array) -> None:
+        """Reads what lies in any strides: halves the box along its widest stride until the span to read wastes little."""
+        steps = [(size - 1) * stride for size, stride in zip(sizes, extent.strides, strict=True)]
+        span, count = sum(steps) + 1, math.prod(sizes)
+        span_bytes = span * self._item_bytes
+        fits = span_bytes <= BUFFER_BYTES and (span <= _WASTE * count or span_bytes <= _FEW_BYTES)
+        if not fits and max(steps, default=0) > 0:
+            widest = steps.index(max(steps))
+            half = sizes[widest] // 2
+            first = (*sizes[:widest], half, *sizes[widest + 1 :])
+            rest = (*sizes[:widest], sizes[widest] - half, *sizes[widest + 1 :])
+            moved = (*start[:widest], start[widest] + half, *start[widest + 1 :])
+            cut = (slice(None),) * widest
+            self._read_strided(extent, start, first, wanted[(*cut, slice(None, half))])
+            self._read_strided(extent, moved, rest, wanted[(*cut, slice(half, None))])
+            return
+        at = extent.first_byte + sum(a * b for a, b in zip(start, extent.strides, strict=True)) * self._item_bytes
+        self._files.read_into(extent.file, at, memoryview(self._scratch)[:span_bytes])
+        flat = self._scratch[:span_bytes].view(wanted.dtype)
+        strides_bytes = tuple(stride * self._item_bytes for stride in extent.strides)
+        wanted[...] = np.lib.stride_tricks.as_strided(flat, sizes, strides_bytes, writeable=False)

@@ -1,0 +1,170 @@
+"""Where the merged model goes: the checks that protect what is there, and what an earlier, killed merge left behind."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fsdp_tune.atomic import DISK, STAGE_MARK
+from fsdp_tune.errors import Notice, Where, failed_error, usage_error
+from fsdp_tune.merge.layout import Layout
+from fsdp_tune.merge.source import Selection
+from fsdp_tune.units import format_bytes
+
+RECORD_NAME = "merge.json"
+_SPARE_BYTES = 64 << 20
+_CANNOT_WRITE = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+}
+
+
+def check_output(output: Path, selection: Selection, *, overwrite: bool) -> Path:
+    """The absolute output path. Usage errors where it exists, or where it and the source lie in one another."""
+    target = output.parent.resolve() / output.name
+    if output.name in ("", ".", ".."):
+        target = output.resolve()
+    inputs = [weights.checkpoint.resolve() for weights in selection.weights] + [weights.root for weights in selection.weights]
+    if selection.run is not None:
+        inputs.append(selection.run.model.resolve())
+        protected = [selection.run.path.resolve()]
+    else:
+        protected = []
+    for folder in (*inputs, *protected):
+        if target.resolve() == folder or folder.is_relative_to(target) or folder.is_relative_to(target.resolve()):
+            raise usage_error(
+                "merge-output-is-input",
+                f"the output would replace `{folder}`, which is read",
+                where=Where(str(output)),
+                hint="give another `--output`",
+            )
+    for folder in inputs:
+        if target.is_relative_to(folder) or target.resolve().is_relative_to(folder):
+            raise usage_error(
+                "merge-output-is-input",
+                f"the output would lie inside `{folder}`, which is read",
+                where=Where(str(output)),
+                hint="give another `--output`",
+            )
+    _check_existing(target, output, overwrite=overwrite)
+    return target
+
+
+def _check_existing(target: Path, shown: Path, *, overwrite: bool) -> None:
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise usage_error(
+            "merge-output-exists", "the output exists and is no directory", where=Where(str(shown)), hint="give another `--output`"
+        )
+    if not target.exists() or not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise usage_error("merge-output-exists", "the output exists", where=Where(str(shown)), ways_out=("--output ANOTHER", "--overwrite"))
+    if not (target / RECORD_NAME).is_file():
+        raise usage_error(
+            "merge-output-not-ours",
+            f"`--overwrite` replaces only what an earlier merge wrote, and this directory has no {RECORD_NAME}",
+            where=Where(str(shown)),
+            hint="give another `--output`, or remove the directory yourself",
+        )
+
+
+def check_space(target: Path, layout: Layout) -> None:
+    """FailedError when the disk cannot hold the output, before a byte is written."""
+    folder = target.parent
+    while not folder.exists():
+        folder = folder.parent
+    free_bytes = shutil.disk_usage(folder).free
+    needed_bytes = layout.size_bytes + _SPARE_BYTES
+    if free_bytes < needed_bytes:
+        raise failed_error(
+            "merge-disk-full",
+            f"the merged model needs {format_bytes(needed_bytes)} and {format_bytes(free_bytes)} are free",
+            where=Where(str(folder)),
+            hint="free space, or give an `--output` on another disk",
+        )
+
+
+def clear_leftovers(target: Path) -> list[Notice]:
+    """Removes the stages of merges that were killed, and brings back an old output that was caught between two renames.
+
+    A stage that is being written is locked (see `locked`), whatever machine its process runs on.
+    """
+    notices: list[Notice] = []
+    if not target.parent.is_dir():
+        return notices
+    for path in sorted(target.parent.glob(f".{_escape(target.name)}.old{STAGE_MARK}*")):
+        if not target.exists():
+            DISK.rename(path, target)
+            notices.append(
+                Notice("merge-recovered", "the old output was brought back; a merge was killed while it replaced it", Where(str(target)))
+            )
+        elif not _is_locked(path):
+            DISK.rmtree(path)
+    for path in sorted(target.parent.glob(f".{_escape(target.name)}{STAGE_MARK}*")):
+        if path.is_dir() and not _is_locked(path):
+            DISK.rmtree(path)
+            notices.append(Notice("merge-leftover", "the unfinished output of a merge that was killed was removed", Where(str(path))))
+    return notices
+
+
+def _escape(name: str) -> str:
+    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
+
+
+def _is_locked(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held by another, or a file system without locks: in doubt it is in use
+        return True
+    else:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def locked(stage: Path) -> Iterator[None]:
+    """Marks a stage as in use for as long as this process lives."""
+    descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def writing_to(target: Path) -> Iterator[None]:
+    """Turns what the file system refuses into one problem that names the place and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        raise failed_error(
+            "merge-cannot-write",
+            f"the output cannot be written: {error.strerror}; nothing was left behind",
+            where=Where(str(target)),
+            hint="free space, raise the limit (`ulimit -f`), or give an `--output` where you may write",
+        ) from error
+
+
+def put(path: Path, data: bytes) -> None:
+    """Writes one small file of the stage; the stage is synced as a whole."""
+    DISK.mkdir(path.parent)
+    with DISK.open(path) as file:
+        DISK.write(file, data)

@@ -1,0 +1,117 @@
+"""Reads ranges of files: exact, bounded, and through descriptors that are shared by all threads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from fsdp_tune.errors import FsdpTuneError, Where, failed_error
+from fsdp_tune.manifest import is_inside
+
+
+class SourceFiles:
+    """Opens each file of a checkpoint once. `pread` needs no position, so threads share descriptors.
+
+    At most `limit` files stay open: a checkpoint of a thousand ranks has more files than a process may open.
+    """
+
+    def __init__(self, root: Path, *, limit: int = 256) -> None:
+        self.root = root
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._open: dict[str, int] = {}
+        self._users: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._lock:
+            for descriptor in self._open.values():
+                os.close(descriptor)
+            self._open.clear()
+
+    def size_bytes(self, name: str) -> int:
+        if name not in self._sizes:
+            with self._lease(name) as descriptor:
+                self._sizes[name] = os.fstat(descriptor).st_size
+        return self._sizes[name]
+
+    def read(self, name: str, offset: int, count: int) -> bytes:
+        """`count` bytes at `offset`; a file that ends before is an error that names it."""
+        data = bytearray(count)
+        self.read_into(name, offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        with self._lease(name) as descriptor:
+            done = 0
+            while done < len(buffer):
+                try:
+                    got = os.preadv(descriptor, [buffer[done:]], offset + done)
+                except OSError as error:
+                    raise unreadable(self.root / name, error.strerror or str(error)) from error
+                if got == 0:
+                    raise unreadable(self.root / name, f"it ends at byte {offset + done}, where {len(buffer) - done} more bytes are due")
+                done += got
+
+    def will_need(self, name: str, offset: int, count: int) -> None:
+        """Asks the kernel to read ahead, so that a cold disk works while other threads compute."""
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError), self._lease(name) as descriptor:
+                os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_WILLNEED)
+
+    @contextlib.contextmanager
+    def _lease(self, name: str):
+        with self._lock:
+            if name not in self._open:
+                self._make_room()
+                self._open[name] = self._open_file(name)
+            self._users[name] = self._users.get(name, 0) + 1
+            descriptor = self._open[name]
+        try:
+            yield descriptor
+        finally:
+            with self._lock:
+                self._users[name] -= 1
+
+    def _make_room(self) -> None:
+        if len(self._open) >= self._limit:
+            for name in [name for name in self._open if not self._users.get(name)][: self._limit // 2]:
+                os.close(self._open.pop(name))
+
+    def _open_file(self, name: str) -> int:
+        if not is_inside(name):
+            raise failed_error(
+                "merge-path-traversal",
+                f"the checkpoint names the file `{name}`, which leads out of its directory",
+                where=Where(str(self.root)),
+            )
+        path = self.root / name
+        try:
+            if path.is_symlink() and not path.resolve().is_relative_to(self.root.resolve()):
+                raise failed_error("merge-path-traversal", f"`{name}` is a link that leads out of the checkpoint", where=Where(str(path)))
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise failed_error(
+                "merge-shard-missing",
+                f"the checkpoint needs `{name}`, which is not there",
+                where=Where(str(path)),
+                hint="copy the file from where the checkpoint was written, or merge another checkpoint with `--step N`",
+            ) from error
+        except OSError as error:
+            raise unreadable(path, error.strerror or str(error)) from error
+
+
+def unreadable(path: Path, why: str) -> FsdpTuneError:
+    return failed_error(
+        "merge-damaged-file",
+        f"cannot be read: {why}",
+        where=Where(str(path)),
+        hint="copy the file anew from where it was written, or merge another checkpoint with `--step N`",
+    )

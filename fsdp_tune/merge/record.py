@@ -1,0 +1,103 @@
+"""The small files of the output: config, tokenizer, model card, and `merge.json`, which says where every tensor came from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from fsdp_tune import __version__
+from fsdp_tune.atomic import DISK
+from fsdp_tune.merge.card import CARD_NAME, model_card
+from fsdp_tune.merge.companions import CONFIG_NAME, Companions, output_config
+from fsdp_tune.merge.layout import Layout
+from fsdp_tune.merge.output import RECORD_NAME, put
+from fsdp_tune.merge.settings import Settings
+from fsdp_tune.merge.source import Selection
+from fsdp_tune.merge.write import Written
+
+RECORD_KIND = "fsdp-tune merged model"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything that merge.json and the card tell."""
+
+    selection: Selection
+    settings: Settings
+    companions: Companions
+    layout: Layout
+    written: Written
+    tied: dict[str, str]
+    left_out: dict[str, str]
+
+    @property
+    def steps(self) -> list[int]:
+        return [weights.step for weights in self.selection.weights if weights.step is not None]
+
+
+def write_companions(stage: Path, companions: Companions, layout: Layout, config_changes: Mapping[str, Any]) -> None:
+    """Config with the dtype of the weights, and the files of the tokenizer as they are."""
+    if companions.config is not None:
+        dtype = layout.main_dtype
+        config = output_config(companions.config, dtype if dtype.converts else None, config_changes)
+        put(stage / CONFIG_NAME, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+    for name, path in companions.files.items():
+        DISK.mkdir((stage / name).parent)
+        shutil.copyfile(path, stage / name)
+
+
+def write_record(stage: Path, name: str, facts: Facts) -> None:
+    """merge.json and the model card; the last files of the stage."""
+    put(stage / RECORD_NAME, (json.dumps(_record(facts), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    rows = [
+        ("Source", str(facts.selection.weights[0].checkpoint)),
+        ("Step", ", ".join(map(str, facts.steps)) or "unknown"),
+        ("Parameters", f"{facts.layout.total_parameters:,}"),
+        ("dtype", facts.layout.main_dtype.name),
+    ]
+    put(stage / CARD_NAME, model_card(name, facts.settings.recipe, facts.selection.run, facts.steps, rows).encode())
+
+
+def _record(facts: Facts) -> dict[str, Any]:
+    run = facts.selection.run
+    recipe = run.recipe_json if run is not None and run.recipe_json.is_file() else None
+    return {
+        "kind": RECORD_KIND,
+        "format_version": 1,
+        "source": [str(weights.checkpoint) for weights in facts.selection.weights],
+        "steps": facts.steps,
+        "reason": facts.selection.reason,
+        "recipe_digest": f"blake2b:{hashlib.blake2b(recipe.read_bytes(), digest_size=32).hexdigest()}" if recipe is not None else None,
+        "companions": facts.companions.origin,
+        "dtype_option": facts.settings.dtype,
+        "verified": facts.settings.verify,
+        "tied": facts.tied,
+        "left_out": facts.left_out,
+        "non_finite": {name: str(counts) for name, counts in sorted(facts.written.non_finite.items())},
+        "versions": {
+            "fsdp_tune": __version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "ml_dtypes": ml_dtypes.__version__,
+        },
+        "digest": "xxh3_128 of the tensor's bytes, hexadecimal",
+        "tensors": {
+            placed.name: {
+                "file": placed.file,
+                "dtype": placed.dtype.name,
+                "shape": list(placed.shape),
+                "digest": facts.written.digests[placed.name],
+            }
+            for file in facts.layout.files
+            for placed in file.tensors
+        },
+    }

@@ -1,0 +1,192 @@
+"""The steps of a merge, in order: choose, read the table of contents, plan, copy, check, publish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from fsdp_tune.atomic import staged_directory
+from fsdp_tune.errors import FailedError, Notice, Problem, Where
+from fsdp_tune.merge import output as place
+from fsdp_tune.merge.companions import Companions, find_companions
+from fsdp_tune.merge.contents import read_contents
+from fsdp_tune.merge.integrity import ManifestCheck
+from fsdp_tune.merge.layout import Layout, plan_layout
+from fsdp_tune.merge.record import Facts, write_companions, write_record
+from fsdp_tune.merge.settings import DtypeOption, Settings, Verify, settle
+from fsdp_tune.merge.source import Choice, Selection, select
+from fsdp_tune.merge.ties import find_ties
+from fsdp_tune.merge.verify import check_bytes_on_disk, check_headers
+from fsdp_tune.merge.write import Source, Written, thread_count, write_tensors
+
+
+class Progress(Protocol):
+    """What `Screen.progress` is: a bar for `total` units, as a context manager."""
+
+    def __call__(self, label: str, total: int | None, unit: str) -> AbstractContextManager[Bar]: ...
+
+
+class Bar(Protocol):
+    def advance(self, n: int = 1) -> None:
+        """May be called from several threads."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MergeOptions:
+    """What the user asked for; None takes the run's own `merge:` section, or the default of a checkpoint of another tool."""
+
+    output: Path | None = None
+    dtype: DtypeOption | None = None
+    max_shard_bytes: int | None = None
+    verify: Verify | None = None
+    base: str | None = None
+    step: int | None = None
+    best: bool = False
+    average: str | None = None
+    overwrite: bool = False
+    allow_incomplete: bool = False
+    allow_nonfinite: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MergeResult:
+    """`reason` says why this checkpoint; `dtype` is the torch name of most parameters; sizes are bytes of tensors."""
+
+    output: Path
+    source: Path
+    step: int | None
+    reason: str
+    dtype: str
+    files: tuple[str, ...]
+    tensors: int
+    parameters: int
+    size_bytes: int
+    seconds: float
+    verified: Verify
+    notices: tuple[Notice, ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "merged": str(self.output),
+            "source": str(self.source),
+            "step": self.step,
+            "reason": self.reason,
+            "dtype": self.dtype,
+            "files": list(self.files),
+            "tensors": self.tensors,
+            "parameters": self.parameters,
+            "size_bytes": self.size_bytes,
+            "seconds": round(self.seconds, 3),
+            "verified": self.verified,
+        }
+
+
+def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | None = None) -> MergeResult:
+    """Merges the checkpoint that `source` and `options` name into a model directory, all of it or nothing.
+
+    Raises FsdpTuneError: usage for what cannot be asked, FailedError for a source that is damaged, an output that
+    cannot be written, and weights that are not finite.
+    """
+    started = time.monotonic()
+    show = progress or _no_progress
+    selection = select(source, Choice(options.step, options.best, options.average, options.allow_incomplete))
+    settings = settle(selection, options.output, options.dtype, options.max_shard_bytes, options.verify)
+    target = place.check_output(settings.output, selection, overwrite=options.overwrite)
+    with ExitStack() as stack:
+        contents = read_contents(stack, selection, allow_incomplete=options.allow_incomplete)
+        companions = find_companions(selection, options.base)
+        tied = find_ties(companions.config, contents.sources)
+        layout = plan_layout(
+            [tensor for tensor in contents.ordered if tensor.name not in tied.left_out], settings.dtype, settings.max_shard_bytes
+        )
+        with place.writing_to(target):
+            place.check_space(target, layout)
+            leftovers = place.clear_leftovers(target)
+            with staged_directory(target, replace=options.overwrite and target.exists()) as stage, place.locked(stage):
+                written = _copy(contents.sources, selection, layout, stage, settings, show)
+                _refuse_non_finite(written, options, target)
+                write_companions(stage, companions, layout, tied.config_changes)
+                _verify(stage, layout, written, settings, show)
+                write_record(stage, target.name, Facts(selection, settings, companions, layout, written, tied.left_out, contents.left_out))
+    notices = [*selection.notices, *contents.notices, *leftovers, *tied.notices, *_missing(companions), *_non_finite_notices(written)]
+    return MergeResult(
+        output=target,
+        source=selection.weights[0].checkpoint,
+        step=selection.weights[0].step,
+        reason=selection.reason,
+        dtype=layout.main_dtype.name,
+        files=tuple(sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file())),
+        tensors=len(layout.tensors),
+        parameters=layout.total_parameters,
+        size_bytes=layout.total_size_bytes,
+        seconds=time.monotonic() - started,
+        verified=settings.verify,
+        notices=tuple(notices),
+    )
+
+
+def _copy(sources: Sequence[Source], selection: Selection, layout: Layout, stage: Path, settings: Settings, show: Progress) -> Written:
+    """Copies with the manifest's digests checked beside; whatever differs, nothing is published."""
+    with ManifestCheck(selection.weights, thread_count()) as check, show("merging", layout.total_size_bytes, "bytes") as bar:
+        try:
+            written = write_tensors(sources, layout, stage, read_back=settings.verify != "none", advance=bar.advance)
+        except FailedError:
+            check.finish()  # a file that is not what was saved explains whatever else went wrong in it
+            raise
+        check.finish()
+    return written
+
+
+def _verify(stage: Path, layout: Layout, written: Written, settings: Settings, show: Progress) -> None:
+    if settings.verify != "none":
+        check_headers(stage, layout)
+    if settings.verify == "full":
+        with show("reading back", layout.total_size_bytes, "bytes") as bar:
+            check_bytes_on_disk(stage, layout, written.digests, bar.advance)
+
+
+def _refuse_non_finite(written: Written, options: MergeOptions, target: Path) -> None:
+    if written.non_finite and not options.allow_nonfinite:
+        raise FailedError(
+            *(
+                Problem(
+                    "merge-non-finite",
+                    f"`{name}` has values that are not finite: {counts}",
+                    Where(str(target)),
+                    "merge an earlier checkpoint with `--step N`, or keep the values with `--allow-nonfinite`"
+                    if not counts.overflow
+                    else "the values are too large for this dtype: merge with `--dtype bf16` or `--dtype keep`",
+                )
+                for name, counts in sorted(written.non_finite.items())
+            )
+        )
+
+
+def _non_finite_notices(written: Written) -> Iterator[Notice]:
+    for name, counts in sorted(written.non_finite.items()):
+        yield Notice("merge-non-finite", f"`{name}` has values that are not finite: {counts}")
+
+
+def _missing(companions: Companions) -> Iterator[Notice]:
+    if companions.missing:
+        what = " and ".join(companions.missing)
+        yield Notice(
+            "merge-bare",
+            f"the output has no {what}: the source holds none",
+            hint="give `--base MODEL` to take them from the model that was trained",
+        )
+
+
+@contextmanager
+def _no_progress(label: str, total: int | None, unit: str) -> Iterator[Bar]:  # noqa: ARG001  the shape of Progress
+    yield _Silent()
+
+
+class _Silent:
+    def advance(self, n: int = 1) -> None:
+        """Nobody watches."""

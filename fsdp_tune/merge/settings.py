@@ -1,0 +1,69 @@
+"""What the merge does, after the user's options and the run's own `merge:` section have been put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from pydantic import ValidationError
+
+from fsdp_tune.errors import Where, failed_error, usage_error
+from fsdp_tune.merge.source import Selection
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run_dir import RunDir
+from fsdp_tune.units import parse_bytes
+
+Verify = Literal["quick", "full", "none"]
+DtypeOption = Literal["keep", "bf16", "fp16", "fp32"]
+DEFAULT_MAX_SHARD = "5GB"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`recipe` is None for what another tool wrote."""
+
+    output: Path
+    dtype: DtypeOption
+    max_shard_bytes: int
+    verify: Verify
+    recipe: Recipe | None
+
+
+def settle(
+    selection: Selection, output: Path | None, dtype: DtypeOption | None, max_shard_bytes: int | None, verify: Verify | None
+) -> Settings:
+    """An option wins over the recipe, and the recipe over the defaults. Another tool's checkpoint keeps its dtype and needs `--output`."""
+    run = selection.run
+    recipe = _recipe(run) if run is not None else None
+    if output is None:
+        if run is None or recipe is None:
+            raise usage_error(
+                "merge-no-output",
+                "the checkpoint belongs to no run directory of fsdp-tune, so the output has no default place",
+                hint="give `--output DIR`",
+            )
+        output = run.merged
+    if recipe is None:
+        return Settings(output, dtype or "keep", max_shard_bytes or parse_bytes(DEFAULT_MAX_SHARD), verify or "quick", None)
+    wanted = recipe.merge.dtype
+    own = cast(DtypeOption, recipe.compute_dtype if wanted == "auto" else wanted)
+    return Settings(
+        output, dtype or own, max_shard_bytes or parse_bytes(recipe.merge.max_shard_size), verify or recipe.merge.verify, recipe
+    )
+
+
+def _recipe(run: RunDir) -> Recipe | None:
+    """The resolved recipe; None where the directory only looks like a run (it holds `checkpoint-N` by another tool)."""
+    try:
+        return Recipe.model_validate_json(run.recipe_json.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        why = f"{error.error_count()} problems" if isinstance(error, ValidationError) else error.strerror
+        raise failed_error(
+            "merge-recipe",
+            f"the run's resolved recipe cannot be read ({why})",
+            where=Where(str(run.recipe_json)),
+            hint="name the `checkpoint-N/pytorch_model_fsdp_0` and an `--output` outside of the run",
+        ) from error

@@ -1,0 +1,294 @@
+"""What was named as SRC, and which checkpoint in it is merged, with the reason."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
+from fsdp_tune.manifest import Manifest
+from fsdp_tune.merge.dcp import METADATA_NAME
+from fsdp_tune.merge.layout import INDEX_NAME, SINGLE_NAME
+from fsdp_tune.run_dir import Checkpoint, Rejected, RunDir, checkpoint_step, complete_checkpoints, inspect_checkpoint
+
+SHARD_FOLDER = "pytorch_model_fsdp_0"
+PICKLE_NAME = "pytorch_model_fsdp.bin"
+
+
+class Format(StrEnum):
+    DCP = "dcp"
+    SAFETENSORS = "safetensors"
+    PICKLE = "pickle"
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """One set of weights. `root` holds the files; `manifest` lists them relative to `checkpoint`, where there is one."""
+
+    root: Path
+    format: Format
+    checkpoint: Path
+    step: int | None = None
+    manifest: Manifest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is merged and why. Several `weights` are averaged. `run` is the run directory of ours that they belong to."""
+
+    weights: tuple[Weights, ...]
+    reason: str
+    run: RunDir | None
+    notices: tuple[Notice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the user picks among the checkpoints of a run; at most one is set."""
+
+    step: int | None = None
+    best: bool = False
+    average: str | None = None
+    allow_incomplete: bool = False
+
+    @property
+    def is_made(self) -> bool:
+        return self.step is not None or self.best or self.average is not None
+
+
+def select(source: Path, choice: Choice) -> Selection:
+    """Finds the weights under `source`: a run directory, a checkpoint of any tool, or the folder of its shards."""
+    if (choice.step is not None) + choice.best + (choice.average is not None) > 1:
+        raise usage_error("merge-two-choices", "`--step`, `--best` and `--average` exclude each other", hint="give one of them")
+    if not source.exists():
+        raise usage_error(
+            "merge-source-not-found",
+            "there is no such file or directory",
+            where=Where(str(source)),
+            hint="give a run directory, a `checkpoint-N`, or a folder of `.distcp` shards",
+        )
+    if source.is_file() and source.name in (PICKLE_NAME, SINGLE_NAME):
+        source = source.parent
+    found = find_weights(source)
+    if found is None and _is_run(source):
+        return _select_in_run(RunDir(source.resolve()), choice)
+    if choice.is_made:
+        raise usage_error(
+            "merge-no-run",
+            "`--step`, `--best` and `--average` choose among the checkpoints of a run directory, and this is none",
+            where=Where(str(source)),
+        )
+    if found is None:
+        raise _nothing_to_merge(source)
+    root, kind = found
+    owner = _own_checkpoint(root)
+    if owner is None:
+        return Selection((Weights(root, kind, root, checkpoint_step(root) or checkpoint_step(root.parent)),), "it is what was named", None)
+    weights, notices = _accept(owner, root, kind, allow_incomplete=choice.allow_incomplete)
+    return Selection((weights,), "it is what was named", RunDir(owner.parent), notices)
+
+
+def find_weights(folder: Path) -> tuple[Path, Format] | None:
+    """(directory of the files, format) of the one model under `folder`, by what is there and not by its name."""
+    shards = folder / SHARD_FOLDER
+    if (folder / METADATA_NAME).is_file():
+        return folder.resolve(), Format.DCP
+    if shards.is_dir() or folder.name == SHARD_FOLDER:
+        return (shards if shards.is_dir() else folder).resolve(), Format.DCP
+    if (folder / INDEX_NAME).is_file() or (folder / SINGLE_NAME).is_file():
+        return folder.resolve(), Format.SAFETENSORS
+    if (folder / PICKLE_NAME).is_file():
+        return folder.resolve(), Format.PICKLE
+    return None
+
+
+def _is_run(source: Path) -> bool:
+    return source.is_dir() and (RunDir(source).is_used or any(checkpoint_step(path) is not None for path in source.iterdir()))
+
+
+def _own_checkpoint(root: Path) -> Path | None:
+    """The `checkpoint-N` of a run of ours that holds `root`; None for what another tool wrote."""
+    for folder in (root, root.parent):
+        if checkpoint_step(folder) is not None and RunDir(folder.parent).is_used:
+            return folder
+    return None
+
+
+def _accept(path: Path, root: Path, kind: Format, *, allow_incomplete: bool) -> tuple[Weights, tuple[Notice, ...]]:
+    """A checkpoint of ours counts only with its manifest; `--allow-incomplete` takes it and says what is missing."""
+    verdict = inspect_checkpoint(path, digests=False)
+    if isinstance(verdict, Checkpoint):
+        return Weights(root, kind, path, verdict.step, verdict.manifest), ()
+    if not allow_incomplete:
+        raise incomplete(path, verdict.reason)
+    notice = Notice(
+        "merge-incomplete",
+        f"{path.name} is not complete: {verdict.reason}",
+        Where(str(path)),
+        "its tensors are checked only as far as torch's own checksums go",
+    )
+    return Weights(root, kind, path, checkpoint_step(path)), (notice,)
+
+
+def incomplete(path: Path, reason: str) -> FsdpTuneError:
+    return failed_error(
+        "merge-incomplete-checkpoint",
+        f"the checkpoint is not complete: {reason}",
+        where=Where(str(path)),
+        ways_out=("merge another checkpoint: `--step N`", "take what is there, with the missing parts named: `--allow-incomplete`"),
+    )
+
+
+def _nothing_to_merge(source: Path) -> FsdpTuneError:
+    local = sorted(path.name for path in source.glob("pytorch_model_fsdp*_rank*.bin")) if source.is_dir() else []
+    if local:
+        return usage_error(
+            "merge-local-state",
+            f"`{local[0]}` is one rank's own state (LOCAL_STATE_DICT, or `use_dcp=False`); only the program that wrote it can merge it",
+            where=Where(str(source)),
+            hint="load it there and save it with SHARDED_STATE_DICT",
+        )
+    seen = ", ".join(sorted(path.name for path in source.iterdir())[:8]) if source.is_dir() else "a file"
+    return usage_error(
+        "merge-nothing-found",
+        f"there is nothing to merge here (found: {seen or 'an empty directory'})",
+        where=Where(str(source)),
+        hint=f"give a run directory, a `checkpoint-N`, or the folder that holds `{METADATA_NAME}` and the `.distcp` files",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- within a run
+
+
+def _select_in_run(run: RunDir, choice: Choice) -> Selection:
+    complete, rejected = complete_checkpoints(run)
+    if choice.step is not None:
+        return _one_step(run, choice, complete, rejected)
+    if not complete:
+        reasons = "; ".join(f"{item.path.name}: {item.reason}" for item in rejected) or "no checkpoint-N at all"
+        raise failed_error(
+            "merge-no-checkpoint",
+            f"the run has no complete checkpoint ({reasons})",
+            where=Where(str(run.path)),
+            hint="`--step N --allow-incomplete` takes one that is not complete",
+        )
+    notices = tuple(
+        Notice("merge-skipped-checkpoint", f"{item.path.name} is not used: {item.reason}", Where(str(item.path)))
+        for item in rejected
+        if (checkpoint_step(item.path) or 0) > complete[0].step
+    )
+    if choice.average is not None:
+        chosen = _averaged(run, choice.average, complete)
+        steps = ", ".join(str(checkpoint.step) for checkpoint in chosen)
+        return Selection(
+            tuple(_weights(checkpoint) for checkpoint in chosen), f"the mean of the checkpoints of steps {steps}", run, notices
+        )
+    if choice.best:
+        checkpoint, reason = _best(run, complete)
+    else:
+        checkpoint, reason = complete[0], f"the newest of {len(complete)} complete checkpoint{'s' if len(complete) > 1 else ''}"
+    return Selection((_weights(checkpoint),), reason, run, notices)
+
+
+def _weights(checkpoint: Checkpoint) -> Weights:
+    found = find_weights(checkpoint.path)
+    if found is None:
+        raise failed_error("merge-nothing-found", "the checkpoint holds no weights of a model", where=Where(str(checkpoint.path)))
+    return Weights(*found, checkpoint.path, checkpoint.step, checkpoint.manifest)
+
+
+def _one_step(run: RunDir, choice: Choice, complete: list[Checkpoint], rejected: list[Rejected]) -> Selection:
+    assert choice.step is not None
+    path = run.checkpoint(choice.step)
+    for checkpoint in complete:
+        if checkpoint.step == choice.step:
+            return Selection((_weights(checkpoint),), "its step was asked for", run)
+    for item in rejected:
+        if item.path == path and not choice.allow_incomplete:
+            raise incomplete(path, item.reason)
+    found = find_weights(path) if path.is_dir() else None
+    if found is None:
+        steps = ", ".join(str(checkpoint.step) for checkpoint in complete) or "none"
+        raise usage_error(
+            "merge-no-such-step", f"the run has no checkpoint of step {choice.step} (complete: {steps})", where=Where(str(run.path))
+        )
+    weights, notices = _accept(path, *found, allow_incomplete=choice.allow_incomplete)
+    return Selection((weights,), "its step was asked for", run, notices)
+
+
+def _averaged(run: RunDir, text: str, complete: list[Checkpoint]) -> list[Checkpoint]:
+    """`last:3`, or steps such as `100,200,300`."""
+    by_step = {checkpoint.step: checkpoint for checkpoint in complete}
+    word, _, number = text.partition(":")
+    if word == "last" and number.isdecimal() and int(number) >= 2:
+        if len(complete) < int(number):
+            raise usage_error(
+                "merge-average",
+                f"`--average {text}` needs {number} complete checkpoints, and the run has {len(complete)}",
+                where=Where(str(run.path)),
+            )
+        return complete[: int(number)]
+    steps = text.split(",")
+    if len(steps) < 2 or not all(step.strip().isdecimal() for step in steps):
+        raise usage_error("merge-average", f"`--average {text}` is not understood", hint="write `last:3`, or steps such as `100,200,300`")
+    unknown = [step.strip() for step in steps if int(step) not in by_step]
+    if unknown or len({int(step) for step in steps}) < len(steps):
+        what = f"no complete checkpoint of step {unknown[0]}" if unknown else "one step is named twice"
+        raise usage_error(
+            "merge-average",
+            f"`--average {text}`: {what}",
+            where=Where(str(run.path)),
+            hint=f"complete: {', '.join(map(str, sorted(by_step)))}",
+        )
+    return [by_step[int(step)] for step in steps]
+
+
+def _best(run: RunDir, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:
+    """The trainer's own choice (`metric_for_best_model`) where it made one, else the lowest `eval_loss` of a saved step."""
+    by_step = {checkpoint.step: checkpoint for checkpoint in complete}
+    state = _read_object(complete[0].path / "trainer_state.json")
+    step, metric = state.get("best_global_step"), state.get("best_metric")
+    if isinstance(step, int) and step in by_step:
+        return by_step[step], f"the best by the trainer's metric ({metric}) among {len(complete)} complete checkpoints"
+    losses = {line["step"]: line["eval_loss"] for line in _eval_lines(run.metrics_jsonl) if line.get("step") in by_step}
+    if not losses:
+        raise usage_error(
+            "merge-no-best",
+            "no evaluation of a saved step is recorded, so no checkpoint is the best",
+            where=Where(str(run.metrics_jsonl)),
+            hint="choose one with `--step N`",
+        )
+    chosen = min(losses, key=lambda step: losses[step])
+    return by_step[chosen], f"the lowest eval_loss ({losses[chosen]:.6g}) among {len(complete)} complete checkpoints"
+
+
+def _eval_lines(path: Path) -> list[dict[str, Any]]:
+    return [line for line in read_metrics(path) if isinstance(line.get("eval_loss"), (int, float))]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The objects of metrics.jsonl; a torn last line is no line."""
+    found: list[dict[str, Any]] = []
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return found
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

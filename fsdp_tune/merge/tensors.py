@@ -1,0 +1,81 @@
+"""What every kind of checkpoint is read into: named tensors made of chunks, and where each chunk's elements lie."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fsdp_tune.merge.dtypes import DType
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A chunk as one `torch.save` archive at `offset` of `file`; what is inside is only known once it is opened."""
+
+    file: str
+    offset: int
+    length_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A chunk's elements: the first at byte `first_byte` of `file`, the others by `strides` (in elements).
+
+    `storage_start` and `storage_bytes` bound the block of bytes that `crc32` (None: not recorded) was taken over.
+    """
+
+    file: str
+    first_byte: int
+    strides: Shape
+    storage_start: int
+    storage_bytes: int
+    crc32: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The box at `offsets` of the whole tensor, of shape `sizes` (both in elements per dimension)."""
+
+    offsets: Shape
+    sizes: Shape
+    place: Packed | Extent
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """One tensor of the model. Its chunks cover it exactly: no gap, no overlap, replicas left out."""
+
+    name: str
+    dtype: DType
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.elements * self.dtype.item_bytes
+
+
+def row_major(shape: Shape) -> Shape:
+    """Strides, in elements, of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def is_row_major(sizes: Shape, strides: Shape) -> bool:
+    """Whether elements in row-major order lie one after the other. Strides of dimensions of size 1 mean nothing."""
+    return math.prod(sizes) == 0 or all(
+        size == 1 or stride == wanted for size, stride, wanted in zip(sizes, strides, row_major(sizes), strict=True)
+    )

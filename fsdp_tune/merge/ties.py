@@ -1,0 +1,92 @@
+"""Tied weights: sharded checkpoints hold the embedding twice, ordinary model directories once.
+
+transformers ties the output head to the input embedding where `tie_word_embeddings` says so, and restores the head from
+the embedding when the file holds only that. A head is left out only if it is equal, byte for byte, to the embedding.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fsdp_tune.errors import Notice
+from fsdp_tune.merge.contents import Source
+from fsdp_tune.merge.gather import BUFFER_BYTES, TensorReader
+from fsdp_tune.merge.geometry import boxes
+from fsdp_tune.merge.reader import SourceFiles
+from fsdp_tune.merge.tensors import SourceTensor
+
+# The left and right sides of `_tied_weights_keys` of transformers' causal language models; a test reads them from its source.
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output_projection|lm_loss|proj_out|generator_lm_head|head|output|decoder|proj)\.weight$")
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|w|tokens_embed|embed_in|embeddings|word_embeddings?|tok_embeddings)\.weight$")
+KEY = "tie_word_embeddings"
+
+
+def tie_setting(config: Mapping[str, Any]) -> bool | None:
+    """What a config.json says about tying; None when it leaves it to the class."""
+    nested = config.get("text_config")
+    for place in (config, nested if isinstance(nested, dict) else {}):
+        if isinstance(place.get(KEY), bool):
+            return place[KEY]
+    return None
+
+
+def candidates(tensors: Sequence[SourceTensor]) -> dict[str, str]:
+    """{head: embedding} by name, shape and dtype."""
+    embeddings = [tensor for tensor in tensors if _EMBEDDING.search(tensor.name) and len(tensor.shape) == 2]
+    pairs: dict[str, str] = {}
+    for head in tensors:
+        if _HEAD.search(head.name) and not _EMBEDDING.search(head.name):
+            for embedding in embeddings:
+                if (embedding.shape, embedding.dtype) == (head.shape, head.dtype):
+                    pairs.setdefault(head.name, embedding.name)
+    return pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """`left_out` maps each head that is not written to its embedding."""
+
+    left_out: dict[str, str] = field(default_factory=dict[str, str])
+    config_changes: dict[str, Any] = field(default_factory=dict[str, Any])
+    notices: tuple[Notice, ...] = ()
+
+
+def find_ties(config: Mapping[str, Any] | None, sources: Sequence[Source]) -> Tied:
+    """Compares heads with embeddings where the config allows a tie. Without a config nothing is known and both stay."""
+    if config is None or tie_setting(config) is False:
+        return Tied()
+    pairs = candidates(list(sources[0].tensors.values()))
+    ties = {
+        head: embedding
+        for head, embedding in pairs.items()
+        if all(_equal(source.files, source.tensors[head], source.tensors[embedding]) for source in sources)
+    }
+    apart = [head for head in pairs if head not in ties]
+    if apart:
+        notice = Notice(
+            "merge-untied",
+            f"`{apart[0]}` and `{pairs[apart[0]]}` differ, so both are written and the config gets `{KEY}: false`",
+            hint="they were trained apart; if that was not meant, the tie was lost before or during training",
+        )
+        return Tied({}, {KEY: False}, (notice,) if tie_setting(config) else ())
+    return Tied(ties, {KEY: True} if ties else {})
+
+
+def _equal(files: SourceFiles, one: SourceTensor, other: SourceTensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bytes; stops at the first difference."""
+    if one.chunks == other.chunks:
+        return True
+    scratch, left, right = (np.empty(BUFFER_BYTES, np.uint8) for _ in range(3))
+    readers = TensorReader(files, one, scratch), TensorReader(files, other, scratch)
+    for box in boxes(one.shape, BUFFER_BYTES // one.dtype.item_bytes):
+        size_bytes = box.elements * one.dtype.item_bytes
+        for reader, buffer in zip(readers, (left, right), strict=True):
+            reader.read(box, buffer[:size_bytes].view(one.dtype.numpy))
+        if not np.array_equal(left[:size_bytes], right[:size_bytes]):
+            return False
+    return True

@@ -1,0 +1,207 @@
+"""The engine: a few threads bring tensors together and write them to their places; memory is a few buffers, whatever the model.
+
+Per thread: a buffer for values as read, one for values as written, one for what is in between (`gather.BUFFER_BYTES`
+each, twice that for averages). Every tensor is read back from the output and its digest compared with what was meant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import xxhash
+
+from fsdp_tune.atomic import DISK
+from fsdp_tune.errors import Where, failed_error
+from fsdp_tune.merge.contents import Source
+from fsdp_tune.merge.flush import Flusher
+from fsdp_tune.merge.gather import BUFFER_BYTES, TensorReader
+from fsdp_tune.merge.geometry import Box, boxes
+from fsdp_tune.merge.layout import Layout, Placed
+from fsdp_tune.merge.values import Array, NonFinite, all_finite, convert, count_non_finite, is_checked
+
+MOST_THREADS = 4
+
+
+@dataclass(slots=True)
+class Written:
+    """What the copy learnt: XXH3-128 of each tensor's bytes in the output, and the values that are not finite."""
+
+    digests: dict[str, str] = field(default_factory=dict[str, str])
+    non_finite: dict[str, NonFinite] = field(default_factory=dict[str, NonFinite])
+
+
+@dataclass(slots=True)
+class _Buffers:
+    raw: Array
+    out: Array
+    scratch: Array
+    sum: Array
+
+    @classmethod
+    def make(cls, *, averages: bool) -> _Buffers:
+        return cls(*(np.empty(BUFFER_BYTES, np.uint8) for _ in range(3)), np.empty(2 * BUFFER_BYTES if averages else 0, np.uint8))
+
+
+@dataclass(slots=True)
+class _Work:
+    """What all threads share."""
+
+    sources: Sequence[Source]
+    stage: Path
+    read_back: bool
+    advance: Callable[[int], None]
+    flusher: Flusher
+    stop: threading.Event = field(default_factory=threading.Event)
+    written: Written = field(default_factory=Written)
+    local: threading.local = field(default_factory=threading.local)
+
+    @property
+    def buffers(self) -> _Buffers:
+        """This thread's own; made once, since fresh memory costs a page fault per 4 KiB."""
+        if not hasattr(self.local, "buffers"):
+            self.local.buffers = _Buffers.make(averages=len(self.sources) > 1)
+        return self.local.buffers
+
+
+class _Stopped(Exception):
+    """Another thread failed, or the user pressed Ctrl-C."""
+
+
+def thread_count() -> int:
+    return max(2, min(MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2))
+
+
+def write_tensors(sources: Sequence[Source], layout: Layout, stage: Path, *, read_back: bool, advance: Callable[[int], None]) -> Written:
+    """Fills `stage` with the files of `layout`. With several `sources`, each tensor becomes their mean.
+
+    `advance(n)` is called from several threads with bytes as they are written.
+    """
+    for file in layout.files:
+        with DISK.open(stage / file.name) as handle:
+            DISK.write(handle, file.header)
+            handle.truncate(file.size_bytes)
+    if layout.index is not None:
+        with DISK.open(stage / "model.safetensors.index.json") as handle:
+            DISK.write(handle, layout.index)
+    with Flusher(stage) as flusher:
+        work = _Work(sources, stage, read_back, advance, flusher)
+        placed = [tensor for file in layout.files for tensor in file.tensors]
+        with ThreadPoolExecutor(thread_count(), thread_name_prefix="merge") as pool:
+            try:
+                futures = [pool.submit(_copy, work, tensor) for tensor in placed]
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                failed = [error for future in done if (error := future.exception()) is not None and not isinstance(error, _Stopped)]
+            except BaseException:
+                work.stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+            if failed:
+                work.stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise failed[0]
+    return work.written
+
+
+def _copy(work: _Work, placed: Placed) -> None:
+    buffers = work.buffers
+    readers = [TensorReader(source.files, source.tensors[placed.name], buffers.scratch) for source in work.sources]
+    digest, counts = xxhash.xxh3_128(), NonFinite()
+    with _output(work.stage / placed.file) as handle:
+        handle.seek(placed.first_byte)
+        for box in _boxes(work, placed):
+            if work.stop.is_set():
+                raise _Stopped
+            values = _values(work, placed, readers, box, buffers, counts)
+            raw = memoryview(values.view(np.uint8))
+            digest.update(raw)
+            DISK.write(handle, raw)
+            work.advance(len(raw))
+            work.flusher.wrote(placed.file, len(raw))
+    for reader in readers:
+        reader.finish()
+    if counts:
+        work.written.non_finite[placed.name] = counts
+    work.written.digests[placed.name] = digest.hexdigest()
+    if work.read_back and _digest_of_output(work, placed, buffers.raw) != digest.digest():
+        raise failed_error(
+            "merge-written-differs",
+            f"`{placed.name}` reads back otherwise than it was written",
+            where=Where(str(work.stage / placed.file)),
+            hint="the disk or the memory of this machine is faulty: write to another disk",
+        )
+
+
+def _boxes(work: _Work, placed: Placed) -> Iterator[Box]:
+    widest = max(placed.dtype.item_bytes, *(source.tensors[placed.name].dtype.item_bytes for source in work.sources))
+    return boxes(placed.shape, BUFFER_BYTES // widest)
+
+
+def _values(work: _Work, placed: Placed, readers: Sequence[TensorReader], box: Box, buffers: _Buffers, counts: NonFinite) -> Array:
+    """One box of the output: read, checked, averaged where there are several sources, converted where asked."""
+    count = box.elements
+    first = work.sources[0].tensors[placed.name].dtype
+    read = buffers.raw[: count * first.item_bytes].view(first.numpy)
+    readers[0].read(box, read)
+    found = _check(read, buffers.scratch, counts) if is_checked(first) else False
+    if len(readers) > 1:
+        read = _mean(work, placed, readers, box, read, buffers)
+    if read.dtype == placed.dtype.numpy:
+        return read
+    out = buffers.out[: count * placed.dtype.item_bytes].view(placed.dtype.numpy)
+    convert(read, out)
+    if not all_finite(out, buffers.scratch):
+        after = NonFinite()
+        count_non_finite(out, after)
+        before = NonFinite()
+        if found:
+            count_non_finite(read, before)
+        counts.overflow += after.inf - before.inf
+    return out
+
+
+def _check(values: Array, scratch: Array, counts: NonFinite) -> bool:
+    if all_finite(values, scratch):
+        return False
+    count_non_finite(values, counts)
+    return True
+
+
+def _mean(work: _Work, placed: Placed, readers: Sequence[TensorReader], box: Box, first: Array, buffers: _Buffers) -> Array:
+    """The mean over the sources, summed in float64. What is no float must be equal in all."""
+    total = buffers.sum[: box.elements * 8].view(np.float64)
+    np.copyto(total, first, casting="unsafe")
+    for source, reader in zip(work.sources[1:], readers[1:], strict=True):
+        dtype = source.tensors[placed.name].dtype
+        other = buffers.out[: box.elements * dtype.item_bytes].view(dtype.numpy)
+        reader.read(box, other)
+        np.add(total, other, out=total)
+    total /= len(readers)
+    return total
+
+
+@contextlib.contextmanager
+def _output(path: Path) -> Iterator[IO[bytes]]:
+    with DISK.open(path, "r+b") as handle:
+        yield handle
+
+
+def _digest_of_output(work: _Work, placed: Placed, buffer: Array) -> bytes:
+    digest = xxhash.xxh3_128()
+    with open(work.stage / placed.file, "rb", buffering=0) as handle:
+        handle.seek(placed.first_byte)
+        left = placed.size_bytes
+        while left:
+            got = handle.readinto(memoryview(buffer)[: min(left, BUFFER_BYTES)])
+            if not got:
+                break
+            digest.update(memoryview(buffer)[:got])
+            left -= got
+    return digest.digest()
