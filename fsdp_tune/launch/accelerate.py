@@ -11,17 +11,14 @@ What `accelerate launch` 1.15 does with them (accelerate/commands/launch.py), an
   the one way to what accelerate has no option for: PET_SIGNALS_TO_HANDLE (torch's launch_agent overwrites
   TORCHELASTIC_SIGNALS_TO_HANDLE), PET_RDZV_ENDPOINT, PET_RDZV_ID, PET_LOCAL_ADDR. torch's LaunchConfig reads
   TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
-- One machine uses the c10d rendezvous on 127.0.0.1: port 0 binds and picks in one act, so that two runs never meet, and
-  a restarted group finds its way (the static one mostly does not). It needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or
-  restarted ranks meet the store of the dead ones. Several machines use the static one, which keeps `--machine-rank` the
-  order of the ranks, unless restarts are asked for.
+- One machine uses the c10d rendezvous on 127.0.0.1: port 0 binds and picks in one act, so that two runs never meet.
+  Several machines use the static one, which keeps `--machine-rank` the order of the ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shlex
 import socket
 import sys
@@ -32,7 +29,7 @@ from typing import Any
 from fsdp_tune.errors import failed_error, usage_error
 from fsdp_tune.fsdp import environment as library_environment
 from fsdp_tune.launch.arguments import check_extra
-from fsdp_tune.launch.environment import clean, is_secret, is_stale, mask_text, masked, telling
+from fsdp_tune.launch.environment import clean, mask_text, masked, telling
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import RunDir
 
@@ -57,7 +54,6 @@ class LaunchPlan:
     """Global ranks of this machine."""
     machine_rank: int
     world_size: int
-    max_restarts: int
 
     @property
     def is_whole(self) -> bool:
@@ -114,7 +110,6 @@ def launch_plan(
         ranks=range(machine_rank * recipe.local_world_size, (machine_rank + 1) * recipe.local_world_size),
         machine_rank=machine_rank,
         world_size=recipe.world_size,
-        max_restarts=recipe.launch.max_restarts,
     )
 
 
@@ -140,10 +135,6 @@ def main_process_address(recipe: Recipe, environment: Mapping[str, str]) -> Addr
     return Address(ip, DEFAULT_MULTI_MACHINE_PORT if port == "auto" else port)
 
 
-def uses_c10d(recipe: Recipe) -> bool:
-    return recipe.launch.num_machines == 1 or recipe.launch.max_restarts > 0
-
-
 def _argv(recipe: Recipe, run: RunDir, address: Address, worker_module: str, machine_rank: int, extra: Sequence[str]) -> tuple[str, ...]:
     threads = recipe.launch.num_cpu_threads_per_process
     assert threads != "auto", "the recipe is not resolved"
@@ -154,7 +145,7 @@ def _argv(recipe: Recipe, run: RunDir, address: Address, worker_module: str, mac
         "--machine_rank": machine_rank,
         "--main_process_ip": address.ip,
         "--main_process_port": address.port,
-        "--rdzv_backend": "c10d" if uses_c10d(recipe) else "static",
+        "--rdzv_backend": "c10d" if recipe.launch.num_machines == 1 else "static",
         "--max_restarts": recipe.launch.max_restarts,
         "--mixed_precision": "no",
         "--dynamo_backend": "no",
@@ -171,32 +162,13 @@ def _settings(recipe: Recipe, run: RunDir, address: Address) -> dict[str, str]:
         "PYTHONSAFEPATH": "1",  # else a `datasets.py` in the user's directory is imported by ranks instead of the library
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(AGENT_SHUTDOWN_SECONDS),
     }
-    if uses_c10d(recipe):
+    if recipe.launch.num_machines == 1:
         settings |= {
             "PET_RDZV_ENDPOINT": f"{address.ip}:{address.port}",
             "PET_RDZV_ID": hashlib.blake2b(str(run.path).encode(), digest_size=8).hexdigest(),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "PET_LOCAL_ADDR": LOOPBACK,  # else ranks are told the host's name, which need not resolve
         }
-    if recipe.launch.num_machines == 1:
-        settings["PET_LOCAL_ADDR"] = LOOPBACK  # else ranks are told the host's name, which need not resolve
-    _check_launch_env(recipe.launch.env, settings)
-    return settings | recipe.launch.env
-
-
-def _check_launch_env(wanted: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    for name, value in wanted.items():
-        if is_secret(name) or mask_text(value) != value:
-            raise usage_error(
-                "launch-env-secret",
-                f"`launch.env.{name}` holds a secret, and recipes are written to files",
-                hint=f"export {name} in the shell instead; ranks inherit it",
-            )
-        if name in ours or is_stale(name, in_slurm_step=False):
-            raise usage_error(
-                "launch-env-owned", f"`launch.env.{name}` is set by the launch itself", hint="remove it; the recipe's own keys decide it"
-            )
-        if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None or "\0" in value:
-            raise usage_error("launch-env-name", f"`launch.env`: {name!r} cannot be the name of a variable")
+    return recipe.launch.env | settings  # recipe.rules refuses variables that are ours; should one slip through, ours stands
 
 
 def check_port(recipe: Recipe, machine_rank: int = 0) -> None:

@@ -51,6 +51,13 @@ OWNER: dict[str, str] = {
     "quiet": "the run itself: all output is in its logs/",
     "use_deepspeed": "nothing: this tool trains with FSDP",
     "deepspeed_*": "nothing: this tool trains with FSDP",
+    "zero*": "nothing: this tool trains with FSDP",
+    "offload_*": "`fsdp.offload_params`",
+    "downcast_bf16": "`precision.mixed_precision`",
+    "mpirun_hostfile": "nothing: torchrun starts the ranks",
+    "vm": "nothing: torchrun starts the ranks",
+    "aws_*": "nothing: torchrun starts the ranks",
+    "help": "`fsdp-tune train --help`",
     "use_megatron_lm": "nothing: this tool trains with FSDP",
     "megatron_lm_*": "nothing: this tool trains with FSDP",
 }

@@ -43,9 +43,9 @@ def read_heartbeat(run: RunDir, rank: int) -> Heartbeat | None:
 
 
 def read_outcome(run: RunDir, rank: int) -> Outcome | None:
-    """None while the rank has not ended. One older than the rank's heartbeat is from before a restart of the group."""
+    """None while the rank has not ended."""
     raw = _read(run.rank_outcome(rank))
-    if raw is None or _changed_ns(run.rank_outcome(rank)) < _changed_ns(run.rank_heartbeat(rank)):
+    if raw is None:
         return None
     try:
         reason = ExitReason(raw["exit_reason"])
@@ -63,13 +63,6 @@ def clear(run: RunDir, ranks: Iterable[int]) -> None:
     for rank in ranks:
         run.rank_heartbeat(rank).unlink(missing_ok=True)
         run.rank_outcome(rank).unlink(missing_ok=True)
-
-
-def _changed_ns(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -145,10 +145,7 @@ class Supervisor:
                 f"ending the other {len(alive)} ranks of this machine" if len(alive) > 1 else "ending the other rank of this machine"
             )
             watch.expects_deaths = True
-            kill_for_good(alive)  # the agent then restarts all of them, or ends
-        if watch.wants_to_stop and self._plan.max_restarts > 0 and not self._is_forwarded:
-            self._is_forwarded = True  # the agent would take the ranks' exit 143 for a failure, and restart them
-            launcher.send_signal(signal.SIGTERM)
+            kill_for_good(alive)  # the agent, which waits for them, then ends too
         kill_for_good(watch.lingering(LINGER_SECONDS))
         patience = LINGER_SECONDS if self._plan.is_whole else OTHER_MACHINES_SECONDS
         if watch.all_ended_at is not None and now - watch.all_ended_at > patience:

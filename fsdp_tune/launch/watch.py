@@ -9,7 +9,7 @@ import psutil
 from fsdp_tune.errors import Problem
 from fsdp_tune.launch.processes import find_ranks, is_alive
 from fsdp_tune.launch.ranks import Heartbeat, Outcome, read_heartbeat, read_outcome
-from fsdp_tune.launch.verdict import GOOD_CODES, STOPPED, Death
+from fsdp_tune.launch.verdict import GOOD_CODES, Death
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.units import format_seconds
 
@@ -20,9 +20,8 @@ class RankWatch:
     def __init__(self, run: RunDir, ranks: range) -> None:
         self._run = run
         self._ranks = ranks
-        self._started = time.monotonic()
         self._beats: dict[int, Heartbeat] = {}
-        self._changed: dict[int, float] = dict.fromkeys(ranks, self._started)
+        self._changed: dict[int, float] = dict.fromkeys(ranks, time.monotonic())
         self._ended: dict[int, float] = {}
         self._outcome_seen: dict[int, float] = {}
         self.processes: dict[int, psutil.Process] = {}
@@ -34,8 +33,8 @@ class RankWatch:
 
     def look(self, launcher_pid: int) -> None:
         now = time.monotonic()
-        if len(self.processes) < len(self._ranks) or not all(map(is_alive, self.processes.values())):
-            self._meet(find_ranks(launcher_pid, self._ranks))
+        if len(self.processes) < len(self._ranks):
+            self.processes.update(find_ranks(launcher_pid, self._ranks))
         for rank in self._ranks:
             beat = read_heartbeat(self._run, rank)
             if beat is not None and beat != self._beats.get(rank):
@@ -49,18 +48,6 @@ class RankWatch:
                     self.deaths.append(Death(rank, time.time()))
         if self.failed_at is None and (self.deaths or any(outcome.exit_code not in GOOD_CODES for outcome in self.outcomes.values())):
             self.failed_at = now
-
-    def _meet(self, found: dict[int, psutil.Process]) -> None:
-        if any(rank in self.processes and self.processes[rank] != process for rank, process in found.items()):
-            self._forget()  # the agent has restarted the group
-        self.processes.update(found)
-
-    def _forget(self) -> None:
-        now = time.monotonic()
-        for known in (self.processes, self.outcomes, self._ended, self._outcome_seen):
-            known.clear()
-        self._changed = dict.fromkeys(self._ranks, now)
-        self.deaths, self.failed_at, self.expects_deaths = [], None, False
 
     def read_outcome(self, rank: int) -> None:
         if rank not in self.outcomes:
@@ -81,11 +68,6 @@ class RankWatch:
     @property
     def alive(self) -> list[psutil.Process]:
         return [process for process in self.processes.values() if is_alive(process)]
-
-    @property
-    def wants_to_stop(self) -> bool:
-        """Whether a rank ended with "saved and stopped"."""
-        return any(outcome.reason in STOPPED for outcome in self.outcomes.values())
 
     @property
     def all_ended_at(self) -> float | None:

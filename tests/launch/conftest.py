@@ -40,7 +40,6 @@ def plan_of(run: RunDir) -> PlanOf:
             ranks=range(world_size),
             machine_rank=0,
             world_size=world_size,
-            max_restarts=0,
         )
 
     return make

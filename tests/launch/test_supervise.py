@@ -197,7 +197,7 @@ def test_a_rank_that_hangs_in_its_own_clean_up_does_not_hold_the_run(plan_of: Pl
 def test_a_launcher_that_fails_shows_why(plan_of: PlanOf, run: RunDir) -> None:
     plan = plan_of({"0": []})
     program = "import sys; sys.exit('accelerate: error: unrecognized arguments: --x')"
-    broken = LaunchPlan((sys.executable, "-c", program), plan.env, {}, (), run, range(1), 0, 1, 0)
+    broken = LaunchPlan((sys.executable, "-c", program), plan.env, {}, (), run, range(1), 0, 1)
     ended, _ = drive(broken)
     assert ended.exit_code == 1
     assert ended.problem is not None
@@ -226,7 +226,7 @@ from fsdp_tune.launch.supervise import Supervisor
 from fsdp_tune.run_dir import RunDir
 run = RunDir(Path({str(run.path)!r}))
 agent = {str(repository / "tests/launch/fake_agent.py")!r}
-plan = LaunchPlan((sys.executable, agent, "1", str(run.path)), dict(os.environ), {{}}, (), run, range(1), 0, 1, 0)
+plan = LaunchPlan((sys.executable, agent, "1", str(run.path)), dict(os.environ), {{}}, (), run, range(1), 0, 1)
 for _ in Supervisor(plan, hang_timeout_seconds=60).events(): pass
 """
     supervisor = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(repository)})

@@ -1,0 +1,247 @@
+"""The command and environment of a launch, as pure data."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.launch.accelerate import LaunchPlan, by_hand, check_port, launch_plan
+from fsdp_tune.launch.arguments import FREE, check_extra
+from fsdp_tune.launch.environment import clean, is_secret, mask_text, masked
+from fsdp_tune.recipe.loader import parse_recipe
+from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run_dir import RunDir
+
+BASE = """
+model: {from_config: {model_type: llama, hidden_size: 64}, tokenizer: "builtin:words"}
+data: {train: [{path: "builtin:arithmetic"}], max_length: 64}
+training: {max_steps: 100}
+launch: {device: cpu, num_processes: 2}
+"""
+
+
+def resolved(tmp_path: Path, *overrides: str) -> Recipe:
+    return resolve(
+        parse_recipe(BASE, tmp_path / "base.yaml", overrides).recipe, Machine(None, 0, 4, None), cwd=tmp_path, assume="cuda"
+    ).recipe
+
+
+def plan(
+    tmp_path: Path, *overrides: str, inherited: dict[str, str] | None = None, machine_rank: int = 0, extra: tuple[str, ...] = ()
+) -> LaunchPlan:
+    run = RunDir(tmp_path / "run")
+    return launch_plan(resolved(tmp_path, *overrides), run, inherited=inherited or {}, machine_rank=machine_rank, extra=extra)
+
+
+def option(plan: LaunchPlan, name: str) -> str:
+    return plan.argv[plan.argv.index(name) + 1]
+
+
+def test_the_same_interpreter_runs_the_launcher(tmp_path: Path) -> None:
+    argv = plan(tmp_path, inherited={"PATH": "/nowhere"}).argv
+    assert argv[:4] == (sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp")
+    assert argv[-3:] == ("-m", "fsdp_tune.worker", str(tmp_path / "run"))
+
+
+def test_everything_is_explicit(tmp_path: Path) -> None:
+    made = plan(tmp_path)
+    assert option(made, "--config_file") == str(tmp_path / "run" / "accelerate.yaml")
+    expected = {
+        "--num_processes": "2",
+        "--num_machines": "1",
+        "--machine_rank": "0",
+        "--main_process_ip": "127.0.0.1",
+        "--main_process_port": "0",
+    }
+    assert {name: option(made, name) for name in expected} == expected
+    assert option(made, "--mixed_precision") == "no"
+    assert option(made, "--num_cpu_threads_per_process") == "2"
+    assert made.settings["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_use_fsdp_spawns_the_ranks_whatever_the_strategy(tmp_path: Path, strategy: str) -> None:
+    argv = plan(tmp_path, f"fsdp.sharding_strategy={strategy}").argv
+    assert "--use_fsdp" in argv
+    assert "--cpu" not in argv
+
+
+def test_one_machine_meets_on_loopback_by_c10d(tmp_path: Path) -> None:
+    made = plan(tmp_path)
+    assert option(made, "--rdzv_backend") == "c10d"
+    assert made.settings["PET_RDZV_ENDPOINT"] == "127.0.0.1:0"
+    given = plan(tmp_path, "launch.main_process_port=29777")
+    assert given.settings["PET_RDZV_ENDPOINT"] == "127.0.0.1:29777"
+
+
+MACHINES = ("launch.num_machines=2", "launch.num_processes=8", "launch.main_process_ip=10.0.0.1")
+
+
+def test_several_machines_keep_their_order(tmp_path: Path) -> None:
+    made = plan(tmp_path, *MACHINES, machine_rank=1)
+    assert option(made, "--rdzv_backend") == "static"
+    assert (option(made, "--machine_rank"), option(made, "--main_process_ip"), option(made, "--main_process_port")) == (
+        "1",
+        "10.0.0.1",
+        "29500",
+    )
+    assert made.ranks == range(4, 8)
+    assert not made.is_whole
+    assert "PET_LOCAL_ADDR" not in made.settings
+
+
+def test_the_first_machine_is_found_in_the_scheduler_variables(tmp_path: Path) -> None:
+    without = MACHINES[:2]
+    assert option(plan(tmp_path, *without, inherited={"MASTER_ADDR": "pod-0"}), "--main_process_ip") == "pod-0"
+    assert option(plan(tmp_path, *without, inherited={"SLURM_LAUNCH_NODE_IPADDR": "10.1.1.1"}), "--main_process_ip") == "10.1.1.1"
+    with pytest.raises(FsdpTuneError, match="address of the first one"):
+        plan(tmp_path, *without)
+
+
+@pytest.mark.parametrize("machine_rank", [-1, 2])
+def test_a_machine_rank_that_is_none_is_refused(tmp_path: Path, machine_rank: int) -> None:
+    with pytest.raises(FsdpTuneError, match="not one of 0 to 1"):
+        plan(tmp_path, *MACHINES, machine_rank=machine_rank)
+
+
+def test_leftovers_of_another_job_are_removed_and_listed(tmp_path: Path) -> None:
+    stale = {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "MASTER_PORT": "1",
+        "LOCAL_RANK": "1",
+        "FSDP_VERSION": "1",
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "PET_NNODES": "4",
+        "TORCHELASTIC_RUN_ID": "x",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1",
+        "SLURM_JOB_ID": "7",
+        "PMI_RANK": "2",
+    }
+    made = plan(tmp_path, inherited={**stale, "PATH": "/bin", "NCCL_DEBUG": "INFO"})
+    assert list(made.removed) == sorted(stale)
+    assert made.env["PATH"] == "/bin"
+    assert made.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "3600"
+    assert not {"RANK", "WORLD_SIZE", "PET_NNODES", "SLURM_JOB_ID"} & made.env.keys()
+    written = made.to_json()
+    assert written["removed"] == sorted(stale)
+    assert written["inherited"] == {"NCCL_DEBUG": "INFO"}
+
+
+def test_a_task_of_a_running_slurm_step_keeps_its_variables() -> None:
+    kept, removed = clean({"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "RANK": "0"})
+    assert removed == ["RANK"]
+    assert set(kept) == {"SLURM_STEP_ID", "SLURM_JOB_ID"}
+
+
+def test_signals_and_time_to_save_reach_the_agent(tmp_path: Path) -> None:
+    settings = plan(tmp_path).settings
+    assert "SIGUSR1" in settings["PET_SIGNALS_TO_HANDLE"].split(",")
+    assert int(settings["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 600
+
+
+def test_variables_of_the_recipe_reach_the_ranks(tmp_path: Path) -> None:
+    made = plan(tmp_path, "launch.env={NCCL_SOCKET_IFNAME: ib0}")
+    assert made.env["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert made.to_json()["environment"]["NCCL_SOCKET_IFNAME"] == "ib0"
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD", "HF_AUTH", "GITHUB_TOKEN", "KEY"])
+def test_no_secret_is_written(tmp_path: Path, name: str) -> None:
+    made = plan(tmp_path, inherited={name: "s3cret", "HF_ENDPOINT": "https://user:s3cret@hub"})
+    assert made.env[name] == "s3cret"
+    text = json.dumps(made.to_json()) + made.command_line()
+    assert "s3cret" not in text
+
+
+@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "KEYBOARD", "NCCL_DEBUG", "MONKEY_PATCH"])
+def test_what_only_looks_like_a_secret_is_shown(name: str) -> None:
+    assert masked(name, "x") == "x"
+    assert not is_secret(name)
+
+
+@given(st.text(alphabet="abcdefghijKLMNOP0123456789", min_size=24, max_size=40))
+def test_hub_tokens_are_masked_wherever_they_stand(tail: str) -> None:
+    assert tail not in mask_text(f"--x=hf_{tail} y")
+
+
+def test_free_arguments_pass_and_keep_their_order(tmp_path: Path) -> None:
+    extra = ("--monitor-interval", "0.5", "--rdzv_conf=timeout=60", "--tee", "3", "--enable_cpu_affinity")
+    argv = plan(tmp_path, extra=extra).argv
+    start = argv.index("--monitor-interval")
+    assert argv[start : start + len(extra)] == extra
+
+
+@pytest.mark.parametrize(
+    ("word", "owner"),
+    [
+        ("--num_processes=4", "launch.num_processes"),
+        ("--num-machines", "launch.num_machines"),
+        ("--mixed_precision", "precision.mixed_precision"),
+        ("--fsdp_offload_params", "section `fsdp:`"),
+        ("--fsdp-version=1", "section `fsdp:`"),
+        ("--config_file", "writes its own accelerate.yaml"),
+        ("--use_deepspeed", "trains with FSDP"),
+        ("--gpu_ids", "CUDA_VISIBLE_DEVICES"),
+        ("--dynamo_backend", "kernels.compile"),
+        ("--cpu", "launch.device"),
+        ("-m", "the run itself"),
+        ("--parallelism_config_tp_size", "section `parallelism:`"),
+    ],
+)
+def test_arguments_that_the_recipe_owns_are_refused_with_its_key(word: str, owner: str) -> None:
+    with pytest.raises(FsdpTuneError) as caught:
+        check_extra([word])
+    (problem,) = caught.value.problems
+    assert owner in problem.message
+    assert problem.code == "launch-argument-owned"
+
+
+def test_unknown_arguments_get_the_close_match_and_all_are_told() -> None:
+    with pytest.raises(FsdpTuneError) as caught:
+        check_extra(["--monitor_intervall", "1", "stray", "--tee"])
+    assert [problem.code for problem in caught.value.problems] == ["launch-argument-unknown"] * 4
+    assert caught.value.problems[0].hint == "did you mean `--monitor_interval`?"
+
+
+def test_every_argument_of_the_installed_accelerate_is_free_or_owned() -> None:
+    """Fails when accelerate gains an argument that nobody has decided on."""
+    from accelerate.commands.launch import launch_command_parser
+
+    undecided: list[str] = []
+    for action in launch_command_parser()._actions:
+        name = action.dest if action.dest not in ("tpu_use_cluster", "training_script", "training_script_args", "help") else None
+        if name is None or name in FREE:
+            continue
+        with pytest.raises(FsdpTuneError) as caught:
+            check_extra([f"--{name}"])
+        if caught.value.problems[0].code != "launch-argument-owned":
+            undecided.append(name)
+    assert undecided == []
+
+
+def test_a_port_that_is_taken_is_told_at_once(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(FsdpTuneError, match=f"port {port}") as caught:
+            check_port(resolved(tmp_path, f"launch.main_process_port={port}"))
+        assert caught.value.exit_code == 1
+        check_port(resolved(tmp_path, f"launch.main_process_port={port}"), machine_rank=1)
+    check_port(resolved(tmp_path))
+
+
+def test_the_lines_to_start_by_hand_name_ranks_and_directory(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "a run")
+    accelerate, torchrun = by_hand(resolved(tmp_path), run)
+    assert "--use_fsdp --num_processes 2 -m fsdp_tune.worker '" in accelerate
+    assert torchrun.startswith("torchrun --nproc-per-node 2 -m fsdp_tune.worker '")

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.launch.resume_diff import ChangeClass, check, class_of, compare
+from fsdp_tune.recipe.loader import parse_recipe
+from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.training_fields import TRAINING_FIELDS, owned_names
+
+BASE = """
+model: {from_config: {model_type: llama, hidden_size: 64}, tokenizer: "builtin:words"}
+data: {train: [{path: "builtin:arithmetic"}], max_length: 64}
+training: {per_device_train_batch_size: 2, global_batch_size: 8, max_steps: 100}
+launch: {device: cpu, num_processes: 2}
+"""
+
+
+def resolved(tmp_path: Path, *overrides: str) -> Recipe:
+    loaded = parse_recipe(BASE, tmp_path / "base.yaml", overrides)
+    return resolve(loaded.recipe, Machine(None, 0, 4, None), cwd=tmp_path).recipe
+
+
+def changes(tmp_path: Path, *overrides: str) -> dict[str, ChangeClass]:
+    return {change.key: change.kind for change in compare(resolved(tmp_path), resolved(tmp_path, *overrides))}
+
+
+def test_the_same_recipe_has_no_change(tmp_path: Path) -> None:
+    assert changes(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(
+            "training.logging_steps=3",
+            "training.save_steps=7",
+            "training.eval_steps=9",
+            "launch.hang_timeout=5m",
+            "fsdp.sharding_strategy=SHARD_GRAD_OP",
+        ),
+        *("kernels.compile=false", "checkpoint.verify=size", "merge.dtype=fp32", "fsdp.offload_params=true", "training.save_total_limit=5"),
+        *("training.dataloader_num_workers=2", "training.report_to=[]", "output_dir=elsewhere", "name=other", "data.cache_dir=/tmp/x"),
+    ],
+)
+def test_how_a_run_is_executed_and_observed_is_free(tmp_path: Path, override: str) -> None:
+    assert set(changes(tmp_path, override).values()) <= {ChangeClass.FREE}
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("training.learning_rate=1e-3", "training.learning_rate"),
+        ("training.lr_scheduler_type=cosine", "training.lr_scheduler_type"),
+        ("training.max_steps=200", "training.max_steps"),
+        ("training.weight_decay=0.1", "training.weight_decay"),
+        ("training.max_grad_norm=0.5", "training.max_grad_norm"),
+        ("training.warmup_steps=10", "training.warmup_steps"),
+        ("training.global_batch_size=16", "training.global_batch_size"),
+    ],
+)
+def test_what_the_next_steps_do_is_accepted_and_told(tmp_path: Path, override: str, key: str) -> None:
+    found = compare(resolved(tmp_path), resolved(tmp_path, override))
+    assert [change.key for change in check(found)] == [key]
+    assert {change.key: change.kind for change in found}[key] is ChangeClass.TRAJECTORY
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(
+            "model.from_config={model_type: llama, hidden_size: 32}",
+            "model.tokenizer=builtin:digits",
+            "model.dtype=bf16",
+            "data.max_length=32",
+        ),
+        *("data.packing=true", "training.seed=1", "training.data_seed=1", "training.optim=adafactor", "training.adam_beta2=0.95"),
+        *("precision.mixed_precision=no", "data.shuffle=false", "data.eval={rows: 5}"),
+    ],
+)
+def test_what_the_steps_taken_rest_on_is_refused(tmp_path: Path, override: str) -> None:
+    with pytest.raises(FsdpTuneError, match="cannot change on resume") as caught:
+        check(compare(resolved(tmp_path), resolved(tmp_path, override)))
+    assert caught.value.exit_code == 2
+    assert override.partition("=")[0].split(".")[1] in str(caught.value)
+
+
+def test_all_refused_keys_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FsdpTuneError) as caught:
+        check(
+            compare(
+                resolved(tmp_path),
+                resolved(tmp_path, "training.seed=1", "training.data_seed=42", "data.packing=true", "data.eval_packing=false"),
+            )
+        )
+    assert len(caught.value.problems) == 2
+
+
+def test_another_split_of_the_same_global_batch_is_free(tmp_path: Path) -> None:
+    found = changes(tmp_path, "training.per_device_train_batch_size=1", "launch.num_processes=4")
+    assert found
+    assert set(found.values()) == {ChangeClass.FREE}
+
+
+def test_an_explicit_default_is_no_change(tmp_path: Path) -> None:
+    assert changes(tmp_path, "training.weight_decay=0.0", "training.max_grad_norm=1.0") == {}
+
+
+def test_every_field_of_training_arguments_has_a_class_on_purpose() -> None:
+    passed = set(TRAINING_FIELDS.fields) - owned_names()
+    refused = {name for name in passed if class_of(f"training.{name}") is ChangeClass.REFUSED}
+    split = {"per_device_train_batch_size", "gradient_accumulation_steps"}  # compared as the global batch
+    assert refused - split == {
+        "seed",
+        "data_seed",
+        "optim",
+        "optim_args",
+        "optim_target_modules",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+    }
+
+
+def test_a_section_that_nobody_decided_on_is_refused() -> None:
+    assert class_of("a_new_section.key") is ChangeClass.REFUSED
+    assert {name for name in Recipe.model_fields if class_of(name) is ChangeClass.REFUSED} == {
+        *("recipe_version", "model", "data", "precision", "training", "lora", "quantization")
+    }

@@ -1,0 +1,108 @@
+"""Every way in which a launch can end, as a table over what was seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_tune.errors import ExitCode, ExitReason, Problem
+from fsdp_tune.launch.ranks import Outcome
+from fsdp_tune.launch.verdict import Death, Seen, first_exception, judge
+from fsdp_tune.run_dir import RunDir
+
+RUN = RunDir(Path("/r"))
+KILLED_BY_9 = "E0101 api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 7) of binary: /usr/bin/python"
+BOX = """
+  warnings.warn("x")
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "a.py", line 1, in <module>
+[rank1]:     import nothing
+[rank1]: ModuleNotFoundError: No module named 'nothing'
+E0101 failed (exitcode: 1) local_rank: 1 (pid: 7) of binary: /usr/bin/python
+Traceback (most recent call last):
+  File "run.py", line 1, in <module>
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+"""
+
+
+def end(rank: int, reason: ExitReason, code: int, *, step: int = 9, at: float = 1.0, code_name: str | None = None) -> Outcome:
+    problem = None if code_name is None else Problem(code_name, f"{code_name} happened")
+    return Outcome(rank, code, reason, step, at, problem)
+
+
+def good(rank: int) -> Outcome:
+    return end(rank, ExitReason.FINISHED, 0)
+
+
+def seen(*outcomes: Outcome, **more: Any) -> Seen:
+    base = Seen(RUN, range(2), launcher_code=0, launcher_text="", outcomes={outcome.rank: outcome for outcome in outcomes})
+    return dataclasses.replace(base, **more)
+
+
+OOM = end(1, ExitReason.OUT_OF_MEMORY, 3, at=5.0, code_name="oom")
+LOST = end(0, ExitReason.LOST_RANK, 5, at=2.0, code_name="lost")
+TERM = [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "reason", "problem"),
+    [
+        (seen(good(0), good(1)), 0, "finished", None),
+        (seen(good(0), good(1), launcher_code=1), 0, "finished", None),
+        (seen(end(0, ExitReason.PREEMPTED, 143), end(1, ExitReason.PREEMPTED, 143), signals=TERM, launcher_code=1), 143, "preempted", None),
+        (seen(end(0, ExitReason.INTERRUPTED, 130), end(1, ExitReason.PREEMPTED, 143), launcher_code=1), 130, "interrupted", None),
+        (seen(end(0, ExitReason.MAX_RUNTIME, 143), end(1, ExitReason.MAX_RUNTIME, 143), launcher_code=1), 143, "max_runtime", None),
+        (seen(good(0), good(1), signals=TERM), 0, "finished", None),
+        (seen(OOM, LOST), 3, "out_of_memory", "oom"),
+        (seen(end(0, ExitReason.NON_FINITE, 4, code_name="nan"), OOM), 4, "non_finite", "nan"),
+        (seen(end(0, ExitReason.FAILED, 2, code_name="bad-input")), 2, "failed", "bad-input"),
+        (seen(LOST, deaths=[Death(1, 3.0)], launcher_text=KILLED_BY_9), 5, "lost_rank", "rank-killed"),
+        (seen(OOM, deaths=[Death(0, 9.0)]), 3, "out_of_memory", "oom"),
+        (seen(good(0), launcher_text=KILLED_BY_9, launcher_code=1), 5, "lost_rank", "rank-killed"),
+        (seen(deaths=[Death(1, 1.0)], launcher_text=BOX, launcher_code=1), 1, "failed", "rank-died"),
+        (seen(launcher_text=BOX, launcher_code=1), 1, "failed", "rank-died"),
+        (seen(signals=TERM, launcher_code=1), 143, "preempted", None),
+        (seen(signals=[signal.SIGINT], launcher_code=1), 130, "interrupted", None),
+        (seen(signals=TERM, deaths=[Death(0, 1.0), Death(1, 1.0)], launcher_code=1), 143, "preempted", None),
+        (seen(signals=TERM, last_step=7, launcher_code=1), 1, "failed", "stopped-unsaved"),
+        (seen(end(0, ExitReason.FAILED, 1, code_name="disk-full"), signals=TERM), 1, "failed", "disk-full"),
+        (seen(good(0), good(1), gave_up_saving=True, signals=[*TERM, *TERM]), 1, "failed", "stopped-unsaved"),
+        (seen(stuck=Problem("hang", "rank 1 is silent")), 5, "lost_rank", "hang"),
+        (seen(launcher_code=2, launcher_text="launch.py: error: bad"), 1, "failed", "launcher-failed"),
+        (seen(launcher_code=-9), 1, "failed", "launcher-failed"),
+        (seen(good(0)), 1, "failed", "launcher-failed"),
+    ],
+)
+def test_how_a_launch_ended(what: Seen, code: int, reason: str, problem: str | None) -> None:
+    ended = judge(what)
+    assert (ended.exit_code, ended.reason.value, ended.problem.code if ended.problem else None) == (code, reason, problem)
+
+
+def test_a_failure_names_rank_step_and_log() -> None:
+    problem = judge(seen(OOM, LOST)).problem
+    assert problem is not None
+    assert problem.message == "oom happened (rank 1, step 9)"
+    assert problem.hint == "the log is /r/logs/rank-0001.log"
+
+
+def test_a_mistake_in_the_input_is_not_blamed_on_a_rank() -> None:
+    problem = judge(seen(end(0, ExitReason.FAILED, ExitCode.USAGE, code_name="bad-input"))).problem
+    assert problem is not None
+    assert problem.message == "bad-input happened"
+
+
+def test_a_kill_is_named_and_memory_is_suspected() -> None:
+    problem = judge(seen(deaths=[Death(1, 3.0)], launcher_text=KILLED_BY_9, last_step=12)).problem
+    assert problem is not None
+    assert problem.message == "rank 1 was killed by SIGKILL at step 12"
+    assert "out of memory" in (problem.hint or "")
+
+
+def test_the_first_exception_is_the_ranks_own_and_not_torchruns_box() -> None:
+    assert first_exception(BOX) == "ModuleNotFoundError: No module named 'nothing'"
+    assert first_exception("nothing here") is None
