@@ -1,0 +1,57 @@
+"""Rows to one batch of equal width. numpy in, numpy out; the worker makes tensors of it.
+
+There is never an attention mask: padding stands at the right, where a causal model does not look, and examples of a
+packed row are told apart by position ids that start again at 0. (An all-ones mask would switch that off:
+transformers#46634.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdp_tune.data.store import IGNORE_INDEX, Int32, Row
+
+
+def collate(rows: Sequence[Row], pad_token_id: int, multiple_of: int, *, max_length: int | None = None) -> dict[str, npt.NDArray[np.int64]]:
+    """`input_ids` and `labels`, int64 [rows, width]: the longest row, rounded up to `multiple_of`, at most `max_length`.
+
+    `position_ids`, of the same shape, only where some row holds several examples: they count from 0 in each example and
+    in the padding. No rows give one row of padding without labels: a rank that has run out of rows still takes part.
+    """
+    width = padded_width(rows, multiple_of, max_length)
+    input_ids = np.full((max(1, len(rows)), width), pad_token_id, np.int64)
+    labels = np.full_like(input_ids, IGNORE_INDEX)
+    for at, row in enumerate(rows):
+        input_ids[at, : len(row.input_ids)] = row.input_ids
+        labels[at, : len(row.labels)] = row.labels
+    batch = {"input_ids": input_ids, "labels": labels}
+    if any(len(row.lengths) > 1 for row in rows):
+        batch["position_ids"] = np.stack([_positions(_spans(row, width)) for row in rows])
+    return batch
+
+
+def padded_width(rows: Sequence[Row], multiple_of: int, max_length: int | None = None) -> int:
+    longest = max((len(row.input_ids) for row in rows), default=1)
+    width = -(-longest // multiple_of) * multiple_of
+    return width if max_length is None else max(longest, min(width, max_length))
+
+
+def cumulative_lengths(rows: Sequence[Row], width: int) -> Int32:
+    """`cu_seq_lens` for variable-length attention over the batch laid out as one line of rows × width tokens.
+
+    The padding of each row is a sequence of its own, so that the last entry is the number of tokens in the batch.
+    """
+    spans = [span for row in rows for span in _spans(row, width)]
+    return np.concatenate([[0], np.cumsum(spans)]).astype(np.int32)
+
+
+def _spans(row: Row, width: int) -> list[int]:
+    padding = width - sum(row.lengths)
+    return [*row.lengths, *([padding] if padding else [])]
+
+
+def _positions(spans: list[int]) -> npt.NDArray[np.int64]:
+    return np.concatenate([np.arange(span, dtype=np.int64) for span in spans])

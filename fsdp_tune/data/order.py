@@ -1,0 +1,75 @@
+"""In which order rows are trained: a function of seed, epoch and the rows, never of ranks, workers or numpy's version.
+
+numpy does not promise that `Generator.permutation` stays the same over versions, and a resumed run must continue the
+order of the first one. So rows are sorted by a hash of (seed, epoch, row): splitmix64 (Steele et al., OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdp_tune.data.store import Int64
+
+WINDOW_ROWS = 4096
+"""Rows among which similar lengths are looked for: wide enough that hardly a token is padding, small against an epoch."""
+
+UInt64 = npt.NDArray[np.uint64]
+
+
+def epoch_order(lengths: Int64, *, seed: int, epoch: int, shuffle: bool, group_by_length: bool, global_batch_size: int) -> Int64:
+    """Row numbers of one epoch, each once; consecutive runs of `global_batch_size` are the global batches.
+
+    With `group_by_length` (when rows are not packed) the rows of a global batch have similar lengths: the shuffled rows
+    are cut into windows, sorted by length inside a window, cut into global batches, and these are shuffled again. The
+    batch with the longest row comes first, so that a run that will not fit fails at its first step. Rows that do not
+    fill a last global batch come last.
+    """
+    rows = len(lengths)
+    order = np.argsort(_hashes(rows, seed, epoch, 0), kind="stable") if shuffle else np.arange(rows)
+    whole = rows - rows % global_batch_size
+    if not (shuffle and group_by_length) or whole == 0:
+        return order
+    window = max(1, WINDOW_ROWS // global_batch_size) * global_batch_size
+    grouped = np.concatenate([_sorted_by_length(order[at : min(at + window, whole)], lengths) for at in range(0, whole, window)])
+    batches = grouped.reshape(-1, global_batch_size)
+    batches = batches[_shuffled_in_windows(len(batches), window // global_batch_size, seed, epoch)]
+    longest = int(np.argmax(lengths[batches].max(axis=1)))
+    batches[[0, longest]] = batches[[longest, 0]]
+    return np.concatenate([batches.reshape(-1), order[whole:]])
+
+
+def rank_micro_batches(batch: Int64, *, dp_rank: int, dp_size: int, micro_batch_size: int) -> list[Int64]:
+    """The micro-batches that one data-parallel rank takes from a global batch: every rank gets the same number of them.
+
+    A micro-step takes consecutive rows over all ranks, so that ranks of one micro-step see similar lengths. Of an
+    incomplete global batch a rank may get short or empty micro-batches; the loss is weighted by tokens, so that is exact.
+    """
+    step = dp_size * micro_batch_size
+    micro_steps = -(-len(batch) // step)
+    starts = [micro_step * step + dp_rank * micro_batch_size for micro_step in range(micro_steps)]
+    return [batch[start : min(start + micro_batch_size, len(batch))] for start in starts]
+
+
+def _sorted_by_length(rows: Int64, lengths: Int64) -> Int64:
+    return rows[np.argsort(lengths[rows], kind="stable")]
+
+
+def _shuffled_in_windows(batches: int, window: int, seed: int, epoch: int) -> Int64:
+    keys = _hashes(batches, seed, epoch, 1)
+    return np.lexsort((keys, np.arange(batches) // window))
+
+
+def _hashes(count: int, seed: int, epoch: int, purpose: int) -> UInt64:
+    stream = np.zeros(1, np.uint64)
+    for part in (seed, epoch, purpose):
+        stream = splitmix64(stream + np.uint64(part % 2**64))
+    return splitmix64(stream + np.arange(count, dtype=np.uint64))
+
+
+def splitmix64(values: UInt64) -> UInt64:
+    """A bijection of 64-bit numbers that scatters neighbours; arithmetic modulo 2**64."""
+    z = values + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

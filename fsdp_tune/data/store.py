@@ -1,0 +1,149 @@
+"""Prepared rows on disk, memory-mapped: one pool of tokens, and for each set (train, eval) an index into it.
+
+A store is a directory of little-endian arrays without headers; `manifest.json` lists their sizes and digests:
+
+    tokens.int32      every example, one after another
+    trained.uint8     1 where the token is trained, as long as tokens
+    examples.int64    n + 1 offsets of the examples in tokens
+    origins.int64     n × 2: number of the source file (`facts.files`), row in it (a line, counted from 1)
+    SET/segments.int64   m × 2: first token in the pool, number of tokens
+    SET/rows.int64       r + 1 offsets of the rows in segments
+
+A row is a list of segments; a segment is an example or a cut of one. So packing, cutting, splitting off the eval rows
+and repeating rows of a mixture copy no token, and a row is read without unpacking anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdp_tune.atomic import DISK
+from fsdp_tune.manifest import read_manifest
+
+IGNORE_INDEX = -100
+STORE_KIND = "fsdp-tune prepared data"
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.uint8]
+Number = TypeVar("Number", np.int32, np.int64, np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the model sees as one sequence.
+
+    `input_ids` and `labels` have the same length; labels are -100 where not trained, and always at the first token of
+    each example: nothing before it may predict it. `lengths` are the examples' lengths, in order; their sum is the row's.
+    """
+
+    input_ids: Int32
+    labels: Int32
+    lengths: tuple[int, ...]
+    row_id: int
+
+
+class RowStore:
+    """One set of a store: `RowStore(store / "train")`. Opening it again in another process costs nothing (picklable)."""
+
+    def __init__(self, path: Path | str) -> None:
+        """FileNotFoundError when the store is not there or is not complete."""
+        self.path = Path(path)
+        pool = self.path.parent
+        manifest = read_manifest(pool)
+        if manifest is None or manifest.kind != STORE_KIND or not self.path.is_dir():
+            raise FileNotFoundError(f"{self.path}: no prepared data (it may have been removed from the cache)")
+        self.files: tuple[str, ...] = tuple(manifest.facts["files"])
+        """Names of the source files that `origins` counts."""
+        self._tokens = _map(pool / "tokens.int32", np.int32)
+        self._trained = _map(pool / "trained.uint8", np.uint8)
+        self._examples = _map(pool / "examples.int64", np.int64)
+        self._origins = _map(pool / "origins.int64", np.int64).reshape(-1, 2)
+        self._segments = _map(self.path / "segments.int64", np.int64).reshape(-1, 2)
+        self._rows = _map(self.path / "rows.int64", np.int64)
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
+        return (type(self), (self.path,))  # else pickle would copy the mapped arrays
+
+    def __len__(self) -> int:
+        return len(self._rows) - 1
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        segments = self._segments[self._rows[index] : self._rows[index + 1]]
+        lengths = tuple(int(length) for length in segments[:, 1])
+        input_ids = np.empty(sum(lengths), np.int32)
+        labels = np.empty_like(input_ids)
+        at = 0
+        for start, length in segments.tolist():
+            ids = self._tokens[start : start + length]
+            input_ids[at : at + length] = ids
+            labels[at : at + length] = np.where(self._trained[start : start + length], ids, IGNORE_INDEX)
+            labels[at] = IGNORE_INDEX
+            at += length
+        return Row(input_ids, labels, lengths, index)
+
+    @property
+    def lengths(self) -> Int64:
+        """Tokens of every row."""
+        return np.add.reduceat(self._segments[:, 1], self._rows[:-1])
+
+    def origins(self, index: int) -> list[tuple[str, int]]:
+        """Source file and row of each example in a row, for messages."""
+        starts = self._segments[self._rows[index] : self._rows[index + 1], 0]
+        examples = np.searchsorted(self._examples, starts, side="right") - 1
+        return [(self.files[int(file)], int(row)) for file, row in self._origins[examples].tolist()]
+
+
+class StoreWriter:
+    """Writes a store into a directory that the caller stages; examples are appended as they come."""
+
+    def __init__(self, stage: Path) -> None:
+        self.stage = stage
+        self._tokens: IO[bytes] = DISK.open(stage / "tokens.int32")
+        self._trained: IO[bytes] = DISK.open(stage / "trained.uint8")
+        self._offsets: list[Int64] = [np.zeros(1, np.int64)]
+        self._origins: list[Int64] = []
+        self.tokens = 0
+
+    def add(self, tokens: Int32, trained: Mask, lengths: Int64, origins: Int64) -> None:
+        """Appends examples that lie one after another in `tokens`; `origins` is [examples, 2]."""
+        assert len(tokens) == len(trained) == int(lengths.sum())
+        assert origins.shape == (len(lengths), 2)
+        DISK.write(self._tokens, np.ascontiguousarray(tokens, "<i4").data)
+        DISK.write(self._trained, np.ascontiguousarray(trained, np.uint8).data)
+        self._offsets.append(self.tokens + np.cumsum(lengths))
+        self._origins.append(origins)
+        self.tokens += len(tokens)
+
+    def finish_pool(self) -> None:
+        for file in (self._tokens, self._trained):
+            file.close()
+        self._write(self.stage / "examples.int64", np.concatenate(self._offsets))
+        self._write(self.stage / "origins.int64", np.concatenate(self._origins) if self._origins else np.zeros((0, 2), np.int64))
+
+    def add_set(self, name: str, segments: Int64, rows: Int64) -> None:
+        """`segments` [m, 2] start and length in tokens, `rows` [r + 1] offsets into segments."""
+        DISK.mkdir(self.stage / name)
+        self._write(self.stage / name / "segments.int64", segments)
+        self._write(self.stage / name / "rows.int64", rows)
+
+    def abandon(self) -> None:
+        self._tokens.close()
+        self._trained.close()
+
+    def _write(self, path: Path, values: Int64) -> None:
+        with DISK.open(path) as file:
+            DISK.write(file, np.ascontiguousarray(values, "<i8").data)
+
+
+def _map(path: Path, dtype: type[Number]) -> npt.NDArray[Number]:
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
+        return np.zeros(0, dtype)
+    return np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r")
