@@ -117,6 +117,8 @@ def expected(recipe: Recipe) -> dict[str, Any]:
     storage = _STORAGE[recipe.model.dtype]
     wrapper = {1: "fsdp1", 2: "fsdp2"}[recipe.fsdp.version] if meaning["mesh"] else "ddp"
     reshard = meaning["reshard_after_forward"] if recipe.fsdp.reshard_after_forward is None else recipe.fsdp.reshard_after_forward
+    if recipe.fsdp.auto_wrap_policy == "NO_WRAP":
+        reshard = None  # the root is the only unit, and its backward begins where its forward ends
     return {
         "wrapper": wrapper,
         "world_size": recipe.world_size,

@@ -79,7 +79,9 @@ def _config_from_mapping(mapping: dict[str, Any], origin: str) -> PreTrainedConf
         raise usage_error("config-invalid", f"{origin}: transformers refuses this configuration: {error}") from error
     unknown = sorted(name for name in fields if name not in config.to_dict() and name not in getattr(config, "attribute_map", {}))
     known = set(type(config)().to_dict()) | set(getattr(config, "attribute_map", {}))
-    unknown += sorted(name for name in fields if name not in known and name not in unknown and not name.startswith(("_", "torch_dtype", "transformers")))
+    unknown += sorted(
+        name for name in fields if name not in known and name not in unknown and not name.startswith(("_", "torch_dtype", "transformers"))
+    )
     if unknown:
         raise usage_error(
             "config-field-unknown",
@@ -183,7 +185,9 @@ def freeze(recipe: Recipe, model: nn.Module) -> None:
     names = [name for name, _ in model.named_parameters()]
     for pattern in recipe.model.freeze:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise usage_error("freeze-matches-nothing", f"model.freeze: `{pattern}` matches no parameter", hint=f"names look like `{names[0]}`")
+            raise usage_error(
+                "freeze-matches-nothing", f"model.freeze: `{pattern}` matches no parameter", hint=f"names look like `{names[0]}`"
+            )
     frozen_dtype = TORCH_DTYPE[recipe.compute_dtype if recipe.model.frozen_dtype == "auto" else recipe.model.frozen_dtype]
     trained = 0
     for name, parameter in model.named_parameters():

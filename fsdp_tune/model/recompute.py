@@ -55,7 +55,7 @@ def checkpointed_layers(recipe: Recipe, model: PreTrainedModel) -> list[tuple[st
     """The decoder layers that the recipe recomputes: every n-th, whatever the wrap policy."""
     if recipe.fsdp.activation_checkpointing == "none":
         return []
-    return decoder_layers(model, recipe.fsdp.transformer_layer_cls_to_wrap)[:: recipe.fsdp.activation_checkpointing_every]
+    return decoder_layers(model, recipe.layer_classes)[:: recipe.fsdp.activation_checkpointing_every]
 
 
 def recompute_activations(recipe: Recipe, model: PreTrainedModel) -> list[str]:

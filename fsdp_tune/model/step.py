@@ -11,7 +11,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
@@ -41,23 +43,36 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": params, "weight_decay": weight_decay if decayed else 0.0} for decayed, params in groups.items() if params]
 
 
-def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+def flat_shard_group(wrapped: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks over which FSDP1 splits its flat parameters; None where gradients are DTensors or whole."""
+    return wrapped.process_group if isinstance(wrapped, FullyShardedDataParallel) else None
+
+
+def total_norm(parameters: Iterable[nn.Parameter], flat_group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """L2 norm of all gradients over all ranks: a plain fp32 scalar, the same on every rank.
 
     Gradients on different meshes (sharded ones beside replicated ones) cannot be stacked; each mesh gives its own norm,
-    reduced over itself, and the squares add up.
+    reduced over itself, and the squares add up. Under FSDP1 a gradient is a plain tensor that holds this rank's piece;
+    `flat_group` are the ranks that hold the others.
     """
     by_mesh: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
             by_mesh[parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None].append(parameter.grad)
     norms: list[torch.Tensor] = []
-    for gradients in by_mesh.values():
+    for mesh, gradients in by_mesh.items():
         norm = get_total_norm(gradients)
-        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).float())
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
+        norms.append(_over_ranks(norm, flat_group) if mesh is None and flat_group is not None else norm)
     if not norms:
-        return torch.zeros(())
+        norms = [torch.zeros(())] if flat_group is None else [_over_ranks(torch.zeros(()), flat_group)]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+
+
+def _over_ranks(norm: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    square = norm.square()
+    dist.all_reduce(square, group=group)
+    return square.sqrt()
 
 
 @torch.no_grad()

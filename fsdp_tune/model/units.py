@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -28,19 +29,18 @@ class UnitPlan:
     keeps_gathered: frozenset[tuple[str, ...]]
 
 
-def decoder_layer_classes(model: PreTrainedModel, wanted: str | list[str] | None = None) -> tuple[str, ...]:
+def decoder_layer_classes(model: PreTrainedModel, wanted: Sequence[str] | None = None) -> tuple[str, ...]:
     """Class names of the repeated decoder layers; `wanted` is checked against the model, None is found from it."""
     present = Counter(type(module).__name__ for module in model.modules())
     if wanted is not None:
-        names = [wanted] if isinstance(wanted, str) else list(wanted)
-        for name in names:
+        for name in wanted:
             if name not in present:
                 raise usage_error(
                     "layer-class-not-found",
                     f"fsdp.transformer_layer_cls_to_wrap: the model has no class `{name}`",
                     hint="its repeated classes are " + ", ".join(f"{known} ({count})" for known, count in _candidates(model)),
                 )
-        return tuple(names)
+        return tuple(wanted)
     declared = [name for name in sorted(getattr(model, "_no_split_modules", None) or []) if present[name]]
     repeated = {name for name, _ in _candidates(model)}
     found = [name for name in declared if name in repeated] or [name for name, _ in _candidates(model)[:1]] or declared
@@ -65,7 +65,7 @@ def _candidates(model: nn.Module) -> list[tuple[str, int]]:
     return [(name, count[name]) for name, _ in weight.most_common(5)]
 
 
-def decoder_layers(model: PreTrainedModel, wanted: str | list[str] | None = None) -> list[tuple[str, nn.Module]]:
+def decoder_layers(model: PreTrainedModel, wanted: Sequence[str] | None = None) -> list[tuple[str, nn.Module]]:
     """(name, module) of every decoder layer in the order of the forward."""
     classes = decoder_layer_classes(model, wanted)
     return [(name, module) for name, module in model.named_modules() if type(module).__name__ in classes]
@@ -83,7 +83,7 @@ def plan_units(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
     if policy == "SIZE_BASED_WRAP":
         groups = [(name,) for name in _by_size(recipe, model)]
         return UnitPlan(_children_first(_without(groups, ignored)), frozenset())
-    layers = [(name,) for name, _ in decoder_layers(model, recipe.fsdp.transformer_layer_cls_to_wrap)]
+    layers = [(name,) for name, _ in decoder_layers(model, recipe.layer_classes)]
     ends = _end_groups(model, {name for (name,) in layers})
     tail = frozenset(ends[-1:])
     return UnitPlan(_without([*_children_first(layers), *ends], ignored), tail)
@@ -147,7 +147,8 @@ def _by_patterns(recipe: Recipe, model: nn.Module) -> list[str]:
             raise usage_error(
                 "wrap-pattern-matches-nothing",
                 f"fsdp.modules_to_wrap: `{pattern}` matches no module of {type(model).__name__}",
-                hint="a `*` stands for one part of a name, as in `model.layers.*`; names look like " + ", ".join(f"`{name}`" for name in names[:4]),
+                hint="a `*` stands for one part of a name, as in `model.layers.*`; names look like "
+                + ", ".join(f"`{name}`" for name in names[:4]),
             )
         chosen += [name for name in matches if name not in chosen]
     return chosen
@@ -157,7 +158,7 @@ def minimum_unit_parameters(recipe: Recipe, model: PreTrainedModel) -> int:
     """`fsdp.min_num_params`; auto is half of one decoder layer, so that each layer becomes a unit of its own."""
     if isinstance(recipe.fsdp.min_num_params, int):
         return recipe.fsdp.min_num_params
-    layers = decoder_layers(model, recipe.fsdp.transformer_layer_cls_to_wrap)
+    layers = decoder_layers(model, recipe.layer_classes)
     return max(1, sum(p.numel() for p in layers[0][1].parameters()) // 2)
 
 

@@ -1,0 +1,99 @@
+"""Facts of a recipe's model, found on the meta device in a process of its own, so that the command line never imports torch.
+
+    python -m fsdp_tune.model.inspect < recipe.json
+
+prints one JSON document: parameters, layer classes, units, embedding rows, what the model can do, and every problem.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import sys
+from typing import Any
+
+from fsdp_tune.errors import FsdpTuneError, Notice, Problem
+from fsdp_tune.recipe.schema import Recipe
+
+
+def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
+    """Everything that can be said of the model without its weights; problems are collected, not raised."""
+    from fsdp_tune.model.build import build_empty, embedding_rows, model_config
+
+    problems: list[Problem] = []
+    notices: list[Notice] = []
+    found: dict[str, Any] = {}
+    try:
+        config = model_config(recipe, allow_packaged=True)
+        model = build_empty(recipe, config, vocabulary=vocabulary)
+        found |= {
+            "model_type": config.model_type,
+            "architecture": type(model).__name__,
+            "config": json.loads(config.to_json_string(use_diff=False)),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "embedding_rows": embedding_rows(model),
+            "tied_embeddings": _tied(model),
+            "max_positions": getattr(config, "max_position_embeddings", None),
+            "attention": model.config._attn_implementation,
+        }
+        problems += _limits(recipe, model, found)
+        found |= _wrapping(recipe, model)
+    except FsdpTuneError as error:
+        problems += error.problems
+    except (ValueError, ImportError) as error:
+        # transformers' own refusal: an attention kernel the model lacks, a package that is not installed
+        problems.append(Problem("model-refused", f"transformers refuses this model: {str(error).splitlines()[0]}"))
+    return {**found, "problems": [p.as_dict() for p in problems], "notices": [n.as_dict() for n in notices]}
+
+
+def _tied(model: Any) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
+    from fsdp_tune.model.units import decoder_layers, plan_units
+
+    layers = decoder_layers(model, recipe.layer_classes)
+    units = plan_units(recipe, model) if recipe.is_sharded else None
+    return {
+        "layer_classes": sorted({type(layer).__name__ for _, layer in layers}),
+        "layers": len(layers),
+        "layer_parameters": sum(p.numel() for p in layers[0][1].parameters()) if layers else 0,
+        "units": [list(group) for group in units.groups] if units else [],
+    }
+
+
+def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> list[Problem]:
+    problems: list[Problem] = []
+    positions = found["max_positions"]
+    if positions is not None and recipe.data.max_length > positions and hasattr(model.config, "n_positions"):
+        problems.append(
+            Problem(
+                "max-length-beyond-positions",
+                f"data.max_length is {recipe.data.max_length}, and the model has learned positions for {positions} tokens",
+                hint=f"--set data.max_length={positions}",
+            )
+        )
+    if recipe.data.packing and "position_ids" not in inspect.signature(model.forward).parameters:
+        problems.append(
+            Problem(
+                "packing-not-isolated",
+                f"{type(model).__name__} takes no position ids, so packed examples would see each other",
+                hint="--set data.packing=false",
+            )
+        )
+    return problems
+
+
+def main() -> None:
+    recipe = Recipe.model_validate_json(sys.stdin.buffer.read())
+    with contextlib.redirect_stdout(sys.stderr):  # libraries talk; stdout carries one document
+        document = facts(recipe)
+    json.dump(document, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Entry point of a rank. What must happen before torch is imported happens here."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from fsdp_tune.errors import FsdpTuneError
+
+
+def main(arguments: list[str]) -> int:
+    started = time.time()
+    if len(arguments) != 1:
+        print("usage: python -m fsdp_tune.worker RUN_DIR (started by a launcher)", file=sys.stderr)
+        return 2
+    from fsdp_tune.launch.leash import die_with_parent
+    from fsdp_tune.worker import rank as ranks
+    from fsdp_tune.worker.main import read_recipe, run_directory, run_rank
+
+    die_with_parent()
+    run = run_directory(arguments[0])
+    try:
+        recipe = read_recipe(run)
+        rank = ranks.read_rank(recipe, run)
+    except FsdpTuneError as error:
+        for problem in error.problems:
+            print("\n".join([f"error: {problem.message}", *(f"hint: {way}" for way in problem.ways_out)]), file=sys.stderr)
+        return int(error.exit_code)
+    ranks.set_environment(recipe, run)
+    screen = ranks.redirect_output(run, rank.index)
+    say = (lambda line: print(line, file=screen, flush=True)) if rank.is_first else (lambda line: None)
+    return int(run_rank(run, recipe, rank, say, started).exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,86 @@
+"""Agreement between ranks: nobody acts alone on what only one rank saw."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fsdp_tune.errors import FailedError, FsdpTuneError, Problem
+
+T = TypeVar("T")
+
+
+class RemoteError(FailedError):
+    """Another rank failed in a common act; its message is carried to every rank."""
+
+
+def all_or_none(act: Callable[[], T], what: str, group: dist.ProcessGroup | None = None) -> T:
+    """Runs `act` on every rank; if it fails on any, every rank raises with the first failure's message."""
+    result: T | None = None
+    failure: BaseException | None = None
+    try:
+        result = act()
+    except Exception as error:
+        failure = error
+    described = None if failure is None else (_problem(failure), "".join(traceback.format_exception(failure)))
+    gathered: list[tuple[Problem, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, described, group=group)
+    for rank, other in enumerate(gathered):
+        if other is not None:
+            if failure is not None:
+                raise failure
+            problem = other[0]
+            message = f"{what} failed on rank {rank}: {problem.message}"
+            raise RemoteError(Problem(problem.code, message, problem.where, problem.hint, problem.ways_out))
+    return result  # type: ignore[return-value]
+
+
+def _problem(error: BaseException) -> Problem:
+    if isinstance(error, FsdpTuneError):
+        return error.problems[0]
+    return Problem("failed", f"{type(error).__name__}: {error}")
+
+
+def from_rank0(act: Callable[[], T], what: str, group: dist.ProcessGroup | None = None) -> T:
+    """Runs `act` on rank 0 alone and gives its result to all; a failure is raised on every rank."""
+    value = all_or_none(lambda: act() if dist.get_rank() == 0 else None, what, group)
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=group)
+    return box[0]  # type: ignore[return-value]
+
+
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's value, by rank."""
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values  # type: ignore[return-value]
+
+
+class StopVote:
+    """Asks once a step, without waiting, whether any rank was told to stop; all ranks read the answer at the same step.
+
+    The all-reduce of one integer (gloo, CPU) that a step posts is read at the end of the next one, so it costs no stall.
+    """
+
+    def __init__(self) -> None:
+        self._tensor = torch.zeros(1, dtype=torch.int32)
+        self._work: dist.Work | None = None
+
+    def exchange(self, mine: int) -> int:
+        """Posts this rank's code (0 = go on) and returns the largest code posted by any rank at the last call."""
+        answer = 0
+        if self._work is not None:
+            self._work.wait()
+            answer = int(self._tensor.item())
+        self._tensor = torch.full((1,), mine, dtype=torch.int32)
+        self._work = dist.all_reduce(self._tensor, op=dist.ReduceOp.MAX, async_op=True)
+        return answer
+
+    def finish(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None

@@ -1,0 +1,108 @@
+"""What happens between the Trainer's steps: read-back before the first, the vote on stopping, the probe, the last save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from fsdp_tune.atomic import write_json
+from fsdp_tune.errors import ExitReason, failed_error
+from fsdp_tune.run_dir import RunDir
+from fsdp_tune.worker.agree import StopVote
+from fsdp_tune.worker.readback import ReadBackError, optimizer_state_difference, read_back
+from fsdp_tune.worker.resume import trainer_state_json
+from fsdp_tune.worker.signals import WISHES, StopWish
+
+if TYPE_CHECKING:
+    from fsdp_tune.worker.trainer import FsdpTrainer
+
+
+class RunCallback(TrainerCallback):
+    """`say` prints a plain line on rank 0."""
+
+    def __init__(self, run: RunDir, wish: StopWish, say: Callable[[str], None], *, is_first: bool) -> None:
+        self._run, self._wish, self._say, self._is_first = run, wish, say, is_first
+        self._vote = StopVote()
+        self._first_step = True
+        self.stopped: ExitReason | None = None
+        self.trainer: FsdpTrainer
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        trainer = self.trainer
+        trainer.parts.heartbeat.beat("reading back", state.global_step)
+        try:
+            document = read_back(trainer.parts.recipe, trainer.parts.loaded, trainer)
+        except ReadBackError as error:
+            if self._is_first:
+                write_json(self._run.readback_json, error.document)
+            raise
+        if self._is_first:
+            write_json(self._run.readback_json, document)
+        for line in _table(document):
+            self._say(line)
+        trainer.parts.metrics.event("train_started", state.global_step, total_steps=state.max_steps)
+        self._wish.training = True
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        trainer = self.trainer
+        if self._first_step:
+            self._first_step = False
+            self._after_first_step()
+        trainer.checkpointer.poll()
+        self._wish.reserve_seconds = max(self._wish.reserve_seconds, 2 * trainer.checkpointer.longest_seconds)
+        told = self._vote.exchange(self._wish.code())
+        last = state.global_step >= state.max_steps
+        if told and not last:
+            self.stopped = WISHES[told]
+            control.should_training_stop = True
+            control.should_save = True
+            # No line: the sums travel in the checkpoint, so the resumed run writes the lines of an uninterrupted one.
+            control.should_log = control.should_evaluate = False
+            trainer.parts.metrics.event("stopping", state.global_step, reason=self.stopped.value)
+            self._say(f"stopping after step {state.global_step} ({self.stopped.value}): saving first")
+        if last:
+            control.should_save = control.should_log = True
+            control.should_evaluate = bool(trainer.parts.evals) and args.eval_strategy != "no"
+
+    def _after_first_step(self) -> None:
+        trainer = self.trainer
+        difference = optimizer_state_difference(trainer.parts.recipe, trainer.optimizer)
+        if difference is not None:
+            raise failed_error("readback-differs", difference, hint="the run was stopped after step 1")
+        if trainer.parts.recipe.checkpoint.probe:
+            trainer.parts.heartbeat.beat("probing a save", trainer.state.global_step)
+            seconds = trainer.checkpointer.probe(trainer_state_json(trainer), trainer.own_state())
+            trainer.parts.metrics.event("checkpoint_probed", trainer.state.global_step, seconds=seconds)
+            trainer.restart_line_clock()
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        logs = logs or {}
+        if "loss" in logs:
+            rate = f"{logs['tokens_per_second_per_device']:.0f} tokens/s/device"
+            norm = logs.get("grad_norm")
+            norm_text = f"grad norm {norm:.3f}" if norm is not None else "grad norm -"
+            self._say(
+                f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  {norm_text}  lr {logs['learning_rate']:.2e}  {rate}"
+            )
+        elif "eval_loss" in logs:
+            self._say(f"step {state.global_step}/{state.max_steps}  eval loss {logs['eval_loss']:.4f}")
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._vote.finish()
+
+
+def _table(document: dict[str, Any]) -> list[str]:
+    """The read-back in a few plain lines."""
+    placement = ", ".join(document["placements"]) or "replicated"
+    mesh = "×".join(map(str, document["mesh"])) or "no mesh"
+    return [
+        f"read back: {document['wrapper']}, {document['sharded']} sharded tensors in {len(document['units'])} units, {placement} over {mesh}, "
+        f"parameters {document['parameter_dtype']}, compute {document['compute_dtype']}, reduce {document['reduce_dtype']}",
+        f"read back: {document['trained_parameters']:,} of {document['parameters']:,} parameters trained, "
+        f"attention {document['attention']}, recomputation {document['activation_checkpointing']} ({document['recomputed_layers']} layers), "
+        f"global batch {document['global_batch_size']}",
+    ]

@@ -1,0 +1,299 @@
+"""Saving: staged, hashed while written, published by one rank when all have finished, in the background if the recipe says so.
+
+Order: every rank writes its files into one hidden stage directory; all agree that all succeeded; rank 0 writes the
+manifest and renames. Until the rename there is no `checkpoint-N`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from fsdp_tune import __version__
+from fsdp_tune.atomic import DISK, STAGE_MARK, publish
+from fsdp_tune.errors import FsdpTuneError, failed_error
+from fsdp_tune.manifest import MANIFEST_NAME, FileEntry, Manifest, damage
+from fsdp_tune.run_dir import CHECKPOINT_KIND, RunDir, complete_checkpoints
+from fsdp_tune.worker import state as live_state
+from fsdp_tune.worker.agree import all_or_none, from_rank0, gather
+from fsdp_tune.worker.state import Live
+from fsdp_tune.worker.storage import hashing_writer, write_safetensors, write_torch
+
+TRAINER_STATE = "trainer_state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one checkpoint holds, detached from the live objects when it is written in the background."""
+
+    step: int
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    rank: dict[str, Any]
+    """This rank's own: generators and sums."""
+    trainer: str
+    """trainer_state.json"""
+    facts: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Saved:
+    """Outcome of one save, for metrics.jsonl."""
+
+    step: int
+    stall_seconds: float
+    """How long training stood still."""
+    seconds: float = 0.0
+    size_bytes: int = 0
+    error: FsdpTuneError | None = None
+
+
+@dataclass
+class Checkpointer:
+    """Saves and rotates the checkpoints of one run. `report` is told of each finished save, on the training thread."""
+
+    run: RunDir
+    live: Live
+    device_type: str
+    asynchronous: bool
+    keep: int | None
+    facts: dict[str, Any]
+    report: Callable[[Saved], None]
+    best_step: int | None = None
+    last_step: int | None = None
+    longest_seconds: float = 0.0
+    _group: Any = field(default=None)
+    _thread: threading.Thread | None = None
+    _pending: Saved | None = None
+
+    def __post_init__(self) -> None:
+        # Saves in the background must not share a group with the step's own collectives.
+        self._group = dist.new_group(backend="gloo")
+
+    def save(self, step: int, trainer: str, own: dict[str, Any]) -> None:
+        """Saves step `step`; waits for the save before it. Failures reach `report`, never silence."""
+        started = time.monotonic()
+        self.wait()
+        snapshot = self._snapshot(step, trainer, own)
+        self._pending = Saved(step, 0.0)
+        if self.asynchronous:
+            snapshot = _detached(snapshot)
+            self._thread = threading.Thread(target=self._write_reporting, args=(snapshot, self._pending), name=f"save-{step}")
+            self._thread.start()
+            self._pending.stall_seconds = time.monotonic() - started
+        else:
+            self._write_reporting(snapshot, self._pending)
+            self._pending.stall_seconds = time.monotonic() - started
+            self.wait()
+
+    def _snapshot(self, step: int, trainer: str, own: dict[str, Any]) -> Snapshot:
+        rank = {"rng": live_state.rng_state(self.device_type), "own": own}
+        facts = {**self.facts, "step": step}
+        return Snapshot(step, live_state.model_state(self.live), live_state.optimizer_state(self.live), rank, trainer, facts)
+
+    def poll(self) -> None:
+        """Reports a background save that has succeeded; a failed one is reported by `wait`, where all ranks meet."""
+        if self._thread is not None and not self._thread.is_alive() and self._pending is not None and self._pending.error is None:
+            self.wait()
+
+    def wait(self) -> None:
+        """Ends the save in flight, if any, and reports it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._pending is not None:
+            saved, self._pending = self._pending, None
+            if saved.error is None:
+                self.last_step = saved.step
+                self.longest_seconds = max(self.longest_seconds, saved.seconds)
+            self.report(saved)
+
+    def _write_reporting(self, snapshot: Snapshot, saved: Saved) -> None:
+        started = time.monotonic()
+        try:
+            saved.size_bytes = self._write(snapshot, self.run.checkpoint(snapshot.step))
+        except FsdpTuneError as error:
+            saved.error = error
+        except Exception as error:  # noqa: BLE001  an error of the disk or of torch: it becomes the save's outcome
+            saved.error = failed_error("save-failed", f"checkpoint-{snapshot.step}: {type(error).__name__}: {error}")
+        saved.seconds = time.monotonic() - started
+
+    def probe(self, trainer: str, own: dict[str, Any]) -> float:
+        """One whole save under its stage name, read back by digest and removed: what would fail at hour ten fails now."""
+        started = time.monotonic()
+        snapshot = self._snapshot(0, trainer, own)
+        stage = self.run.path / f".checkpoint-probe{STAGE_MARK}0"
+        try:
+            manifest = self._fill_stage(snapshot, stage)
+            bad = from_rank0(lambda: damage(stage, manifest, digests=True) if manifest else [], "reading the probe back", self._group)
+            if bad:
+                raise failed_error(
+                    "probe-read-back",
+                    f"the test checkpoint cannot be read back: {bad[0]}",
+                    hint=f"is the file system of {self.run.path} sound?",
+                )
+        finally:
+            dist.barrier(group=self._group)
+            if dist.get_rank() == 0:
+                shutil.rmtree(stage, ignore_errors=True)
+        return time.monotonic() - started
+
+    def _write(self, snapshot: Snapshot, final: Path) -> int:
+        stage = self.run.path / f".{final.name}{STAGE_MARK}{snapshot.step}"
+        try:
+            manifest = self._fill_stage(snapshot, stage)
+            from_rank0(lambda: publish(stage, final, replace=final.exists()), f"publishing {final.name}", self._group)
+        except BaseException:
+            if dist.get_rank() == 0:
+                shutil.rmtree(stage, ignore_errors=True)
+            raise
+        from_rank0(
+            lambda: rotate(self.run, self.keep, protected={snapshot.step, self.best_step or -1}), "removing old checkpoints", self._group
+        )
+        return sum(entry.size_bytes for entry in manifest.files.values()) if manifest else 0
+
+    def _fill_stage(self, snapshot: Snapshot, stage: Path) -> Manifest | None:
+        """Writes all files of a checkpoint; the manifest, last, on rank 0 (returned there)."""
+        from_rank0(lambda: _empty_stage(stage), "making the stage directory", self._group)
+        entries = all_or_none(lambda: self._write_files(snapshot, stage), f"writing checkpoint-{snapshot.step}", self._group)
+        parts = gather(entries, self._group)
+        manifest = Manifest(CHECKPOINT_KIND, {name: entry for part in parts for name, entry in part.items()}, snapshot.facts)
+
+        def finish() -> None:
+            with DISK.open(stage / MANIFEST_NAME) as file:
+                DISK.write(file, manifest.to_json().encode())
+                DISK.fsync(file)
+            for directory in {stage, *((stage / name).parent for name in manifest.files)}:
+                DISK.fsync_dir(directory)
+
+        from_rank0(finish, "writing the manifest", self._group)
+        return manifest if dist.get_rank() == 0 else None
+
+    def _write_files(self, snapshot: Snapshot, stage: Path) -> dict[str, FileEntry]:
+        rank = dist.get_rank()
+        entries: dict[str, FileEntry] = {}
+        if self.live.full:
+            if rank == 0:
+                entries[live_state.FULL_MODEL_FILE] = write_safetensors(
+                    stage / live_state.FULL_MODEL_FILE, snapshot.model, {"format": "pt"}
+                )
+                moments = live_state.flat(snapshot.optimizer)
+                entries[live_state.FULL_OPTIMIZER_FILE] = write_safetensors(
+                    stage / live_state.FULL_OPTIMIZER_FILE, moments, {"format": "pt"}
+                )
+        else:
+            entries |= self._write_sharded({"model": snapshot.model}, stage, live_state.MODEL_DIRECTORY)
+            entries |= self._write_sharded({"optimizer": {"state": snapshot.optimizer}}, stage, live_state.OPTIMIZER_DIRECTORY)
+        name = live_state.rank_file(rank)
+        entries[name] = write_torch(stage / name, snapshot.rank)
+        if rank == 0:
+            raw = snapshot.trainer.encode()
+            entries[TRAINER_STATE] = _write_bytes(stage / TRAINER_STATE, raw)
+        return entries
+
+    def _write_sharded(self, state: dict[str, Any], stage: Path, directory: str) -> dict[str, FileEntry]:
+        writer, files = hashing_writer(stage / directory)
+        dcp.save(state, storage_writer=writer, process_group=self._group)
+        return {f"{directory}/{name}": entry for name, entry in files.entries.items()}
+
+
+def _write_bytes(path: Path, raw: bytes) -> FileEntry:
+    from fsdp_tune.worker.storage import HashingStream
+
+    stream = HashingStream(path)
+    try:
+        stream.write(raw)
+    finally:
+        stream.close()
+    return stream.entry()
+
+
+def _empty_stage(stage: Path) -> None:
+    if stage.exists():
+        DISK.rmtree(stage)
+    DISK.mkdir(stage)
+
+
+def _detached(snapshot: Snapshot) -> Snapshot:
+    """A copy in host memory that training can no longer change."""
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: copy(inner) for key, inner in value.items()}
+        if isinstance(value, torch.distributed.tensor.DTensor):
+            local = value.to_local()
+            return torch.distributed.tensor.DTensor.from_local(
+                copy(local), _cpu_mesh(value.device_mesh), value.placements, run_check=False, shape=value.shape, stride=value.stride()
+            )
+        if isinstance(value, torch.Tensor):
+            return value.detach().to("cpu", copy=True)
+        return value
+
+    return Snapshot(snapshot.step, copy(snapshot.model), copy(snapshot.optimizer), snapshot.rank, snapshot.trainer, snapshot.facts)
+
+
+_CPU_MESHES: dict[int, Any] = {}
+
+
+def _cpu_mesh(mesh: Any) -> Any:
+    """The same layout over the same ranks, for tensors in host memory."""
+    if mesh.device_type == "cpu":
+        return mesh
+    key = hash(mesh)
+    if key not in _CPU_MESHES:
+        _CPU_MESHES[key] = torch.distributed.device_mesh.DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    return _CPU_MESHES[key]
+
+
+def rotate(run: RunDir, keep: int | None, *, protected: set[int]) -> list[Path]:
+    """Deletes the oldest complete checkpoints of this run beyond `keep`; never a protected step, never what has no manifest of ours.
+
+    Each is first renamed to a hidden name, so that a half-deleted directory is never visible.
+    """
+    if keep is None:
+        return []
+    complete, _ = complete_checkpoints(run)
+    gone: list[Path] = []
+    for old in complete[max(keep, 1) :]:
+        if old.step in protected:
+            continue
+        hidden = old.path.with_name(f".{old.path.name}.old{STAGE_MARK}{os.getpid()}")
+        DISK.rename(old.path, hidden)
+        DISK.fsync_dir(run.path)
+        DISK.rmtree(hidden)
+        gone.append(old.path)
+    return gone
+
+
+def remove_leftovers(run: RunDir) -> list[Path]:
+    """Deletes stage directories that an earlier process of this run left; the run's lock says that none is alive."""
+    gone: list[Path] = []
+    for path in run.path.glob(f".checkpoint-*{STAGE_MARK}*"):
+        shutil.rmtree(path, ignore_errors=True)
+        gone.append(path)
+    return gone
+
+
+def trainer_state_facts(world_size: int, mesh: list[int], recipe_digest: str) -> dict[str, Any]:
+    return {
+        "world_size": world_size,
+        "mesh": mesh,
+        "recipe_digest": recipe_digest,
+        "versions": {"fsdp_tune": __version__, "torch": torch.__version__},
+    }
+
+
+def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
+    return value

@@ -1,0 +1,130 @@
+"""Prepared rows → micro-batches of this rank: the same global batches in the same order on any number of ranks.
+
+The order is cut into global batches first and only then over ranks and micro-batches, so a step sees the same rows
+whatever the world size. In the last, short global batch of an epoch a rank that gets no row runs a filler of padding
+without labels, because every rank must take part in the collectives; the filler adds exactly nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset
+
+from fsdp_tune.data.collate import collate
+from fsdp_tune.data.order import rank_micro_batches
+from fsdp_tune.data.store import Int64, Row, RowStore
+from fsdp_tune.model.loss import IGNORE_INDEX
+
+FILLER = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro-batch on one rank. `row_ids` tell where its rows came from."""
+
+    tensors: dict[str, torch.Tensor]
+    row_ids: tuple[int, ...]
+    tokens: int
+    """Tokens that are not padding, fillers left out."""
+
+    def pin_memory(self) -> Batch:
+        """Called by the loader's pinning thread, which knows no other way into a type of ours."""
+        return Batch({name: tensor.pin_memory() for name, tensor in self.tensors.items()}, self.row_ids, self.tokens)
+
+    @property
+    def supervised_tokens(self) -> int:
+        return int((self.tensors["labels"][:, 1:] != IGNORE_INDEX).sum())
+
+
+class Rows(Dataset["Row | None"]):
+    def __init__(self, store: RowStore) -> None:
+        self.store = store
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def __getitem__(self, index: int) -> Row | None:
+        return None if index == FILLER else self.store[index]
+
+
+@dataclass(frozen=True, slots=True)
+class Collator:
+    pad_token_id: int
+    multiple_of: int
+
+    def __call__(self, items: Sequence[Row | None]) -> Batch:
+        rows = [row for row in items if row is not None]
+        arrays = collate(rows, self.pad_token_id, self.multiple_of)
+        return Batch(
+            {name: torch.from_numpy(array) for name, array in arrays.items()},
+            tuple(row.row_id for row in rows),
+            sum(len(row.input_ids) for row in rows),
+        )
+
+
+class MicroBatches(BatchSampler):
+    """Row numbers of each micro-batch of one rank, for one epoch; FILLER where the last global batch has too few rows."""
+
+    def __init__(
+        self,
+        order: Callable[[int], Int64],
+        rows: int,
+        *,
+        rank: int,
+        world_size: int,
+        micro_batch: int,
+        accumulation: int,
+        drop_last: bool = False,
+    ) -> None:
+        """`order(epoch)` gives a permutation of `range(rows)` that depends on nothing else."""
+        self._order, self._rows = order, rows
+        self._rank, self._world_size, self._micro_batch, self._accumulation = rank, world_size, micro_batch, accumulation
+        self._drop_last = drop_last
+        self.epoch = 0
+
+    @property
+    def global_batch(self) -> int:
+        return self._world_size * self._micro_batch * self._accumulation
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self._rows, self.global_batch)
+        last = math.ceil(rest / (self._world_size * self._micro_batch)) if rest and not self._drop_last else 0
+        return whole * self._accumulation + last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self._order(self.epoch)
+        for start in range(0, self._rows, self.global_batch):
+            rows = order[start : start + self.global_batch]
+            if len(rows) < self.global_batch and self._drop_last:
+                return
+            yield from self._split(rows)
+
+    def _split(self, rows: Int64) -> Iterator[list[int]]:
+        micro_batches = rank_micro_batches(rows, dp_rank=self._rank, dp_size=self._world_size, micro_batch_size=self._micro_batch)
+        return ([int(row) for row in micro_batch] or [FILLER] for micro_batch in micro_batches)
+
+
+def loader(store: RowStore, sampler: BatchSampler, collator: Collator, *, workers: int, pin_memory: bool) -> DataLoader[Batch]:
+    return DataLoader(
+        Rows(store),
+        batch_sampler=sampler,
+        collate_fn=collator,
+        num_workers=workers,
+        pin_memory=pin_memory,
+        persistent_workers=workers > 0,
+    )
+
+
+def eval_batches(rows: int, *, rank: int, world_size: int, micro_batch: int) -> list[list[int]]:
+    """Every row once over all ranks, and the same number of batches on each: fillers, never repeated rows."""
+    count = math.ceil(rows / (world_size * micro_batch))
+    mine = list(range(rank, rows, world_size))
+    batches = [mine[start : start + micro_batch] for start in range(0, len(mine), micro_batch)]
+    return batches + [[FILLER]] * (count - len(batches))

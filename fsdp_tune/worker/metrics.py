@@ -1,0 +1,117 @@
+"""metrics.jsonl: one object a line, written by rank 0, with all digits; and the sums that a line needs from all ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import time
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_tune.run_dir import RunDir
+from fsdp_tune.units import GIB, KIB
+
+
+class MetricsFile:
+    """Appends lines; on resume, cuts the file back to the checkpoint so that each step stands in it once."""
+
+    def __init__(self, run: RunDir, *, resume_step: int | None, enabled: bool) -> None:
+        self._path = run.metrics_jsonl
+        self._file: IO[str] | None = None
+        if enabled:
+            self._cut_back(resume_step)
+            self._file = open(self._path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  open for the whole run
+
+    def _cut_back(self, resume_step: int | None) -> None:
+        if not self._path.exists():
+            return
+        kept: list[str] = []
+        if resume_step is not None:
+            for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
+                try:
+                    step = json.loads(line).get("step", 0)
+                except (ValueError, AttributeError):
+                    continue  # a line torn by a crash
+                if isinstance(step, int) and step <= resume_step:
+                    kept.append(line)
+        stage = self._path.with_suffix(".jsonl.tmp")
+        stage.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(stage, self._path)
+
+    def write(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({key: _plain(value) for key, value in line.items()}, allow_nan=False) + "\n")
+
+    def event(self, event: str, step: int, **details: Any) -> None:
+        self.write({"event": event, "step": step, "time": time.time(), **details})
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+
+def _plain(value: Any) -> Any:
+    # JSON has no NaN; a number that is none must still be visible in the line.
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Sums:
+    """Running totals of this rank since the last line. Losses stay on the device until a line is written."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
+        self._tokens = 0
+        self._supervised = 0
+        self._data_wait_seconds = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        self._loss.zero_()
+        self._tokens = self._supervised = 0
+        self._data_wait_seconds = 0.0
+
+    def add(self, loss_sum: torch.Tensor) -> None:
+        self._loss += loss_sum
+
+    def add_batch(self, tokens: int, supervised: int, data_wait_seconds: float) -> None:
+        """`tokens` and `supervised` of this rank; summed over ranks when a line is written."""
+        self._tokens += tokens
+        self._supervised += supervised
+        self._data_wait_seconds += data_wait_seconds
+
+    def state(self) -> list[float]:
+        """For a checkpoint: a line that a resumed run writes must be the line of the uninterrupted run."""
+        return [float(self._loss.item()), float(self._tokens), float(self._supervised)]
+
+    def load(self, state: list[float]) -> None:
+        self._loss.fill_(state[0])
+        self._tokens, self._supervised = int(state[1]), int(state[2])
+
+    def reduced(self) -> dict[str, float]:
+        """One all-reduce: loss sum, tokens and supervised tokens of all ranks; the longest wait of any."""
+        totals = torch.tensor([float(self._loss.item()), self._tokens, self._supervised], dtype=torch.float64)
+        dist.all_reduce(totals)
+        return {
+            "loss_sum": totals[0].item(),
+            "tokens": totals[1].item(),
+            "supervised_tokens": totals[2].item(),
+            "data_wait_seconds": self._data_wait_seconds,
+        }
+
+
+def memory(device: torch.device) -> dict[str, float | None]:
+    """Peaks of this rank in GiB since the start: the allocator's on an accelerator, the process's resident memory on the host."""
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB / GIB
+    if device.type != "cuda":
+        return {"peak_allocated_gib": None, "peak_reserved_gib": None, "peak_host_gib": host}
+    return {
+        "peak_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
+        "peak_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
+        "peak_host_gib": host,
+    }

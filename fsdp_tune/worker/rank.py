@@ -1,0 +1,116 @@
+"""Who this process is: its rank, its device, its process group, its log file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import IO
+
+from fsdp_tune.errors import usage_error
+from fsdp_tune.fsdp import OWNED_PREFIXES, environment
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run_dir import RunDir
+from fsdp_tune.units import parse_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    index: int
+    local_index: int
+    world_size: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+
+def read_rank(recipe: Recipe, run: RunDir) -> Rank:
+    """The launcher's word on who we are; FsdpTuneError (exit 2) with the right command line when it does not fit the recipe."""
+    try:
+        rank = Rank(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
+    except (KeyError, ValueError) as error:
+        raise usage_error(
+            "not-launched", "the worker must be started by a launcher, one process a device", ways_out=launch_lines(recipe, run)
+        ) from error
+    if rank.world_size != recipe.world_size:
+        raise usage_error(
+            "world-size-mismatch",
+            f"the run in {run.path} is for {recipe.world_size} processes (launch.num_processes), and {rank.world_size} were started",
+            ways_out=launch_lines(recipe, run),
+        )
+    return rank
+
+
+def launch_lines(recipe: Recipe, run: RunDir) -> tuple[str, ...]:
+    count = recipe.world_size
+    return (
+        f"accelerate launch --use_fsdp --num_processes {count} -m fsdp_tune.worker {run.path}",
+        f"torchrun --nproc-per-node {recipe.local_world_size} -m fsdp_tune.worker {run.path}",
+    )
+
+
+def set_environment(recipe: Recipe, run: RunDir) -> None:
+    """Removes what a launcher or a shell left for the libraries, and sets what this recipe means; before they are imported.
+
+    `accelerate launch --use_fsdp` exports `FSDP_CPU_RAM_EFFICIENT_LOADING=true` and others unless told (DESIGN §7, 21).
+    """
+    for name in [name for name in os.environ if name.startswith(OWNED_PREFIXES)]:
+        del os.environ[name]
+    os.environ.update(environment(recipe))
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.tensorboard)  # TrainingArguments 5 has no logging_dir
+
+
+def redirect_output(run: RunDir, rank: int) -> IO[str]:
+    """Sends this process's stdout and stderr, C++ included, to its log; returns the launcher's stdout for plain lines."""
+    run.logs.mkdir(parents=True, exist_ok=True)
+    screen = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    log = os.open(run.rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    return screen
+
+
+def start_process_group(recipe: Recipe, rank: Rank) -> str:
+    """Joins the group, with gloo for CPU tensors beside the device's own backend; returns the device type.
+
+    The group exists before Accelerate's PartialState, which would choose its backend from `FSDP_*` variables.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device_type = recipe.launch.device
+    timeout = timedelta(seconds=parse_seconds(recipe.launch.hang_timeout))
+    if device_type == "cpu":
+        dist.init_process_group("gloo", timeout=timeout)
+        return device_type
+    module = getattr(torch, device_type)
+    if not module.is_available() or rank.local_index >= module.device_count():
+        raise usage_error(
+            "device-missing",
+            f"rank {rank.index} needs {device_type}:{rank.local_index}, and torch sees {module.device_count() if module.is_available() else 0} of them",
+            ways_out=("--set launch.device=cpu trains on the CPU", f"--set launch.num_processes={max(1, module.device_count())}"),
+        )
+    module.set_device(rank.local_index)
+    backend = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}[device_type]
+    dist.init_process_group(f"cpu:gloo,{device_type}:{backend}", timeout=timeout, device_id=torch.device(device_type, rank.local_index))
+    return device_type
+
+
+def configure_accelerate(recipe: Recipe) -> None:
+    """Prepares Accelerate's state for FSDP on any device.
+
+    Accelerate takes its FSDP branch only for the `MULTI_<accelerator>` types; on CPU ranks it would train with DDP and say
+    nothing (DESIGN §7, 2). A PartialState made beforehand is its documented way to be told otherwise.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    on_cpu = recipe.launch.device == "cpu"
+    state = PartialState(cpu=on_cpu)
+    if on_cpu and recipe.fsdp.sharding_strategy != "NO_SHARD":
+        state.distributed_type = DistributedType.MULTI_GPU

@@ -1,0 +1,265 @@
+"""What is really wrapped, in what dtype, on which mesh: read from the live objects of every rank and held against the recipe.
+
+`fsdp.expected` says what the recipe means, independently of the code that made the settings. Any difference from it,
+or between ranks, stops the run before step 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_tune.errors import FailedError, Problem
+from fsdp_tune.fsdp import expected
+from fsdp_tune.model.load import Loaded
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.units import MIB
+from fsdp_tune.worker.agree import gather
+
+# Below this, the interpreter's own noise is larger than the model.
+_MIN_BYTES_FOR_RESIDENT_CHECK = 256 * MIB
+
+
+def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
+    """The report of this rank."""
+    wrapped = loaded.wrapped
+    kind = _wrapper(wrapped)
+    parameters = list(wrapped.named_parameters())
+    trained = [p for _, p in parameters if p.requires_grad]
+    report: dict[str, Any] = {
+        "wrapper": kind,
+        "world_size": dist.get_world_size(),
+        "mesh": list(loaded.mesh.shape) if loaded.mesh is not None else [],
+        "parameter_dtype": _only({_name(p.dtype) for p in trained}),
+        "offload_params": _offloads(wrapped, kind),
+        "global_batch_size": trainer.parts.sampler.global_batch,
+        "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
+        "micro_batch": trainer.parts.sampler._micro_batch,
+        "attention": getattr(loaded.model.config, "_attn_implementation", None),
+        "parameters": sum(p.numel() for _, p in parameters),
+        "trained_parameters": sum(p.numel() for p in trained),
+        "local_bytes": sum(_local(p).numel() * p.element_size() for _, p in parameters),
+        "frozen_dtypes": sorted({_name(p.dtype) for _, p in parameters if not p.requires_grad}),
+        "optimizer": type(trainer.optimizer).__name__ if trainer.optimizer is not None else None,
+        "plugin": _plugin(trainer),
+    }
+    report |= {"fsdp2": _fsdp2, "fsdp1": _fsdp1, "ddp": _ddp}[kind](recipe, loaded)
+    report["activation_checkpointing"] = _recomputed(loaded.model)
+    report["recomputed_layers"] = len([m for m in loaded.model.modules() if getattr(m, "recomputes", None)])
+    report["tied"] = _tied(loaded.model)
+    report["peak_growth_bytes"] = loaded.peak_growth_bytes
+    report["model_bytes"] = loaded.full_bytes
+    return report
+
+
+def _wrapper(wrapped: nn.Module) -> str:
+    if isinstance(wrapped, FSDPModule):
+        return "fsdp2"
+    return {FullyShardedDataParallel: "fsdp1", DistributedDataParallel: "ddp"}.get(type(wrapped), type(wrapped).__name__)
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _only(values: set[Any]) -> Any:
+    """The one value, or all of them, sorted, where there must be one and are several."""
+    return next(iter(values)) if len(values) == 1 else sorted(map(str, values))
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _offloads(wrapped: nn.Module, kind: str) -> bool:
+    if kind == "fsdp2":
+        groups = [group for module in wrapped.modules() if isinstance(module, FSDPModule) for group in _groups(module)]
+        return any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups)
+    if kind == "fsdp1":
+        return bool(getattr(wrapped.cpu_offload, "offload_params", False))
+    return False
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    """The parameter groups of one FSDP2 unit (torch 2.13 keeps a list, 2.11 a single one)."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
+    return list(groups)
+
+
+def _fsdp2(recipe: Recipe, loaded: Loaded) -> dict[str, Any]:
+    names = {id(module): name or "(root)" for name, module in loaded.model.named_modules()}
+    units: list[dict[str, Any]] = []
+    placements: Counter[str] = Counter()
+    for module in loaded.model.modules():
+        for group in _groups(module) if isinstance(module, FSDPModule) else []:
+            tensors = [parameter.sharded_param for parameter in group.fsdp_params]
+            placements.update(str([str(p) for p in tensor.placements]) for tensor in tensors)
+            units.append(
+                {
+                    "modules": [names.get(id(m), "?") for m in group.modules],
+                    "parameters": sum(tensor.numel() for tensor in tensors),
+                    "reshard_after_forward": _reshard(group),
+                    "param_dtype": _name(group.mp_policy.param_dtype),
+                    "reduce_dtype": _name(group.mp_policy.reduce_dtype),
+                    "output_dtype": _name(group.mp_policy.output_dtype),
+                }
+            )
+    layers = [unit for unit in units if unit["modules"][0] != "(root)" and (tuple(unit["modules"]) not in loaded.units.keeps_gathered)]
+    plain = [name for name, p in loaded.model.named_parameters() if not isinstance(p, DTensor)]
+    storage = _only({_name(p.dtype) for p in loaded.model.parameters() if p.requires_grad})
+    return {
+        "placements": _parsed(placements),
+        "reshard_after_forward": _only({unit["reshard_after_forward"] for unit in layers}) if layers else None,
+        "compute_dtype": _only({unit["param_dtype"] or storage for unit in units}),
+        "reduce_dtype": _only({unit["reduce_dtype"] for unit in units}),
+        "output_dtype": _only({unit["output_dtype"] for unit in units}),
+        "units": units,
+        "not_sharded": plain,
+        "sharded": sum(isinstance(p, DTensor) for p in loaded.model.parameters()),
+    }
+
+
+def _reshard(group: Any) -> bool | int:
+    after = group.post_forward_mesh_info
+    if after is None:
+        return False
+    return True if after is group.mesh_info or after.shard_mesh_size == group.mesh_info.shard_mesh_size else int(after.shard_mesh_size)
+
+
+def _parsed(placements: Counter[str]) -> list[str]:
+    """`Shard(dim=0)` for torch's `S(0)`, so that the report does not change with torch's way of printing."""
+    text = _only(set(placements)) if placements else "[]"
+    words = str(text).replace("S(0)", "Shard(dim=0)").replace("'R'", "'Replicate()'")
+    return [word.strip(" '\"") for word in words.strip("[]").split(",")] if words != "[]" else []
+
+
+def _fsdp1(recipe: Recipe, loaded: Loaded) -> dict[str, Any]:
+    units = [module for module in loaded.wrapped.modules() if isinstance(module, FullyShardedDataParallel)]
+    strategy = _only({unit.sharding_strategy.name for unit in units})
+    precision = units[0].mixed_precision
+    storage = _only({_name(p.dtype) for p in loaded.wrapped.parameters() if p.requires_grad})
+    hybrid = strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+    return {
+        "placements": (["Replicate()"] if hybrid else []) + ["Shard(dim=0)"],
+        "reshard_after_forward": strategy in ("FULL_SHARD", "HYBRID_SHARD"),
+        "compute_dtype": _name(precision.param_dtype) or storage,
+        "reduce_dtype": _name(precision.reduce_dtype),
+        "units": [{"modules": [type(unit.module).__name__], "strategy": unit.sharding_strategy.name} for unit in units],
+        "sharded": len(units),
+    }
+
+
+def _ddp(recipe: Recipe, loaded: Loaded) -> dict[str, Any]:
+    from fsdp_tune.model.step import compute_context
+
+    storage = _only({_name(p.dtype) for p in loaded.model.parameters() if p.requires_grad})
+    with compute_context(recipe, recipe.launch.device):
+        enabled = torch.is_autocast_enabled(recipe.launch.device)
+        compute = _name(torch.get_autocast_dtype(recipe.launch.device)) if enabled else storage
+    return {"placements": [], "reshard_after_forward": None, "compute_dtype": compute, "reduce_dtype": storage, "units": [], "sharded": 0}
+
+
+def _recomputed(model: nn.Module) -> str:
+    kinds = {getattr(module, "recomputes", None) for module in model.modules()} - {None}
+    return _only(kinds) if kinds else "none"
+
+
+def _tied(model: Any) -> bool:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return head is not None and embedding is not None and head.weight is embedding.weight
+
+
+def _plugin(trainer: Any) -> dict[str, Any] | None:
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        return None
+    return {
+        "fsdp_version": plugin.fsdp_version,
+        "reshard_after_forward": str(plugin.reshard_after_forward),
+        "state_dict_type": str(plugin.state_dict_type).rsplit(".", 1)[-1],
+        "cpu_offload": bool(getattr(plugin.cpu_offload, "offload_params", plugin.cpu_offload)),
+    }
+
+
+def differences(recipe: Recipe, loaded: Loaded, reports: list[dict[str, Any]]) -> list[str]:
+    """One sentence per value that is not what the recipe means, or not the same on all ranks."""
+    found: list[str] = []
+    wanted = expected(recipe)
+    wanted.pop("optimizer_state_dtype")  # there is no state before the first step; checked after it
+    for key, value in wanted.items():
+        if reports[0].get(key) != value:
+            found.append(f"{key}: the recipe means {value!r}, the run has {reports[0].get(key)!r}")
+    per_rank = {"local_bytes", "peak_growth_bytes"}
+    for key in reports[0].keys() - per_rank:
+        for rank, report in enumerate(reports[1:], start=1):
+            if report[key] != reports[0][key]:
+                found.append(f"{key} differs between ranks: rank 0 has {reports[0][key]!r}, rank {rank} has {report[key]!r}")
+                break
+    if reports[0]["wrapper"] == "fsdp2" and reports[0]["not_sharded"] and recipe.fsdp.ignored_modules is None:
+        found.append(f"not sharded: {reports[0]['not_sharded'][0]} and {len(reports[0]['not_sharded']) - 1} more parameters")
+    tied = bool(getattr(loaded.model.config, "tie_word_embeddings", False))
+    if reports[0]["tied"] != tied:
+        found.append(f"tied embeddings: the model's config says {tied}, the live model {reports[0]['tied']}")
+    return found + _too_much_memory(recipe, reports)
+
+
+def _too_much_memory(recipe: Recipe, reports: list[dict[str, Any]]) -> list[str]:
+    """Whether a rank that should hold a shard held the whole model on the way (ms-swift#9980)."""
+    model_bytes = reports[0]["model_bytes"]
+    one_reader = recipe.fsdp.cpu_ram_efficient_loading and recipe.fsdp.version == 2 and recipe.is_sharded
+    if not one_reader or model_bytes < _MIN_BYTES_FOR_RESIDENT_CHECK or len(reports) == 1:
+        return []
+    found: list[str] = []
+    for rank, report in enumerate(reports[1:], start=1):
+        # A shard of its own, and half of the rest for the tensor in flight and the allocator's slack.
+        allowed = report["local_bytes"] + 0.5 * (model_bytes - report["local_bytes"]) + 64 * MIB
+        if report["peak_growth_bytes"] > allowed:
+            found.append(
+                f"rank {rank} grew by {report['peak_growth_bytes'] / MIB:.0f} MiB while loading; its shard is {report['local_bytes'] / MIB:.0f} MiB"
+            )
+    return found
+
+
+def read_back(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
+    """Gathers every rank's report and compares; FailedError (exit 1) with each difference. Returns what readback.json holds."""
+    reports = gather(read_live(recipe, loaded, trainer))
+    found = differences(recipe, loaded, reports)
+    document = {
+        **reports[0],
+        "ranks": [{"local_bytes": r["local_bytes"], "peak_growth_bytes": r["peak_growth_bytes"]} for r in reports],
+        "differences": found,
+    }
+    if found:
+        problems = [
+            Problem("readback-differs", sentence, hint="the run was stopped before step 1; readback.json holds the whole report")
+            for sentence in found
+        ]
+        raise ReadBackError(document, *problems)
+    return document
+
+
+class ReadBackError(FailedError):
+    """Carries the report, so that it can be written although the run stops."""
+
+    def __init__(self, document: dict[str, Any], *problems: Problem) -> None:
+        super().__init__(*problems)
+        self.document = document
+
+
+def optimizer_state_difference(recipe: Recipe, optimizer: torch.optim.Optimizer) -> str | None:
+    """After step 1: the dtype of the optimizer's moments against what the recipe means."""
+    wanted = expected(recipe)["optimizer_state_dtype"]
+    dtypes = {
+        _name(v.dtype) for state in optimizer.state.values() for key, v in state.items() if isinstance(v, torch.Tensor) and key != "step"
+    }
+    return f"optimizer_state_dtype: the recipe means {wanted!r}, the run has {_only(dtypes)!r}" if dtypes and dtypes != {wanted} else None

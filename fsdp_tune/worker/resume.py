@@ -1,0 +1,100 @@
+"""Coming back: which checkpoint all ranks load, and what of the trainer's own state comes with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_tune.errors import failed_error
+from fsdp_tune.manifest import damage
+from fsdp_tune.run_dir import Checkpoint, inspect_checkpoint
+from fsdp_tune.worker import state as live_state
+from fsdp_tune.worker.agree import from_rank0, gather
+from fsdp_tune.worker.state import Live
+
+if TYPE_CHECKING:
+    from fsdp_tune.worker.trainer import FsdpTrainer
+
+
+def agreed_checkpoint(path: str | None, *, digests: bool) -> Checkpoint | None:
+    """The checkpoint that rank 0 decides on, verified by all ranks together (each hashes its share of the files)."""
+    if path is None:
+        return None
+
+    def choose() -> Checkpoint:
+        verdict = inspect_checkpoint(Path(path), digests=False)
+        if not isinstance(verdict, Checkpoint):
+            raise failed_error("checkpoint-unusable", f"{path}: {verdict.reason}", ways_out=_WAYS_OUT)
+        return verdict
+
+    chosen = from_rank0(choose, "choosing the checkpoint")
+    mine = dict(list(chosen.manifest.files.items())[dist.get_rank() :: dist.get_world_size()])
+    part = dataclasses.replace(chosen.manifest, files=mine)
+    bad = [sentence for found in gather(damage(chosen.path, part, digests=digests)) for sentence in found]
+    if bad:
+        raise failed_error("checkpoint-damaged", f"{chosen.path}: {bad[0]}", ways_out=_WAYS_OUT)
+    return chosen
+
+
+_WAYS_OUT = ("--resume auto takes the newest checkpoint that is whole", "--resume PATH takes another one")
+
+
+def restore_model(live: Live, checkpoint: str) -> None:
+    live_state.load_model(live, Path(checkpoint))
+
+
+def restore_optimizer(live: Live, checkpoint: str) -> None:
+    live_state.load_optimizer(live, Path(checkpoint))
+
+
+def restore_own(checkpoint: str) -> dict[str, Any]:
+    """What this rank alone knew: sums since the last line, loss scale. At another world size rank 0 takes all the sums."""
+    files = sorted(Path(checkpoint).glob(live_state.RANK_FILES))
+    if len(files) == dist.get_world_size():
+        own: dict[str, Any] = torch.load(Path(checkpoint) / live_state.rank_file(dist.get_rank()), weights_only=True)["own"]
+        return own
+    all_own = [torch.load(file, weights_only=True)["own"] for file in files]
+    sums = [sum(values) for values in zip(*(own["sums"] for own in all_own), strict=True)]
+    return {**all_own[0], "sums": sums if dist.get_rank() == 0 else [0.0] * len(sums)}
+
+
+def restore_rng(checkpoint: str, seed: int, step: int, device_type: str) -> None:
+    """Puts this rank's generators back; at another world size each rank starts a stream of its own from seed, step and rank."""
+    if len(list(Path(checkpoint).glob(live_state.RANK_FILES))) == dist.get_world_size():
+        state = torch.load(Path(checkpoint) / live_state.rank_file(dist.get_rank()), weights_only=True)
+        live_state.set_rng_state(state["rng"], device_type)
+    else:
+        torch.manual_seed(live_state.seed_for_rank(seed, step))
+
+
+def restore_schedule(scheduler: Any, step: int) -> None:
+    """Puts a schedule at `step` of the recipe in force: the Trainer would load the old schedule's numbers (transformers#9099)."""
+    if not hasattr(scheduler, "lr_lambdas"):
+        raise failed_error(
+            "schedule-not-a-function",
+            f"{type(scheduler).__name__} is no function of the step, so it cannot be resumed",
+            hint="choose a lr_scheduler_type such as cosine or linear",
+        )
+    scheduler.last_epoch = step
+    scheduler._step_count = step + 1
+    rates = [base * scale(step) for base, scale in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates
+
+
+def trainer_state_json(trainer: FsdpTrainer) -> str:
+    """transformers' TrainerState as JSON, with the state of the callbacks that have one (early stopping)."""
+    callbacks = dict(trainer.state.stateful_callbacks or {})
+    # The control's wishes (stop, save, log) belong to the moment: a run that is extended must not stop at once.
+    callbacks.pop("TrainerControl", None)
+    for callback in trainer.callback_handler.callbacks:
+        if type(callback).__name__ in callbacks:
+            callbacks[type(callback).__name__] = callback.state()
+    fields = {**dataclasses.asdict(trainer.state), "stateful_callbacks": callbacks, "log_history": []}
+    return json.dumps(fields, indent=1, sort_keys=True) + "\n"

@@ -1,0 +1,160 @@
+"""Puts the parts of a run together: data, model, trainer, checkpoints. Imported after the process group exists."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from fsdp_tune.data.order import epoch_order
+from fsdp_tune.data.prepare import Prepared
+from fsdp_tune.data.store import Int64, RowStore
+from fsdp_tune.model.build import model_config
+from fsdp_tune.model.load import load
+from fsdp_tune.model.step import LossScale
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run_dir import Checkpoint, RunDir
+from fsdp_tune.worker import state as live_state
+from fsdp_tune.worker.arguments import training_arguments
+from fsdp_tune.worker.callbacks import RunCallback
+from fsdp_tune.worker.checkpoint import Checkpointer, Saved, remove_leftovers, trainer_state_facts
+from fsdp_tune.worker.dataset import Collator, MicroBatches
+from fsdp_tune.worker.heartbeat import Heartbeat
+from fsdp_tune.worker.metrics import MetricsFile
+from fsdp_tune.worker.rank import Rank
+from fsdp_tune.worker.resume import agreed_checkpoint
+from fsdp_tune.worker.signals import StopWish
+from fsdp_tune.worker.state import Live
+from fsdp_tune.worker.trainer import FsdpTrainer, Parts
+
+
+def build_trainer(
+    run: RunDir, recipe: Recipe, rank: Rank, heartbeat: Heartbeat, wish: StopWish, say: Callable[[str], None], device_type: str
+) -> tuple[FsdpTrainer, RunCallback, Checkpoint | None]:
+    """The trainer of this rank, its callback, and the checkpoint to resume from."""
+    arguments = training_arguments(recipe, run)
+    resume = agreed_checkpoint(_resume_from(run), digests=recipe.checkpoint.verify == "digest")
+    if rank.is_first:
+        remove_leftovers(run)
+    prepared = Prepared.from_json(run.data_json.read_text(encoding="utf-8"))
+    heartbeat.beat("loading the model")
+    device = torch.device(device_type, rank.local_index) if device_type != "cpu" else torch.device("cpu")
+    loaded = load(recipe, model_config(recipe), device, vocabulary=prepared.vocabulary_size)
+    # Ranks draw different dropout masks; the rule is one line, so that any run can be repeated.
+    torch.manual_seed(live_state.seed_for_rank(recipe.training.seed, 0))
+    train = RowStore(prepared.train)
+    parts = Parts(
+        recipe=recipe,
+        loaded=loaded,
+        train=train,
+        evals={label: RowStore(path) for label, path in prepared.evals.items()},
+        sampler=_sampler(recipe, train, rank),
+        collator=Collator(prepared.pad_token_id, recipe.data.pad_to_multiple_of),
+        metrics=MetricsFile(run, resume_step=resume.step if resume else None, enabled=rank.is_first),
+        heartbeat=heartbeat,
+        scale=LossScale() if recipe.precision.mixed_precision == "fp16" else None,
+    )
+    callback = RunCallback(run, wish, say, is_first=rank.is_first)
+    trainer = FsdpTrainer(parts, arguments, [*_extra_callbacks(recipe), callback])
+    callback.trainer = trainer
+    trainer.create_optimizer()
+    trainer.checkpointer = Checkpointer(
+        run=run,
+        live=Live(loaded.wrapped, trainer.optimizer, full=recipe.fsdp.state_dict_type == "FULL_STATE_DICT"),
+        device_type=device_type,
+        asynchronous=recipe.checkpoint.async_,
+        keep=recipe.training.save_total_limit,
+        facts=trainer_state_facts(rank.world_size, list(loaded.mesh.shape) if loaded.mesh else [], _digest(run)),
+        report=_reporter(trainer, recipe, say),
+        last_step=resume.step if resume else None,
+    )
+    return trainer, callback, resume
+
+
+def _resume_from(run: RunDir) -> str | None:
+    path = run.path / "resume.json"
+    return json.loads(path.read_text(encoding="utf-8"))["resume_from"] if path.exists() else None
+
+
+def _digest(run: RunDir) -> str:
+    return hashlib.sha256(run.recipe_json.read_bytes()).hexdigest()
+
+
+def _sampler(recipe: Recipe, store: RowStore, rank: Rank) -> MicroBatches:
+    seed = recipe.training.seed if recipe.training.data_seed is None else recipe.training.data_seed
+    lengths = store.lengths
+
+    def order(epoch: int) -> Int64:
+        return epoch_order(
+            lengths,
+            seed=seed,
+            epoch=epoch,
+            shuffle=recipe.data.shuffle,
+            group_by_length=not recipe.data.packing,
+            global_batch_size=recipe.global_batch_size,
+        )
+
+    return MicroBatches(
+        order,
+        len(store),
+        rank=rank.index,
+        world_size=rank.world_size,
+        micro_batch=recipe.training.per_device_train_batch_size,
+        accumulation=recipe.training.gradient_accumulation_steps or 1,
+        drop_last=bool(recipe.training.model_extra and recipe.training.model_extra.get("dataloader_drop_last")),
+    )
+
+
+def _extra_callbacks(recipe: Recipe) -> list[TrainerCallback]:
+    stopping = recipe.training.early_stopping
+    return [EarlyStoppingCallback(stopping.patience, stopping.threshold)] if stopping else []
+
+
+def _reporter(trainer: FsdpTrainer, recipe: Recipe, say: Callable[[str], None]) -> Callable[[Saved], None]:
+    def report(saved: Saved) -> None:
+        if saved.error is None:
+            trainer.parts.metrics.event(
+                "checkpoint_saved", saved.step, seconds=saved.seconds, stall_seconds=saved.stall_seconds, size_bytes=saved.size_bytes
+            )
+            return
+        message = saved.error.problems[0].message
+        trainer.parts.metrics.event("checkpoint_failed", saved.step, message=message)
+        say(f"WARNING: checkpoint-{saved.step} was NOT saved: {message}")
+        if recipe.checkpoint.save_failure == "stop":
+            raise saved.error
+
+    return report
+
+
+def close(trainer: FsdpTrainer, recipe: Recipe) -> None:
+    """Makes sure that the last step has a complete checkpoint; FailedError when it cannot be written."""
+    checkpointer = trainer.checkpointer
+    checkpointer.wait()
+    if checkpointer.last_step != trainer.state.global_step:
+        from fsdp_tune.worker.resume import trainer_state_json
+
+        failures: list[Saved] = []
+        checkpointer.report = failures.append
+        checkpointer.asynchronous = False
+        checkpointer.save(trainer.state.global_step, trainer_state_json(trainer), trainer.own_state())
+        if failures[-1].error is not None:
+            raise failures[-1].error
+    trainer.parts.metrics.event("train_finished", trainer.state.global_step)
+    trainer.parts.metrics.close()
+
+
+def results(trainer: FsdpTrainer, started: float) -> dict[str, Any]:
+    step = trainer.checkpointer.last_step
+    return {
+        "steps": trainer.state.global_step,
+        "loss": trainer.last_loss,
+        "eval_loss": trainer.last_eval_loss,
+        "tokens": trainer.tokens_seen,
+        "checkpoint": str(trainer.checkpointer.run.checkpoint(step)) if step is not None else None,
+        "seconds": time.time() - started,
+    }

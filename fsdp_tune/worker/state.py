@@ -1,0 +1,200 @@
+"""What a checkpoint holds of the live objects, and how it gets back into them, whatever the sharding then and now."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp_tune.errors import failed_error
+from fsdp_tune.worker.storage import RestrictedReader
+
+MODEL_DIRECTORY = "pytorch_model_fsdp_0"  # Accelerate's names, so that its tools find them
+OPTIMIZER_DIRECTORY = "optimizer_0"
+FULL_MODEL_FILE = "model.safetensors"
+FULL_OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+RANK_FILES = "rng_state_*.pth"
+
+
+def rank_file(rank: int) -> str:
+    """What belongs to one rank: its generators, its sums since the last line, the loss scale."""
+    return f"rng_state_{rank}.pth"
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The objects that a checkpoint describes. `wrapped` is what the forward is called on."""
+
+    wrapped: nn.Module
+    optimizer: torch.optim.Optimizer
+    full: bool
+    """FULL_STATE_DICT: rank 0 writes whole tensors."""
+
+
+def model_state(live: Live) -> dict[str, Any]:
+    """name → tensor (DTensor where sharded), each parameter once: tied names would be written twice."""
+    state = get_model_state_dict(live.wrapped)
+    tied = _tied_names(live.wrapped)
+    unique = {name: value for name, value in state.items() if name not in tied}
+    return gathered(unique) if live.full else unique
+
+
+def gathered(state: dict[str, Any]) -> dict[str, Any]:
+    """Whole tensors in rank 0's memory, {} elsewhere; one tensor at a time, so that no device holds two of them."""
+    whole: dict[str, Any] = {}
+    for name, value in state.items():
+        tensor = value.full_tensor() if isinstance(value, DTensor) else value
+        if dist.get_rank() == 0:
+            whole[name] = tensor.detach().to("cpu", copy=True)
+    return whole
+
+
+def _tied_names(model: nn.Module) -> set[str]:
+    """Names under which a parameter appears again. By name and not by address: an empty shard has no address."""
+    first = {name for name, _ in model.named_parameters(remove_duplicate=True)}
+    return {_plain(name) for name, _ in model.named_parameters(remove_duplicate=False) if name not in first}
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("module.").replace("_fsdp_wrapped_module.", "")
+
+
+def optimizer_state(live: Live) -> dict[str, Any]:
+    """Tensors of the optimizer, as state → parameter → kind. Learning rates and decay come from the recipe, never from here."""
+    state: Any = get_optimizer_state_dict(live.wrapped, live.optimizer)
+    tensors: dict[str, dict[str, Any]] = state["state"]
+    for parameter, kinds in tensors.items():
+        for kind, value in kinds.items():
+            if not isinstance(value, torch.Tensor):
+                raise failed_error(
+                    "optimizer-state-not-tensor", f"the optimizer keeps `{kind}` of {parameter} as {type(value).__name__}, not as a tensor"
+                )
+    return {parameter: gathered(kinds) for parameter, kinds in tensors.items()} if live.full else tensors
+
+
+def flat(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Optimizer state with one level of keys, as a safetensors file holds it."""
+    return {f"{parameter}::{kind}": value for parameter, kinds in state.items() for kind, value in kinds.items()}
+
+
+def load_model(live: Live, directory: Path) -> None:
+    """Reads the model's tensors of a checkpoint into the live model, resharded on the way."""
+    if (directory / FULL_MODEL_FILE).exists():
+        with safe_open(directory / FULL_MODEL_FILE, framework="pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is no mapping
+        missing = set_model_state_dict(live.wrapped, state, options=StateDictOptions(full_state_dict=True, strict=False))
+        _refuse_missing(missing.missing_keys, live, directory)
+        return
+    state = model_state(Live(live.wrapped, live.optimizer, full=False))
+    _check_names(state, directory / MODEL_DIRECTORY, "model")
+    dcp.load({"model": state}, storage_reader=RestrictedReader(directory / MODEL_DIRECTORY))
+    set_model_state_dict(live.wrapped, state, options=StateDictOptions(strict=False))
+
+
+def _refuse_missing(names: list[str], live: Live, directory: Path) -> None:
+    lost = sorted(set(names) - _tied_names(live.wrapped))
+    if lost:
+        raise failed_error(
+            "checkpoint-lacks-tensors", f"{directory}: the model needs `{lost[0]}` and {len(lost) - 1} more, which are not there"
+        )
+
+
+def _check_names(state: dict[str, Any], directory: Path, prefix: str) -> None:
+    """DCP ignores what the model lacks and casts dtypes without a word; a checkpoint of another model must not load."""
+    metadata = RestrictedReader(directory).read_metadata()
+    stored = {name: entry for name, entry in metadata.state_dict_metadata.items()}
+    wanted = {f"{prefix}.{name}": value for name, value in state.items()}
+    problems = [f"`{name}` is missing" for name in sorted(wanted.keys() - stored.keys())]
+    problems += [f"`{name}` is not in the model" for name in sorted(stored.keys() - wanted.keys())]
+    for name in sorted(wanted.keys() & stored.keys()):
+        entry: Any = stored[name]
+        if tuple(entry.size) != tuple(wanted[name].shape) or entry.properties.dtype != wanted[name].dtype:
+            problems.append(
+                f"`{name}` is {tuple(entry.size)} {entry.properties.dtype}, the model has {tuple(wanted[name].shape)} {wanted[name].dtype}"
+            )
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise failed_error("checkpoint-of-another-model", f"{directory}: {problems[0]}{more}")
+
+
+def load_optimizer(live: Live, directory: Path) -> None:
+    """Reads the optimizer's tensors; the hyper-parameters of its groups stay those of the recipe in force."""
+    hyper = [{key: value for key, value in group.items() if key != "params"} for group in live.optimizer.param_groups]
+    state: Any = get_optimizer_state_dict(live.wrapped, live.optimizer)
+    if (directory / FULL_OPTIMIZER_FILE).exists():
+        with safe_open(directory / FULL_OPTIMIZER_FILE, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                parameter, kind = name.rsplit("::", 1)
+                state["state"][parameter][kind] = _like(file.get_tensor(name), state["state"][parameter][kind])
+    else:
+        dcp.load({"optimizer": {"state": state["state"]}}, storage_reader=RestrictedReader(directory / OPTIMIZER_DIRECTORY))
+    set_optimizer_state_dict(live.wrapped, live.optimizer, state)
+    for group, values in zip(live.optimizer.param_groups, hyper, strict=True):
+        group.update(values)
+
+
+def _like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, sharded as `target` is."""
+    if isinstance(target, DTensor):
+        return distribute_tensor(whole.to(target.device, target.dtype), target.device_mesh, target.placements, src_data_rank=None)
+    return whole.to(target.device, target.dtype)
+
+
+def rng_state(device_type: str) -> dict[str, Any]:
+    """Every generator that a step draws from, as tensors and plain numbers (loadable without running code)."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "kind": kind,
+            "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            "position": position,
+            "has_gauss": has_gauss,
+            "cached": cached,
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if device_type != "cpu":
+        state["device"] = getattr(torch, device_type).get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any], device_type: str) -> None:
+    python, numpy_state = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    np.random.set_state(
+        (
+            numpy_state["kind"],
+            numpy_state["keys"].numpy().astype(np.uint32),
+            numpy_state["position"],
+            numpy_state["has_gauss"],
+            numpy_state["cached"],
+        )
+    )
+    torch.set_rng_state(state["torch"])
+    if device_type != "cpu" and "device" in state:
+        getattr(torch, device_type).set_rng_state(state["device"])
+
+
+def seed_for_rank(seed: int, step: int) -> int:
+    """The rule for dropout on another world size: every rank starts a stream of its own from seed, step and rank."""
+    return (seed * 1_000_003 + step * 8191 + dist.get_rank()) % (1 << 63)

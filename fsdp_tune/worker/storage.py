@@ -1,0 +1,180 @@
+"""Where DCP meets the disk: bytes are hashed while they are written, and metadata is read without running its code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import struct
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from fsdp_tune.atomic import DISK
+from fsdp_tune.errors import failed_error
+from fsdp_tune.manifest import Digester, FileEntry
+
+# safetensors' names of torch's dtypes (its format description)
+SAFETENSORS_DTYPE = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class HashingStream(io.RawIOBase):
+    """A file that is written from front to back, through `DISK`, and knows its digest. Seeking is refused."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = DISK.open(path)
+        self._digester = Digester()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        DISK.write(self._file, view)
+        self._digester.update(view)
+        return view.nbytes
+
+    def tell(self) -> int:
+        return self._digester.size_bytes
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+    def fileno(self) -> int:
+        self.flush()  # DCP syncs through the descriptor and does not flush Python's buffer first
+        return self._file.fileno()
+
+    def close(self) -> None:
+        if not self._file.closed:
+            DISK.fsync(self._file)
+            self._file.close()
+        super().close()
+
+    def entry(self) -> FileEntry:
+        return self._digester.entry()
+
+
+class HashingFileSystem(FileSystem):
+    """DCP's file system with the digests of what was written; `entries` maps file names as DCP finally calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: dict[str, FileEntry] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        if mode != "wb":
+            with open(path, mode) as plain:
+                yield cast(io.IOBase, plain)
+            return
+        stream = HashingStream(Path(path))
+        try:
+            yield stream
+        finally:
+            stream.close()
+        self.entries[Path(path).name] = stream.entry()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        DISK.rename(Path(path), Path(new_path))
+        self.entries[Path(new_path).name] = self.entries.pop(Path(path).name)
+
+
+def hashing_writer(directory: Path) -> tuple[FileSystemWriter, HashingFileSystem]:
+    """A DCP writer for a new directory. One thread: the order of the file operations is then always the same."""
+    writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
+    files = HashingFileSystem()
+    writer.fs = files
+    return writer, files
+
+
+_METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex",
+        "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+    "builtins": {"set", "dict", "list", "tuple"},
+}  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds what DCP metadata is made of and nothing else: a pickle may otherwise call any function of this machine."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name in _METADATA_CLASSES.get(module, ()) or is_dtype or (module, name) == ("torch", "Size"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which a checkpoint of tensors does not need")
+
+
+class RestrictedReader(FileSystemReader):
+    """DCP's reader whose `.metadata` cannot run code."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with open(path, "rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+        except Exception as error:
+            raise failed_error(
+                "checkpoint-metadata-refused", f"{path}: {error}", hint="the file is damaged or not from this tool; take another checkpoint"
+            ) from error
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return cast(Metadata, metadata)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileEntry:
+    """Writes CPU tensors in safetensors' format through `DISK`; the library's own writer bypasses Python and makes mode 0600."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, tensor in tensors.items():
+        size_bytes = tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": SAFETENSORS_DTYPE[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size_bytes]}
+        at += size_bytes
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    stream = HashingStream(path)
+    try:
+        stream.write(struct.pack("<Q", len(raw)) + raw)
+        for tensor in tensors.values():
+            if tensor.numel():
+                stream.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    finally:
+        stream.close()
+    return stream.entry()
+
+
+def write_torch(path: Path, value: Any) -> FileEntry:
+    """`torch.save` through a Python file, so that it is hashed and can be made to fail."""
+    stream = HashingStream(path)
+    try:
+        torch.save(value, stream)
+    finally:
+        stream.close()
+    return stream.entry()
