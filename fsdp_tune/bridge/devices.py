@@ -12,7 +12,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,21 +103,39 @@ class _NvmlMemory(ctypes.Structure):
     _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
 
 
+@contextmanager
+def _nvml() -> Iterator[ctypes.CDLL | None]:
+    """The driver's management library, started; None where there is no driver."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        yield None
+        return
+    if library.nvmlInit_v2() != NVML_SUCCESS:
+        yield None
+        return
+    try:
+        yield library
+    finally:
+        library.nvmlShutdown()
+
+
 def nvidia_devices() -> list[Device]:
     """All NVIDIA devices by NVML, in PCI order, whatever CUDA_VISIBLE_DEVICES says; [] where there is no driver."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return []
-    if nvml.nvmlInit_v2() != NVML_SUCCESS:
-        return []
-    try:
+    with _nvml() as nvml:
         count = ctypes.c_uint()
-        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != NVML_SUCCESS:
+        if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != NVML_SUCCESS:
             return []
         return [device for index in range(count.value) if (device := _nvidia_device(nvml, index)) is not None]
-    finally:
-        nvml.nvmlShutdown()
+
+
+def nvidia_driver() -> str | None:
+    """The driver's version, such as 550.54.15; None where there is none."""
+    with _nvml() as nvml:
+        text = ctypes.create_string_buffer(80)
+        if nvml is None or nvml.nvmlSystemGetDriverVersion(text, 80) != NVML_SUCCESS:
+            return None
+        return text.value.decode()
 
 
 def _nvidia_device(nvml: ctypes.CDLL, index: int) -> Device | None:

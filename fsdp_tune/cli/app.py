@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from fsdp_tune import __version__
+from fsdp_tune.cli.env import env
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.errors import ExitCode, Problem
 
@@ -61,6 +62,9 @@ def fsdp_tune(
     Example: train the embedded recipe on two CPU ranks, without network:
         fsdp-tune train --config gpt2_smoke
     """
+
+
+app.command()(env)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 # Set by launchers for their own children, or read by accelerate and torchrun as defaults of options.
 STALE_NAMES = frozenset(
@@ -75,3 +76,9 @@ def mask_text(text: str) -> str:
 def telling(environment: Mapping[str, str]) -> dict[str, str]:
     """The inherited variables that matter to a run, masked, sorted by name."""
     return {name: masked(name, environment[name]) for name in sorted(environment) if name.startswith(TELLING_PREFIXES)}
+
+
+def relevant_variables(environment: Mapping[str, str]) -> dict[str, Any]:
+    """For `env`: what ranks would inherit, masked, and what of another job a launch would take away."""
+    kept, removed = clean(environment)
+    return {"inherited": telling(kept), "removed_at_launch": removed}

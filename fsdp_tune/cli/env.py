@@ -1,0 +1,93 @@
+"""`env`: what a bug report needs, and what is known to go wrong with it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fsdp_tune.cli.options import JsonOption
+from fsdp_tune.cli.output import Screen, command
+from fsdp_tune.units import format_bytes
+
+
+def env(json_output: JsonOption = False) -> None:
+    """Show versions, devices, interconnect, limits, and known-bad combinations.
+
+    Asks torch in a process of its own; starts nothing and changes nothing.
+
+    \b
+    Example:
+        fsdp-tune env --json > env.json
+    """
+    with command(json_output) as screen:
+        from fsdp_tune.diagnose.known_bad import known_bad
+
+        facts = gather()
+        bad = known_bad(facts)
+        screen.document(facts | {"known_bad": [row.as_dict() for row in bad]})
+        show(screen, facts)
+        for row in bad:
+            screen.say(f"! {row.problem}\n  remedy: {row.remedy}\n  source: {row.source}")
+        if not bad:
+            screen.say("no known-bad combination")
+
+
+def gather() -> dict[str, Any]:
+    """The whole document, torch's own word included."""
+    from fsdp_tune.bridge.devices import nvidia_driver, torch_facts, visible_devices
+    from fsdp_tune.diagnose.environment import accelerate_default_config, host, interconnect, versions
+    from fsdp_tune.launch.environment import relevant_variables
+
+    devices = [{"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes} for each in visible_devices(os.environ)]
+    return {
+        "versions": versions(),
+        "host": host(),
+        "devices": devices,
+        "driver": nvidia_driver(),
+        "torch": torch_facts(),
+        "interconnect": interconnect(),
+        "variables": relevant_variables(os.environ),
+        "accelerate_default_config": accelerate_default_config(os.environ),
+    }
+
+
+def show(screen: Screen, facts: dict[str, Any]) -> None:
+    screen.table("versions", ["package", "version"], [[name, version or "not installed"] for name, version in facts["versions"].items()])
+    host, torch = facts["host"], facts["torch"]
+    rows = [
+        ["system", f"{host['system']} {host['architecture']}"],
+        ["python", host["executable"]],
+        ["cores", f"{host['usable_cores']} usable of {host['cores']}"],
+        [
+            "memory",
+            f"{_size(host['memory_available_bytes'])} free of {_size(host['memory_bytes'])}, limit {_size(host['memory_limit_bytes'], 'none')}",
+        ],
+        ["/dev/shm", _size(host["shared_memory_bytes"])],
+        ["open files", str(host["open_files_limit"])],
+        ["devices", _devices(facts["devices"])],
+        ["driver", facts["driver"] or "no NVIDIA driver"],
+        ["torch sees", torch.get("error") or f"{torch['device_count']} {torch['device'] or 'accelerators'}, CUDA {torch['cuda'] or 'no'}"],
+        ["backends", ", ".join(torch.get("backends", [])) or "unknown"],
+        [
+            "infiniband",
+            ", ".join(f"{name} {port['state']} {port['rate']}" for name, port in facts["interconnect"]["infiniband"].items()) or "none",
+        ],
+        ["interfaces", ", ".join(facts["interconnect"]["interfaces"]) or "none"],
+    ]
+    screen.table("machine", ["what", "value"], rows)
+    variables = facts["variables"]
+    if variables["inherited"]:
+        screen.table("variables that ranks inherit", ["name", "value"], list(variables["inherited"].items()))
+    if variables["removed_at_launch"]:
+        screen.say(f"variables of another job, removed at launch: {', '.join(variables['removed_at_launch'])}")
+
+
+def _size(size_bytes: int | None, none: str = "unknown") -> str:
+    return none if size_bytes is None else format_bytes(size_bytes)
+
+
+def _devices(devices: list[dict[str, Any]]) -> str:
+    if not devices:
+        return "none visible"
+    names = {f"{each['name']} {_size(each['memory_bytes'])}" for each in devices}
+    return f"{len(devices)} × {' / '.join(sorted(names))}"

@@ -1,0 +1,63 @@
+"""`status`: how a run stands, from its files alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fsdp_tune.cli.options import JsonOption
+from fsdp_tune.cli.output import Screen, command
+from fsdp_tune.errors import usage_error
+from fsdp_tune.run_dir import RunDir
+from fsdp_tune.units import format_seconds
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
+
+
+def status(run: RunArgument, json_output: JsonOption = False) -> None:
+    """Show how a run stands: step, age of the last line, live ranks, newest complete checkpoint, logs.
+
+    Reads files and never disturbs the run.
+
+    \b
+    Example:
+        fsdp-tune status runs/gpt2_smoke
+    """
+    with command(json_output) as screen:
+        from fsdp_tune.launch.status import run_status
+
+        directory = RunDir(run.resolve())
+        if not directory.is_used:
+            raise usage_error(
+                "not-a-run",
+                f"{run} holds no run (there is no {directory.recipe_json.name})",
+                hint="give the directory that `train` printed",
+            )
+        facts = run_status(directory)
+        screen.document(facts)
+        show(screen, facts)
+
+
+def show(screen: Screen, facts: dict[str, Any]) -> None:
+    screen.say(f"{facts['run_dir']}: {facts['state']}" + (f" ({facts['owner']})" if facts["owner"] else ""))
+    step, total = facts["step"], facts["total_steps"]
+    age = "no line yet" if facts["last_line_age_seconds"] is None else f"last line {format_seconds(facts['last_line_age_seconds'])} ago"
+    screen.say(
+        f"step {step if step is not None else 0}{f' of {total}' if total else ''}, {age}"
+        + (f", loss {facts['loss']:.4f}" if facts["loss"] is not None else "")
+    )
+    rows = [
+        [rank["rank"], rank["state"], rank["phase"] or "", rank["step"], rank["pid"] or "", rank["age"] or ""] for rank in facts["ranks"]
+    ]
+    if rows:
+        screen.table("", ["rank", "state", "phase", "step", "pid", "last sign"], rows)
+    screen.say(f"newest complete checkpoint: {facts['checkpoint'] or 'none'}")
+    for bad in facts["rejected_checkpoints"]:
+        screen.say(f"not complete: {bad['path']}: {bad['reason']}")
+    if facts["merged"]:
+        screen.say(f"merged model: {facts['merged']}")
+    if facts["problem"]:
+        screen.say(f"ended with: {facts['problem']}")
+    screen.say(f"logs: {facts['logs']}")

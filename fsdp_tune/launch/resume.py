@@ -1,0 +1,176 @@
+"""What `--resume` and `--overwrite` mean for a given directory: where a run begins, or why it must not."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.atomic import DISK, STAGE_MARK
+from fsdp_tune.errors import FsdpTuneError, Notice, Problem, Where, usage_error
+from fsdp_tune.launch.lock import is_held, read_owner
+from fsdp_tune.launch.ranks import read_outcome
+from fsdp_tune.launch.resume_diff import Change, check, compare
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run_dir import Checkpoint, RunDir, checkpoint_step, inspect_checkpoint, latest_checkpoint
+
+AUTO, NEVER = "auto", "never"
+# Keys that say how long a run is; when they are unchanged, a finished run stays finished.
+LENGTH_KEYS = frozenset({"training.max_steps", "training.num_train_epochs", "training.global_batch_size"})
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run begins. `checkpoint` None: step 0."""
+
+    checkpoint: Checkpoint | None = None
+    is_new: bool = True
+    """Whether the run directory has still to be made."""
+    is_finished: bool = False
+    """Nothing is left to do."""
+    trajectory_changes: Sequence[Change] = ()
+    notices: Sequence[Notice] = ()
+    digests_checked: bool = False
+    data_key: str | None = field(default=None)
+    """Content key of the data that the steps so far were trained on; None for a new run."""
+
+
+def decide(run: RunDir, recipe: Recipe, resume: str | None, *, overwrite: bool) -> Start:
+    """Reads only. FsdpTuneError (exit 2) with the ways out where the directory must not be used so."""
+    if run.path.is_symlink() and not run.path.exists():
+        raise usage_error("bad-output-dir", f"{run.path} is a link that leads nowhere", hint="remove it, or name another `output_dir`")
+    if is_held(run):
+        raise usage_error(
+            "run-in-use",
+            f"{run.path} is in use by {read_owner(run) or 'another command'}",
+            ways_out=(f"fsdp-tune status {run.path}", "--set output_dir=… for another directory"),
+        )
+    if overwrite and resume not in (None, NEVER):
+        raise usage_error("contradiction", f"--overwrite begins anew and --resume {resume} goes on: choose one")
+    if resume in (None, NEVER):
+        return _fresh(run, overwrite=overwrite)
+    if resume == AUTO:
+        return _newest(run, recipe)
+    return _explicit(run, recipe, Path(resume))
+
+
+def _fresh(run: RunDir, *, overwrite: bool) -> Start:
+    if run.is_used and not overwrite:
+        raise usage_error(
+            "run-directory-used",
+            f"{run.path} holds a run already",
+            ways_out=(
+                "--resume auto goes on from its newest checkpoint",
+                "--set output_dir=… or --name … uses another directory",
+                "--overwrite moves it aside and begins anew",
+            ),
+        )
+    _refuse_foreign(run)
+    return Start()
+
+
+def _refuse_foreign(run: RunDir) -> None:
+    """A directory with somebody else's files is not ours to fill, nor to move aside."""
+    if run.is_used or not run.path.is_dir():
+        return
+    foreign = sorted(
+        path.name for path in run.path.iterdir() if STAGE_MARK not in path.name and path.name not in (run.lock.name, run.logs.name)
+    )
+    if foreign:
+        shown = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
+        raise usage_error(
+            "directory-not-empty", f"{run.path} is no run of this tool and is not empty ({shown})", hint="name another `output_dir`"
+        )
+
+
+def _newest(run: RunDir, recipe: Recipe) -> Start:
+    if not run.is_used:
+        _refuse_foreign(run)
+        return Start()
+    old = read_resolved(run)
+    changes = compare(old, recipe)
+    trajectory = check(changes)
+    digests = recipe.checkpoint.verify == "digest"
+    checkpoint, rejected = latest_checkpoint(run, digests=digests)
+    notices = [Notice("checkpoint-rejected", f"{bad.path.name} is not used: {bad.reason}") for bad in rejected]
+    if checkpoint is None:
+        notices.append(Notice("no-checkpoint", f"{run.path} has no complete checkpoint: training begins at step 0"))
+    return Start(
+        checkpoint,
+        is_new=False,
+        is_finished=checkpoint is not None and _has_finished(run) and not any(change.key in LENGTH_KEYS for change in changes),
+        trajectory_changes=trajectory,
+        notices=notices,
+        digests_checked=digests,
+        data_key=read_data_key(run),
+    )
+
+
+def _explicit(run: RunDir, recipe: Recipe, path: Path) -> Start:
+    path = path.resolve()
+    verdict = inspect_checkpoint(path, digests=False)
+    if not isinstance(verdict, Checkpoint):
+        newest, _ = latest_checkpoint(RunDir(path))
+        hint = f"its newest complete checkpoint is `--resume {newest.path}`" if newest else "give a `checkpoint-N` directory, or `auto`"
+        raise usage_error("checkpoint-unusable", f"--resume {path}: {verdict.reason}", hint=hint)
+    source = RunDir(path.parent)
+    if run.is_used and not _same(run.path, source.path):
+        raise usage_error(
+            "run-directory-used",
+            f"{run.path} holds a run already, and {path} is of another",
+            ways_out=(f"--set output_dir={source.path} goes on in its own run", "--set output_dir=… uses a new directory"),
+        )
+    _refuse_foreign(run)
+    trajectory = check(compare(read_resolved(source), recipe)) if source.is_used else []
+    later = [other for other in source.path.iterdir() if (checkpoint_step(other) or 0) > verdict.step] if run.is_used else []
+    if later:
+        names = ", ".join(sorted(other.name for other in later))
+        raise usage_error(
+            "later-checkpoints",
+            f"{run.path} has checkpoints after step {verdict.step} ({names}), which the run would write again",
+            ways_out=("--resume auto goes on from the newest", "--set output_dir=… goes on in a new directory", "remove them"),
+        )
+    return Start(verdict, is_new=not run.is_used, trajectory_changes=trajectory, data_key=read_data_key(source))
+
+
+def _same(left: Path, right: Path) -> bool:
+    return left.resolve() == right.resolve()
+
+
+def read_resolved(run: RunDir) -> Recipe:
+    """The recipe that a run was last started with."""
+    try:
+        return Recipe.model_validate_json(run.recipe_json.read_bytes())
+    except (OSError, ValueError) as error:
+        where = Where(str(run.recipe_json))
+        message = f"cannot be read as a recipe of this version: {str(error).splitlines()[0]}"
+        raise FsdpTuneError(Problem("run-unreadable", message, where, "continue with the version that wrote it, or begin anew")) from error
+
+
+def read_data_key(run: RunDir) -> str | None:
+    """The content key in RUN/data.json; None where there is none."""
+    try:
+        raw: Any = json.loads(run.data_json.read_bytes())
+        return str(raw["key"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _has_finished(run: RunDir) -> bool:
+    outcome = read_outcome(run, 0)
+    return outcome is not None and outcome.exit_code == 0
+
+
+def move_aside(run: RunDir) -> Path:
+    """Renames a used directory out of the way, for `--overwrite`; nothing of it is lost."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    aside = run.path.with_name(f"{run.path.name}.old-{stamp}")
+    while aside.exists():
+        aside = aside.with_name(f"{aside.name}-{os.getpid()}")
+    DISK.rename(run.path, aside)
+    DISK.fsync_dir(run.path.parent)
+    return aside

@@ -1,0 +1,125 @@
+"""Writes the run directory: all of it or nothing when it is new; file by file, the old ones kept in history/, on resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fsdp_tune.atomic import DISK, staged_directory, write_file, write_json
+from fsdp_tune.errors import usage_error
+from fsdp_tune.fsdp import accelerate_config
+from fsdp_tune.launch.accelerate import LaunchPlan
+from fsdp_tune.launch.resume import Start
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run_dir import RunDir
+
+RESUME_NAME = "resume.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    recipe_text: str
+    """The recipe as the user wrote it."""
+    overrides: tuple[str, ...]
+    recipe: Recipe
+    """As resolved; the only thing that a rank reads."""
+    reasons: Mapping[str, str]
+    plan: LaunchPlan
+    environment: Mapping[str, Any]
+    data: str
+    """`Prepared.to_json()`."""
+    start: Start
+    save_model: Callable[[Path], None]
+    """Writes config, generation config and tokenizer into a directory, so that a merge needs no network."""
+
+
+def write_run(run: RunDir, files: RunFiles) -> None:
+    """Makes or renews RUN. A reader sees the old files, or the new ones; a crash leaves no directory half made."""
+    if files.start.is_new:
+        _write_new(run, files)
+    else:
+        _renew(run, files)
+
+
+def _write_new(run: RunDir, files: RunFiles) -> None:
+    if run.path.is_dir():
+        _remove_if_blank(run)
+    try:
+        with staged_directory(run.path) as stage:
+            inside = RunDir(stage)
+            inside.model.mkdir()
+            inside.logs.mkdir()
+            files.save_model(inside.model)
+            _write_files(inside, files)
+    except OSError as error:
+        if run.is_used:  # the rename met a directory that was not there when we looked
+            raise usage_error("run-in-use", f"{run.path} was made by another command just now", ways_out=("--set output_dir=…",)) from error
+        raise
+
+
+def _remove_if_blank(run: RunDir) -> None:
+    """A directory with nothing but an empty lock and empty logs cannot be renamed over; `resume.decide` saw nothing else in it."""
+    if run.lock.exists():
+        DISK.unlink(run.lock)
+    if run.logs.is_dir():
+        DISK.rmtree(run.logs)
+    run.path.rmdir()
+
+
+def _renew(run: RunDir, files: RunFiles) -> None:
+    DISK.mkdir(run.history)
+    number = 1 + max((int(path.name) for path in run.history.iterdir() if path.name.isdigit()), default=0)
+    with staged_directory(run.history / f"{number:03d}") as earlier:
+        for path in (run.recipe_yaml, run.recipe_json, run.launch_json, run.environment_json, run.data_json, run.readback_json):
+            if path.exists():
+                shutil.copy2(path, earlier / path.name)
+    if not run.model.exists():
+        with staged_directory(run.model) as stage:
+            files.save_model(stage)
+    _write_files(run, files)
+    _note_changes(run, files.start)
+
+
+def _write_files(run: RunDir, files: RunFiles) -> None:
+    """recipe.json last: it is what makes a directory a run."""
+    write_file(run.recipe_yaml, _with_overrides(files.recipe_text, files.overrides))
+    write_file(run.accelerate_yaml, yaml.safe_dump(accelerate_config(files.recipe), sort_keys=False))
+    write_json(run.environment_json, dict(files.environment))
+    write_file(run.data_json, files.data)
+    write_json(run.launch_json, files.plan.to_json() | {"started_at": time.time(), "reasons": dict(files.reasons)})
+    checkpoint = files.start.checkpoint
+    write_json(
+        run.path / RESUME_NAME,
+        {"resume_from": str(checkpoint.path) if checkpoint else None, "digests_checked": files.start.digests_checked},
+    )
+    write_file(run.recipe_json, files.recipe.model_dump_json(by_alias=True, indent=2) + "\n")
+
+
+def _with_overrides(text: str, overrides: tuple[str, ...]) -> str:
+    """The file as written; what `--set` changed stands below it as comments."""
+    if not overrides:
+        return text
+    lines = "".join(f"#   --set {' '.join(override.split())}\n" for override in overrides)
+    return f"{text.rstrip()}\n\n# Given on the command line:\n{lines}"
+
+
+def _note_changes(run: RunDir, start: Start) -> None:
+    """Leaves the changes of the trajectory in metrics.jsonl, at the step where they begin; rank 0 keeps lines up to that step."""
+    if not start.trajectory_changes:
+        return
+    step = start.checkpoint.step if start.checkpoint else 0
+    event = {
+        "event": "recipe_changed",
+        "step": step,
+        "time": time.time(),
+        "changes": [change.as_dict() for change in start.trajectory_changes],
+    }
+    with open(run.metrics_jsonl, "a", encoding="utf-8") as file:
+        file.write(json.dumps(event) + "\n")

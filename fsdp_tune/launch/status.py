@@ -1,0 +1,139 @@
+"""How a run stands, read from its directory by anybody who can read it. Changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+
+from fsdp_tune.errors import ExitReason
+from fsdp_tune.launch.lock import is_held, read_owner
+from fsdp_tune.launch.processes import is_alive
+from fsdp_tune.launch.ranks import Outcome, read_heartbeat, read_outcome
+from fsdp_tune.launch.resume import read_resolved
+from fsdp_tune.run_dir import RunDir, latest_checkpoint
+from fsdp_tune.units import format_seconds
+
+TAIL_BYTES = 1 << 18
+"""Of metrics.jsonl; lines are a few hundred bytes."""
+RECENT_SECONDS = 60.0
+"""A sign of life this young, from a machine whose processes we cannot see, counts as life."""
+
+
+def run_status(run: RunDir) -> dict[str, Any]:
+    """The document of `status --json`."""
+    world_size = read_resolved(run).world_size
+    ranks = [_rank_status(run, rank) for rank in range(world_size)]
+    outcomes = [outcome for rank in range(world_size) if (outcome := read_outcome(run, rank)) is not None]
+    checkpoint, rejected = latest_checkpoint(run)
+    owner = read_owner(run)
+    lines = last_lines(run.metrics_jsonl)
+    logged = next((line for line in reversed(lines) if "loss" in line), None)
+    return {
+        "run_dir": str(run.path),
+        "state": _state(run, ranks, outcomes),
+        "owner": str(owner) if owner is not None and is_held(run) else None,
+        "step": max((line["step"] for line in lines if isinstance(line.get("step"), int)), default=None),
+        "total_steps": next((line["total_steps"] for line in _started(run.metrics_jsonl) if "total_steps" in line), None),
+        "loss": logged["loss"] if logged is not None and isinstance(logged["loss"], float) else None,
+        "last_line_age_seconds": _age(run.metrics_jsonl),
+        "ranks": ranks,
+        "checkpoint": str(checkpoint.path) if checkpoint else None,
+        "rejected_checkpoints": [{"path": str(bad.path), "reason": bad.reason} for bad in rejected],
+        "merged": str(run.merged) if run.merged.is_dir() else None,
+        "problem": next((outcome.problem.message for outcome in outcomes if outcome.problem is not None), None),
+        "logs": str(run.logs),
+    }
+
+
+def _state(run: RunDir, ranks: list[dict[str, Any]], outcomes: list[Outcome]) -> str:
+    if any(rank["state"] == "live" for rank in ranks):
+        return "running"
+    if is_held(run):
+        return "starting or merging"
+    bad = [outcome for outcome in outcomes if outcome.exit_code != 0]
+    if bad:
+        stopped = [outcome for outcome in bad if outcome.reason is not ExitReason.LOST_RANK]
+        return (stopped or bad)[0].reason.value
+    if outcomes and len(outcomes) == len(ranks):
+        return ExitReason.FINISHED.value
+    return "died without a word" if any(rank["pid"] for rank in ranks) else "not started"
+
+
+def _rank_status(run: RunDir, rank: int) -> dict[str, Any]:
+    beat, outcome = read_heartbeat(run, rank), read_outcome(run, rank)
+    age_seconds = _age(run.rank_heartbeat(rank))
+    if outcome is not None:
+        state = outcome.reason.value
+    elif beat is None:
+        state = "not started"
+    elif _is_rank_alive(run, rank, beat.pid):
+        state = "live"
+    else:
+        state = "live elsewhere" if age_seconds is not None and age_seconds < RECENT_SECONDS and not is_here(run) else "gone"
+    return {
+        "rank": rank,
+        "state": state,
+        "phase": beat.phase if beat else None,
+        "step": beat.step if beat else 0,
+        "pid": beat.pid if beat else None,
+        "age": format_seconds(age_seconds) if age_seconds is not None else None,
+        "log": str(run.rank_log(rank)),
+    }
+
+
+def _is_rank_alive(run: RunDir, rank: int, pid: int) -> bool:
+    """Whether the pid of the heartbeat is still that rank's: pids are reused, RANK and the run's path are not."""
+    try:
+        process = psutil.Process(pid)
+        return is_alive(process) and str(run.path) in process.cmdline() and process.environ().get("RANK") == str(rank)
+    except psutil.Error:
+        return False
+
+
+def is_here(run: RunDir) -> bool:
+    """Whether the run was started on this machine."""
+    owner = read_owner(run)
+    return owner is None or owner.host == os.uname().nodename
+
+
+def _age(path: Path) -> float | None:
+    try:
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except FileNotFoundError:
+        return None
+
+
+def last_lines(path: Path) -> list[dict[str, Any]]:
+    """The last lines of a JSON Lines file; torn ones are left out."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            return _objects(file.read())
+    except FileNotFoundError:
+        return []
+
+
+def _started(path: Path) -> list[dict[str, Any]]:
+    """The `train_started` events at the end, newest first, and else at the start of the file."""
+    lines = [line for line in reversed(last_lines(path)) if line.get("event") == "train_started"]
+    if lines or not path.exists():
+        return lines
+    with open(path, "rb") as file:
+        return [line for line in _objects(file.read(TAIL_BYTES)) if line.get("event") == "train_started"]
+
+
+def _objects(raw: bytes) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for line in raw.split(b"\n"):
+        try:
+            value: Any = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(cast(dict[str, Any], value))
+    return found
