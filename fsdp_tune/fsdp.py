@@ -119,7 +119,15 @@ def expected(recipe: Recipe) -> dict[str, Any]:
     reshard = meaning["reshard_after_forward"] if recipe.fsdp.reshard_after_forward is None else recipe.fsdp.reshard_after_forward
     if recipe.fsdp.auto_wrap_policy == "NO_WRAP":
         reshard = None  # the root is the only unit, and its backward begins where its forward ends
+    prefetch: dict[str, Any] = {}
+    if wrapper == "fsdp2" and recipe.fsdp.auto_wrap_policy != "NO_WRAP":
+        backward = recipe.fsdp.backward_prefetch
+        prefetch = {
+            "forward_prefetch": int(recipe.fsdp.forward_prefetch),
+            "backward_prefetch": backward if isinstance(backward, int) else "implicit",
+        }
     return {
+        **prefetch,
         "wrapper": wrapper,
         "world_size": recipe.world_size,
         "mesh": [sizes[axis] for axis in meaning["mesh"]],

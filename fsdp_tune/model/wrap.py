@@ -81,7 +81,8 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
         fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=False if keep else reshard, **options)
     # None is FSDP2's own rule for the root: it stays gathered, since the backward begins with it.
     fully_shard(model, **options)
-    set_prefetch(recipe, [model.get_submodule(group[0]) for group in units.groups if group not in units.keeps_gathered])
+    names = {group[0] for group in units.groups if group not in units.keeps_gathered}
+    set_prefetch(recipe, [module for name, module in model.named_modules() if name in names])
     return model
 
 

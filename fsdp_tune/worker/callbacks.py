@@ -75,7 +75,7 @@ class RunCallback(TrainerCallback):
             trainer.parts.heartbeat.beat("probing a save", trainer.state.global_step)
             seconds = trainer.checkpointer.probe(trainer_state_json(trainer), trainer.own_state())
             trainer.parts.metrics.event("checkpoint_probed", trainer.state.global_step, seconds=seconds)
-            trainer.restart_line_clock()
+            trainer.lines.leave_out(seconds)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs: Any

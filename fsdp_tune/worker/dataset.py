@@ -7,10 +7,12 @@ without labels, because every rank must take part in the collectives; the filler
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
@@ -82,20 +84,24 @@ class MicroBatches(BatchSampler):
     ) -> None:
         """`order(epoch)` gives a permutation of `range(rows)` that depends on nothing else."""
         self._order, self._rows = order, rows
-        self._rank, self._world_size, self._micro_batch, self._accumulation = rank, world_size, micro_batch, accumulation
+        self._rank, self._world_size, self.micro_batch, self._accumulation = rank, world_size, micro_batch, accumulation
         self._drop_last = drop_last
         self.epoch = 0
 
     @property
     def global_batch(self) -> int:
-        return self._world_size * self._micro_batch * self._accumulation
+        return self._world_size * self.micro_batch * self._accumulation
+
+    def digest(self, epoch: int = 0) -> str:
+        """Names the order of an epoch: equal on every rank and on every world size with the same global batch."""
+        return hashlib.blake2b(np.ascontiguousarray(self._order(epoch), dtype=np.int64).tobytes(), digest_size=8).hexdigest()
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
         whole, rest = divmod(self._rows, self.global_batch)
-        last = math.ceil(rest / (self._world_size * self._micro_batch)) if rest and not self._drop_last else 0
+        last = math.ceil(rest / (self._world_size * self.micro_batch)) if rest and not self._drop_last else 0
         return whole * self._accumulation + last
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -107,7 +113,7 @@ class MicroBatches(BatchSampler):
             yield from self._split(rows)
 
     def _split(self, rows: Int64) -> Iterator[list[int]]:
-        micro_batches = rank_micro_batches(rows, dp_rank=self._rank, dp_size=self._world_size, micro_batch_size=self._micro_batch)
+        micro_batches = rank_micro_batches(rows, dp_rank=self._rank, dp_size=self._world_size, micro_batch_size=self.micro_batch)
         return ([int(row) for row in micro_batch] or [FILLER] for micro_batch in micro_batches)
 
 

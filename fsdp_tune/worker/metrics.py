@@ -115,3 +115,46 @@ def memory(device: torch.device) -> dict[str, float | None]:
         "peak_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
         "peak_host_gib": host,
     }
+
+
+class Lines:
+    """Makes the lines of metrics.jsonl: what lies between two of them, and how long it took."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.sums = Sums(device)
+        self.tokens = 0
+        """Non-padding tokens of all ranks since the start of the run."""
+        self.last_loss: float | None = None
+        self._time = time.monotonic()
+        self._step = 0
+
+    def start(self, step: int) -> None:
+        """Starts the clock at `step`; what was not training since the last line is not counted."""
+        self._time, self._step = time.monotonic(), step
+
+    def leave_out(self, seconds: float) -> None:
+        """Takes time that was no part of a step (evaluation, a save) out of the next line."""
+        self._time += seconds
+
+    def line(self, step: int, grad_norm: float | None, learning_rate: float | None) -> dict[str, Any]:
+        """All ranks take part; the numbers are the same on each, but for memory and waiting, which are this rank's."""
+        seconds = time.monotonic() - self._time
+        steps = max(1, step - self._step)
+        totals = self.sums.reduced()
+        self.tokens += int(totals["tokens"])
+        self.last_loss = totals["loss_sum"] / totals["supervised_tokens"]
+        self.sums.reset()
+        self.start(step)
+        return {
+            "loss": self.last_loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "tokens": self.tokens,
+            "supervised_tokens": int(totals["supervised_tokens"]),
+            "tokens_per_second_per_device": totals["tokens"] / seconds / dist.get_world_size(),
+            "step_seconds": seconds / steps,
+            "data_wait_seconds": totals["data_wait_seconds"] / steps,
+            "mfu": None,
+            **memory(self._device),
+        }

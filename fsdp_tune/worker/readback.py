@@ -41,12 +41,14 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
         "offload_params": _offloads(wrapped, kind),
         "global_batch_size": trainer.parts.sampler.global_batch,
         "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
-        "micro_batch": trainer.parts.sampler._micro_batch,
+        "micro_batch": trainer.parts.sampler.micro_batch,
         "attention": getattr(loaded.model.config, "_attn_implementation", None),
         "parameters": sum(p.numel() for _, p in parameters),
         "trained_parameters": sum(p.numel() for p in trained),
         "local_bytes": sum(_local(p).numel() * p.element_size() for _, p in parameters),
         "frozen_dtypes": sorted({_name(p.dtype) for _, p in parameters if not p.requires_grad}),
+        "tokens_per_step_at_most": trainer.parts.sampler.global_batch * recipe.data.max_length,
+        "data_order_digest": trainer.parts.sampler.digest(),
         "optimizer": type(trainer.optimizer).__name__ if trainer.optimizer is not None else None,
         "plugin": _plugin(trainer),
     }
@@ -112,6 +114,8 @@ def _fsdp2(recipe: Recipe, loaded: Loaded) -> dict[str, Any]:
                     "param_dtype": _name(group.mp_policy.param_dtype),
                     "reduce_dtype": _name(group.mp_policy.reduce_dtype),
                     "output_dtype": _name(group.mp_policy.output_dtype),
+                    "forward_prefetch": len(module._get_fsdp_state()._states_to_forward_prefetch),
+                    "backward_prefetch": len(module._get_fsdp_state()._states_to_backward_prefetch),
                 }
             )
     layers = [unit for unit in units if unit["modules"][0] != "(root)" and (tuple(unit["modules"]) not in loaded.units.keeps_gathered)]
@@ -122,6 +126,8 @@ def _fsdp2(recipe: Recipe, loaded: Loaded) -> dict[str, Any]:
         "reshard_after_forward": _only({unit["reshard_after_forward"] for unit in layers}) if layers else None,
         "compute_dtype": _only({unit["param_dtype"] or storage for unit in units}),
         "reduce_dtype": _only({unit["reduce_dtype"] for unit in units}),
+        "forward_prefetch": max((unit["forward_prefetch"] for unit in layers), default=0),
+        "backward_prefetch": max((unit["backward_prefetch"] for unit in layers), default=0) or "implicit",
         "output_dtype": _only({unit["output_dtype"] for unit in units}),
         "units": units,
         "not_sharded": plain,

@@ -58,6 +58,7 @@ def build_trainer(
         metrics=MetricsFile(run, resume_step=resume.step if resume else None, enabled=rank.is_first),
         heartbeat=heartbeat,
         scale=LossScale() if recipe.precision.mixed_precision == "fp16" else None,
+        run=run,
     )
     callback = RunCallback(run, wish, say, is_first=rank.is_first)
     trainer = FsdpTrainer(parts, arguments, [*_extra_callbacks(recipe), callback])
@@ -152,9 +153,9 @@ def results(trainer: FsdpTrainer, started: float) -> dict[str, Any]:
     step = trainer.checkpointer.last_step
     return {
         "steps": trainer.state.global_step,
-        "loss": trainer.last_loss,
+        "loss": trainer.lines.last_loss,
         "eval_loss": trainer.last_eval_loss,
-        "tokens": trainer.tokens_seen,
+        "tokens": trainer.lines.tokens,
         "checkpoint": str(trainer.checkpointer.run.checkpoint(step)) if step is not None else None,
         "seconds": time.time() - started,
     }

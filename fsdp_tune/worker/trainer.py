@@ -6,6 +6,7 @@ the batches, the loss, the gradient norm, evaluation, what is logged, and checkp
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,19 +20,24 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from fsdp_tune.atomic import write_json
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.errors import ExitCode, FailedError, Problem
+from fsdp_tune.errors import failed_error
 from fsdp_tune.model.load import Loaded
 from fsdp_tune.model.loss import auxiliary_loss_weight, micro_batch_loss
-from fsdp_tune.model.step import LossScale, clip_factor, compute_context, flat_shard_group, parameter_groups, scale_gradients, total_norm
+from fsdp_tune.model.step import LossScale, compute_context, parameter_groups
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run_dir import RunDir
+from fsdp_tune.worker import nonfinite
+from fsdp_tune.worker.audit import DtypeAudit, warnings_of
 from fsdp_tune.worker.checkpoint import Checkpointer
-from fsdp_tune.worker.dataset import Batch, Collator, MicroBatches, eval_batches, loader
+from fsdp_tune.worker.dataset import Batch, Collator, MicroBatches, loader
+from fsdp_tune.worker.evaluate import evaluate_sets
+from fsdp_tune.worker.gradients import GradientGate
 from fsdp_tune.worker.heartbeat import Heartbeat
-from fsdp_tune.worker.metrics import MetricsFile, Sums, memory
+from fsdp_tune.worker.metrics import Lines, MetricsFile
 from fsdp_tune.worker.resume import restore_model, restore_optimizer, restore_own, restore_rng, restore_schedule, trainer_state_json
-
-FP16_SKIPS_IN_A_ROW = 20
+from fsdp_tune.worker.watch import CurveWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,7 @@ class Parts:
     metrics: MetricsFile
     heartbeat: Heartbeat
     scale: LossScale | None
+    run: RunDir
 
 
 class FsdpTrainer(Trainer):
@@ -61,14 +68,15 @@ class FsdpTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         self.wrapped = parts.loaded.wrapped
-        self.sums = Sums(args.device)
-        self.tokens_seen = 0
-        self.last_loss: float | None = None
+        self.lines = Lines(args.device)
         self.last_eval_loss: float | None = None
-        self._waited_seconds = 0.0
-        self._line_time = time.monotonic()
-        self._line_step = 0
-        self._skipped_steps = 0
+        self.gate = GradientGate(
+            self.wrapped, parts.scale, parts.recipe.training.on_nonfinite == "skip", parts.metrics, self._locate_nonfinite
+        )
+        self._watch = CurveWatch(parts.loaded.model.config.vocab_size if parts.recipe.model.from_config is None else None)
+        self._batches: list[Batch] = []
+        self._batches_done = 0
+        self._audited = False
         self._auxiliary_weight = auxiliary_loss_weight(parts.loaded.model)
 
     # ---- Preparation: the model is wrapped and the batches are this rank's already, so Accelerate has nothing to prepare.
@@ -81,15 +89,15 @@ class FsdpTrainer(Trainer):
             restore_model(self.checkpointer.live, resume_from_checkpoint)
             restore_optimizer(self.checkpointer.live, resume_from_checkpoint)
             restore_schedule(self.lr_scheduler, self.state.global_step)
-            self.tokens_seen = int(self.state.num_input_tokens_seen)
+            self.lines.tokens = int(self.state.num_input_tokens_seen)
             own = restore_own(resume_from_checkpoint)
-            self.sums.load(own["sums"])
+            self.lines.sums.load(own["sums"])
             if self.parts.scale is not None and own["loss_scale"] is not None:
                 self.parts.scale.load_state_dict(own["loss_scale"])
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
-        self._line_step, self._line_time = self.state.global_step, time.monotonic()
+        self.lines.start(self.state.global_step)
         return self.wrapped, train_dataloader
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -122,16 +130,16 @@ class FsdpTrainer(Trainer):
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         waited = time.monotonic() - started
         mine = sum(batch.supervised_tokens for batch in batches)
-        self.sums.add_batch(sum(batch.tokens for batch in batches), mine, waited)
+        self.lines.sums.add_batch(sum(batch.tokens for batch in batches), mine, waited)
         # On the host: the batches are there, so neither the device nor its queue is asked.
         total = torch.tensor(float(mine), dtype=torch.float64)
         dist.all_reduce(total)
         if total.item() == 0:
-            raise _failed(
+            raise failed_error(
                 "step-without-targets",
                 f"step {self.state.global_step + 1}: no token of the global batch is supervised, so there is no loss",
             )
-        self._micro_batches_left = len(batches)
+        self._batches, self._batches_done = batches, 0
         return batches, total
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -142,20 +150,43 @@ class FsdpTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         batch: Batch = inputs
         model.train()
-        self._micro_batches_left -= 1
-        self._reduce_between_replicas(last=self._micro_batches_left == 0)
+        self._batches_done += 1
+        self._reduce_between_replicas(last=self._batches_done == len(self._batches))
         tensors = {name: tensor.to(self.args.device, non_blocking=True) for name, tensor in batch.tensors.items()}
+        if self._audited:
+            return self._forward_backward(model, batch, tensors, float(num_items_in_batch))
+        self._audited = True
+        with DtypeAudit() as audit:
+            loss = self._forward_backward(model, batch, tensors, float(num_items_in_batch))
+        self._write_audit(audit.report())
+        return loss
+
+    def _forward_backward(self, model: nn.Module, batch: Batch, tensors: dict[str, torch.Tensor], step_targets: float) -> torch.Tensor:
+        """`step_targets`: supervised tokens of the whole step, over all ranks and micro-batches."""
         with compute_context(self.parts.recipe, self.args.device.type):
             loss_sum, auxiliary = micro_batch_loss(model, tensors)
         # Ranks average their gradients, so the share of one rank is multiplied by their number.
-        loss = loss_sum * (dist.get_world_size() / float(num_items_in_batch))
+        share = dist.get_world_size() / step_targets
+        loss = loss_sum * share
         if self._auxiliary_weight:
-            loss = loss + self._auxiliary_weight * auxiliary * (batch.supervised_tokens * dist.get_world_size() / float(num_items_in_batch))
+            loss = loss + self._auxiliary_weight * auxiliary * (batch.supervised_tokens * share)
         if self.parts.scale is not None:
             loss = loss * self.parts.scale.scale
         loss.backward()
-        self.sums.add(loss_sum.detach())
+        self.lines.sums.add(loss_sum.detach())
         return loss.detach()
+
+    def _write_audit(self, report: dict[str, dict[str, int]]) -> None:
+        """Completes readback.json with what the first micro-batch really ran in."""
+        if self.is_world_process_zero():
+            document = json.loads(self.parts.run.readback_json.read_text(encoding="utf-8"))
+            warnings = warnings_of(self.parts.recipe, report)
+            write_json(self.parts.run.readback_json, {**document, "ran_in": report, "warnings": warnings})
+            for warning in warnings:
+                self.parts.metrics.event("precision_warning", self.state.global_step, message=warning)
+
+    def _locate_nonfinite(self) -> str:
+        return nonfinite.describe(self.parts.recipe, self.parts.loaded, self._batches, self.parts.train, self.args.device)
 
     def _reduce_between_replicas(self, *, last: bool) -> None:
         """Under HSDP every micro-batch reduces inside a replica; only the last one crosses between replicas."""
@@ -163,46 +194,10 @@ class FsdpTrainer(Trainer):
             self.wrapped.set_requires_all_reduce(last)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        return self._norm_and_clip(self.args.max_grad_norm)
+        return self.gate.pass_or_skip(self.state.global_step + 1, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return self._norm_and_clip(None) if grad_norm is None else grad_norm
-
-    def _norm_and_clip(self, max_norm: float | None) -> torch.Tensor:
-        """The norm before clipping, over all ranks. A norm that is not finite never reaches the optimizer."""
-        parameters = [p for p in self.wrapped.parameters() if p.grad is not None]
-        norm = total_norm(parameters, flat_shard_group(self.wrapped))
-        scale = self.parts.scale
-        if scale is not None:
-            norm = norm / scale.scale
-        if not bool(torch.isfinite(norm)):
-            self._skip_step(norm)
-            return norm
-        factor = 1.0 / scale.scale if scale is not None else 1.0
-        if max_norm is not None:
-            scale_gradients(parameters, clip_factor(norm, max_norm) * factor)
-        elif scale is not None:
-            scale_gradients(parameters, factor)
-        if scale is not None:
-            scale.update(finite=True)
-        return norm
-
-    def _skip_step(self, norm: torch.Tensor) -> None:
-        """All ranks come here together, since the norm is the same on each. Without gradients an optimizer changes nothing."""
-        step = self.state.global_step + 1
-        scale = self.parts.scale
-        if scale is not None:
-            scale.update(finite=False)
-            self.parts.metrics.event("loss_scale_backed_off", step, loss_scale=scale.scale)
-            if scale.skipped_in_a_row >= FP16_SKIPS_IN_A_ROW:
-                raise _non_finite(f"step {step}: {FP16_SKIPS_IN_A_ROW} steps in a row overflowed in fp16 (loss scale now {scale.scale:g})")
-        elif self.parts.recipe.training.on_nonfinite == "stop":
-            raise _non_finite(f"step {step}: the gradient norm is {float(norm)}")
-        else:
-            self._skipped_steps += 1
-            self.parts.metrics.event("step_skipped", step, reason=f"the gradient norm is {float(norm)}")
-        for parameter in self.wrapped.parameters():
-            parameter.grad = None
+        return self.gate.pass_or_skip(self.state.global_step + 1, None) if grad_norm is None else grad_norm
 
     # ---- Logging, evaluation, saving
 
@@ -214,7 +209,7 @@ class FsdpTrainer(Trainer):
         self.parts.heartbeat.beat("training", step)
         if self.control.should_log and step > self._globalstep_last_logged:
             self._globalstep_last_logged = step
-            self.log(self._line(grad_norm, kwargs.get("learning_rate")))
+            self._log_line(step, None if grad_norm is None else float(grad_norm), kwargs.get("learning_rate"))
         if self.control.should_evaluate:
             is_best = self._determine_best_metric(metrics=self._evaluate(trial, None), trial=trial)
             if self.args.save_strategy == "best":
@@ -223,34 +218,16 @@ class FsdpTrainer(Trainer):
             self._save_checkpoint(model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
-    def _line(self, grad_norm: Any, learning_rate: float | None) -> dict[str, Any]:
-        now, step = time.monotonic(), self.state.global_step
-        seconds = (now - self._line_time) / max(1, step - self._line_step)
-        totals = self.sums.reduced()
-        self.tokens_seen += int(totals["tokens"])
-        self.state.num_input_tokens_seen = self.tokens_seen
-        self.last_loss = totals["loss_sum"] / totals["supervised_tokens"]
-        line: dict[str, Any] = {
-            "loss": self.last_loss,
-            "grad_norm": float(grad_norm) if grad_norm is not None else None,
-            "learning_rate": learning_rate,
-            "tokens": self.tokens_seen,
-            "supervised_tokens": int(totals["supervised_tokens"]),
-            "tokens_per_second_per_device": totals["tokens"] / (now - self._line_time) / dist.get_world_size(),
-            "step_seconds": seconds,
-            "data_wait_seconds": totals["data_wait_seconds"] / max(1, step - self._line_step),
-            "mfu": None,
-            **memory(self.args.device),
-        }
+    def _log_line(self, step: int, grad_norm: float | None, learning_rate: float | None) -> None:
+        line = self.lines.line(step, grad_norm, learning_rate)
+        self.state.num_input_tokens_seen = self.lines.tokens
         if self.parts.scale is not None:
-            line |= {"loss_scale": self.parts.scale.scale, "skipped_steps": self.parts.scale.skipped_steps}
-        self.sums.reset()
-        self._line_time, self._line_step = now, step
-        return line
-
-    def restart_line_clock(self) -> None:
-        """What was not training since the last line is not counted into its seconds."""
-        self._line_time, self._line_step = time.monotonic(), self.state.global_step
+            line["loss_scale"] = self.parts.scale.scale
+        if self.gate.skipped_steps:
+            line["skipped_steps"] = self.gate.skipped_steps
+        self.log(line)
+        for event, message in self._watch.events(line["loss"], grad_norm):
+            self.parts.metrics.event(event, step, message=message)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         if "train_runtime" in logs:
@@ -259,34 +236,16 @@ class FsdpTrainer(Trainer):
         numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, numbers)
 
-    @torch.no_grad()
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Token-weighted loss of every eval set: each row once, whatever the number of ranks."""
         self.parts.heartbeat.beat("evaluating", self.state.global_step)
         started = time.monotonic()
-        self.wrapped.eval()
-        sums = {label: self._eval_sums(store) for label, store in self.parts.evals.items()}
-        self.wrapped.train()
-        metrics = {f"eval_{label}_loss": loss / tokens for label, (loss, tokens) in sums.items() if len(sums) > 1}
-        metrics["eval_loss"] = sum(loss for loss, _ in sums.values()) / sum(tokens for _, tokens in sums.values())
+        metrics = evaluate_sets(self.parts.recipe, self.wrapped, self.parts.evals, self.parts.collator, self.args.device)
+        seconds = time.monotonic() - started
         self.last_eval_loss = metrics["eval_loss"]
-        self.log({**metrics, "eval_seconds": time.monotonic() - started})
-        self._line_time += time.monotonic() - started  # evaluation is no part of a step
+        self.log({**metrics, "eval_seconds": seconds})
+        self.lines.leave_out(seconds)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-    def _eval_sums(self, store: RowStore) -> tuple[float, float]:
-        """(sum of token losses, supervised tokens) of one set over all ranks."""
-        micro_batch = self.args.per_device_eval_batch_size
-        batches = eval_batches(len(store), rank=dist.get_rank(), world_size=dist.get_world_size(), micro_batch=micro_batch)
-        total = torch.zeros(2, dtype=torch.float64)
-        for batch in loader(store, _Fixed(batches), self.parts.collator, workers=0, pin_memory=False):
-            tensors = {name: tensor.to(self.args.device) for name, tensor in batch.tensors.items()}
-            with compute_context(self.parts.recipe, self.args.device.type):
-                loss_sum, _ = micro_batch_loss(self.wrapped, tensors)
-            total += torch.tensor([float(loss_sum), batch.supervised_tokens], dtype=torch.float64)
-        dist.all_reduce(total)
-        return total[0].item(), total[1].item()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         step = self.state.global_step
@@ -298,7 +257,7 @@ class FsdpTrainer(Trainer):
         if self.state.best_global_step is not None:
             self.state.best_model_checkpoint = str(self.checkpointer.run.checkpoint(self.state.best_global_step))
         self.checkpointer.save(step, trainer_state_json(self), self.own_state())
-        self._line_time += time.monotonic() - started
+        self.lines.leave_out(time.monotonic() - started)
 
     def _load_best_model(self) -> None:
         self.checkpointer.wait()
@@ -307,7 +266,7 @@ class FsdpTrainer(Trainer):
 
     def own_state(self) -> dict[str, Any]:
         """What only this rank knows, for its file in a checkpoint."""
-        return {"sums": self.sums.state(), "loss_scale": self.parts.scale.state_dict() if self.parts.scale is not None else None}
+        return {"sums": self.lines.sums.state(), "loss_scale": self.parts.scale.state_dict() if self.parts.scale is not None else None}
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         # The Trainer calls this last, after skipping batches, so nothing draws from the generators in between.
@@ -334,23 +293,3 @@ class _Sized:
 
     def __len__(self) -> int:
         return len(self._store)
-
-
-class _Fixed(torch.utils.data.BatchSampler):
-    def __init__(self, batches: list[list[int]]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._batches)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-
-def _failed(code: str, message: str, hint: str | None = None) -> FailedError:
-    return FailedError(Problem(code, message, hint=hint))
-
-
-def _non_finite(message: str) -> FailedError:
-    hint = "lower training.learning_rate, check the rows of this step, or continue past such steps with training.on_nonfinite: skip"
-    return FailedError(Problem("non-finite", message, hint=hint), exit_code=ExitCode.NON_FINITE)

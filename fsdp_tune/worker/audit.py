@@ -1,0 +1,87 @@
+"""In what dtype things really ran: a trace of the operators of one micro-batch, forward and backward, collectives included."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_tune.recipe.schema import Recipe
+
+# Operator name → what it is part of. Only what decides about numerics is listed; the rest is elementwise.
+_KINDS = {
+    "mm": "matmul",
+    "addmm": "matmul",
+    "bmm": "matmul",
+    "baddbmm": "matmul",
+    "_grouped_mm": "matmul",
+    "_scaled_dot_product_flash_attention": "attention",
+    "_scaled_dot_product_flash_attention_for_cpu": "attention",
+    "_scaled_dot_product_efficient_attention": "attention",
+    "_scaled_dot_product_cudnn_attention": "attention",
+    "_scaled_dot_product_attention_math": "attention",
+    "_softmax": "attention",
+    "native_layer_norm": "norm",
+    "_fused_rms_norm": "norm",
+    "rsqrt": "norm",  # the norms that transformers writes out: x * rsqrt(mean(x²) + ε)
+    "_log_softmax": "loss",
+    "nll_loss_forward": "loss",
+    "linear_cross_entropy": "loss",
+    "_reduce_scatter_base_": "reduce",
+    "reduce_scatter_": "reduce",
+    "reduce_scatter_tensor": "reduce",
+    "allreduce_": "reduce",
+    "all_reduce": "reduce",
+    "_allgather_base_": "gather",
+    "all_gather_into_tensor": "gather",
+}
+LOW = ("bfloat16", "float16")
+MANY_RANKS = 64
+"""From here on the rounding of a bf16 sum over ranks is as large as the gradient noise of a usual batch: 2**-8 per addition."""
+
+
+class DtypeAudit(TorchDispatchMode):
+    """Counts floating-point dtypes by kind of operator while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kind = _KINDS.get(func.overloadpacket.__name__)
+        if kind is not None:
+            for tensor in _tensors(args):
+                if tensor.is_floating_point():
+                    self._seen[kind][str(tensor.dtype).removeprefix("torch.")] += 1
+                    break
+        return func(*args, **(kwargs or {}))
+
+    def report(self) -> dict[str, dict[str, int]]:
+        """kind → dtype → number of calls."""
+        return {kind: dict(sorted(counts.items())) for kind, counts in sorted(self._seen.items())}
+
+
+def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for arg in args:
+        found += [arg] if isinstance(arg, torch.Tensor) else _tensors(tuple(arg)) if isinstance(arg, list | tuple) else []
+    return found
+
+
+def warnings_of(recipe: Recipe, report: dict[str, dict[str, int]]) -> list[str]:
+    """What in the trace loses precision that a recipe's reader may not expect."""
+    found: list[str] = []
+    if recipe.model.dtype == "bf16":
+        found.append("master weights are bf16: an update smaller than 1/256 of a weight is lost (model.dtype: fp32 keeps it)")
+    for kind, what in (("norm", "norms"), ("loss", "the loss")):
+        low = [dtype for dtype in report.get(kind, {}) if dtype in LOW]
+        if low:
+            found.append(f"{what} ran in {low[0]}")
+    low = [dtype for dtype in report.get("reduce", {}) if dtype in LOW]
+    if low and recipe.world_size >= MANY_RANKS:
+        found.append(
+            f"gradients of {recipe.world_size} ranks were summed in {low[0]} (precision.reduce_dtype: fp32 costs twice the traffic)"
+        )
+    return found
