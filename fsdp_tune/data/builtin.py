@@ -1,7 +1,8 @@
 """`builtin:arithmetic`: sums in words, and a tokenizer for them, made here and not downloaded.
 
-`three plus four is` → ` seven`. Numbers are 0 to 99. A tenth of the pairs is held out: the splits `train` and `test`
-share no question, so the exact match on `test` shows that a model has learnt to count and not to repeat.
+`thirty seven plus four is` → ` forty one`: any number below a hundred plus one below ten. A tenth of the thousand sums
+is held out: the splits `train` and `test` share no question, so the exact match on `test` shows that a model has learnt
+to add and not to repeat.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 PREFIX = "builtin:"
 NAMES = ("arithmetic",)
 SPLITS = ("train", "test")
-HIGHEST = 99
+HIGHEST_LEFT, HIGHEST_RIGHT = 99, 9
 HELD_OUT_SHARE = 0.1
 
 EOS, PAD, TURN_END = "<|endoftext|>", "<|pad|>", "<|end|>"
@@ -81,8 +82,8 @@ def held_out_prompts(count: int | None = None) -> list[tuple[str, str]]:
 
 
 def _questions() -> Iterator[tuple[str, str]]:
-    for left in range(HIGHEST + 1):
-        for right in range(HIGHEST + 1):
+    for left in range(HIGHEST_LEFT + 1):
+        for right in range(HIGHEST_RIGHT + 1):
             yield f"{in_words(left)} plus {in_words(right)} is", f" {in_words(left + right)}"
 
 
