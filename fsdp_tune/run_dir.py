@@ -165,3 +165,22 @@ def latest_checkpoint(run: RunDir, *, digests: bool = False) -> tuple[Checkpoint
             return verdict, rejected
         rejected.append(verdict)
     return None, rejected
+
+
+def run_of(path: Path) -> RunDir | None:
+    """The run that `path` names: a run directory itself, or one of its `checkpoint-N`; None for anything else."""
+    for candidate in (path, path.parent if checkpoint_step(path) is not None else path):
+        if RunDir(candidate).is_used and RunDir(candidate).model.is_dir():
+            return RunDir(candidate)
+    return None
+
+
+def checkpoint_to_start_from(path: Path) -> Checkpoint | None:
+    """The weights that `model.name_or_path: RUN` or `RUN/checkpoint-N` means: that checkpoint, or the run's newest."""
+    run = run_of(path)
+    if run is None:
+        return None
+    if path == run.path:
+        return latest_checkpoint(run)[0]
+    verdict = inspect_checkpoint(path, digests=False)
+    return verdict if isinstance(verdict, Checkpoint) else None

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.errors import FsdpTuneError, usage_error
 from fsdp_tune.recipe.catalogue import architecture
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run_dir import run_of
 
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -58,8 +60,11 @@ def _base_config(recipe: Recipe, *, allow_packaged: bool) -> PreTrainedConfig:
             raise usage_error("config-unreadable", f"model.from_config: {file} cannot be read as JSON ({error})") from error
     name = recipe.model.name_or_path
     assert name is not None, "the recipe's rules demand name_or_path or from_config"
+    run = run_of(Path(name))
     try:
-        return AutoConfig.from_pretrained(name, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code)
+        return AutoConfig.from_pretrained(
+            run.model if run else name, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code
+        )
     except (OSError, ValueError) as error:
         facts = architecture(name)
         if allow_packaged and facts is not None:
@@ -128,6 +133,12 @@ def build_empty(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocab
     return model
 
 
+def build_with_buffers(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
+    """Parameters on the meta device, buffers with their real values."""
+    with init_empty_weights(include_buffers=False):
+        return _from_config(recipe, config)
+
+
 def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabulary: int | None = None) -> PreTrainedModel:
     """The model with real weights in host memory: read, or drawn from `training.seed`.
 
@@ -135,7 +146,8 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
     """
     config = config or model_config(recipe)
     torch.manual_seed(recipe.training.seed)
-    if recipe.model.from_config is not None:
+    if recipe.model.from_config is not None or run_of(Path(str(recipe.model.name_or_path))) is not None:
+        # Of a run, the weights come from its sharded checkpoint, once this model is wrapped.
         model = _from_config(recipe, config)
     else:
         name = recipe.model.name_or_path

@@ -5,7 +5,8 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdp_tune.model.build import build_empty, build_full
+from fsdp_tune.model.build import build_empty, build_full, build_with_buffers
 from fsdp_tune.model.recompute import recompute_activations
+from fsdp_tune.model.slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
 from fsdp_tune.model.units import UnitPlan, plan_units
 from fsdp_tune.model.wrap import make_mesh, wrap
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run_dir import run_of
 from fsdp_tune.units import KIB
 
 
@@ -34,38 +37,73 @@ class Loaded:
     """Bytes of the whole model's parameters."""
     peak_growth_bytes: int
     """By how much loading raised this rank's peak resident host memory."""
+    way: str
+    """How the weights came: see `load`."""
 
 
-def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, vocabulary: int | None) -> Loaded:
-    """Builds, wraps and fills the model of a resolved recipe on every rank of the default process group."""
+Way = Literal["own", "slices", "rank 0", "checkpoint"]
+
+
+def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, vocabulary: int | None, local_rank: int = 0) -> Loaded:
+    """Builds, wraps and fills the model of a resolved recipe on every rank of the default process group.
+
+    Four ways: `slices`, each rank reads its part of the safetensors files; `rank 0` reads or draws the weights and sends
+    each rank its part; `own`, each rank builds the whole model (FSDP1, or `cpu_ram_efficient_loading: false`);
+    `checkpoint`, the weights come later, from another run's shards.
+    """
     before_kib = _peak_resident_kib()
     mesh = make_mesh(recipe, device.type)
-    one_reader = recipe.fsdp.cpu_ram_efficient_loading and recipe.fsdp.version == 2
-    source = build_full(recipe, config, vocabulary=vocabulary) if not one_reader or dist.get_rank() == 0 else None
-    model = build_empty(recipe, config, vocabulary=vocabulary) if one_reader else source
-    assert model is not None
-    full_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    if not recipe.fsdp.cpu_ram_efficient_loading or recipe.fsdp.version == 1:
+        model = build_full(recipe, config, vocabulary=vocabulary)
+        return _wrapped_whole(recipe, model, mesh, device, before_kib)
+    model = build_empty(recipe, config, vocabulary=vocabulary)
+    way, files = _choose(recipe, model, local_rank)
+    source = build_full(recipe, config, vocabulary=vocabulary) if way == "rank 0" and dist.get_rank() == 0 else None
+    # Buffers that are in no state dict (rotary frequencies) have values that only the constructor knows.
+    buffers = dict(build_with_buffers(recipe, config).named_buffers()) if way != "rank 0" else {}
+    full_bytes = _parameter_bytes(model)
     recomputed = recompute_activations(recipe, model)
     units = plan_units(recipe, model)
-    if recipe.fsdp.sharding_strategy == "NO_SHARD":
-        if one_reader:
-            model.to_empty(device=device)
-            model.tie_weights()
-            _fill(model, source, device)
-        else:
-            model.to(device)
-        wrapped = wrap(recipe, model, units, mesh, device)
+    wrapped = wrap(recipe, model, units, mesh, device) if recipe.is_sharded else model
+    model.to_empty(device="cpu" if recipe.fsdp.offload_params else device)
+    # Materialising gives each name a tensor of its own; transformers knows which of them are one.
+    model.tie_weights()
+    if way == "rank 0":
+        _receive(model, source, device)
     else:
+        _restore_buffers(model, buffers)
+    if files is not None:
+        read_slices(model, files)
+    if not recipe.is_sharded:
         wrapped = wrap(recipe, model, units, mesh, device)
-        if one_reader:
-            model.to_empty(device="cpu" if recipe.fsdp.offload_params else device)
-            # Materialising gives each name a tensor of its own; transformers knows which of them are one.
-            model.tie_weights()
-            _fill(model, source, device)
-        elif recipe.fsdp.version == 2:
-            _move_buffers(model, device)
     growth = (_peak_resident_kib() - before_kib) * KIB
-    return Loaded(model, wrapped, units, mesh, tuple(recomputed), full_bytes, growth)
+    return Loaded(model, wrapped, units, mesh, tuple(recomputed), full_bytes, growth, way)
+
+
+def _choose(recipe: Recipe, model: PreTrainedModel, local_rank: int) -> tuple[Way, WeightFiles | None]:
+    if recipe.model.from_config is not None:
+        return "rank 0", None
+    if run_of(Path(str(recipe.model.name_or_path))) is not None:
+        return "checkpoint", None
+    files = first_on_each_machine(lambda: find_weight_files(recipe), local_rank, dist.barrier)
+    return ("slices", files) if files is not None and fits(model, files) else ("rank 0", None)
+
+
+def _wrapped_whole(recipe: Recipe, model: PreTrainedModel, mesh: Any, device: torch.device, before_kib: int) -> Loaded:
+    full_bytes = _parameter_bytes(model)
+    recomputed = recompute_activations(recipe, model)
+    units = plan_units(recipe, model)
+    if not recipe.is_sharded:
+        model.to(device)
+    wrapped = wrap(recipe, model, units, mesh, device)
+    if recipe.is_sharded and recipe.fsdp.version == 2:
+        _move_buffers(model, device)
+    growth = (_peak_resident_kib() - before_kib) * KIB
+    return Loaded(model, wrapped, units, mesh, tuple(recomputed), full_bytes, growth, "own")
+
+
+def _parameter_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def _peak_resident_kib() -> int:
@@ -74,12 +112,11 @@ def _peak_resident_kib() -> int:
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
-    # Buffers that are in no state dict (rotary frequencies) are lost on the meta device, so they travel too.
     yield from model.named_buffers()
 
 
 @torch.no_grad()
-def _fill(model: PreTrainedModel, source: PreTrainedModel | None, device: torch.device) -> None:
+def _receive(model: PreTrainedModel, source: PreTrainedModel | None, device: torch.device) -> None:
     """Sends each tensor from rank 0, one at a time, and keeps this rank's slice: one whole tensor on the device at most."""
     full = dict(_tensors(source)) if source is not None else {}
     for name, target in _tensors(model):
@@ -94,6 +131,12 @@ def _fill(model: PreTrainedModel, source: PreTrainedModel | None, device: torch.
             target.to_local().copy_(slice_.to_local())
         else:
             target.copy_(whole)
+
+
+@torch.no_grad()
+def _restore_buffers(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(values[name])
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -25,21 +25,29 @@ def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
     return (labels[..., 1:] != IGNORE_INDEX).sum()
 
 
-def summed_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def summed_token_loss(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
     """Cross-entropy summed over supervised tokens, in fp32 (nats).
 
     `logits` [batch, tokens, vocabulary] in any float dtype, `labels` [batch, tokens] with -100 where not trained. Zero,
     with a gradient of zero, when no token is supervised.
     """
     targets = shift_labels(labels)
-    return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), targets.view(-1), ignore_index=IGNORE_INDEX, reduction="sum")
+    return F.cross_entropy(
+        logits.float().view(-1, logits.shape[-1]),
+        targets.view(-1),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
 
 
-def micro_batch_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def micro_batch_loss(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], label_smoothing: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One forward: (summed loss in fp32, auxiliary loss or zero). `batch` has input_ids, labels and perhaps position_ids."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     outputs: Any = model(**inputs, use_cache=False)
-    loss = summed_token_loss(outputs.logits, batch["labels"])
+    loss = summed_token_loss(outputs.logits, batch["labels"], label_smoothing)
     auxiliary = getattr(outputs, "aux_loss", None)
     return loss, auxiliary if isinstance(auxiliary, torch.Tensor) else torch.zeros_like(loss)
 

@@ -117,7 +117,10 @@ class MicroBatches(BatchSampler):
         return ([int(row) for row in micro_batch] or [FILLER] for micro_batch in micro_batches)
 
 
-def loader(store: RowStore, sampler: BatchSampler, collator: Collator, *, workers: int, pin_memory: bool) -> DataLoader[Batch]:
+def loader(
+    store: RowStore, sampler: BatchSampler, collator: Collator, *, workers: int, pin_memory: bool, prefetch: int | None = None
+) -> DataLoader[Batch]:
+    """`workers` processes read ahead `prefetch` micro-batches each; 0 reads in the training process."""
     return DataLoader(
         Rows(store),
         batch_sampler=sampler,
@@ -125,6 +128,7 @@ def loader(store: RowStore, sampler: BatchSampler, collator: Collator, *, worker
         num_workers=workers,
         pin_memory=pin_memory,
         persistent_workers=workers > 0,
+        prefetch_factor=prefetch if workers else None,
     )
 
 

@@ -57,6 +57,7 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
     report["recomputed_layers"] = len([m for m in loaded.model.modules() if getattr(m, "recomputes", None)])
     report["tied"] = _tied(loaded.model)
     report["peak_growth_bytes"] = loaded.peak_growth_bytes
+    report["weights_loaded_by"] = loaded.way
     report["model_bytes"] = loaded.full_bytes
     return report
 

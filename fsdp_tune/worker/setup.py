@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from fsdp_tune.data.order import epoch_order
 from fsdp_tune.data.prepare import Prepared
 from fsdp_tune.data.store import Int64, RowStore
 from fsdp_tune.model.build import model_config
-from fsdp_tune.model.load import load
+from fsdp_tune.errors import failed_error
+from fsdp_tune.model.load import Loaded, load
 from fsdp_tune.model.step import LossScale
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run_dir import Checkpoint, RunDir
+from fsdp_tune.run_dir import Checkpoint, RunDir, checkpoint_to_start_from, run_of
 from fsdp_tune.worker import state as live_state
+from fsdp_tune.worker.agree import from_rank0
 from fsdp_tune.worker.arguments import training_arguments
 from fsdp_tune.worker.callbacks import RunCallback
 from fsdp_tune.worker.checkpoint import Checkpointer, Saved, remove_leftovers, trainer_state_facts
@@ -44,7 +47,8 @@ def build_trainer(
     prepared = Prepared.from_json(run.data_json.read_text(encoding="utf-8"))
     heartbeat.beat("loading the model")
     device = torch.device(device_type, rank.local_index) if device_type != "cpu" else torch.device("cpu")
-    loaded = load(recipe, model_config(recipe), device, vocabulary=prepared.vocabulary_size)
+    loaded = load(recipe, model_config(recipe), device, vocabulary=prepared.vocabulary_size, local_rank=rank.local_index)
+    _start_from_checkpoint(recipe, loaded)
     # Ranks draw different dropout masks; the rule is one line, so that any run can be repeated.
     torch.manual_seed(live_state.seed_for_rank(recipe.training.seed, 0))
     train = RowStore(prepared.train)
@@ -75,6 +79,22 @@ def build_trainer(
         last_step=resume.step if resume else None,
     )
     return trainer, callback, resume
+
+
+def _start_from_checkpoint(recipe: Recipe, loaded: Loaded) -> None:
+    """`model.name_or_path: RUN` or `RUN/checkpoint-N`: weights only, resharded; optimizer and data start anew."""
+    start = recipe.model.name_or_path
+    if start is None or run_of(Path(start)) is None:
+        return
+
+    def choose() -> Checkpoint:
+        found = checkpoint_to_start_from(Path(start))
+        if found is None:
+            raise failed_error("run-without-checkpoint", f"model.name_or_path: {start} has no complete checkpoint to start from")
+        return found
+
+    chosen = from_rank0(choose, "choosing the weights to start from")
+    live_state.load_model(Live(loaded.wrapped, None, full=False), chosen.path)
 
 
 def _resume_from(run: RunDir) -> str | None:

@@ -44,7 +44,8 @@ class Live:
     """The objects that a checkpoint describes. `wrapped` is what the forward is called on."""
 
     wrapped: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
+    """None where only the model is meant."""
     full: bool
     """FULL_STATE_DICT: rank 0 writes whole tensors."""
 
@@ -79,6 +80,7 @@ def _plain(name: str) -> str:
 
 def optimizer_state(live: Live) -> dict[str, Any]:
     """Tensors of the optimizer, as state → parameter → kind. Learning rates and decay come from the recipe, never from here."""
+    assert live.optimizer is not None
     state: Any = get_optimizer_state_dict(live.wrapped, live.optimizer)
     tensors: dict[str, dict[str, Any]] = state["state"]
     for parameter, kinds in tensors.items():
@@ -137,6 +139,7 @@ def _check_names(state: dict[str, Any], directory: Path, prefix: str) -> None:
 
 def load_optimizer(live: Live, directory: Path) -> None:
     """Reads the optimizer's tensors; the hyper-parameters of its groups stay those of the recipe in force."""
+    assert live.optimizer is not None
     hyper = [{key: value for key, value in group.items() if key != "params"} for group in live.optimizer.param_groups]
     state: Any = get_optimizer_state_dict(live.wrapped, live.optimizer)
     if (directory / FULL_OPTIMIZER_FILE).exists():

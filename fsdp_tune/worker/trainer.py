@@ -116,7 +116,9 @@ class FsdpTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Batch]:
         pin = self.args.dataloader_pin_memory
-        return loader(self.parts.train, self.parts.sampler, self.parts.collator, workers=self.args.dataloader_num_workers, pin_memory=pin)
+        workers = self.args.dataloader_num_workers
+        prefetch = self.args.dataloader_prefetch_factor
+        return loader(self.parts.train, self.parts.sampler, self.parts.collator, workers=workers, pin_memory=pin, prefetch=prefetch)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         self.parts.sampler.set_epoch(kwargs["epoch"])
@@ -164,7 +166,7 @@ class FsdpTrainer(Trainer):
     def _forward_backward(self, model: nn.Module, batch: Batch, tensors: dict[str, torch.Tensor], step_targets: float) -> torch.Tensor:
         """`step_targets`: supervised tokens of the whole step, over all ranks and micro-batches."""
         with compute_context(self.parts.recipe, self.args.device.type):
-            loss_sum, auxiliary = micro_batch_loss(model, tensors)
+            loss_sum, auxiliary = micro_batch_loss(model, tensors, self.args.label_smoothing_factor)
         # Ranks average their gradients, so the share of one rank is multiplied by their number.
         share = dist.get_world_size() / step_targets
         loss = loss_sum * share
