@@ -6,11 +6,14 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from fsdp_tune import __version__
 from fsdp_tune.cli.env import env
+from fsdp_tune.cli.merge_checkpoint import merge_checkpoint
 from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.status import status
+from fsdp_tune.cli.train import train
 from fsdp_tune.errors import ExitCode, Problem
 
 
@@ -29,6 +32,20 @@ class Commands(TyperGroup):
         if standalone_mode:
             sys.exit(code if isinstance(code, int) else 0)
         return code
+
+
+class LaunchingCommand(TyperCommand):
+    """Keeps what follows `--` apart from the command's own words: it is for accelerate, and RECIPE is optional."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--" in args:
+            split = args.index("--")
+            ctx.meta["launcher_arguments"] = tuple(args[split + 1 :])
+            args = args[:split]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- ACCELERATE ARGS]"]
 
 
 def _usage_problem(error: typer.TyperException) -> Problem:
@@ -64,6 +81,9 @@ def fsdp_tune(
     """
 
 
+app.command(cls=LaunchingCommand)(train)
+app.command()(merge_checkpoint)
+app.command()(status)
 app.command()(env)
 
 

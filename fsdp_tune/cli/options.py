@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fsdp_tune.errors import usage_error
 
+if TYPE_CHECKING:
+    from fsdp_tune.recipe.schema import Recipe
+
 ConfigArg = Annotated[
     str | None,
     typer.Argument(
-        metavar="[RECIPE]",
+        metavar="RECIPE",
         help="A recipe: a YAML file, or the name of one in the catalogue (`fsdp-tune recipes list`).",
         show_default=False,
     ),
@@ -44,3 +47,18 @@ def chosen_recipe(argument: str | None, option: str | None) -> str:
             "no-recipe", "no recipe is named", hint="give a YAML file or a name of the catalogue, such as `--config gpt2_smoke`"
         )
     return source
+
+
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Honour `model.trust_remote_code`: run Python code from the model's repository.")
+]
+
+
+def check_trust(recipe: Recipe, trust_remote_code: bool) -> None:
+    """A recipe from elsewhere must not run a stranger's code because it says so: the person at the command line says it too."""
+    if recipe.model.trust_remote_code and not trust_remote_code:
+        raise usage_error(
+            "remote-code-not-trusted",
+            f"the recipe wants to run Python code from the repository of {recipe.model.name_or_path} (`model.trust_remote_code`)",
+            hint="read that code; if you trust it, add `--trust-remote-code`",
+        )

@@ -75,7 +75,10 @@ class LaunchPlan:
     def command_line(self) -> str:
         """The command as a shell would take it, with the variables that we set in front."""
         settings = [f"{name}={shlex.quote(masked(name, value))}" for name, value in sorted(self.settings.items())]
-        return " ".join([*settings, *(shlex.quote(mask_text(word)) for word in self.argv)])
+        return " ".join([*settings, *self.quoted_argv()])
+
+    def quoted_argv(self) -> list[str]:
+        return [shlex.quote(mask_text(word)) for word in self.argv]
 
 
 def launch_plan(
@@ -86,10 +89,12 @@ def launch_plan(
     machine_rank: int = 0,
     extra: Sequence[str] = (),
     inherited: Mapping[str, str] | None = None,
+    unknown_address: str | None = None,
 ) -> LaunchPlan:
     """The launch of a resolved recipe. FsdpTuneError (exit 2) where an argument or variable is owned by the recipe.
 
-    `inherited` is the environment to start from; None: this process's own.
+    `inherited` is the environment to start from; None: this process's own. `unknown_address` stands in for the first
+    machine's where nothing is started here and nobody knows it yet.
     """
     extra = check_extra(extra)
     machines = recipe.launch.num_machines
@@ -98,8 +103,9 @@ def launch_plan(
             "machine-rank-out-of-range",
             f"--machine-rank {machine_rank} is not one of 0 to {machines - 1} (`launch.num_machines: {machines}`)",
         )
-    kept, removed = clean(os.environ if inherited is None else inherited)
-    address = main_process_address(recipe, os.environ if inherited is None else inherited)
+    inherited = os.environ if inherited is None else inherited
+    kept, removed = clean(inherited)
+    address = main_process_address(recipe, inherited, unknown=unknown_address)
     settings = _settings(recipe, run, address)
     return LaunchPlan(
         argv=_argv(recipe, run, address, worker_module, machine_rank, extra),
@@ -120,12 +126,12 @@ class Address:
     """0: whichever is free, chosen when it is bound."""
 
 
-def main_process_address(recipe: Recipe, environment: Mapping[str, str]) -> Address:
+def main_process_address(recipe: Recipe, environment: Mapping[str, str], *, unknown: str | None = None) -> Address:
     """Where rank 0's machine listens. Over several machines the recipe says it, or Kubernetes' or Slurm's own variables."""
     port = recipe.launch.main_process_port
     if recipe.launch.num_machines == 1:
         return Address(LOOPBACK, 0 if port == "auto" else port)
-    ip = recipe.launch.main_process_ip or environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
+    ip = recipe.launch.main_process_ip or environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR") or unknown
     if not ip:
         raise usage_error(
             "no-main-process-ip",
@@ -133,6 +139,21 @@ def main_process_address(recipe: Recipe, environment: Mapping[str, str]) -> Addr
             hint="set `launch.main_process_ip`, the same on every machine",
         )
     return Address(ip, DEFAULT_MULTI_MACHINE_PORT if port == "auto" else port)
+
+
+def machine_rank_of(recipe: Recipe, given: int | None, environment: Mapping[str, str]) -> int:
+    """`--machine-rank`, or Slurm's number of this node inside a step. Several machines and no number: exit 2."""
+    if given is not None:
+        return given
+    if recipe.launch.num_machines == 1:
+        return 0
+    if "SLURM_STEP_ID" in environment and environment.get("SLURM_NODEID", "").isdigit():
+        return int(environment["SLURM_NODEID"])
+    raise usage_error(
+        "no-machine-rank",
+        f"the recipe is for {recipe.launch.num_machines} machines, and nothing says which of them this is",
+        hint="give `--machine-rank N`, 0 on the machine of `launch.main_process_ip`; inside `srun` it is Slurm's own",
+    )
 
 
 def _argv(recipe: Recipe, run: RunDir, address: Address, worker_module: str, machine_rank: int, extra: Sequence[str]) -> tuple[str, ...]:

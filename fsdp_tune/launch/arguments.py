@@ -66,25 +66,21 @@ OWNER: dict[str, str] = {
 def check_extra(extra: Sequence[str]) -> tuple[str, ...]:
     """The arguments as given, when all are free; FsdpTuneError with one problem for each that is not."""
     problems: list[Problem] = []
-    expects_value_of: str | None = None
-    for word in extra:
-        if expects_value_of is not None:
-            expects_value_of = None
-            continue
+    words = list(extra)
+    while words:
+        word = words.pop(0)
         name, equals, _ = word.partition("=")
-        if name in SHORT:
-            name = SHORT[name]
-        elif name.startswith("--"):
-            name = name[2:].replace("-", "_")
-        else:
+        if not name.startswith("--") and name not in SHORT:
             problems.append(Problem("launch-argument-unknown", f"`{word}` after `--` is no argument of accelerate launch"))
             continue
-        if name in FREE:
-            expects_value_of = name if FREE[name] and not equals else None
-        else:
+        name = SHORT.get(name, name[2:].replace("-", "_"))
+        has_value = bool(equals) or (bool(words) and not words[0].startswith("--"))
+        if name not in FREE:
             problems.append(_refusal(word, name))
-    if expects_value_of is not None:
-        problems.append(Problem("launch-argument-unknown", f"`--{expects_value_of}` after `--` needs a value"))
+        elif FREE[name] and not has_value:
+            problems.append(Problem("launch-argument-unknown", f"`{word}` after `--` needs a value"))
+        if has_value and not equals and FREE.get(name, True):
+            words.pop(0)
     if problems:
         raise FsdpTuneError(*problems)
     return tuple(extra)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.atomic import DISK, STAGE_MARK
-from fsdp_tune.errors import FsdpTuneError, Notice, Problem, Where, usage_error
+from fsdp_tune.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.launch.lock import is_held, read_owner
 from fsdp_tune.launch.ranks import read_outcome
 from fsdp_tune.launch.resume_diff import Change, check, compare
@@ -158,6 +158,38 @@ def read_data_key(run: RunDir) -> str | None:
         return str(raw["key"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def check_data(start: Start, key: str, *, rows: int, global_batch_size: int) -> None:
+    """Refuses data that a resumed run was not trained on, and data too few for one step. Both exit 2."""
+    if start.data_key is not None and key != start.data_key:
+        raise usage_error(
+            "data-changed",
+            "the training data are no longer those that the run began with: the files, their order or the tokenizer have changed",
+            ways_out=("bring the old data back", "--overwrite or --set output_dir=… begins a new run on the new data"),
+        )
+    if rows < global_batch_size:
+        raise usage_error(
+            "too-few-rows",
+            f"there are {rows:,} rows to train on, and one step takes {global_batch_size:,}",
+            hint="lower `training.global_batch_size` or `gradient_accumulation_steps`, or use fewer ranks",
+        )
+
+
+def wait_for_run(run: RunDir, recipe: Recipe, *, patience_seconds: float = 3600.0, poll_seconds: float = 2.0) -> None:
+    """Returns when the first machine has written the run directory for this very recipe. FailedError when it does not."""
+    wanted = recipe.model_dump_json(by_alias=True)
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        if run.is_used and read_resolved(run).model_dump_json(by_alias=True) == wanted and is_held(run):
+            return
+        if time.monotonic() > deadline:
+            raise failed_error(
+                "first-machine-missing",
+                f"the first machine has not started this recipe in {run.path} within {patience_seconds:.0f} s",
+                hint="all machines must see the same directory, and be given the same recipe and `--set`",
+            )
+        time.sleep(poll_seconds)
 
 
 def _has_finished(run: RunDir) -> bool:

@@ -97,13 +97,19 @@ def _ended(reason: ExitReason, step: int, problem: Problem | None, first: Outcom
 
 
 def _first_failure(seen: Seen) -> Outcome | Death | None:
-    """The earliest bad end. A rank that only lost its peers comes after the peer that was lost, whatever the clocks say."""
+    """The earliest bad end. A rank that only lost its peers, or that the agent ended for another's failure, comes after it."""
+    reported = {seen.ranks.start + int(local_rank) for _, local_rank, _ in _AGENT_REPORT.findall(seen.launcher_text)}
     bad: list[Outcome | Death] = [outcome for outcome in seen.outcomes.values() if outcome.exit_code not in GOOD_CODES]
     bad.extend(seen.deaths)
     if not bad and not seen.signals:  # a rank that died faster than we look
-        reported = [seen.ranks.start + int(local_rank) for _, local_rank, _ in _AGENT_REPORT.findall(seen.launcher_text)]
         bad = [Death(rank, 0.0) for rank in reported if rank not in seen.outcomes]
-    return min(bad, key=lambda end: (isinstance(end, Outcome) and end.reason is ExitReason.LOST_RANK, end.time, end.rank), default=None)
+
+    def order(end: Outcome | Death) -> tuple[bool, bool, float, int]:
+        is_echo = isinstance(end, Outcome) and end.reason is ExitReason.LOST_RANK
+        is_collateral = isinstance(end, Death) and bool(reported) and end.rank not in reported
+        return is_echo, is_collateral, end.time, end.rank
+
+    return min(bad, key=order, default=None)
 
 
 def _failed(seen: Seen, failure: Outcome | Death, step: int, first: Outcome | None) -> Ended:

@@ -65,6 +65,7 @@ TERM = [signal.SIGTERM]
         (seen(OOM, deaths=[Death(0, 9.0)]), 3, "out_of_memory", "oom"),
         (seen(good(0), launcher_text=KILLED_BY_9, launcher_code=1), 5, "lost_rank", "rank-killed"),
         (seen(deaths=[Death(1, 1.0)], launcher_text=BOX, launcher_code=1), 1, "failed", "rank-died"),
+        (seen(deaths=[Death(0, 1.0), Death(1, 1.0)], launcher_text=BOX, launcher_code=1), 1, "failed", "rank-died"),
         (seen(launcher_text=BOX, launcher_code=1), 1, "failed", "rank-died"),
         (seen(signals=TERM, launcher_code=1), 143, "preempted", None),
         (seen(signals=[signal.SIGINT], launcher_code=1), 130, "interrupted", None),
@@ -101,6 +102,12 @@ def test_a_kill_is_named_and_memory_is_suspected() -> None:
     assert problem is not None
     assert problem.message == "rank 1 was killed by SIGKILL at step 12"
     assert "out of memory" in (problem.hint or "")
+
+
+def test_a_rank_that_the_agent_ended_for_another_is_not_blamed() -> None:
+    problem = judge(seen(deaths=[Death(0, 1.0), Death(1, 1.0)], launcher_text=BOX, launcher_code=1)).problem
+    assert problem is not None
+    assert problem.message.startswith("rank 1 ended with exit code 1")
 
 
 def test_the_first_exception_is_the_ranks_own_and_not_torchruns_box() -> None:

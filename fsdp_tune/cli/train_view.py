@@ -1,0 +1,128 @@
+"""What `train` shows: the arithmetic before the start, a line per logged step, and how it ended."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.progress import Bar
+from fsdp_tune.launch.accelerate import LaunchPlan
+from fsdp_tune.launch.environment import masked
+from fsdp_tune.recipe.resolve import Resolution
+from fsdp_tune.units import format_bytes, format_seconds
+
+
+def show_dry_run(screen: Screen, resolution: Resolution, plan: LaunchPlan) -> None:
+    """The resolved recipe, why each open key has its value, the exact command and the environment."""
+    recipe = resolution.recipe.model_dump(mode="json", by_alias=True)
+    launch = plan.to_json()
+    screen.document({"recipe": recipe, "reasons": resolution.reasons, **launch})
+    screen.say("# the recipe as resolved")
+    screen.say(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=140).rstrip())
+    screen.say("\n# why")
+    for key, reason in sorted(resolution.reasons.items()):
+        screen.say(f"#   {key}: {reason}")
+    screen.say("\n# the environment that is set" + (f"; removed: {', '.join(plan.removed)}" if plan.removed else ""))
+    for name, value in sorted(plan.settings.items()):
+        screen.say(f"{name}={masked(name, value)}")
+    screen.say("\n# the command")
+    screen.say(" ".join(plan.quoted_argv()))
+    screen.say("\n# nothing was started or written")
+
+
+def model_line(facts: dict[str, Any]) -> str:
+    trained, total = facts["trained_parameters"], facts["parameters"]
+    share = "all trained" if trained == total else f"{trained:,} trained"
+    classes = ", ".join(facts["layer_classes"]) or "no layers found"
+    return f"model: {facts['architecture']}, {total:,} parameters ({share}), {facts['layers']} × {classes}"
+
+
+class StepView:
+    """Turns lines of metrics.jsonl into a live bar on a terminal, and into plain lines elsewhere."""
+
+    def __init__(self, screen: Screen, bar: Bar) -> None:
+        self._screen = screen
+        self._bar = bar
+        self._total = 0
+        self._began: tuple[float, int] | None = None
+
+    def show(self, line: dict[str, Any]) -> None:
+        if "event" in line:
+            self._event(line)
+        elif "loss" in line:
+            self._step(line)
+        elif "eval_loss" in line:
+            sets = [
+                f"{name.removeprefix('eval_').removesuffix('_loss')} {value:.4f}" for name, value in line.items() if _is_eval_of_a_set(name)
+            ]
+            self._screen.say(
+                f"step {line['step']}: eval loss {_number(line['eval_loss'], '.4f')}" + (f" ({', '.join(sets)})" if len(sets) > 1 else "")
+            )
+
+    def _event(self, line: dict[str, Any]) -> None:
+        name, step = line["event"], line.get("step")
+        if name == "train_started":
+            self._total = int(line["total_steps"])
+            self._began = (time.monotonic(), int(step or 0))
+            self._bar.resize(self._total)
+            self._bar.at(int(step or 0))
+            self._screen.say(
+                f"the live model is what the recipe says; training to step {self._total}" + (f" from step {step}" if step else "")
+            )
+        elif name == "checkpoint_saved":
+            self._screen.say(f"checkpoint-{step} saved: {format_bytes(line['size_bytes'])} in {format_seconds(line['seconds'])}")
+        elif name == "checkpoint_failed":
+            self._screen.warn(f"warning: checkpoint-{step} was NOT saved: {line['message']}")
+        elif name not in ("train_finished", "checkpoint_probed", "recipe_changed"):
+            details = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("event", "step", "time"))
+            self._screen.say(f"step {step}: {name.replace('_', ' ')}" + (f" ({details})" if details else ""))
+
+    def _step(self, line: dict[str, Any]) -> None:
+        step = int(line["step"])
+        parts = [
+            f"loss {_number(line['loss'], '.4f')}",
+            f"grad norm {_number(line.get('grad_norm'), '.3f')}",
+            f"lr {_number(line.get('learning_rate'), '.2e')}",
+            f"{_number(line.get('tokens_per_second_per_device'), ',.0f')} tokens/s/device",
+        ]
+        memory = line.get("peak_reserved_gib") or line.get("peak_host_gib")
+        if memory is not None:
+            parts.append(f"{_number(memory, '.2f')} GiB")
+        self._bar.at(step, "  ".join(parts))
+        if not self._screen.is_live:
+            left = self._seconds_left(step)
+            of = f"/{self._total}" if self._total else ""
+            self._screen.say("  ".join([f"step {step}{of}", *parts, *([f"{format_seconds(left)} left"] if left is not None else [])]))
+
+    def _seconds_left(self, step: int) -> float | None:
+        if self._began is None or step <= self._began[1]:
+            return None
+        began, first = self._began
+        return (time.monotonic() - began) / (step - first) * (self._total - step)
+
+
+def _is_eval_of_a_set(name: str) -> bool:
+    return name.startswith("eval_") and name.endswith("_loss") and name != "eval_loss"
+
+
+def _number(value: object, form: str) -> str:
+    return format(value, form) if isinstance(value, int | float) else "-" if value is None else str(value)
+
+
+def final_document(run: Path, facts: dict[str, Any], *, step: int, reason: str, merged: Path | None) -> dict[str, Any]:
+    """The object that `train --json` ends with. `facts` are those of rank 0's outcome."""
+    return {
+        "run_dir": str(run),
+        "steps": step,
+        "loss": facts.get("loss"),
+        "eval_loss": facts.get("eval_loss"),
+        "checkpoint": facts.get("checkpoint"),
+        "merged": str(merged) if merged else None,
+        "tokens": facts.get("tokens"),
+        "seconds": facts.get("seconds"),
+        "exit_reason": reason,
+    }
