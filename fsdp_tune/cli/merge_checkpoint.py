@@ -150,9 +150,10 @@ def show_result(screen: Screen, result: MergeResult) -> None:
 
 
 @contextmanager
-def byte_progress(screen: Screen, label: str, total_bytes: int | None, _: str) -> Iterator[_ByteBar]:
+def byte_progress(screen: Screen, label: str, total: int | None, unit: str) -> Iterator[_ByteBar]:
     """A bar in MiB with the rate in GB/s; the bar itself adds the time that is left."""
-    with screen.progress(label, None if total_bytes is None else -(-total_bytes // MIB), "MiB") as bar:
+    assert unit == "bytes"
+    with screen.progress(label, None if total is None else -(-total // MIB), "MiB") as bar:
         yield _ByteBar(bar)
 
 

@@ -183,17 +183,18 @@ def _call(module: str, name: str, function: Callable[[tuple[Any, ...]], Any]) ->
     return (module, name), Allowed(f"{module}.{name}", call=function)
 
 
-NAMES: dict[tuple[str, str], Allowed] = dict(
-    [
-        _call("torch._utils", "_rebuild_tensor_v2", lambda arguments: _tensor(arguments, None)),
-        _call("torch._utils", "_rebuild_tensor_v3", lambda arguments: _tensor(arguments, 6)),
-        _call("torch._utils", "_rebuild_parameter", _parameter),
-        _call("collections", "OrderedDict", _empty_mapping),
-    ]
-)
-NAMES |= {("torch", name): Allowed(f"torch.{name}", value=dtype) for name, dtype in OF_STORAGE.items()}
-NAMES |= {("torch", name): Allowed(f"torch.{name}", value=dtype) for name, dtype in DTYPES.items()}
-NAMES[("torch.storage", "UntypedStorage")] = Allowed("torch.storage.UntypedStorage")
+NAMES: dict[tuple[str, str], Allowed] = {
+    **dict(
+        [
+            _call("torch._utils", "_rebuild_tensor_v2", lambda arguments: _tensor(arguments, None)),
+            _call("torch._utils", "_rebuild_tensor_v3", lambda arguments: _tensor(arguments, 6)),
+            _call("torch._utils", "_rebuild_parameter", _parameter),
+            _call("collections", "OrderedDict", _empty_mapping),
+        ]
+    ),
+    **{("torch", name): Allowed(f"torch.{name}", value=dtype) for name, dtype in (OF_STORAGE | DTYPES).items()},
+    ("torch.storage", "UntypedStorage"): Allowed("torch.storage.UntypedStorage"),
+}
 
 
 def read_pickle(files: SourceFiles, archive: Archive) -> Any:

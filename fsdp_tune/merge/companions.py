@@ -26,6 +26,7 @@ MAX_CONFIG_BYTES = 16 << 20
 class Companions:
     """`config` is None where nothing is known about the model. `files` are copied as they are: {name in the output: path}."""
 
+    folder: Path | None = None
     config: dict[str, Any] | None = None
     files: dict[str, Path] = field(default_factory=dict[str, Path])
     origin: str | None = None
@@ -68,7 +69,7 @@ def read_folder(folder: Path, *, origin: str | None = None) -> Companions:
         for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")])
         if path.is_file() and (_FILES.fullmatch(name := path.relative_to(folder).as_posix()) or (wants_code and _CODE.fullmatch(name)))
     }
-    return Companions(config, files, origin or str(folder))
+    return Companions(folder, config, files, origin or str(folder))
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -115,4 +116,4 @@ def output_config(config: Mapping[str, Any], dtype: DType | None, changes: Mappi
         for key, value in merged.items():
             if key.endswith("_config") and isinstance(value, dict) and ("dtype" in value or "torch_dtype" in value):
                 merged[key] = {name: item for name, item in value.items() if name != "torch_dtype"} | {"dtype": dtype.name}
-    return merged | changes
+    return {**merged, **changes}

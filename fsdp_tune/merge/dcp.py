@@ -6,7 +6,9 @@ The format is `torch.distributed.checkpoint.filesystem` 1.0.0: a pickle of `Meta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,15 @@ from fsdp_tune.merge.tensors import Chunk, Extent, Packed, Shape, SourceTensor
 
 METADATA_NAME = ".metadata"
 MAX_METADATA_BYTES = 1 << 30
+MOST_TENSOR_BYTES = 1 << 60
 Place = tuple[str, int, int]
 
 
 def _size(arguments: tuple[Any, ...]) -> Shape:
-    (values,) = arguments if len(arguments) == 1 else ((None,),)
+    values: Any = arguments[0] if len(arguments) == 1 else None
     if not isinstance(values, (tuple, list)) or any(type(value) is not int or value < 0 for value in values):
         raise Refused("a torch.Size in it is no list of sizes")
-    return tuple(values)
+    return tuple(int(value) for value in values)
 
 
 def _names() -> dict[tuple[str, str], Allowed]:
@@ -89,6 +92,8 @@ def read_dcp(files: SourceFiles) -> tuple[list[SourceTensor], list[str]]:
 def _tensors(metadata: Any, root: Path) -> tuple[list[SourceTensor], list[str]]:
     entries, stored = _expect(metadata, "Metadata", "state_dict_metadata", dict), _expect(metadata, "Metadata", "storage_data", dict)
     places = _places(stored)
+    if not all(isinstance(key, str) for key in entries):
+        raise Refused("an entry has no name")
     names = model_names(list(entries), metadata.get("planner_data"), root.name)
     tensors: list[SourceTensor] = []
     others: list[str] = []
@@ -117,6 +122,10 @@ def _places(stored: dict[Any, Any]) -> dict[tuple[str, Shape], Place]:
         if not isinstance(offset, tuple) or place[1] < 0 or place[2] < 0:
             raise Refused(f"the place of `{key}` is no range of a file")
         places[key, offset] = place  # type: ignore[assignment]
+    ranges = sorted(places.values())
+    for (file, start, length), (next_file, next_start, _) in pairwise(ranges):
+        if file == next_file and start + length > next_start:
+            raise Refused(f"two of its entries share the bytes at {next_start:,} of `{file}`")
     return places
 
 
@@ -130,6 +139,8 @@ def _tensor(key: str, name: str, entry: Any, places: dict[tuple[str, Shape], Pla
         if place is None:
             raise Refused(f"it does not say where the part of `{name}` at {list(offsets)} lies")
         chunks.append(Chunk(offsets, sizes, Packed(*place)))
+    if math.prod(shape) * dtype.item_bytes > MOST_TENSOR_BYTES:
+        raise Refused(f"`{name}` of shape {list(shape)} is larger than any disk")
     kept = without_replicas(chunks)
     wrong = gap_or_overlap(shape, kept)
     if wrong is not None:

@@ -18,6 +18,7 @@ from fsdp_tune.merge.values import Array
 BUFFER_BYTES = 4 << 20
 _READ_AHEAD_BYTES = 16 << 20
 _FEW_BYTES = 64 << 10
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _WASTE = 4  # a strided read may fetch at most this many times what it needs
 
 
@@ -52,7 +53,7 @@ class TensorReader:
 
     def _check_storage(self, extent: Extent) -> None:
         """For storages that are not read from front to back: one pass over the bytes before they are used."""
-        crc, buffer = 0, memoryview(self._scratch)
+        crc, buffer = 0, self._scratch.data
         for at in range(0, extent.storage_bytes, BUFFER_BYTES):
             piece = buffer[: min(BUFFER_BYTES, extent.storage_bytes - at)]
             self._files.read_into(extent.file, extent.storage_start + at, piece)
@@ -61,13 +62,15 @@ class TensorReader:
 
     def read(self, box: Box, target: Array) -> None:
         """Fills `target` (flat, `box.elements` elements of the tensor's own dtype)."""
-        shaped = target.reshape(box.sizes)
+        # As words of the same width: moving needs no arithmetic, and numpy moves its own types faster than the 8-bit floats.
+        shaped = target.view(_WORDS[self._item_bytes]).reshape(box.sizes)
         for part in self._parts:
             shared = intersection(box, part.chunk.offsets, part.chunk.sizes)
             if shared is None:
                 continue
             in_box, in_chunk, sizes = shared
-            wanted = shaped[tuple(slice(start, start + size) for start, size in zip(in_box, sizes, strict=True))]
+            # The ellipsis keeps it a view: indexing an array of no dimensions by () alone gives a copy of its value.
+            wanted = shaped[(*(slice(start, start + size) for start, size in zip(in_box, sizes, strict=True)), ...)]
             if part.is_row_major:
                 self._read_run(part, in_chunk, sizes, wanted)
             else:
@@ -94,10 +97,10 @@ class TensorReader:
         at = extent.first_byte + sum(a * b for a, b in zip(start, steps, strict=True)) * self._item_bytes
         self._ask_ahead(part, at, count_bytes)
         if wanted.flags.c_contiguous:
-            run = memoryview(wanted.reshape(-1).view(np.uint8))
+            run = wanted.reshape(-1).view(np.uint8).data
             self._files.read_into(extent.file, at, run)
         else:
-            run = memoryview(self._scratch)[:count_bytes]
+            run = self._scratch.data[:count_bytes]
             self._files.read_into(extent.file, at, run)
             wanted[...] = self._scratch[:count_bytes].view(wanted.dtype).reshape(sizes)
         if part.crc32 is not None:
@@ -127,7 +130,6 @@ class TensorReader:
             self._read_strided(extent, moved, rest, wanted[(*cut, slice(half, None))])
             return
         at = extent.first_byte + sum(a * b for a, b in zip(start, extent.strides, strict=True)) * self._item_bytes
-        self._files.read_into(extent.file, at, memoryview(self._scratch)[:span_bytes])
-        flat = self._scratch[:span_bytes].view(wanted.dtype)
+        self._files.read_into(extent.file, at, self._scratch.data[:span_bytes])
         strides_bytes = tuple(stride * self._item_bytes for stride in extent.strides)
-        wanted[...] = np.lib.stride_tricks.as_strided(flat, sizes, strides_bytes, writeable=False)
+        wanted[...] = np.ndarray(sizes, wanted.dtype, self._scratch[:span_bytes].data, 0, strides_bytes)

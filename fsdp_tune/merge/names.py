@@ -54,7 +54,7 @@ def _paths(keys: Sequence[str], planner_data: Any, directory: str) -> dict[str, 
     known = planner_data if isinstance(planner_data, dict) else {}
     paths: dict[str, tuple[str, ...]] = {}
     for key in keys:
-        if not isinstance(key, str) or not key or "\0" in key:
+        if not key or "\0" in key:
             raise Refused("an entry has no name")
         path = known.get(key)
         if isinstance(path, tuple) and path:

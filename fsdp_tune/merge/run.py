@@ -16,10 +16,11 @@ from fsdp_tune.merge.companions import Companions, find_companions
 from fsdp_tune.merge.contents import read_contents
 from fsdp_tune.merge.integrity import ManifestCheck
 from fsdp_tune.merge.layout import Layout, plan_layout
+from fsdp_tune.merge.model_check import Child, compare_parameters, load_and_run
 from fsdp_tune.merge.record import Facts, write_companions, write_record
 from fsdp_tune.merge.settings import DtypeOption, Settings, Verify, settle
 from fsdp_tune.merge.source import Choice, Selection, select
-from fsdp_tune.merge.ties import find_ties
+from fsdp_tune.merge.ties import Tied, find_ties
 from fsdp_tune.merge.verify import check_bytes_on_disk, check_headers
 from fsdp_tune.merge.write import Source, Written, thread_count, write_tensors
 
@@ -104,16 +105,18 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | N
         layout = plan_layout(
             [tensor for tensor in contents.ordered if tensor.name not in tied.left_out], settings.dtype, settings.max_shard_bytes
         )
+        copy = Copy(contents.sources, selection, companions, layout, tied, settings)
         with place.writing_to(target):
             place.check_space(target, layout)
             leftovers = place.clear_leftovers(target)
             with staged_directory(target, replace=options.overwrite and target.exists()) as stage, place.locked(stage):
-                written = _copy(contents.sources, selection, layout, stage, settings, show)
+                written, compared = _copy(copy, stage, show)
                 _refuse_non_finite(written, options, target)
                 write_companions(stage, companions, layout, tied.config_changes)
-                _verify(stage, layout, written, settings, show)
+                loaded = _verify(copy, stage, written, show, allow_nonfinite=options.allow_nonfinite)
                 write_record(stage, target.name, Facts(selection, settings, companions, layout, written, tied.left_out, contents.left_out))
-    notices = [*selection.notices, *contents.notices, *leftovers, *tied.notices, *_missing(companions), *_non_finite_notices(written)]
+    notices = [*selection.notices, *contents.notices, *leftovers, *tied.notices, *compared, *loaded]
+    notices += [*_missing(companions), *_non_finite_notices(written)]
     return MergeResult(
         output=target,
         source=selection.weights[0].checkpoint,
@@ -130,24 +133,55 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | N
     )
 
 
-def _copy(sources: Sequence[Source], selection: Selection, layout: Layout, stage: Path, settings: Settings, show: Progress) -> Written:
-    """Copies with the manifest's digests checked beside; whatever differs, nothing is published."""
-    with ManifestCheck(selection.weights, thread_count()) as check, show("merging", layout.total_size_bytes, "bytes") as bar:
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What is copied, and what it is checked against meanwhile."""
+
+    sources: Sequence[Source]
+    selection: Selection
+    companions: Companions
+    layout: Layout
+    tied: Tied
+    settings: Settings
+
+    @property
+    def needs_parameter_list(self) -> bool:
+        """A manifest vouches for the table of contents of our own checkpoints; another tool's is compared with the model."""
+        vouched = all(weights.manifest is not None for weights in self.selection.weights)
+        return self.companions.config is not None and self.settings.verify != "none" and not vouched
+
+
+def _copy(copy: Copy, stage: Path, show: Progress) -> tuple[Written, list[Notice]]:
+    """Copies with the digests of the manifest and the names of the parameters checked beside; whatever differs, nothing is published."""
+    read_back = copy.settings.verify != "none"
+    with ExitStack() as stack:
+        folder = copy.companions.folder
+        child = stack.enter_context(Child("names", folder)) if folder is not None and copy.needs_parameter_list else None
+        check = stack.enter_context(ManifestCheck(copy.selection.weights, thread_count()))
+        bar = stack.enter_context(show("merging", copy.layout.total_size_bytes, "bytes"))
         try:
-            written = write_tensors(sources, layout, stage, read_back=settings.verify != "none", advance=bar.advance)
+            written = write_tensors(copy.sources, copy.layout, stage, read_back=read_back, advance=bar.advance)
         except FailedError:
             check.finish()  # a file that is not what was saved explains whatever else went wrong in it
             raise
         check.finish()
-    return written
+        notices = (
+            compare_parameters(child.answer(), copy.layout, copy.tied.left_out, folder) if child is not None and folder is not None else []
+        )
+    return written, notices
 
 
-def _verify(stage: Path, layout: Layout, written: Written, settings: Settings, show: Progress) -> None:
-    if settings.verify != "none":
-        check_headers(stage, layout)
-    if settings.verify == "full":
-        with show("reading back", layout.total_size_bytes, "bytes") as bar:
-            check_bytes_on_disk(stage, layout, written.digests, bar.advance)
+def _verify(copy: Copy, stage: Path, written: Written, show: Progress, *, allow_nonfinite: bool) -> list[Notice]:
+    """quick: headers and index as a stranger reads them. full: the bytes on the disk, and transformers' opinion, too."""
+    if copy.settings.verify != "none":
+        check_headers(stage, copy.layout)
+    if copy.settings.verify != "full":
+        return []
+    with show("reading back", copy.layout.total_size_bytes, "bytes") as bar:
+        check_bytes_on_disk(stage, copy.layout, written.digests, bar.advance)
+    if copy.companions.config is None:
+        return [Notice("merge-not-loaded", "the output was not loaded, since it has no config")]
+    return load_and_run(stage, allow_nonfinite=allow_nonfinite)
 
 
 def _refuse_non_finite(written: Written, options: MergeOptions, target: Path) -> None:

@@ -74,7 +74,7 @@ def _entry(files: SourceFiles, file: str, name: str, value: Any, base: int) -> E
         raise _damaged(files, file, f"the header of `{name}` is not understood") from error
     if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
         raise _damaged(files, file, f"the header of `{name}` is not understood")
-    if end - start != math.prod(shape) * dtype.item_bytes:
+    if end - start != math.prod(shape) * dtype.item_bytes:  # Python's integers do not overflow
         raise _damaged(files, file, f"`{name}` of shape {list(shape)} cannot be {end - start:,} bytes long")
     return Entry(name, dtype, shape, base + start, end - start)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from pydantic import ValidationError
 
@@ -47,7 +47,7 @@ def settle(
     if recipe is None:
         return Settings(output, dtype or "keep", max_shard_bytes or parse_bytes(DEFAULT_MAX_SHARD), verify or "quick", None)
     wanted = recipe.merge.dtype
-    own = cast(DtypeOption, recipe.compute_dtype if wanted == "auto" else wanted)
+    own = recipe.compute_dtype if wanted == "auto" else wanted
     return Settings(
         output, dtype or own, max_shard_bytes or parse_bytes(recipe.merge.max_shard_size), verify or recipe.merge.verify, recipe
     )

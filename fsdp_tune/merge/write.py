@@ -47,7 +47,8 @@ class _Buffers:
 
     @classmethod
     def make(cls, *, averages: bool) -> _Buffers:
-        return cls(*(np.empty(BUFFER_BYTES, np.uint8) for _ in range(3)), np.empty(2 * BUFFER_BYTES if averages else 0, np.uint8))
+        raw, out, scratch = (np.empty(BUFFER_BYTES, np.uint8) for _ in range(3))
+        return cls(raw, out, scratch, np.empty(2 * BUFFER_BYTES if averages else 0, np.uint8))
 
 
 @dataclass(slots=True)
@@ -120,7 +121,7 @@ def _copy(work: _Work, placed: Placed) -> None:
             if work.stop.is_set():
                 raise _Stopped
             values = _values(work, placed, readers, box, buffers, counts)
-            raw = memoryview(values.view(np.uint8))
+            raw = values.view(np.uint8).data
             digest.update(raw)
             DISK.write(handle, raw)
             work.advance(len(raw))
@@ -145,46 +146,51 @@ def _boxes(work: _Work, placed: Placed) -> Iterator[Box]:
 
 
 def _values(work: _Work, placed: Placed, readers: Sequence[TensorReader], box: Box, buffers: _Buffers, counts: NonFinite) -> Array:
-    """One box of the output: read, checked, averaged where there are several sources, converted where asked."""
-    count = box.elements
-    first = work.sources[0].tensors[placed.name].dtype
-    read = buffers.raw[: count * first.item_bytes].view(first.numpy)
-    readers[0].read(box, read)
-    found = _check(read, buffers.scratch, counts) if is_checked(first) else False
+    """One box of the output: read, averaged where there are several sources, checked, converted where asked."""
+    dtype = work.sources[0].tensors[placed.name].dtype
+    values = buffers.raw[: box.elements * dtype.item_bytes].view(dtype.numpy)
+    readers[0].read(box, values)
     if len(readers) > 1:
-        read = _mean(work, placed, readers, box, read, buffers)
-    if read.dtype == placed.dtype.numpy:
-        return read
-    out = buffers.out[: count * placed.dtype.item_bytes].view(placed.dtype.numpy)
-    convert(read, out)
+        values = _mean(readers, box, values, buffers) if dtype.converts else _the_same(placed, readers, box, values, buffers)
+    found = NonFinite()
+    if is_checked(dtype) and not all_finite(values, buffers.scratch):
+        count_non_finite(values, found)
+        counts.nan += found.nan
+        counts.inf += found.inf
+    if values.dtype == placed.dtype.numpy:
+        return values
+    out = buffers.out[: box.elements * placed.dtype.item_bytes].view(placed.dtype.numpy)
+    convert(values, out)
     if not all_finite(out, buffers.scratch):
         after = NonFinite()
         count_non_finite(out, after)
-        before = NonFinite()
-        if found:
-            count_non_finite(read, before)
-        counts.overflow += after.inf - before.inf
+        counts.overflow += after.inf - found.inf
     return out
 
 
-def _check(values: Array, scratch: Array, counts: NonFinite) -> bool:
-    if all_finite(values, scratch):
-        return False
-    count_non_finite(values, counts)
-    return True
-
-
-def _mean(work: _Work, placed: Placed, readers: Sequence[TensorReader], box: Box, first: Array, buffers: _Buffers) -> Array:
-    """The mean over the sources, summed in float64. What is no float must be equal in all."""
+def _mean(readers: Sequence[TensorReader], box: Box, values: Array, buffers: _Buffers) -> Array:
+    """The mean over the sources, summed in float64 and rounded once, to the type that is written."""
     total = buffers.sum[: box.elements * 8].view(np.float64)
-    np.copyto(total, first, casting="unsafe")
-    for source, reader in zip(work.sources[1:], readers[1:], strict=True):
-        dtype = source.tensors[placed.name].dtype
-        other = buffers.out[: box.elements * dtype.item_bytes].view(dtype.numpy)
+    np.copyto(total, values, casting="unsafe")
+    other = buffers.out[: values.nbytes].view(values.dtype)
+    for reader in readers[1:]:
         reader.read(box, other)
-        np.add(total, other, out=total)
+        np.add(total, other, out=total, casting="unsafe")
     total /= len(readers)
     return total
+
+
+def _the_same(placed: Placed, readers: Sequence[TensorReader], box: Box, values: Array, buffers: _Buffers) -> Array:
+    """Integers and fp8 have no mean: they must be equal in all checkpoints."""
+    other = buffers.out[: values.nbytes].view(values.dtype)
+    for reader in readers[1:]:
+        reader.read(box, other)
+        if not np.array_equal(other.view(np.uint8), values.view(np.uint8)):
+            raise failed_error(
+                "merge-average-differs",
+                f"the checkpoints cannot be averaged: `{placed.name}` is {placed.dtype.name}, which has no mean, and differs between them",
+            )
+    return values
 
 
 @contextlib.contextmanager
@@ -199,9 +205,9 @@ def _digest_of_output(work: _Work, placed: Placed, buffer: Array) -> bytes:
         handle.seek(placed.first_byte)
         left = placed.size_bytes
         while left:
-            got = handle.readinto(memoryview(buffer)[: min(left, BUFFER_BYTES)])
+            got = handle.readinto(buffer.data[: min(left, BUFFER_BYTES)])
             if not got:
                 break
-            digest.update(memoryview(buffer)[:got])
+            digest.update(buffer.data[:got])
             left -= got
     return digest.digest()

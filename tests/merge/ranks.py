@@ -23,7 +23,7 @@ def run_ranks(world_size: int, function: Callable[[int], None]) -> None:
         try:
             dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
             function(rank)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  whatever ends one rank must end the others, not hang them
             failures.append(traceback.format_exc())
             ProcessLocalGroup.exception_handle(error)
         finally:

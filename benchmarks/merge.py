@@ -1,0 +1,184 @@
+"""Times `cp -r` + fsync, `fsdp-tune merge-checkpoint` and `accelerate merge-weights` on one checkpoint, warm and cold.
+
+    python benchmarks/merge.py --params 1b
+
+Writes a Llama-shaped fp32 checkpoint of two FSDP ranks with torch.distributed.checkpoint, then runs each in a process of
+its own. Ours and cp end with everything synced to the disk; accelerate does not sync. Cold means that the checkpoint's
+pages were dropped from the page cache (posix_fadvise), not those of the programs. Needs about 3 times the checkpoint's size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+SIZES = {  # name: (hidden, intermediate, layers, vocabulary)
+    "10m": (256, 704, 6, 8_000),
+    "100m": (768, 2_048, 10, 32_000),
+    "1b": (2_048, 5_632, 18, 32_000),
+    "3b": (3_072, 8_192, 24, 64_000),
+}
+RANKS = 2
+SHARDS = "pytorch_model_fsdp_0"
+
+
+@dataclass
+class Timing:
+    seconds: float
+    peak_rss_mib: float
+
+
+def shapes(size: str) -> dict[str, tuple[int, ...]]:
+    hidden, intermediate, layers, vocabulary = SIZES[size]
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for layer in range(layers):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            found[f"model.layers.{layer}.self_attn.{name}.weight"] = (hidden, hidden)
+        for name, shape in (("gate_proj", (intermediate, hidden)), ("up_proj", (intermediate, hidden)), ("down_proj", (hidden, intermediate))):
+            found[f"model.layers.{layer}.mlp.{name}.weight"] = shape
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            found[f"model.layers.{layer}.{name}.weight"] = (hidden,)
+    return found | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+
+
+def write_rank(rank: int, folder: str, size: str, rendezvous: str) -> None:
+    """One rank of the writer: its own half of every tensor, in a DTensor, saved by torch.distributed.checkpoint."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    generator = torch.Generator().manual_seed(rank)
+    state = {
+        name: DTensor.from_local(torch.empty(shape[0] // RANKS, *shape[1:]).normal_(generator=generator), mesh, [Shard(0)])
+        for name, shape in shapes(size).items()
+    }
+    dcp.save({"model": state}, storage_writer=dcp.FileSystemWriter(folder))
+    dist.destroy_process_group()
+
+
+def write_checkpoint(folder: Path, size: str) -> None:
+    import torch.multiprocessing as multiprocessing
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as place:
+        multiprocessing.spawn(write_rank, (str(folder / SHARDS), size, f"{place}/rendezvous"), nprocs=RANKS)
+
+
+def run_child(argv: list[str]) -> float:
+    """Peak resident MiB of the child; its failure ends the benchmark with its output."""
+    with tempfile.TemporaryFile() as output:
+        child = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())})
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        if child.returncode:
+            output.seek(0)
+            raise SystemExit(f"{' '.join(argv)}\n{output.read().decode(errors='replace')}")
+    return usage.ru_maxrss / 1024
+
+
+def sync_tree(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def set_cache(folder: Path, *, warm: bool) -> None:
+    """Brings the checkpoint's files into the page cache, or drops them from it."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            if warm:
+                while os.read(descriptor, 1 << 24):
+                    pass
+            else:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def copy(source: Path, target: Path) -> float:
+    peak = run_child(["cp", "-r", str(source), str(target)])
+    sync_tree(target)
+    return peak
+
+
+def ours(source: Path, target: Path, dtype: str) -> float:
+    return run_child([sys.executable, "-m", "fsdp_tune", "merge-checkpoint", str(source), "--output", str(target), "--dtype", dtype])
+
+
+def accelerate(source: Path, target: Path) -> float:
+    return run_child([sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights", str(source / SHARDS), str(target)])
+
+
+def measure(action: Callable[[Path], float], source: Path, target: Path, *, warm: bool, repeats: int) -> Timing:
+    """The median of `repeats` runs."""
+    seconds, peaks = [], []
+    for _ in range(repeats):
+        set_cache(source, warm=warm)
+        os.sync()  # what others left dirty is not for this run to pay
+        start = time.perf_counter()
+        peaks.append(action(target))
+        seconds.append(time.perf_counter() - start)
+        shutil.rmtree(target)
+    return Timing(statistics.median(seconds), max(peaks))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", choices=list(SIZES), default="1b", help="size of the model")
+    parser.add_argument("--directory", type=Path, default=None, help="where to write (default: the temporary directory)")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--checkpoint", type=Path, default=None, help="an existing checkpoint directory, instead of writing one")
+    parser.add_argument("--without-accelerate", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="merge-benchmark-") as place:
+        source, target = arguments.checkpoint or Path(place, "checkpoint"), Path(place, "target")
+        if arguments.checkpoint is None:
+            write_checkpoint(source, arguments.params)
+        size_bytes = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
+        programs: dict[str, Callable[[Path], float]] = {
+            "cp -r + fsync": lambda out: copy(source, out),
+            "ours": lambda out: ours(source, out, "keep"),
+            "ours, to bf16": lambda out: ours(source, out, "bf16"),
+        }
+        if not arguments.without_accelerate:
+            programs["accelerate"] = lambda out: accelerate(source, out)
+        timings = {
+            warmth: {name: measure(action, source, target, warm=warmth == "warm", repeats=arguments.repeats) for name, action in programs.items()}
+            for warmth in ("warm", "cold")
+        }
+    report(size_bytes, timings, as_json=arguments.json)
+
+
+def report(size_bytes: int, timings: dict[str, dict[str, Timing]], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"bytes": size_bytes, **{warmth: {name: vars(t) for name, t in row.items()} for warmth, row in timings.items()}}, indent=1))
+        return
+    print(f"{size_bytes / 1e9:.2f} GB of fp32 weights from {RANKS} ranks, {os.cpu_count()} cores")
+    for warmth, row in timings.items():
+        reference = row["cp -r + fsync"].seconds
+        for name, timing in row.items():
+            print(f"{warmth}  {name:<14} {timing.seconds:7.2f} s  {timing.peak_rss_mib:8.0f} MiB  {timing.seconds / reference:5.2f} x cp")
+        if "accelerate" in row:
+            print(f"{warmth}  ours is {row['accelerate'].seconds / row['ours'].seconds:.1f} times as fast as accelerate")
+
+
+if __name__ == "__main__":
+    main()
