@@ -1,1 +1,1 @@
-"""What several sides need and nobody owns: devices, tokenizers, the differences between versions of the libraries."""
+"""What launcher and ranks both need from transformers, loaded when asked for."""

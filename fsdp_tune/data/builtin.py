@@ -107,6 +107,6 @@ def builtin_tokenizer(path: str) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))  # a word is looked up whole, then spelt
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = [EOS, PAD, TURN_END, *(f"<|{role}|>" for role in ROLES)]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    for token in (EOS, PAD, TURN_END, *(f"<|{role}|>" for role in ROLES)):
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])  # pyright: ignore[reportUnknownMemberType]
     return tokenizer
