@@ -150,7 +150,7 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
         # Of a run, the weights come from its sharded checkpoint, once this model is wrapped.
         model = _from_config(recipe, config)
     else:
-        name = recipe.model.name_or_path
+        name = str(recipe.model.name_or_path)
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 name,
@@ -162,7 +162,7 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
                 low_cpu_mem_usage=True,
             )
         except (OSError, ValueError) as error:
-            raise model_not_found(str(name), error) from error
+            raise model_not_found(name, error) from error
     _finish(recipe, model, vocabulary)
     return model
 
@@ -174,7 +174,8 @@ def _finish(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> N
 
 
 def embedding_rows(model: PreTrainedModel) -> int:
-    return int(model.get_input_embeddings().weight.shape[0])
+    embedding: Any = model.get_input_embeddings()
+    return int(embedding.weight.shape[0])
 
 
 def resize_embeddings(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> None:

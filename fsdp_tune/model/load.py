@@ -85,7 +85,7 @@ def _choose(recipe: Recipe, model: PreTrainedModel, local_rank: int) -> tuple[Wa
         return "rank 0", None
     if run_of(Path(str(recipe.model.name_or_path))) is not None:
         return "checkpoint", None
-    files = first_on_each_machine(lambda: find_weight_files(recipe), local_rank, dist.barrier)
+    files = first_on_each_machine(lambda: find_weight_files(recipe), local_rank)
     return ("slices", files) if files is not None and fits(model, files) else ("rank 0", None)
 
 
@@ -94,7 +94,7 @@ def _wrapped_whole(recipe: Recipe, model: PreTrainedModel, mesh: Any, device: to
     recomputed = recompute_activations(recipe, model)
     units = plan_units(recipe, model)
     if not recipe.is_sharded:
-        model.to(device)
+        nn.Module.to(model, device)
     wrapped = wrap(recipe, model, units, mesh, device)
     if recipe.is_sharded and recipe.fsdp.version == 2:
         _move_buffers(model, device)

@@ -37,7 +37,7 @@ class _SaveAttentionAndEverySecondMatmul:
     def __init__(self) -> None:
         self.matmuls = {False: 0, True: 0}
 
-    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         if op in _ATTENTION_OPS:
             return CheckpointPolicy.MUST_SAVE
         if op in _MATMUL_OPS:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -105,8 +106,8 @@ def _fill(target: torch.Tensor, source: Any) -> None:
     local.copy_(source[place])
 
 
-def first_on_each_machine(act: Callable[[], WeightFiles | None], local_rank: int, barrier: Callable[[], None]) -> WeightFiles | None:
+def first_on_each_machine(act: Callable[[], WeightFiles | None], local_rank: int) -> WeightFiles | None:
     """Lets one rank of a machine download before the others look into the same cache."""
     found = act() if local_rank == 0 else None
-    barrier()
+    dist.barrier()
     return act() if local_rank != 0 else found

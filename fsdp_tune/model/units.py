@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -79,10 +80,10 @@ def plan_units(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
         return UnitPlan((), frozenset())
     if policy == "MODULE_NAMES_WRAP":
         groups = [(name,) for name in _by_patterns(recipe, model)]
-        return UnitPlan(_children_first(_without(groups, ignored)), frozenset())
+        return UnitPlan(_without(_children_first(groups), ignored), frozenset())
     if policy == "SIZE_BASED_WRAP":
         groups = [(name,) for name in _by_size(recipe, model)]
-        return UnitPlan(_children_first(_without(groups, ignored)), frozenset())
+        return UnitPlan(_without(_children_first(groups), ignored), frozenset())
     layers = [(name,) for name, _ in decoder_layers(model, recipe.layer_classes)]
     ends = _end_groups(model, {name for (name,) in layers})
     tail = frozenset(ends[-1:])
@@ -100,7 +101,7 @@ def ignored_module_names(recipe: Recipe, model: nn.Module) -> set[str]:
     return names
 
 
-def _without(groups: list[tuple[str, ...]], ignored: set[str]) -> tuple[tuple[str, ...], ...]:
+def _without(groups: Sequence[tuple[str, ...]], ignored: set[str]) -> tuple[tuple[str, ...], ...]:
     return tuple(group for group in groups if not any(name in ignored for name in group))
 
 
@@ -115,7 +116,8 @@ def _end_groups(model: PreTrainedModel, layers: set[str]) -> list[tuple[str, ...
     first, so that its gather starts with the forward.
     """
     name_of = {id(module): name for name, module in model.named_modules()}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    ends: tuple[Any, Any] = (model.get_input_embeddings(), model.get_output_embeddings())
+    embedding, head = ends
     norm = _final_norm(model, layers)
     tied = head is not None and embedding is not None and embedding.weight is head.weight
     tail = [norm, embedding, head] if tied else [norm, head]

@@ -29,7 +29,8 @@ def make_mesh(recipe: Recipe, device_type: str) -> DeviceMesh | None:
     if strategy == "NO_SHARD":
         return None
     shard, replicate = recipe.parallelism.dp_shard_size, recipe.parallelism.dp_replicate_size
-    assert isinstance(shard, int) and isinstance(replicate, int), "sizes are resolved before a rank starts"
+    assert isinstance(shard, int), "sizes are resolved before a rank starts"
+    assert isinstance(replicate, int), "sizes are resolved before a rank starts"
     if strategy.startswith("HYBRID"):
         return init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
     return init_device_mesh(device_type, (shard,), mesh_dim_names=("dp_shard",))
@@ -93,7 +94,7 @@ def ignored_parameters(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
 def set_prefetch(recipe: Recipe, in_forward_order: Sequence[nn.Module]) -> None:
     """Explicit depths; without them FSDP2 gathers one unit ahead in the backward, and in the forward as the CPU issues."""
     forward, backward = recipe.fsdp.forward_prefetch, recipe.fsdp.backward_prefetch
-    units = [unit for unit in in_forward_order if isinstance(unit, FSDPModule)]
+    units: list[FSDPModule] = [unit for unit in in_forward_order if isinstance(unit, FSDPModule)]
     depth = int(forward)
     for index, unit in enumerate(units):
         if depth:

@@ -11,7 +11,7 @@ from fsdp_tune.errors import FsdpTuneError
 def main(arguments: list[str]) -> int:
     started = time.time()
     if len(arguments) != 1:
-        print("usage: python -m fsdp_tune.worker RUN_DIR (started by a launcher)", file=sys.stderr)
+        sys.stderr.write("usage: python -m fsdp_tune.worker RUN_DIR (started by a launcher)\n")
         return 2
     from fsdp_tune.launch.leash import die_with_parent
     from fsdp_tune.worker import rank as ranks
@@ -24,11 +24,15 @@ def main(arguments: list[str]) -> int:
         rank = ranks.read_rank(recipe, run)
     except FsdpTuneError as error:
         for problem in error.problems:
-            print("\n".join([f"error: {problem.message}", *(f"hint: {way}" for way in problem.ways_out)]), file=sys.stderr)
+            sys.stderr.write("\n".join([f"error: {problem.message}", *(f"hint: {way}" for way in problem.ways_out)]) + "\n")
         return int(error.exit_code)
     ranks.set_environment(recipe, run)
     screen = ranks.redirect_output(run, rank.index)
-    say = (lambda line: print(line, file=screen, flush=True)) if rank.is_first else (lambda line: None)
+
+    def say(line: str) -> None:
+        if rank.is_first:
+            screen.write(line + "\n")
+
     return int(run_rank(run, recipe, rank, say, started).exit_code)
 
 

@@ -24,7 +24,7 @@ def all_or_none(act: Callable[[], T], what: str, group: dist.ProcessGroup | None
     failure: BaseException | None = None
     try:
         result = act()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  whatever it is, every rank must hear of it
         failure = error
     described = None if failure is None else (_problem(failure), "".join(traceback.format_exception(failure)))
     gathered: list[tuple[Problem, str] | None] = [None] * dist.get_world_size()

@@ -99,10 +99,11 @@ def _table(document: dict[str, Any]) -> list[str]:
     """The read-back in a few plain lines."""
     placement = ", ".join(document["placements"]) or "replicated"
     mesh = "×".join(map(str, document["mesh"])) or "no mesh"
+    kinds = f"recomputation {document['activation_checkpointing']} ({document['recomputed_layers']} layers)"
+    dtypes = f"parameters {document['parameter_dtype']}, compute {document['compute_dtype']}, reduce {document['reduce_dtype']}"
     return [
-        f"read back: {document['wrapper']}, {document['sharded']} sharded tensors in {len(document['units'])} units, {placement} over {mesh}, "
-        f"parameters {document['parameter_dtype']}, compute {document['compute_dtype']}, reduce {document['reduce_dtype']}",
+        f"read back: {document['wrapper']}, {document['sharded']} sharded tensors in {len(document['units'])} units, "
+        f"{placement} over {mesh}, {dtypes}",
         f"read back: {document['trained_parameters']:,} of {document['parameters']:,} parameters trained, "
-        f"attention {document['attention']}, recomputation {document['activation_checkpointing']} ({document['recomputed_layers']} layers), "
-        f"global batch {document['global_batch_size']}",
+        f"attention {document['attention']}, {kinds}, global batch {document['global_batch_size']}",
     ]

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fsdp_tune import __version__
 from fsdp_tune.atomic import DISK, STAGE_MARK, publish
@@ -231,9 +233,9 @@ def _detached(snapshot: Snapshot) -> Snapshot:
     def copy(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: copy(inner) for key, inner in value.items()}
-        if isinstance(value, torch.distributed.tensor.DTensor):
+        if isinstance(value, DTensor):
             local = value.to_local()
-            return torch.distributed.tensor.DTensor.from_local(
+            return DTensor.from_local(
                 copy(local), _cpu_mesh(value.device_mesh), value.placements, run_check=False, shape=value.shape, stride=value.stride()
             )
         if isinstance(value, torch.Tensor):
@@ -252,7 +254,7 @@ def _cpu_mesh(mesh: Any) -> Any:
         return mesh
     key = hash(mesh)
     if key not in _CPU_MESHES:
-        _CPU_MESHES[key] = torch.distributed.device_mesh.DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+        _CPU_MESHES[key] = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
     return _CPU_MESHES[key]
 
 

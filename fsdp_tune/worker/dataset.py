@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -121,8 +122,10 @@ def loader(
     store: RowStore, sampler: BatchSampler, collator: Collator, *, workers: int, pin_memory: bool, prefetch: int | None = None
 ) -> DataLoader[Batch]:
     """`workers` processes read ahead `prefetch` micro-batches each; 0 reads in the training process."""
+    # The collator makes batches of rows; torch's types know a loader only by what its data set gives.
+    rows: Any = Rows(store)
     return DataLoader(
-        Rows(store),
+        rows,
         batch_sampler=sampler,
         collate_fn=collator,
         num_workers=workers,

@@ -56,9 +56,8 @@ class GradientGate:
             self.scale.update(finite=False)
             self.metrics.event("loss_scale_backed_off", step, loss_scale=self.scale.scale)
             if self.scale.skipped_in_a_row >= FP16_SKIPS_IN_A_ROW:
-                raise _non_finite(
-                    f"step {step}: {FP16_SKIPS_IN_A_ROW} steps in a row overflowed in fp16 (loss scale now {self.scale.scale:g}); {self.locate()}"
-                )
+                overflowed = f"{FP16_SKIPS_IN_A_ROW} steps in a row overflowed in fp16 (loss scale now {self.scale.scale:g})"
+                raise _non_finite(f"step {step}: {overflowed}; {self.locate()}")
         else:
             message = f"step {step}: the gradient norm is {norm}; {self.locate()}"
             if not self.skip_nonfinite:

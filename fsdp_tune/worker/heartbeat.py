@@ -30,4 +30,4 @@ class Heartbeat:
         # Not through `atomic`: this is a sign of life, overwritten each second, and an fsync would stall the step.
         stage = self._path.with_suffix(".tmp")
         stage.write_text(json.dumps(content), encoding="utf-8")
-        os.replace(stage, self._path)
+        stage.replace(self._path)

@@ -78,7 +78,7 @@ def _train(
     configure_accelerate(recipe)
     trainer, callback, resume = build_trainer(run, recipe, rank, heartbeat, wish, say, device_type)
     trainer.train(resume_from_checkpoint=str(resume.path) if resume else None)
-    close(trainer, recipe)
+    close(trainer)
     reason = callback.stopped or ExitReason.FINISHED
     return Outcome(EXIT_CODE_OF_REASON[reason], reason, results=results(trainer, started))
 
@@ -102,10 +102,9 @@ def _outcome_of(error: BaseException) -> Outcome:
         reason = ExitReason.NON_FINITE if error.exit_code == ExitCode.NON_FINITE else ExitReason.FAILED
         return Outcome(error.exit_code, reason, error.problems[0], trace)
     if isinstance(error, torch.OutOfMemoryError):
-        hint = "lower training.per_device_train_batch_size (global_batch_size keeps the global batch), or set fsdp.activation_checkpointing: full"
-        return Outcome(
-            ExitCode.OUT_OF_MEMORY, ExitReason.OUT_OF_MEMORY, Problem("device-out-of-memory", str(error).split("\n")[0], hint=hint), trace
-        )
+        hint = "halve training.per_device_train_batch_size (global_batch_size stays), or set fsdp.activation_checkpointing: full"
+        problem = Problem("device-out-of-memory", str(error).split("\n")[0], hint=hint)
+        return Outcome(ExitCode.OUT_OF_MEMORY, ExitReason.OUT_OF_MEMORY, problem, trace)
     if isinstance(error, MemoryError):
         return Outcome(
             ExitCode.FAILED, ExitReason.FAILED, Problem("host-out-of-memory", "the host has no memory left for this rank"), trace

@@ -40,7 +40,7 @@ class MetricsFile:
                     kept.append(line)
         stage = self._path.with_suffix(".jsonl.tmp")
         stage.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(stage, self._path)
+        stage.replace(self._path)
 
     def write(self, line: dict[str, Any]) -> None:
         if self._file is not None:

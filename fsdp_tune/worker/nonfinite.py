@@ -20,7 +20,7 @@ def first_bad_module(recipe: Recipe, loaded: Loaded, batch: Batch, device: torch
     bad: list[str] = []
 
     def watch(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
             if not bad and any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in _tensors(output)):
                 bad.append(name)
 

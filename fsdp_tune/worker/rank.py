@@ -89,11 +89,12 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
         dist.init_process_group("gloo", timeout=timeout)
         return device_type
     module = getattr(torch, device_type)
-    if not module.is_available() or rank.local_index >= module.device_count():
+    count = module.device_count() if module.is_available() else 0
+    if rank.local_index >= count:
         raise usage_error(
             "device-missing",
-            f"rank {rank.index} needs {device_type}:{rank.local_index}, and torch sees {module.device_count() if module.is_available() else 0} of them",
-            ways_out=("--set launch.device=cpu trains on the CPU", f"--set launch.num_processes={max(1, module.device_count())}"),
+            f"rank {rank.index} needs {device_type}:{rank.local_index}, and torch sees {count} of them",
+            ways_out=("--set launch.device=cpu trains on the CPU", f"--set launch.num_processes={max(1, count)}"),
         )
     module.set_device(rank.local_index)
     backend = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}[device_type]

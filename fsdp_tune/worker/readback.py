@@ -46,13 +46,13 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
         "parameters": sum(p.numel() for _, p in parameters),
         "trained_parameters": sum(p.numel() for p in trained),
         "local_bytes": sum(_local(p).numel() * p.element_size() for _, p in parameters),
-        "frozen_dtypes": sorted({_name(p.dtype) for _, p in parameters if not p.requires_grad}),
+        "frozen_dtypes": sorted({str(_name(p.dtype)) for _, p in parameters if not p.requires_grad}),
         "tokens_per_step_at_most": trainer.parts.sampler.global_batch * recipe.data.max_length,
         "data_order_digest": trainer.parts.sampler.digest(),
         "optimizer": type(trainer.optimizer).__name__ if trainer.optimizer is not None else None,
         "plugin": _plugin(trainer),
     }
-    report |= {"fsdp2": _fsdp2, "fsdp1": _fsdp1, "ddp": _ddp}[kind](recipe, loaded)
+    report |= _ddp(recipe, loaded) if kind == "ddp" else {"fsdp2": _fsdp2, "fsdp1": _fsdp1}[kind](loaded)
     report["activation_checkpointing"] = _recomputed(loaded.model)
     report["recomputed_layers"] = len([m for m in loaded.model.modules() if getattr(m, "recomputes", None)])
     report["tied"] = _tied(loaded.model)
@@ -65,7 +65,9 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
 def _wrapper(wrapped: nn.Module) -> str:
     if isinstance(wrapped, FSDPModule):
         return "fsdp2"
-    return {FullyShardedDataParallel: "fsdp1", DistributedDataParallel: "ddp"}.get(type(wrapped), type(wrapped).__name__)
+    if isinstance(wrapped, FullyShardedDataParallel):
+        return "fsdp1"
+    return "ddp" if isinstance(wrapped, DistributedDataParallel) else type(wrapped).__name__
 
 
 def _name(dtype: torch.dtype | None) -> str | None:
@@ -99,12 +101,15 @@ def _groups(module: FSDPModule) -> list[Any]:
     return list(groups)
 
 
-def _fsdp2(recipe: Recipe, loaded: Loaded) -> dict[str, Any]:
+def _fsdp2(loaded: Loaded) -> dict[str, Any]:
     names = {id(module): name or "(root)" for name, module in loaded.model.named_modules()}
     units: list[dict[str, Any]] = []
     placements: Counter[str] = Counter()
     for module in loaded.model.modules():
-        for group in _groups(module) if isinstance(module, FSDPModule) else []:
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        for group in _groups(module):
             tensors = [parameter.sharded_param for parameter in group.fsdp_params]
             placements.update(str([str(p) for p in tensor.placements]) for tensor in tensors)
             units.append(
@@ -115,8 +120,8 @@ def _fsdp2(recipe: Recipe, loaded: Loaded) -> dict[str, Any]:
                     "param_dtype": _name(group.mp_policy.param_dtype),
                     "reduce_dtype": _name(group.mp_policy.reduce_dtype),
                     "output_dtype": _name(group.mp_policy.output_dtype),
-                    "forward_prefetch": len(module._get_fsdp_state()._states_to_forward_prefetch),
-                    "backward_prefetch": len(module._get_fsdp_state()._states_to_backward_prefetch),
+                    "forward_prefetch": len(state._states_to_forward_prefetch),
+                    "backward_prefetch": len(state._states_to_backward_prefetch),
                 }
             )
     layers = [unit for unit in units if unit["modules"][0] != "(root)" and (tuple(unit["modules"]) not in loaded.units.keeps_gathered)]
@@ -150,7 +155,7 @@ def _parsed(placements: Counter[str]) -> list[str]:
     return [word.strip(" '\"") for word in words.strip("[]").split(",")] if words != "[]" else []
 
 
-def _fsdp1(recipe: Recipe, loaded: Loaded) -> dict[str, Any]:
+def _fsdp1(loaded: Loaded) -> dict[str, Any]:
     units = [module for module in loaded.wrapped.modules() if isinstance(module, FullyShardedDataParallel)]
     strategy = _only({unit.sharding_strategy.name for unit in units})
     precision = units[0].mixed_precision
@@ -231,9 +236,8 @@ def _too_much_memory(recipe: Recipe, reports: list[dict[str, Any]]) -> list[str]
         # A shard of its own, and half of the rest for the tensor in flight and the allocator's slack.
         allowed = report["local_bytes"] + 0.5 * (model_bytes - report["local_bytes"]) + 64 * MIB
         if report["peak_growth_bytes"] > allowed:
-            found.append(
-                f"rank {rank} grew by {report['peak_growth_bytes'] / MIB:.0f} MiB while loading; its shard is {report['local_bytes'] / MIB:.0f} MiB"
-            )
+            grown, shard = report["peak_growth_bytes"] / MIB, report["local_bytes"] / MIB
+            found.append(f"rank {rank} grew by {grown:.0f} MiB while loading; its shard is {shard:.0f} MiB")
     return found
 
 

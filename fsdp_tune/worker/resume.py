@@ -90,7 +90,8 @@ def restore_schedule(scheduler: Any, step: int) -> None:
 
 def trainer_state_json(trainer: FsdpTrainer) -> str:
     """transformers' TrainerState as JSON, with the state of the callbacks that have one (early stopping)."""
-    callbacks = dict(trainer.state.stateful_callbacks or {})
+    stored: Any = trainer.state.stateful_callbacks or {}
+    callbacks: dict[str, Any] = dict(stored)
     # The control's wishes (stop, save, log) belong to the moment: a run that is extended must not stop at once.
     callbacks.pop("TrainerControl", None)
     for callback in trainer.callback_handler.callbacks:

@@ -15,8 +15,8 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from fsdp_tune.data.order import epoch_order
 from fsdp_tune.data.prepare import Prepared
 from fsdp_tune.data.store import Int64, RowStore
-from fsdp_tune.model.build import model_config
 from fsdp_tune.errors import failed_error
+from fsdp_tune.model.build import model_config
 from fsdp_tune.model.load import Loaded, load
 from fsdp_tune.model.step import LossScale
 from fsdp_tune.recipe.schema import Recipe
@@ -152,7 +152,7 @@ def _reporter(trainer: FsdpTrainer, recipe: Recipe, say: Callable[[str], None]) 
     return report
 
 
-def close(trainer: FsdpTrainer, recipe: Recipe) -> None:
+def close(trainer: FsdpTrainer) -> None:
     """Makes sure that the last step has a complete checkpoint; FailedError when it cannot be written."""
     checkpointer = trainer.checkpointer
     checkpointer.wait()

@@ -39,7 +39,7 @@ class StopWish:
         for number in _WISH_OF_SIGNAL:
             signal.signal(number, self._handle)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._first is not None and now - self._first > ECHO_SECONDS:
             # Asked twice: the user no longer wants the save. Older checkpoints stay as they are.

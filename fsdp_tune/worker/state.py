@@ -122,7 +122,7 @@ def _refuse_missing(names: list[str], live: Live, directory: Path) -> None:
 def _check_names(state: dict[str, Any], directory: Path, prefix: str) -> None:
     """DCP ignores what the model lacks and casts dtypes without a word; a checkpoint of another model must not load."""
     metadata = RestrictedReader(directory).read_metadata()
-    stored = {name: entry for name, entry in metadata.state_dict_metadata.items()}
+    stored = dict(metadata.state_dict_metadata)
     wanted = {f"{prefix}.{name}": value for name, value in state.items()}
     problems = [f"`{name}` is missing" for name in sorted(wanted.keys() - stored.keys())]
     problems += [f"`{name}` is not in the model" for name in sorted(stored.keys() - wanted.keys())]

@@ -174,7 +174,7 @@ def write_torch(path: Path, value: Any) -> FileEntry:
     """`torch.save` through a Python file, so that it is hashed and can be made to fail."""
     stream = HashingStream(path)
     try:
-        torch.save(value, stream)
+        torch.save(value, cast(Any, stream))
     finally:
         stream.close()
     return stream.entry()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
@@ -280,14 +280,15 @@ class FsdpTrainer(Trainer):
 
     def _load_callback_state(self) -> None:
         """Gives callbacks back what they counted; what they are set to comes from the recipe in force."""
+        every: Any = self.state.stateful_callbacks or {}
         for callback in self.callback_handler.callbacks:
-            stored = (self.state.stateful_callbacks or {}).get(type(callback).__name__)
+            stored = every.get(type(callback).__name__)
             if isinstance(stored, dict):
                 for name, value in stored.get("attributes", {}).items():
                     setattr(callback, name, value)
 
 
-class _Sized:
+class _Sized(Dataset[Any]):
     """Satisfies the Trainer's questions about its data set; the batches come from `get_train_dataloader`."""
 
     def __init__(self, store: RowStore) -> None:

@@ -24,18 +24,11 @@ class CurveWatch:
     def events(self, loss: float, grad_norm: float | None) -> list[tuple[str, str]]:
         """(event, sentence) for one line of metrics."""
         found: list[tuple[str, str]] = []
-        if (
-            self._first
-            and self.vocabulary is not None
-            and abs(loss - math.log(self.vocabulary)) < UNTRAINED_SHARE * math.log(self.vocabulary)
-        ):
-            expected = math.log(self.vocabulary)
-            found.append(
-                (
-                    "weights_look_random",
-                    f"the first loss is {loss:.3f}, that of a model that knows nothing (ln of the vocabulary = {expected:.3f}): were the weights loaded?",
-                )
-            )
+        if self._first and self.vocabulary is not None:
+            blind = math.log(self.vocabulary)
+            if abs(loss - blind) < UNTRAINED_SHARE * blind:
+                sentence = f"the first loss is {loss:.3f}, that of a model that knows nothing (ln of the vocabulary = {blind:.3f})"
+                found.append(("weights_look_random", f"{sentence}: were the weights loaded?"))
         self._first = False
         if grad_norm == 0.0:
             found.append(("zero_gradient", "the gradient norm is exactly zero: nothing is being trained"))
