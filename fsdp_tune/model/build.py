@@ -20,13 +20,27 @@ from fsdp_tune.run_dir import run_of
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def model_config(recipe: Recipe, *, allow_packaged: bool = False) -> PreTrainedConfig:
+def model_config(recipe: Recipe) -> PreTrainedConfig:
     """The model's configuration with `model.config_overrides` applied and caching off.
 
-    With `allow_packaged`, a hub that is out of reach is answered from the facts that the package carries; training
-    never does that. FsdpTuneError (exit 2) for a model that cannot be found or an override that the class lacks.
+    FsdpTuneError (exit 2) for a model that cannot be found or an override that the class lacks.
     """
-    config = _base_config(recipe, allow_packaged=allow_packaged)
+    return _with_overrides(recipe, _base_config(recipe))
+
+
+def config_or_facts(recipe: Recipe) -> tuple[PreTrainedConfig, bool]:
+    """As `model_config`; a hub that is out of reach is answered from the facts that the package carries (True). Never for training."""
+    name = recipe.model.name_or_path
+    try:
+        return model_config(recipe), False
+    except FsdpTuneError:
+        facts = architecture(name) if name is not None and recipe.model.from_config is None else None
+        if facts is None:
+            raise
+        return _with_overrides(recipe, _config_from_mapping(facts, str(name))), True
+
+
+def _with_overrides(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfig:
     known = set(config.to_dict()) | set(getattr(config, "attribute_map", {}))
     for name, value in recipe.model.config_overrides.items():
         if name not in known:
@@ -47,7 +61,7 @@ def _close(name: str, known: set[str]) -> str | None:
     return f"did you mean `{matches[0]}`?" if matches else None
 
 
-def _base_config(recipe: Recipe, *, allow_packaged: bool) -> PreTrainedConfig:
+def _base_config(recipe: Recipe) -> PreTrainedConfig:
     source = recipe.model.from_config
     if isinstance(source, dict):
         return _config_from_mapping(source, "model.from_config")
@@ -66,9 +80,6 @@ def _base_config(recipe: Recipe, *, allow_packaged: bool) -> PreTrainedConfig:
             run.model if run else name, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        facts = architecture(name)
-        if allow_packaged and facts is not None:
-            return _config_from_mapping(facts, name)
         raise model_not_found(name, error) from error
 
 

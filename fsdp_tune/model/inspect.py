@@ -19,15 +19,16 @@ from fsdp_tune.recipe.schema import Recipe
 
 def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     """Everything that can be said of the model without its weights; problems are collected, not raised."""
-    from fsdp_tune.model.build import build_empty, embedding_rows, model_config
+    from fsdp_tune.model.build import build_empty, config_or_facts, embedding_rows
 
     problems: list[Problem] = []
     notices: list[Notice] = []
     found: dict[str, Any] = {}
     try:
-        config = model_config(recipe, allow_packaged=True)
+        config, packaged = config_or_facts(recipe)
         model = build_empty(recipe, config, vocabulary=vocabulary)
         found |= {
+            "packaged": packaged,
             "model_type": config.model_type,
             "architecture": type(model).__name__,
             "config": json.loads(config.to_json_string(use_diff=False)),

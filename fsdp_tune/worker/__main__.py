@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 import sys
 import time
 
@@ -28,6 +30,9 @@ def main(arguments: list[str]) -> int:
         return int(error.exit_code)
     ranks.set_environment(recipe, run)
     screen = ranks.redirect_output(run, rank.index)
+    # The supervisor asks a rank that is behind for its stacks with this signal; C code that holds the GIL answers too.
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
 
     def say(line: str) -> None:
         if rank.is_first:
