@@ -13,6 +13,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; sever
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported; children inherit it
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the golden files anew instead of comparing; the commit says why")
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--update-golden"))
+
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 

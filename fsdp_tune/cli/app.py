@@ -12,8 +12,10 @@ from fsdp_tune import __version__
 from fsdp_tune.cli.env import env
 from fsdp_tune.cli.merge_checkpoint import merge_checkpoint
 from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.recipes import recipes
 from fsdp_tune.cli.status import status
 from fsdp_tune.cli.train import train
+from fsdp_tune.cli.validate import validate
 from fsdp_tune.errors import ExitCode, Problem
 
 
@@ -82,9 +84,11 @@ def fsdp_tune(
 
 
 app.command(cls=LaunchingCommand)(train)
+app.command()(validate)
 app.command()(merge_checkpoint)
 app.command()(status)
 app.command()(env)
+app.add_typer(recipes)
 
 
 def main() -> None:

@@ -58,20 +58,15 @@ def show(screen: Screen, facts: dict[str, Any]) -> None:
         ["system", f"{host['system']} {host['architecture']}"],
         ["python", host["executable"]],
         ["cores", f"{host['usable_cores']} usable of {host['cores']}"],
-        [
-            "memory",
-            f"{_size(host['memory_available_bytes'])} free of {_size(host['memory_bytes'])}, limit {_size(host['memory_limit_bytes'], 'none')}",
-        ],
+        ["memory", f"{_size(host['memory_available_bytes'])} free of {_size(host['memory_bytes'])}"],
+        ["memory limit", _size(host["memory_limit_bytes"], "none")],
         ["/dev/shm", _size(host["shared_memory_bytes"])],
         ["open files", str(host["open_files_limit"])],
         ["devices", _devices(facts["devices"])],
         ["driver", facts["driver"] or "no NVIDIA driver"],
         ["torch sees", torch.get("error") or f"{torch['device_count']} {torch['device'] or 'accelerators'}, CUDA {torch['cuda'] or 'no'}"],
         ["backends", ", ".join(torch.get("backends", [])) or "unknown"],
-        [
-            "infiniband",
-            ", ".join(f"{name} {port['state']} {port['rate']}" for name, port in facts["interconnect"]["infiniband"].items()) or "none",
-        ],
+        ["infiniband", _ports(facts["interconnect"]["infiniband"])],
         ["interfaces", ", ".join(facts["interconnect"]["interfaces"]) or "none"],
     ]
     screen.table("machine", ["what", "value"], rows)
@@ -91,3 +86,7 @@ def _devices(devices: list[dict[str, Any]]) -> str:
         return "none visible"
     names = {f"{each['name']} {_size(each['memory_bytes'])}" for each in devices}
     return f"{len(devices)} × {' / '.join(sorted(names))}"
+
+
+def _ports(ports: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {port['state']} {port['rate']}" for name, port in ports.items()) or "none"

@@ -26,8 +26,15 @@ pytestmark = pytest.mark.ranks
 FINISHED = {"exit_code": 0, "exit_reason": "finished"}
 SAVES_SLOWLY = [["beat", "training", 7], ["listen"], ["log", {"step": 7}], ["wait-for-signal"]]
 HOSTILE_CONFIG = {
-    **{"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "num_processes": 8, "mixed_precision": "fp8"},
-    **{"deepspeed_config": {"zero_stage": 3}, "machine_rank": 0, "num_machines": 4, "main_process_ip": "10.0.0.1", "main_process_port": 1},
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "DEEPSPEED",
+    "num_processes": 8,
+    "mixed_precision": "fp8",
+    "deepspeed_config": {"zero_stage": 3},
+    "machine_rank": 0,
+    "num_machines": 4,
+    "main_process_ip": "10.0.0.1",
+    "main_process_port": 1,
 }
 
 

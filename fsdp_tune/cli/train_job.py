@@ -1,0 +1,240 @@
+"""One `train` on one machine: what is checked, what is written, what runs, what is left at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from fsdp_tune.cli.output import Screen
+from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
+
+if TYPE_CHECKING:
+    from fsdp_tune.data.prepare import Prepared
+    from fsdp_tune.launch.accelerate import LaunchPlan
+    from fsdp_tune.launch.resume import Start
+    from fsdp_tune.launch.verdict import Ended
+    from fsdp_tune.recipe.loader import Loaded
+    from fsdp_tune.recipe.resolve import Resolution
+    from fsdp_tune.recipe.schema import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One `train` on one machine."""
+
+    screen: Screen
+    loaded: Loaded
+    resolution: Resolution
+    plan: LaunchPlan
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.resolution.recipe
+
+    def lead(self, resume: str | None, *, overwrite: bool, no_start: bool) -> None:
+        """On the only machine, or the first: refuses bad input before anything is written, then writes, runs and merges."""
+        from fsdp_tune.launch.accelerate import check_port
+        from fsdp_tune.launch.lock import locked
+        from fsdp_tune.launch.resume import decide, move_aside
+
+        run = self.plan.run
+        start = decide(run, self.recipe, resume, overwrite=overwrite)
+        self.screen.notices(start.notices)
+        if start.is_finished:
+            self.nothing_to_do()
+            return
+        check_port(self.recipe)
+        inputs = self.check_inputs(start)
+        if overwrite and run.is_used:
+            self.screen.say(f"the old run is now {move_aside(run)}")
+        if start.is_new:
+            inputs.write()
+        with locked(run) as notices:
+            self.screen.notices(notices)
+            if not start.is_new:
+                inputs.write()
+            self.screen.log_directory = run.logs
+            if no_start:
+                self.print_commands()
+            else:
+                self.conclude(self.supervise())
+
+    def check_inputs(self, start: Start) -> Inputs:
+        """Looks at the model in a process of its own while the data is prepared; refuses what is wrong in either, together."""
+        from fsdp_tune.bridge.model_files import check_vocabulary
+        from fsdp_tune.bridge.tokenizer import load_tokenizer
+        from fsdp_tune.cli.checks import model_facts
+        from fsdp_tune.cli.prepare import prepared_data, show_data
+        from fsdp_tune.cli.train_view import model_line
+        from fsdp_tune.launch.resume import check_data
+        from fsdp_tune.recipe.world import batch_arithmetic
+
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            looking = pool.submit(model_facts, self.recipe)
+            try:
+                tokenizer = load_tokenizer(self.recipe)
+                data = prepared_data(self.screen, self.recipe, tokenizer)
+            except FsdpTuneError as error:
+                raise FsdpTuneError(*looking.result().problems, *error.problems, exit_code=error.exit_code) from error
+            model = looking.result()
+        if model.problems or model.unchecked:
+            raise FsdpTuneError(*model.problems, *map(_unreachable, model.unchecked))
+        self.screen.notices(model.notices)
+        check_vocabulary(model.facts, self.recipe.model.tokenizer, len(tokenizer), may_grow=self.recipe.model.resize_embeddings)
+        check_data(start, data.key, rows=data.train_rows, global_batch_size=self.recipe.global_batch_size)
+        self.screen.say(model_line(model.facts))
+        show_data(self.screen, data)
+        self.screen.say(batch_arithmetic(self.recipe))
+        return Inputs(self, start, model.facts, tokenizer, data)
+
+    def supervise(self) -> Ended:
+        from fsdp_tune.cli.train_view import StepView
+        from fsdp_tune.launch.supervise import Said, Supervisor
+        from fsdp_tune.launch.verdict import Ended
+        from fsdp_tune.units import parse_seconds
+
+        plan = self.plan
+        ranks = f"ranks {plan.ranks.start} to {plan.ranks.stop - 1}" if len(plan.ranks) > 1 else f"rank {plan.ranks.start}"
+        self.screen.say(f"starting {ranks} on {self.recipe.launch.device}; the run is {plan.run.path}")
+        supervisor = Supervisor(plan, hang_timeout_seconds=parse_seconds(self.recipe.launch.hang_timeout))
+        with self.screen.progress("training", None, "steps") as bar, contextlib.closing(supervisor.events()) as events:
+            view = StepView(self.screen, bar)
+            for event in events:
+                if isinstance(event, Ended):
+                    return event
+                if isinstance(event, Said):
+                    self.screen.say(event.text)
+                elif plan.machine_rank == 0:
+                    view.show(event.line)
+        raise AssertionError("the supervisor ends with a verdict")
+
+    def conclude(self, ended: Ended) -> None:
+        """Merges a finished run; tells the next command for any other. Ends the command with the run's exit code."""
+        from fsdp_tune.cli.train_view import final_document
+        from fsdp_tune.run_dir import latest_checkpoint
+
+        run = self.plan.run
+        facts = ended.first_outcome.facts if ended.first_outcome else {}
+        checkpoint, _ = latest_checkpoint(run)
+        facts = facts | {"checkpoint": str(checkpoint.path) if checkpoint else None}
+        document = partial(final_document, run.path, facts, step=ended.step, reason=ended.reason.value)
+        self.screen.document(document(merged=None))
+        if ended.reason is ExitReason.FINISHED:
+            merged = self.merge() if self.recipe.merge.at_end else None
+            self.screen.document(document(merged=merged))
+            self.screen.say(
+                f"finished at step {ended.step}"
+                + (f"; the model is in {merged}" if merged else f"; `fsdp-tune merge-checkpoint {run.path}` merges it")
+            )
+            return
+        ways = self.ways_on(checkpoint.path if checkpoint else None)
+        if ended.problem is not None:
+            problem = Problem(
+                ended.problem.code, ended.problem.message, ended.problem.where, ended.problem.hint, (*ended.problem.ways_out, *ways)
+            )
+            raise FsdpTuneError(problem, exit_code=ended.exit_code)
+        self.screen.say(f"stopped at step {ended.step} ({ended.reason.value})")
+        for way in ways:
+            self.screen.say(f"  {way}")
+        raise typer.Exit(EXIT_CODE_OF_REASON[ended.reason])
+
+    def ways_on(self, checkpoint: Path | None) -> tuple[str, ...]:
+        run = self.plan.run.path
+        if checkpoint is None:
+            return (f"`fsdp-tune train … --resume auto` begins again at step 0 in {run}",)
+        return (
+            f"`fsdp-tune train … --resume auto` goes on from {checkpoint.name}",
+            f"`fsdp-tune merge-checkpoint {run}` makes a model of {checkpoint.name}",
+        )
+
+    def merge(self) -> Path:
+        from fsdp_tune.cli.merge_checkpoint import byte_progress
+        from fsdp_tune.merge.run import MergeOptions, merge_checkpoint
+
+        result = merge_checkpoint(self.plan.run.path, MergeOptions(overwrite=True), partial(byte_progress, self.screen))
+        self.screen.notices(result.notices)
+        return result.output
+
+    def nothing_to_do(self) -> None:
+        """A finished run, asked for no more steps: its result again, and the merge that a crash may have left out."""
+        from fsdp_tune.cli.train_view import final_document
+        from fsdp_tune.launch.ranks import read_outcome
+
+        run = self.plan.run
+        outcome = read_outcome(run, 0)
+        assert outcome is not None, "a run is finished because its first rank said so"
+        merged = run.merged if run.merged.is_dir() else None
+        if merged is None and self.recipe.merge.at_end:
+            merged = self.merge()
+        self.screen.document(final_document(run.path, outcome.facts, step=outcome.step, reason=ExitReason.FINISHED.value, merged=merged))
+        self.screen.say(f"nothing to do: {run.path} has finished at step {outcome.step}")
+
+    def print_commands(self) -> None:
+        from fsdp_tune.launch.accelerate import by_hand
+
+        lines = by_hand(self.recipe, self.plan.run)
+        self.screen.document({"run_dir": str(self.plan.run.path), "commands": list(lines), "exit_reason": "not_started"})
+        self.screen.say("the run directory is written; start it with one of")
+        for line in lines:
+            self.screen.say(f"  {line}")
+
+    def follow(self) -> None:
+        """On another machine of the run: waits for the first one to write the directory, then runs this machine's ranks."""
+        from fsdp_tune.launch.resume import wait_for_run
+
+        self.screen.say(f"machine {self.plan.machine_rank}: waiting for the first machine to write {self.plan.run.path}")
+        wait_for_run(self.plan.run, self.recipe)
+        self.screen.log_directory = self.plan.run.logs
+        ended = self.supervise()
+        self.screen.document(
+            {"run_dir": str(self.plan.run.path), "machine_rank": self.plan.machine_rank, "exit_reason": ended.reason.value}
+        )
+        if ended.problem is not None:
+            raise FsdpTuneError(ended.problem, exit_code=ended.exit_code)
+        if ended.exit_code is not ExitCode.OK:
+            raise typer.Exit(ended.exit_code)
+
+
+def _unreachable(what: str) -> Problem:
+    return Problem("model-unreachable", what, hint="give a local directory as `model.name_or_path`, or download it where there is network")
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Everything that was checked, ready to be written."""
+
+    job: Job
+    start: Start
+    facts: dict[str, Any]
+    tokenizer: Any
+    data: Prepared
+
+    def write(self) -> None:
+        from fsdp_tune.bridge.devices import visible_devices
+        from fsdp_tune.bridge.model_files import save_model_files
+        from fsdp_tune.diagnose.environment import host, versions
+        from fsdp_tune.launch.run_files import RunFiles, write_run
+
+        devices = [
+            {"kind": device.kind, "name": device.name, "memory_bytes": device.memory_bytes} for device in visible_devices(os.environ)
+        ]
+        job = self.job
+        files = RunFiles(
+            recipe_text=job.loaded.text,
+            overrides=job.loaded.overrides,
+            recipe=job.recipe,
+            reasons=job.resolution.reasons,
+            plan=job.plan,
+            environment={"versions": versions(), "host": host(), "devices": devices},
+            data=self.data.to_json(),
+            start=self.start,
+            save_model=lambda directory: save_model_files(directory, self.facts, self.tokenizer),
+        )
+        write_run(job.plan.run, files)

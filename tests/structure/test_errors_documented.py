@@ -1,0 +1,53 @@
+"""Every code that a user can meet has a page in docs/errors.md, and every page has its code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+MAKERS = {"usage_error", "failed_error", "Problem", "Notice"}
+"""Callables whose first argument is a code."""
+CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+HEADING = re.compile(r"^## `?([a-z0-9-]+)`?$", re.MULTILINE)
+
+
+def name_of(function: ast.expr) -> str:
+    return function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
+
+
+def codes_in(path: Path) -> Iterator[tuple[str, str]]:
+    """(code, place) of every maker called with a literal, or with a choice of literals."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and name_of(node.func) in MAKERS | {"Finding", "KnownBad", "complain", "notice"} and node.args:
+            for leaf in ast.walk(node.args[0]):
+                if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str) and name_of(node.func) != "KnownBad":
+                    yield leaf.value, f"{path}:{node.lineno}"
+
+
+def all_codes(repository: Path) -> dict[str, str]:
+    return {code: place for path in sorted((repository / "fsdp_tune").rglob("*.py")) for code, place in codes_in(path)}
+
+
+def headings(repository: Path) -> list[str]:
+    return HEADING.findall((repository / "docs" / "errors.md").read_text(encoding="utf-8"))
+
+
+def test_codes_are_kebab_case(repository: Path) -> None:
+    assert {code: place for code, place in all_codes(repository).items() if CODE.fullmatch(code) is None} == {}
+
+
+def test_every_code_has_its_page(repository: Path) -> None:
+    documented = set(headings(repository))
+    assert {code: place for code, place in all_codes(repository).items() if code not in documented} == {}
+
+
+def test_every_page_has_its_code(repository: Path) -> None:
+    codes = all_codes(repository)
+    assert [heading for heading in headings(repository) if heading not in codes] == []
+
+
+def test_no_page_is_there_twice(repository: Path) -> None:
+    found = headings(repository)
+    assert len(found) == len(set(found))

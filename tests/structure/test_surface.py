@@ -1,0 +1,110 @@
+"""The command line that users and scripts rely on: frozen, light, and documented."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from fsdp_tune.cli.app import app
+
+HEAVY = ("torch", "transformers", "accelerate", "datasets", "numpy", "pyarrow", "tokenizers", "huggingface_hub")
+REFERENCE_IMPORTS = "import typer, pydantic, yaml, rich.console"
+
+
+def commands(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(path, command) of the app, every group and every verb."""
+    command = typer.main.get_command(app) if command is None else command
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*path, name))
+
+
+PATHS = [path for path, _ in commands()]
+
+
+def surface() -> str:
+    """One line for each command, argument and option, with type and default."""
+    lines: list[str] = []
+    for path, command in commands():
+        lines.append(" ".join(("fsdp-tune", *path)))
+        for parameter in command.params:
+            if parameter.name in ("install_completion", "show_completion"):
+                continue  # Typer's own
+            names = ", ".join([*parameter.opts, *parameter.secondary_opts])
+            annotation = parameter.type_descriptor.annotation
+            is_choice = isinstance(annotation, type) and issubclass(annotation, Enum)
+            kind = "|".join(str(member.value) for member in annotation) if is_choice else getattr(annotation, "__name__", str(annotation))
+            many = " repeatable" if getattr(parameter, "multiple", False) else ""
+            lines.append(f"    {parameter.param_type_name} {names}: {kind}{many} = {parameter.default}")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_command_line_is_the_frozen_one(repository: Path, update_golden: bool) -> None:
+    """Compared both ways: what is added shows as well as what is gone."""
+    golden = repository / "tests" / "golden" / "surface_cli.txt"
+    if update_golden:
+        golden.write_text(surface(), encoding="utf-8")
+    assert surface() == golden.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", PATHS, ids=[" ".join(path) or "fsdp-tune" for path in PATHS])
+def test_help_is_light_and_has_an_example(path: tuple[str, ...], tmp_path: Path) -> None:
+    """In a fresh interpreter: no library that computes is imported to print help."""
+    program = (
+        "import json, sys\n"
+        "from fsdp_tune.cli.app import main\n"
+        "try: main()\n"
+        f"finally: json.dump([m for m in {HEAVY!r} if m in sys.modules], open({str(tmp_path / 'heavy')!r}, 'w'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *path, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "heavy").read_text()) == []
+    is_group = path in {other[:-1] for other in PATHS if other}
+    assert is_group or "Example" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--bogus"], ["train", "--bogus"], ["train", "--set"], ["bogus"], ["train", "a", "b"], []])
+def test_usage_errors_are_ours_in_text_and_json(arguments: list[str]) -> None:
+    for extra in ([], ["--json"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "fsdp_tune", *arguments[:1], *extra, *arguments[1:]], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
+        assert "Traceback" not in done.stderr
+        if extra and arguments:
+            assert json.loads(done.stdout)["errors"][0]["code"] == "usage"
+
+
+def seconds(program: str) -> float:
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    times: list[float] = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, env=environment)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def test_start_up_costs_at_most_twice_its_libraries() -> None:
+    help_program = "import sys; sys.argv = ['fsdp-tune', '--help']; from fsdp_tune.cli.app import main; main()"
+    assert seconds(help_program) <= 2 * seconds(REFERENCE_IMPORTS)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_offered(shell: str) -> None:
+    environment = {**os.environ, "_FSDP_TUNE_COMPLETE": f"source_{shell}"}
+    program = "import sys; sys.argv = ['fsdp-tune']; from fsdp_tune.cli.app import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert "fsdp-tune" in done.stdout
