@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.atomic import DISK, STAGE_MARK
+from fsdp_tune.atomic import DISK
 from fsdp_tune.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.launch.lock import is_held, read_owner
 from fsdp_tune.launch.ranks import read_outcome

@@ -49,8 +49,6 @@ def write_run(run: RunDir, files: RunFiles) -> None:
 
 
 def _write_new(run: RunDir, files: RunFiles) -> None:
-    if run.path.is_dir():
-        _remove_if_blank(run)
     try:
         with staged_directory(run.path) as stage:
             inside = RunDir(stage)
@@ -59,18 +57,9 @@ def _write_new(run: RunDir, files: RunFiles) -> None:
             files.save_model(inside.model)
             _write_files(inside, files)
     except OSError as error:
-        if run.is_used:  # the rename met a directory that was not there when we looked
+        if run.is_used:  # the rename met a directory that was empty, or not there, when we looked
             raise usage_error("run-in-use", f"{run.path} was made by another command just now", ways_out=("--set output_dir=…",)) from error
         raise
-
-
-def _remove_if_blank(run: RunDir) -> None:
-    """A directory with nothing but an empty lock and empty logs cannot be renamed over; `resume.decide` saw nothing else in it."""
-    if run.lock.exists():
-        DISK.unlink(run.lock)
-    if run.logs.is_dir():
-        DISK.rmtree(run.logs)
-    run.path.rmdir()
 
 
 def _renew(run: RunDir, files: RunFiles) -> None:

@@ -1,0 +1,301 @@
+"""Where a run begins, what is written, and how it stands: real directories, no processes of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.launch.accelerate import launch_plan
+from fsdp_tune.launch.lock import locked
+from fsdp_tune.launch.resume import Start, check_data, decide, move_aside, wait_for_run
+from fsdp_tune.launch.run_files import RunFiles, write_run
+from fsdp_tune.launch.status import run_status
+from fsdp_tune.manifest import MANIFEST_NAME, Manifest, digest_file
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run_dir import CHECKPOINT_KIND, RunDir
+from tests.launch.test_plan import BASE, resolved
+
+Written = Callable[..., RunDir]
+
+
+def files_of(
+    run: RunDir, recipe: Recipe, start: Start | None = None, *, text: str = BASE, overrides: tuple[str, ...] = (), key: str = "k1"
+) -> RunFiles:
+    return RunFiles(
+        recipe_text=text,
+        overrides=overrides,
+        recipe=recipe,
+        reasons={"launch.device": "written"},
+        plan=launch_plan(recipe, run),
+        environment={"versions": {"torch": "2.13"}},
+        data=json.dumps({"key": key}),
+        start=start or Start(),
+        save_model=lambda directory: (directory / "config.json").write_text("{}"),
+    )
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "runs" / "one")
+
+
+def checkpoint(run: RunDir, step: int, *, damaged: bool = False) -> Path:
+    path = run.checkpoint(step)
+    path.mkdir()
+    (path / "weights").write_bytes(b"12345")
+    manifest = Manifest(CHECKPOINT_KIND, {"weights": digest_file(path / "weights")}, {"step": step})
+    (path / MANIFEST_NAME).write_text(manifest.to_json())
+    if damaged:
+        (path / "weights").write_bytes(b"12346")
+    return path
+
+
+def finish(run: RunDir, step: int) -> None:
+    run.logs.mkdir(exist_ok=True)
+    for rank in range(2):
+        outcome = {"rank": rank, "exit_code": 0, "exit_reason": "finished", "step": step, "time": 1.0, "problem": None, "loss": 1.5}
+        run.rank_outcome(rank).write_text(json.dumps(outcome))
+
+
+def used(run: RunDir, tmp_path: Path, *overrides: str) -> Recipe:
+    recipe = resolved(tmp_path, *overrides)
+    write_run(run, files_of(run, recipe))
+    return recipe
+
+
+def test_a_new_run_has_everything_a_rank_needs(fresh: RunDir, tmp_path: Path) -> None:
+    recipe = used(fresh, tmp_path)
+    assert fresh.recipe_yaml.read_text() == BASE
+    assert Recipe.model_validate_json(fresh.recipe_json.read_bytes()) == recipe
+    launch = json.loads(fresh.launch_json.read_text())
+    assert launch["argv"][-1] == str(fresh.path)
+    assert launch["started_at"] > 0
+    assert json.loads((fresh.path / "resume.json").read_text())["resume_from"] is None
+    assert (fresh.model / "config.json").exists()
+    assert {"accelerate.yaml", "environment.json", "data.json", "logs"} <= {path.name for path in fresh.path.iterdir()}
+
+
+def test_what_was_set_on_the_command_line_is_kept_with_the_recipe(fresh: RunDir, tmp_path: Path) -> None:
+    write_run(fresh, files_of(fresh, resolved(tmp_path), overrides=("training.max_steps=7", "name=a\nevil: true")))
+    text = fresh.recipe_yaml.read_text()
+    assert "#   --set training.max_steps=7\n" in text
+    assert "\nevil" not in text
+
+
+def test_a_run_whose_model_cannot_be_saved_leaves_nothing(fresh: RunDir, tmp_path: Path) -> None:
+    def fail(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    files = files_of(fresh, resolved(tmp_path))
+    with pytest.raises(OSError, match="No space"):
+        write_run(fresh, RunFiles(**{name: getattr(files, name) for name in files.__dataclass_fields__} | {"save_model": fail}))
+    assert list(fresh.path.parent.iterdir()) == []
+
+
+def test_two_new_runs_of_one_name_do_not_mix(fresh: RunDir, tmp_path: Path) -> None:
+    recipe = used(fresh, tmp_path)
+    with pytest.raises(FsdpTuneError, match="made by another command") as caught:
+        write_run(fresh, files_of(fresh, recipe, text="other"))
+    assert caught.value.exit_code == 2
+    assert fresh.recipe_yaml.read_text() == BASE
+
+
+def test_a_used_directory_is_refused_with_the_ways_out(fresh: RunDir, tmp_path: Path) -> None:
+    recipe = used(fresh, tmp_path)
+    for resume in (None, "never"):
+        with pytest.raises(FsdpTuneError) as caught:
+            decide(fresh, recipe, resume, overwrite=False)
+        assert caught.value.exit_code == 2
+        assert [way.split()[0] for way in caught.value.problems[0].ways_out] == ["--resume", "--set", "--overwrite"]
+
+
+def test_a_directory_of_somebody_else_is_neither_filled_nor_moved(fresh: RunDir, tmp_path: Path) -> None:
+    fresh.path.mkdir(parents=True)
+    (fresh.path / "thesis.tex").write_text("x")
+    for arguments in ({"overwrite": False}, {"overwrite": True}):
+        with pytest.raises(FsdpTuneError, match=r"not empty \(thesis.tex\)"):
+            decide(fresh, resolved(tmp_path), None, **arguments)
+    with pytest.raises(FsdpTuneError, match="not empty"):
+        decide(fresh, resolved(tmp_path), "auto", overwrite=False)
+
+
+def test_an_empty_directory_is_filled(fresh: RunDir, tmp_path: Path) -> None:
+    fresh.path.mkdir(parents=True)
+    assert decide(fresh, resolved(tmp_path), "auto", overwrite=False).is_new
+    used(fresh, tmp_path)
+    assert fresh.is_used
+
+
+def test_a_live_run_is_not_touched(fresh: RunDir, tmp_path: Path) -> None:
+    recipe = used(fresh, tmp_path)
+    with locked(fresh):
+        for resume, overwrite in ((None, False), ("auto", False), (None, True)):
+            with pytest.raises(FsdpTuneError, match=f"in use by pid {os.getpid()}"):
+                decide(fresh, recipe, resume, overwrite=overwrite)
+
+
+def test_overwrite_keeps_the_old_run_beside(fresh: RunDir, tmp_path: Path) -> None:
+    recipe = used(fresh, tmp_path)
+    assert decide(fresh, recipe, None, overwrite=True).is_new
+    aside = move_aside(fresh)
+    assert not fresh.path.exists()
+    assert (aside / "recipe.json").exists()
+    assert aside.name.startswith("one.old-")
+
+
+def test_auto_takes_the_newest_complete_checkpoint_and_names_the_damaged(fresh: RunDir, tmp_path: Path) -> None:
+    recipe = used(fresh, tmp_path)
+    checkpoint(fresh, 9)
+    good = checkpoint(fresh, 10)
+    checkpoint(fresh, 20, damaged=True)
+    (fresh.path / "checkpoint-30").mkdir()
+    start = decide(fresh, recipe, "auto", overwrite=False)
+    assert start.checkpoint is not None
+    assert start.checkpoint.path == good
+    assert not start.is_new
+    told = " ".join(notice.message for notice in start.notices)
+    assert "checkpoint-20" in told
+    assert "checkpoint-30" in told
+
+
+def test_auto_without_a_checkpoint_begins_at_step_0_in_the_same_directory(fresh: RunDir, tmp_path: Path) -> None:
+    recipe = used(fresh, tmp_path)
+    start = decide(fresh, recipe, "auto", overwrite=False)
+    assert (start.checkpoint, start.is_new, start.is_finished) == (None, False, False)
+
+
+def test_a_finished_run_has_nothing_to_do_unless_more_steps_are_asked_for(fresh: RunDir, tmp_path: Path) -> None:
+    recipe = used(fresh, tmp_path)
+    checkpoint(fresh, 100)
+    finish(fresh, 100)
+    assert decide(fresh, recipe, "auto", overwrite=False).is_finished
+    assert decide(fresh, resolved(tmp_path, "training.logging_steps=3"), "auto", overwrite=False).is_finished
+    longer = decide(fresh, resolved(tmp_path, "training.max_steps=200"), "auto", overwrite=False)
+    assert not longer.is_finished
+    assert [change.key for change in longer.trajectory_changes] == ["training.max_steps"]
+
+
+def test_a_refused_change_stops_before_anything_is_written(fresh: RunDir, tmp_path: Path) -> None:
+    used(fresh, tmp_path)
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in fresh.path.iterdir())
+    with pytest.raises(FsdpTuneError, match=r"training\.seed"):
+        decide(fresh, resolved(tmp_path, "training.seed=1", "training.data_seed=42"), "auto", overwrite=False)
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in fresh.path.iterdir()) == before
+
+
+def test_an_explicit_checkpoint_goes_into_its_own_run_or_a_new_one(fresh: RunDir, tmp_path: Path) -> None:
+    recipe = used(fresh, tmp_path)
+    path = checkpoint(fresh, 10)
+    assert not decide(fresh, recipe, str(path), overwrite=False).is_new
+    elsewhere = decide(RunDir(tmp_path / "runs" / "two"), recipe, str(path), overwrite=False)
+    assert elsewhere.is_new
+    assert elsewhere.checkpoint is not None
+    other = RunDir(tmp_path / "runs" / "three")
+    used(other, tmp_path)
+    with pytest.raises(FsdpTuneError, match="is of another"):
+        decide(other, recipe, str(path), overwrite=False)
+
+
+def test_an_explicit_checkpoint_before_later_ones_is_refused_with_the_ways_out(fresh: RunDir, tmp_path: Path) -> None:
+    recipe = used(fresh, tmp_path)
+    path = checkpoint(fresh, 10)
+    checkpoint(fresh, 20)
+    with pytest.raises(FsdpTuneError, match="checkpoint-20"):
+        decide(fresh, recipe, str(path), overwrite=False)
+
+
+@pytest.mark.parametrize("what", ["missing", "run"])
+def test_what_is_no_checkpoint_is_refused_and_the_newest_is_named(fresh: RunDir, tmp_path: Path, what: str) -> None:
+    recipe = used(fresh, tmp_path)
+    checkpoint(fresh, 10)
+    path = fresh.path if what == "run" else fresh.checkpoint(11)
+    with pytest.raises(FsdpTuneError) as caught:
+        decide(fresh, recipe, str(path), overwrite=False)
+    assert ("checkpoint-10" in (caught.value.problems[0].hint or "")) == (what == "run")
+
+
+def test_overwrite_and_resume_contradict(fresh: RunDir, tmp_path: Path) -> None:
+    with pytest.raises(FsdpTuneError, match="choose one"):
+        decide(fresh, resolved(tmp_path), "auto", overwrite=True)
+
+
+def test_on_resume_the_earlier_files_go_into_history_and_the_changes_into_the_metrics(fresh: RunDir, tmp_path: Path) -> None:
+    used(fresh, tmp_path)
+    path = checkpoint(fresh, 10)
+    fresh.metrics_jsonl.write_text('{"step": 10, "loss": 1.0}\n')
+    recipe = resolved(tmp_path, "training.learning_rate=1e-3")
+    start = decide(fresh, recipe, "auto", overwrite=False)
+    write_run(fresh, files_of(fresh, recipe, start, text="# second\n" + BASE))
+    assert (fresh.history / "001" / "recipe.yaml").read_text() == BASE
+    assert fresh.recipe_yaml.read_text().startswith("# second")
+    assert json.loads((fresh.path / "resume.json").read_text()) == {"resume_from": str(path), "digests_checked": True}
+    event = json.loads(fresh.metrics_jsonl.read_text().splitlines()[-1])
+    assert (event["event"], event["step"], event["changes"][0]["key"]) == ("recipe_changed", 10, "training.learning_rate")
+    write_run(fresh, files_of(fresh, recipe, decide(fresh, recipe, "auto", overwrite=False)))
+    assert (fresh.history / "002" / "recipe.yaml").read_text().startswith("# second")
+
+
+def test_data_that_have_changed_are_refused_on_resume(fresh: RunDir, tmp_path: Path) -> None:
+    recipe = used(fresh, tmp_path)
+    start = decide(fresh, recipe, "auto", overwrite=False)
+    check_data(start, "k1", rows=100, global_batch_size=8)
+    with pytest.raises(FsdpTuneError, match="no longer those"):
+        check_data(start, "k2", rows=100, global_batch_size=8)
+
+
+def test_data_too_few_for_one_step_are_refused() -> None:
+    with pytest.raises(FsdpTuneError, match="there are 7 rows to train on, and one step takes 8"):
+        check_data(Start(), "k", rows=7, global_batch_size=8)
+
+
+def test_a_run_directory_of_another_version_is_named(fresh: RunDir, tmp_path: Path) -> None:
+    used(fresh, tmp_path)
+    fresh.recipe_json.write_text('{"recipe_version": 9}')
+    with pytest.raises(FsdpTuneError, match="cannot be read as a recipe of this version"):
+        decide(fresh, resolved(tmp_path), "auto", overwrite=False)
+
+
+def test_another_machine_waits_for_the_first_and_gives_up_in_time(fresh: RunDir, tmp_path: Path) -> None:
+    recipe = used(fresh, tmp_path)
+    with pytest.raises(FsdpTuneError, match="has not started this recipe") as caught:
+        wait_for_run(fresh, recipe, patience_seconds=0.05, poll_seconds=0.01)
+    assert caught.value.exit_code == 1
+    with locked(fresh):
+        wait_for_run(fresh, recipe, patience_seconds=0.05, poll_seconds=0.01)
+        with pytest.raises(FsdpTuneError):
+            wait_for_run(fresh, resolved(tmp_path, "training.max_steps=5"), patience_seconds=0.05, poll_seconds=0.01)
+
+
+def test_status_of_a_finished_run(fresh: RunDir, tmp_path: Path) -> None:
+    used(fresh, tmp_path)
+    path = checkpoint(fresh, 100)
+    finish(fresh, 100)
+    fresh.metrics_jsonl.write_text('{"event": "train_started", "step": 0, "total_steps": 100}\n{"step": 100, "loss": 1.25}\n{"torn')
+    facts = run_status(fresh)
+    assert (facts["state"], facts["step"], facts["total_steps"], facts["loss"], facts["checkpoint"]) == (
+        "finished",
+        100,
+        100,
+        1.25,
+        str(path),
+    )
+    assert [rank["state"] for rank in facts["ranks"]] == ["finished", "finished"]
+
+
+def test_status_of_a_run_that_was_never_started(fresh: RunDir, tmp_path: Path) -> None:
+    used(fresh, tmp_path)
+    facts = run_status(fresh)
+    assert (facts["state"], facts["checkpoint"], facts["step"]) == ("not started", None, None)
+
+
+def test_status_does_not_take_a_reused_pid_for_a_rank(fresh: RunDir, tmp_path: Path) -> None:
+    used(fresh, tmp_path)
+    fresh.rank_heartbeat(0).write_text(json.dumps({"rank": 0, "pid": os.getpid(), "step": 3, "phase": "training", "time": 0.0}))
+    facts = run_status(fresh)
+    assert facts["state"] == "died without a word"
+    assert facts["ranks"][0]["state"] == "gone"
