@@ -77,9 +77,7 @@ def _refuse_foreign(run: RunDir) -> None:
     """A directory with somebody else's files is not ours to fill, nor to move aside."""
     if run.is_used or not run.path.is_dir():
         return
-    foreign = sorted(
-        path.name for path in run.path.iterdir() if STAGE_MARK not in path.name and path.name not in (run.lock.name, run.logs.name)
-    )
+    foreign = sorted(path.name for path in run.path.iterdir())
     if foreign:
         shown = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
         raise usage_error(
