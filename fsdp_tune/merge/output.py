@@ -31,8 +31,8 @@ _CANNOT_WRITE = {
 }
 
 
-def check_output(output: Path, selection: Selection, *, overwrite: bool) -> Path:
-    """The absolute output path. Usage errors where it exists, or where it and the source lie in one another."""
+def check_output(output: Path, selection: Selection) -> Path:
+    """The absolute output path. Usage error where it and what is read lie in one another."""
     target = output.parent.resolve() / output.name
     if output.name in ("", ".", ".."):
         target = output.resolve()
@@ -58,24 +58,26 @@ def check_output(output: Path, selection: Selection, *, overwrite: bool) -> Path
                 where=Where(str(output)),
                 hint="give another `--output`",
             )
-    _check_existing(target, output, overwrite=overwrite)
     return target
 
 
-def _check_existing(target: Path, shown: Path, *, overwrite: bool) -> None:
+def check_existing(target: Path, *, overwrite: bool) -> None:
+    """Usage error where the output exists and may not be replaced."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise usage_error(
-            "merge-output-exists", "the output exists and is no directory", where=Where(str(shown)), hint="give another `--output`"
+            "merge-output-exists", "the output exists and is no directory", where=Where(str(target)), hint="give another `--output`"
         )
     if not target.exists() or not any(target.iterdir()):
         return
     if not overwrite:
-        raise usage_error("merge-output-exists", "the output exists", where=Where(str(shown)), ways_out=("--output ANOTHER", "--overwrite"))
+        raise usage_error(
+            "merge-output-exists", "the output exists", where=Where(str(target)), ways_out=("--output ANOTHER", "--overwrite")
+        )
     if not (target / RECORD_NAME).is_file():
         raise usage_error(
             "merge-output-not-ours",
             f"`--overwrite` replaces only what an earlier merge wrote, and this directory has no {RECORD_NAME}",
-            where=Where(str(shown)),
+            where=Where(str(target)),
             hint="give another `--output`, or remove the directory yourself",
         )
 
@@ -96,31 +98,36 @@ def check_space(target: Path, layout: Layout) -> None:
         )
 
 
+def bring_back(target: Path) -> list[Notice]:
+    """Undoes a replacement that was killed between its two renames: the old output takes its place again."""
+    asides = _siblings(target, f".old{STAGE_MARK}")
+    if not asides or target.exists():
+        return []
+    DISK.rename(asides[-1], target)
+    return [Notice("merge-recovered", "the old output was brought back; a merge was killed while it replaced it", Where(str(target)))]
+
+
 def clear_leftovers(target: Path) -> list[Notice]:
-    """Removes the stages of merges that were killed, and brings back an old output that was caught between two renames.
+    """Removes the stages of merges that were killed, and old outputs that were replaced.
 
     A stage that is being written is locked (see `locked`), whatever machine its process runs on.
     """
     notices: list[Notice] = []
-    if not target.parent.is_dir():
-        return notices
-    for path in sorted(target.parent.glob(f".{_escape(target.name)}.old{STAGE_MARK}*")):
-        if not target.exists():
-            DISK.rename(path, target)
-            notices.append(
-                Notice("merge-recovered", "the old output was brought back; a merge was killed while it replaced it", Where(str(target)))
-            )
-        elif not _is_locked(path):
-            DISK.rmtree(path)
-    for path in sorted(target.parent.glob(f".{_escape(target.name)}{STAGE_MARK}*")):
+    for path in _siblings(target, f".old{STAGE_MARK}"):
+        DISK.rmtree(path)
+    for path in _siblings(target, STAGE_MARK):
         if path.is_dir() and not _is_locked(path):
             DISK.rmtree(path)
             notices.append(Notice("merge-leftover", "the unfinished output of a merge that was killed was removed", Where(str(path))))
     return notices
 
 
-def _escape(name: str) -> str:
-    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
+def _siblings(target: Path, mark: str) -> list[Path]:
+    """Directories beside `target` that `atomic` named after it, oldest process first."""
+    if not target.parent.is_dir():
+        return []
+    prefix = f".{target.name}{mark}"
+    return sorted(path for path in target.parent.iterdir() if path.name.startswith(prefix) and path.name[len(prefix) :].isdecimal())
 
 
 def _is_locked(path: Path) -> bool:
@@ -153,6 +160,8 @@ def writing_to(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise usage_error("merge-output-exists", "the output appeared while it was being merged", where=Where(str(target))) from error
         if error.errno not in _CANNOT_WRITE:
             raise
         raise failed_error(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ import ml_dtypes
 import numpy as np
 
 from fsdp_tune import __version__
-from fsdp_tune.atomic import DISK
 from fsdp_tune.merge.card import CARD_NAME, model_card
 from fsdp_tune.merge.companions import CONFIG_NAME, Companions, output_config
 from fsdp_tune.merge.layout import Layout
@@ -51,8 +49,7 @@ def write_companions(stage: Path, companions: Companions, layout: Layout, config
         config = output_config(companions.config, dtype if dtype.converts else None, config_changes)
         put(stage / CONFIG_NAME, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
     for name, path in companions.files.items():
-        DISK.mkdir((stage / name).parent)
-        shutil.copyfile(path, stage / name)
+        put(stage / name, path.read_bytes())
 
 
 def write_record(stage: Path, name: str, facts: Facts) -> None:

@@ -97,7 +97,10 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | N
     show = progress or _no_progress
     selection = select(source, Choice(options.step, options.best, options.average, options.allow_incomplete))
     settings = settle(selection, options.output, options.dtype, options.max_shard_bytes, options.verify)
-    target = place.check_output(settings.output, selection, overwrite=options.overwrite)
+    target = place.check_output(settings.output, selection)
+    with place.writing_to(target):
+        leftovers = place.bring_back(target)
+    place.check_existing(target, overwrite=options.overwrite)
     with ExitStack() as stack:
         contents = read_contents(stack, selection, allow_incomplete=options.allow_incomplete)
         companions = find_companions(selection, options.base)
@@ -108,7 +111,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | N
         copy = Copy(contents.sources, selection, companions, layout, tied, settings)
         with place.writing_to(target):
             place.check_space(target, layout)
-            leftovers = place.clear_leftovers(target)
+            leftovers += place.clear_leftovers(target)
             with staged_directory(target, replace=options.overwrite and target.exists()) as stage, place.locked(stage):
                 written, compared = _copy(copy, stage, show)
                 _refuse_non_finite(written, options, target)

@@ -1,0 +1,260 @@
+"""Kills, full disks and hands off in the middle: the output is absent, or the old one, or the whole new one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_tune.atomic import Disk
+from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.merge.reader import SourceFiles
+from fsdp_tune.merge.run import MergeOptions, merge_checkpoint
+from tests.merge.checkpoints import SHARDS, contents, make_run, merged_tensors, same_bits, save_dcp
+
+STATE = {f"layer.{index}.weight": torch.randn(50, 40) for index in range(4)}
+OPTIONS = MergeOptions(dtype="keep", max_shard_bytes=17_000)
+OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmtree", "fsync_dir")
+KILLED = 77
+
+
+def in_child(action: Callable[[], object]) -> int:
+    """Runs `action` in a forked process and gives its exit code: 0, 1 for one of our errors, KILLED for a kill."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        code = 3
+        try:
+            action()
+            code = 0
+        except FsdpTuneError:
+            code = 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def break_operation(number: int, broken: Callable[[], object]) -> Callable[[], None]:
+    """Makes the `number`-th operation of the disk call `broken` instead (in a child: nothing is undone)."""
+
+    def install() -> None:
+        count = 0
+        for name in OPERATIONS:
+            original = getattr(Disk, name)
+
+            def counted(self: Disk, *arguments: object, _original=original, **options: object) -> object:
+                nonlocal count
+                count += 1
+                if count == number:
+                    broken()
+                return _original(self, *arguments, **options)
+
+            setattr(Disk, name, counted)
+
+    return install
+
+
+def kill() -> None:
+    os._exit(KILLED)
+
+
+def disk_full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run", {1: STATE})
+
+
+def whole(folder: Path) -> bool:
+    """Whether the output is all that a merge writes."""
+    return (folder / "merge.json").is_file() and merged_tensors(folder).keys() == STATE.keys()
+
+
+@pytest.mark.parametrize("broken", [kill, disk_full])
+def test_whatever_operation_is_the_last_the_output_is_absent_or_whole(run, broken):
+    output, codes = run / "merged", []
+    for number in range(1, 200):
+        shutil.rmtree(output, ignore_errors=True)
+        install = break_operation(number, broken)
+        codes.append(in_child(lambda install=install: (install(), merge_checkpoint(run, OPTIONS))))
+        assert not output.exists() or whole(output), number
+        if codes[-1] == 0:
+            break
+        if broken is disk_full:
+            assert codes[-1] == 1, number
+            assert not list(run.glob(".merged*")), number
+    assert len(codes) > 15
+    assert codes[-1] == 0
+    assert merge_checkpoint(run, MergeOptions(dtype="keep", overwrite=True)).output == output
+    assert not list(run.glob(".merged*"))
+
+
+def test_a_killed_replacement_keeps_the_old_or_has_the_new(run):
+    output = run / "merged"
+    merge_checkpoint(run, MergeOptions(dtype="keep"))
+    old = contents(output)
+    replace = MergeOptions(dtype="bf16", overwrite=True)
+    for number in range(1, 200):
+        install = break_operation(number, kill)
+        code = in_child(lambda install=install: (install(), merge_checkpoint(run, replace)))
+        if code == 0:
+            break
+        if output.exists():
+            assert contents(output) == old or {value.dtype for value in merged_tensors(output).values()} == {torch.bfloat16}, number
+        else:  # between the two renames: the old one is beside it, whole, and the next merge brings it back
+            (aside,) = run.glob(".merged.old.stage-*")
+            assert contents(aside) == old
+        with pytest.raises(FsdpTuneError):
+            merge_checkpoint(run, MergeOptions(step=999))
+        shutil.rmtree(output, ignore_errors=True)
+        for path in run.glob(".merged*"):
+            shutil.rmtree(path)
+        merge_checkpoint(run, MergeOptions(dtype="keep"))
+    assert number > 15
+
+
+def test_an_old_output_that_was_caught_between_two_renames_comes_back(run):
+    merge_checkpoint(run, MergeOptions(dtype="keep"))
+    old = contents(run / "merged")
+    (run / "merged").rename(run / ".merged.old.stage-4000000")
+    with pytest.raises(FsdpTuneError, match="the output exists"):
+        merge_checkpoint(run, MergeOptions(dtype="keep"))
+    assert contents(run / "merged") == old
+
+
+def test_the_stage_of_a_living_merge_is_left_alone(run):
+    import fcntl
+
+    for name in (".merged.stage-1", ".merged.stage-2"):
+        (run / name).mkdir()
+    descriptor = os.open(run / ".merged.stage-1", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    result = merge_checkpoint(run, OPTIONS)
+    os.close(descriptor)
+    assert (run / ".merged.stage-1").exists()
+    assert not (run / ".merged.stage-2").exists()
+    assert any("unfinished output" in notice.message for notice in result.notices)
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 100, *range(1_000, 19_000, 1_000)])
+def test_a_file_size_limit_ends_in_one_error_and_nothing_left(run, limit_bytes):
+    def limited() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+        merge_checkpoint(run, OPTIONS)
+
+    assert in_child(limited) == (0 if limit_bytes > 16_500 else 1)
+    assert (run / "merged").exists() == (limit_bytes > 16_500)
+    assert not list(run.glob(".merged*"))
+
+
+def test_too_little_space_is_refused_before_a_byte_is_written(run, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10_000))
+    monkeypatch.setattr(Disk, "mkdir", lambda *_: pytest.fail("something was written"))
+    with pytest.raises(FsdpTuneError, match=r"needs .* and 9\.77 KiB are free") as caught:
+        merge_checkpoint(run, OPTIONS)
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_read_only_place_is_one_error(run, monkeypatch, number):
+    def refuse(self: Disk, path: Path) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Disk, "mkdir", refuse)
+    with pytest.raises(FsdpTuneError, match="cannot be written") as caught:
+        merge_checkpoint(run, OPTIONS)
+    assert caught.value.exit_code == 1
+
+
+def test_an_output_below_a_file_is_one_error(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FsdpTuneError, match="cannot be written"):
+        merge_checkpoint(run, MergeOptions(output=tmp_path / "file" / "out"))
+
+
+class Interrupting:
+    """A bar that does something once the first bytes are through."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.action = action
+
+    def __call__(self, label: str, total: int | None, unit: str) -> Interrupting:
+        return self
+
+    def __enter__(self) -> Interrupting:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def advance(self, n: int = 1) -> None:
+        action, self.action = self.action, lambda: None
+        action()
+
+
+def test_an_error_in_a_thread_ends_the_merge_cleanly(run):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        merge_checkpoint(run, OPTIONS, Interrupting(interrupt))
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoint-1", "recipe.json", "recipe.yaml"]
+
+
+def test_a_source_that_is_rotated_away_is_still_merged_whole(tmp_path):
+    """Every file is opened before the first byte is written, and what is open stays readable."""
+    save_dcp({"model": STATE}, tmp_path / "source" / SHARDS, single_file_per_rank=False)
+    merge_checkpoint(tmp_path / "source", MergeOptions(output=tmp_path / "out"), Interrupting(lambda: shutil.rmtree(tmp_path / "source")))
+    merged = merged_tensors(tmp_path / "out")
+    assert all(same_bits(merged[name], STATE[name]) for name in STATE)
+
+
+def test_a_source_of_too_many_files_that_is_rotated_away_is_one_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(SourceFiles.__init__.__kwdefaults__, "limit", 2)
+    state = {f"layer.{index}.weight": torch.randn(50, 40) for index in range(30)}
+    save_dcp({"model": state}, tmp_path / "source" / SHARDS, single_file_per_rank=False)
+    with pytest.raises(FsdpTuneError) as caught:
+        merge_checkpoint(
+            tmp_path / "source", MergeOptions(output=tmp_path / "out"), Interrupting(lambda: shutil.rmtree(tmp_path / "source"))
+        )
+    assert caught.value.exit_code == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_of_more_files_than_may_be_open_is_merged(tmp_path, monkeypatch):
+    monkeypatch.setitem(SourceFiles.__init__.__kwdefaults__, "limit", 2)
+    save_dcp({"model": STATE}, tmp_path / "source" / SHARDS, single_file_per_rank=False)
+    merge_checkpoint(tmp_path / "source", MergeOptions(output=tmp_path / "out"))
+    assert merged_tensors(tmp_path / "out").keys() == STATE.keys()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_leaves_nothing_that_looks_like_a_model(tmp_path, number):
+    torch.manual_seed(0)
+    state = {f"layer.{index}.weight": torch.randn(1024, 1024) for index in range(40)}
+    save_dcp({"model": state}, tmp_path / "source" / SHARDS)
+    output = tmp_path / "out"
+    source = str(tmp_path / "source")
+    code = f"from fsdp_tune.merge.run import *; merge_checkpoint(Path({source!r}), MergeOptions(output=Path({str(output)!r})))"
+    child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and child.poll() is None and not list(tmp_path.glob(".out.stage-*/model*")):
+        time.sleep(0.002)
+    child.send_signal(number)
+    child.wait()
+    assert not output.exists() or merged_tensors(output).keys() == state.keys()
+    merge_checkpoint(tmp_path / "source", MergeOptions(output=output, overwrite=True))
+    assert merged_tensors(output).keys() == state.keys()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -1,0 +1,139 @@
+"""Where the output may be, whose it is, and what it never touches."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.merge.run import MergeOptions, merge_checkpoint
+from tests.merge.checkpoints import SHARDS, contents, make_run, merged_tensors, save_dcp
+
+STATE = {"w": torch.randn(100)}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    run = make_run(tmp_path / "a" / "run", {1: STATE, 2: STATE})
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    return run
+
+
+PLACES = {
+    "the run": ".",
+    "above the run": "..",
+    "far above the run": "../..",
+    "the checkpoint": "checkpoint-2",
+    "in the checkpoint": "checkpoint-2/merged",
+    "the shards": f"checkpoint-2/{SHARDS}",
+    "in the shards": f"checkpoint-2/{SHARDS}/deep/merged",
+    "the model": "model",
+    "in the model": "model/x",
+    "roundabout": f"checkpoint-1/../checkpoint-2/{SHARDS}/x",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_source_is_never_written_to(place, overwrite, run, tmp_path):
+    before = contents(tmp_path)
+    with pytest.raises(FsdpTuneError) as caught:
+        merge_checkpoint(run, MergeOptions(output=run / PLACES[place], overwrite=overwrite))
+    assert caught.value.exit_code == 2
+    assert contents(tmp_path) == before
+
+
+def test_a_link_to_the_source_is_the_source(run, tmp_path):
+    (tmp_path / "link").symlink_to(run / "checkpoint-2")
+    before = contents(run)
+    for output in (tmp_path / "link", tmp_path / "link" / "out"):
+        with pytest.raises(FsdpTuneError) as caught:
+            merge_checkpoint(run, MergeOptions(output=output, overwrite=True))
+        assert caught.value.exit_code == 2
+    assert contents(run) == before
+
+
+def test_an_existing_output_is_refused_with_the_ways_out(run, tmp_path):
+    merge_checkpoint(run, MergeOptions(output=tmp_path / "out"))
+    before = contents(tmp_path / "out")
+    with pytest.raises(FsdpTuneError) as caught:
+        merge_checkpoint(run, MergeOptions(output=tmp_path / "out"))
+    assert caught.value.exit_code == 2
+    assert "--overwrite" in caught.value.problems[0].ways_out
+    assert contents(tmp_path / "out") == before
+
+
+def test_overwrite_replaces_what_a_merge_wrote_and_nothing_else(run, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years")
+    with pytest.raises(FsdpTuneError, match=r"no merge\.json"):
+        merge_checkpoint(run, MergeOptions(output=tmp_path / "precious", overwrite=True))
+    assert (tmp_path / "precious" / "thesis.txt").read_text() == "years"
+    for dtype in ("bf16", "fp32"):
+        merge_checkpoint(run, MergeOptions(output=tmp_path / "out", overwrite=True, dtype=dtype))
+    assert merged_tensors(tmp_path / "out")["w"].dtype == torch.float32
+
+
+def test_a_failed_overwrite_keeps_the_old_output(run, tmp_path):
+    merge_checkpoint(run, MergeOptions(output=tmp_path / "out"))
+    before = contents(tmp_path / "out")
+    shard = next((run / "checkpoint-2" / SHARDS).glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-100] + b"x" * 100)
+    for step in (None, 2):
+        with pytest.raises(FsdpTuneError):
+            merge_checkpoint(run, MergeOptions(output=tmp_path / "out", overwrite=True, step=step))
+    assert contents(tmp_path / "out") == before
+
+
+def test_an_empty_directory_may_be_filled(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    assert merged_tensors(merge_checkpoint(run, MergeOptions(output=tmp_path / "out")).output)
+
+
+def test_a_file_or_a_link_in_the_way_is_refused(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "dangling"):
+        with pytest.raises(FsdpTuneError) as caught:
+            merge_checkpoint(run, MergeOptions(output=tmp_path / name, overwrite=True))
+        assert caught.value.exit_code == 2
+
+
+def test_files_follow_the_umask_and_directories_their_parent(run, tmp_path):
+    parent = tmp_path / "shared"
+    parent.mkdir()
+    parent.chmod(0o2775)
+    before = os.umask(0o022)
+    try:
+        output = merge_checkpoint(run, MergeOptions(output=parent / "out")).output
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in output.iterdir()} == {0o644}
+    assert stat.S_IMODE(output.stat().st_mode) == 0o2755
+
+
+def test_a_relative_output_lies_where_the_command_is_run(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = merge_checkpoint(run, MergeOptions(output=Path("here")))
+    assert result.output == tmp_path / "here"
+    assert (tmp_path / "here" / "merge.json").is_file()
+
+
+def test_nothing_outside_the_output_changes(run, tmp_path):
+    before = contents(tmp_path)
+    merge_checkpoint(run, MergeOptions(output=tmp_path / "out"))
+    after = {name: data for name, data in contents(tmp_path).items() if not name.startswith("out/")}
+    assert after == before
+
+
+def test_a_checkpoint_of_another_tool_in_a_directory_of_its_own(tmp_path):
+    save_dcp({"model": STATE}, tmp_path / "step-500")
+    with pytest.raises(FsdpTuneError) as caught:
+        merge_checkpoint(tmp_path / "step-500", MergeOptions(output=tmp_path / "step-500" / "merged"))
+    assert caught.value.exit_code == 2
+    assert merge_checkpoint(tmp_path / "step-500", MergeOptions(output=tmp_path / "merged")).tensors == 1
