@@ -9,18 +9,12 @@ from pydantic import ValidationError
 
 from fsdp_tune.errors import Problem, Where
 from fsdp_tune.recipe.keys import choices, closest, dotted, field_at, field_words, unknown_key_hint
+from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schema import Training
 from fsdp_tune.recipe.training_fields import TRAINING_FIELDS, complaint, installed_transformers, owner_of, version_gap
 from fsdp_tune.recipe.yaml_tree import ListNode, MappingNode, Node, ScalarNode, entries_of, plain_value
 
 Path = tuple[str | int, ...]
-SHOWN_CHARACTERS = 60
-
-
-def shown(text: str) -> str:
-    """Text from a file for the screen: cut, and nothing that a terminal would obey."""
-    safe = "".join(character if character.isprintable() else character.encode("unicode_escape").decode() for character in text)
-    return safe if len(safe) <= SHOWN_CHARACTERS else f"{safe[:SHOWN_CHARACTERS]}…"
 
 
 def node_at(tree: Node, path: Sequence[str | int]) -> Node | None:
@@ -114,6 +108,10 @@ def _value_hint(node: Node | None, takes: str, options: Sequence[str]) -> str | 
         return f"did you mean `{near}`?" if near else None
     if isinstance(value, float) and value.is_integer() and "whole number" in takes and abs(value) < 1e15:
         return f"write `{int(value)}`"
+    if isinstance(value, int | float) and not isinstance(value, bool) and "a duration" in takes:
+        return f"give the unit: `{node.text}s`, `{node.text}m` or `{node.text}h`"
+    if isinstance(value, int | float) and not isinstance(value, bool) and "a size" in takes:
+        return f"give the unit: `{node.text}GB`"
     if wants_text and not isinstance(value, bool | None):
         return f'write "{node.text}" in quotes if it is meant as text'
     return None

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from fsdp_tune.errors import Notice, Problem
 from fsdp_tune.recipe.keys import dotted
-from fsdp_tune.recipe.translation import Change, Path, Translation, at, changed, shown, text_node
+from fsdp_tune.recipe.scalars import shown
+from fsdp_tune.recipe.translation import Change, Path, Translation, at, changed, node_text, text_node
 from fsdp_tune.recipe.yaml_tree import Entry, ListNode, MappingNode, ScalarNode, Value, entries_of, plain_value
 
 STRATEGY_NUMBERS = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD", 4: "HYBRID_SHARD", 5: "HYBRID_SHARD_ZERO2"}
@@ -88,7 +89,7 @@ def translate(tree: MappingNode) -> tuple[list[Notice], list[Problem]]:
             if change is not None:
                 entry.node = changed(entry.node, change)
             work.put(new, entry, dotted(old))
-            work.say(entry.where, dotted(new), f"`{dotted(old)}` is now `{dotted(new)}: {shown(entry.node)}`")
+            work.say(entry.where, dotted(new), f"`{dotted(old)}` is now `{dotted(new)}: {node_text(entry.node)}`")
     for row in DROPPED:
         _drop(work, row)
     _values(work)
@@ -178,7 +179,7 @@ def _option_string(work: Translation, place: Path) -> None:
             )
         else:
             known = ", ".join([*(name.lower() for name in STRATEGY_NUMBERS.values()), "auto_wrap", "offload"])
-            work.refuse(entry.where, "fsdp", f"`{word}` is no option of `{dotted(place)}`", f"options are {known}")
+            work.refuse(entry.where, "fsdp", f"`{shown(word)}` is no option of `{dotted(place)}`", f"options are {known}")
 
 
 def _config_section(work: Translation, place: Path) -> None:
@@ -194,7 +195,7 @@ def _config_section(work: Translation, place: Path) -> None:
     for name, inner in entry.node.entries.items():
         work.put(("fsdp", name), inner, f"{dotted(place)}.{name}")
         if not name.startswith("fsdp_"):
-            work.say(inner.where, f"fsdp.{name}", f"`{dotted(place)}.{name}` is now `fsdp.{name}`")
+            work.say(inner.where, f"fsdp.{name}", f"`{dotted(place)}.{shown(name)}` is now `fsdp.{shown(name)}`")
 
 
 def _prefixes(work: Translation) -> None:
@@ -209,7 +210,7 @@ def _prefixes(work: Translation) -> None:
             # Accelerate numbers its choices; in a recipe a number is units ahead.
             entry.node = changed(entry.node, lambda value: PREFETCH_NUMBERS.get(value, value) if type(value) is int else value)
         work.put(("fsdp", short), entry, f"fsdp.{name}")
-        work.say(entry.where, f"fsdp.{short}", f"`fsdp.{name}` is now `fsdp.{short}`")
+        work.say(entry.where, f"fsdp.{short}", f"`fsdp.{shown(name)}` is now `fsdp.{shown(short)}`")
 
 
 def _values(work: Translation) -> None:
@@ -231,7 +232,7 @@ def _values(work: Translation) -> None:
         work.take(("fsdp", "reshard_after_forward"))
         reshard.node = changed(reshard.node, lambda value: "SHARD_GRAD_OP" if value == "NO_RESHARD" else _strategy(value))
         work.put(("fsdp", "sharding_strategy"), reshard, "fsdp.reshard_after_forward")
-        message = f"the strategy in `fsdp.reshard_after_forward` is now `fsdp.sharding_strategy: {shown(reshard.node)}`"
+        message = f"the strategy in `fsdp.reshard_after_forward` is now `fsdp.sharding_strategy: {node_text(reshard.node)}`"
         work.say(reshard.where, "fsdp.sharding_strategy", message)
 
 
@@ -241,7 +242,7 @@ def _share_of_steps(work: Translation) -> None:
     value = plain_value(entry.node) if entry is not None else None
     if entry is not None and isinstance(value, int | float) and not 0 <= value < 1:
         work.take(("training", "warmup_ratio"))
-        message = f"`training.warmup_ratio` is `{shown(entry.node)}`; a share of all steps is a number from 0, below 1"
+        message = f"`training.warmup_ratio` is `{node_text(entry.node)}`; a share of all steps is a number from 0, below 1"
         work.problems.append(Problem("wrong-value", message, at(entry.where, "training.warmup_ratio")))
 
 
@@ -261,4 +262,4 @@ def _drop(work: Translation, row: Dropped) -> None:
     if row.fine is None or value is row.fine or value is None:
         work.say(entry.where, key, f"`{key}` is gone: {row.reason}")
     else:
-        work.refuse(entry.where, key, f"`{key}: {shown(entry.node)}` has no counterpart: {row.reason}", "remove the line")
+        work.refuse(entry.where, key, f"`{key}: {node_text(entry.node)}` has no counterpart: {row.reason}", "remove the line")

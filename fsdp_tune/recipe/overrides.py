@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fsdp_tune.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.recipe.keys import dotted
 from fsdp_tune.recipe.legacy import translate
-from fsdp_tune.recipe.scalars import ScalarError, parse_plain
+from fsdp_tune.recipe.scalars import ScalarError, parse_plain, shown
 from fsdp_tune.recipe.yaml_text import check_characters
 from fsdp_tune.recipe.yaml_tree import Entry, ListNode, MappingNode, Node, ScalarNode, compose
 
@@ -31,7 +31,7 @@ def apply_overrides(tree: MappingNode, overrides: Sequence[str]) -> tuple[list[N
         problems.extend(wrong)
         for path, node in _leaves(branch, ()):
             if (earlier := _overlap(path, taken)) is not None:
-                message = f"`{dotted(path)}` is set twice: {where} and {earlier}"
+                message = f"`{shown(dotted(path))}` is set twice: {where} and {earlier}"
                 problems.append(Problem("duplicate-key", message, Where(where.source, key=dotted(path)), "keep one of them"))
                 continue
             taken.append((path, where))
@@ -44,12 +44,12 @@ def _parse(text: str, where: Where) -> MappingNode:
     key, separator, raw = check_characters(text, where).partition("=")
     parts = key.strip().split(".")
     if not separator or not all(part and part == part.strip() for part in parts):
-        problem = Problem("bad-override", f"`{text}` is no override", where, "write it as `--set training.learning_rate=1e-4`")
+        problem = Problem("bad-override", f"`{shown(text)}` is no override", where, "write it as `--set training.learning_rate=1e-4`")
         raise FsdpTuneError(problem)
     value = raw.strip()
     if not value:
-        hint = f'`--set {key}=null` resets it to the default, `--set {key}=""` is an empty text'
-        raise FsdpTuneError(Problem("no-value", f"`{key}` has no value", Where(where.source, key=key.strip()), hint))
+        hint = f'`--set {shown(key)}=null` resets it to the default, `--set {shown(key)}=""` is an empty text'
+        raise FsdpTuneError(Problem("no-value", f"`{shown(key)}` has no value", Where(where.source, key=key.strip()), hint))
     node = _value(value, Where(where.source, key=key.strip()))
     for part in reversed(parts):
         node = MappingNode({part: Entry(where, node)}, where, partial=True)
@@ -61,7 +61,7 @@ def _value(text: str, where: Where) -> Node:
     if text[0] in "[{\"'":
         node, problems = compose(text, str(where.source), line=None)
         if problems or node is None:
-            raise FsdpTuneError(*(problems or [Problem("bad-override", f"`{text}` is no value", where)]))
+            raise FsdpTuneError(*(problems or [Problem("bad-override", f"`{shown(text)}` is no value", where)]))
         return node
     try:
         value, suspicion = parse_plain(text)
@@ -94,7 +94,7 @@ def _put(tree: MappingNode, path: Path, entry: Entry, where: Where) -> list[Prob
         inner = holder.entries.setdefault(part, Entry(where, MappingNode({}, where))).node
         if isinstance(inner, ListNode):
             hint = f"set the list as a whole: `--set {part}=[…]`"
-            return [Problem("bad-override", f"`{dotted(path)}` leads into a list", Where(where.source, key=dotted(path)), hint)]
+            return [Problem("bad-override", f"`{shown(dotted(path))}` leads into a list", Where(where.source, key=dotted(path)), hint)]
         if not isinstance(inner, MappingNode):
             inner = MappingNode({}, where)
             holder.entries[part] = Entry(where, inner)

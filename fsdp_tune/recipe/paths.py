@@ -57,8 +57,9 @@ def absolute_paths(data: dict[str, Any], cwd: Path) -> tuple[dict[str, str], lis
     reasons: dict[str, str] = {}
     findings: list[Finding] = []
     model = data["model"]
-    for key in ("name_or_path", "tokenizer"):
-        model[key] = _local(model[key], cwd, f"model.{key}", reasons, findings)
+    same = model["tokenizer"] == model["name_or_path"]
+    model["name_or_path"] = _local(model["name_or_path"], cwd, "model.name_or_path", reasons, findings)
+    model["tokenizer"] = model["name_or_path"] if same else _local(model["tokenizer"], cwd, "model.tokenizer", reasons, findings)
     if isinstance(model["from_config"], str):
         model["from_config"] = _config_file(model["from_config"], cwd, findings)
     data["data"]["cache_dir"] = str(Path(cwd, data["data"]["cache_dir"]))

@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from fsdp_tune.recipe.keys import Key, all_keys, field_words, sections_in
+from fsdp_tune.recipe.keys import Key, all_keys, field_words
+from fsdp_tune.recipe.kinds import Section
 from fsdp_tune.recipe.not_yet import NOT_YET
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.training_fields import TRAINING_FIELDS, TrainingField, field_in_words, owned_names
@@ -55,7 +56,7 @@ def _source_line(key: Key) -> str:
 
 def _is_section(key: Key) -> bool:
     """A section that is always there, as opposed to a mapping that may be null or a list."""
-    return bool(sections_in(key.field.annotation)) and hasattr(default_of(key.field), "model_fields")
+    return isinstance(default_of(key.field), Section)
 
 
 def _yaml(value: Any) -> str:

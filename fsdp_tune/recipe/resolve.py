@@ -210,7 +210,7 @@ class _Work:
         model = self.recipe.model
         if model.tokenizer is None:
             self.decide("model.tokenizer", model.name_or_path, "model.name_or_path")
-        if model.tokenizer_revision is None:
+        if model.tokenizer_revision is None and not str(self.data["model"]["tokenizer"]).startswith("builtin:"):
             same = self.data["model"]["tokenizer"] == model.name_or_path
             revision, reason = (model.revision, "model.revision") if same else ("main", "another repository than the model's")
             self.decide("model.tokenizer_revision", revision, reason)

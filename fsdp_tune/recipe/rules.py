@@ -10,6 +10,7 @@ import re
 import string
 
 from fsdp_tune.recipe.findings import Finding, Rule, given
+from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schema import RESHARDS, DataSource, Recipe
 from fsdp_tune.recipe.training_fields import training_value
 
@@ -231,7 +232,7 @@ def environment_is_plain(recipe: Recipe) -> Finding | None:
     for name in recipe.launch.env:
         key = f"launch.env.{name}"
         if not _VARIABLE.fullmatch(name):
-            return Finding("bad-variable", (key,), f"`{name}` is no name of an environment variable")
+            return Finding("bad-variable", (key,), f"`{shown(name)}` is no name of an environment variable")
         if _SECRET.search(name):
             hint = "set it in the environment of the command: ranks inherit it, and it is written nowhere"
             return Finding(

@@ -21,6 +21,7 @@ _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
 _UNDERSCORED = re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)?")
 _OLD_BOOLEANS = {"yes": "true", "y": "true", "on": "true", "no": "false", "n": "false", "off": "false"}
 MAX_DIGITS = 18
+SHOWN_CHARACTERS = 60
 
 
 class ScalarError(ValueError):
@@ -69,3 +70,9 @@ def _float(text: str) -> float:
     if value == 0.0 and re.search(r"[1-9]", re.split(r"[eE]", text)[0]):
         raise ScalarError(f"`{text[:40]}` is too small for a number: it would become 0")
     return value
+
+
+def shown(text: str) -> str:
+    """Text from a file for the screen: cut, and nothing that a terminal would obey."""
+    safe = "".join(character if character.isprintable() else character.encode("unicode_escape").decode() for character in text)
+    return safe if len(safe) <= SHOWN_CHARACTERS else f"{safe[:SHOWN_CHARACTERS]}…"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from fsdp_tune.errors import Notice, Problem, Where
 from fsdp_tune.recipe.keys import dotted
+from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.yaml_tree import Entry, MappingNode, Node, ScalarNode, Value, plain_value
 
 Path = tuple[str, ...]
@@ -70,7 +71,7 @@ class Translation:
         entry.node = changed(old, change)
         if plain_value(entry.node) != old.value:
             key = dotted(path)
-            self.say(entry.where, key, f"`{key}: {old.text}` is now `{key}: {shown(entry.node)}`")
+            self.say(entry.where, key, f"`{key}: {node_text(old)}` is now `{key}: {node_text(entry.node)}`")
 
     def replace(self, path: Path, change: Change) -> None:
         """Changes a value in place, silently."""
@@ -91,8 +92,8 @@ def text_node(value: Value, where: Where) -> ScalarNode:
     return ScalarNode(value, str(value), plain=True, where=where)
 
 
-def shown(node: Node) -> str:
-    return node.text if isinstance(node, ScalarNode) else "…"
+def node_text(node: Node) -> str:
+    return shown(node.text) if isinstance(node, ScalarNode) else "…"
 
 
 def at(where: Where, key: str) -> Where:

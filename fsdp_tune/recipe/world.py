@@ -15,6 +15,7 @@ BATCH_KEYS = (
     "training.per_device_train_batch_size",
     "launch.num_processes",
 )
+MOST_SIZES_TRIED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,8 @@ def mesh_fits(recipe: Recipe, world: World) -> Finding | None:
         return Finding("mesh-does-not-fit", MESH_KEYS, message, "leave one of the two sizes at auto")
     for name, size in (("dp_replicate_size", replicate), ("dp_shard_size", shard)):
         if isinstance(size, int) and world.size % size:
-            return Finding("mesh-does-not-fit", MESH_KEYS, f"`parallelism.{name}: {size}` does not divide {world.size} ranks")
+            message = f"`parallelism.{name}: {size}` does not divide {world.size} ranks"
+            return Finding("mesh-does-not-fit", MESH_KEYS, message, "write a divisor, or leave it at auto")
     return _hybrid_makes_sense(recipe, world)
 
 
@@ -121,7 +123,7 @@ def batch_divides(recipe: Recipe, world: World) -> Finding | None:
     if wanted % at_once:
         message = f"`training.global_batch_size: {wanted}` does not divide by {micro} sequences × {world.size} ranks = {at_once}"
         below, above = wanted // at_once * at_once, -(-wanted // at_once) * at_once
-        fitting = [size for size in range(min(micro, wanted), 0, -1) if wanted % (size * world.size) == 0]
+        fitting = [size for size in range(min(micro, wanted, MOST_SIZES_TRIED), 0, -1) if wanted % (size * world.size) == 0]
         ways = [f"a global batch of {f'{below} or ' if below else ''}{above}"]
         ways += [f"`per_device_train_batch_size: {fitting[0]}`"] if fitting else []
         return Finding("indivisible", BATCH_KEYS, message, f"use {', or '.join(ways)}")

@@ -69,14 +69,22 @@ def _read_bytes(path: Path, where: Where) -> bytes:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise usage_error("recipe-not-readable", f"`{path}` cannot be read: {reason}", where=where) from error
-    with os.fdopen(descriptor, "rb") as file:
-        facts = os.fstat(file.fileno())
+    try:
+        facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
             kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "no file")
             raise usage_error("recipe-not-readable", f"`{path}` is {kind}; a recipe is a file", where=where)
-        raw = file.read(MAX_FILE_BYTES + 1) if facts.st_size <= MAX_FILE_BYTES else b""
-        if facts.st_size > MAX_FILE_BYTES or len(raw) > MAX_FILE_BYTES:
-            size = format_bytes(max(facts.st_size, len(raw)))
-            message = f"`{path}` has {size}; a recipe has at most {format_bytes(MAX_FILE_BYTES)}"
-            raise usage_error("recipe-too-large", message, where=where)
-        return raw
+        if facts.st_size > MAX_FILE_BYTES:
+            raise _too_large(facts.st_size, path, where)
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)  # the size is what it was a moment ago
+    finally:
+        os.close(descriptor)
+    if len(raw) > MAX_FILE_BYTES:
+        raise _too_large(len(raw), path, where)
+    return raw
+
+
+def _too_large(size_bytes: int, path: Path, where: Where) -> FsdpTuneError:
+    message = f"`{path}` has {format_bytes(size_bytes)}; a recipe has at most {format_bytes(MAX_FILE_BYTES)}"
+    return usage_error("recipe-too-large", message, where=where)

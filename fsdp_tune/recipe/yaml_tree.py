@@ -14,7 +14,7 @@ from typing import Any, cast
 import yaml
 
 from fsdp_tune.errors import FsdpTuneError, Problem, Where
-from fsdp_tune.recipe.scalars import ScalarError, Value, parse_plain
+from fsdp_tune.recipe.scalars import ScalarError, Value, parse_plain, shown
 
 MAX_NODES = 10_000
 MAX_DEPTH = 32
@@ -146,7 +146,9 @@ class _Composer:
         if (tag := event.tag) is not None:
             name = tag.replace("tag:yaml.org,2002:", "!!")
             hint = "leave it out; a value in double quotes is text"
-            self.problems.append(Problem("yaml-tag", f"the YAML tag `{name}` is not taken: a recipe holds plain values", self.latest, hint))
+            self.problems.append(
+                Problem("yaml-tag", f"the YAML tag `{shown(name)}` is not taken: a recipe holds plain values", self.latest, hint)
+            )
 
     def _scalar(self, event: Any) -> ScalarNode:
         self._count(1)
@@ -166,9 +168,9 @@ class _Composer:
     def _alias(self, event: Any) -> Node:
         name = str(event.anchor)
         if any(frame.anchor == name for frame in self._frames):
-            self._fail("yaml-alias", f"the alias `*{name}` stands inside the value that it names")
+            self._fail("yaml-alias", f"the alias `*{shown(name)}` stands inside the value that it names")
         if name not in self._anchors:
-            self._fail("yaml-alias", f"the alias `*{name}` names no anchor `&{name}` above it")
+            self._fail("yaml-alias", f"the alias `*{shown(name)}` names no anchor `&{shown(name)}` above it")
         node = self._anchors[name]
         size, depth = _measure(node)
         self._count(size)
@@ -234,7 +236,7 @@ class _Composer:
         other = f"line {earlier.where.line}" if self.positions else "the same text"
         how = f"here and, through `<<`, on {other}" if through_merge else f"here and on {other}"
         where = Where(later.where.source, later.where.line, later.where.column, key)
-        self.problems.append(Problem("duplicate-key", f"`{key}` is given twice: {how}", where, "keep one of them"))
+        self.problems.append(Problem("duplicate-key", f"`{shown(key)}` is given twice: {how}", where, "keep one of them"))
 
 
 def _measure(node: Node) -> tuple[int, int]:

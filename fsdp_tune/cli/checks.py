@@ -1,0 +1,71 @@
+"""What `validate`, `plan` and `train` ask of a resolved recipe's model, in a child process: the surface never imports torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fsdp_tune.errors import Notice, Problem, Where
+
+if TYPE_CHECKING:
+    from fsdp_tune.recipe.schema import Recipe
+
+INSPECT = (sys.executable, "-P", "-m", "fsdp_tune.model.inspect")
+INSPECT_SECONDS = 300.0
+_UNREACHABLE = re.compile(
+    r"couldn't connect|offline mode|connection error|could not reach|max retries|timed out|name resolution", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    facts: dict[str, Any]
+    """The document of `fsdp_tune.model.inspect`, without problems and notices; empty where the model could not be built."""
+    problems: tuple[Problem, ...]
+    notices: tuple[Notice, ...]
+    unchecked: tuple[str, ...]
+    """What could not be looked at without network, one sentence each."""
+
+
+def model_facts(recipe: Recipe, *, offline: bool = False, command: Sequence[str] = INSPECT) -> ModelFacts:
+    """Parameters, layer classes, FSDP units and every problem of the model, found on the meta device."""
+    environment = os.environ | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    raw = recipe.model_dump_json(by_alias=True)
+    try:
+        done = subprocess.run(command, input=raw, capture_output=True, text=True, check=False, timeout=INSPECT_SECONDS, env=environment)
+        document = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return ModelFacts({}, (Problem("model-not-inspected", f"looking at the model took more than {INSPECT_SECONDS:.0f} s"),), (), ())
+    except ValueError:
+        return ModelFacts({}, (_crashed(done.returncode, done.stderr),), (), ())
+    problems: list[Problem] = []
+    unchecked: list[str] = []
+    for each in document.pop("problems"):
+        problem = read_problem(each)
+        if problem.code == "model-not-found" and (offline or _UNREACHABLE.search(problem.message)):
+            unchecked.append(f"the model `{recipe.model.name_or_path}`: the hub is out of reach, and its files are not in the cache")
+        else:
+            problems.append(problem)
+    notices = [Notice(problem.code, problem.message, problem.where, problem.hint) for problem in map(read_problem, document.pop("notices"))]
+    return ModelFacts(document, tuple(problems), tuple(notices), tuple(unchecked))
+
+
+def read_problem(document: dict[str, Any]) -> Problem:
+    """The inverse of `Problem.as_dict`."""
+    where = Where(document.get("file"), document.get("line"), document.get("column"), document.get("key"))
+    return Problem(document["code"], document["message"], where, document.get("hint"))
+
+
+def _crashed(exit_code: int, output: str) -> Problem:
+    lines = output.strip().splitlines()
+    last = lines[-1] if lines else f"it ended with exit code {exit_code}"
+    return Problem(
+        "model-not-inspected", f"the model could not be looked at: {last}", hint="this is a bug, or a broken installation: `fsdp-tune env`"
+    )

@@ -1,0 +1,105 @@
+"""`recipes list|show|copy|schema`: the catalogue that ships with the package, and the JSON Schema for editors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fsdp_tune.cli.options import JsonOption
+from fsdp_tune.cli.output import command
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A name from `fsdp-tune recipes list`.", show_default=False)]
+
+recipes = typer.Typer(name="recipes", help="Show and copy the recipes that ship with the package.", no_args_is_help=True)
+
+
+@recipes.command("list")
+def list_recipes(json_output: JsonOption = False) -> None:
+    """List the catalogue: each name with what it is for.
+
+    \b
+    Example:
+        fsdp-tune recipes list
+    """
+    with command(json_output) as screen:
+        from fsdp_tune.recipe.catalogue import catalogue, headline
+
+        rows = [(name, headline(path), str(path)) for name, path in catalogue().items()]
+        screen.document({"recipes": [{"name": name, "headline": text, "path": path} for name, text, path in rows]})
+        if not json_output:
+            screen.table("recipes", ["name", "for"], [row[:2] for row in rows])
+
+
+@recipes.command("show")
+def show_recipe(name: NameArgument, json_output: JsonOption = False) -> None:
+    """Print a recipe of the catalogue, comments included.
+
+    \b
+    Example:
+        fsdp-tune recipes show llama7b_full_shard
+    """
+    with command(json_output) as screen:
+        path, text = _read(name)
+        screen.document({"name": name, "path": str(path), "text": text})
+        if not json_output:
+            screen.say(text.rstrip("\n"))
+
+
+@recipes.command("copy")
+def copy_recipe(
+    name: NameArgument,
+    to: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Where to; ./NAME.yaml when left out.", show_default=False)] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Copy a recipe of the catalogue to a file of your own; an existing file is never replaced.
+
+    \b
+    Example:
+        fsdp-tune recipes copy gpt2_smoke my_run.yaml
+    """
+    with command(json_output) as screen:
+        from fsdp_tune import atomic
+        from fsdp_tune.errors import usage_error
+
+        _, text = _read(name)
+        target = Path(f"{name}.yaml") if to is None else to / f"{name}.yaml" if to.is_dir() else to
+        if target.exists() or target.is_symlink():
+            raise usage_error("output-exists", f"`{target}` is there already", hint="name another file, or remove this one")
+        if not target.parent.is_dir():
+            raise usage_error("no-directory", f"there is no directory `{target.parent}`", hint="make it first")
+        atomic.write_file(target, text)
+        screen.document({"name": name, "path": str(target)})
+        screen.say(f"wrote {target}; start it with `fsdp-tune train --config {target}`")
+
+
+@recipes.command("schema")
+def print_schema(json_output: JsonOption = False) -> None:
+    """Print the JSON Schema of a recipe, for completion and checks in editors.
+
+    \b
+    Example:
+        fsdp-tune recipes schema > recipe.schema.json
+    Then begin a recipe with the line:
+        # yaml-language-server: $schema=recipe.schema.json
+    """
+    with command(json_output) as screen:
+        from fsdp_tune.recipe.reference import json_schema
+
+        schema = json_schema()
+        screen.document(schema)
+        if not json_output:
+            screen.say(json.dumps(schema, indent=2))
+
+
+def _read(name: str) -> tuple[Path, str]:
+    from fsdp_tune.errors import usage_error
+    from fsdp_tune.recipe.catalogue import catalogue, find_recipe
+
+    path = catalogue().get(name)
+    if path is None:
+        find_recipe(f"{name}")  # says what is close, for a name that is nothing at all
+        raise usage_error("recipe-not-found", f"`{name}` is not in the catalogue", hint="`fsdp-tune recipes list` shows it")
+    return path, path.read_text(encoding="utf-8")

@@ -1,0 +1,115 @@
+"""`validate`: everything about a recipe that can be checked without GPUs, all mistakes at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, NameOption, SetOption, chosen_recipe
+from fsdp_tune.cli.output import Screen, command
+from fsdp_tune.errors import FsdpTuneError, Notice, Problem
+
+if TYPE_CHECKING:
+    from fsdp_tune.recipe.loader import Loaded
+    from fsdp_tune.recipe.resolve import Resolution
+
+StrictOption = Annotated[bool, typer.Option("--strict", help="Count keys that have no effect as errors.")]
+OfflineOption = Annotated[bool, typer.Option("--offline", help="Do not reach for the hub; what would need it is listed as unchecked.")]
+
+
+def validate(
+    recipe: ConfigArg = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    name: NameOption = None,
+    strict: StrictOption = False,
+    offline: OfflineOption = False,
+    json_output: JsonOption = False,
+) -> None:
+    """Check a recipe: keys, values, contradictions, the arithmetic of the batch, model and data. Starts nothing.
+
+    \b
+    Example:
+        fsdp-tune validate --config llama7b_full_shard --strict
+    """
+    with command(json_output) as screen:
+        from fsdp_tune.bridge.devices import this_machine
+        from fsdp_tune.recipe.loader import load_recipe
+        from fsdp_tune.recipe.resolve import resolve
+
+        loaded = load_recipe(chosen_recipe(recipe, config), overrides or (), name=name)
+        machine = this_machine("cpu" if loaded.recipe.launch.device != "auto" else "auto")
+        resolution = resolve(loaded.recipe, machine, cwd=Path.cwd(), assume="cuda", positions=loaded.positions)
+        checked = _check(resolution, offline=offline)
+        notices = [*loaded.notices, *resolution.notices, *checked.notices]
+        checked.problems.extend(_as_error(notice) for notice in notices if strict and notice.strict)
+        screen.notices([notice for notice in notices if not (strict and notice.strict)])
+        screen.document(_document(loaded, resolution, checked))
+        if checked.problems:
+            raise FsdpTuneError(*checked.problems)
+        _show(screen, loaded, resolution, checked)
+
+
+class _Checked:
+    """What was found beyond the recipe itself."""
+
+    def __init__(self) -> None:
+        self.model: dict[str, Any] = {}
+        self.data: dict[str, Any] = {}
+        self.problems: list[Problem] = []
+        self.notices: list[Notice] = []
+        self.unchecked: list[str] = []
+
+
+def _check(resolution: Resolution, *, offline: bool) -> _Checked:
+    from fsdp_tune.cli.checks import model_facts
+
+    checked = _Checked()
+    model = model_facts(resolution.recipe, offline=offline)
+    checked.model = model.facts
+    checked.problems.extend(model.problems)
+    checked.notices.extend(model.notices)
+    checked.unchecked.extend(model.unchecked)
+    return checked
+
+
+def _as_error(notice: Notice) -> Problem:
+    return Problem(notice.code, notice.message, notice.where, notice.hint)
+
+
+def _document(loaded: Loaded, resolution: Resolution, checked: _Checked) -> dict[str, Any]:
+    from fsdp_tune.recipe.world import batch_arithmetic
+
+    return {
+        "recipe": str(loaded.path),
+        "valid": not checked.problems,
+        "resolved": resolution.recipe.model_dump(mode="json", by_alias=True),
+        "reasons": resolution.reasons,
+        "overrides": list(loaded.overrides),
+        "arithmetic": batch_arithmetic(resolution.recipe),
+        "model": checked.model,
+        "data": checked.data,
+        "unchecked": checked.unchecked,
+    }
+
+
+def _show(screen: Screen, loaded: Loaded, resolution: Resolution, checked: _Checked) -> None:
+    from fsdp_tune.recipe.not_yet import value_of
+    from fsdp_tune.recipe.world import batch_arithmetic
+
+    rows = [(key, _value(value_of, resolution, key), reason) for key, reason in resolution.reasons.items() if "[" not in key]
+    screen.table("decided for you", ["key", "value", "because"], rows)
+    if checked.model:
+        layers = f"{checked.model['layers']} layers ({', '.join(checked.model['layer_classes'])})"
+        screen.say(f"model: {checked.model['parameters']:,} parameters, {layers}, {len(checked.model['units'])} FSDP units")
+    screen.say(f"batch: {batch_arithmetic(resolution.recipe)}")
+    for line in checked.unchecked:
+        screen.say(f"not checked: {line}")
+    screen.say(f"{loaded.path} is valid")
+
+
+def _value(value_of: Any, resolution: Resolution, key: str) -> str:
+    value = value_of(resolution.recipe, key)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

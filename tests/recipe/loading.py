@@ -1,0 +1,38 @@
+"""Helpers that load a recipe from text and hand back what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.errors import FsdpTuneError, Problem
+from fsdp_tune.recipe.loader import Loaded, parse_recipe
+
+MINIMAL = "model: {name_or_path: gpt2}\ndata: {train: [{path: some/set}]}\n"
+
+
+def load(text: str, *overrides: str) -> Loaded:
+    return parse_recipe(text, Path("recipe.yaml"), overrides)
+
+
+def load_with(extra: str, *overrides: str) -> Loaded:
+    """A recipe with a model and data, and `extra` after it (from line 3 on)."""
+    return load(MINIMAL + extra, *overrides)
+
+
+def problems(text: str, *overrides: str) -> tuple[Problem, ...]:
+    with pytest.raises(FsdpTuneError) as caught:
+        load(text, *overrides)
+    assert caught.value.exit_code == 2
+    return caught.value.problems
+
+
+def problems_with(extra: str, *overrides: str) -> tuple[Problem, ...]:
+    return problems(MINIMAL + extra, *overrides)
+
+
+def one_problem(found: Sequence[Problem]) -> Problem:
+    assert len(found) == 1, [str(problem) for problem in found]
+    return found[0]

@@ -1,0 +1,116 @@
+"""Every recipe that ships loads without a notice, resolves, and does its arithmetic as its comments say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.recipe.catalogue import architecture, catalogue, find_recipe, headline
+from fsdp_tune.recipe.loader import load_recipe
+from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.recipe.schema import Recipe
+
+BARE = Machine(None, 0, 8, None)
+GIB = 2**30
+PROMISED = {
+    *("gpt2_smoke", "llama7b_full_shard", "llama7b_shard_grad_op", "llama13b_full_shard", "llama70b_full_shard_offload"),
+    *("llama8b_hybrid_shard_multinode", "gpt2_xl_two_24gb", "qwen2_5_7b_chat", "mistral7b_completion"),
+}
+PARAMETERS = {
+    # Counted once with transformers on the meta device.
+    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "meta-llama/Llama-2-13b-hf": 13_015_864_320,
+    "meta-llama/Llama-2-70b-hf": 68_976_648_192,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "openai-community/gpt2-xl": 1_557_611_200,
+}
+
+
+def resolved(name: str, tmp_path: Path) -> Recipe:
+    loaded = load_recipe(name)
+    assert loaded.notices == ()
+    return resolve(loaded.recipe, BARE, cwd=tmp_path, assume="cuda", positions=loaded.positions).recipe
+
+
+def test_the_catalogue_has_what_was_promised() -> None:
+    assert set(catalogue()) == PROMISED
+
+
+@pytest.mark.parametrize("name", sorted(PROMISED))
+def test_a_recipe_of_the_catalogue_resolves_without_a_word(name: str, tmp_path: Path) -> None:
+    recipe = resolved(name, tmp_path)
+    assert recipe.name == name
+    assert recipe.output_dir == str(tmp_path / "runs" / name)
+    assert headline(catalogue()[name])
+
+
+@pytest.mark.parametrize("name", sorted(PROMISED - {"gpt2_smoke"}))
+def test_its_model_is_known_without_network_and_its_state_is_as_the_comment_says(name: str, tmp_path: Path) -> None:
+    """`Sharded state: … = 12.6 GiB` is 16 bytes a parameter over the ranks of a shard group (offload: over the machine)."""
+    recipe = resolved(name, tmp_path)
+    assert recipe.model.name_or_path is not None
+    facts = architecture(recipe.model.name_or_path)
+    assert facts is not None
+    assert recipe.data.max_length <= facts.get("max_position_embeddings", facts.get("n_positions", 0))
+    text = catalogue()[name].read_text()
+    claimed = re.search(r"Sharded state: [^=]*= ([\d,.]+) GiB", text)
+    assert claimed is not None
+    shard = 1 if recipe.fsdp.offload_params else recipe.parallelism.dp_shard_size
+    assert isinstance(shard, int)
+    state_gib = PARAMETERS[recipe.model.name_or_path] * 16 / shard / GIB
+    assert abs(state_gib - float(claimed[1].replace(",", ""))) <= max(0.06, state_gib * 1e-3)
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_the_architecture_facts_give_the_known_number_of_parameters(name: str) -> None:
+    facts = architecture(name)
+    assert facts is not None
+    assert count(facts) == PARAMETERS[name]
+
+
+def count(facts: dict[str, object]) -> int:
+    """Parameters of a decoder, from the published shapes of GPT-2 and of Llama's family."""
+    if facts["model_type"] == "gpt2":
+        width, layers, positions, vocabulary = (int(str(facts[key])) for key in ("n_embd", "n_layer", "n_positions", "vocab_size"))
+        return vocabulary * width + positions * width + layers * (12 * width * width + 13 * width) + 2 * width
+    width, inner, layers, vocabulary = (
+        int(str(facts[key])) for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+    )
+    heads, groups = int(str(facts["num_attention_heads"])), int(str(facts["num_key_value_heads"]))
+    head = width // heads
+    bias = (heads + 2 * groups) * head if facts["model_type"] == "qwen2" else 0
+    layer = 2 * width * heads * head + 2 * width * groups * head + 3 * width * inner + 2 * width + bias
+    return layers * layer + width + vocabulary * width * (1 if facts["tie_word_embeddings"] else 2)
+
+
+def test_a_model_that_is_not_carried_is_none() -> None:
+    assert architecture("nobody/nothing") is None
+
+
+def test_a_source_is_a_path_or_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_recipe("gpt2_smoke") == catalogue()["gpt2_smoke"]
+    (tmp_path / "gpt2_smoke").mkdir()  # a run of that name
+    assert find_recipe("gpt2_smoke") == catalogue()["gpt2_smoke"]
+    (tmp_path / "mine.yaml").write_text("")
+    assert find_recipe("mine.yaml") == Path("mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("source", "hint"),
+    [
+        ("gpt2_smok", "did you mean `gpt2_smoke`?"),
+        ("configs/gpt2_smoke.yaml", "the catalogue has it: `--config gpt2_smoke`, or `fsdp-tune recipes copy gpt2_smoke`"),
+        ("zzzz", "`fsdp-tune recipes list` shows the catalogue; a file is given by its path"),
+    ],
+)
+def test_a_source_that_is_nothing_says_what_is_near(source: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FsdpTuneError) as caught:
+        find_recipe(source)
+    assert caught.value.problems[0].hint == hint

@@ -1,0 +1,208 @@
+"""Every open value is decided once, with a reason; what this machine cannot do is refused with the way out; F011."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fsdp_tune
+from fsdp_tune.errors import FsdpTuneError, Problem
+from fsdp_tune.recipe.not_yet import value_of
+from fsdp_tune.recipe.resolve import ASSUMED_DEVICES, Machine, Resolution, resolve
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.training_fields import training_value
+from tests.recipe.loading import load, load_with, one_problem
+
+BARE = Machine(None, 0, 6, None)
+FOUR_GPUS = Machine("cuda", 4, 64, "H100")
+
+
+def resolved(
+    extra: str, machine: Machine = FOUR_GPUS, *, cwd: Path = Path("/"), assume: str | None = None, text: str | None = None
+) -> Resolution:
+    loaded = load(text) if text is not None else load_with(extra)
+    return resolve(loaded.recipe, machine, cwd=cwd, assume=assume, positions=loaded.positions)
+
+
+def refused(
+    extra: str, machine: Machine = FOUR_GPUS, *, cwd: Path = Path("/"), assume: str | None = None, text: str | None = None
+) -> Problem:
+    with pytest.raises(FsdpTuneError) as caught:
+        resolved(extra, machine, cwd=cwd, assume=assume, text=text)
+    assert caught.value.exit_code == 2
+    return one_problem(caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("extra", "key", "value", "reason"),
+    [
+        ("", "launch.device", "cuda", "the accelerator of this machine (H100)"),
+        ("", "launch.num_processes", 4, "4 visible devices × 1 machines"),
+        ("launch: {num_machines: 3}", "launch.num_processes", 12, "4 visible devices × 3 machines"),
+        ("launch: {device: cpu}", "launch.num_processes", 2, "2 CPU ranks a machine: the fewest that shard"),
+        ("launch: {num_processes: 2}", "launch.num_cpu_threads_per_process", 32, "64 cores / 2 local ranks"),
+        ("", "training.gradient_accumulation_steps", 1, "no `training.global_batch_size` is given"),
+        ("training: {global_batch_size: 16}", "training.gradient_accumulation_steps", 4, "global batch: 16 / (1 sequences × 4 ranks)"),
+        ("training: {per_device_train_batch_size: 3}", "training.per_device_eval_batch_size", 3, "per_device_train_batch_size"),
+        ("training: {seed: 7}", "training.data_seed", 7, "training.seed"),
+        ("training: {save_total_limit: 0}", "training.save_total_limit", None, "0 keeps all"),
+        ("", "training.eval_strategy", "no", "there is no data.eval"),
+        ("", "model.tokenizer", "gpt2", "model.name_or_path"),
+        ("", "model.tokenizer_revision", "main", "model.revision"),
+        ("", "model.frozen_dtype", "bf16", "the compute dtype"),
+        ("precision: {mixed_precision: no}", "merge.dtype", "fp32", "the compute dtype"),
+        ("fsdp: {sharding_strategy: SHARD_GRAD_OP}", "fsdp.reshard_after_forward", False, "SHARD_GRAD_OP"),
+        ("", "data.num_proc", 16, "min(16, 64 cores)"),
+        ("", "data.eval_packing", False, "data.packing"),
+        ("", "kernels.loss", "full", "the only loss of this release"),
+    ],
+)
+def test_an_open_value_is_decided_with_its_reason(extra: str, key: str, value: object, reason: str) -> None:
+    resolution = resolved(extra)
+    assert value_of(resolution.recipe, key) == value
+    assert resolution.reasons[key] == reason
+
+
+@pytest.mark.parametrize(
+    ("save", "eval_strategy", "eval_steps"),
+    [
+        ("save_steps: 50", "steps", 50),
+        ("save_strategy: epoch", "epoch", None),
+        ("save_strategy: no", "epoch", None),
+        ("save_steps: 50, eval_strategy: steps, eval_steps: 7", "steps", 7),
+        ("eval_strategy: no", "no", None),
+    ],
+)
+def test_evaluation_goes_with_saving(save: str, eval_strategy: str, eval_steps: int | None) -> None:
+    text = f"model: {{name_or_path: a}}\ndata: {{train: [{{path: b}}], eval: {{rows: 5}}}}\ntraining: {{{save}}}\n"
+    training = resolved("", text=text).recipe.training
+    assert (training.eval_strategy, training_value(training, "eval_steps")) == (eval_strategy, eval_steps)
+
+
+def test_nothing_is_left_open_that_resolve_decides() -> None:
+    """What stays auto is decided by those who see the rows, the model or the network."""
+    text = "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 5}}\n"
+    dump = resolved("", text=text).recipe.model_dump(by_alias=True)
+    still_auto = [
+        f"{section}.{key}" for section, keys in dump.items() if isinstance(keys, dict) for key, value in keys.items() if value == "auto"
+    ]
+    assert still_auto == [
+        "model.attn_implementation",
+        "data.format",
+        "data.loss_on",
+        "data.overlong",
+        "data.append_eos",
+        "fsdp.min_num_params",
+        "launch.main_process_port",
+    ]
+
+
+def test_a_resolved_recipe_is_read_back_the_same() -> None:
+    recipe = resolved("training: {max_steps: 5, save_steps: 0.5}\nfsdp: {modules_to_wrap: [a], auto_wrap_policy: MODULE_NAMES_WRAP}").recipe
+    again = Recipe.model_validate_json(recipe.model_dump_json(by_alias=True))
+    assert again == recipe
+    assert (again.world_size, again.local_world_size, again.compute_dtype, again.is_sharded) == (4, 4, "bf16", True)
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    recipe = resolved("training: {global_batch_size: 16}").recipe
+    assert resolve(recipe, FOUR_GPUS, cwd=Path("/elsewhere")).recipe == recipe
+
+
+def test_the_cpu_is_never_chosen_silently() -> None:
+    problem = refused("", BARE)
+    assert problem.code == "no-device"
+    assert problem.ways_out == ("--set launch.device=cpu to train on the CPU",)
+    assert refused("launch: {device: cuda}", BARE).where.line == 3
+    assert refused("launch: {device: xpu}", FOUR_GPUS).message == "`launch.device: xpu` is not on this machine: it shows cuda"
+
+
+def test_a_device_may_be_assumed_where_nothing_starts() -> None:
+    resolution = resolved("", BARE, assume="cuda")
+    assert (resolution.recipe.launch.device, resolution.recipe.launch.num_processes) == ("cuda", ASSUMED_DEVICES)
+    assert [notice.code for notice in resolution.notices] == ["assumed-devices"]
+    assert resolved("launch: {num_processes: 16}", BARE, assume="cuda").notices == ()
+    assert resolved("launch: {num_processes: 16}", FOUR_GPUS, assume="cuda").recipe.world_size == 16
+
+
+def test_more_ranks_than_devices_are_refused_with_the_counts() -> None:
+    problem = refused("launch: {num_processes: 8}")
+    assert (problem.code, problem.where.line) == ("too-few-devices", 3)
+    assert "need 8 cuda devices, and 4 are visible" in problem.message
+    assert resolved("launch: {num_processes: 8, num_machines: 2}").recipe.local_world_size == 4
+
+
+def test_what_the_number_of_devices_makes_impossible_is_told_with_lines() -> None:
+    problem = refused("training: {global_batch_size: 6}")
+    assert (problem.code, problem.where.line) == ("indivisible", 3)
+
+
+def test_fsdp_1_on_the_cpu_loads_on_every_rank() -> None:
+    resolution = resolved("fsdp: {version: 1}\nlaunch: {device: cpu}")
+    assert resolution.recipe.fsdp.cpu_ram_efficient_loading is False
+    assert "FSDP1 on the CPU" in resolution.reasons["fsdp.cpu_ram_efficient_loading"]
+
+
+def test_paths_become_absolute_and_hub_ids_stay(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    text = (
+        "model: {name_or_path: model}\noutput_dir: out/{name}-{seed}\n"
+        "data: {cache_dir: cache, train: [{path: train.jsonl}, {path: hub/set}, {path: json, data_files: [a/*.json, https://x/y]}]}\n"
+    )
+    recipe = resolved("", cwd=tmp_path, text=text).recipe
+    assert recipe.model.name_or_path == str(tmp_path / "model") == recipe.model.tokenizer
+    assert recipe.output_dir == str(tmp_path / "out" / "recipe-42")
+    assert recipe.data.cache_dir == str(tmp_path / "cache")
+    first, second, third = recipe.data.train
+    assert (first.path, second.path, third.path) == (str(tmp_path / "train.jsonl"), "hub/set", "json")
+    assert third.data_files == [str(tmp_path / "a/*.json"), "https://x/y"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: {name_or_path: ./nowhere}\ndata: {train: [{path: b}]}", "`model.name_or_path` is `./nowhere`, and there is no `/"),
+        ("model: {name_or_path: a}\ndata: {train: [{path: missing.jsonl}]}", "`data.train[0].path` is `missing.jsonl`, and there is no"),
+        ("model: {name_or_path: ~/m}\ndata: {train: [{path: b}]}", "begins with `~`"),
+        ("model: {from_config: no.json, tokenizer: t}\ndata: {train: [{path: b}]}", "`model.from_config` is `no.json`, and there is no"),
+        ("model: {name_or_path: a}\ndata: {chat_template: t.jinja, train: [{path: b}]}", "`data.chat_template` is `t.jinja`"),
+    ],
+)
+def test_what_can_only_be_a_path_must_exist(tmp_path: Path, text: str, words: str) -> None:
+    problem = refused("", cwd=tmp_path, text=text)
+    assert problem.code == "not-found"
+    assert words in problem.message
+    assert problem.where.line is not None
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "words"),
+    [
+        ("/", "is the root"),
+        ("{home}", "is your home directory"),
+        ("{tmp}/file", "which is a file"),
+        ("{tmp}/file/below", "leads through"),
+        ("{tmp}/set/runs", "lies inside the training data"),
+        ("{package}/runs", "lies inside the installed package"),
+        ("{tmp}/parent", "holds the data or model"),
+    ],
+)
+def test_a_run_is_not_written_where_it_would_harm(tmp_path: Path, output_dir: str, words: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "parent" / "set").mkdir(parents=True)
+    package = Path(fsdp_tune.__file__).parent
+    place = output_dir.format(tmp=tmp_path, home=Path.home(), package=package)
+    extra = f"model: {{name_or_path: a}}\noutput_dir: {place}\ndata: {{train: [{{path: set}}, {{path: parent/set}}]}}"
+    problem = refused("", cwd=tmp_path, text=extra)
+    assert (problem.code, problem.where.line) == ("bad-output-dir", 2)
+    assert words in problem.message
+
+
+def test_the_cache_is_where_the_desktop_standard_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert resolved("").recipe.data.cache_dir == str(tmp_path / "fsdp-tune")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert resolved("").recipe.data.cache_dir == str(Path.home() / ".cache" / "fsdp-tune")

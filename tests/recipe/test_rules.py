@@ -1,0 +1,171 @@
+"""F010: contradictions name both keys with their lines; keys without effect are notices, strict ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_tune.recipe.inactive import INACTIVE
+from fsdp_tune.recipe.not_yet import NOT_YET
+from fsdp_tune.recipe.rules import RULES
+from tests.recipe.loading import load, load_with, one_problem, problems, problems_with
+
+CONTRADICTIONS = [
+    ("fsdp:\n  offload_params: true\n  sharding_strategy: NO_SHARD", "offload_needs_shards", 4, "line 5"),
+    ("fsdp:\n  reshard_after_forward: true\n  sharding_strategy: SHARD_GRAD_OP", "reshard_agrees", 4, "line 5"),
+    ("fsdp:\n  reshard_after_forward: false\n  sharding_strategy: HYBRID_SHARD", "reshard_agrees", 4, "line 5"),
+    ("precision: {reduce_dtype: bf16}\nfsdp: {sharding_strategy: NO_SHARD}", "ddp_reduces_in_fp32", 3, "line 4"),
+    ("fsdp:\n  backward_prefetch: BACKWARD_POST\n  version: 2", "backward_prefetch_by_version", 4, "line 5"),
+    ("fsdp:\n  backward_prefetch: 2\n  version: 1", "backward_prefetch_by_version", 4, "line 5"),
+    ("fsdp:\n  forward_prefetch: 2\n  version: 1", "version_1_limits", 4, "line 5"),
+    ("fsdp:\n  version: 1\n  activation_checkpointing_offload: true\n  activation_checkpointing: full", "version_1_limits", 5, "line 4"),
+    ("parallelism: {dp_shard_size: 2}\nfsdp: {version: 1}", "version_1_limits", 3, "line 4"),
+    ("fsdp: {auto_wrap_policy: MODULE_NAMES_WRAP}", "named_modules_are_named", 3, "empty"),
+    ("precision: {mixed_precision: fp16}\nmerge: {dtype: keep}", "", 0, ""),
+    ("training:\n  warmup_steps: 10\n  max_steps: 10", "warmup_ends", 4, "line 5"),
+    ("training: {eval_strategy: steps}", "evaluation_needs_data", 3, "no `data.eval`"),
+    ("training: {load_best_model_at_end: true}", "evaluation_needs_data", 3, "no `data.eval`"),
+    ("training: {early_stopping: {patience: 1}}", "evaluation_needs_data", 3, "no `data.eval`"),
+    ("training: {save_strategy: best}", "evaluation_needs_data", 3, "no `data.eval`"),
+    ("output_dir: runs/{nmae}", "output_dir_template", 3, "{nmae}"),
+    ('output_dir: "runs/{name"', "output_dir_template", 3, "brace"),
+    ("output_dir: ~/runs/x", "output_dir_template", 3, "~"),
+    ("launch: {env: {MY_API_KEY: x}}", "environment_is_plain", 3, "secret"),
+    ("launch: {env: {HF_TOKEN: x}}", "environment_is_plain", 3, "secret"),
+    ("launch: {env: {FSDP_VERSION: 1}}", "environment_is_plain", 3, "set by the launch itself"),
+    ("launch: {env: {RANK: 1}}", "environment_is_plain", 3, "set by the launch itself"),
+    ("launch: {env: {1A: x}}", "environment_is_plain", 3, "no name"),
+    ("launch: {device: mps, num_processes: 2}", "cpu_limits", 3, "one device"),
+    ("launch: {device: cpu}\nfsdp: {version: 1, cpu_ram_efficient_loading: true}", "cpu_limits", 4, "line 3"),
+]
+WHOLE = [
+    ("data: {train: [{path: a}]}\nmodel: {}", "model_source", "`model.name_or_path` is missing"),
+    ("data: {train: [{path: a}]}\nmodel: {name_or_path: a, from_config: b}", "model_source", "random weights"),
+    ("data: {train: [{path: a}]}\nmodel: {from_config: {model_type: gpt2}}", "model_source", "`model.tokenizer` is missing"),
+    ("data: {train: [{path: a}]}\nmodel: {from_config: {n_embd: 4}, tokenizer: t}", "config_names_its_type", "`model_type` is missing"),
+    ("model: {name_or_path: a}", "some_training_data", "`data.train` is missing"),
+    ("model: {name_or_path: a}\ndata: {train: []}", "some_training_data", "`data.train` is missing"),
+    ("model: {name_or_path: a}\ndata: {train: [{path: json}]}", "builders_have_files", "`data.train[0].data_files` is missing"),
+    ("model: {name_or_path: a}\ndata: {train: [{path: b}], eval: []}", "eval_is_not_empty", "empty list"),
+    (
+        "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: [{path: c, label: x}, {path: d, label: x}]}",
+        "eval_labels_differ",
+        "two evaluation sets",
+    ),
+    (
+        "model: {name_or_path: a, dtype: bf16}\ndata: {train: [{path: b}]}\nprecision: {mixed_precision: fp16}",
+        "bf16_storage",
+        "bf16 weights",
+    ),
+    (
+        "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\ntraining: {early_stopping: {}, eval_strategy: no}",
+        "best_model_is_measured",
+        "needs evaluations",
+    ),
+    (
+        "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\n"
+        "training: {load_best_model_at_end: true, eval_strategy: epoch, save_strategy: steps}",
+        "best_model_is_measured",
+        "a save with every evaluation",
+    ),
+]
+
+
+@pytest.mark.parametrize(("extra", "rule", "line", "words"), [row for row in CONTRADICTIONS if row[1]])
+def test_a_contradiction_names_both_lines(extra: str, rule: str, line: int, words: str) -> None:
+    problem = one_problem(problems_with(extra))
+    assert problem.where.line == line
+    assert words in problem.message
+
+
+@pytest.mark.parametrize(("text", "rule", "words"), WHOLE)
+def test_a_recipe_that_lacks_something_says_what(text: str, rule: str, words: str) -> None:
+    assert words in one_problem(problems(text)).message
+
+
+def test_every_rule_is_seen_to_find_something() -> None:
+    assert {rule.__name__ for rule in RULES} == {row[1] for row in CONTRADICTIONS if row[1]} | {row[1] for row in WHOLE}
+
+
+def test_two_precisions_of_the_trainer_are_both_refused() -> None:
+    found = problems_with("training:\n  bf16: true\n  fp16: true\n")
+    assert [(p.code, p.where.line) for p in found] == [("owned-field", 4), ("owned-field", 5)]
+
+
+INACTIVE_EXAMPLES = [
+    "fsdp: {min_num_params: 5}",
+    "fsdp: {modules_to_wrap: [a]}",
+    "fsdp: {auto_wrap_policy: NO_WRAP, transformer_layer_cls_to_wrap: A}",
+    "fsdp: {activation_checkpointing_every: 2}",
+    "fsdp: {activation_checkpointing_offload: true}",
+    "fsdp: {sharding_strategy: NO_SHARD, version: 2}",
+    "parallelism: {dp_shard_size: 1}\nfsdp: {sharding_strategy: NO_SHARD}",
+    "training: {max_steps: 5, num_train_epochs: 2}",
+    "training: {save_strategy: epoch, save_steps: 5}",
+    "training: {eval_steps: 5}",
+    "training: {per_device_eval_batch_size: 5}",
+    "training: {hub_model_id: a/b}",
+    "training: {ddp_bucket_cap_mb: 5}",
+    "precision: {fp8_recipe: tensorwise}",
+    "launch: {main_process_ip: 10.0.0.1}",
+    "merge: {adapter: both}",
+]
+
+
+@pytest.mark.parametrize("extra", INACTIVE_EXAMPLES)
+def test_a_key_without_effect_is_one_strict_notice_with_its_line(extra: str) -> None:
+    notice = one_problem(load_with(extra).notices)  # type: ignore[arg-type]
+    assert (notice.code, notice.strict) == ("inactive-key", True)  # type: ignore[attr-defined]
+    assert notice.where.line is not None
+    assert "has no effect: " in notice.message
+
+
+def test_a_key_at_its_default_is_no_notice() -> None:
+    assert load_with("fsdp: {sharding_strategy: NO_SHARD}").notices == ()
+
+
+@pytest.mark.parametrize("row", INACTIVE, ids=lambda row: row.keys[0])
+def test_every_inactive_row_can_be_active(row: object) -> None:
+    """A row that is always true would call a working key dead."""
+    texts = [
+        "model: {name_or_path: a}\ndata: {train: [{path: b}, {path: c}], eval: {rows: 2}, packing: true}\n"
+        f"fsdp: {{activation_checkpointing: full, auto_wrap_policy: {policy}}}\n"
+        "launch: {num_machines: 2}\ntraining: {eval_strategy: steps}"
+        for policy in ("SIZE_BASED_WRAP", "MODULE_NAMES_WRAP\n  , modules_to_wrap: [a]")
+    ]
+    recipes = [load(text).recipe for text in texts] + [load_with("fsdp: {sharding_strategy: NO_SHARD}").recipe]
+    never_here = {"data.shuffle_buffer_size", "precision.fp8_recipe", "merge.adapter", "training.hub_model_id"}  # not supported yet
+    assert row.keys[0] in never_here or not all(row.when(recipe) for recipe in recipes)  # type: ignore[attr-defined]
+
+
+def test_bf16_weights_are_remarked_upon() -> None:
+    loaded = load("model: {name_or_path: a, dtype: bf16}\ndata: {train: [{path: b}]}")
+    assert [(notice.code, notice.strict) for notice in loaded.notices] == [("pure-bf16", False)]
+
+
+NOT_YET_EXAMPLES = {
+    "lora": "lora: {r: 8}",
+    "quantization": "quantization: {load: nf4}",
+    "data.streaming": "data: {train: [{path: a}], streaming: true}",
+    "precision.mixed_precision": "precision: {mixed_precision: fp8}",
+    "parallelism.tp_size": "parallelism: {tp_size: 2}",
+    "parallelism.cp_size": "parallelism: {cp_size: 2}",
+    "parallelism.sp_size": "parallelism: {sp_size: 2}",
+    "fsdp.reshard_after_forward": "fsdp: {reshard_after_forward: 4}",
+    "fsdp.activation_checkpointing": "fsdp: {activation_checkpointing: auto}",
+    "kernels.loss": "kernels: {loss: chunked}",
+    "kernels.liger": "kernels: {liger: true}",
+    "kernels.compile": "kernels: {compile: true}",
+    "checkpoint.mirror": "checkpoint: {mirror: /x}",
+    "launch.max_restarts": "launch: {max_restarts: 1}",
+    "training.push_to_hub": "training: {push_to_hub: true}",
+}
+
+
+@pytest.mark.parametrize("row", NOT_YET, ids=lambda row: row.key)
+def test_what_is_not_there_yet_is_refused_and_never_ignored(row: object) -> None:
+    extra = NOT_YET_EXAMPLES[row.key]  # type: ignore[attr-defined]
+    head = "model: {name_or_path: gpt2}\n" + ("" if extra.startswith("data:") else "data: {train: [{path: a}]}\n")
+    problem = one_problem(problems(head + extra))
+    assert (problem.code, problem.where.key) == ("not-yet", row.key)  # type: ignore[attr-defined]
+    assert problem.where.line is not None
+    assert problem.hint

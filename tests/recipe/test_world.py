@@ -1,0 +1,101 @@
+"""What depends on the number of ranks: mesh, batch, and the arithmetic line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.recipe.world import batch_arithmetic
+from tests.recipe.loading import load_with, one_problem, problems_with
+
+EIGHT_GPUS = Machine("cuda", 8, 64, "H100")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "machines", "sizes"),
+    [
+        ("FULL_SHARD", 8, 1, (1, 8)),
+        ("SHARD_GRAD_OP", 8, 1, (1, 8)),
+        ("NO_SHARD", 8, 1, (8, 1)),
+        ("HYBRID_SHARD", 8, 1, (2, 4)),
+        ("HYBRID_SHARD", 4, 1, (2, 2)),
+        ("HYBRID_SHARD_ZERO2", 32, 4, (4, 8)),
+        ("FULL_SHARD", 1, 1, (1, 1)),
+    ],
+)
+def test_the_mesh_follows_from_strategy_and_machines(strategy: str, ranks: int, machines: int, sizes: tuple[int, int]) -> None:
+    text = f"fsdp: {{sharding_strategy: {strategy}}}\nlaunch: {{num_processes: {ranks}, num_machines: {machines}, device: cpu}}"
+    parallelism = resolve(load_with(text).recipe, EIGHT_GPUS, cwd=Path("/")).recipe.parallelism
+    assert (parallelism.dp_replicate_size, parallelism.dp_shard_size) == sizes
+
+
+@pytest.mark.parametrize(("given", "sizes"), [("dp_replicate_size: 4", (4, 2)), ("dp_shard_size: 2", (4, 2)), ("dp_shard_size: 4", (2, 4))])
+def test_one_size_gives_the_other(given: str, sizes: tuple[int, int]) -> None:
+    text = f"parallelism: {{{given}}}\nfsdp: {{sharding_strategy: HYBRID_SHARD}}\nlaunch: {{num_processes: 8, device: cpu}}"
+    parallelism = resolve(load_with(text).recipe, EIGHT_GPUS, cwd=Path("/")).recipe.parallelism
+    assert (parallelism.dp_replicate_size, parallelism.dp_shard_size) == sizes
+
+
+def test_two_copies_on_one_machine_are_noticed() -> None:
+    loaded = load_with("fsdp: {sharding_strategy: HYBRID_SHARD}\nlaunch: {num_processes: 4, device: cpu}")
+    notice = one_problem(resolve(loaded.recipe, EIGHT_GPUS, cwd=Path("/"), positions=loaded.positions).notices)  # type: ignore[arg-type]
+    assert (notice.code, notice.where.line) == ("hybrid-on-one-machine", 3)
+
+
+@pytest.mark.parametrize(
+    ("extra", "code", "words"),
+    [
+        ("launch: {num_processes: 9, num_machines: 2}", "indivisible", "line 3"),
+        ("fsdp: {sharding_strategy: HYBRID_SHARD}\nlaunch: {num_processes: 2}", "mesh-does-not-fit", "2 ranks"),
+        ("fsdp: {sharding_strategy: HYBRID_SHARD}\nlaunch: {num_processes: 7}", "mesh-does-not-fit", "odd"),
+        ("fsdp: {sharding_strategy: HYBRID_SHARD}\nlaunch: {num_processes: 2, num_machines: 2}", "mesh-does-not-fit", "over 2 machines"),
+        (
+            "parallelism: {dp_replicate_size: 2, dp_shard_size: 2}\nfsdp: {sharding_strategy: HYBRID_SHARD}\nlaunch: {num_processes: 8}",
+            "mesh-does-not-fit",
+            "2 copies × 2 shards = 4 ranks, and there are 8",
+        ),
+        (
+            "parallelism: {dp_shard_size: 3}\nfsdp: {sharding_strategy: HYBRID_SHARD}\nlaunch: {num_processes: 8}",
+            "mesh-does-not-fit",
+            "does not divide 8 ranks",
+        ),
+        (
+            "parallelism: {dp_shard_size: 8}\nfsdp: {sharding_strategy: HYBRID_SHARD}\nlaunch: {num_processes: 8}",
+            "mesh-does-not-fit",
+            "one copy",
+        ),
+        ("parallelism: {dp_replicate_size: 2}\nlaunch: {num_processes: 8}", "contradiction", "over all 8 ranks"),
+        ("parallelism: {dp_shard_size: 4}\nlaunch: {num_processes: 8}", "contradiction", "over all 8 ranks"),
+        ("fsdp: {sharding_strategy: HYBRID_SHARD, version: 1}\nlaunch: {num_processes: 8}", "contradiction", "one copy per machine"),
+        ("training: {global_batch_size: 10}\nlaunch: {num_processes: 4}", "indivisible", "(`launch.num_processes` on line 4)"),
+        (
+            "training: {global_batch_size: 16, gradient_accumulation_steps: 3}\nlaunch: {num_processes: 4}",
+            "contradiction",
+            "1 sequences × 4 ranks × 3",
+        ),
+    ],
+)
+def test_what_cannot_work_on_that_world_is_told_with_the_recipe(extra: str, code: str, words: str) -> None:
+    problem = one_problem(problems_with(extra))
+    assert problem.code == code
+    assert words in problem.message
+    assert problem.hint
+
+
+def test_an_indivisible_batch_names_sizes_that_work() -> None:
+    text = "training: {global_batch_size: 12, per_device_train_batch_size: 2}\nlaunch: {num_processes: 4}"
+    assert one_problem(problems_with(text)).hint == "use a global batch of 8 or 16, or `per_device_train_batch_size: 1`"
+    huge = "training: {global_batch_size: 3, per_device_train_batch_size: 1000000000}\nlaunch: {num_processes: 4}"
+    assert "a global batch of 4000000000" in str(one_problem(problems_with(huge)).hint)
+
+
+def test_the_arithmetic_is_one_line() -> None:
+    text = "data: {train: [{path: a}], max_length: 4096}\ntraining: {global_batch_size: 128, per_device_train_batch_size: 2}\n"
+    from tests.recipe.loading import load
+
+    recipe = load("model: {name_or_path: m}\n" + text + "launch: {num_processes: 8, device: cpu}").recipe
+    resolved = resolve(recipe, EIGHT_GPUS, cwd=Path("/")).recipe
+    assert batch_arithmetic(resolved) == ("2 sequences × 8 ranks × 8 accumulation = 128 sequences a step; × 4,096 = 524,288 tokens at most")
+    assert (resolved.global_batch_size, resolved.training.gradient_accumulation_steps) == (128, 8)
