@@ -30,20 +30,26 @@ def save_model_files(directory: Path, facts: dict[str, Any], tokenizer: Tokenize
     tokenizer.save_pretrained(str(directory))
     config = with_special_tokens(facts["config"], tokenizer)
     generation = with_special_tokens(facts["generation_config"], tokenizer)
-    write_json(directory / "config.json", config | {"architectures": [facts["architecture"]], "use_cache": True})
+    # `resize_embeddings` grows the embedding to the tokenizer; without it a larger tokenizer was refused before.
+    vocabulary = {"vocab_size": len(tokenizer)} if len(tokenizer) > facts["embedding_rows"] else {}
+    write_json(directory / "config.json", config | vocabulary | {"architectures": [facts["architecture"]], "use_cache": True})
     write_json(directory / "generation_config.json", generation)
 
 
 def with_special_tokens(config: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """The tokenizer's special tokens where the config has others: a model that is trained on one EOS must stop at that one.
 
-    A list of several EOS tokens that holds the tokenizer's (Llama 3) stays.
+    A list of several EOS tokens that holds the tokenizer's (Llama 3) stays. An id that the tokenizer does not name stays
+    too, unless it lies beyond the vocabulary, as GPT-2's default 50256 does in a small model.
     """
     changed = dict(config)
     for name in SPECIAL:
         wanted: int | None = getattr(tokenizer, name)
         present = config.get(name)
-        if wanted is not None and present != wanted and not (isinstance(present, list) and wanted in present):
+        if wanted is None:
+            if isinstance(present, int) and present >= len(tokenizer):
+                changed[name] = None
+        elif present != wanted and not (isinstance(present, list) and wanted in present):
             changed[name] = wanted
     return changed
 

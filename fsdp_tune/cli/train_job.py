@@ -84,8 +84,10 @@ class Job:
             except FsdpTuneError as error:
                 raise FsdpTuneError(*looking.result().problems, *error.problems, exit_code=error.exit_code) from error
             model = looking.result()
-        if model.problems or model.unchecked:
-            raise FsdpTuneError(*model.problems, *map(_unreachable, model.unchecked))
+        # What the package itself knows of well-known models is good enough to plan with, never to train.
+        packaged = [f"`{self.recipe.model.name_or_path}` is out of reach, and not in the cache"] if model.facts.get("packaged") else []
+        if model.problems or model.unchecked or packaged:
+            raise FsdpTuneError(*model.problems, *map(_unreachable, [*model.unchecked, *packaged]))
         self.screen.notices(model.notices)
         check_vocabulary(model.facts, self.recipe.model.tokenizer, len(tokenizer), may_grow=self.recipe.model.resize_embeddings)
         check_data(start, data.key, rows=data.train_rows, global_batch_size=self.recipe.global_batch_size)

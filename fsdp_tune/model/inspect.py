@@ -19,7 +19,7 @@ from fsdp_tune.recipe.schema import Recipe
 
 def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     """Everything that can be said of the model without its weights; problems are collected, not raised."""
-    from fsdp_tune.model.build import build_empty, config_or_facts, embedding_rows
+    from fsdp_tune.model.build import build_empty, config_or_facts, embedding_rows, generation_config
 
     problems: list[Problem] = []
     notices: list[Notice] = []
@@ -32,6 +32,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
             "model_type": config.model_type,
             "architecture": type(model).__name__,
             "config": json.loads(config.to_json_string(use_diff=False)),
+            "generation_config": json.loads(generation_config(recipe, config).to_json_string()),
             "parameters": sum(p.numel() for p in model.parameters()),
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "embedding_rows": embedding_rows(model),

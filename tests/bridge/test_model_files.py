@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_tune.bridge.model_files import check_vocabulary, save_model_files, with_special_tokens
+from fsdp_tune.errors import FsdpTuneError
+
+
+FACTS = {
+    "config": {"model_type": "gpt2", "use_cache": False},
+    "generation_config": {"temperature": 0.5},
+    "architecture": "GPT2LMHeadModel",
+    "embedding_rows": 9,
+}
+
+
+class FakeTokenizer:
+    bos_token_id = None
+    eos_token_id = 7
+    pad_token_id = 8
+
+    def __len__(self) -> int:
+        return 9
+
+    def save_pretrained(self, directory: str) -> Any:
+        (Path(directory) / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("config", "eos"), [({}, 7), ({"eos_token_id": 50256}, 7), ({"eos_token_id": [1, 7]}, [1, 7]), ({"eos_token_id": [1, 2]}, 7)]
+)
+def test_a_model_stops_at_the_token_it_was_trained_on(config: dict[str, Any], eos: Any) -> None:
+    changed = with_special_tokens(config, FakeTokenizer())
+    assert changed["eos_token_id"] == eos
+    assert changed["pad_token_id"] == 8
+    assert "bos_token_id" not in changed
+
+
+def test_an_id_beyond_the_vocabulary_is_dropped_where_the_tokenizer_has_none() -> None:
+    assert with_special_tokens({"bos_token_id": 50256}, FakeTokenizer())["bos_token_id"] is None
+    assert with_special_tokens({"bos_token_id": 5}, FakeTokenizer())["bos_token_id"] == 5
+
+
+def test_config_generation_config_and_tokenizer_are_written(tmp_path: Path) -> None:
+    save_model_files(tmp_path, FACTS, FakeTokenizer())
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "vocab_size" not in config
+    assert (config["architectures"], config["use_cache"], config["eos_token_id"]) == (["GPT2LMHeadModel"], True, 7)
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"temperature": 0.5, "eos_token_id": 7, "pad_token_id": 8}
+    assert (tmp_path / "tokenizer.json").exists()
+
+
+def test_a_grown_embedding_is_in_the_config(tmp_path: Path) -> None:
+    save_model_files(tmp_path, FACTS | {"embedding_rows": 5}, FakeTokenizer())
+    assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 9
+
+
+def test_a_vocabulary_beyond_the_embedding_is_refused_with_both_sizes() -> None:
+    with pytest.raises(FsdpTuneError, match=r"1,001 tokens.*1,000 rows") as caught:
+        check_vocabulary({"embedding_rows": 1000}, "t", 1001, may_grow=False)
+    assert caught.value.exit_code == 2
+    check_vocabulary({"embedding_rows": 1000}, "t", 1000, may_grow=False)
+    check_vocabulary({"embedding_rows": 1000}, "t", 1001, may_grow=True)
