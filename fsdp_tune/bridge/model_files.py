@@ -59,7 +59,7 @@ def check_vocabulary(facts: dict[str, Any], tokenizer_name: str | None, vocabula
     rows = int(facts["embedding_rows"])
     if vocabulary_size > rows and not may_grow:
         raise usage_error(
-            "vocabulary-too-large",
+            "vocabulary-larger-than-embedding",
             f"the tokenizer {tokenizer_name} has {vocabulary_size:,} tokens, and the model's embedding has {rows:,} rows",
             ways_out=("--set model.resize_embeddings=true grows the embedding", "model.tokenizer: the one the model was made with"),
         )

@@ -9,7 +9,6 @@ import pytest
 from fsdp_tune.bridge.model_files import check_vocabulary, save_model_files, with_special_tokens
 from fsdp_tune.errors import FsdpTuneError
 
-
 FACTS = {
     "config": {"model_type": "gpt2", "use_cache": False},
     "generation_config": {"temperature": 0.5},

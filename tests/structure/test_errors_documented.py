@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-MAKERS = {"usage_error", "failed_error", "Problem", "Notice"}
+MAKERS = {"usage_error", "failed_error", "Problem", "Notice", "Finding", "complain", "notice"}
 """Callables whose first argument is a code."""
 CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 HEADING = re.compile(r"^## `?([a-z0-9-]+)`?$", re.MULTILINE)
@@ -17,13 +17,21 @@ def name_of(function: ast.expr) -> str:
     return function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
 
 
+def literals(node: ast.expr) -> Iterator[str]:
+    """The texts that an expression is or chooses between; a name or a subscript says nothing here."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.IfExp):
+        yield from literals(node.body)
+        yield from literals(node.orelse)
+
+
 def codes_in(path: Path) -> Iterator[tuple[str, str]]:
     """(code, place) of every maker called with a literal, or with a choice of literals."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and name_of(node.func) in MAKERS | {"Finding", "KnownBad", "complain", "notice"} and node.args:
-            for leaf in ast.walk(node.args[0]):
-                if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str) and name_of(node.func) != "KnownBad":
-                    yield leaf.value, f"{path}:{node.lineno}"
+        if isinstance(node, ast.Call) and name_of(node.func) in MAKERS and node.args:
+            for code in literals(node.args[0]):
+                yield code, f"{path}:{node.lineno}"
 
 
 def all_codes(repository: Path) -> dict[str, str]:
