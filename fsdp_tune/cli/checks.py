@@ -40,9 +40,10 @@ def model_facts(recipe: Recipe, *, offline: bool = False, command: Sequence[str]
     raw = recipe.model_dump_json(by_alias=True)
     try:
         done = subprocess.run(command, input=raw, capture_output=True, text=True, check=False, timeout=INSPECT_SECONDS, env=environment)
-        document = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         return ModelFacts({}, (Problem("model-not-inspected", f"looking at the model took more than {INSPECT_SECONDS:.0f} s"),), (), ())
+    try:
+        document: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         return ModelFacts({}, (_crashed(done.returncode, done.stderr),), (), ())
     problems: list[Problem] = []

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from fsdp_tune.errors import Problem, Where
 from fsdp_tune.recipe.keys import choices, closest, dotted, field_at, field_words, unknown_key_hint
-from fsdp_tune.recipe.scalars import shown
+from fsdp_tune.recipe.scalars import printable, shown
 from fsdp_tune.recipe.schema import Training
 from fsdp_tune.recipe.training_fields import TRAINING_FIELDS, complaint, installed_transformers, owner_of, version_gap
 from fsdp_tune.recipe.yaml_tree import ListNode, MappingNode, Node, ScalarNode, entries_of, plain_value
@@ -84,7 +84,7 @@ def wrong_value(tree: MappingNode, path: Path, reason: str | None = None) -> Pro
         message = f"`{dotted(path)}` has no value; it takes {takes}"
         return Problem("no-value", message, where, "write the value, or remove the line: the default then holds")
     if reason is not None and isinstance(node, ScalarNode) and isinstance(node.value, str):
-        return Problem("wrong-value", f"`{dotted(path)}`: {reason}", where, hint)
+        return Problem("wrong-value", f"`{dotted(path)}`: {printable(reason)}", where, hint)
     return Problem("wrong-value", f"`{dotted(path)}` is {given(node)}; it takes {takes}", where, hint)
 
 

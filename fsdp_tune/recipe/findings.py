@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fsdp_tune.errors import Notice, Problem, Where
 from fsdp_tune.recipe.not_yet import value_of
+from fsdp_tune.recipe.scalars import printable
 from fsdp_tune.recipe.schema import Recipe
 
 Positions = Mapping[str, Where]
@@ -37,11 +38,12 @@ def given(recipe: Recipe, key: str) -> bool:
 def located(finding: Finding, positions: Positions) -> tuple[Where, str]:
     """The place of the first written key, and the message with the lines of the others."""
     written = [key for key in finding.keys if key in positions]
+    text = printable(finding.message)
     if not written:
-        return Where(key=finding.keys[0] if finding.keys else None), finding.message
+        return Where(key=finding.keys[0] if finding.keys else None), text
     first = positions[written[0]]
     others = [f"`{key}` on {_place(positions[key])}" for key in written[1:]]
-    message = f"{finding.message} ({', '.join(others)})" if others else finding.message
+    message = f"{text} ({', '.join(others)})" if others else text
     return Where(first.source, first.line, first.column, written[0]), message
 
 

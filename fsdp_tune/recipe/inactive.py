@@ -75,16 +75,6 @@ INACTIVE = (
         lambda recipe: not recipe.training.push_to_hub,
         "`training.push_to_hub` is false",
     ),
-    Inactive(
-        (
-            "training.ddp_find_unused_parameters",
-            "training.ddp_bucket_cap_mb",
-            "training.ddp_broadcast_buffers",
-            "training.ddp_static_graph",
-        ),
-        lambda recipe: recipe.is_sharded,
-        "only NO_SHARD (DDP) reads it",
-    ),
     Inactive(("launch.main_process_ip",), lambda recipe: recipe.launch.num_machines == 1, "there is one machine"),
     Inactive(("merge.adapter",), lambda recipe: recipe.lora is None, "there is no `lora:`"),
     Inactive(("model.revision",), lambda recipe: recipe.model.name_or_path is None, "there is no `model.name_or_path`"),

@@ -154,8 +154,8 @@ def _findings(recipe: Recipe) -> list[Finding]:
     found = [finding for rule in RULES if (finding := rule(recipe)) is not None]
     for row, value in refused(recipe):
         text = "" if isinstance(value, dict) else f": {str(value).lower() if isinstance(value, bool) else value}"
-        message = f"`{row.key}{text}` is not supported yet: this release has no {row.what}" if row.what != "the automatic choice" else ""
-        found.append(Finding("not-yet", (row.key,), message or f"`{row.key}{text}` is not supported yet", row.meanwhile))
+        message = f"`{row.key}{text}` is not supported yet: this release has no {row.what}"
+        found.append(Finding("not-yet", (row.key,), message, row.meanwhile))
     if isinstance(recipe.launch.num_processes, int):
         world = World(recipe.launch.num_processes, recipe.launch.num_machines)
         found.extend(finding for rule in WORLD_RULES if (finding := rule(recipe, world)) is not None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_tune.recipe.schema import Recipe, Training
-from fsdp_tune.recipe.training_fields import training_value
+from fsdp_tune.recipe.training_fields import TRAINING_FIELDS, training_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,14 @@ class NotYet:
     works: tuple[Any, ...]
     """Values that are supported; any other is refused."""
     what: str
+    """What this release lacks, after `this release has no`."""
     meanwhile: str
 
+
+# Optimizers that work on each element alone, so that a shard is updated like the whole. None: transformers' default.
+_OPTIMIZERS = (None, "adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop")
+# The schedule is computed from the step, also on resume.
+_SCHEDULES = tuple(name for name in TRAINING_FIELDS.enums["SchedulerType"] if name not in {"reduce_lr_on_plateau", "greedy"})
 
 NOT_YET = (
     NotYet("lora", (None,), "LoRA", "leave it out: all parameters are trained (`model.freeze` holds some fixed)"),
@@ -29,13 +35,16 @@ NOT_YET = (
     NotYet("parallelism.tp_size", (1,), "tensor parallelism", "leave it at 1"),
     NotYet("parallelism.cp_size", (1,), "context parallelism", "leave it at 1"),
     NotYet("parallelism.sp_size", (1,), "sequence parallelism", "leave it at 1"),
-    NotYet("fsdp.reshard_after_forward", (None, True, False), "resharding to fewer ranks", "leave it out: the strategy decides"),
-    NotYet("fsdp.activation_checkpointing", ("none", "selective", "full"), "the automatic choice", "write none, selective or full"),
+    NotYet("fsdp.activation_checkpointing", ("none", "selective", "full"), "automatic choice of it", "write none, selective or full"),
     NotYet("kernels.loss", ("auto", "full"), "a loss without logits in memory", "leave it at auto"),
     NotYet("kernels.liger", ("auto", False), "Liger's kernels", "leave it at auto"),
     NotYet("kernels.compile", (False,), "torch.compile", "leave it out"),
     NotYet("checkpoint.mirror", (None,), "a second copy of checkpoints", "leave it out, and copy complete checkpoint directories"),
     NotYet("launch.max_restarts", (0,), "restarts by the launcher", "leave it at 0, and start again with `--resume auto`"),
+    NotYet("training.optim", _OPTIMIZERS, "sharded version of that optimizer", "leave it out (adamw_torch_fused)"),
+    NotYet(
+        "training.lr_scheduler_type", _SCHEDULES, "schedule that depends on losses", "write linear, cosine or another function of the step"
+    ),
     NotYet("training.push_to_hub", (False,), "uploading", "leave it out, and upload `merged/` with `hf upload`"),
 )
 

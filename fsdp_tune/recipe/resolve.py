@@ -203,6 +203,8 @@ class _Work:
             else:
                 strategy, reason = "epoch", "nothing is saved before the end: once an epoch"
             self.decide("training.eval_strategy", strategy, reason)
+        if training.early_stopping is not None and training_value(training, "metric_for_best_model") is None:
+            self.decide("training.metric_for_best_model", "loss", "what early stopping compares: eval_loss")
         if strategy == "steps" and training_value(training, "eval_steps") is None:
             self.decide("training.eval_steps", training.save_steps, "training.save_steps")
 

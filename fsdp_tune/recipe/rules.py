@@ -12,7 +12,7 @@ import string
 from fsdp_tune.recipe.findings import Finding, Rule, given
 from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schema import RESHARDS, DataSource, Recipe
-from fsdp_tune.recipe.training_fields import training_value
+from fsdp_tune.recipe.training_rules import TRAINING_RULES
 
 BUILDERS = ("json", "parquet", "csv", "text", "arrow")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(?:^|_)(?:API_?)?KEY(?:$|_)|ACCESS_KEY|PRIVATE_KEY", re.IGNORECASE)
@@ -28,7 +28,12 @@ def model_source(recipe: Recipe) -> Finding | None:
     model = recipe.model
     if model.name_or_path is None and model.from_config is None:
         hint = "a hub id, a directory, or a run: `model: {name_or_path: meta-llama/Llama-2-7b-hf}`"
-        return Finding("no-model", ("model.name_or_path", "model"), "the recipe names no model: `model.name_or_path` is missing", hint)
+        return Finding(
+            "no-model",
+            ("model.name_or_path", "model.from_config", "model"),
+            "the recipe names no model: `model.name_or_path` is missing",
+            hint,
+        )
     if model.name_or_path is not None and model.from_config is not None:
         message = "`model.from_config` starts from random weights, `model.name_or_path` from trained ones"
         return Finding(
@@ -92,7 +97,7 @@ def eval_labels_differ(recipe: Recipe) -> Finding | None:
 
 def reshard_agrees(recipe: Recipe) -> Finding | None:
     asked, strategy = recipe.fsdp.reshard_after_forward, recipe.fsdp.sharding_strategy
-    if not isinstance(asked, bool) or asked == RESHARDS[strategy]:
+    if asked is None or bool(asked) == RESHARDS[strategy]:
         return None
     does = "frees the gathered parameters after the forward pass" if RESHARDS[strategy] else "keeps the parameters after the forward pass"
     message = f"`fsdp.reshard_after_forward: {str(asked).lower()}` contradicts `fsdp.sharding_strategy: {strategy}`, which {does}"
@@ -137,9 +142,9 @@ def version_1_limits(recipe: Recipe) -> Finding | None:
         return _needs_2("fsdp.forward_prefetch", f"`fsdp.forward_prefetch: {forward}` (units ahead)")
     if recipe.fsdp.activation_checkpointing_offload:
         return _needs_2("fsdp.activation_checkpointing_offload", "`fsdp.activation_checkpointing_offload: true`")
-    for key in ("dp_replicate_size", "dp_shard_size"):
-        if getattr(recipe.parallelism, key) != "auto":
-            return _needs_2(f"parallelism.{key}", f"`parallelism.{key}`")
+    reshard = recipe.fsdp.reshard_after_forward
+    if type(reshard) is int:
+        return _needs_2("fsdp.reshard_after_forward", f"`fsdp.reshard_after_forward: {reshard}` (ranks)")
     return None
 
 
@@ -160,54 +165,6 @@ def bf16_storage(recipe: Recipe) -> Finding | None:
     if recipe.model.dtype == "bf16" and recipe.precision.mixed_precision == "fp16":
         message = "`model.dtype: bf16` keeps bf16 weights, and `precision.mixed_precision: fp16` computes in fp16"
         return Finding("contradiction", ("precision.mixed_precision", "model.dtype"), message, "with bf16 weights write `bf16` or `no`")
-    return None
-
-
-def warmup_ends(recipe: Recipe) -> Finding | None:
-    steps, warmup = training_value(recipe.training, "max_steps"), recipe.training.warmup_steps
-    if steps > 0 and warmup >= 1 and warmup >= steps:
-        message = (
-            f"`training.warmup_steps: {warmup:g}` leaves nothing of `training.max_steps: {steps}`: the learning rate would never be reached"
-        )
-        return Finding("contradiction", ("training.warmup_steps", "training.max_steps"), message, "warm up for fewer steps")
-    return None
-
-
-def evaluation_needs_data(recipe: Recipe) -> Finding | None:
-    if recipe.data.eval is not None:
-        return None
-    hint = "give `data.eval`, for example `{fraction: 0.01}`"
-    if recipe.training.eval_strategy in {"steps", "epoch"}:
-        message = f"`training.eval_strategy: {recipe.training.eval_strategy}` evaluates, and there is no `data.eval`"
-        return Finding("contradiction", ("training.eval_strategy", "data"), message, hint)
-    for key in ("early_stopping", "load_best_model_at_end", "eval_on_start"):
-        value = recipe.training.early_stopping if key == "early_stopping" else training_value(recipe.training, key)
-        if value:
-            return Finding(
-                "contradiction", (f"training.{key}", "data"), f"`training.{key}` needs evaluations, and there is no `data.eval`", hint
-            )
-    if training_value(recipe.training, "save_strategy") == "best":
-        return Finding(
-            "contradiction",
-            ("training.save_strategy",),
-            "`training.save_strategy: best` needs evaluations, and there is no `data.eval`",
-            hint,
-        )
-    return None
-
-
-def best_model_is_measured(recipe: Recipe) -> Finding | None:
-    """The best checkpoint must have been evaluated, so that saving and evaluating go together."""
-    wants = "early_stopping" if recipe.training.early_stopping else "load_best_model_at_end"
-    if recipe.data.eval is None or not (recipe.training.early_stopping or training_value(recipe.training, wants)):
-        return None
-    if recipe.training.eval_strategy == "no":
-        message = f"`training.{wants}` needs evaluations, and `training.eval_strategy` is no"
-        return Finding("contradiction", (f"training.{wants}", "training.eval_strategy"), message, "write `eval_strategy: auto`")
-    save = training_value(recipe.training, "save_strategy")
-    if wants == "load_best_model_at_end" and recipe.training.eval_strategy not in {"auto", save} and save != "best":
-        message = f"`training.load_best_model_at_end` needs a save with every evaluation, and `save_strategy` is {save}"
-        return Finding("contradiction", ("training.eval_strategy", "training.save_strategy"), message, "write `eval_strategy: auto`")
     return None
 
 
@@ -275,12 +232,10 @@ RULES: tuple[Rule, ...] = (
     version_1_limits,
     named_modules_are_named,
     bf16_storage,
-    warmup_ends,
-    evaluation_needs_data,
-    best_model_is_measured,
     output_dir_template,
     environment_is_plain,
     cpu_limits,
+    *TRAINING_RULES,
 )
 
 

@@ -72,7 +72,12 @@ def _float(text: str) -> float:
     return value
 
 
+def printable(text: str) -> str:
+    """Text from a file for the screen: nothing that a terminal would obey."""
+    return "".join(character if character.isprintable() else character.encode("unicode_escape").decode() for character in text)
+
+
 def shown(text: str) -> str:
-    """Text from a file for the screen: cut, and nothing that a terminal would obey."""
-    safe = "".join(character if character.isprintable() else character.encode("unicode_escape").decode() for character in text)
+    """`printable`, and cut where it is long."""
+    safe = printable(text)
     return safe if len(safe) <= SHOWN_CHARACTERS else f"{safe[:SHOWN_CHARACTERS]}…"

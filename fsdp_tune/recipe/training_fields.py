@@ -39,7 +39,6 @@ def _read_table() -> TrainingTable:
 
 TRAINING_FIELDS = _read_table()
 
-_LOOP = "the package's own training loop decides it"
 _OWNED: dict[str, str] = {
     "output_dir": "it is `output_dir` at the top of the recipe",
     "run_name": "it is `name` at the top of the recipe",
@@ -85,6 +84,19 @@ _OWNED: dict[str, str] = {
     "ignore_data_skip": "resume always continues the order of the rows",
     "restore_callback_states_from_checkpoint": "resume always restores them",
     "disable_tqdm": "the progress line is the package's own",
+    "log_level": "each rank's log is a file of its own",
+    "log_level_replica": "each rank's log is a file of its own",
+    "log_on_each_node": "each rank's log is a file of its own",
+    "skip_memory_metrics": "memory is in every line of metrics.jsonl",
+    "torch_empty_cache_steps": "the allocator keeps its memory; `plan` says what fits",
+    "use_cache": "training needs no cache of keys and values",
+    "dataloader_pin_memory": "memory is pinned where the device is a GPU",
+    "dataloader_persistent_workers": "workers always persist; `dataloader_num_workers` says how many",
+    "dataloader_multiprocessing_context": "workers are started the way that the platform starts them",
+    "ddp_find_unused_parameters": "NO_SHARD sets DDP up itself",
+    "ddp_bucket_cap_mb": "NO_SHARD sets DDP up itself",
+    "ddp_broadcast_buffers": "NO_SHARD sets DDP up itself",
+    "ddp_static_graph": "NO_SHARD sets DDP up itself",
     "include_num_input_tokens_seen": "`tokens` in metrics.jsonl is always written",
     "include_for_metrics": "evaluation is by loss",
     "batch_eval_metrics": "evaluation is by loss",

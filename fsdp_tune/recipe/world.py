@@ -101,13 +101,16 @@ def _hybrid_makes_sense(recipe: Recipe, world: World) -> Finding | None:
     return Finding("mesh-does-not-fit", MESH_KEYS, message, f"that is `fsdp.sharding_strategy: {other}`")
 
 
-def hybrid_on_version_1(recipe: Recipe, world: World) -> Finding | None:
-    if recipe.fsdp.version == 1 and recipe.is_hybrid and world.machines == 1:
-        message = (
-            f"`fsdp.sharding_strategy: {recipe.fsdp.sharding_strategy}` with FSDP1 makes one copy per machine, and there is one machine"
-        )
-        return Finding("contradiction", ("fsdp.sharding_strategy", "fsdp.version"), message, "use `fsdp.version: 2`")
-    return None
+def resharding_divides(recipe: Recipe, world: World) -> Finding | None:
+    ranks = recipe.fsdp.reshard_after_forward
+    if type(ranks) is not int or world.size % world.machines:
+        return None
+    shard = mesh_sizes(recipe, world).shard
+    if 1 < ranks < shard and shard % ranks == 0:
+        return None
+    message = f"`fsdp.reshard_after_forward: {ranks}` is no part of the {shard} ranks that share one copy"
+    hint = "write a divisor above 1, such as the ranks of a machine, or leave it out"
+    return Finding("mesh-does-not-fit", ("fsdp.reshard_after_forward", *MESH_KEYS), message, hint)
 
 
 def batch_divides(recipe: Recipe, world: World) -> Finding | None:
@@ -130,7 +133,7 @@ def batch_divides(recipe: Recipe, world: World) -> Finding | None:
     return None
 
 
-WORLD_RULES: tuple[WorldRule, ...] = (machines_are_alike, mesh_fits, hybrid_on_version_1, batch_divides)
+WORLD_RULES: tuple[WorldRule, ...] = (machines_are_alike, mesh_fits, resharding_divides, batch_divides)
 
 
 def batch_arithmetic(recipe: Recipe) -> str:

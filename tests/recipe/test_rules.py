@@ -18,14 +18,15 @@ CONTRADICTIONS = [
     ("fsdp:\n  backward_prefetch: 2\n  version: 1", "backward_prefetch_by_version", 4, "line 5"),
     ("fsdp:\n  forward_prefetch: 2\n  version: 1", "version_1_limits", 4, "line 5"),
     ("fsdp:\n  version: 1\n  activation_checkpointing_offload: true\n  activation_checkpointing: full", "version_1_limits", 5, "line 4"),
-    ("parallelism: {dp_shard_size: 2}\nfsdp: {version: 1}", "version_1_limits", 3, "line 4"),
     ("fsdp: {auto_wrap_policy: MODULE_NAMES_WRAP}", "named_modules_are_named", 3, "empty"),
-    ("precision: {mixed_precision: fp16}\nmerge: {dtype: keep}", "", 0, ""),
     ("training:\n  warmup_steps: 10\n  max_steps: 10", "warmup_ends", 4, "line 5"),
     ("training: {eval_strategy: steps}", "evaluation_needs_data", 3, "no `data.eval`"),
     ("training: {load_best_model_at_end: true}", "evaluation_needs_data", 3, "no `data.eval`"),
     ("training: {early_stopping: {patience: 1}}", "evaluation_needs_data", 3, "no `data.eval`"),
     ("training: {save_strategy: best}", "evaluation_needs_data", 3, "no `data.eval`"),
+    ("training: {lr_scheduler_type: cosine_with_min_lr}", "schedule_has_its_arguments", 3, "`min_lr` or `min_lr_rate`"),
+    ("training: {lr_scheduler_type: warmup_stable_decay}", "schedule_has_its_arguments", 3, "`num_decay_steps`"),
+    ("fsdp:\n  reshard_after_forward: 2\n  version: 1", "version_1_limits", 4, "line 5"),
     ("output_dir: runs/{nmae}", "output_dir_template", 3, "{nmae}"),
     ('output_dir: "runs/{name"', "output_dir_template", 3, "brace"),
     ("output_dir: ~/runs/x", "output_dir_template", 3, "~"),
@@ -55,6 +56,17 @@ WHOLE = [
         "model: {name_or_path: a, dtype: bf16}\ndata: {train: [{path: b}]}\nprecision: {mixed_precision: fp16}",
         "bf16_storage",
         "bf16 weights",
+    ),
+    (
+        "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\ntraining: {metric_for_best_model: accuracy}",
+        "best_metric_is_measured",
+        "evaluation is by loss",
+    ),
+    (
+        "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\n"
+        "training: {metric_for_best_model: loss, greater_is_better: true}",
+        "best_metric_is_measured",
+        "keep the worst",
     ),
     (
         "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\ntraining: {early_stopping: {}, eval_strategy: no}",
@@ -104,7 +116,6 @@ INACTIVE_EXAMPLES = [
     "training: {eval_steps: 5}",
     "training: {per_device_eval_batch_size: 5}",
     "training: {hub_model_id: a/b}",
-    "training: {ddp_bucket_cap_mb: 5}",
     "precision: {fp8_recipe: tensorwise}",
     "launch: {main_process_ip: 10.0.0.1}",
     "merge: {adapter: both}",
@@ -143,6 +154,8 @@ def test_bf16_weights_are_remarked_upon() -> None:
 
 
 NOT_YET_EXAMPLES = {
+    "training.optim": "training: {optim: adamw_bnb_8bit}",
+    "training.lr_scheduler_type": "training: {lr_scheduler_type: reduce_lr_on_plateau}",
     "lora": "lora: {r: 8}",
     "quantization": "quantization: {load: nf4}",
     "data.streaming": "data: {train: [{path: a}], streaming: true}",
@@ -150,7 +163,6 @@ NOT_YET_EXAMPLES = {
     "parallelism.tp_size": "parallelism: {tp_size: 2}",
     "parallelism.cp_size": "parallelism: {cp_size: 2}",
     "parallelism.sp_size": "parallelism: {sp_size: 2}",
-    "fsdp.reshard_after_forward": "fsdp: {reshard_after_forward: 4}",
     "fsdp.activation_checkpointing": "fsdp: {activation_checkpointing: auto}",
     "kernels.loss": "kernels: {loss: chunked}",
     "kernels.liger": "kernels: {liger: true}",

@@ -68,7 +68,8 @@ def test_two_copies_on_one_machine_are_noticed() -> None:
         ),
         ("parallelism: {dp_replicate_size: 2}\nlaunch: {num_processes: 8}", "contradiction", "over all 8 ranks"),
         ("parallelism: {dp_shard_size: 4}\nlaunch: {num_processes: 8}", "contradiction", "over all 8 ranks"),
-        ("fsdp: {sharding_strategy: HYBRID_SHARD, version: 1}\nlaunch: {num_processes: 8}", "contradiction", "one copy per machine"),
+        ("fsdp: {reshard_after_forward: 3}\nlaunch: {num_processes: 8}", "mesh-does-not-fit", "no part of the 8 ranks"),
+        ("fsdp: {reshard_after_forward: 8}\nlaunch: {num_processes: 8}", "mesh-does-not-fit", "no part of the 8 ranks"),
         ("training: {global_batch_size: 10}\nlaunch: {num_processes: 4}", "indivisible", "(`launch.num_processes` on line 4)"),
         (
             "training: {global_batch_size: 16, gradient_accumulation_steps: 3}\nlaunch: {num_processes: 4}",
@@ -82,6 +83,10 @@ def test_what_cannot_work_on_that_world_is_told_with_the_recipe(extra: str, code
     assert problem.code == code
     assert words in problem.message
     assert problem.hint
+
+
+def test_a_part_of_the_ranks_may_keep_the_weights() -> None:
+    assert load_with("fsdp: {reshard_after_forward: 8}\nlaunch: {num_processes: 16}").recipe.fsdp.reshard_after_forward == 8
 
 
 def test_an_indivisible_batch_names_sizes_that_work() -> None:

@@ -1,0 +1,100 @@
+"""Contradictions inside `training:`, and between it and `data.eval`. Part of `rules.RULES`."""
+
+from __future__ import annotations
+
+from fsdp_tune.recipe.findings import Finding, Rule
+from fsdp_tune.recipe.scalars import shown
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.training_fields import training_value
+
+
+def warmup_ends(recipe: Recipe) -> Finding | None:
+    steps, warmup = training_value(recipe.training, "max_steps"), recipe.training.warmup_steps
+    if steps > 0 and warmup >= 1 and warmup >= steps:
+        message = (
+            f"`training.warmup_steps: {warmup:g}` leaves nothing of `training.max_steps: {steps}`: the learning rate would never be reached"
+        )
+        return Finding("contradiction", ("training.warmup_steps", "training.max_steps"), message, "warm up for fewer steps")
+    return None
+
+
+def evaluation_needs_data(recipe: Recipe) -> Finding | None:
+    if recipe.data.eval is not None:
+        return None
+    hint = "give `data.eval`, for example `{fraction: 0.01}`"
+    if recipe.training.eval_strategy in {"steps", "epoch"}:
+        message = f"`training.eval_strategy: {recipe.training.eval_strategy}` evaluates, and there is no `data.eval`"
+        return Finding("contradiction", ("training.eval_strategy", "data.eval", "data"), message, hint)
+    for key in ("early_stopping", "load_best_model_at_end", "eval_on_start"):
+        value = recipe.training.early_stopping if key == "early_stopping" else training_value(recipe.training, key)
+        if value:
+            return Finding(
+                "contradiction",
+                (f"training.{key}", "data.eval", "data"),
+                f"`training.{key}` needs evaluations, and there is no `data.eval`",
+                hint,
+            )
+    if training_value(recipe.training, "save_strategy") == "best":
+        return Finding(
+            "contradiction",
+            ("training.save_strategy",),
+            "`training.save_strategy: best` needs evaluations, and there is no `data.eval`",
+            hint,
+        )
+    return None
+
+
+def best_model_is_measured(recipe: Recipe) -> Finding | None:
+    """The best checkpoint must have been evaluated, so that saving and evaluating go together."""
+    wants = "early_stopping" if recipe.training.early_stopping else "load_best_model_at_end"
+    if recipe.data.eval is None or not (recipe.training.early_stopping or training_value(recipe.training, wants)):
+        return None
+    if recipe.training.eval_strategy == "no":
+        message = f"`training.{wants}` needs evaluations, and `training.eval_strategy` is no"
+        return Finding("contradiction", (f"training.{wants}", "training.eval_strategy"), message, "write `eval_strategy: auto`")
+    save = training_value(recipe.training, "save_strategy")
+    if wants == "load_best_model_at_end" and recipe.training.eval_strategy not in {"auto", save} and save != "best":
+        message = f"`training.load_best_model_at_end` needs a save with every evaluation, and `save_strategy` is {save}"
+        return Finding("contradiction", ("training.eval_strategy", "training.save_strategy"), message, "write `eval_strategy: auto`")
+    return None
+
+
+def best_metric_is_measured(recipe: Recipe) -> Finding | None:
+    metric = training_value(recipe.training, "metric_for_best_model")
+    if metric is None or recipe.data.eval is None:
+        return None
+    labels = [source.label for source in recipe.data.eval if source.label] if isinstance(recipe.data.eval, list) else []
+    measured = ["loss", "eval_loss", *(f"eval_{label}_loss" for label in labels), *(f"{label}_loss" for label in labels)]
+    if metric not in measured:
+        message = f"`training.metric_for_best_model: {shown(metric)}` is not measured: evaluation is by loss"
+        names = ", ".join(measured)
+        return Finding("contradiction", ("training.metric_for_best_model", "data.eval"), message, f"measured are {names}")
+    if training_value(recipe.training, "greater_is_better"):
+        message = "`training.greater_is_better: true` would keep the worst: a loss is better when it is smaller"
+        return Finding("contradiction", ("training.greater_is_better", "training.metric_for_best_model"), message, "leave it out")
+    return None
+
+
+_SCHEDULE_NEEDS = {
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
+    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps",),
+}
+
+
+def schedule_has_its_arguments(recipe: Recipe) -> Finding | None:
+    kind, given_arguments = training_value(recipe.training, "lr_scheduler_type"), training_value(recipe.training, "lr_scheduler_kwargs")
+    needs = _SCHEDULE_NEEDS.get(kind, ())
+    if not needs or isinstance(given_arguments, str) or set(needs) & set(given_arguments or {}):
+        return None
+    message = f"`training.lr_scheduler_type: {kind}` needs {' or '.join(f'`{name}`' for name in needs)} in `training.lr_scheduler_kwargs`"
+    return Finding("missing-key", ("training.lr_scheduler_type", "training.lr_scheduler_kwargs"), message)
+
+
+TRAINING_RULES: tuple[Rule, ...] = (
+    warmup_ends,
+    evaluation_needs_data,
+    best_model_is_measured,
+    best_metric_is_measured,
+    schedule_has_its_arguments,
+)
