@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
 from fsdp_tune.recipe.kinds import (
     Auto,
     DataFormat,
     Device,
-    Duration,
     Fraction,
     FsdpVersion,
     LossOn,
-    Port,
     Positive,
     PositiveOrZero,
     RecipeVersion,
@@ -28,12 +26,12 @@ from fsdp_tune.recipe.kinds import (
     RunName,
     Section,
     ShardingStrategy,
-    Size,
     Text,
     Whole,
     WholeOrZero,
 )
 from fsdp_tune.recipe.schema_data import Data, DataSource, EvalFraction, EvalRows, Mixture, Model, Tokens
+from fsdp_tune.recipe.schema_run import CheckpointSection, Kernels, Launch, Merge
 
 __all__ = [
     "CheckpointSection",
@@ -175,66 +173,6 @@ class Training(Section):
     """What a loss or gradient that is not finite does."""
     early_stopping: EarlyStopping | None = None
     """{patience: 3, threshold: 0.0} on metric_for_best_model."""
-
-
-class Kernels(Section):
-    loss: Literal["auto", "full", "chunked", "liger"] = "auto"
-    """full materialises the logits; chunked and liger do not."""
-    liger: bool | Auto = "auto"
-    """Liger's kernels for norms, rotary embeddings and activations."""
-    compile: bool = False
-    """torch.compile for every decoder layer."""
-
-
-class CheckpointSection(Section):
-    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
-
-    async_: bool = Field(default=True, alias="async")
-    """Training goes on while the checkpoint is written."""
-    verify: Literal["digest", "size"] = "digest"
-    """What a checkpoint's files are checked against before they are used."""
-    probe: bool = True
-    """One whole save after step 1, read back and removed."""
-    save_failure: Literal["warn", "stop"] = "warn"
-    """What a save that fails does to the run."""
-    mirror: Text | None = None
-    """A second place that checkpoints are copied to."""
-
-
-class Launch(Section):
-    num_machines: Whole = 1
-    """Machines (nodes)."""
-    num_processes: Whole | Auto = "auto"
-    """TOTAL over machines, as in accelerate; auto = visible devices × num_machines."""
-    device: Device = "auto"
-    """cuda | xpu | npu | mps | cpu; auto NEVER falls to cpu: that must be written."""
-    num_cpu_threads_per_process: Whole | Auto = "auto"
-    """auto = cores / local ranks."""
-    main_process_ip: Text | None = None
-    """Address of machine 0; null = Slurm's or Kubernetes' own."""
-    main_process_port: Port | Auto = "auto"
-    """auto = a free port."""
-    env: dict[str, str] = {}
-    """Extra variables for ranks (NCCL_SOCKET_IFNAME: ib0); secrets and our own are refused."""
-    max_restarts: WholeOrZero = 0
-    """Restarts after a failure."""
-    max_runtime: Duration | None = None
-    """From launcher start, saving included (11h30m)."""
-    hang_timeout: Duration = "30m"
-    """No progress for so long ends the run."""
-
-
-class Merge(Section):
-    at_end: bool = True
-    """Merges the last checkpoint into RUN/merged when the run has finished."""
-    dtype: Literal["auto", "keep", "bf16", "fp16", "fp32"] = "auto"
-    """dtype of the merged weights; auto = the compute dtype."""
-    max_shard_size: Size = "5GB"
-    """Largest safetensors file."""
-    adapter: Literal["merged", "adapter", "both"] = "both"
-    """LoRA: what is written."""
-    verify: Literal["quick", "full", "none"] = "quick"
-    """How the merged directory is checked."""
 
 
 class Recipe(Section):

@@ -128,7 +128,9 @@ class _Composer:
             if isinstance(event, yaml.DocumentStartEvent):
                 self._documents += 1
                 if self._documents > 1:
-                    self._fail("two-documents", "the file holds two documents (`---`); a recipe is one", "make it two files")
+                    self._fail(
+                        Problem("two-documents", "the file holds two documents (`---`); a recipe is one", self.latest, "make it two files")
+                    )
             elif isinstance(event, yaml.ScalarEvent):
                 self._refuse_tag(event)
                 self._place(self._scalar(event), event.anchor)
@@ -139,8 +141,8 @@ class _Composer:
             elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
                 self._close()
 
-    def _fail(self, code: str, message: str, hint: str | None = None) -> None:
-        raise FsdpTuneError(*self.problems, Problem(code, message, self.latest, hint))
+    def _fail(self, last: Problem) -> None:
+        raise FsdpTuneError(*self.problems, last)
 
     def _refuse_tag(self, event: Any) -> None:
         if (tag := event.tag) is not None:
@@ -168,26 +170,26 @@ class _Composer:
     def _alias(self, event: Any) -> Node:
         name = str(event.anchor)
         if any(frame.anchor == name for frame in self._frames):
-            self._fail("yaml-alias", f"the alias `*{shown(name)}` stands inside the value that it names")
+            self._fail(Problem("yaml-alias", f"the alias `*{shown(name)}` stands inside the value that it names", self.latest))
         if name not in self._anchors:
-            self._fail("yaml-alias", f"the alias `*{shown(name)}` names no anchor `&{shown(name)}` above it")
+            self._fail(Problem("yaml-alias", f"the alias `*{shown(name)}` names no anchor `&{shown(name)}` above it", self.latest))
         node = self._anchors[name]
         size, depth = _measure(node)
         self._count(size)
         if len(self._frames) + depth > MAX_DEPTH:
-            self._fail("yaml-too-deep", f"more than {MAX_DEPTH} levels of nesting")
+            self._fail(Problem("yaml-too-deep", f"more than {MAX_DEPTH} levels of nesting", self.latest))
         return copy_tree(node)
 
     def _count(self, nodes: int) -> None:
         self._nodes += nodes
         if self._nodes > MAX_NODES:
-            self._fail("yaml-too-large", f"the recipe holds more than {MAX_NODES:,} values, aliases expanded")
+            self._fail(Problem("yaml-too-large", f"the recipe holds more than {MAX_NODES:,} values, aliases expanded", self.latest))
 
     def _open(self, event: Any) -> None:
         self._refuse_tag(event)
         self._count(1)
         if len(self._frames) >= MAX_DEPTH:
-            self._fail("yaml-too-deep", f"more than {MAX_DEPTH} levels of nesting")
+            self._fail(Problem("yaml-too-deep", f"more than {MAX_DEPTH} levels of nesting", self.latest))
         node = MappingNode({}, self.latest) if isinstance(event, yaml.MappingStartEvent) else ListNode([], self.latest)
         self._frames.append(_Frame(node, event.anchor))
 
@@ -211,7 +213,7 @@ class _Composer:
         elif frame.key is None:
             if not isinstance(node, ScalarNode):
                 self.latest = node.where
-                self._fail("yaml-key", "a mapping or a list cannot be a key")
+                self._fail(Problem("yaml-key", "a mapping or a list cannot be a key", self.latest))
             else:
                 frame.key = node
         else:
