@@ -10,6 +10,7 @@ from typing import IO
 
 from fsdp_tune.errors import usage_error
 from fsdp_tune.fsdp import OWNED_PREFIXES, environment
+from fsdp_tune.launch.accelerate import by_hand
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.units import parse_seconds
@@ -32,23 +33,15 @@ def read_rank(recipe: Recipe, run: RunDir) -> Rank:
         rank = Rank(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
     except (KeyError, ValueError) as error:
         raise usage_error(
-            "not-launched", "the worker must be started by a launcher, one process a device", ways_out=launch_lines(recipe, run)
+            "not-launched", "the worker must be started by a launcher, one process a device", ways_out=by_hand(recipe, run)
         ) from error
     if rank.world_size != recipe.world_size:
         raise usage_error(
             "world-size-mismatch",
             f"the run in {run.path} is for {recipe.world_size} processes (launch.num_processes), and {rank.world_size} were started",
-            ways_out=launch_lines(recipe, run),
+            ways_out=by_hand(recipe, run),
         )
     return rank
-
-
-def launch_lines(recipe: Recipe, run: RunDir) -> tuple[str, ...]:
-    count = recipe.world_size
-    return (
-        f"accelerate launch --use_fsdp --num_processes {count} -m fsdp_tune.worker {run.path}",
-        f"torchrun --nproc-per-node {recipe.local_world_size} -m fsdp_tune.worker {run.path}",
-    )
 
 
 def set_environment(recipe: Recipe, run: RunDir) -> None:

@@ -16,6 +16,7 @@ from fsdp_tune.data.order import epoch_order
 from fsdp_tune.data.prepare import Prepared
 from fsdp_tune.data.store import Int64, RowStore
 from fsdp_tune.errors import failed_error
+from fsdp_tune.launch.run_files import RESUME_NAME
 from fsdp_tune.model.build import model_config
 from fsdp_tune.model.load import Loaded, load
 from fsdp_tune.model.step import LossScale
@@ -41,7 +42,7 @@ def build_trainer(
 ) -> tuple[FsdpTrainer, RunCallback, Checkpoint | None]:
     """The trainer of this rank, its callback, and the checkpoint to resume from."""
     arguments = training_arguments(recipe, run)
-    resume = agreed_checkpoint(_resume_from(run), digests=recipe.checkpoint.verify == "digest")
+    resume = _resume(run, recipe)
     if rank.is_first:
         remove_leftovers(run)
     prepared = Prepared.from_json(run.data_json.read_text(encoding="utf-8"))
@@ -97,9 +98,12 @@ def _start_from_checkpoint(recipe: Recipe, loaded: Loaded) -> None:
     live_state.load_model(Live(loaded.wrapped, None, full=False), chosen.path)
 
 
-def _resume_from(run: RunDir) -> str | None:
-    path = run.path / "resume.json"
-    return json.loads(path.read_text(encoding="utf-8"))["resume_from"] if path.exists() else None
+def _resume(run: RunDir, recipe: Recipe) -> Checkpoint | None:
+    """The launcher's choice, agreed by all ranks; hashed here unless the launcher has just done so."""
+    path = run.path / RESUME_NAME
+    wish: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    digests = recipe.checkpoint.verify == "digest" and not wish.get("digests_checked", False)
+    return agreed_checkpoint(wish.get("resume_from"), digests=digests)
 
 
 def _digest(run: RunDir) -> str:
