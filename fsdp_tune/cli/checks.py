@@ -33,13 +33,15 @@ class ModelFacts:
     """What could not be looked at without network, one sentence each."""
 
 
-def model_facts(recipe: Recipe, *, offline: bool = False, command: Sequence[str] = INSPECT) -> ModelFacts:
+def model_facts(recipe: Recipe, *, offline: bool = False, command: Sequence[str] | None = None) -> ModelFacts:
     """Parameters, layer classes, FSDP units and every problem of the model, found on the meta device."""
     environment = os.environ | ({"HF_HUB_OFFLINE": "1"} if offline else {})
     environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     raw = recipe.model_dump_json(by_alias=True)
     try:
-        done = subprocess.run(command, input=raw, capture_output=True, text=True, check=False, timeout=INSPECT_SECONDS, env=environment)
+        done = subprocess.run(
+            command or INSPECT, input=raw, capture_output=True, text=True, check=False, timeout=INSPECT_SECONDS, env=environment
+        )
     except subprocess.TimeoutExpired:
         return ModelFacts({}, (Problem("model-not-inspected", f"looking at the model took more than {INSPECT_SECONDS:.0f} s"),), (), ())
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_tune.errors import Notice, Problem, Where
 from fsdp_tune.recipe.not_yet import value_of
@@ -59,3 +59,13 @@ def as_notice(finding: Finding, positions: Positions, *, strict: bool) -> Notice
 
 def _place(where: Where) -> str:
     return f"line {where.line}" if where.line is not None else str(where)
+
+
+def pinned(problem: Problem, positions: Positions) -> Problem:
+    """A problem that names a key alone, with the line where that key (or the nearest one around it) is written."""
+    key = problem.where.key
+    if problem.where.source is not None or key is None:
+        return problem
+    while key and key not in positions:
+        key = key[: max(key.rfind("."), key.rfind("["), 0)]
+    return problem.at(replace(positions[key], key=problem.where.key)) if key else problem

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,62 +55,76 @@ def _local_directories(recipe: Recipe, cwd: Path) -> list[Path]:
 
 
 def absolute_paths(data: dict[str, Any], cwd: Path) -> tuple[dict[str, str], list[Finding]]:
-    """Rewrites the paths in the dumped recipe `data`: what exists on disk is local. Returns the reasons and what is missing."""
-    reasons: dict[str, str] = {}
-    findings: list[Finding] = []
+    """Rewrites the paths in the dumped recipe `data`: what exists on disk is local. Returns the reasons and what is missing.
+
+    Whether the files of a data source are there is told by whoever reads them.
+    """
+    work = _Paths(cwd)
     model = data["model"]
     same = model["tokenizer"] == model["name_or_path"]
-    model["name_or_path"] = _local(model["name_or_path"], cwd, "model.name_or_path", reasons, findings)
-    model["tokenizer"] = model["name_or_path"] if same else _local(model["tokenizer"], cwd, "model.tokenizer", reasons, findings)
+    model["name_or_path"] = work.local(model["name_or_path"], "model.name_or_path", must_exist=True)
+    model["tokenizer"] = model["name_or_path"] if same else work.local(model["tokenizer"], "model.tokenizer", must_exist=True)
     if isinstance(model["from_config"], str):
-        model["from_config"] = _config_file(model["from_config"], cwd, findings)
-    data["data"]["cache_dir"] = str(Path(cwd, data["data"]["cache_dir"]))
-    if data["data"]["chat_template"] is not None:
-        data["data"]["chat_template"] = _local(data["data"]["chat_template"], cwd, "data.chat_template", reasons, findings)
+        model["from_config"] = work.config_file(model["from_config"])
+    rows = data["data"]
+    rows["cache_dir"] = str(work.absolute(rows["cache_dir"]))
+    rows["chat_template"] = work.local(rows["chat_template"], "data.chat_template", must_exist=True)
     for group in ("train", "eval"):
-        sources = cast(list[dict[str, Any]], data["data"][group]) if isinstance(data["data"][group], list) else []
+        sources = cast(list[dict[str, Any]], rows[group]) if isinstance(rows[group], list) else []
         for index, source in enumerate(sources):
-            _source_paths(source, cwd, f"data.{group}[{index}]", reasons, findings)
-    return reasons, findings
+            work.source(source, f"data.{group}[{index}]")
+    return work.reasons, work.findings
 
 
-def _source_paths(source: dict[str, Any], cwd: Path, key: str, reasons: dict[str, str], findings: list[Finding]) -> None:
-    if source["path"] not in BUILDERS:
-        source["path"] = _local(source["path"], cwd, f"{key}.path", reasons, findings)
-    elif source["data_files"] is not None:
-        files = source["data_files"]
-        absolute = [_file_or_url(name, cwd) for name in ([files] if isinstance(files, str) else files)]
-        source["data_files"] = absolute[0] if isinstance(files, str) else absolute
-    if source["chat_template"] is not None:
-        source["chat_template"] = _local(source["chat_template"], cwd, f"{key}.chat_template", reasons, findings)
+@dataclass(slots=True)
+class _Paths:
+    cwd: Path
+    reasons: dict[str, str] = field(default_factory=dict[str, str])
+    findings: list[Finding] = field(default_factory=list[Finding])
 
+    def absolute(self, name: str) -> Path:
+        return Path(self.cwd, Path(name).expanduser())
 
-def _file_or_url(name: str, cwd: Path) -> str:
-    return name if "://" in name else str(Path(cwd, name))
+    def local(self, name: str | None, key: str, *, must_exist: bool) -> str | None:
+        """The absolute path of what is on this disk, or can only be; anything else (a hub id) is left as it is."""
+        if name is None or name.startswith("builtin:") or "://" in name:
+            return name
+        path = self.absolute(name)
+        if path.exists():
+            self.reasons[key] = "found on this machine"
+            return str(path.resolve())
+        if not _can_only_be_a_path(name):
+            return name
+        if must_exist:
+            self.findings.append(
+                Finding("not-found", (key,), f"`{key}` is `{name}`, and there is no `{path}`", _START.format(cwd=self.cwd))
+            )
+        return str(path)
 
+    def source(self, source: dict[str, Any], key: str) -> None:
+        if source["path"] not in BUILDERS:
+            source["path"] = self.local(source["path"], f"{key}.path", must_exist=False)
+        elif source["data_files"] is not None:
+            files = source["data_files"]
+            absolute = [name if "://" in name else str(self.absolute(name)) for name in ([files] if isinstance(files, str) else files)]
+            source["data_files"] = absolute[0] if isinstance(files, str) else absolute
+        source["chat_template"] = self.local(source["chat_template"], f"{key}.chat_template", must_exist=True)
 
-def _local(name: str | None, cwd: Path, key: str, reasons: dict[str, str], findings: list[Finding]) -> str | None:
-    """The absolute path of what exists; anything else is left as a hub id, unless it can only be a path."""
-    if name is None or name.startswith("builtin:") or "://" in name:
-        return name
-    if name.startswith("~"):
-        findings.append(Finding("not-found", (key,), f"`{key}` begins with `~`, which is not expanded", "write the path out"))
-        return name
-    path = Path(cwd, name)
-    if path.exists():
-        reasons[key] = "found on this machine"
+    def config_file(self, name: str) -> str:
+        path = self.absolute(name)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            hint = "give a config.json, or the mapping itself: `{model_type: llama, hidden_size: 512}`"
+            self.findings.append(
+                Finding("not-found", ("model.from_config",), f"`model.from_config` is `{name}`, and there is no `{path}`", hint)
+            )
         return str(path.resolve())
-    if name.startswith(("/", "./", "../")) or name.endswith(
-        (".jsonl", ".json", ".parquet", ".csv", ".txt", ".arrow", ".jinja", ".gz", ".zst")
-    ):
-        findings.append(Finding("not-found", (key,), f"`{key}` is `{name}`, and there is no `{path}`", f"relative paths start at {cwd}"))
-    return name
 
 
-def _config_file(name: str, cwd: Path, findings: list[Finding]) -> str:
-    path = Path(cwd, name)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        hint = "give a config.json, or the mapping itself: `{model_type: llama, hidden_size: 512}`"
-        findings.append(Finding("not-found", ("model.from_config",), f"`model.from_config` is `{name}`, and there is no `{path}`", hint))
-    return str(path.resolve())
+_START = "relative paths start at {cwd}"
+_FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".jinja", ".gz")
+
+
+def _can_only_be_a_path(name: str) -> bool:
+    """A hub id is `name` or `owner/name`, without these."""
+    return name.startswith(("/", "./", "../", "~")) or name.endswith(_FILE_ENDINGS) or name.count("/") > 1 or glob.has_magic(name)

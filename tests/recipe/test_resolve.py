@@ -149,13 +149,15 @@ def test_paths_become_absolute_and_hub_ids_stay(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}\n")
     text = (
         "model: {name_or_path: model}\noutput_dir: out/{name}-{seed}\n"
-        "data: {cache_dir: cache, train: [{path: train.jsonl}, {path: hub/set}, {path: json, data_files: [a/*.json, https://x/y]}]}\n"
+        "data: {cache_dir: cache, train: [{path: train.jsonl}, {path: hub/set}, {path: json, data_files: [a/*.json, https://x/y]},\n"
+        "  {path: gone/*.jsonl}, {path: ~/mine.jsonl}]}\n"
     )
     recipe = resolved("", cwd=tmp_path, text=text).recipe
     assert recipe.model.name_or_path == str(tmp_path / "model") == recipe.model.tokenizer
     assert recipe.output_dir == str(tmp_path / "out" / "recipe-42")
     assert recipe.data.cache_dir == str(tmp_path / "cache")
-    first, second, third = recipe.data.train
+    first, second, third, fourth, fifth = recipe.data.train
+    assert (fourth.path, fifth.path) == (str(tmp_path / "gone/*.jsonl"), str(Path.home() / "mine.jsonl"))
     assert (first.path, second.path, third.path) == (str(tmp_path / "train.jsonl"), "hub/set", "json")
     assert third.data_files == [str(tmp_path / "a/*.json"), "https://x/y"]
 
@@ -164,8 +166,7 @@ def test_paths_become_absolute_and_hub_ids_stay(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("model: {name_or_path: ./nowhere}\ndata: {train: [{path: b}]}", "`model.name_or_path` is `./nowhere`, and there is no `/"),
-        ("model: {name_or_path: a}\ndata: {train: [{path: missing.jsonl}]}", "`data.train[0].path` is `missing.jsonl`, and there is no"),
-        ("model: {name_or_path: ~/m}\ndata: {train: [{path: b}]}", "begins with `~`"),
+        ("model: {name_or_path: ~/m}\ndata: {train: [{path: b}]}", "`model.name_or_path` is `~/m`, and there is no `/"),
         ("model: {from_config: no.json, tokenizer: t}\ndata: {train: [{path: b}]}", "`model.from_config` is `no.json`, and there is no"),
         ("model: {name_or_path: a}\ndata: {chat_template: t.jinja, train: [{path: b}]}", "`data.chat_template` is `t.jinja`"),
     ],
