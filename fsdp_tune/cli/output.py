@@ -105,11 +105,12 @@ class Screen:
         self._document = value
 
     @contextmanager
-    def progress(self, label: str, total: int | None, unit: str) -> Iterator[Bar]:
-        """A bar on a terminal, a line every ten seconds elsewhere. `total` None: unknown."""
-        from fsdp_tune.cli.progress import LiveBar, PlainBar  # rich costs 50 ms, and few verbs draw
+    def progress(self, label: str, total: int | None, unit: str, *, lines: bool = True) -> Iterator[Bar]:
+        """A bar on a terminal, a line every ten seconds elsewhere (none without `lines`). `total` None: unknown."""
+        from fsdp_tune.cli.progress import LiveBar, PlainBar, SilentBar  # rich costs 50 ms, and few verbs draw
 
-        with (LiveBar if self.is_live else PlainBar)(self, label, total, unit) as bar:
+        kind = LiveBar if self.is_live else PlainBar if lines else SilentBar
+        with kind(self, label, total, unit) as bar:
             yield bar
 
     def close(self, problems: Sequence[Problem] = ()) -> None:

@@ -68,6 +68,13 @@ class PlainBar:
         self._last = time.monotonic()
 
 
+class SilentBar(PlainBar):
+    """For work that says its own lines."""
+
+    def _print(self) -> None:
+        self._last = time.monotonic()
+
+
 class LiveBar:
     def __init__(self, screen: Screen, label: str, total: int | None, unit: str) -> None:
         from rich.console import Console

@@ -106,7 +106,7 @@ class Job:
         ranks = f"ranks {plan.ranks.start} to {plan.ranks.stop - 1}" if len(plan.ranks) > 1 else f"rank {plan.ranks.start}"
         self.screen.say(f"starting {ranks} on {self.recipe.launch.device}; the run is {plan.run.path}")
         supervisor = Supervisor(plan, hang_timeout_seconds=parse_seconds(self.recipe.launch.hang_timeout))
-        with self.screen.progress("training", None, "steps") as bar, contextlib.closing(supervisor.events()) as events:
+        with self.screen.progress("training", None, "steps", lines=False) as bar, contextlib.closing(supervisor.events()) as events:
             view = StepView(self.screen, bar)
             for event in events:
                 if isinstance(event, Ended):

@@ -58,8 +58,19 @@ def read_outcome(run: RunDir, rank: int) -> Outcome | None:
         return Outcome(rank, 1, ExitReason.FAILED, 0, 0.0, Problem("outcome-unreadable", message, Where(str(run.rank_outcome(rank)))))
 
 
+def verdict_path(run: RunDir) -> Path:
+    """How the last launch ended, as its supervisor judged it; ranks that were killed leave no word of their own."""
+    return run.logs / "outcome.json"
+
+
+def read_verdict(run: RunDir) -> dict[str, Any] | None:
+    """None while a launch runs, and where its supervisor was killed too."""
+    return _read(verdict_path(run)) or None
+
+
 def clear(run: RunDir, ranks: Iterable[int]) -> None:
-    """Takes away what ranks of an earlier launch left, so that it cannot be taken for this one's."""
+    """Takes away what an earlier launch left, so that it cannot be taken for this one's."""
+    verdict_path(run).unlink(missing_ok=True)
     for rank in ranks:
         run.rank_heartbeat(rank).unlink(missing_ok=True)
         run.rank_outcome(rank).unlink(missing_ok=True)

@@ -10,10 +10,9 @@ from typing import Any, cast
 
 import psutil
 
-from fsdp_tune.errors import ExitReason
 from fsdp_tune.launch.lock import is_held, read_owner
 from fsdp_tune.launch.processes import is_alive
-from fsdp_tune.launch.ranks import Outcome, read_heartbeat, read_outcome
+from fsdp_tune.launch.ranks import read_heartbeat, read_outcome, read_verdict
 from fsdp_tune.launch.resume import read_resolved
 from fsdp_tune.run_dir import RunDir, latest_checkpoint
 from fsdp_tune.units import format_seconds
@@ -28,14 +27,16 @@ def run_status(run: RunDir) -> dict[str, Any]:
     """The document of `status --json`."""
     world_size = read_resolved(run).world_size
     ranks = [_rank_status(run, rank) for rank in range(world_size)]
+    verdict = read_verdict(run)
     outcomes = [outcome for rank in range(world_size) if (outcome := read_outcome(run, rank)) is not None]
+    problems = [outcome.problem.message for outcome in outcomes if outcome.problem is not None]
     checkpoint, rejected = latest_checkpoint(run)
     owner = read_owner(run)
     lines = last_lines(run.metrics_jsonl)
     logged = next((line for line in reversed(lines) if "loss" in line), None)
     return {
         "run_dir": str(run.path),
-        "state": _state(run, ranks, outcomes),
+        "state": _state(run, ranks, verdict),
         "owner": str(owner) if owner is not None and is_held(run) else None,
         "step": max((line["step"] for line in lines if isinstance(line.get("step"), int)), default=None),
         "total_steps": next((line["total_steps"] for line in _started(run.metrics_jsonl) if "total_steps" in line), None),
@@ -45,22 +46,21 @@ def run_status(run: RunDir) -> dict[str, Any]:
         "checkpoint": str(checkpoint.path) if checkpoint else None,
         "rejected_checkpoints": [{"path": str(bad.path), "reason": bad.reason} for bad in rejected],
         "merged": str(run.merged) if run.merged.is_dir() else None,
-        "problem": next((outcome.problem.message for outcome in outcomes if outcome.problem is not None), None),
+        "problem": verdict["problem"]["message"] if verdict is not None and verdict.get("problem") else next(iter(problems), None),
         "logs": str(run.logs),
     }
 
 
-def _state(run: RunDir, ranks: list[dict[str, Any]], outcomes: list[Outcome]) -> str:
+def _state(run: RunDir, ranks: list[dict[str, Any]], verdict: dict[str, Any] | None) -> str:
     if any(rank["state"] == "live" for rank in ranks):
         return "running"
     if is_held(run):
         return "starting or merging"
-    bad = [outcome for outcome in outcomes if outcome.exit_code != 0]
-    if bad:
-        stopped = [outcome for outcome in bad if outcome.reason is not ExitReason.LOST_RANK]
-        return (stopped or bad)[0].reason.value
-    if outcomes and len(outcomes) == len(ranks):
-        return ExitReason.FINISHED.value
+    if verdict is not None:
+        return str(verdict["exit_reason"])
+    reasons = {str(rank["state"]) for rank in ranks if rank["exit_code"] is not None}
+    if reasons:  # started by hand: no supervisor judged it
+        return reasons.pop() if len(reasons) == 1 else " and ".join(sorted(reasons))
     return "died without a word" if any(rank["pid"] for rank in ranks) else "not started"
 
 
@@ -78,6 +78,7 @@ def _rank_status(run: RunDir, rank: int) -> dict[str, Any]:
     return {
         "rank": rank,
         "state": state,
+        "exit_code": outcome.exit_code if outcome else None,
         "phase": beat.phase if beat else None,
         "step": beat.step if beat else 0,
         "pid": beat.pid if beat else None,

@@ -18,12 +18,13 @@ from typing import Any
 
 import psutil
 
+from fsdp_tune.atomic import write_json
 from fsdp_tune.errors import Problem
 from fsdp_tune.launch.accelerate import LaunchPlan
 from fsdp_tune.launch.follow import Follower
 from fsdp_tune.launch.leash import leashed
 from fsdp_tune.launch.processes import is_alive, kill_for_good
-from fsdp_tune.launch.ranks import clear
+from fsdp_tune.launch.ranks import clear, verdict_path
 from fsdp_tune.launch.verdict import Ended, Seen, judge
 from fsdp_tune.launch.watch import RankWatch
 
@@ -94,7 +95,9 @@ class Supervisor:
         yield from (Logged(line) for line in metrics.read())
         if left:
             yield Said(f"these processes do not die, not even by SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
-        yield judge(self._seen(watch, launcher.returncode, log_start))
+        ended = judge(self._seen(watch, launcher.returncode, log_start))
+        write_json(verdict_path(run), ended.as_dict())
+        yield ended
 
     def _start(self) -> subprocess.Popen[bytes]:
         with open(self._run.launcher_log, "ab") as log:

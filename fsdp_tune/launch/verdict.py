@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, Problem, Where
 from fsdp_tune.launch.ranks import Outcome
@@ -65,6 +67,15 @@ class Ended:
     first_outcome: Outcome | None = None
     """Of the first rank of this machine, which has the run's loss and counts."""
 
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "exit_code": int(self.exit_code),
+            "exit_reason": self.reason.value,
+            "step": self.step,
+            "time": time.time(),
+            "problem": self.problem.as_dict() if self.problem else None,
+        }
+
 
 def judge(seen: Seen) -> Ended:
     """Rules in order: given up, stuck, the first failure, stopped by a signal or the clock, finished, no word at all."""
@@ -76,8 +87,12 @@ def judge(seen: Seen) -> Ended:
     if seen.stuck is not None:
         return _ended(ExitReason.LOST_RANK, step, seen.stuck, first)
     failure = _first_failure(seen)
-    killed_while_starting = bool(seen.signals) and isinstance(failure, Death) and step == 0  # no rank listened to signals yet
-    if failure is not None and not killed_while_starting:
+    if not isinstance(failure, Outcome) and not seen.outcomes:
+        if seen.signals and step == 0:  # nobody listened to signals yet, and there was nothing to save
+            return _ended(REASON_OF_SIGNAL[seen.signals[0]], 0, None, first)
+        if seen.launcher_code < 0 and not seen.signals:  # the ranks died of its leash
+            return _ended(ExitReason.LOST_RANK, step, _launcher_problem(seen), first)
+    if failure is not None:
         return _failed(seen, failure, step, first)
     stopped = [outcome.reason for outcome in seen.outcomes.values() if outcome.reason in STOPPED]
     if stopped:
@@ -85,8 +100,6 @@ def judge(seen: Seen) -> Ended:
     if len(seen.outcomes) == len(seen.ranks):
         return _ended(ExitReason.FINISHED, step, None, first)
     if seen.signals:
-        if step == 0:
-            return _ended(REASON_OF_SIGNAL[seen.signals[0]], 0, None, first)
         message = f"stopped by {_names(seen.signals)} at step {step}, and the ranks ended before they had saved"
         return _ended(ExitReason.FAILED, step, Problem("stopped-unsaved", message, hint=_log_hint(seen.run.launcher_log)), first)
     return _ended(ExitReason.FAILED, step, _launcher_problem(seen), first)

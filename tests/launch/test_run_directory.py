@@ -293,6 +293,14 @@ def test_status_of_a_run_that_was_never_started(fresh: RunDir, tmp_path: Path) -
     assert (facts["state"], facts["checkpoint"], facts["step"]) == ("not started", None, None)
 
 
+def test_status_tells_how_killed_ranks_ended(fresh: RunDir, tmp_path: Path) -> None:
+    used(fresh, tmp_path)
+    verdict = {"exit_code": 5, "exit_reason": "lost_rank", "step": 7, "time": 0.0, "problem": {"message": "rank 1 was killed by SIGKILL"}}
+    (fresh.logs / "outcome.json").write_text(json.dumps(verdict))
+    facts = run_status(fresh)
+    assert (facts["state"], facts["problem"]) == ("lost_rank", "rank 1 was killed by SIGKILL")
+
+
 def test_status_does_not_take_a_reused_pid_for_a_rank(fresh: RunDir, tmp_path: Path) -> None:
     used(fresh, tmp_path)
     fresh.rank_heartbeat(0).write_text(json.dumps({"rank": 0, "pid": os.getpid(), "step": 3, "phase": "training", "time": 0.0}))

@@ -212,8 +212,9 @@ def test_nothing_survives_a_launcher_killed_outright(plan_of: PlanOf) -> None:
         launcher.kill()
 
     ended, _ = drive(plan, act=kill_launcher)
-    assert ended.exit_code != 0
+    assert ended.exit_code == ExitCode.LOST_RANK
     assert ended.problem is not None
+    assert ended.problem.message == "the launcher was killed by SIGKILL"
 
 
 def test_nothing_survives_a_supervisor_killed_outright(plan_of: PlanOf, run: RunDir, repository: Path) -> None:

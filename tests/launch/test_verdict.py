@@ -75,7 +75,9 @@ TERM = [signal.SIGTERM]
         (seen(good(0), good(1), gave_up_saving=True, signals=[*TERM, *TERM]), 1, "failed", "stopped-unsaved"),
         (seen(stuck=Problem("hang", "rank 1 is silent")), 5, "lost_rank", "hang"),
         (seen(launcher_code=2, launcher_text="launch.py: error: bad"), 1, "failed", "launcher-failed"),
-        (seen(launcher_code=-9), 1, "failed", "launcher-failed"),
+        (seen(launcher_code=-9, deaths=[Death(0, 1.0), Death(1, 1.0)], last_step=3), 5, "lost_rank", "launcher-failed"),
+        (seen(launcher_code=-9), 5, "lost_rank", "launcher-failed"),
+        (seen(signals=TERM, launcher_code=-15), 143, "preempted", None),
         (seen(good(0)), 1, "failed", "launcher-failed"),
     ],
 )
