@@ -36,6 +36,7 @@ def validate(
     """
     with command(json_output) as screen:
         from fsdp_tune.bridge.devices import this_machine
+        from fsdp_tune.recipe.findings import pinned
         from fsdp_tune.recipe.loader import load_recipe
         from fsdp_tune.recipe.resolve import resolve
 
@@ -44,6 +45,7 @@ def validate(
         resolution = resolve(loaded.recipe, machine, cwd=Path.cwd(), assume="cuda", positions=loaded.positions)
         checked = _check(resolution, offline=offline)
         notices = [*loaded.notices, *resolution.notices, *checked.notices]
+        checked.problems = [pinned(problem, loaded.positions) for problem in checked.problems]
         checked.problems.extend(_as_error(notice) for notice in notices if strict and notice.strict)
         screen.notices([notice for notice in notices if not (strict and notice.strict)])
         screen.document(_document(loaded, resolution, checked))
@@ -72,6 +74,9 @@ def _check(resolution: Resolution, *, offline: bool) -> _Checked:
     checked.problems.extend(model.problems)
     checked.notices.extend(model.notices)
     checked.unchecked.extend(model.unchecked)
+    if model.facts.get("packaged"):
+        name = resolution.recipe.model.name_or_path
+        checked.unchecked.append(f"the files of `{name}`: the hub is out of reach, and its shapes are those that the package carries")
     return checked
 
 

@@ -1,0 +1,202 @@
+"""`recipes` and `validate` as commands: what is printed, the one JSON document, the exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fsdp_tune.cli import checks
+from fsdp_tune.cli.app import app
+from fsdp_tune.recipe.loader import load_recipe
+from tests.recipe.loading import MINIMAL, load
+
+FIVE_MISTAKES = """\
+model: {name_or_path: gpt2}
+data:
+  train: [{path: some/set}]
+  max_lenght: 512
+fsdp: {offload_parms: true, sharding_strategy: FULL_SHRAD}
+training: {per_device_train_batch_size: "8", offload_params: true}
+"""
+FACTS = {"parameters": 1000, "layers": 2, "layer_classes": ["Block"], "units": [["a"], ["b"]], "problems": [], "notices": []}
+
+
+def inspector(tmp_path: Path, document: dict[str, Any] | str, exit_code: int = 0) -> tuple[str, ...]:
+    """Stands in for `fsdp_tune.model.inspect`: reads the recipe as that does, prints `document`."""
+    text = document if isinstance(document, str) else json.dumps(document)
+    script = tmp_path / "inspect_model.py"
+    script.write_text(
+        f"import sys\nfrom fsdp_tune.recipe.schema import Recipe\nRecipe.model_validate_json(sys.stdin.buffer.read())\n"
+        f"print({text!r})\nsys.stderr.write('last words\\n')\nsys.exit({exit_code})\n"
+    )
+    return (sys.executable, str(script))
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def fake_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "INSPECT", inspector(tmp_path, FACTS))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "my.yaml"
+    path.write_text(MINIMAL + "launch: {num_processes: 2}\n")
+    return path
+
+
+def test_five_mistakes_are_five_errors_with_lines_and_suggestions(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(FIVE_MISTAKES)
+    code, out, err = run("validate", "--config", str(path))
+    assert (code, out) == (2, "")
+    assert err == (
+        f"error: {path}:4:3: unknown key `data.max_lenght`\nhint: did you mean `data.max_length`?\n"
+        f"error: {path}:5:8: unknown key `fsdp.offload_parms`\nhint: did you mean `fsdp.offload_params`?\n"
+        f"error: {path}:5:48: `fsdp.sharding_strategy` is `FULL_SHRAD`; it takes `FULL_SHARD`, `SHARD_GRAD_OP`, `HYBRID_SHARD`, "
+        "`HYBRID_SHARD_ZERO2` or `NO_SHARD`\nhint: did you mean `FULL_SHARD`?\n"
+        f'error: {path}:6:41: `training.per_device_train_batch_size` is the text "8"; it takes a whole number above 0\n'
+        "hint: write it without quotes\n"
+        f"error: {path}:6:46: unknown key `training.offload_params`\nhint: belongs under `fsdp:`\n"
+    )
+
+
+def test_errors_are_one_json_document_on_stdout(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(FIVE_MISTAKES)
+    code, out, _ = run("validate", str(path), "--json")
+    errors = json.loads(out)["errors"]
+    assert code == 2
+    assert [(error["code"], error["line"], error["key"]) for error in errors] == [
+        ("unknown-key", 4, "data.max_lenght"),
+        ("unknown-key", 5, "fsdp.offload_parms"),
+        ("wrong-value", 5, "fsdp.sharding_strategy"),
+        ("wrong-value", 6, "training.per_device_train_batch_size"),
+        ("unknown-key", 6, "training.offload_params"),
+    ]
+    assert errors[0] == {
+        "code": "unknown-key",
+        "file": str(path),
+        "line": 4,
+        "column": 3,
+        "key": "data.max_lenght",
+        "message": "unknown key `data.max_lenght`",
+        "hint": "did you mean `data.max_length`?",
+    }
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_a_valid_recipe_shows_what_was_decided_and_why(recipe: Path) -> None:
+    code, out, err = run("validate", "--config", str(recipe), "--offline")
+    assert (code, err) == (0, "")
+    assert "batch: 1 sequence × 2 ranks × 1 accumulation = 2 sequences a step; × 2,048 = 4,096 tokens at most" in out
+    assert "training.data_seed" in out
+    assert "model: 1,000 parameters, 2 layers (Block), 2 FSDP units" in out
+    assert out.endswith(f"{recipe} is valid\n")
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_a_valid_recipe_is_one_json_document(recipe: Path) -> None:
+    code, out, _ = run("validate", "--config", str(recipe), "--json", "--offline", "--set", "training.seed=9", "--name", "other")
+    document = json.loads(out)
+    assert code == 0
+    assert document["valid"] is True
+    assert (document["resolved"]["training"]["seed"], document["resolved"]["name"]) == (9, "other")
+    assert document["overrides"] == ["training.seed=9"]
+    assert document["reasons"]["training.data_seed"] == "training.seed"
+    assert document["model"]["parameters"] == 1000
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_strict_counts_keys_without_effect(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text() + "fsdp: {min_num_params: 5}\n")
+    code, _, err = run("validate", str(recipe), "--offline")
+    assert code == 0
+    assert err.startswith(f"notice: {recipe}:4:8: `fsdp.min_num_params` has no effect")
+    code, _, err = run("validate", str(recipe), "--offline", "--strict")
+    assert code == 2
+    assert err == f"error: {recipe}:4:8: `fsdp.min_num_params` has no effect: only SIZE_BASED_WRAP reads it\n"
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_a_translated_spelling_is_no_strict_error(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text() + "fsdp: {cpu_offload: true}\n")
+    assert run("validate", str(recipe), "--offline", "--strict")[0] == 0
+
+
+def problem(code: str, message: str) -> dict[str, Any]:
+    return {"code": code, "file": None, "line": None, "column": None, "key": None, "message": message, "hint": "h"}
+
+
+def test_what_the_network_keeps_from_being_checked_is_listed_and_no_error(tmp_path: Path) -> None:
+    message = "`gpt2` cannot be loaded: We couldn't connect to 'https://huggingface.co' to load the files"
+    found = {"problems": [problem("model-not-found", message)], "notices": []}
+    facts = checks.model_facts(load(MINIMAL).recipe, command=inspector(tmp_path, found))
+    assert (facts.problems, facts.facts) == ((), {})
+    assert facts.unchecked == ("the model `gpt2`: the hub is out of reach, and its files are not in the cache",)
+
+
+def test_a_model_that_is_nowhere_is_an_error(tmp_path: Path) -> None:
+    found = {"problems": [problem("model-not-found", "`a/b` is not a valid model identifier")], "notices": [problem("n", "m")]}
+    facts = checks.model_facts(load(MINIMAL).recipe, command=inspector(tmp_path, found))
+    assert [(each.code, each.hint) for each in facts.problems] == [("model-not-found", "h")]
+    assert [each.code for each in facts.notices] == ["n"]
+    assert facts.unchecked == ()
+
+
+@pytest.mark.parametrize("output", ["", "not json"])
+def test_an_inspection_that_dies_says_its_last_words(tmp_path: Path, output: str) -> None:
+    facts = checks.model_facts(load(MINIMAL).recipe, command=inspector(tmp_path, output, exit_code=1))
+    assert facts.problems[0].code == "model-not-inspected"
+    assert "last words" in facts.problems[0].message
+
+
+def test_the_embedded_recipe_is_valid_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real child process builds the real model on the meta device."""
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("validate", "--config", "gpt2_smoke", "--strict", "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    assert document["model"]["layer_classes"] == ["GPT2Block"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_catalogue_is_listed_shown_and_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run("recipes", "list")
+    assert code == 0
+    assert "llama7b_full_shard  " in out
+    names = [each["name"] for each in json.loads(run("recipes", "list", "--json")[1])["recipes"]]
+    assert "gpt2_smoke" in names
+    shown = run("recipes", "show", "gpt2_smoke")[1]
+    assert run("recipes", "copy", "gpt2_smoke")[0] == 0
+    assert (tmp_path / "gpt2_smoke.yaml").read_text() == shown
+    assert load_recipe("gpt2_smoke.yaml").recipe.name == "gpt2_smoke"
+    code, _, err = run("recipes", "copy", "gpt2_smoke")
+    assert code == 2
+    assert "is there already" in err
+    assert run("recipes", "copy", "gpt2_smoke", "mine.yaml")[0] == 0
+    assert run("recipes", "copy", "gpt2_smoke", "no/such/dir.yaml")[0] == 2
+
+
+@pytest.mark.parametrize("verb", ["show", "copy"])
+def test_a_name_that_is_nothing_is_told_with_what_is_near(verb: str) -> None:
+    code, _, err = run("recipes", verb, "gpt2_smok")
+    assert code == 2
+    assert "did you mean `gpt2_smoke`?" in err
+
+
+@pytest.mark.parametrize("extra", [[], ["--json"]])
+def test_the_schema_is_json_on_stdout(extra: list[str]) -> None:
+    code, out, _ = run("recipes", "schema", *extra)
+    assert code == 0
+    assert json.loads(out)["title"] == "fsdp-tune recipe"
