@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fsdp_tune.errors import Problem, Where
-from fsdp_tune.recipe.keys import choices, closest, dotted, field_at, field_words, unknown_key_hint
+from fsdp_tune.recipe.keys import choices, closest, dotted, element_words, field_at, field_words, unknown_key_hint
 from fsdp_tune.recipe.scalars import printable, shown
 from fsdp_tune.recipe.schema import Training
 from fsdp_tune.recipe.training_fields import TRAINING_FIELDS, complaint, installed_transformers, owner_of, version_gap
@@ -75,10 +75,9 @@ def unknown_key(tree: MappingNode, path: Path) -> Problem:
 def wrong_value(tree: MappingNode, path: Path, reason: str | None = None) -> Problem:
     """`reason` is a finished sentence where the kind of value has one (sizes, durations)."""
     node, field = node_at(tree, path), field_at(path)
-    takes = field_words(field) if field is not None and not (path and isinstance(path[-1], int)) else "another value"
-    if field is not None and path and isinstance(path[-1], int):
-        takes = takes.partition("each entry ")[2].rstrip(")") or "another value"
-    hint = _value_hint(node, takes, choices(field.annotation) if field is not None else [])
+    in_list = bool(path) and isinstance(path[-1], int)
+    takes = "another value" if field is None else element_words(field.annotation) if in_list else field_words(field)
+    hint = _source_hint(path, node) or _value_hint(node, takes, choices(field.annotation) if field is not None else [])
     where = where_of(tree, path)
     if isinstance(node, ScalarNode) and node.value is None and node.plain:
         message = f"`{dotted(path)}` has no value; it takes {takes}"
@@ -86,6 +85,14 @@ def wrong_value(tree: MappingNode, path: Path, reason: str | None = None) -> Pro
     if reason is not None and isinstance(node, ScalarNode) and isinstance(node.value, str):
         return Problem("wrong-value", f"`{dotted(path)}`: {printable(reason)}", where, hint)
     return Problem("wrong-value", f"`{dotted(path)}` is {given(node)}; it takes {takes}", where, hint)
+
+
+def _source_hint(path: Path, node: Node | None) -> str | None:
+    """A bare file name where a list of sources belongs."""
+    if path[:2] != ("data", "train") or not isinstance(node, ScalarNode) or not isinstance(node.value, str) or len(path) > 3:
+        return None
+    source = f"{{path: {shown(node.text)}}}"
+    return f"write `{source}`" if len(path) == 3 else f"write `[{source}]`"
 
 
 def given(node: Node | None) -> str:

@@ -115,6 +115,14 @@ def field_words(field: FieldInfo) -> str:
     return words(field.annotation, field.metadata)
 
 
+def element_words(annotation: Any) -> str:
+    """What an entry of the list in a type takes."""
+    if get_origin(annotation) is list:
+        return words(get_args(annotation)[0])
+    inner = [element_words(argument) for argument in get_args(annotation) if get_origin(annotation) is not Literal]
+    return next((found for found in inner if found), "")
+
+
 def choices(annotation: Any) -> list[str]:
     """The fixed texts among the values of a type."""
     if get_origin(annotation) is Literal:
@@ -142,6 +150,8 @@ def unknown_key_hint(path: Sequence[str | int]) -> str | None:
     homes = _homes(name, parent)
     if homes:
         return f"belongs under {_join([f'`{home}:`' if home else 'the top of the recipe' for home in homes])}"
+    if (owner := owner_of(name)) is not None:
+        return owner
     siblings = [key.path[-1] for key in all_keys() if key.path[:-1] == parent]
     siblings += [field for field in TRAINING_FIELDS.fields if owner_of(field) is None] if parent == ("training",) else []
     if near := closest(name, siblings):

@@ -37,6 +37,8 @@ RENAMED: tuple[tuple[Path, Path, Change | None], ...] = (
     (("training", "gradient_checkpointing"), ("fsdp", "activation_checkpointing"), _recompute),
     (("training", "activation_checkpointing"), ("fsdp", "activation_checkpointing"), _recompute),
     (("fsdp", "gradient_checkpointing"), ("fsdp", "activation_checkpointing"), _recompute),
+    (("model", "gradient_checkpointing"), ("fsdp", "activation_checkpointing"), _recompute),
+    (("gradient_checkpointing",), ("fsdp", "activation_checkpointing"), _recompute),
     (("fsdp", "cpu_offload"), ("fsdp", "offload_params"), None),
     (("fsdp", "transformer_cls_names_to_wrap"), ("fsdp", "transformer_layer_cls_to_wrap"), None),
     (("fsdp", "backward_prefetch_policy"), ("fsdp", "backward_prefetch"), _upper),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fsdp_tune.recipe.findings import Finding
-from fsdp_tune.recipe.rules import BUILDERS
+from fsdp_tune.recipe.rules import BUILDERS, OUTPUT_FIELDS
 from fsdp_tune.recipe.schema import Recipe
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -16,7 +16,8 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 def output_directory(recipe: Recipe, cwd: Path) -> tuple[Path, list[Finding]]:
     """The run directory with {name} and {seed} filled in, and what speaks against it."""
-    filled = recipe.output_dir.format(name=recipe.name or "run", seed=recipe.training.seed)
+    values = {"name": recipe.name or "run", "seed": str(recipe.training.seed)}
+    filled = OUTPUT_FIELDS.sub(lambda found: values[found[1]], recipe.output_dir)
     path = Path(cwd, filled)
     resolved = path.resolve()
     return resolved, [_finding(message, hint) for message, hint in _objections(recipe, resolved, cwd)]

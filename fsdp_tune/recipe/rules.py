@@ -7,7 +7,6 @@ effect beside the others are in `inactive.py`.
 from __future__ import annotations
 
 import re
-import string
 
 from fsdp_tune.recipe.findings import Finding, Rule, given
 from fsdp_tune.recipe.scalars import shown
@@ -168,16 +167,16 @@ def bf16_storage(recipe: Recipe) -> Finding | None:
     return None
 
 
+OUTPUT_FIELDS = re.compile(r"\{(name|seed)\}")
+
+
 def output_dir_template(recipe: Recipe) -> Finding | None:
     keys = ("output_dir",)
-    try:
-        names = {name for _, name, _, _ in string.Formatter().parse(recipe.output_dir) if name is not None}
-    except ValueError:
-        return Finding(
-            "bad-output-dir", keys, f"`output_dir` is `{recipe.output_dir}`: a brace is open", "only {name} and {seed} are filled in"
-        )
-    if unknown := sorted(names - {"name", "seed"}):
-        return Finding("bad-output-dir", keys, f"`output_dir` has `{{{unknown[0]}}}`, which is not filled in", "only {name} and {seed} are")
+    rest = OUTPUT_FIELDS.sub("", recipe.output_dir)
+    if "{" in rest or "}" in rest:
+        braces = re.search(r"\{[^{}]*\}?|\}", rest)
+        message = f"`output_dir` has `{shown(braces[0] if braces else rest)}`, which is not filled in"
+        return Finding("bad-output-dir", keys, message, "only {name} and {seed} are")
     if recipe.output_dir.startswith("~"):
         return Finding("bad-output-dir", keys, "`output_dir` begins with `~`, which is not expanded", "write the path out")
     if "\0" in recipe.output_dir or not recipe.output_dir.isprintable():

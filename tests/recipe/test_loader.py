@@ -28,6 +28,7 @@ from tests.recipe.loading import MINIMAL, load, load_with, one_problem, problems
             "unknown key `precision.zzz`",
             "`precision` takes `mixed_precision`, `reduce_dtype` and `fp8_recipe`",
         ),
+        ("bf16: true", "3:1", "unknown key `bf16`", "write `precision.mixed_precision: bf16`"),
         ("model_: {}", "3:1", "unknown key `model_`", "did you mean `model`?"),
     ],
 )
@@ -96,6 +97,12 @@ def test_an_unknown_key_says_where_it_belongs(extra: str, place: str, message: s
         ),
         ("fsdp: {ignored_modules: '('}", "`fsdp.ignored_modules`: `(` is no regular expression: missing ), unterminated subpattern", None),
         ("fsdp: 5", "`fsdp` takes keys, such as `sharding_strategy: FULL_SHARD`", "without sharding"),
+        (
+            "data: {train: a.jsonl}",
+            "`data.train` is `a.jsonl`; it takes a list (each entry a mapping of its keys)",
+            "write `[{path: a.jsonl}]`",
+        ),
+        ("data: {train: [a.jsonl]}", "`data.train[0]` is `a.jsonl`; it takes a mapping of its keys", "write `{path: a.jsonl}`"),
         ("training: 5", "`training` is `5`; it takes a mapping of its keys", None),
         ("training: {num_train_epochs: three}", "`training.num_train_epochs` is `three`; it takes a number", None),
         ("training: {num_train_epochs: 0}", "`training.num_train_epochs` is `0`; it takes a number above 0", None),
