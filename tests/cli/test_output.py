@@ -109,7 +109,10 @@ def test_terminal_escapes_are_shown_and_not_obeyed() -> None:
 def test_a_reader_that_goes_away_stops_nothing() -> None:
     read, write = os.pipe()
     os.close(read)
-    program = "import sys\nfrom fsdp_tune.cli.output import command\nwith command(False) as s:\n for _ in range(9): s.say('x')\nsys.stderr.write('end')"
+    program = (
+        "import sys\nfrom fsdp_tune.cli.output import command\n"
+        "with command(False) as screen:\n for _ in range(9): screen.say('x')\nsys.stderr.write('end')"
+    )
     done = subprocess.run([sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "end")

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_tune.diagnose.environment import accelerate_default_config, host, versions
+from fsdp_tune.diagnose.known_bad import known_bad, version_tuple
+from tests.cli.conftest import Cli, document
+
+GOOD: dict[str, Any] = {
+    "versions": {"torch": "2.13.0+cu128", "transformers": "5.23.0", "accelerate": "1.15.0"},
+    "host": {"system": "Linux 6.8.0-50-generic", "shared_memory_bytes": 1 << 36, "open_files_limit": 65536},
+    "devices": [{"kind": "cuda", "name": "NVIDIA H100", "memory_bytes": 80 << 30}] * 2,
+    "driver": "570.10.1",
+    "torch": {"device": "cuda", "device_count": 2, "bf16": True},
+    "variables": {"inherited": {}, "removed_at_launch": []},
+    "accelerate_default_config": None,
+}
+
+
+def with_change(path: str, value: Any) -> dict[str, Any]:
+    facts = copy.deepcopy(GOOD)
+    *sections, name = path.split(".")
+    holder = facts
+    for section in sections:
+        holder = holder[section]
+    holder[name] = value
+    return facts
+
+
+def test_a_good_machine_has_no_known_bad_combination() -> None:
+    assert known_bad(GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "code"),
+    [
+        ("versions.torch", "2.9.1", "untested-torch"),
+        ("versions.torch", "2.14.0", "untested-torch"),
+        ("versions.transformers", "4.57.0", "untested-transformers"),
+        ("host.system", "Linux 4.18.0-553.el8", "old-kernel"),
+        ("host.shared_memory_bytes", 64 << 20, "small-shared-memory"),
+        ("host.open_files_limit", 256, "few-open-files"),
+        ("torch.bf16", False, "no-bf16"),
+        ("torch.device", None, "cpu-only-torch"),
+        ("variables.inherited", {"CUDA_LAUNCH_BLOCKING": "1"}, "launch-blocking"),
+        ("variables.inherited", {"NCCL_P2P_DISABLE": "1"}, "p2p-disabled"),
+        ("accelerate_default_config", {"path": "x"}, "foreign-accelerate-config"),
+    ],
+)
+def test_each_combination_is_recognised(path: str, value: Any, code: str) -> None:
+    assert [row.code for row in known_bad(with_change(path, value))] == [code]
+
+
+def test_old_drivers_matter_for_several_consumer_cards_only() -> None:
+    facts = with_change("devices", [{"kind": "cuda", "name": "NVIDIA GeForce RTX 4090", "memory_bytes": 24 << 30}] * 2)
+    assert known_bad(facts) == []
+    assert [row.code for row in known_bad({**facts, "driver": "535.1"})] == ["consumer-p2p"]
+    assert known_bad({**facts, "driver": "535.1", "devices": facts["devices"][:1]}) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("2.13.0+cpu", (2, 13, 0)), ("5.23.0.dev0", (5, 23, 0)), (None, ()), ("6.8.0-50-generic", (6, 8, 0))]
+)
+def test_versions_are_read_as_numbers(text: str | None, expected: tuple[int, ...]) -> None:
+    assert version_tuple(text) == expected
+
+
+def test_env_tells_what_a_report_needs(cli: Cli) -> None:
+    done = cli("env", "--json", RANK="3", HF_TOKEN="hf_abcdefghijklmnopqrstuvwx", NCCL_DEBUG="INFO")
+    assert done.returncode == 0
+    facts = document(done)
+    assert {"versions", "host", "devices", "torch", "interconnect", "variables", "accelerate_default_config", "known_bad"} <= facts.keys()
+    assert facts["versions"]["torch"]
+    assert facts["torch"]["backends"]
+    assert facts["variables"]["removed_at_launch"] == ["RANK"]
+    assert facts["variables"]["inherited"]["NCCL_DEBUG"] == "INFO"
+    assert "hf_abc" not in done.stdout + done.stderr
+
+
+def test_a_default_accelerate_config_is_found_where_accelerate_looks(tmp_path: Path) -> None:
+    assert accelerate_default_config({"HF_HOME": str(tmp_path)}) is None
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "default_config.yaml").write_text("distributed_type: DEEPSPEED\n")
+    found = accelerate_default_config({"HF_HOME": str(tmp_path)})
+    assert found == {"path": str(tmp_path / "accelerate" / "default_config.yaml"), "content": {"distributed_type": "DEEPSPEED"}}
+
+
+def test_the_host_is_described_without_torch() -> None:
+    described = host()
+    assert described["usable_cores"] >= 1
+    assert described["memory_bytes"] > 1 << 28
+    assert versions()["fsdp-tune"]
+
+
+def test_status_of_what_is_no_run_is_exit_2(cli: Cli, tmp_path: Path) -> None:
+    done = cli("status", str(tmp_path), "--json")
+    assert (done.returncode, document(done)["errors"][0]["code"]) == (2, "not-a-run")

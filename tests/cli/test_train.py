@@ -1,0 +1,148 @@
+"""`train` as users run it: the real command, real ranks over gloo, the embedded recipe made short."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.recipe.catalogue import catalogue
+from fsdp_tune.run_dir import RunDir
+from tests.cli.conftest import Cli, document
+
+
+def smoke(steps: int = 6, output_dir: str = "run") -> tuple[str, ...]:
+    """The arguments that train the embedded recipe for a few steps, with a line after each second one."""
+    keys = (f"training.max_steps={steps}", "training.warmup_steps=0", "training.logging_steps=2", f"output_dir={output_dir}")
+    return ("--config", "gpt2_smoke", *(word for key in keys for word in ("--set", key)))
+
+
+SHORT = smoke()
+
+
+def errors(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [error["code"] for error in document(done)["errors"]]
+
+
+@pytest.mark.parametrize("name", sorted(catalogue()))
+def test_every_recipe_of_the_catalogue_can_be_looked_at_anywhere(cli: Cli, tmp_path: Path, name: str) -> None:
+    done = cli("train", name, "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    shown = document(done)
+    assert shown["argv"][shown["argv"].index("--num_processes") + 1] == str(shown["recipe"]["launch"]["num_processes"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_prints_recipe_command_and_environment(cli: Cli, tmp_path: Path) -> None:
+    done = cli("train", *SHORT, "--dry-run", RANK="7")
+    assert done.returncode == 0
+    assert "max_steps: 6" in done.stdout
+    assert f"-m accelerate.commands.launch --use_fsdp --config_file {tmp_path}/run/accelerate.yaml --num_processes 2" in done.stdout
+    assert "FSDP_VERSION=2" in done.stdout
+    assert "removed: RANK" in done.stdout
+
+
+def test_arguments_for_accelerate_stand_behind_two_dashes(cli: Cli) -> None:
+    shown = document(cli("train", *SHORT, "--dry-run", "--json", "--", "--monitor_interval", "0.5"))
+    assert "--monitor_interval" in shown["argv"]
+    refused = cli("train", *SHORT, "--dry-run", "--json", "--", "--num_processes", "4")
+    assert (refused.returncode, errors(refused)) == (2, ["launch-argument-owned"])
+
+
+def test_five_mistakes_are_five_errors_and_nothing_is_written(cli: Cli, tmp_path: Path) -> None:
+    wrong = ["training.max_stepz=1", "fsdp.sharding=FULL", "launch.device=tpu", "data.max_length=-1", "precision.mixed_precision=int4"]
+    done = cli("train", *SHORT, *[word for each in wrong for word in ("--set", each)], "--json")
+    assert done.returncode == 2
+    assert len(errors(done)) == 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gpu_that_is_not_there_is_exit_2_with_the_way_out(cli: Cli, tmp_path: Path) -> None:
+    done = cli("train", *SHORT, "--set", "launch.device=cuda", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert "--set launch.device=cpu" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_remote_code_needs_the_person_at_the_command_line(cli: Cli) -> None:
+    remote = ("--set", "model.from_config=null", "--set", "model.name_or_path=someone/model", "--set", "model.trust_remote_code=true")
+    refused = cli("train", *SHORT, *remote, "--dry-run", "--json")
+    assert (refused.returncode, errors(refused)) == (2, ["remote-code-not-trusted"])
+    assert cli("train", *SHORT, *remote, "--dry-run", "--trust-remote-code").returncode == 0
+
+
+@pytest.mark.ranks
+def test_a_run_ends_with_a_model_and_everything_in_its_place(cli: Cli, tmp_path: Path) -> None:
+    done = cli("train", *SHORT, "--json")
+    assert done.returncode == 0, done.stderr
+    ended = document(done)
+    run = RunDir(tmp_path / "run")
+    assert {name: ended[name] for name in ("run_dir", "steps", "exit_reason", "checkpoint", "merged")} == {
+        "run_dir": str(run.path),
+        "steps": 6,
+        "exit_reason": "finished",
+        "checkpoint": str(run.checkpoint(6)),
+        "merged": str(run.merged),
+    }
+    assert ended["loss"] > 0
+    assert ended["tokens"] > 0
+    expected = {
+        "recipe.yaml",
+        "recipe.json",
+        "launch.json",
+        "accelerate.yaml",
+        "environment.json",
+        "data.json",
+        "readback.json",
+        "metrics.jsonl",
+    }
+    assert expected | {"logs", "model", "merged", "checkpoint-6", "tensorboard"} <= {path.name for path in run.path.iterdir()}
+    assert json.loads(run.launch_json.read_text())["argv"][1:3] == ["-m", "accelerate.commands.launch"]
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (run.model / name).exists()
+        assert (run.merged / name).exists()
+    assert {path.name for path in run.logs.iterdir()} >= {"launcher.log", "rank-0000.log", "rank-0001.log"}
+    again = cli("train", *SHORT)
+    assert again.returncode == 2
+    assert "--resume auto" in again.stderr
+    finished = cli("train", *SHORT, "--resume", "auto", "--json")
+    assert (finished.returncode, document(finished)["steps"], "nothing to do" in finished.stderr) == (0, 6, True)
+    assert json.loads(cli("status", "run", "--json").stdout)["state"] == "finished"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_run_that_is_stopped_saves_goes_on_and_ends_as_if_never_stopped(cli: Cli, tmp_path: Path) -> None:
+    whole = document(cli("train", *smoke(40, "whole"), "--json"))
+    command = [sys.executable, "-m", "fsdp_tune", "train", *smoke(40), "--json"]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as training:
+        while training.poll() is None and not (metrics.exists() and '"loss"' in metrics.read_text()):
+            time.sleep(0.05)
+        training.send_signal(signal.SIGUSR1)
+        out, err = training.communicate(timeout=120)
+    assert training.returncode == 143, err
+    stopped = json.loads(out)
+    assert (stopped["exit_reason"], stopped["merged"]) == ("preempted", None)
+    assert 0 < stopped["steps"] < 40
+    resumed = document(cli("train", *smoke(40), "--resume", "auto", "--json"))
+    assert (resumed["exit_reason"], resumed["steps"], resumed["loss"]) == ("finished", 40, whole["loss"])
+    steps = [line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line]
+    assert steps == list(range(2, 41, 2))
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_run_directory_can_be_started_by_hand(cli: Cli, tmp_path: Path) -> None:
+    written = document(cli("train", *SHORT, "--no-start", "--json"))
+    torchrun = next(line for line in written["commands"] if line.startswith("torchrun"))
+    words = [str(Path(sys.executable).with_name("torchrun")), *torchrun.split()[1:]]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert RunDir(tmp_path / "run").checkpoint(6).is_dir()
+    assert json.loads(cli("status", "run", "--json").stdout)["state"] == "finished"
