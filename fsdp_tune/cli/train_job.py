@@ -69,32 +69,34 @@ class Job:
     def check_inputs(self, start: Start) -> Inputs:
         """Looks at the model in a process of its own while the data is prepared; refuses what is wrong in either, together."""
         from fsdp_tune.bridge.model_files import check_vocabulary
-        from fsdp_tune.bridge.tokenizer import load_tokenizer
+        from fsdp_tune.bridge.tokenizer import load_encoder
         from fsdp_tune.cli.checks import model_facts
-        from fsdp_tune.cli.prepare import prepared_data, show_data
-        from fsdp_tune.cli.train_view import model_line
+        from fsdp_tune.cli.train_view import data_lines, model_line
+        from fsdp_tune.data.prepare import prepare
         from fsdp_tune.launch.resume import check_data
         from fsdp_tune.recipe.world import batch_arithmetic
 
+        screen, recipe = self.screen, self.recipe
         with ThreadPoolExecutor(max_workers=1) as pool:
-            looking = pool.submit(model_facts, self.recipe)
+            looking = pool.submit(model_facts, recipe)
             try:
-                tokenizer = load_tokenizer(self.recipe)
-                data = prepared_data(self.screen, self.recipe, tokenizer)
+                encoder = load_encoder(recipe)
+                screen.notices(encoder.notices)
+                with screen.progress("tokenising", None, "rows") as bar:
+                    data = prepare(recipe, encoder, progress=bar)
             except FsdpTuneError as error:
                 raise FsdpTuneError(*looking.result().problems, *error.problems, exit_code=error.exit_code) from error
             model = looking.result()
+        screen.notices([*model.notices, *data.as_notices()])
         # What the package itself knows of well-known models is good enough to plan with, never to train.
-        packaged = [f"`{self.recipe.model.name_or_path}` is out of reach, and not in the cache"] if model.facts.get("packaged") else []
+        packaged = [f"`{recipe.model.name_or_path}` is out of reach, and not in the cache"] if model.facts.get("packaged") else []
         if model.problems or model.unchecked or packaged:
             raise FsdpTuneError(*model.problems, *map(_unreachable, [*model.unchecked, *packaged]))
-        self.screen.notices(model.notices)
-        check_vocabulary(model.facts, self.recipe.model.tokenizer, len(tokenizer), may_grow=self.recipe.model.resize_embeddings)
-        check_data(start, data.key, rows=data.train_rows, global_batch_size=self.recipe.global_batch_size)
-        self.screen.say(model_line(model.facts))
-        show_data(self.screen, data)
-        self.screen.say(batch_arithmetic(self.recipe))
-        return Inputs(self, start, model.facts, tokenizer, data)
+        check_vocabulary(model.facts, recipe.model.tokenizer, data.vocabulary_size, may_grow=recipe.model.resize_embeddings)
+        check_data(start, data.key)
+        for line in (model_line(model.facts), *data_lines(data.report, reused=data.reused), batch_arithmetic(recipe)):
+            screen.say(line)
+        return Inputs(self, start, model.facts, encoder.tokenizer, data)
 
     def supervise(self) -> Ended:
         from fsdp_tune.cli.train_view import StepView

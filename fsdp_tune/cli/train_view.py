@@ -41,6 +41,19 @@ def model_line(facts: dict[str, Any]) -> str:
     return f"model: {facts['architecture']}, {total:,} parameters ({share}), {facts['layers']} × {classes}"
 
 
+def data_lines(report: dict[str, Any], *, reused: bool) -> list[str]:
+    """One line for each set: how much of it is trained, and what was cut."""
+    lines: list[str] = []
+    for name, account in report["sets"].items():
+        supervised, tokens = account["supervised_tokens"], account["tokens"]
+        parts = [f"{account['rows']:,} rows, {tokens:,} tokens, {supervised:,} trained ({supervised / max(tokens, 1):.0%})"]
+        parts += [f"{account['truncated']:,} truncated"] if account["truncated"] else []
+        dropped = account["dropped_too_long"]["rows"] + account["dropped_nothing_left"]["rows"]
+        parts += [f"{dropped:,} dropped"] if dropped else []
+        lines.append(f"data {name}: {', '.join(parts)}{' (from the cache)' if reused else ''}")
+    return lines
+
+
 class StepView:
     """Turns lines of metrics.jsonl into a live bar on a terminal, and into plain lines elsewhere."""
 

@@ -158,19 +158,13 @@ def read_data_key(run: RunDir) -> str | None:
         return None
 
 
-def check_data(start: Start, key: str, *, rows: int, global_batch_size: int) -> None:
-    """Refuses data that a resumed run was not trained on, and data too few for one step. Both exit 2."""
+def check_data(start: Start, key: str) -> None:
+    """Refuses training data that a resumed run was not trained on (exit 2). `key` is `Prepared.key`."""
     if start.data_key is not None and key != start.data_key:
         raise usage_error(
             "data-changed",
             "the training data are no longer those that the run began with: the files, their order or the tokenizer have changed",
             ways_out=("bring the old data back", "--overwrite or --set output_dir=… begins a new run on the new data"),
-        )
-    if rows < global_batch_size:
-        raise usage_error(
-            "too-few-rows",
-            f"there are {rows:,} rows to train on, and one step takes {global_batch_size:,}",
-            hint="lower `training.global_batch_size` or `gradient_accumulation_steps`, or use fewer ranks",
         )
 
 

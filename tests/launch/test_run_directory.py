@@ -243,14 +243,9 @@ def test_on_resume_the_earlier_files_go_into_history_and_the_changes_into_the_me
 def test_data_that_have_changed_are_refused_on_resume(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     start = decide(fresh, recipe, "auto", overwrite=False)
-    check_data(start, "k1", rows=100, global_batch_size=8)
+    check_data(start, "k1")
     with pytest.raises(FsdpTuneError, match="no longer those"):
-        check_data(start, "k2", rows=100, global_batch_size=8)
-
-
-def test_data_too_few_for_one_step_are_refused() -> None:
-    with pytest.raises(FsdpTuneError, match="there are 7 rows to train on, and one step takes 8"):
-        check_data(Start(), "k", rows=7, global_batch_size=8)
+        check_data(start, "k2")
 
 
 def test_a_run_directory_of_another_version_is_named(fresh: RunDir, tmp_path: Path) -> None:
