@@ -31,6 +31,7 @@ SIZES = {  # name: (hidden, intermediate, layers, vocabulary)
 }
 RANKS = 2
 SHARDS = "pytorch_model_fsdp_0"
+WRITE_RANK = "write-rank"
 
 
 @dataclass
@@ -45,7 +46,11 @@ def shapes(size: str) -> dict[str, tuple[int, ...]]:
     for layer in range(layers):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             found[f"model.layers.{layer}.self_attn.{name}.weight"] = (hidden, hidden)
-        for name, shape in (("gate_proj", (intermediate, hidden)), ("up_proj", (intermediate, hidden)), ("down_proj", (hidden, intermediate))):
+        for name, shape in (
+            ("gate_proj", (intermediate, hidden)),
+            ("up_proj", (intermediate, hidden)),
+            ("down_proj", (hidden, intermediate)),
+        ):
             found[f"model.layers.{layer}.mlp.{name}.weight"] = shape
         for name in ("input_layernorm", "post_attention_layernorm"):
             found[f"model.layers.{layer}.{name}.weight"] = (hidden,)
@@ -73,11 +78,12 @@ def write_rank(rank: int, folder: str, size: str, rendezvous: str) -> None:
 
 
 def write_checkpoint(folder: Path, size: str) -> None:
-    import torch.multiprocessing as multiprocessing
-
-    os.environ["OMP_NUM_THREADS"] = "1"
+    """In processes of their own: what this one had resident would count as the peak of the programs that it starts."""
     with tempfile.TemporaryDirectory() as place:
-        multiprocessing.spawn(write_rank, (str(folder / SHARDS), size, f"{place}/rendezvous"), nprocs=RANKS)
+        arguments = [str(folder / SHARDS), size, f"{place}/rendezvous"]
+        ranks = [subprocess.Popen([sys.executable, __file__, WRITE_RANK, str(rank), *arguments]) for rank in range(RANKS)]
+        if any(process.wait() for process in ranks):
+            raise SystemExit("the checkpoint could not be written")
 
 
 def run_child(argv: list[str]) -> float:
@@ -161,7 +167,9 @@ def main() -> None:
         if not arguments.without_accelerate:
             programs["accelerate"] = lambda out: accelerate(source, out)
         timings = {
-            warmth: {name: measure(action, source, target, warm=warmth == "warm", repeats=arguments.repeats) for name, action in programs.items()}
+            warmth: {
+                name: measure(action, source, target, warm=warmth == "warm", repeats=arguments.repeats) for name, action in programs.items()
+            }
             for warmth in ("warm", "cold")
         }
     report(size_bytes, timings, as_json=arguments.json)
@@ -169,7 +177,11 @@ def main() -> None:
 
 def report(size_bytes: int, timings: dict[str, dict[str, Timing]], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"bytes": size_bytes, **{warmth: {name: vars(t) for name, t in row.items()} for warmth, row in timings.items()}}, indent=1))
+        print(
+            json.dumps(
+                {"bytes": size_bytes, **{warmth: {name: vars(t) for name, t in row.items()} for warmth, row in timings.items()}}, indent=1
+            )
+        )
         return
     print(f"{size_bytes / 1e9:.2f} GB of fp32 weights from {RANKS} ranks, {os.cpu_count()} cores")
     for warmth, row in timings.items():
@@ -181,4 +193,7 @@ def report(size_bytes: int, timings: dict[str, dict[str, Timing]], *, as_json: b
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == [WRITE_RANK]:
+        write_rank(int(sys.argv[2]), *sys.argv[3:])
+    else:
+        main()

@@ -11,6 +11,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from fsdp_tune.merge.dtypes import DTYPES, OF_STORAGE, DType
@@ -20,8 +21,9 @@ from fsdp_tune.merge.tensors import Extent, Shape
 
 MAX_PICKLE_BYTES = 64 << 20
 MAX_DIRECTORY_BYTES = 256 << 20
+_SMALL_PICKLE_BYTES = 512
 _END_BYTES, _END64_BYTES, _LOCATOR_BYTES = 22, 56, 20
-_TAIL_BYTES = 1024
+_END_PIECE_BYTES = 1024
 _SATURATED = 0xFFFFFFFF
 
 
@@ -43,44 +45,61 @@ class StoredTensor:
     strides: Shape
 
 
+class Ends:
+    """An archive's bytes. Its first and last kilobyte are read at once: they hold all that describes one tensor."""
+
+    def __init__(self, files: SourceFiles, file: str, start: int, length_bytes: int) -> None:
+        self.files, self.file, self.start, self.length_bytes = files, file, start, length_bytes
+        self.head = files.read(file, start, min(length_bytes, _END_PIECE_BYTES))
+        self.tail = files.read(file, start + length_bytes - len(self.head), len(self.head))
+
+    def read(self, at: int, count: int) -> bytes:
+        """`count` bytes at `at`, counted from the start of the archive."""
+        if at < 0 or count < 0 or at + count > self.length_bytes:
+            raise Refused("a part of it reaches beyond its end")
+        if at + count <= len(self.head):
+            return self.head[at : at + count]
+        in_tail = at - (self.length_bytes - len(self.tail))
+        if in_tail >= 0:
+            return self.tail[in_tail : in_tail + count]
+        return self.files.read(self.file, self.start + at, count)
+
+
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """The members of the archive at `start` of `file`; `root` is the name of the folder that all of them share."""
+    """The members of one archive; their places count from its start."""
 
-    file: str
-    start: int
-    length_bytes: int
-    root: str
+    ends: Ends
     members: dict[str, Member]
     has_checksums: bool
 
-    def data_range(self, files: SourceFiles, name: str) -> tuple[int, int, int | None]:
-        """(absolute offset, size, CRC-32 or None) of one member's bytes."""
+    def data_range(self, name: str) -> tuple[int, int, int | None]:
+        """(offset, size, CRC-32 or None) of one member's bytes."""
         member = self.members.get(name)
         if member is None:
             raise Refused(f"it has no member `{name}`")
-        local = files.read(self.file, member.header_at, 30)
+        local = self.ends.read(member.header_at, 30)
         if local[:4] != b"PK\x03\x04":
             raise Refused(f"the header of `{name}` is damaged")
         name_length, extra_length = struct.unpack_from("<HH", local, 26)
         at = member.header_at + 30 + name_length + extra_length
-        if at + member.size_bytes > self.start + self.length_bytes:
+        if at + member.size_bytes > self.ends.length_bytes:
             raise Refused(f"`{name}` reaches beyond the archive")
         return at, member.size_bytes, member.crc32 if self.has_checksums else None
 
 
-def open_archive(files: SourceFiles, file: str, start: int, length: int) -> Archive:
+def open_archive(files: SourceFiles, file: str, start: int, length_bytes: int) -> Archive:
     """Reads the directory of one archive. Refused for anything that torch does not write."""
     try:
-        return _open_archive(files, file, start, length)
+        return _open_archive(Ends(files, file, start, length_bytes))
     except (struct.error, UnicodeDecodeError) as error:
         raise Refused("its zip directory is damaged") from error
 
 
-def _open_archive(files: SourceFiles, file: str, start: int, length: int) -> Archive:
-    directory, count, shift = _directory(files, file, start, length)
+def _open_archive(ends: Ends) -> Archive:
+    directory, count = _directory(ends)
     members: dict[str, Member] = {}
-    root, at = "", 0
+    at = 0
     for _ in range(count):
         signature, method = struct.unpack_from("<I6xH", directory, at)
         crc, packed, unpacked, name_length, extra_length, comment_length = struct.unpack_from("<IIIHHH", directory, at + 16)
@@ -92,38 +111,29 @@ def _open_archive(files: SourceFiles, file: str, start: int, length: int) -> Arc
         unpacked, packed, header = _wide(extra, unpacked, packed, header)
         if method != 0 or packed != unpacked:
             raise Refused(f"`{name}` is compressed")
-        root, slash, inner = name.partition("/")
+        _, slash, inner = name.partition("/")  # all members lie in one folder, named after the file
         if not slash or inner in members:
             raise Refused(f"the member `{name}` is none that torch writes")
-        members[inner] = Member(start + header, unpacked, crc)
+        members[inner] = Member(header, unpacked, crc)
         at += 46 + name_length + extra_length + comment_length
-    if shift != at:
+    if at != len(directory):
         raise Refused("its zip directory is damaged")
     # Without checksums torch writes zero for all; one zero alone is a checksum like any other.
-    checksums = any(member.crc32 for member in members.values())
-    return Archive(file, start, length, root, members, checksums)
+    return Archive(ends, members, has_checksums=any(member.crc32 for member in members.values()))
 
 
-def _directory(files: SourceFiles, file: str, start: int, length: int) -> tuple[bytes, int, int]:
-    """(central directory, entries, its size). torch writes no archive comment, so the end record is the last 22 bytes."""
-    if length < _END_BYTES:
-        raise Refused("it is too short for a torch.save archive")
-    tail_bytes = min(length, _TAIL_BYTES)
-    tail = files.read(file, start + length - tail_bytes, tail_bytes)
-    end = tail_bytes - _END_BYTES
-    if tail[end : end + 4] != b"PK\x05\x06":
+def _directory(ends: Ends) -> tuple[bytes, int]:
+    """(central directory, entries). torch writes no archive comment, so the end record is the last 22 bytes."""
+    end_at = ends.length_bytes - _END_BYTES
+    if end_at < 0 or ends.read(end_at, 4) != b"PK\x05\x06":
         raise Refused("it is no torch.save archive (no zip directory at its end)")
-    count, size, offset = struct.unpack_from("<HII", tail, end + 10)
+    count, size, offset = struct.unpack("<HII", ends.read(end_at + 10, 10))
     if count == 0xFFFF or _SATURATED in (size, offset):
-        wide_at = struct.unpack_from("<Q", tail, end - _LOCATOR_BYTES + 8)[0] if end >= _LOCATOR_BYTES else length
-        if wide_at + _END64_BYTES > length:
-            raise Refused("its zip directory is damaged")
-        count, size, offset = struct.unpack_from("<QQQ", files.read(file, start + wide_at, _END64_BYTES), 32)
-    if offset + size > length or size > MAX_DIRECTORY_BYTES or count * 46 > size:
+        (wide_at,) = struct.unpack("<Q", ends.read(end_at - _LOCATOR_BYTES + 8, 8))
+        count, size, offset = struct.unpack_from("<QQQ", ends.read(wide_at, _END64_BYTES), 32)
+    if size > MAX_DIRECTORY_BYTES or count * 46 > size:
         raise Refused("its zip directory is damaged")
-    in_tail = offset - (length - tail_bytes)
-    directory = tail[in_tail : in_tail + size] if in_tail >= 0 else files.read(file, start + offset, size)
-    return directory, count, size
+    return ends.read(offset, size), count
 
 
 def _wide(extra: bytes, unpacked: int, packed: int, header: int) -> tuple[int, int, int]:
@@ -197,27 +207,34 @@ NAMES: dict[tuple[str, str], Allowed] = {
 }
 
 
-def read_pickle(files: SourceFiles, archive: Archive) -> Any:
+def read_pickle(archive: Archive) -> Any:
     """What `data.pkl` holds, with a `StoredTensor` for each tensor."""
-    at, size, crc = archive.data_range(files, "data.pkl")
+    at, size, crc = archive.data_range("data.pkl")
     if size > MAX_PICKLE_BYTES:
         raise Refused(f"its description is {size:,} bytes long")
-    data = files.read(archive.file, at, size)
+    data = archive.ends.read(at, size)
     if crc is not None and zlib.crc32(data) != crc:
         raise Refused("the checksum of its description differs: bits have flipped")
-    order = archive.members.get("byteorder")
-    if order is not None:
-        order_at, order_bytes, _ = archive.data_range(files, "byteorder")
-        if order_bytes > 8 or files.read(archive.file, order_at, order_bytes) != sys.byteorder.encode():
+    if "byteorder" in archive.members:
+        order_at, order_bytes, _ = archive.data_range("byteorder")
+        if order_bytes > 8 or archive.ends.read(order_at, order_bytes) != sys.byteorder.encode():
             raise Refused("it was written on a machine of the other byte order")
+    return _one_tensor(data) if size < _SMALL_PICKLE_BYTES else load(data, NAMES, persistent=_storage)
+
+
+@lru_cache(maxsize=1024)
+def _one_tensor(data: bytes) -> Any:
+    """Slices of one shape are described by the same bytes on every rank. Shared: nobody changes what is returned."""
     return load(data, NAMES, persistent=_storage)
 
 
-def extent(files: SourceFiles, archive: Archive, tensor: StoredTensor) -> Extent:
+def extent(archive: Archive, tensor: StoredTensor) -> Extent:
     """Where a tensor's elements lie in the file, checked to be inside their storage."""
-    at, size, crc = archive.data_range(files, f"data/{tensor.storage_key}")
+    at, size, crc = archive.data_range(f"data/{tensor.storage_key}")
     last = sum((count - 1) * stride for count, stride in zip(tensor.sizes, tensor.strides, strict=True))
     is_empty = 0 in tensor.sizes
     if not is_empty and (tensor.storage_offset + last + 1) * tensor.dtype.item_bytes > size:
         raise Refused(f"a tensor of shape {list(tensor.sizes)} reaches beyond its storage of {size:,} bytes")
-    return Extent(archive.file, at + tensor.storage_offset * tensor.dtype.item_bytes, tensor.strides, at, size, crc)
+    storage_start = archive.ends.start + at
+    first_byte = storage_start + tensor.storage_offset * tensor.dtype.item_bytes
+    return Extent(archive.ends.file, first_byte, tensor.strides, storage_start, size, crc)

@@ -29,26 +29,26 @@ Place = tuple[str, int, int]
 
 def _size(arguments: tuple[Any, ...]) -> Shape:
     values: Any = arguments[0] if len(arguments) == 1 else None
-    if not isinstance(values, (tuple, list)) or any(type(value) is not int or value < 0 for value in values):
-        raise Refused("a torch.Size in it is no list of sizes")
-    return tuple(int(value) for value in values)
+    if not isinstance(values, tuple) or any(type(value) is not int or value < 0 for value in values):
+        raise Refused("a torch.Size in it is no tuple of sizes")
+    return values
 
 
 def _names() -> dict[tuple[str, str], Allowed]:
-    records = {
-        "torch.distributed.checkpoint.metadata": (
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "MetadataIndex",
-            "StorageMeta",
-        ),
-        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-        "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties",),  # torch up to 2.2
+    records: dict[str, dict[str, tuple[str, ...]]] = {
+        "torch.distributed.checkpoint.metadata": {
+            "Metadata": ("state_dict_metadata", "planner_data", "storage_data"),
+            "TensorStorageMetadata": ("properties", "size", "chunks"),
+            "BytesStorageMetadata": (),
+            "ChunkStorageMetadata": ("offsets", "sizes"),
+            "TensorProperties": ("dtype",),
+            "MetadataIndex": ("fqn", "offset"),
+            "StorageMeta": (),
+        },
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo": ("relative_path", "offset", "length", "transform_descriptors")},
+        "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties": ("dtype",)},  # torch up to 2.2
     }
-    names = {(module, name): Allowed(name, is_record=True) for module, kinds in records.items() for name in kinds}
+    names = {(module, name): Allowed(name, fields=fields) for module, kinds in records.items() for name, fields in kinds.items()}
     calls: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
         ("torch", "Size"): _size,
         ("torch.serialization", "_get_layout"): lambda _: None,
@@ -99,7 +99,7 @@ def _tensors(metadata: Any, root: Path) -> tuple[list[SourceTensor], list[str]]:
     others: list[str] = []
     for key, name in names.items():
         entry = entries[key]
-        if isinstance(entry, Record) and entry.kind == "BytesStorageMetadata":
+        if isinstance(entry, Record) and entry.kind.name == "BytesStorageMetadata":
             others.append(name)
         else:
             tensors.append(_tensor(key, name, entry, places))
@@ -150,9 +150,9 @@ def _tensor(key: str, name: str, entry: Any, places: dict[tuple[str, Shape], Pla
 
 def _dtype(name: str, properties: Any) -> DType:
     """The element type: the first field of `TensorProperties.__getstate__`'s tuple."""
-    if not isinstance(properties, Record) or properties.kind != "TensorProperties":
+    if not isinstance(properties, Record) or properties.kind.name != "TensorProperties":
         raise Refused(f"it does not say the element type of `{name}`")
-    value = properties.state[0] if isinstance(properties.state, tuple) and properties.state else properties.get("dtype")
+    value = properties.get("dtype")
     dtype = value.value if isinstance(value, Allowed) else None
     if not isinstance(dtype, DType):
         raise Refused(f"it does not say the element type of `{name}`")
@@ -160,7 +160,7 @@ def _dtype(name: str, properties: Any) -> DType:
 
 
 def _expect(value: Any, kind: str, name: str, wanted: type) -> Any:
-    if not isinstance(value, Record) or value.kind != kind:
+    if not isinstance(value, Record) or value.kind.name != kind:
         raise Refused(f"a {kind} is due where it has something else")
     found = value.get(name)
     if not isinstance(found, wanted) or isinstance(found, bool):
@@ -175,14 +175,14 @@ def locate(files: SourceFiles, tensor: SourceTensor, chunk: Chunk) -> Extent:
         return place
     try:
         archive = open_archive(files, place.file, place.offset, place.length_bytes)
-        stored = read_pickle(files, archive)
+        stored = read_pickle(archive)
         if not isinstance(stored, StoredTensor):
             raise Refused("it holds no tensor")
         if stored.dtype != tensor.dtype or stored.sizes != chunk.sizes:
             raise Refused(
                 f"it holds {stored.dtype.name} {list(stored.sizes)}, and the table of contents says {tensor.dtype.name} {list(chunk.sizes)}"
             )
-        return extent(files, archive, stored)
+        return extent(archive, stored)
     except Refused as refused:
         raise damaged_chunk(files.root / place.file, tensor.name, place.offset, str(refused)) from refused
 

@@ -35,38 +35,50 @@ def parameter_list(folder: Path) -> dict[str, Any]:
 
 def _on_meta(folder: Path) -> Any:
     import torch
+
+    with torch.device("meta"):
+        return _from_config(folder)
+
+
+def _from_config(folder: Path) -> Any:
+    """The model of the config's own class, with whatever weights the device in force gives."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
     names = getattr(config, "architectures", None) or []
     kind = getattr(transformers, names[0], None) if names else None
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind._from_config(config)
+    return transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind._from_config(config)
 
 
 def load_and_run(folder: Path) -> dict[str, Any]:
-    """{"where": "weights" or "meta", "report": what transformers says about the keys, "finite": of the logits, None on meta}."""
+    """{"where": "weights" or "shapes", "report": what transformers says about the keys, "finite": of the logits, None for shapes}."""
     import torch
     import transformers
 
     size_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if size_bytes > _MEMORY_SHARE * available_bytes():
-        model = _on_meta(folder).eval()
-        logits = _run(model, torch.device("meta"))
-        return {"where": "meta", "report": {}, "finite": None, "shape": list(logits.shape)}
+        return {"where": "shapes", "report": {}, "finite": None, "shape": _run_on_shapes(folder)}
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
     model, report = loaded
-    logits = _run(model.eval(), torch.device("cpu"))
+    logits = _run(model)
     keys = {name: sorted(str(key) for key in found) for name, found in report.items() if found}
     return {"where": "weights", "report": keys, "finite": bool(torch.isfinite(logits).all()), "shape": list(logits.shape)}
 
 
-def _run(model: Any, device: Any) -> Any:
+def _run_on_shapes(folder: Path) -> list[int]:
+    """The forward pass without a byte of weights. Fake tensors, not meta: the masks of transformers ask for values of the latter."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return list(_run(_from_config(folder)).shape)
+
+
+def _run(model: Any) -> Any:
     import torch
 
     rows = model.get_input_embeddings().weight.shape[0]
     with torch.no_grad():
-        return model(input_ids=(torch.arange(TOKENS, device=device) % rows)[None], use_cache=False).logits
+        return model.eval()(input_ids=(torch.arange(TOKENS) % rows)[None], use_cache=False).logits
 
 
 def available_bytes() -> int:

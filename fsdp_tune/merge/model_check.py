@@ -93,10 +93,10 @@ def load_and_run(stage: Path, *, allow_nonfinite: bool) -> list[Notice]:
         raise _does_not_load(f"transformers loads the output, but reports {what}")
     if answer["finite"] is False and not allow_nonfinite:
         raise _does_not_load("the model loads, and the logits of its first tokens are not finite")
-    if answer["where"] == "meta":
+    if answer["where"] == "shapes":
         return [
             Notice(
-                "merge-verified-on-meta",
+                "merge-verified-by-shapes",
                 "the model is too large for this machine's memory, so its forward pass was checked by shapes alone",
             )
         ]

@@ -14,7 +14,7 @@ def read_pickled(files: SourceFiles, file: str) -> tuple[list[SourceTensor], lis
     """(tensors, names of entries that are none). Several names may share one storage: that is how tied weights are kept."""
     try:
         archive = open_archive(files, file, 0, files.size_bytes(file))
-        state = read_pickle(files, archive)
+        state = read_pickle(archive)
         if not isinstance(state, dict):
             raise Refused("it holds no mapping from names to tensors")
         if isinstance(state.get("model"), dict):
@@ -24,7 +24,7 @@ def read_pickled(files: SourceFiles, file: str) -> tuple[list[SourceTensor], lis
         for key, name in names.items():
             stored = state[key]
             if isinstance(stored, StoredTensor):
-                chunk = Chunk((0,) * len(stored.sizes), stored.sizes, extent(files, archive, stored))
+                chunk = Chunk((0,) * len(stored.sizes), stored.sizes, extent(archive, stored))
                 tensors.append(SourceTensor(name, stored.dtype, stored.sizes, (chunk,) if chunk.elements else ()))
         if not tensors:
             raise Refused("it holds no tensor")

@@ -18,27 +18,42 @@ class Refused(ValueError):
     """The pickle is damaged, or wants what plain data never needs. The message names it."""
 
 
-class Record:
-    """Stands for an object of a class that is allowed by name: what was pickled as its state, and nothing else."""
-
-    __slots__ = ("kind", "state")
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.state: Any = None
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.state.get(name, default) if isinstance(self.state, dict) else default
-
-
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a global name may do: stand for `value`, be called with data (`call`), or be a class of `Record`s."""
+    """What a global name may do: stand for `value`, be called with data (`call`), or be a class of `Record`s with `fields`."""
 
     name: str
     value: Any = None
     call: Callable[[tuple[Any, ...]], Any] | None = None
-    is_record: bool = False
+    fields: tuple[str, ...] | None = None
+
+
+class Record:
+    """Stands for an object of a class that is allowed by name: the fields that are of use, and nothing else.
+
+    `state` is a tuple in the order of the class's fields (a checkpoint of many ranks has hundreds of thousands of them).
+    """
+
+    __slots__ = ("kind", "state")
+
+    def __init__(self, kind: Allowed) -> None:
+        self.kind = kind
+        self.state: tuple[Any, ...] | None = None
+
+    def set_state(self, state: Any) -> None:
+        """From a dataclass's dictionary, or from the tuple that `TensorProperties.__getstate__` gives."""
+        fields = self.kind.fields or ()
+        if isinstance(state, dict):
+            self.state = tuple(state.get(name) for name in fields)
+            state.clear()  # the memo keeps it alive to the end, and nothing that torch writes refers to it again
+        elif isinstance(state, tuple) and len(state) >= len(fields):
+            self.state = state[: len(fields)]
+        else:
+            raise Refused(f"the state of a `{self.kind.name}` is a {type(state).__name__}")
+
+    def get(self, name: str) -> Any:
+        fields = self.kind.fields or ()
+        return self.state[fields.index(name)] if self.state is not None else None
 
 
 Names = Mapping[tuple[str, str], Allowed]
@@ -54,7 +69,8 @@ class _Machine:
     persistent: Callable[[Any], Any] | None
     at: int = 0
     stack: list[Any] = field(default_factory=list[Any])
-    memo: dict[int, Any] = field(default_factory=dict[int, Any])
+    memo: list[Any] = field(default_factory=list[Any])
+    sparse_memo: dict[int, Any] = field(default_factory=dict[int, Any])
 
     def take(self, count: int) -> bytes:
         end = self.at + count
@@ -63,6 +79,11 @@ class _Machine:
         piece = self.data[self.at : end]
         self.at = end
         return piece
+
+    def byte(self) -> int:
+        value = self.data[self.at]
+        self.at += 1
+        return value
 
     def unsigned(self, form: struct.Struct) -> int:
         return form.unpack(self.take(form.size))[0]
@@ -103,15 +124,15 @@ class _Machine:
 
     def new(self) -> None:
         arguments, kind = self.pop(), self.pop()
-        if not isinstance(kind, Allowed) or not kind.is_record or arguments != ():
+        if not isinstance(kind, Allowed) or kind.fields is None or arguments != ():
             raise Refused(f"it makes an object of {_describe(kind)}")
-        self.stack.append(Record(kind.name))
+        self.stack.append(Record(kind))
 
     def build(self) -> None:
         state = self.pop()
         target = self.stack[-1]
         if isinstance(target, Record) and target.state is None:
-            target.state = state
+            target.set_state(state)
         elif not isinstance(target, dict):  # an OrderedDict's attributes, such as the `_metadata` of a state dict, are of no use here
             raise Refused(f"it sets the state of {_describe(target)}")
 
@@ -131,12 +152,21 @@ class _Machine:
         target.extend(values)
 
     def recall(self, index: int) -> None:
-        if index not in self.memo:
+        if index < len(self.memo):
+            self.stack.append(self.memo[index])
+        elif index in self.sparse_memo:
+            self.stack.append(self.sparse_memo[index])
+        else:
             raise Refused(f"it recalls value {index}, which it never stored")
-        self.stack.append(self.memo[index])
 
     def remember(self, index: int) -> None:
-        self.memo[index] = self.stack[-1]
+        """Indices count up in what torch writes; any other one costs an entry and not a table up to it."""
+        if index == len(self.memo):
+            self.memo.append(self.stack[-1])
+        elif index < len(self.memo):
+            self.memo[index] = self.stack[-1]
+        else:
+            self.sparse_memo[index] = self.stack[-1]
 
     def long(self) -> None:
         self.stack.append(int.from_bytes(self.take(self.take(1)[0]), "little", signed=True))
@@ -178,12 +208,12 @@ _OPCODES: dict[int, Callable[[_Machine], Any]] = {
     ord("N"): lambda m: m.stack.append(None),
     0x88: lambda m: m.stack.append(True),
     0x89: lambda m: m.stack.append(False),
-    ord("K"): lambda m: m.stack.append(m.take(1)[0]),
+    ord("K"): lambda m: m.stack.append(m.byte()),
     ord("M"): lambda m: m.stack.append(m.unsigned(_UINT16)),
     ord("J"): lambda m: m.stack.append(m.unsigned(_INT32)),
     0x8A: lambda m: m.long(),
     ord("G"): lambda m: m.stack.append(_DOUBLE.unpack(m.take(8))[0]),
-    0x8C: lambda m: m.stack.append(m.take(m.take(1)[0]).decode()),
+    0x8C: lambda m: m.stack.append(m.take(m.byte()).decode()),
     ord("X"): lambda m: m.stack.append(m.take(m.unsigned(_UINT32)).decode("utf-8", "surrogatepass")),
     ord("C"): lambda m: m.stack.append(m.take(m.take(1)[0])),
     ord("B"): lambda m: m.stack.append(m.take(m.unsigned(_UINT32))),
@@ -192,10 +222,10 @@ _OPCODES: dict[int, Callable[[_Machine], Any]] = {
     ord("R"): lambda m: m.call(),
     0x81: lambda m: m.new(),
     ord("b"): lambda m: m.build(),
-    0x94: lambda m: m.remember(len(m.memo)),
+    0x94: lambda m: m.memo.append(m.stack[-1]),
     ord("q"): lambda m: m.remember(m.take(1)[0]),
     ord("r"): lambda m: m.remember(m.unsigned(_UINT32)),
-    ord("h"): lambda m: m.recall(m.take(1)[0]),
+    ord("h"): lambda m: m.recall(m.byte()),
     ord("j"): lambda m: m.recall(m.unsigned(_UINT32)),
     ord("Q"): lambda m: m.persistent_id(),
 }
@@ -205,14 +235,17 @@ _STOP = ord(".")
 def load(data: bytes, names: Names, *, persistent: Callable[[Any], Any] | None = None) -> Any:
     """The value that `data` holds. Refused for anything but plain data and the names in `names`."""
     machine = _Machine(data, names, persistent)
+    steps = [_OPCODES.get(opcode) for opcode in range(256)]
     try:
         while True:
-            opcode = machine.take(1)[0]
-            if opcode == _STOP:
+            opcode = data[machine.at]
+            machine.at += 1
+            step = steps[opcode]
+            if step is not None:
+                step(machine)
+            elif opcode == _STOP:
                 return machine.pop()
-            step = _OPCODES.get(opcode)
-            if step is None:
+            else:
                 raise Refused(f"it holds the instruction 0x{opcode:02x}, which plain data does not need")
-            step(machine)
     except (IndexError, UnicodeDecodeError) as error:
         raise Refused(f"it is damaged at byte {machine.at}") from error

@@ -214,7 +214,7 @@ def _missing(companions: Companions) -> Iterator[Notice]:
         what = " and ".join(companions.missing)
         yield Notice(
             "merge-bare",
-            f"the output has no {what}: the source holds none",
+            f"the output is without {what}: the source holds none",
             hint="give `--base MODEL` to take them from the model that was trained",
         )
 

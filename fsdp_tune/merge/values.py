@@ -52,9 +52,13 @@ def count_non_finite(values: Array, counts: NonFinite) -> None:
 
 
 def convert(values: Array, target: Array) -> None:
-    """Rounds to nearest, ties to even; NaN stays NaN; what is too large becomes infinite (and is counted by the caller)."""
+    """Rounds to nearest, ties to even; NaN stays NaN; what is too large becomes infinite (and is counted by the caller).
+
+    As torch's `.to` does it: float64 goes to the 16-bit types by way of float32.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
-        np.copyto(target, values, casting="unsafe")
+        narrow = values.dtype == np.float64 and target.dtype.itemsize == 2
+        np.copyto(target, values.astype(np.float32) if narrow else values, casting="unsafe")
 
 
 def is_checked(dtype: DType) -> bool:

@@ -169,7 +169,7 @@ def _values(work: _Work, placed: Placed, readers: Sequence[TensorReader], box: B
 
 
 def _mean(readers: Sequence[TensorReader], box: Box, values: Array, buffers: _Buffers) -> Array:
-    """The mean over the sources, summed in float64 and rounded once, to the type that is written."""
+    """The mean over the sources, summed in float64."""
     total = buffers.sum[: box.elements * 8].view(np.float64)
     np.copyto(total, values, casting="unsafe")
     other = buffers.out[: values.nbytes].view(values.dtype)

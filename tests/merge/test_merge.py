@@ -134,7 +134,7 @@ def test_a_checkpoint_of_another_tool_needs_an_output_and_gives_bare_weights(tmp
 def test_base_gives_config_and_tokenizer(tmp_path, merge):
     model = small_gpt2()
     save_dcp({"model": model.state_dict()}, tmp_path / "other" / SHARDS)
-    result = merge(tmp_path / "other", base=str(model_directory(model, tmp_path / "base")), dtype="bf16")
+    result = merge(tmp_path / "other", base=str(model_directory(model, tmp_path / "base")), dtype="bf16", verify="none")
     assert json.loads((result.output / "config.json").read_text())["dtype"] == "bfloat16"
     assert AutoModelForCausalLM.from_pretrained(result.output).dtype == torch.bfloat16
 

@@ -1,0 +1,72 @@
+"""Constant memory, and no torch: measured in a process of its own, on tensors larger than the bound."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.merge.checkpoints import SHARDS, save_dcp
+from tests.merge.sparse import write_sparse_checkpoint
+
+BOUND_MIB = 200
+CODE = """
+import json, sys
+from pathlib import Path
+from fsdp_tune.merge.run import MergeOptions, merge_checkpoint
+options = json.loads(sys.argv[2])
+result = merge_checkpoint(Path(sys.argv[1]), MergeOptions(**{**options, "output": Path(options["output"])}))
+# ru_maxrss would count the process that forked this one; the high-water mark of the memory map does not.
+peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+heavy = sorted(set(sys.modules) & {"torch", "transformers", "accelerate", "safetensors", "datasets", "pandas"})
+print(json.dumps({"peak_mib": peak / 1024, "heavy": heavy, "bytes": result.size_bytes}))
+"""
+
+
+def merge_in_child(source: Path, **options: object) -> dict[str, object]:
+    done = subprocess.run([sys.executable, "-c", CODE, str(source), json.dumps(options)], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Iterator[Path]:
+    """One fp32 tensor of 420 MiB, one of 105 MiB over transposed memory."""
+    root = tmp_path_factory.mktemp("large")
+    state = {"wide": torch.arange(110 << 20, dtype=torch.float32).reshape(-1, 4096), "transposed": torch.ones(4096, 6720).t()}
+    save_dcp({"model": state}, root / SHARDS, sync_files=False)
+    yield root
+    shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bf16"])
+def test_tensors_larger_than_the_bound_are_merged_within_it(dtype, large, tmp_path):
+    report = merge_in_child(large, output=str(tmp_path / "out"), dtype=dtype)
+    shutil.rmtree(tmp_path / "out")  # pytest keeps what is there for days
+    assert report["heavy"] == []
+    assert int(report["bytes"]) > (1 if dtype == "bf16" else 2) * BOUND_MIB << 20
+    assert float(report["peak_mib"]) < BOUND_MIB
+
+
+@pytest.mark.slow
+def test_a_sparse_checkpoint_of_twelve_gigabytes_is_merged_within_the_bound(tmp_path):
+    """Every tensor larger than a shard, and the chunks of 64 ranks in the table of contents."""
+    write_sparse_checkpoint(tmp_path / "c" / SHARDS, tensors=24, chunks=64, size_bytes=12 << 30)
+    report = merge_in_child(tmp_path / "c", output=str(tmp_path / "out"), dtype="bf16", verify="none", max_shard_bytes=10**8)
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    shutil.rmtree(tmp_path / "out")
+    assert files == [f"model-{number:05d}-of-00024.safetensors" for number in range(1, 25)]
+    assert float(report["peak_mib"]) < BOUND_MIB
+
+
+@pytest.mark.slow
+def test_the_table_of_contents_of_many_ranks_stays_within_the_bound(tmp_path):
+    """150 tensors × 256 ranks: what grows are the objects of the table, about 1.1 KiB a slice, not the buffers."""
+    write_sparse_checkpoint(tmp_path / "c" / SHARDS, tensors=150, chunks=256, size_bytes=150 * 256 * 16 * 4, columns=16)
+    report = merge_in_child(tmp_path / "c", output=str(tmp_path / "out"), dtype="keep")
+    assert float(report["peak_mib"]) < BOUND_MIB

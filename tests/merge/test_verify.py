@@ -1,0 +1,166 @@
+"""What is checked after the copy, and that each check can find what it looks for."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_tune.atomic import Disk
+from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.merge import loaded, model_check
+from fsdp_tune.merge.run import MergeOptions, merge_checkpoint
+from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, save_dcp
+from tests.merge.test_merge import model_directory, small_gpt2, small_llama
+
+STATE = {"a": torch.randn(100, 50), "b": torch.randn(700)}
+
+
+def spoil_writes(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """A disk that flips a bit of the `number`-th write and says nothing."""
+    original, count = Disk.write, 0
+
+    def write(self: Disk, file, data) -> None:
+        nonlocal count
+        count += 1
+        if count == number:
+            spoiled = bytearray(data)
+            spoiled[len(spoiled) // 2] ^= 1
+            data = bytes(spoiled)
+        original(self, file, data)
+
+    monkeypatch.setattr(Disk, "write", write)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_disk_that_lies_is_found(number, tmp_path, monkeypatch):
+    """The first write is the header, the others are tensors."""
+    save_dcp({"model": STATE}, tmp_path / "c" / SHARDS)
+    spoil_writes(monkeypatch, number)
+    with pytest.raises(FsdpTuneError) as caught:
+        merge_checkpoint(tmp_path / "c", MergeOptions(output=tmp_path / "out"))
+    assert caught.value.exit_code == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_full_reads_the_disk_once_more(tmp_path, monkeypatch):
+    """A bit that flips after the tensor was read back is found by `full` alone."""
+    from fsdp_tune.merge import run
+
+    save_dcp({"model": STATE}, tmp_path / "c" / SHARDS)
+    original = run.write_tensors
+
+    def then_spoil(sources, layout, stage, **options):
+        written = original(sources, layout, stage, **options)
+        with open(stage / "model.safetensors", "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            (last,) = file.read(1)
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last ^ 1]))
+        return written
+
+    monkeypatch.setattr(run, "write_tensors", then_spoil)
+    merge_checkpoint(tmp_path / "c", MergeOptions(output=tmp_path / "quick"))
+    with pytest.raises(FsdpTuneError, match="reads back from the disk otherwise"):
+        merge_checkpoint(tmp_path / "c", MergeOptions(output=tmp_path / "full", verify="full"))
+    assert not (tmp_path / "full").exists()
+
+
+def test_merge_json_lists_every_tensor_with_the_digest_of_its_bytes(tmp_path):
+    import xxhash
+
+    run = make_run(tmp_path / "run", {7: STATE})
+    output = merge_checkpoint(run, MergeOptions(dtype="keep")).output
+    record = json.loads((output / "merge.json").read_text())
+    assert record["steps"] == [7]
+    assert record["source"] == [str(run / "checkpoint-7")]
+    assert record["recipe_digest"].startswith("blake2b:")
+    for name, value in merged_tensors(output).items():
+        assert record["tensors"][name]["digest"] == xxhash.xxh3_128(value.numpy().tobytes()).hexdigest()
+        assert record["tensors"][name]["shape"] == list(value.shape)
+
+
+def test_the_model_card_tells_data_recipe_and_last_values(tmp_path):
+    from fsdp_tune.recipe.schema import Data, DataSource, Model, Recipe
+
+    recipe = Recipe(model=Model(name_or_path="org/base-7b"), data=Data(train=[DataSource(path="org/data"), DataSource(path="rows.jsonl")]))
+    run = make_run(tmp_path / "run", {7: STATE}, recipe=recipe)
+    lines = [
+        {"step": 5, "loss": 3.0, "tokens": 100},
+        {"step": 7, "loss": 2.5, "tokens": 1400},
+        {"step": 7, "eval_loss": 2.25},
+        {"step": 9, "loss": 1.0},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    card = (merge_checkpoint(run, MergeOptions()).output / "README.md").read_text()
+    assert card.startswith("---\n")
+    for text in (
+        'base_model: "org/base-7b"',
+        'datasets: ["org/data"]',
+        "| Training loss | 2.5000 |",
+        "| Evaluation loss | 2.2500 |",
+        "1,400",
+        "# a recipe",
+    ):
+        assert text in card, text
+
+
+# ------------------------------------------------------------------------------------------------------- transformers
+
+
+@pytest.fixture(scope="module")
+def merged_gpt2(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("gpt2")
+    model = small_gpt2()
+    run = make_run(root / "run", {1: model.state_dict()}, model=model_directory(model, root / "m"))
+    output = merge_checkpoint(run, MergeOptions(dtype="bf16")).output
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (output / name).unlink()
+    return output
+
+
+def test_a_sound_output_loads_without_a_word(merged_gpt2):
+    answer = loaded.main("forward", merged_gpt2)
+    assert answer == {"where": "weights", "report": {}, "finite": True, "shape": [1, 8, 61]}
+
+
+def test_a_model_too_large_for_the_memory_is_checked_by_shapes(merged_gpt2, monkeypatch):
+    monkeypatch.setattr(loaded, "available_bytes", lambda: 1000)
+    assert loaded.main("forward", merged_gpt2) == {"where": "shapes", "report": {}, "finite": None, "shape": [1, 8, 61]}
+
+
+def test_the_parameter_list_is_the_models_own(merged_gpt2):
+    answer = loaded.main("names", merged_gpt2)
+    model = small_gpt2()
+    assert answer["parameters"] == {name: list(value.shape) for name, value in model.state_dict().items()}
+    assert answer["tied"] == {"lm_head.weight": "transformer.wte.weight"}
+
+
+ANSWERS = {
+    "an error": "ValueError: no",
+    "missing keys": {"where": "weights", "report": {"missing_keys": ["x.weight"]}, "finite": True},
+    "not finite": {"where": "weights", "report": {}, "finite": False},
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_what_transformers_dislikes_is_not_published(kind, merged_gpt2, monkeypatch):
+    monkeypatch.setattr(model_check.Child, "answer", lambda _: ANSWERS[kind])
+    with pytest.raises(FsdpTuneError) as caught:
+        model_check.load_and_run(merged_gpt2, allow_nonfinite=False)
+    assert caught.value.exit_code == 1
+
+
+def test_full_through_the_children(tmp_path):
+    """Another tool's checkpoint with a base: the parameter list is compared beside the copy, and the output loaded after it."""
+    model = small_llama()
+    save_dcp({"model": model.state_dict()}, tmp_path / "c" / SHARDS)
+    base = model_directory(model, tmp_path / "base")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (base / name).unlink()
+    result = merge_checkpoint(tmp_path / "c", MergeOptions(output=tmp_path / "out", base=str(base), verify="full"))
+    assert result.verified == "full"
+    assert [notice.code for notice in result.notices] == ["merge-bare"]
