@@ -72,6 +72,7 @@ class TokenizerEncoder:
         self.vocabulary_size = len(tokenizer)
         self.eos_token = str(tokenizer.eos_token)
         self.eos_id: int = _id(tokenizer, self.eos_token)
+        self.pad_id: int = _id(tokenizer, str(tokenizer.pad_token))
         self.bos_id: int | None = None if tokenizer.bos_token is None else _id(tokenizer, str(tokenizer.bos_token))
         self.chat_template: str | None = cast("str | None", tokenizer.chat_template)  # one text: `open_tokenizer` has seen to it
         self.prefix_ids = _prefix_ids(tokenizer)

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_tune.atomic import DISK
+from fsdp_tune.errors import failed_error
 from fsdp_tune.manifest import read_manifest
 
 IGNORE_INDEX = -100
@@ -52,12 +53,16 @@ class RowStore:
     """One set of a store: `RowStore(store / "train")`. Opening it again in another process costs nothing (picklable)."""
 
     def __init__(self, path: Path | str) -> None:
-        """FileNotFoundError when the store is not there or is not complete."""
+        """FailedError when the store is not there or is not complete."""
         self.path = Path(path)
         pool = self.path.parent
         manifest = read_manifest(pool)
         if manifest is None or manifest.kind != STORE_KIND or not self.path.is_dir():
-            raise FileNotFoundError(f"{self.path}: no prepared data (it may have been removed from the cache)")
+            raise failed_error(
+                "no-prepared-data",
+                f"there are no prepared data at {self.path}",
+                hint="prepare them again (`fsdp-tune prepare`); with several machines, `data.cache_dir` must be a directory that all see",
+            )
         self.files: tuple[str, ...] = tuple(manifest.facts["files"])
         """Names of the source files that `origins` counts."""
         self._tokens = _map(pool / "tokens.int32", np.int32)
@@ -122,9 +127,13 @@ class StoreWriter:
         self._origins.append(origins)
         self.tokens += len(tokens)
 
+    def close(self) -> None:
+        self._tokens.close()
+        self._trained.close()
+
     def finish_pool(self) -> None:
-        for file in (self._tokens, self._trained):
-            file.close()
+        """After the last example, before the first set."""
+        self.close()
         self._write(self.stage / "examples.int64", np.concatenate(self._offsets))
         self._write(self.stage / "origins.int64", np.concatenate(self._origins) if self._origins else np.zeros((0, 2), np.int64))
 
@@ -134,9 +143,9 @@ class StoreWriter:
         self._write(self.stage / name / "segments.int64", segments)
         self._write(self.stage / name / "rows.int64", rows)
 
-    def abandon(self) -> None:
-        self._tokens.close()
-        self._trained.close()
+    def trained(self) -> Mask:
+        """The flags of the whole finished pool."""
+        return _map(self.stage / "trained.uint8", np.uint8)
 
     def _write(self, path: Path, values: Int64) -> None:
         with DISK.open(path) as file:

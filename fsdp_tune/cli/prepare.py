@@ -1,0 +1,158 @@
+"""`prepare`: tokenise and pack once, and account for what is trained; `train` calls the same functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, NameOption, SetOption, TrustOption, check_trust, chosen_recipe
+from fsdp_tune.cli.output import Screen, command, printable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from fsdp_tune.data.encoder import Encoder
+    from fsdp_tune.data.prepare import Prepared
+    from fsdp_tune.recipe.schema import Recipe
+
+LONGEST_RUN = 600
+"""Characters of one part of an example that are shown; the middle of a longer one is left out."""
+BEGIN, END = "⟦", "⟧"
+
+ShowOption = Annotated[int, typer.Option("--show", metavar="N", min=0, help="Decode N rows, with the trained part marked.")]
+DownloadOption = Annotated[bool, typer.Option("--download", help="Fetch the model's weights into the local cache too.")]
+
+
+def prepare(
+    recipe: ConfigArg = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    name: NameOption = None,
+    show: ShowOption = 0,
+    download: DownloadOption = False,
+    trust_remote_code: TrustOption = False,
+    json_output: JsonOption = False,
+) -> None:
+    """Tokenise and pack the data of a recipe into the cache, and show what is trained. Needs no GPU.
+
+    \b
+    Examples:
+        fsdp-tune prepare --config gpt2_smoke --show 3
+        fsdp-tune prepare my.yaml --download       (before a job on machines without network)
+    """
+    with command(json_output) as screen:
+        from fsdp_tune.bridge.devices import this_machine
+        from fsdp_tune.bridge.tokenizer import TokenizerEncoder, open_tokenizer
+        from fsdp_tune.data.prepare import decoded_rows
+        from fsdp_tune.recipe.loader import load_recipe
+        from fsdp_tune.recipe.resolve import resolve
+
+        loaded = load_recipe(chosen_recipe(recipe, config), overrides or (), name=name)
+        screen.notices(loaded.notices)
+        machine = this_machine("cpu" if loaded.recipe.launch.device != "auto" else "auto")
+        resolution = resolve(loaded.recipe, machine, cwd=Path.cwd(), assume="cuda", positions=loaded.positions)
+        check_trust(resolution.recipe, trust_remote_code)
+        if download:
+            _download(screen, resolution.recipe)
+        opened = open_tokenizer(resolution.recipe)
+        screen.notices(opened.notices)
+        ranks_are_known = machine.device is not None or loaded.recipe.launch.num_processes != "auto"
+        data = prepared_data(screen, resolution.recipe, opened.tokenizer, check_rows=ranks_are_known)
+        rows = decoded_rows(data.train, TokenizerEncoder(opened.tokenizer), show) if show else []
+        screen.document(_document(data, rows))
+        show_data(screen, data, with_example=not rows)
+        for examples in rows:
+            for example in examples:
+                show_example(screen, example)
+
+
+def prepared_data(screen: Screen, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, check_rows: bool = True) -> Prepared:
+    """The data of a resolved recipe, from the cache or built with a bar; its notices are shown. Exit 2 where they cannot be used."""
+    from fsdp_tune.bridge.tokenizer import TokenizerEncoder
+    from fsdp_tune.data.prepare import prepare as prepare_data
+    from fsdp_tune.data.prepare import refuse_few_rows
+
+    encoder: Encoder = TokenizerEncoder(tokenizer)
+    with screen.progress("tokenising", None, "rows") as bar:
+        data = prepare_data(recipe, encoder, progress=bar)
+    screen.notices(data.as_notices())
+    if check_rows:
+        refuse_few_rows(recipe, data)
+    return data
+
+
+def show_data(screen: Screen, data: Prepared, *, with_example: bool = True) -> None:
+    """The account as a table and a few lines, and one example with its trained part marked."""
+    report = data.report
+    rows = [
+        [
+            name,
+            f"{account['rows']:,}",
+            f"{account['examples']:,}",
+            f"{account['tokens']:,}",
+            f"{account['supervised_tokens']:,}",
+            _spread(account["supervised_tokens_per_example"]),
+            _spread(account["tokens_per_example"]),
+            f"{100 * account['fill']:.1f} %",
+        ]
+        for name, account in report["sets"].items()
+    ]
+    columns = ["set", "rows", "examples", "tokens", "trained", "trained each", "tokens each", "of max_length"]
+    screen.table(f"data ({'from the cache' if data.reused else 'prepared'}: {data.path})", columns, rows)
+    for line in _lines(report):
+        screen.say(line)
+    if with_example:
+        show_example(screen, report["example"])
+
+
+def _lines(report: dict[str, Any]) -> list[str]:
+    kinds = [f"{given['path']}: {given['format']}, loss on {given['loss_on']}" for given in report["inputs"]]
+    left_out = report["rows_bad"]["rows"] + report["rows_untrained"]["rows"]
+    eos, bos = report["eos"], report["bos"]
+    cut = sum(account["truncated"] for account in report["sets"].values())
+    return [
+        *kinds,
+        f"{report['rows_read']:,} rows read, {report['rows_kept']:,} kept, {left_out:,} left out, {cut:,} cut at max_length",
+        f"end of sequence `{eos['token']}` trained in {eos['supervised']:,} of {eos['examples']:,} examples",
+        "beginning of sequence: none in this tokenizer"
+        if bos is None
+        else f"beginning of sequence once in {bos['once']:,} of {bos['examples']:,} examples, more often in {bos['more']:,}",
+    ]
+
+
+def show_example(screen: Screen, example: dict[str, Any]) -> None:
+    """One decoded example: trained text in colour on a terminal, in brackets elsewhere."""
+    screen.say(f"{example['where']} (trained: {'green' if screen.is_live else BEGIN + '…' + END})")
+    runs = [(_shortened(text), trained) for text, trained in example["runs"]]
+    if screen.is_live:
+        typer.echo(
+            "".join(typer.style(printable(text), fg="green") if trained else printable(text) for text, trained in runs), file=screen.talk
+        )
+    else:
+        screen.say("".join(f"{BEGIN}{text}{END}" if trained else text for text, trained in runs))
+
+
+def _shortened(text: str) -> str:
+    half = LONGEST_RUN // 2
+    return text if len(text) <= LONGEST_RUN else f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
+
+
+def _spread(values: dict[str, float]) -> str:
+    return f"{values['min']:,.0f} / {values['median']:,.0f} / {values['max']:,.0f}"
+
+
+def _document(data: Prepared, rows: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    document = {"path": data.path, "key": data.key, "reused": data.reused, "train": data.train, "evals": data.evals, "report": data.report}
+    return document | ({"shown": rows} if rows else {})
+
+
+def _download(screen: Screen, recipe: Recipe) -> None:
+    from fsdp_tune.data.hub import download_model
+
+    name = recipe.model.name_or_path
+    if name is None or Path(name).exists():
+        screen.say("the model is local: there are no weights to download")
+        return
+    screen.say(f"the model is in {download_model(name, recipe.model.revision)}")

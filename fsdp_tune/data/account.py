@@ -1,0 +1,71 @@
+"""The account of what is trained: rows read, kept and left out with reasons, supervised tokens, ends and beginnings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from fsdp_tune.data.encoder import Encoder
+from fsdp_tune.data.packing import Packed
+from fsdp_tune.data.sets import NAMED_ROWS, Cut
+from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row
+
+
+def set_account(cut: Cut, packed: Packed, names: Sequence[str], max_length: int) -> dict[str, Any]:
+    """Numbers of one set. `examples` are whole rows or pieces of them; `rows` is what a global batch counts."""
+    rows = len(packed.rows) - 1
+    tokens = int(cut.segments[:, 1].sum())
+    return {
+        "rows": rows,
+        "examples": len(cut.segments),
+        "tokens": tokens,
+        "supervised_tokens": int(cut.supervised.sum()),
+        "supervised_tokens_per_example": spread(cut.supervised),
+        "tokens_per_example": spread(cut.segments[:, 1]),
+        "truncated": cut.truncated,
+        "split": cut.split,
+        "dropped_too_long": rows_named(cut.dropped, names),
+        "dropped_nothing_left": rows_named(cut.emptied, names),
+        "fill": tokens / (rows * max_length) if rows else 0.0,
+    }
+
+
+def spread(values: Int64) -> dict[str, float]:
+    """min, median and max."""
+    if len(values) == 0:
+        return {"min": 0, "median": 0, "max": 0}
+    return {"min": int(values.min()), "median": float(np.median(values)), "max": int(values.max())}
+
+
+def rows_named(origins: Int64, names: Sequence[str]) -> dict[str, Any]:
+    """How many rows, and the first of them as `file:row`."""
+    return {"rows": len(origins), "first": [f"{names[file]}:{row}" for file, row in origins[:NAMED_ROWS].tolist()]}
+
+
+def marked_text(row: Row, encoder: Encoder) -> list[tuple[str, bool]]:
+    """The row as text, in runs that are trained or not. Joined, they are the decoded row.
+
+    Tokens are decoded from the beginning of the row each time, because some tokenizers write a token's space only when
+    another token stands before it.
+    """
+    flags = row.labels != IGNORE_INDEX
+    runs: list[tuple[str, bool]] = []
+    done, end = "", 0
+    for trained, run in groupby(flags.tolist()):
+        end += sum(1 for _ in run)
+        text = encoder.decode(row.input_ids[:end].tolist())
+        runs.append((text[len(done) :], trained))
+        done = text
+    return runs
+
+
+def examples_of(row: Row) -> list[Row]:
+    """The examples of a packed row, one by one."""
+    ends = np.cumsum(row.lengths)
+    return [
+        Row(row.input_ids[end - length : end], row.labels[end - length : end], (length,), row.row_id)
+        for end, length in zip(ends.tolist(), row.lengths, strict=True)
+    ]

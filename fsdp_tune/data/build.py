@@ -1,0 +1,230 @@
+"""Fills a store: every row tokenised into the pool, then the index of each set."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from fsdp_tune.atomic import write_file
+from fsdp_tune.data.account import rows_named, set_account
+from fsdp_tune.data.encoder import Encoder
+from fsdp_tune.data.findings import data_notices, refuse_bad_rows, refuse_empty_set, refuse_nothing
+from fsdp_tune.data.inputs import TRAIN, Input, raw_rows
+from fsdp_tune.data.json_rows import BadRow
+from fsdp_tune.data.packing import Packed
+from fsdp_tune.data.sets import Cut, Examples, cut, held_out, mixed, packed
+from fsdp_tune.data.store import Int64, Mask, StoreWriter
+from fsdp_tune.data.tokenise import RawRow, Tokenised, Tokeniser, tokenise
+from fsdp_tune.errors import usage_error
+from fsdp_tune.recipe.schema import Recipe
+
+HELD_OUT = "held_out"
+MOST_PROCESSES = 16
+BAD_ROWS_NAME = "bad_rows.jsonl"
+
+
+class Progress(Protocol):
+    def advance(self, n: int = 1) -> object:
+        """`n` more rows are tokenised."""
+        ...
+
+
+@dataclass(slots=True)
+class Found:
+    """What tokenising every row brought together."""
+
+    lengths: list[Int64] = field(default_factory=list[Int64])
+    supervised: list[Int64] = field(default_factory=list[Int64])
+    sources: list[Int64] = field(default_factory=list[Int64])
+    hashes: list[Any] = field(default_factory=list[Any])
+    origins: list[Int64] = field(default_factory=list[Int64])
+    bad: list[tuple[int, BadRow]] = field(default_factory=list[tuple[int, BadRow]])
+    """With the number of their file, in the order of the files."""
+    untrained: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    counts: Counter[str] = field(default_factory=Counter[str])
+
+    def add(self, chunk: Tokenised) -> None:
+        for name in ("lengths", "supervised", "sources", "hashes", "origins"):
+            getattr(self, name).append(getattr(chunk, name))
+        self.bad += chunk.bad
+        self.untrained += chunk.untrained
+        self.counts += chunk.counts
+
+    def examples(self) -> Examples:
+        if not self.lengths:
+            none = np.zeros(0, np.int64)
+            return Examples(none, none, none, none, none.astype(np.uint64), none.reshape(0, 2))
+        lengths = np.concatenate(self.lengths)
+        return Examples(
+            starts=np.cumsum(lengths) - lengths,
+            lengths=lengths,
+            supervised=np.concatenate(self.supervised),
+            sources=np.concatenate(self.sources),
+            hashes=np.concatenate(self.hashes),
+            origins=np.concatenate(self.origins),
+        )
+
+
+def build_store(stage: Path, recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], progress: Progress | None) -> dict[str, Any]:
+    """Fills `stage` and gives the facts of its manifest: `files`, `sets` (folder by name), `report`, `notices`."""
+    names = [name for opened in inputs for name in opened.source.names]
+    before = [opened.source.stamps() for opened in inputs]
+    writer = StoreWriter(stage)
+    try:
+        found = _tokenise_all(recipe, encoder, inputs, writer, progress)
+    finally:
+        writer.close()
+    if before != [opened.source.stamps() for opened in inputs]:
+        raise usage_error("data-changing", "a data file was written to while it was read", hint="run again when it is whole")
+    if recipe.data.on_bad_row == "error":
+        refuse_bad_rows(found.bad, names, rows=found.counts["rows"])
+    _write_bad_rows(stage, found.bad, names)
+    examples = found.examples()
+    refuse_nothing(examples, found, names)
+    writer.finish_pool()
+    folders, sets = _index(recipe, inputs, examples, writer, names)
+    report = _report(inputs, found, examples, sets, names, encoder)
+    notices = data_notices(recipe, inputs, report, bad_rows_name=BAD_ROWS_NAME)
+    return {"files": names, "sets": folders, "report": report, "notices": notices}
+
+
+def _tokenise_all(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], writer: StoreWriter, progress: Progress | None) -> Found:
+    found = Found()
+
+    def good_rows() -> Iterator[RawRow]:
+        for row in raw_rows(inputs):
+            if isinstance(row, RawRow):
+                yield row
+            else:
+                found.bad.append(row)
+                found.counts["rows"] += 1
+
+    tokeniser = Tokeniser(encoder, tuple(opened.settings for opened in inputs))
+    hopeless = recipe.data.on_bad_row == "error"
+    for chunk in tokenise(good_rows(), tokeniser, _processes(recipe), check_only=lambda: hopeless and bool(found.bad)):
+        found.add(chunk)
+        writer.add(chunk.tokens, chunk.trained, chunk.lengths, chunk.origins)
+        if progress is not None:
+            progress.advance(chunk.counts["rows"])
+    found.bad.sort(key=lambda bad: (bad[0], bad[1].number))
+    return found
+
+
+def _processes(recipe: Recipe) -> int:
+    wanted = recipe.data.num_proc
+    return min(MOST_PROCESSES, len(os.sched_getaffinity(0))) if wanted == "auto" else wanted
+
+
+def _write_bad_rows(stage: Path, bad: Sequence[tuple[int, BadRow]], names: Sequence[str]) -> None:
+    """The rows that were skipped, one a line, so that they can be looked at and mended."""
+    if bad:
+        lines = [
+            json.dumps({"file": names[file], "row": row.number, "column": row.column, "reason": row.reason}, ensure_ascii=False)
+            for file, row in bad
+        ]
+        write_file(stage / BAD_ROWS_NAME, "\n".join(lines) + "\n")
+
+
+def _index(
+    recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: StoreWriter, names: Sequence[str]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Writes every set; gives their folders and their accounts, by name."""
+    data = recipe.data
+    trained = writer.trained()
+    folders: dict[str, str] = {}
+    accounts: dict[str, Any] = {}
+    for number, (name, chosen) in enumerate(_sets(recipe, inputs, examples).items()):
+        in_train = name == TRAIN
+        if in_train:
+            chosen = _mixture(recipe, inputs, chosen)
+        packing = data.packing if in_train or data.eval_packing is None else data.eval_packing
+        pieces, rows = _rows(recipe, inputs, chosen, trained, packing=packing)
+        refuse_empty_set(name, len(rows.rows) - 1, len(chosen), data.max_length)
+        folders[name] = TRAIN if in_train else f"eval-{number}"
+        writer.add_set(folders[name], rows.segments, rows.rows)
+        accounts[name] = set_account(pieces, rows, names, data.max_length)
+    return folders, accounts
+
+
+def _sets(recipe: Recipe, inputs: Sequence[Input], examples: Examples) -> dict[str, Examples]:
+    """Examples of each set by its name, `train` first."""
+    set_of_source = np.array([opened.set_name for opened in inputs])[examples.sources]
+    by_name = {opened.set_name: examples.take(set_of_source == opened.set_name) for opened in inputs}
+    if recipe.data.eval is None or isinstance(recipe.data.eval, list):
+        return by_name
+    train = by_name[TRAIN]
+    out = held_out(train.hashes, recipe.data.eval)
+    if not out.any() or out.all():
+        raise usage_error(
+            "empty-split",
+            f"`data.eval` holds out {np.count_nonzero(out):,} of {len(train):,} rows",
+            hint="take another `fraction`, or a number of `rows`",
+        )
+    return {TRAIN: train.take(~out), HELD_OUT: train.take(out)}
+
+
+def _mixture(recipe: Recipe, inputs: Sequence[Input], train: Examples) -> Examples:
+    entries = [opened for opened in inputs if opened.set_name == TRAIN]
+    sizes = [int(np.count_nonzero(train.sources == source)) for source in range(len(entries))]
+    weights = [opened.entry.weight for opened in entries]
+    empty = next((opened for opened, size in zip(entries, sizes, strict=True) if not size), None)
+    if empty is not None and (any(weights) or recipe.data.mixture.temperature != 1.0):
+        raise usage_error("no-rows", f"`{empty.entry.path}` has no row left to train on, and no share of it can be drawn")
+    return train.take(mixed(train.sources, sizes, weights, recipe.data.mixture))
+
+
+def _rows(recipe: Recipe, inputs: Sequence[Input], examples: Examples, trained: Mask, *, packing: bool) -> tuple[Cut, Packed]:
+    data = recipe.data
+    pieces = cut(examples, [opened.overlong for opened in inputs], data.max_length, trained)
+    return pieces, packed(pieces.segments, data.max_length, packing=packing, strategy=data.packing_strategy)
+
+
+def _report(
+    inputs: Sequence[Input], found: Found, examples: Examples, sets: dict[str, Any], names: Sequence[str], encoder: Encoder
+) -> dict[str, Any]:
+    """The account of the whole, in JSON."""
+    counts = found.counts
+    bad = np.array([(file, row.number) for file, row in found.bad], np.int64).reshape(-1, 2)
+    untrained = np.array(found.untrained, np.int64).reshape(-1, 2)
+    has_bos = encoder.bos_id is not None and encoder.bos_id != encoder.eos_id
+    return {
+        "rows_read": counts["rows"],
+        "rows_bad": rows_named(bad, names),
+        "rows_untrained": rows_named(untrained, names),
+        "rows_kept": len(examples),
+        "inputs": [_input_account(opened, number, examples) for number, opened in enumerate(inputs)],
+        "sets": sets,
+        "eos": {
+            "token": encoder.eos_token,
+            "supervised": counts["eos_supervised"],
+            "examples": len(examples),
+            "appended_to_chats": counts["eos_appended_to_chat"],
+        },
+        "bos": {"once": counts["bos_once"], "more": counts["bos_more"], "examples": len(examples)} if has_bos else None,
+        "joined_without_space": counts["no_space"],
+        "tokenised_apart": counts["apart"],
+    }
+
+
+def _input_account(opened: Input, number: int, examples: Examples) -> dict[str, Any]:
+    settings = opened.settings
+    prompt = None
+    if settings.format == "alpaca":
+        prompt = "the chat template" if settings.template is not None else "Stanford's two prompts"
+    return {
+        "set": opened.set_name,
+        "path": opened.entry.path,
+        "label": opened.entry.label,
+        "files": len(opened.source.names),
+        "format": settings.format,
+        "loss_on": settings.loss_on,
+        "alpaca_prompt": prompt,
+        "rows": int(np.count_nonzero(examples.sources == number)),
+    }

@@ -1,0 +1,91 @@
+"""The cache of prepared data: one directory for each content, published whole, built by one process at a time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.atomic import DISK, STAGE_MARK, staged_directory, write_file
+from fsdp_tune.data.store import STORE_KIND
+from fsdp_tune.manifest import MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
+
+LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+def cache_root(cache_dir: str | None) -> Path:
+    """Where stores lie. `cache_dir` is the recipe's."""
+    if cache_dir is not None:
+        base = Path(cache_dir).expanduser()
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "fsdp-tune"
+    return base / "data"
+
+
+def content_key(parts: Any) -> str:
+    """A name for everything that `parts` (JSON) says."""
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def complete(path: Path) -> Manifest | None:
+    """The manifest of a whole store, or None."""
+    try:
+        manifest = read_manifest(path)
+    except ValueError:
+        return None
+    return manifest if manifest is not None and manifest.kind == STORE_KIND and not damage(path, manifest, digests=False) else None
+
+
+def built(path: Path, build: Callable[[Path], dict[str, Any]]) -> tuple[Manifest, bool]:
+    """The store at `path`, and whether it was there already; else `build` fills a stage and gives the manifest's facts.
+
+    Two processes that want the same store do not build it twice: the second waits, and reuses what the first published.
+    Whatever is killed at whatever moment, `path` is absent or whole.
+    """
+    if (manifest := complete(path)) is not None:
+        return manifest, True
+    DISK.mkdir(path.parent)
+    with _alone(path) as locked:
+        if (manifest := complete(path)) is not None:
+            return manifest, True
+        if locked:
+            _remove_leftovers(path)
+        try:
+            with staged_directory(path, replace=path.exists()) as stage:
+                facts = build(stage)
+                files = {name: digest_file(stage / name) for name in list_files(stage)}
+                manifest = Manifest(STORE_KIND, files, facts)
+                write_file(stage / MANIFEST_NAME, manifest.to_json())
+        except OSError:
+            # On a disk without locks another process may have published the same store in the meantime.
+            if (manifest := complete(path)) is None:
+                raise
+    return manifest, False
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[bool]:
+    """Holds the lock of one store; the operating system lets go of it when the process dies. False: the disk has no locks."""
+    with open(path.with_name(f".{path.name}.lock"), "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in LOCKLESS:
+                raise
+            locked = False
+        else:
+            locked = True
+        yield locked
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Stages of builders that were killed: nobody else is building, since we hold the lock."""
+    for leftover in path.parent.glob(f".{path.name}*{STAGE_MARK}*"):
+        DISK.rmtree(leftover)

@@ -1,0 +1,136 @@
+"""Prepares data once, before any rank starts: rows → token ids → sets in the cache, with an account of what is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from fsdp_tune.data.account import examples_of, marked_text
+from fsdp_tune.data.build import Progress, build_store
+from fsdp_tune.data.cache import built, cache_root, content_key
+from fsdp_tune.data.encoder import Encoder
+from fsdp_tune.data.inputs import TRAIN, Input, open_inputs
+from fsdp_tune.data.store import RowStore
+from fsdp_tune.errors import Notice, usage_error
+from fsdp_tune.manifest import Manifest
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema_data import DataSource
+
+DATA_FORMAT = 1
+"""Raised whenever the same input would give other rows or another layout: old caches are then left alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a run needs to know of its data; RUN/data.json. Paths are sets of a store, for `RowStore`."""
+
+    key: str
+    """Names the training rows: source bytes, settings, tokenizer. A resumed run must find the same."""
+    path: str
+    train: str
+    evals: dict[str, str]
+    """Eval sets by label."""
+    train_rows: int
+    vocabulary_size: int
+    pad_token_id: int
+    report: dict[str, Any]
+    notices: list[dict[str, str]]
+    reused: bool = False
+    """Found in the cache."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        return cls(**json.loads(text))
+
+    def as_notices(self) -> list[Notice]:
+        return [Notice(notice["code"], notice["message"], hint=notice.get("hint")) for notice in self.notices]
+
+
+def prepare(recipe: Recipe, encoder: Encoder, *, progress: Progress | None = None) -> Prepared:
+    """From the cache, or built. Exit 2 for whatever is wrong with the data, with file, line and counts."""
+    inputs = open_inputs(recipe, encoder)
+    training_key = content_key(_training_content(recipe, encoder, inputs))
+    key = content_key([training_key, recipe.data.eval_packing, _content(inputs, train=False)])
+    path = cache_root(recipe.data.cache_dir) / key
+
+    def build(stage: Path) -> dict[str, Any]:
+        return build_store(stage, recipe, encoder, inputs, progress)
+
+    manifest, reused = built(path, build)
+    return _prepared(path, training_key, manifest, encoder, reused=reused)
+
+
+def _prepared(path: Path, key: str, manifest: Manifest, encoder: Encoder, *, reused: bool) -> Prepared:
+    report = manifest.facts["report"]
+    folders: dict[str, str] = manifest.facts["sets"]
+    return Prepared(
+        key=key,
+        path=str(path),
+        train=str(path / folders[TRAIN]),
+        evals={label: str(path / folder) for label, folder in folders.items() if label != TRAIN},
+        train_rows=report["sets"][TRAIN]["rows"],
+        vocabulary_size=encoder.vocabulary_size,
+        pad_token_id=encoder.pad_id,
+        report=_with_example(report, path / folders[TRAIN], encoder),
+        notices=manifest.facts["notices"],
+        reused=reused,
+    )
+
+
+def _training_content(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input]) -> list[Any]:
+    """All that decides the training rows; a list of eval sets does not."""
+    data = recipe.data
+    settings = data.model_dump(include={"max_length", "packing", "packing_strategy", "mixture", "on_bad_row"})
+    split = None if isinstance(data.eval, list) or data.eval is None else data.eval.model_dump()
+    return [DATA_FORMAT, encoder.digest, settings, split, _content(inputs, train=True)]
+
+
+def _content(inputs: Sequence[Input], *, train: bool) -> list[Any]:
+    return [
+        [opened.set_name, opened.overlong, asdict(opened.settings), opened.columns, _entry(opened.entry), opened.source.content()]
+        for opened in inputs
+        if (opened.set_name == TRAIN) == train
+    ]
+
+
+def _entry(entry: DataSource) -> dict[str, Any]:
+    """What of an entry matters besides its bytes: a file that has moved is the same data."""
+    kept = {"name", "split", "columns", "rename_columns", "weight", "max_rows"}
+    return entry.model_dump(include=kept) | {"builtin": entry.path.startswith("builtin:") and entry.path}
+
+
+def _with_example(report: dict[str, Any], train: Path, encoder: Encoder) -> dict[str, Any]:
+    """The report and one training example, decoded, in runs that are trained or not."""
+    return report | {"example": decoded_rows(train, encoder, 1)[0][0]}
+
+
+def decoded_rows(train: Path | str, encoder: Encoder, count: int) -> list[list[dict[str, Any]]]:
+    """Rows from all over a set, each a list of its examples: where the example came from, and its text in runs."""
+    store = RowStore(train)
+    chosen = [(2 * at + 1) * len(store) // (2 * min(count, len(store))) for at in range(min(count, len(store)))]
+    return [
+        [
+            {"where": f"{file}:{number}", "runs": marked_text(example, encoder)}
+            for (file, number), example in zip(store.origins(row), examples_of(store[row]), strict=True)
+        ]
+        for row in chosen
+    ]
+
+
+def refuse_few_rows(recipe: Recipe, prepared: Prepared) -> None:
+    """One step needs a whole global batch of a resolved recipe."""
+    rows, wanted = prepared.train_rows, recipe.global_batch_size
+    if rows < wanted:
+        account = prepared.report["sets"][TRAIN]
+        packing = f", packed from {account['examples']:,} examples" if recipe.data.packing else ""
+        raise usage_error(
+            "too-few-rows",
+            f"there are {rows:,} rows to train on{packing} ({prepared.report['rows_read']:,} were read), and one step takes {wanted:,}",
+            hint="lower `training.global_batch_size` or `gradient_accumulation_steps`, use fewer ranks, or give more data",
+        )

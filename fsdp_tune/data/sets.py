@@ -1,0 +1,144 @@
+"""Which examples make which rows: held out, mixed, cut to length, packed. Index arithmetic over lengths; no token moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdp_tune.data.order import splitmix64
+from fsdp_tune.data.packing import Packed, best_fit, one_a_row, wrapped
+from fsdp_tune.data.store import Int64, Mask
+from fsdp_tune.errors import usage_error
+from fsdp_tune.recipe.schema_data import EvalFraction, EvalRows, Mixture
+
+NAMED_ROWS = 10
+"""So many rows are named in a message or a report; the rest are counted."""
+
+UInt64 = npt.NDArray[np.uint64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """All tokenised examples; one entry each."""
+
+    starts: Int64
+    """First token in the pool."""
+    lengths: Int64
+    supervised: Int64
+    sources: Int64
+    hashes: UInt64
+    origins: Int64
+    """[examples, 2]: file, row in it."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def take(self, index: npt.NDArray[Any]) -> Examples:
+        return Examples(
+            self.starts[index],
+            self.lengths[index],
+            self.supervised[index],
+            self.sources[index],
+            self.hashes[index],
+            self.origins[index],
+        )
+
+
+def held_out(hashes: UInt64, wanted: EvalFraction | EvalRows) -> Bools:
+    """True for the rows to evaluate on: chosen by their contents, so that equal rows never stand on both sides, and neither
+    order, seed nor tokenizer changes the choice. A fraction decides each row by itself, so rows may be added later."""
+    if isinstance(wanted, EvalFraction):
+        return hashes < np.uint64(min(int(wanted.fraction * 2**64), 2**64 - 1))
+    if wanted.rows >= len(hashes):
+        raise usage_error("empty-split", f"`data.eval.rows: {wanted.rows}` would hold out all of {len(hashes):,} rows")
+    return hashes <= np.partition(hashes, wanted.rows - 1)[wanted.rows - 1]
+
+
+def mixed(sources: Int64, sizes: Sequence[int], weights: Sequence[float | None], mixture: Mixture) -> Int64:
+    """Indices of the examples of one epoch, source by source; an example may be drawn several times.
+
+    `sources` [n] is each example's source, `sizes` how many each has. Without weights and with temperature 1 every
+    example comes once. Else the shares are the weights, or size ** (1 / temperature); `all_exhausted` repeats the other
+    sources until each has been drawn whole, `first_exhausted` stops when the first one is used up (as in `datasets`).
+    """
+    if not any(weights) and mixture.temperature == 1.0:
+        return np.arange(len(sources))
+    if not all(weights) and any(weights):
+        raise usage_error("weights-missing", "some entries of `data.train` have a `weight` and others do not", hint="give one to each")
+    shares = [weight or size ** (1 / mixture.temperature) for weight, size in zip(weights, sizes, strict=True)]
+    epochs = [size / share for size, share in zip(sizes, shares, strict=True)]
+    scale = max(epochs) if mixture.stopping_strategy == "all_exhausted" else min(epochs)
+    drawn = [_draw(np.flatnonzero(sources == source), round(share * scale), source) for source, share in enumerate(shares)]
+    return np.concatenate(drawn)
+
+
+def _draw(examples: Int64, count: int, source: int) -> Int64:
+    """`count` of the examples: as many whole passes as fit, and a scattered part of them for the rest."""
+    passes, rest = divmod(count, len(examples))
+    scattered = np.argsort(splitmix64(np.arange(len(examples), dtype=np.uint64) + np.uint64(source << 32)), kind="stable")
+    return np.concatenate([np.tile(examples, passes), np.sort(examples[scattered[:rest]])])
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Segments no longer than `max_length`, and what became of the longer ones."""
+
+    segments: Int64
+    """[m, 2] start, length."""
+    supervised: Int64
+    truncated: int
+    split: int
+    dropped: Int64
+    """[k, 2] origins of examples that `overlong: drop` left out."""
+    emptied: Int64
+    """[k, 2] origins of examples of which nothing that is trained was left."""
+
+
+def cut(examples: Examples, overlong: Sequence[str], max_length: int, trained: Mask) -> Cut:
+    """`overlong` by source: truncate | drop | split | error. `trained` is the pool's, as long as all tokens."""
+    long = examples.lengths > max_length
+    modes = np.array(overlong)[examples.sources]
+    _refuse_long(examples, long & (modes == "error"), max_length)
+    keep = ~(long & (modes == "drop"))
+    lengths = np.where(long & (modes == "truncate"), max_length, examples.lengths)
+    pieces = np.where(long & (modes == "split"), -(-examples.lengths // max_length), 1) * keep
+    owner = np.repeat(np.arange(len(examples)), pieces)
+    within = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = examples.starts[owner] + within * max_length
+    sizes = np.minimum(max_length, lengths[owner] - within * max_length)
+    supervised = examples.supervised[owner].copy()
+    for piece in np.flatnonzero(long[owner]):
+        supervised[piece] = np.count_nonzero(trained[starts[piece] + 1 : starts[piece] + sizes[piece]])
+    useful = supervised > 0
+    emptied = np.setdiff1d(owner, owner[useful])
+    return Cut(
+        segments=np.stack([starts, sizes], axis=1)[useful],
+        supervised=supervised[useful],
+        truncated=int(np.count_nonzero(long & (modes == "truncate"))),
+        split=int(np.count_nonzero(long & (modes == "split"))),
+        dropped=examples.origins[~keep],
+        emptied=examples.origins[emptied],
+    )
+
+
+def _refuse_long(examples: Examples, long: Bools, max_length: int) -> None:
+    if not long.any():
+        return
+    rows = ", ".join(str(row) for row in examples.origins[long][:NAMED_ROWS, 1].tolist())
+    raise usage_error(
+        "row-too-long",
+        f"{np.count_nonzero(long):,} rows are longer than `data.max_length` ({max_length} tokens), the longest "
+        f"{int(examples.lengths.max()):,}: rows {rows}",
+        hint="raise `data.max_length`, or set `data.overlong` to truncate, drop or split",
+    )
+
+
+def packed(segments: Int64, max_length: int, *, packing: bool, strategy: str) -> Packed:
+    if not packing:
+        return one_a_row(segments)
+    return wrapped(segments, max_length) if strategy == "wrapped" else best_fit(segments, max_length)

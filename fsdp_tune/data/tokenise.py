@@ -1,0 +1,253 @@
+"""Rows to token ids: a chunk of rows at a time, in this process or in several."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+
+from fsdp_tune.data.chat import tokenise_chat
+from fsdp_tune.data.encoder import Encoder
+from fsdp_tune.data.formats import Chat, Example, Ids, RowError, Settings, Text
+from fsdp_tune.data.json_rows import BadRow
+from fsdp_tune.data.store import Int32, Int64, Mask
+from fsdp_tune.errors import failed_error
+
+CHUNK_ROWS = 1000
+ALONE_CHUNKS = 10
+"""So many chunks are done before other processes are started: they take a second, and little data never needs them."""
+REPEATED_RENDERINGS = 4
+"""So many chats of a chunk are rendered twice, to find a template that gives another text each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """A row as read; `file` counts over the files of all sources."""
+
+    source: int
+    file: int
+    number: int
+    values: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Tokenised:
+    """Examples of one chunk, one after another, and what was found on the way."""
+
+    tokens: Int32
+    trained: Mask
+    lengths: Int64
+    supervised: Int64
+    """Tokens of each example that are targets: trained, and not the first of the example."""
+    sources: Int64
+    origins: Int64
+    """[examples, 2]: file, row in it."""
+    hashes: np.ndarray[Any, np.dtype[np.uint64]]
+    """Of each row's contents: decides which rows are held out, whatever the order, seed and tokenizer."""
+    bad: list[tuple[int, BadRow]] = field(default_factory=list[tuple[int, BadRow]])
+    """With the number of their file."""
+    untrained: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """File and row of examples without a single token to train."""
+    counts: Counter[str] = field(default_factory=Counter[str])
+    """rows, eos_supervised, eos_appended_to_chat, bos_once, bos_more, apart, no_space."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokeniser:
+    """What a process needs to tokenise; sent to each once."""
+
+    encoder: Encoder
+    settings: tuple[Settings, ...]
+    """By source."""
+
+    def chunk(self, rows: list[RawRow], *, check_only: bool = False) -> Tokenised:
+        """`check_only` looks for rows that cannot be used and encodes nothing: they have been found before, and are counted."""
+        work = _Chunk(self.encoder, self.settings)
+        examples: list[tuple[RawRow, Example]] = []
+        for row in rows:
+            try:
+                examples.append((row, self.settings[row.source].example(row.values)))
+            except RowError as error:
+                work.bad.append((row.file, BadRow(row.number, str(error))))
+        work.counts["rows"] = len(rows)
+        if check_only:
+            return work.finish()
+        texts = _encode_texts([example for _, example in examples if isinstance(example, Text)], self.encoder, work.counts)
+        for row, example in examples:
+            work.add(row, example, next(texts) if isinstance(example, Text) else None)
+        return work.finish()
+
+
+class _Chunk:
+    def __init__(self, encoder: Encoder, settings: tuple[Settings, ...]) -> None:
+        self._encoder, self._settings = encoder, settings
+        self._ids: list[int] = []
+        self._trained: list[bool] = []
+        self._rows: list[tuple[int, int, int, int, int]] = []
+        self._hashes: list[int] = []
+        self._chats = 0
+        self.bad: list[tuple[int, BadRow]] = []
+        self.untrained: list[tuple[int, int]] = []
+        self.counts: Counter[str] = Counter()
+
+    def add(self, row: RawRow, example: Example, text: tuple[list[int], list[bool]] | None) -> None:
+        settings = self._settings[row.source]
+        try:
+            ids, trained = self._ended(text, settings) if text is not None else self._chat_or_ids(example, settings)
+        except RowError as error:
+            self.bad.append((row.file, BadRow(row.number, str(error))))
+            return
+        supervised = sum(trained[1:])
+        if not supervised:
+            self.untrained.append((row.file, row.number))
+            return
+        self._count(ids, trained)
+        self._ids += ids
+        self._trained += trained
+        self._rows.append((len(ids), supervised, row.source, row.file, row.number))
+        self._hashes.append(_content_hash(example))
+
+    def _chat_or_ids(self, example: Example, settings: Settings) -> tuple[list[int], list[bool]]:
+        if isinstance(example, Ids):
+            return self._ended((example.input_ids, example.trained), settings)
+        assert isinstance(example, Chat)
+        if settings.template is None:
+            raise RowError("it is a conversation, and there is no chat template")
+        self._chats += 1
+        check = self._chats <= REPEATED_RENDERINGS
+        tokens = tokenise_chat(example, settings.template, self._encoder, append_eos=settings.append_eos, check_repeat=check)
+        self.counts["eos_appended_to_chat"] += tokens.eos_appended
+        return tokens.ids, tokens.trained
+
+    def _ended(self, example: tuple[list[int], list[bool]], settings: Settings) -> tuple[list[int], list[bool]]:
+        """With the end of sequence, once and trained; an empty text stays empty and is dropped."""
+        ids, trained = example
+        if not settings.append_eos or not ids:
+            return ids, trained
+        if ids[-1] == self._encoder.eos_id:
+            return ids, [*trained[:-1], True]
+        return [*ids, self._encoder.eos_id], [*trained, True]
+
+    def _count(self, ids: list[int], trained: list[bool]) -> None:
+        encoder = self._encoder
+        backwards = zip(reversed(ids), reversed(trained), strict=True)  # it stands at the end, so it is found at once
+        self.counts["eos_supervised"] += any(flag and token == encoder.eos_id for token, flag in backwards)
+        if encoder.bos_id is not None and encoder.bos_id != encoder.eos_id:
+            found = ids.count(encoder.bos_id)
+            self.counts["bos_once"] += found == 1
+            self.counts["bos_more"] += found > 1
+
+    def finish(self) -> Tokenised:
+        table = np.array(self._rows, np.int64).reshape(-1, 5)
+        return Tokenised(
+            tokens=np.array(self._ids, np.int32),
+            trained=np.array(self._trained, np.uint8),
+            lengths=table[:, 0].copy(),
+            supervised=table[:, 1].copy(),
+            sources=table[:, 2].copy(),
+            origins=table[:, 3:].copy(),
+            hashes=np.array(self._hashes, np.uint64),
+            bad=self.bad,
+            untrained=self.untrained,
+            counts=self.counts,
+        )
+
+
+def _encode_texts(texts: list[Text], encoder: Encoder, counts: Counter[str]) -> Iterator[tuple[list[int], list[bool]]]:
+    """Ids and trained flags of each text, with the tokenizer's own prefix (BOS) once at its beginning.
+
+    A prompt gets exactly the ids that it has alone, for that is what the model is given at inference. Where a token of
+    the joined text would span prompt and completion, the two are tokenised apart, and counted.
+    """
+    prompts = [text for text in texts if text.prompt]
+    alone = iter(encoder.encode([text.prompt for text in prompts]))
+    joined = encoder.encode([text.prompt + text.completion for text in texts])
+    for text, ids in zip(texts, joined, strict=True):
+        prompt_ids: list[int] = []
+        if text.prompt:
+            prompt_ids = next(alone)
+            counts["no_space"] += not (text.fixed_prompt or text.prompt[-1:].isspace() or text.completion[:1].isspace())
+            if ids[: len(prompt_ids)] != prompt_ids:
+                ids = [*prompt_ids, *encoder.encode([text.completion])[0]]
+                counts["apart"] += 1
+        yield _with_prefix(ids, [text.train_prompt] * len(prompt_ids) + [True] * (len(ids) - len(prompt_ids)), encoder.prefix_ids)
+
+
+def _with_prefix(ids: list[int], trained: list[bool], prefix: tuple[int, ...]) -> tuple[list[int], list[bool]]:
+    if not prefix or tuple(ids[: len(prefix)]) == prefix or not ids:
+        return ids, trained
+    return [*prefix, *ids], [False] * len(prefix) + trained
+
+
+def _content_hash(example: Example) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(example).encode("utf-8", "backslashreplace"), digest_size=8).digest())
+
+
+def tokenise(
+    rows: Iterator[RawRow], tokeniser: Tokeniser, processes: int, *, check_only: Callable[[], bool]
+) -> Generator[Tokenised, None, None]:
+    """Chunks in the order of the rows, whatever the number of processes. `check_only` is asked before each chunk."""
+    chunks = iter(lambda: list(islice(rows, CHUNK_ROWS)), [])
+    for chunk in islice(chunks, ALONE_CHUNKS if processes > 1 else None):
+        yield tokeniser.chunk(chunk, check_only=check_only())
+    first = next(chunks, None)
+    if first is not None:
+        yield from _in_processes(chain([first], chunks), tokeniser, processes, check_only)
+
+
+def _in_processes(
+    chunks: Iterator[list[RawRow]], tokeniser: Tokeniser, processes: int, check_only: Callable[[], bool]
+) -> Generator[Tokenised, None, None]:
+    executor = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(tokeniser,))
+    pending: deque[Future[Tokenised]] = deque()
+    try:
+        for chunk in chunks:
+            if len(pending) >= 3 * processes:  # enough that nobody waits, few enough to bound memory
+                yield pending.popleft().result()
+            pending.append(executor.submit(_work, chunk, check_only()))
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise failed_error(
+            "tokenising-died",
+            "a process that tokenises was killed, most likely because memory ran out",
+            hint="`--set data.num_proc=1` uses this process alone",
+        ) from error
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+_tokeniser: Tokeniser | None = None
+"""Of a child process: what it was started with."""
+
+
+def _begin(tokeniser: Tokeniser) -> None:
+    global _tokeniser
+    _tokeniser = tokeniser
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a process: there is a process for each core
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its children
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+
+
+def _die_with(parent: Any) -> None:
+    """A parent that was killed cannot end its children; without this they would wait for work for ever."""
+    parent.join()
+    os._exit(1)
+
+
+def _work(rows: list[RawRow], check_only: bool) -> Tokenised:  # noqa: FBT001  an executor passes by position
+    assert _tokeniser is not None
+    return _tokeniser.chunk(rows, check_only=check_only)
