@@ -11,9 +11,6 @@ from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, NameOptio
 from fsdp_tune.cli.output import Screen, command, printable
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from fsdp_tune.data.encoder import Encoder
     from fsdp_tune.data.prepare import Prepared
     from fsdp_tune.recipe.schema import Recipe
 
@@ -44,8 +41,9 @@ def prepare(
     """
     with command(json_output) as screen:
         from fsdp_tune.bridge.devices import this_machine
-        from fsdp_tune.bridge.tokenizer import TokenizerEncoder, open_tokenizer
+        from fsdp_tune.bridge.tokenizer import load_encoder
         from fsdp_tune.data.prepare import decoded_rows
+        from fsdp_tune.data.prepare import prepare as prepare_data
         from fsdp_tune.recipe.loader import load_recipe
         from fsdp_tune.recipe.resolve import resolve
 
@@ -56,31 +54,18 @@ def prepare(
         check_trust(resolution.recipe, trust_remote_code)
         if download:
             _download(screen, resolution.recipe)
-        opened = open_tokenizer(resolution.recipe)
-        screen.notices(opened.notices)
+        encoder = load_encoder(resolution.recipe)
+        screen.notices(encoder.notices)
         ranks_are_known = machine.device is not None or loaded.recipe.launch.num_processes != "auto"
-        data = prepared_data(screen, resolution.recipe, opened.tokenizer, check_rows=ranks_are_known)
-        rows = decoded_rows(data.train, TokenizerEncoder(opened.tokenizer), show) if show else []
+        with screen.progress("tokenising", None, "rows") as bar:
+            data = prepare_data(resolution.recipe, encoder, progress=bar, check_rows=ranks_are_known)
+        screen.notices(data.as_notices())
+        rows = decoded_rows(data.train, encoder, show) if show else []
         screen.document(_document(data, rows))
         show_data(screen, data, with_example=not rows)
         for examples in rows:
             for example in examples:
                 show_example(screen, example)
-
-
-def prepared_data(screen: Screen, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, check_rows: bool = True) -> Prepared:
-    """The data of a resolved recipe, from the cache or built with a bar; its notices are shown. Exit 2 where they cannot be used."""
-    from fsdp_tune.bridge.tokenizer import TokenizerEncoder
-    from fsdp_tune.data.prepare import prepare as prepare_data
-    from fsdp_tune.data.prepare import refuse_few_rows
-
-    encoder: Encoder = TokenizerEncoder(tokenizer)
-    with screen.progress("tokenising", None, "rows") as bar:
-        data = prepare_data(recipe, encoder, progress=bar)
-    screen.notices(data.as_notices())
-    if check_rows:
-        refuse_few_rows(recipe, data)
-    return data
 
 
 def show_data(screen: Screen, data: Prepared, *, with_example: bool = True) -> None:

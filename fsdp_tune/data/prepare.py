@@ -52,8 +52,11 @@ class Prepared:
         return [Notice(notice["code"], notice["message"], hint=notice.get("hint")) for notice in self.notices]
 
 
-def prepare(recipe: Recipe, encoder: Encoder, *, progress: Progress | None = None) -> Prepared:
-    """From the cache, or built. Exit 2 for whatever is wrong with the data, with file, line and counts."""
+def prepare(recipe: Recipe, encoder: Encoder, *, progress: Progress | None = None, check_rows: bool = True) -> Prepared:
+    """From the cache, or built. Exit 2 for whatever is wrong with the data, with file, line and counts.
+
+    `check_rows`: fewer rows than the global batch of the (resolved) recipe are an error too.
+    """
     inputs = open_inputs(recipe, encoder)
     training_key = content_key(_training_content(recipe, encoder, inputs))
     key = content_key([training_key, recipe.data.eval_packing, _content(inputs, train=False)])
@@ -63,7 +66,10 @@ def prepare(recipe: Recipe, encoder: Encoder, *, progress: Progress | None = Non
         return build_store(stage, recipe, encoder, inputs, progress)
 
     manifest, reused = built(path, build)
-    return _prepared(path, training_key, manifest, encoder, reused=reused)
+    prepared = _prepared(path, training_key, manifest, encoder, reused=reused)
+    if check_rows:
+        _refuse_few_rows(recipe, prepared)
+    return prepared
 
 
 def _prepared(path: Path, key: str, manifest: Manifest, encoder: Encoder, *, reused: bool) -> Prepared:
@@ -123,8 +129,8 @@ def decoded_rows(train: Path | str, encoder: Encoder, count: int) -> list[list[d
     ]
 
 
-def refuse_few_rows(recipe: Recipe, prepared: Prepared) -> None:
-    """One step needs a whole global batch of a resolved recipe."""
+def _refuse_few_rows(recipe: Recipe, prepared: Prepared) -> None:
+    """One step needs a whole global batch."""
     rows, wanted = prepared.train_rows, recipe.global_batch_size
     if rows < wanted:
         account = prepared.report["sets"][TRAIN]
