@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +14,8 @@ from fsdp_tune.cli.output import Screen, command
 from fsdp_tune.errors import FsdpTuneError, Notice, Problem
 
 if TYPE_CHECKING:
+    from fsdp_tune.cli.checks import ModelFacts
+    from fsdp_tune.cli.data_checks import DataFacts
     from fsdp_tune.recipe.loader import Loaded
     from fsdp_tune.recipe.resolve import Resolution
 
@@ -57,26 +61,36 @@ def validate(
 class _Checked:
     """What was found beyond the recipe itself."""
 
-    def __init__(self) -> None:
-        self.model: dict[str, Any] = {}
-        self.data: dict[str, Any] = {}
-        self.problems: list[Problem] = []
-        self.notices: list[Notice] = []
-        self.unchecked: list[str] = []
+    def __init__(self, model: ModelFacts, data: DataFacts) -> None:
+        self.model = model.facts
+        self.data = data
+        self.problems = [*model.problems, *data.problems]
+        self.notices = [*model.notices, *data.notices]
+        self.unchecked = list(dict.fromkeys([*model.unchecked, *data.unchecked]))
 
 
 def _check(resolution: Resolution, *, offline: bool) -> _Checked:
+    """Model and data at the same time: each takes seconds to import what it needs."""
+    from fsdp_tune.bridge.model_files import check_vocabulary
     from fsdp_tune.cli.checks import model_facts
+    from fsdp_tune.cli.data_checks import data_facts
 
-    checked = _Checked()
-    model = model_facts(resolution.recipe, offline=offline)
-    checked.model = model.facts
-    checked.problems.extend(model.problems)
-    checked.notices.extend(model.notices)
-    checked.unchecked.extend(model.unchecked)
-    if model.facts.get("packaged"):
-        name = resolution.recipe.model.name_or_path
+    recipe = resolution.recipe
+    if offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, which is later
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        looking = pool.submit(model_facts, recipe, offline=offline)
+        data = data_facts(recipe)
+        checked = _Checked(looking.result(), data)
+    if checked.model.get("packaged"):
+        name = recipe.model.name_or_path
         checked.unchecked.append(f"the files of `{name}`: the hub is out of reach, and its shapes are those that the package carries")
+    elif checked.model and data.vocabulary_size is not None:
+        try:
+            grows = recipe.model.resize_embeddings or bool(recipe.model.tokens.add)
+            check_vocabulary(checked.model, recipe.model.tokenizer, data.vocabulary_size, may_grow=grows)
+        except FsdpTuneError as error:
+            checked.problems.extend(error.problems)
     return checked
 
 
@@ -95,7 +109,7 @@ def _document(loaded: Loaded, resolution: Resolution, checked: _Checked) -> dict
         "overrides": list(loaded.overrides),
         "arithmetic": batch_arithmetic(resolution.recipe),
         "model": checked.model,
-        "data": checked.data,
+        "data": checked.data.inputs,
         "unchecked": checked.unchecked,
     }
 
@@ -110,6 +124,9 @@ def _show(screen: Screen, loaded: Loaded, resolution: Resolution, checked: _Chec
         layers = f"{checked.model['layers']} layers ({', '.join(checked.model['layer_classes'])})"
         screen.say(f"model: {checked.model['parameters']:,} parameters, {layers}, {len(checked.model['units'])} FSDP units")
     screen.say(f"batch: {batch_arithmetic(resolution.recipe)}")
+    for each in checked.data.inputs:
+        rows = f"first {each['rows_looked_at']} rows are fine"
+        screen.say(f"data: {each['set']} from {each['path']}: {each['format']}, loss on {each['loss_on']}; {rows}")
     for line in checked.unchecked:
         screen.say(f"not checked: {line}")
     screen.say(f"{loaded.path} is valid")

@@ -73,6 +73,18 @@ def test_the_architecture_facts_give_the_known_number_of_parameters(name: str) -
     assert count(facts) == PARAMETERS[name]
 
 
+def test_the_embedded_recipe_is_as_large_as_it_says(tmp_path: Path) -> None:
+    from fsdp_tune.data.builtin import builtin_tokenizer
+
+    config = resolved("gpt2_smoke", tmp_path).model.from_config
+    assert isinstance(config, dict)
+    text = catalogue()["gpt2_smoke"].read_text()
+    assert f"{count(config) / 1000:.0f} thousand parameters" in text
+    tokens = builtin_tokenizer("builtin:arithmetic").get_vocab_size()
+    assert f"the tokenizer has {tokens} tokens" in text
+    assert tokens <= config["vocab_size"]
+
+
 def count(facts: dict[str, object]) -> int:
     """Parameters of a decoder, from the published shapes of GPT-2 and of Llama's family."""
     if facts["model_type"] == "gpt2":

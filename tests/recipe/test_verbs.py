@@ -23,7 +23,15 @@ data:
 fsdp: {offload_parms: true, sharding_strategy: FULL_SHRAD}
 training: {per_device_train_batch_size: "8", offload_params: true}
 """
-FACTS = {"parameters": 1000, "layers": 2, "layer_classes": ["Block"], "units": [["a"], ["b"]], "problems": [], "notices": []}
+FACTS = {
+    "embedding_rows": 384,
+    "parameters": 1000,
+    "layers": 2,
+    "layer_classes": ["Block"],
+    "units": [["a"], ["b"]],
+    "problems": [],
+    "notices": [],
+}
 
 
 def inspector(tmp_path: Path, document: dict[str, Any] | str, exit_code: int = 0) -> tuple[str, ...]:
@@ -47,10 +55,17 @@ def fake_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "INSPECT", inspector(tmp_path, FACTS))
 
 
+SMALL = """\
+model: {from_config: {model_type: gpt2, vocab_size: 384}, tokenizer: builtin:arithmetic}
+data: {train: [{path: builtin:arithmetic}]}
+launch: {num_processes: 2}
+"""
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "my.yaml"
-    path.write_text(MINIMAL + "launch: {num_processes: 2}\n")
+    path.write_text(SMALL)
     return path
 
 
@@ -101,6 +116,7 @@ def test_a_valid_recipe_shows_what_was_decided_and_why(recipe: Path) -> None:
     assert "batch: 1 sequence × 2 ranks × 1 accumulation = 2 sequences a step; × 2,048 = 4,096 tokens at most" in out
     assert "training.data_seed" in out
     assert "model: 1,000 parameters, 2 layers (Block), 2 FSDP units" in out
+    assert "data: train from builtin:arithmetic: prompt_completion, loss on completion; first 200 rows are fine" in out
     assert out.endswith(f"{recipe} is valid\n")
 
 
@@ -114,6 +130,8 @@ def test_a_valid_recipe_is_one_json_document(recipe: Path) -> None:
     assert document["overrides"] == ["training.seed=9"]
     assert document["reasons"]["training.data_seed"] == "training.seed"
     assert document["model"]["parameters"] == 1000
+    assert document["data"][0]["format"] == "prompt_completion"
+    assert document["unchecked"] == []
 
 
 @pytest.mark.usefixtures("fake_model")
@@ -131,6 +149,55 @@ def test_strict_counts_keys_without_effect(recipe: Path) -> None:
 def test_a_translated_spelling_is_no_strict_error(recipe: Path) -> None:
     recipe.write_text(recipe.read_text() + "fsdp: {cpu_offload: true}\n")
     assert run("validate", str(recipe), "--offline", "--strict")[0] == 0
+
+
+def validated(recipe: Path, text: str) -> tuple[int, dict[str, Any]]:
+    recipe.write_text(text)
+    code, out, _ = run("validate", str(recipe), "--offline", "--json")
+    return code, json.loads(out)
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_bad_rows_among_the_first_are_told_with_file_and_line(recipe: Path) -> None:
+    rows = recipe.parent / "rows.jsonl"
+    good = '{"prompt": "one plus one is", "completion": " two"}'
+    rows.write_text("\n".join([good, good, "{broken", good, '{"prompt": "x", "completion": 5}']) + "\n")
+    code, document = validated(recipe, SMALL.replace("builtin:arithmetic}]", f"{rows}}}]"))
+    assert code == 2
+    assert [(error["code"], error["file"], error["line"]) for error in document["errors"]] == [
+        ("bad-row", str(rows), 3),
+        ("bad-row", str(rows), 5),
+        ("bad-rows", None, None),
+    ]
+    assert "2 of the first 5 rows cannot be used" in document["errors"][2]["message"]
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_a_missing_data_file_is_told_with_the_line_of_the_recipe(recipe: Path) -> None:
+    for tokenizer in ("builtin:arithmetic", "nobody/nothing"):  # with and without a tokenizer to judge rows by
+        text = SMALL.replace("{path: builtin:arithmetic}", "{path: gone.jsonl}").replace(
+            "tokenizer: builtin:arithmetic", f"tokenizer: {tokenizer}"
+        )
+        code, document = validated(recipe, text)
+        assert code == 2
+        assert [(error["code"], error["file"], error["line"]) for error in document["errors"]] == [("data-not-found", str(recipe), 2)]
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_a_hub_data_set_and_tokenizer_out_of_reach_are_listed(recipe: Path) -> None:
+    text = SMALL.replace("{path: builtin:arithmetic}", "{path: some/set}").replace(
+        "tokenizer: builtin:arithmetic", "tokenizer: some/tokenizer"
+    )
+    code, document = validated(recipe, text)
+    assert code == 0
+    assert ["tokenizer" in document["unchecked"][0], "some/set" in document["unchecked"][1]] == [True, True]
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_an_error(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "INSPECT", inspector(recipe.parent, FACTS | {"embedding_rows": 300}))
+    code, document = validated(recipe, SMALL)
+    assert code == 2
+    assert [error["code"] for error in document["errors"]] == ["vocabulary-larger-than-embedding"]
 
 
 def problem(code: str, message: str) -> dict[str, Any]:
