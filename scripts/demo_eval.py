@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from fsdp_tune.data.builtin import held_out_prompts
 
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--shown", type=int, default=8, help="how many questions to print")
     options = parser.parse_args()
 
+    disable_progress_bar()
     questions = held_out_prompts()
     prompts, expected = [prompt for prompt, _ in questions], [answer for _, answer in questions]
     tokenizer = AutoTokenizer.from_pretrained(options.merged)

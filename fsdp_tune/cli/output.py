@@ -186,7 +186,8 @@ def _paint(head: str, colour: str, tail: str) -> None:
 def _write(stream: TextIO, text: str) -> None:
     """Writes at once. A closed pipe or terminal is taken as "nobody reads any more"; anything else (a full disk) is an error."""
     try:
-        stream.write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
+        encoding = stream.encoding or "utf-8"  # rich's stand-in for a stream under a live bar has none
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):

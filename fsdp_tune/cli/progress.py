@@ -97,6 +97,8 @@ class LiveBar:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._progress.tasks[0].completed == 0:
+            self._progress.live.transient = True  # nothing was to be done: leave no empty bar behind
         self._progress.stop()
 
     def advance(self, n: int = 1) -> None:

@@ -44,7 +44,7 @@ def model_line(facts: dict[str, Any]) -> str:
 def data_lines(report: dict[str, Any], *, reused: bool) -> list[str]:
     """One line for each set: how much of it is trained, and what was cut."""
     lines: list[str] = []
-    for name, account in report["sets"].items():
+    for name, account in sorted(report["sets"].items(), key=lambda item: item[0] != "train"):
         supervised, tokens = account["supervised_tokens"], account["tokens"]
         parts = [f"{account['rows']:,} rows, {tokens:,} tokens, {supervised:,} trained ({supervised / max(tokens, 1):.0%})"]
         parts += [f"{account['truncated']:,} truncated"] if account["truncated"] else []

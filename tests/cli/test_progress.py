@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+
+from fsdp_tune.cli import progress
+from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.train_view import StepView, data_lines
+
+STEP = {"step": 20, "loss": 2.5, "grad_norm": 1.25, "learning_rate": 1e-4, "tokens_per_second_per_device": 1234.5, "peak_host_gib": 0.5}
+
+
+def shown_on_a_terminal(program: str) -> str:
+    """What the program writes when its stdout is a terminal, without colours and movements."""
+    main, terminal = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=terminal, stderr=subprocess.PIPE, env={**os.environ, "TERM": "xterm"}
+    ) as child:
+        os.close(terminal)
+        raw = b""
+        while True:
+            try:
+                data = os.read(main, 65536)
+            except OSError:  # EIO: the other end is closed
+                break
+            raw += data
+            if not data:
+                break
+        os.close(main)
+        assert child.stderr is not None
+        assert child.stderr.read() == b""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw.decode())
+
+
+def test_lines_may_be_said_while_a_bar_is_drawn() -> None:
+    program = (
+        "from fsdp_tune.cli.output import command\n"
+        "with command(False) as screen, screen.progress('training', None, 'steps') as bar:\n"
+        "    bar.resize(60); screen.say('said → in between'); bar.at(60, 'loss 1.5')"
+    )
+    shown = shown_on_a_terminal(program)
+    assert "said → in between\r\n" in shown
+    assert "60/60 steps loss 1.5" in shown
+
+
+def test_a_bar_with_nothing_to_do_leaves_nothing_behind() -> None:
+    program = "from fsdp_tune.cli.output import command\nwith command(False) as screen, screen.progress('x', None, 'rows'): pass"
+    assert shown_on_a_terminal(program).split("\n")[-1].strip("\r ") == ""
+
+
+def test_elsewhere_short_work_is_silent_and_long_work_says_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Screen(json_output=False)
+    with screen.progress("tokenising", 100, "rows") as bar:
+        bar.advance(50)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(progress, "PLAIN_INTERVAL_SECONDS", 0.0)
+    with screen.progress("tokenising", 100, "rows") as bar:
+        bar.advance(50)
+    assert capsys.readouterr().out.startswith("tokenising: 50 of 100 rows (50 %)")
+
+
+def test_a_step_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(json_output=False)
+    with screen.progress("training", None, "steps", lines=False) as bar:
+        view = StepView(screen, bar)
+        view.show({"event": "train_started", "step": 0, "total_steps": 100})
+        view.show(STEP)
+        view.show({**STEP, "step": 40, "loss": "nan", "grad_norm": None})
+        view.show({"step": 40, "eval_loss": 1.5, "eval_a_loss": 1.0, "eval_b_loss": 2.0})
+        view.show({"event": "loss_scale_backed_off", "step": 41, "time": 1.0, "loss_scale": 512})
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"step 20/100  loss 2\.5000  grad norm 1\.250  lr 1\.00e-04  1,234 tokens/s/device  0\.50 GiB  .* left", lines[1])
+    assert lines[2].startswith("step 40/100  loss nan  grad norm -")
+    assert lines[3] == "step 40: eval loss 1.5000 (a 1.0000, b 2.0000)"
+    assert lines[4] == "step 41: loss scale backed off (loss_scale 512)"
+
+
+def test_the_account_of_the_data_is_a_line_a_set_the_training_set_first() -> None:
+    account = {
+        "rows": 9,
+        "tokens": 100,
+        "supervised_tokens": 25,
+        "truncated": 2,
+        "dropped_too_long": {"rows": 1},
+        "dropped_nothing_left": {"rows": 0},
+    }
+    lines = data_lines({"sets": {"held_out": account, "train": account}}, reused=True)
+    assert lines[0] == "data train: 9 rows, 100 tokens, 25 trained (25%), 2 truncated, 1 dropped (from the cache)"
