@@ -1,0 +1,76 @@
+"""`fsdp-tune merge-checkpoint` as users run it: words, JSON and exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fsdp_tune.cli.app import app
+from tests.merge.checkpoints import SHARDS, make_run, merged_tensors
+
+STATE = {"w": torch.arange(6.0).reshape(2, 3)}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run", {5: STATE, 10: STATE})
+
+
+def invoke(*arguments: object):
+    return CliRunner().invoke(app, ["merge-checkpoint", *map(str, arguments)])
+
+
+def test_it_says_what_was_merged_why_and_where(run):
+    result = invoke(run, "--dtype", "keep")
+    assert result.exit_code == 0
+    assert "the newest of 2 complete checkpoints" in result.stdout
+    assert "1 tensors, 6 parameters, float32" in result.stdout
+    assert str(run / "merged") in result.stdout
+
+
+def test_json_is_one_document_and_all_talk_goes_to_stderr(run):
+    result = invoke(run, "--json", "--step", 5, "--dtype", "bf16")
+    document = json.loads(result.stdout)
+    assert document["merged"] == str(run / "merged")
+    assert (document["step"], document["dtype"], document["tensors"], document["verified"]) == (5, "bfloat16", 1, "quick")
+    assert set(document["files"]) == {"README.md", "merge.json", "model.safetensors"}
+    assert document["notices"][0]["code"] == "merge-bare"
+
+
+def test_errors_are_in_the_document_with_their_exit_code(run, tmp_path):
+    for arguments, code, exit_code in (
+        ((run, "--step", 7), "merge-no-such-step", 2),
+        ((tmp_path / "nowhere",), "merge-source-not-found", 2),
+        ((run, "--output", run), "merge-output-is-input", 2),
+        ((run, "--max-shard-size", "5"), "merge-shard-size", 2),
+        ((run / "checkpoint-5", "--best"), "merge-no-run", 2),
+    ):
+        result = invoke(*arguments, "--json")
+        assert result.exit_code == exit_code
+        assert [error["code"] for error in json.loads(result.stdout)["errors"]] == [code]
+    (run / "checkpoint-10" / SHARDS / "__0_0.distcp").write_bytes(b"")
+    result = invoke(run / "checkpoint-10", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["errors"][0]["code"]) == (1, "merge-incomplete-checkpoint")
+
+
+def test_options_reach_the_engine(run, tmp_path):
+    result = invoke(
+        run, "--output", tmp_path / "out", "--dtype", "fp16", "--max-shard-size", "1KB", "--verify", "none", "--average", "last:2"
+    )
+    assert result.exit_code == 0, result.output
+    assert merged_tensors(tmp_path / "out")["w"].dtype == torch.float16
+    assert invoke(run, "--output", tmp_path / "out").exit_code == 2
+    assert invoke(run, "--output", tmp_path / "out", "--overwrite").exit_code == 0
+
+
+def test_the_command_itself_never_imports_torch(run):
+    show = "print(sorted({'torch', 'transformers'} & set(sys.modules)), file=sys.stderr)"
+    code = f"import sys; from fsdp_tune.cli.app import app\ntry: app()\nfinally: {show}"
+    done = subprocess.run([sys.executable, "-c", code, "merge-checkpoint", str(run)], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "[]"
