@@ -147,7 +147,7 @@ def _index(
         packing = data.packing if in_train or data.eval_packing is None else data.eval_packing
         pieces, rows = _rows(recipe, inputs, chosen, trained, packing=packing)
         refuse_empty_set(name, len(rows.rows) - 1, len(chosen), data.max_length)
-        folders[name] = TRAIN if in_train else f"eval-{number}"
+        folders[name] = TRAIN if in_train else f"eval-{number:03d}"
         writer.add_set(folders[name], rows.segments, rows.rows)
         accounts[name] = set_account(pieces, rows, names, data.max_length)
     return folders, accounts

@@ -73,8 +73,9 @@ def prepare(recipe: Recipe, encoder: Encoder, *, progress: Progress | None = Non
 
 
 def _prepared(path: Path, key: str, manifest: Manifest, encoder: Encoder, *, reused: bool) -> Prepared:
-    report = manifest.facts["report"]
-    folders: dict[str, str] = manifest.facts["sets"]
+    # JSON sorts its keys; people expect `train` first, and eval sets as the recipe lists them.
+    folders: dict[str, str] = dict(sorted(manifest.facts["sets"].items(), key=lambda item: (item[0] != TRAIN, item[1])))
+    report = manifest.facts["report"] | {"sets": {name: manifest.facts["report"]["sets"][name] for name in folders}}
     return Prepared(
         key=key,
         path=str(path),

@@ -114,22 +114,22 @@ def _json(file: io.BufferedReader, path: Path) -> Rows:
 def _csv(file: io.BufferedReader, path: Path, delimiter: str = ",") -> Rows:
     csv.field_size_limit(MAX_ROW_BYTES)
     # Bytes that are not UTF-8 become lone surrogates, so that the rows that hold them can be named and the rest read.
-    text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
-    header: list[str] | None = None
-    while True:
-        line = reader.line_num + 1
-        try:
-            fields = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            yield BadRow(line, f"no CSV: {error}")
-            continue
-        if header is None:
-            header = _header(fields, path)
-        elif fields:
-            yield _csv_row(line, header, fields)
+    with io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="") as text:
+        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        header: list[str] | None = None
+        while True:
+            line = reader.line_num + 1
+            try:
+                fields = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield BadRow(line, f"no CSV: {error}")
+                continue
+            if header is None:
+                header = _header(fields, path)
+            elif fields:
+                yield _csv_row(line, header, fields)
 
 
 def _header(fields: list[str], path: Path) -> list[str]:

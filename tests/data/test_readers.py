@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_tune.data.json_rows import BadRow
+from fsdp_tune.data.readers import read_rows
+from fsdp_tune.errors import FsdpTuneError, Problem
+
+ROWS: list[dict[str, Any]] = [{"text": "one"}, {"text": "zwei ä\u2028\u0085\u000b ü"}, {"text": "three"}]
+
+
+def lines(rows: Sequence[Any], end: str = "\n") -> bytes:
+    return end.join(json.dumps(row, ensure_ascii=False) for row in rows).encode() + end.encode()
+
+
+def read(path: Path, kind: str = "lines") -> list[tuple[int, dict[str, Any]] | BadRow]:
+    return list(read_rows(path, kind))
+
+
+def good(path: Path, kind: str = "lines") -> list[dict[str, Any]]:
+    return [row[1] for row in read(path, kind) if not isinstance(row, BadRow)]
+
+
+def bad(path: Path, kind: str = "lines") -> list[BadRow]:
+    return [row for row in read(path, kind) if isinstance(row, BadRow)]
+
+
+def problem(path: Path, kind: str = "lines") -> Problem:
+    with pytest.raises(FsdpTuneError) as caught:
+        read(path, kind)
+    assert caught.value.exit_code == 2
+    (found,) = caught.value.problems
+    assert found.code == "data-unreadable"
+    assert found.where.source == str(path)
+    return found
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        lines(ROWS),
+        lines(ROWS, "\r\n"),
+        b"\xef\xbb\xbf" + lines(ROWS),
+        lines(ROWS).removesuffix(b"\n"),
+        b"\n" + lines(ROWS).replace(b"\n", b"\n \n"),
+        gzip.compress(lines(ROWS)),
+    ],
+    ids=["clean", "crlf", "bom", "no-last-newline", "blank-lines", "gzip"],
+)
+def test_a_file_gives_the_same_rows_however_its_lines_end(tmp_path: Path, contents: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(contents)
+    assert good(path) == ROWS
+    assert good(path, "json") == ROWS
+
+
+def test_rows_carry_the_line_that_they_stand_on(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n\n\n{"a": 2}\n')
+    assert read(path) == [(1, {"a": 1}), (4, {"a": 2})]
+
+
+BAD_LINES = {
+    '{"text": "cut': ("no JSON: unterminated string starting at", 10),
+    '{"text": a}': ("no JSON: expecting value", 10),
+    "7": ("a row is an object, and this is a number", 1),
+    '["a"]': ("a row is an object, and this is a list", 1),
+    '{"text": NaN}': ("`NaN` is not JSON", None),
+    '{"text": "a", "text": "b"}': ("the key `text` stands twice", None),
+    '{"text": "a \\ud800 b"}': ("`\\ud800` is half of a surrogate pair", 13),
+    '{"text": "\\udc00\\ud800"}': ("`\\udc00` is half", 11),
+    '{"n": ' + "9" * 5000 + "}": ("a number of too many digits", None),
+    "[" * 100_000: ("nested too deeply", None),
+    '{"text": "a"} {"text": "b"}': ("no JSON: extra data", 15),
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=[reason for reason, _ in BAD_LINES.values()])
+def test_a_bad_line_is_named_with_its_column_and_the_rest_is_read(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"a": 1}}\n{line}\n{{"a": 3}}\n')
+    assert good(path) == [{"a": 1}, {"a": 3}]
+    (found,) = bad(path)
+    reason, column = BAD_LINES[line]
+    assert found.number == 2
+    assert found.reason.startswith(reason)
+    assert found.column == column
+
+
+def test_a_whole_surrogate_pair_is_one_character(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "\\ud83d\\ude00"}\n')
+    assert good(path) == [{"text": "😀"}]
+
+
+def test_a_line_that_is_not_utf8_is_named_with_its_column(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"text": "\xc3\xa4 caf\xe9"}\n')
+    assert bad(path) == [BadRow(2, "not UTF-8: byte 0xe9", 16)]
+
+
+def test_a_row_beyond_the_limit_is_skipped_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_tune.data.readers.MAX_ROW_BYTES", 1000)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(gzip.compress(b'{"text": "' + b"x" * 5_000_000 + b'"}\n{"a": 1}\n'))
+    assert good(path) == [{"a": 1}]
+    assert [row.number for row in bad(path)] == [1]
+
+
+def test_a_list_gives_rows_with_the_lines_on_which_they_begin(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('[\n {"a": 1},\n\n {"a":\n 2}, {"a": 3}\n]\n')
+    assert read(path, "json") == [(2, {"a": 1}), (4, {"a": 2}), (5, {"a": 3})]
+    path.write_text("[]")
+    assert read(path, "json") == []
+    path.write_text('[{"a": 1}, 5]')
+    assert bad(path, "json") == [BadRow(1, "a row is an object, and this is a number", 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column"),
+    [
+        ('[\n {"a": 1}\n {"a": 2}]', 3, 2),
+        ('[{"a": 1},\n {"a": }]', 2, 8),
+        ('[{"a": 1},]', 1, 11),
+        ('[{"a": 1}', 1, 10),
+        ('[{"a": 1}]\n{"a": 2}', 2, 1),
+        ("[\n", 2, 1),
+    ],
+)
+def test_a_broken_list_is_refused_at_its_line_and_column(tmp_path: Path, text: str, line: int, column: int) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    found = problem(path, "json")
+    assert (found.where.line, found.where.column) == (line, column)
+
+
+def test_one_object_over_several_lines_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('{\n "data": []\n}')
+    assert "jq" in (problem(path, "json").hint or "")
+
+
+def test_csv_reads_quotes_and_newlines_inside_fields(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b'\xef\xbb\xbfprompt,completion\r\n"a ""b""\nc",d\r\n\r\ne,f\r\n')
+    assert read(path, "csv") == [(2, {"prompt": 'a "b"\nc', "completion": "d"}), (5, {"prompt": "e", "completion": "f"})]
+
+
+def test_csv_names_lines_that_do_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b'a,b\n1,2\n1,2,3\n"x" y,2\ncaf\xe9,2\n3,4\n"open,5\n6,7\n')
+    assert [(row.number, row.reason) for row in bad(path, "csv")] == [
+        (3, "3 fields where the first line names 2 columns"),
+        (4, "no CSV: ',' expected after '\"'"),
+        (5, "not UTF-8"),
+        (7, "no CSV: unexpected end of data"),
+    ]
+    assert good(path, "csv") == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
+
+
+def test_csv_with_a_column_named_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b,a\n1,2,3\n")
+    assert "a column twice: a" in problem(path, "csv").message
+
+
+def test_text_gives_a_row_for_each_line_that_is_not_blank(tmp_path: Path) -> None:
+    path = tmp_path / "rows.txt"
+    path.write_bytes("one\r\n\n  two \u2028 more\n".encode())
+    assert read(path, "text") == [(1, {"text": "one"}), (3, {"text": "  two \u2028 more"})]
+
+
+@pytest.mark.parametrize("format_", ["file", "stream"])
+def test_arrow_is_read_in_both_formats_and_refused_when_cut(tmp_path: Path, format_: str) -> None:
+    import pyarrow as pa
+
+    path = tmp_path / "rows.arrow"
+    table = pa.table({"text": [f"row {index} " + "x" * 100 for index in range(3000)]})
+    writer = pa.ipc.new_file if format_ == "file" else pa.ipc.new_stream
+    with writer(path, table.schema) as sink:
+        sink.write_table(table, max_chunksize=500)
+    rows = read(path, "arrow")
+    assert len(rows) == 3000
+    assert rows[2999] == (3000, {"text": "row 2999 " + "x" * 100})
+    os.truncate(path, path.stat().st_size // 2)
+    problem(path, "arrow")
+
+
+def test_parquet_names_the_row_group_that_is_damaged(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": [f"row {index}" for index in range(300)]}), path, row_group_size=100, compression="gzip")
+    assert read(path, "parquet")[299] == (300, {"text": "row 299"})
+    start = pq.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    with open(path, "r+b") as file:
+        file.seek(start)
+        file.write(b"\xff" * 40)
+    assert "row group 1 is damaged (after row 100)" in problem(path, "parquet").message
+    os.truncate(path, 200)
+    assert "no whole Parquet file" in problem(path, "parquet").message
+
+
+@pytest.mark.parametrize(
+    ("contents", "says"),
+    [
+        (gzip.compress(os.urandom(5000) * 3)[:-200], "cut off"),
+        (gzip.compress(b"x" * 99)[:-8] + b"\0" * 8, "damaged"),
+        (b"\x28\xb5\x2f\xfd rest", "zstd"),
+        ("{}".encode("utf-16"), "UTF-16"),
+        (b"PAR1 rest", "Parquet"),
+    ],
+    ids=["cut-gzip", "broken-gzip", "zstd", "utf-16", "parquet"],
+)
+def test_a_file_that_is_something_else_is_refused_with_the_reason(tmp_path: Path, contents: bytes, says: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(contents)
+    assert says in problem(path).message
+
+
+def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.mkdir()
+    assert "directory" in problem(path).message.lower()
