@@ -117,8 +117,8 @@ def expected(recipe: Recipe) -> dict[str, Any]:
     storage = _STORAGE[recipe.model.dtype]
     wrapper = {1: "fsdp1", 2: "fsdp2"}[recipe.fsdp.version] if meaning["mesh"] else "ddp"
     reshard = meaning["reshard_after_forward"] if recipe.fsdp.reshard_after_forward is None else recipe.fsdp.reshard_after_forward
-    if recipe.fsdp.auto_wrap_policy == "NO_WRAP":
-        reshard = None  # the root is the only unit, and its backward begins where its forward ends
+    if recipe.fsdp.auto_wrap_policy == "NO_WRAP" or not meaning["mesh"]:
+        reshard = None  # no unit but the root, whose backward begins where its forward ends; or nothing sharded at all
     prefetch: dict[str, Any] = {}
     if wrapper == "fsdp2" and recipe.fsdp.auto_wrap_policy != "NO_WRAP":
         backward = recipe.fsdp.backward_prefetch
