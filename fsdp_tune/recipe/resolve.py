@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from fsdp_tune.recipe.findings import Finding, as_notice, as_problem
 from fsdp_tune.recipe.paths import absolute_paths, output_directory
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.training_fields import training_value
+from fsdp_tune.recipe.training_rules import TRACKERS
 from fsdp_tune.recipe.world import WORLD_RULES, World, mesh_sizes
 
 ASSUMED_DEVICES = 8
@@ -63,6 +65,7 @@ def resolve(
         work.evaluation()
     work.model()
     work.rest()
+    work.trackers()
     output, wrong = output_directory(recipe, cwd)
     work.data["output_dir"] = str(output)
     local_paths, path_problems = absolute_paths(work.data, cwd)
@@ -172,6 +175,13 @@ class _Work:
             self.decide("fsdp.reshard_after_forward", self.recipe.reshards_after_forward, f"{fsdp.sharding_strategy}")
         if fsdp.version == 1 and self.data["launch"]["device"] == "cpu" and fsdp.cpu_ram_efficient_loading:
             self.decide("fsdp.cpu_ram_efficient_loading", value=False, reason="FSDP1 on the CPU cannot send rank 0's weights")
+
+    def trackers(self) -> None:
+        """A tracker that is not installed would end every rank minutes later. Nothing is asked where nothing starts."""
+        for name in self.recipe.training.report_to if self.assume is None else []:
+            if importlib.util.find_spec(TRACKERS[name]) is None:
+                message = f"`training.report_to` names {name}, and the package `{TRACKERS[name]}` is not installed"
+                self.complain("tracker-not-installed", ("training.report_to",), message, f"`pip install {TRACKERS[name]}`, or leave it out")
 
     def training(self, world: World) -> None:
         training = self.recipe.training

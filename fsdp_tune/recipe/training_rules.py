@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdp_tune.recipe.findings import Finding, Rule
+from fsdp_tune.recipe.keys import closest
 from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.training_fields import training_value
@@ -91,10 +92,40 @@ def schedule_has_its_arguments(recipe: Recipe) -> Finding | None:
     return Finding("missing-key", ("training.lr_scheduler_type", "training.lr_scheduler_kwargs"), message)
 
 
+# transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK, with the module that each imports.
+TRACKERS = {
+    "azure_ml": "azureml",
+    "clearml": "clearml",
+    "codecarbon": "codecarbon",
+    "comet_ml": "comet_ml",
+    "dagshub": "dagshub",
+    "dvclive": "dvclive",
+    "flyte": "flytekit",
+    "kubeflow": "kubeflow",
+    "mlflow": "mlflow",
+    "neptune": "neptune",
+    "swanlab": "swanlab",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
+}
+
+
+def trackers_are_known(recipe: Recipe) -> Finding | None:
+    for name in recipe.training.report_to:
+        if name not in TRACKERS:
+            near = closest(name, list(TRACKERS))
+            hint = f"did you mean `{near}`?" if near else f"there are {', '.join(TRACKERS)}"
+            message = f"`training.report_to` names the tracker `{shown(name)}`, which transformers does not know"
+            return Finding("wrong-value", ("training.report_to",), message, hint)
+    return None
+
+
 TRAINING_RULES: tuple[Rule, ...] = (
     warmup_ends,
     evaluation_needs_data,
     best_model_is_measured,
     best_metric_is_measured,
     schedule_has_its_arguments,
+    trackers_are_known,
 )

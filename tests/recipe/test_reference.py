@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from fsdp_tune.recipe.not_yet import NOT_YET, refused, value_of
 from fsdp_tune.recipe.reference import default_of, json_schema, reference_yaml, surface_lines
 from fsdp_tune.recipe.schema import Recipe, Training
 from fsdp_tune.recipe.training_fields import TRAINING_FIELDS, owned_names, owner_of, training_value, version_gap
+from fsdp_tune.recipe.training_rules import TRACKERS
 
 CONTRACT = yaml.safe_load((Path(__file__).parent / "contract.yaml").read_text())
 CONTRACT["training"]["learning_rate"] = 2.0e-5  # PyYAML reads `2.0e-5` as text
@@ -69,6 +72,15 @@ def test_the_table_lists_the_fields_of_the_installed_transformers() -> None:
 
     fields = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     assert {name for name, field in TRAINING_FIELDS.fields.items() if installed in field.versions} == fields
+
+
+def test_the_trackers_are_those_of_the_installed_transformers() -> None:
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None
+    assert spec.origin is not None
+    source = (Path(spec.origin).parent / "integrations" / "integration_utils.py").read_text()
+    table = source.split("INTEGRATION_TO_CALLBACK = {")[1].split("}")[0]
+    assert set(re.findall(r'"(\w+)":', table)) == set(TRACKERS)
 
 
 def test_every_owned_field_is_a_real_one_and_says_where_it_lives() -> None:

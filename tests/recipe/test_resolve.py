@@ -138,6 +138,13 @@ def test_what_the_number_of_devices_makes_impossible_is_told_with_lines() -> Non
     assert (problem.code, problem.where.line) == ("indivisible", 3)
 
 
+def test_a_tracker_that_is_not_installed_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    problem = refused("training: {report_to: [wandb]}")
+    assert (problem.code, problem.where.line) == ("tracker-not-installed", 3)
+    assert resolved("training: {report_to: [wandb]}", assume="cuda").recipe.training.report_to == ["wandb"]
+
+
 def test_fsdp_1_on_the_cpu_loads_on_every_rank() -> None:
     resolution = resolved("fsdp: {version: 1}\nlaunch: {device: cpu}")
     assert resolution.recipe.fsdp.cpu_ram_efficient_loading is False

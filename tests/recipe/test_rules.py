@@ -24,6 +24,8 @@ CONTRADICTIONS = [
     ("training: {load_best_model_at_end: true}", "evaluation_needs_data", 3, "no `data.eval`"),
     ("training: {early_stopping: {patience: 1}}", "evaluation_needs_data", 3, "no `data.eval`"),
     ("training: {save_strategy: best}", "evaluation_needs_data", 3, "no `data.eval`"),
+    ("training: {report_to: [wandbb]}", "trackers_are_known", 3, "`wandbb`"),
+    ("training: {report_to: all}", "trackers_are_known", 3, "`all`"),
     ("training: {lr_scheduler_type: cosine_with_min_lr}", "schedule_has_its_arguments", 3, "`min_lr` or `min_lr_rate`"),
     ("training: {lr_scheduler_type: warmup_stable_decay}", "schedule_has_its_arguments", 3, "`num_decay_steps`"),
     ("fsdp:\n  reshard_after_forward: 2\n  version: 1", "version_1_limits", 4, "line 5"),
