@@ -15,6 +15,7 @@ and repeating rows of a mixture copy no token, and a row is read without unpacki
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self, TypeVar
@@ -111,8 +112,10 @@ class StoreWriter:
 
     def __init__(self, stage: Path) -> None:
         self.stage = stage
-        self._tokens: IO[bytes] = DISK.open(stage / "tokens.int32")
-        self._trained: IO[bytes] = DISK.open(stage / "trained.uint8")
+        with ExitStack() as opened:
+            self._tokens: IO[bytes] = opened.enter_context(DISK.open(stage / "tokens.int32"))
+            self._trained: IO[bytes] = opened.enter_context(DISK.open(stage / "trained.uint8"))
+            self._files = opened.pop_all()
         self._offsets: list[Int64] = [np.zeros(1, np.int64)]
         self._origins: list[Int64] = []
         self.tokens = 0
@@ -128,8 +131,7 @@ class StoreWriter:
         self.tokens += len(tokens)
 
     def close(self) -> None:
-        self._tokens.close()
-        self._trained.close()
+        self._files.close()
 
     def finish_pool(self) -> None:
         """After the last example, before the first set."""

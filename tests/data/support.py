@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fsdp_tune.data.prepare import Prepared, prepare
@@ -58,9 +59,14 @@ class ByteEncoder:
         self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None, generation_prompt: bool, **variables: Any
     ) -> str:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _raise
         return environment.from_string(template).render(
             messages=messages, tools=tools, add_generation_prompt=generation_prompt, eos_token=self.eos_token, **variables
         )
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
 
 
 def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:

@@ -1,0 +1,267 @@
+"""The cache: keyed by content, published whole, built once; whatever is killed, nothing half is ever seen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+import fsdp_tune.atomic as atomic
+from fsdp_tune.atomic import Disk
+from fsdp_tune.data import cache
+from fsdp_tune.data.prepare import prepare
+from fsdp_tune.errors import FsdpTuneError
+from tests.data.support import ByteEncoder, prepared, recipe_for, rows_of, write_jsonl
+
+ROWS = [{"prompt": f"{n} ", "completion": str(n)} for n in range(30)]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "rows.jsonl", ROWS)
+
+
+def stores(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "cache" / "data").iterdir() if not path.name.endswith(".lock"))
+
+
+def test_the_same_data_are_prepared_once(tmp_path: Path, rows: Path) -> None:
+    first, second = prepared(tmp_path, rows), prepared(tmp_path, rows, num_proc=3, shuffle=False, pad_to_multiple_of=1)
+    assert (first.reused, second.reused) == (False, True)
+    assert first.path == second.path
+
+
+def test_a_file_that_moved_is_the_same_data(tmp_path: Path, rows: Path) -> None:
+    first = prepared(tmp_path, rows)
+    moved = rows.rename(tmp_path / "moved.jsonl")
+    assert prepared(tmp_path, moved).reused
+    assert prepared(tmp_path, moved).key == first.key
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_length": 65},
+        {"packing": True},
+        {"separator": "\n"},
+        {"append_eos": False},
+        {"loss_on": "all"},
+        {"eval": {"rows": 2}},
+        {"overlong": "drop"},
+    ],
+    ids=str,
+)
+def test_whatever_changes_rows_changes_the_key(tmp_path: Path, rows: Path, change: dict[str, Any]) -> None:
+    assert prepared(tmp_path, rows).key != prepared(tmp_path, rows, **change).key
+
+
+def test_the_tokenizer_and_its_template_change_the_key(tmp_path: Path, rows: Path) -> None:
+    keys = {
+        prepared(tmp_path, rows, encoder=encoder).key for encoder in (ByteEncoder(), ByteEncoder(merges=["12"]), ByteEncoder(template="t"))
+    }
+    assert len(keys) == 3
+
+
+def test_another_eval_set_leaves_the_training_key_alone(tmp_path: Path, rows: Path) -> None:
+    """A resumed run may be evaluated on more; it must be trained on the same."""
+    first = prepared(tmp_path, rows)
+    second = prepared(tmp_path, rows, eval=[{"path": str(rows), "label": "more"}])
+    assert first.key == second.key
+    assert first.path != second.path
+
+
+def test_a_changed_file_is_prepared_anew_and_the_old_data_stay_for_runs_that_use_them(tmp_path: Path, rows: Path) -> None:
+    first = prepared(tmp_path, rows)
+    before = rows.stat()
+    rows.write_text(rows.read_text().replace("12", "21"))
+    os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns))  # as rsync -t or tar leave it
+    second = prepared(tmp_path, rows)
+    assert not second.reused
+    assert second.key != first.key
+    assert rows_of(first)[12].input_ids.tolist() != rows_of(second)[12].input_ids.tolist()
+
+
+def test_a_file_that_is_written_to_while_it_is_read_is_refused(tmp_path: Path, rows: Path) -> None:
+    class Writing(ByteEncoder):
+        def encode(self, texts: list[str]) -> list[list[int]]:
+            with open(rows, "a") as file:
+                file.write('{"prompt": "late ", "completion": "row"}\n')
+            return super().encode(texts)
+
+    with pytest.raises(FsdpTuneError, match="written to while it was read"):
+        prepared(tmp_path, rows, encoder=Writing())
+    assert stores(tmp_path) == []
+
+
+def test_a_damaged_store_is_built_again(tmp_path: Path, rows: Path) -> None:
+    first = prepared(tmp_path, rows)
+    with open(Path(first.path) / "tokens.int32", "ab") as file:
+        file.write(b"x")
+    assert not prepared(tmp_path, rows).reused
+    assert len(rows_of(prepared(tmp_path, rows))) == 30
+
+
+class FailingDisk(Disk):
+    """Every operation counts; from the n-th on they raise, as on a disk that is full or gone."""
+
+    def __init__(self, fail_at: int) -> None:
+        self.operations, self.fail_at = 0, fail_at
+
+    def _count(self) -> None:
+        self.operations += 1
+        if self.operations >= self.fail_at:
+            raise OSError(28, "No space left on device")
+
+    def open(self, path: Path, mode: str = "wb") -> IO[bytes]:
+        self._count()
+        return super().open(path, mode)
+
+    def write(self, file: IO[bytes], data: bytes | memoryview) -> None:
+        self._count()
+        super().write(file, data)
+
+    def fsync(self, file: IO[bytes]) -> None:
+        self._count()
+        super().fsync(file)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._count()
+        super().rename(source, target)
+
+    def replace(self, source: Path, target: Path) -> None:
+        self._count()
+        super().replace(source, target)
+
+    def mkdir(self, path: Path) -> None:
+        self._count()
+        super().mkdir(path)
+
+
+def failing_disks(monkeypatch: pytest.MonkeyPatch) -> Iterator[FailingDisk]:
+    for fail_at in count(1):
+        disk = FailingDisk(fail_at)
+        for module in ("fsdp_tune.atomic", "fsdp_tune.data.cache", "fsdp_tune.data.store"):
+            monkeypatch.setattr(f"{module}.DISK", disk)
+        yield disk
+        if disk.operations < fail_at:
+            return
+
+
+def test_a_disk_that_fails_at_any_operation_leaves_no_half_store(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = 0
+    for disk in failing_disks(monkeypatch):
+        try:
+            prepared(tmp_path, rows)
+        except OSError:
+            failures += 1
+            assert stores(tmp_path) == [] if (tmp_path / "cache" / "data").exists() else True
+        else:
+            assert disk.operations < disk.fail_at
+    assert failures > 15
+    assert len(rows_of(prepared(tmp_path, rows))) == 30
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from fsdp_tune.atomic import Disk
+import fsdp_tune.atomic, fsdp_tune.data.cache, fsdp_tune.data.store
+from fsdp_tune.data.prepare import prepare
+from tests.data.support import ByteEncoder, recipe_for
+
+class Killing(Disk):
+    operations = 0
+    def __getattribute__(self, name):
+        if not name.startswith("_") and name != "operations":
+            Killing.operations += 1
+            if Killing.operations == fail_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getattribute__(name)
+
+folder, rows, fail_at = Path(sys.argv[1]), Path(sys.argv[2]), 0
+for fail_at in map(int, sys.argv[3:]):
+    Killing.operations = 0
+    pid = os.fork()
+    if pid == 0:
+        for module in (fsdp_tune.atomic, fsdp_tune.data.cache, fsdp_tune.data.store):
+            module.DISK = Killing()
+        prepare(recipe_for(folder, rows), ByteEncoder())
+        os._exit(7)
+    status = os.waitpid(pid, 0)[1]
+    print(fail_at, "killed" if os.WIFSIGNALED(status) else os.WEXITSTATUS(status), flush=True)
+    if not os.WIFSIGNALED(status):
+        break
+    data = folder / "cache" / "data"
+    for store in data.iterdir() if data.exists() else ():
+        if not store.name.startswith("."):
+            assert fsdp_tune.data.cache.complete(store) is not None, store
+"""
+
+
+def test_a_process_that_is_killed_at_any_operation_leaves_no_half_store_and_the_next_one_cleans_up(tmp_path: Path, rows: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), str(rows), *map(str, range(1, 200))],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    *killed, last = done.stdout.splitlines()
+    assert len(killed) > 20
+    assert all(line.endswith("killed") for line in killed)
+    assert last.endswith("7")
+    assert len(rows_of(prepared(tmp_path, rows))) == 30
+    assert len(stores(tmp_path)) == 1, "stages of the killed are gone"
+
+
+RACING = """
+import sys, time
+from pathlib import Path
+from fsdp_tune.data.prepare import prepare
+from tests.data.support import ByteEncoder, recipe_for
+
+class Slow(ByteEncoder):
+    def encode(self, texts):
+        time.sleep(0.2)
+        return super().encode(texts)
+
+while time.time() < float(sys.argv[3]):
+    time.sleep(0.01)
+found = prepare(recipe_for(Path(sys.argv[1]), Path(sys.argv[2])), Slow())
+print(found.reused, found.train_rows)
+"""
+
+
+def test_of_two_processes_at_once_one_builds_and_the_other_reuses(tmp_path: Path, rows: Path) -> None:
+    start = time.time() + 2.0
+    command = [sys.executable, "-c", RACING, str(tmp_path), str(rows), str(start)]
+    racers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    said = [racer.communicate(timeout=60)[0].split() for racer in racers]
+    assert sorted(said) == [["False", "30"], ["True", "30"], ["True", "30"]]
+
+
+def test_without_locks_the_one_who_comes_second_takes_what_is_there(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(file: object, operation: int) -> None:
+        raise OSError(cache.LOCKLESS[0], "no locks")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    build = prepare(recipe_for(tmp_path, rows), ByteEncoder())
+    path = Path(build.path)
+    aside = path.rename(path.with_name("aside"))
+
+    def other_was_faster(stage: Path) -> dict[str, Any]:
+        aside.rename(path)
+        (stage / "half").write_text("")
+        return {}
+
+    _, reused = cache.built(path, other_was_faster)
+    assert not reused
+    assert len(rows_of(build)) == 30
+    assert atomic.STAGE_MARK not in "".join(stores(tmp_path))

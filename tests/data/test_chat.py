@@ -1,0 +1,143 @@
+"""Chats: what the assistant is trained on is what it will have to write after the generation prompt, token by token."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from fsdp_tune.data import chat as chat_module
+from fsdp_tune.data.chat import ChatTokens, tokenise_chat
+from fsdp_tune.data.formats import Chat, RowError
+from tests.data.support import CHATML, ByteEncoder
+
+LLAMA2 = "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
+REASONING = (  # as Qwen3: earlier answers lose the block, and reasoning switched off puts an empty one into the prompt
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def conversation(*turns: str, trained: tuple[bool, ...] | str | None = "assistant") -> Chat:
+    roles = ["user" if index % 2 == 0 else "assistant" for index in range(len(turns))]
+    messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=True)]
+    answers = tuple(role == "assistant" for role in roles)
+    last = tuple(index == len(turns) - 1 for index in range(len(turns)))
+    wanted = {"assistant": answers, "last": last}
+    return Chat(messages, wanted[trained] if isinstance(trained, str) else trained)
+
+
+def tokenised(chat: Chat, template: str, encoder: ByteEncoder, *, append_eos: bool = True) -> ChatTokens:
+    return tokenise_chat(chat, template, encoder, append_eos=append_eos, check_repeat=True)
+
+
+def shown(tokens: ChatTokens, encoder: ByteEncoder) -> str:
+    parts: list[str] = []
+    for token, trained, before in zip(tokens.ids, tokens.trained, [False, *tokens.trained], strict=False):
+        parts.append(("[" if trained and not before else "]" if before and not trained else "") + encoder.decode([token]))
+    return "".join(parts) + ("]" if tokens.trained[-1] else "")
+
+
+def refused(chat: Chat, template: str, encoder: ByteEncoder | None = None) -> str:
+    with pytest.raises(RowError) as caught:
+        tokenised(chat, template, encoder or ByteEncoder())
+    return str(caught.value)
+
+
+def test_answers_are_trained_from_the_generation_prompt_to_the_end_of_sequence() -> None:
+    encoder = ByteEncoder(eos="<|im_end|>")
+    tokens = tokenised(conversation("a", "b", "c", "d"), CHATML, encoder)
+    assert shown(tokens, encoder) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[b<|im_end|>]\n"
+        "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[d<|im_end|>]\n"
+    )
+    assert not tokens.eos_appended
+
+
+def test_the_ids_are_those_of_the_whole_conversation_at_inference() -> None:
+    encoder = ByteEncoder(eos="<|im_end|>")
+    chat = conversation("a", "b", "c", "d")
+    whole = encoder.render(chat.messages, CHATML, tools=None, generation_prompt=False)
+    assert tokenised(chat, CHATML, encoder).ids == encoder.encode([whole])[0]
+
+
+def test_a_template_without_a_generation_prompt_trains_what_follows_the_question() -> None:
+    encoder = ByteEncoder()
+    tokens = tokenised(conversation("a", "b", "c", "d"), LLAMA2, encoder)
+    assert shown(tokens, encoder) == "<s>[INST] a [/INST][ b </s>]<s>[INST] c [/INST][ d </s>]"
+
+
+def test_end_of_sequence_is_added_once_where_the_template_ends_answers_otherwise() -> None:
+    encoder = ByteEncoder(eos="</s>")
+    tokens = tokenised(conversation("a", "b"), CHATML, encoder)
+    assert shown(tokens, encoder).endswith("assistant\n[b<|im_end|>\n</s>]")
+    assert tokens.eos_appended
+    assert tokens.ids.count(encoder.eos_id) == 1
+    assert not tokenised(conversation("a", "b"), CHATML, encoder, append_eos=False).eos_appended
+
+
+def test_nothing_that_a_generation_prompt_supplies_is_trained() -> None:
+    encoder = ByteEncoder(eos="<|im_end|>")
+    tokens = tokenised(conversation("a", "b"), REASONING, encoder)
+    assert shown(tokens, encoder).endswith("assistant\n<think>\n\n</think>\n\n[b<|im_end|>]\n")
+
+
+def test_a_template_that_rewrites_earlier_answers_trains_only_the_last() -> None:
+    encoder = ByteEncoder(eos="<|im_end|>")
+    says = refused(conversation("a", "b", "c", "d"), REASONING, encoder)
+    assert "not prefix-stable" in says
+    assert "last_assistant" in says
+    last = tokenised(conversation("a", "b", "c", "d", trained="last"), REASONING, encoder)
+    assert shown(last, encoder).endswith("[d<|im_end|>]\n")
+    assert shown(last, encoder).count("[") == 1
+
+
+def test_a_template_whose_prompt_is_not_the_beginning_of_the_answer_is_refused() -> None:
+    template = CHATML.replace("assistant\n{% endif %}", "Assistant:{% endif %}")
+    assert "not prefix-stable" in refused(conversation("a", "b"), template)
+
+
+def test_a_token_that_spans_prompt_and_answer_is_refused() -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    assert shown(tokenised(conversation("a", "b"), template, ByteEncoder()), ByteEncoder()) == "user: a</s>assistant:[ b</s>]"
+    says = refused(conversation("a", "b"), template, ByteEncoder(merges=[": "]))
+    assert "a token spans" in says
+    assert "assistant:' ' b" in says
+
+
+def test_loss_on_all_trains_every_token() -> None:
+    tokens = tokenised(conversation("a", "b", trained=None), CHATML, ByteEncoder())
+    assert all(tokens.trained)
+
+
+def test_a_conversation_that_begins_with_the_assistant_is_refused() -> None:
+    chat = Chat([{"role": "assistant", "content": "hi"}], (True,))
+    assert "begins with the assistant" in refused(chat, CHATML)
+
+
+def test_what_the_template_says_is_passed_on() -> None:
+    assert "roles must alternate" in refused(conversation("a", "b"), "{{ raise_exception('roles must alternate') }}" + CHATML)
+    assert "'nothing' is undefined" in refused(conversation("a", "b"), "{{ nothing.there }}")
+
+
+def test_a_template_that_differs_from_call_to_call_is_refused() -> None:
+    template = "{{ range(100000) | random }}" + CHATML
+    assert "differently each time" in refused(conversation("a", "b"), template)
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
+    assert "unsafe" in refused(conversation("a", "b"), "{{ cycler.__init__.__globals__ }}")
+    assert "Range too big" in refused(conversation("a", "b"), "{% for x in range(10**10) %}{% endfor %}")
+
+
+def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_module, "TEMPLATE_SECONDS", 0.3)
+    endless = "{% for x in range(99999) %}{% for y in range(99999) %}{% endfor %}{% endfor %}"
+    began = time.monotonic()
+    assert "runs for more than" in refused(conversation("a", "b"), endless)
+    assert time.monotonic() - began < 5
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp_tune.data.formats import Chat, Ids, RowError, Settings, Text, matching_formats
+
+USER, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
+
+
+def example(format_: str, row: dict[str, Any], loss_on: str = "completion", template: str | None = None, separator: str = "") -> Any:
+    return Settings(format_, loss_on, template, separator, append_eos=True, vocabulary_size=100).example(row)
+
+
+def refused(format_: str, row: dict[str, Any], **settings: Any) -> str:
+    with pytest.raises(RowError) as caught:
+        example(format_, row, **settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "formats"),
+    [
+        ("text", ["text"]),
+        ("prompt completion id", ["prompt_completion"]),
+        ("instruction input output", ["alpaca"]),
+        ("instruction output", ["alpaca"]),
+        ("messages tools", ["messages"]),
+        ("conversations system", ["sharegpt"]),
+        ("input_ids labels", ["tokenized"]),
+        ("instruction output text", ["text", "alpaca"]),
+        ("question answer", []),
+    ],
+)
+def test_a_format_is_found_by_its_columns(columns: str, formats: list[str]) -> None:
+    assert matching_formats(columns.split()) == formats
+
+
+def test_text_is_trained_whole() -> None:
+    assert example("text", {"text": "abc"}) == Text("", "abc", train_prompt=False)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(None, "null"), (7, "a number"), (["a"], "a list"), (True, "true or false"), ({}, "an object")]
+)
+def test_text_that_is_no_text_is_refused_by_column(value: object, kind: str) -> None:
+    assert refused("text", {"text": value}) == f"column `text` holds {kind} and not text"
+
+
+def test_prompt_and_completion_are_joined_with_the_separator_on_the_untrained_side() -> None:
+    row = {"prompt": "2+2", "completion": "4"}
+    assert example("prompt_completion", row, separator=" = ") == Text("2+2 = ", "4", train_prompt=False)
+    assert example("prompt_completion", row, loss_on="all").train_prompt
+
+
+@pytest.mark.parametrize("completion", ["", " \n"])
+def test_an_empty_completion_is_refused(completion: str) -> None:
+    assert refused("prompt_completion", {"prompt": "a", "completion": completion}) == "the completion is empty"
+
+
+def test_a_column_that_one_row_lacks_is_named() -> None:
+    assert refused("prompt_completion", {"completion": "b"}) == "it has no column `prompt`"
+
+
+def test_conversational_prompt_and_completion_become_a_chat_that_trains_the_completion() -> None:
+    row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
+    assert example("prompt_completion", row).trained == (False, False, False, True)
+
+
+def test_alpaca_is_stanfords_two_prompts_without_a_template() -> None:
+    with_input = example("alpaca", {"instruction": "Add {x}", "input": "{y}", "output": "z"})
+    assert with_input.prompt.startswith("Below is an instruction that describes a task, paired with an input")
+    assert with_input.prompt.endswith("### Instruction:\nAdd {x}\n\n### Input:\n{y}\n\n### Response:")
+    without = example("alpaca", {"instruction": "Add", "input": "", "output": "z"})
+    assert without.prompt.endswith("request.\n\n### Instruction:\nAdd\n\n### Response:")
+    assert "Input" not in without.prompt
+
+
+def test_alpaca_is_a_chat_where_a_template_is_in_force() -> None:
+    chat = example("alpaca", {"instruction": "Add", "input": "1 1", "output": "2"}, template="t")
+    assert chat == Chat([{"role": "user", "content": "Add\n\n1 1"}, {"role": "assistant", "content": "2"}], (False, True))
+
+
+@pytest.mark.parametrize(
+    ("loss_on", "trained"), [("assistant", (False, True, False, True)), ("last_assistant", (False, False, False, True)), ("all", None)]
+)
+def test_a_chat_trains_the_turns_that_were_asked_for(loss_on: str, trained: tuple[bool, ...] | None) -> None:
+    assert example("messages", {"messages": [USER, ANSWER, USER, ANSWER]}, loss_on=loss_on).trained == trained
+
+
+def test_a_message_of_weight_zero_is_not_trained() -> None:
+    chat = example("messages", {"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER]}, loss_on="assistant")
+    assert chat.trained == (False, False, False, True)
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], "an empty list and not a list of messages"),
+        ("hello", "text and not a list of messages"),
+        ([USER, "b"], "message 2 is text and not an object"),
+        ([USER], "the last message is from `user`: there is no answer to learn"),
+        ([{"role": "wizard", "content": "x"}, ANSWER], "message 1 has the unknown role `wizard`"),
+        ([USER, {"role": "assistant", "content": " "}], "message 2: the answer is empty"),
+        ([USER, {"role": "assistant", "content": None}], "message 2: `content` holds null and not text"),
+        ([{"role": "user", "content": [{"type": "image"}]}, ANSWER], "message 1: a part of its content is not text"),
+    ],
+)
+def test_a_broken_conversation_is_refused_with_the_message(messages: Any, says: str) -> None:
+    assert says in refused("messages", {"messages": messages}, loss_on="assistant")
+
+
+def test_content_in_parts_is_joined_and_gaps_from_arrow_are_closed() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    chat = example("messages", {"messages": [{"role": "user", "content": parts, "tool_calls": None}, ANSWER]}, loss_on="assistant")
+    assert chat.messages[0] == {"role": "user", "content": "ab"}
+
+
+def test_an_answer_may_be_a_tool_call_and_tools_may_be_json_text() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    chat = example("messages", {"messages": [USER, call], "tools": '[{"name": "f"}]'}, loss_on="assistant")
+    assert chat.messages[1]["content"] == ""
+    assert chat.tools == [{"name": "f"}]
+    assert "no JSON" in refused("messages", {"messages": [USER, ANSWER], "tools": "["}, loss_on="assistant")
+
+
+def test_sharegpt_speakers_become_roles_and_a_system_column_comes_first() -> None:
+    row = {"system": "be brief", "conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]}
+    assert example("sharegpt", row, loss_on="assistant").messages == [{"role": "system", "content": "be brief"}, USER, ANSWER]
+    assert "unknown speaker `bing`" in refused("sharegpt", {"conversations": [{"from": "bing", "value": "b"}]}, loss_on="assistant")
+    assert example("sharegpt", {"conversations": [USER, ANSWER]}, loss_on="assistant").messages == [USER, ANSWER]
+
+
+def test_tokenized_rows_say_what_is_trained() -> None:
+    assert example("tokenized", {"input_ids": [1, 2, 3]}) == Ids([1, 2, 3], [True] * 3)
+    assert example("tokenized", {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}).trained == [False, True, True]
+    assert example("tokenized", {"input_ids": [1, 2], "completion_mask": [0, 1], "attention_mask": [1, 1]}).trained == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"input_ids": [1, 100]}, "`input_ids` holds 100, and the tokenizer has 100 tokens"),
+        ({"input_ids": [1, -1]}, "holds -1"),
+        ({"input_ids": [1.0]}, "not a list of whole numbers"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "at position 0 where `input_ids` holds 1: labels are the same ids"),
+        ({"input_ids": [1, 2], "labels": [1]}, "holds 1 numbers, and `input_ids` 2"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "leave the padding out"),
+    ],
+)
+def test_broken_token_rows_are_refused(row: dict[str, Any], says: str) -> None:
+    assert says in refused("tokenized", row)

@@ -1,0 +1,341 @@
+"""The whole way of a row, from files to what a rank reads, with the account of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_tune.data.prepare import Prepared, decoded_rows, prepare
+from fsdp_tune.data.store import RowStore
+from fsdp_tune.errors import FsdpTuneError, Problem
+from tests.data.support import CHATML, ByteEncoder, marked, prepared, recipe_for, rows_of, write_jsonl
+
+PAIRS = [{"prompt": f"{n}+1 is", "completion": f" {n + 1}"} for n in range(20)]
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
+
+
+def problems(folder: Path, *entries: Any, encoder: ByteEncoder | None = None, **data: Any) -> list[Problem]:
+    with pytest.raises(FsdpTuneError) as caught:
+        prepared(folder, *entries, encoder=encoder, **data)
+    assert caught.value.exit_code == 2
+    assert not list((folder / "cache").rglob("tokens.int32")), "nothing is left of data that cannot be used"
+    return list(caught.value.problems)
+
+
+def told(found: Prepared) -> dict[str, str]:
+    return {notice.code: notice.message for notice in found.as_notices()}
+
+
+def shown(found: Prepared, encoder: ByteEncoder | None = None) -> list[str]:
+    return [marked(row, encoder or ByteEncoder()) for row in rows_of(found)]
+
+
+# --- what is trained ---
+
+
+def test_the_completion_and_the_end_are_trained_and_the_prompt_is_not(tmp_path: Path, pairs: Path) -> None:
+    found = prepared(tmp_path, pairs)
+    assert shown(found)[:2] == ["0+1 is[ 1</s>]", "1+1 is[ 2</s>]"]
+    assert told(found) == {}
+
+
+def test_loss_on_all_trains_the_prompt_too(tmp_path: Path, pairs: Path) -> None:
+    assert shown(prepared(tmp_path, pairs, loss_on="all"))[0] == "0[+1 is 1</s>]"
+
+
+def test_the_beginning_of_sequence_stands_once_and_is_never_trained(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "abc"}, {"text": "<s>abc"}])
+    encoder = ByteEncoder(adds_bos=True)
+    found = prepared(tmp_path, rows, encoder=encoder)
+    assert shown(found, encoder) == ["<s>[abc</s>]", "<s>[abc</s>]"]
+    assert found.report["bos"] == {"once": 2, "more": 0, "examples": 2}
+
+
+def test_a_beginning_of_sequence_inside_a_text_is_counted(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "ab<s>c"}, {"text": "d"}])
+    found = prepared(tmp_path, rows, encoder=ByteEncoder(adds_bos=True))
+    assert found.report["bos"] == {"once": 1, "more": 1, "examples": 2}
+    assert "bos-twice" in told(found)
+
+
+def test_the_end_of_sequence_is_never_doubled_and_can_be_left_out(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a ", "completion": "b</s>"}])
+    assert shown(prepared(tmp_path, rows)) == ["a [b</s>]"]
+    plain = write_jsonl(tmp_path / "plain.jsonl", [{"prompt": "a ", "completion": "b"}])
+    found = prepared(tmp_path, plain, append_eos=False)
+    assert shown(found) == ["a [b]"]
+    assert "1 of 1 examples do not train the end" in told(found)["eos-untrained"]
+
+
+def test_tokenized_rows_stay_as_they_are_unless_an_end_is_asked_for(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": [97, 98, 99], "labels": [-100, 98, -100]}])
+    assert shown(prepared(tmp_path, rows)) == ["a[b]c"]
+    assert shown(prepared(tmp_path, rows, append_eos=True)) == ["a[b]c[</s>]"]
+
+
+def test_a_prompt_has_the_tokens_that_it_has_alone(tmp_path: Path) -> None:
+    """`:` and a space would become one token across the border, which the model never sees when it is given the prompt."""
+    encoder = ByteEncoder(merges=[": ", "ab"])
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "ab:", "completion": " ab"}, {"prompt": "ab", "completion": " ab"}])
+    found = prepared(tmp_path, rows, encoder=encoder)
+    first = rows_of(found)[0].input_ids.tolist()
+    assert first[:2] == encoder.encode(["ab:"])[0]
+    assert first == [encoder.id("ab"), ord(":"), ord(" "), encoder.id("ab"), encoder.eos_id]
+    assert "in 1 of 2 rows a token would span" in told(found)["tokenised-apart"]
+
+
+def test_no_white_space_between_prompt_and_completion_is_said(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a?", "completion": "b"}, {"prompt": "a?\n", "completion": "b"}])
+    assert "in 1 of 2 rows" in told(prepared(tmp_path, rows))["no-space"]
+    assert "no-space" not in told(prepared(tmp_path, rows, separator="\n"))
+
+
+def test_alpaca_says_how_it_is_written(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"instruction": "Add", "output": "2"}])
+    without = prepared(tmp_path, rows, max_length=400)
+    assert told(without) == {"alpaca-prompt": "alpaca rows are written with Stanford's two prompts"}
+    assert shown(without)[0].endswith("### Response:[2</s>]")
+    encoder = ByteEncoder(template=CHATML, eos="<|im_end|>")
+    chat = prepared(tmp_path, rows, encoder=encoder, max_length=400)
+    assert told(chat) == {"alpaca-prompt": "alpaca rows are written with the chat template"}
+    assert shown(chat, encoder)[0].endswith("assistant\n[2<|im_end|>]\n")
+
+
+def test_chats_that_the_template_ends_with_another_token_are_told(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    rows = write_jsonl(tmp_path / "rows.jsonl", [chat])
+    found = prepared(tmp_path, rows, encoder=ByteEncoder(template=CHATML), max_length=200)
+    assert "`</s>`" in told(found)["eos-not-in-template"]
+    assert problems(tmp_path / "other", rows)[0].code == "no-chat-template"
+
+
+# --- what is left out ---
+
+
+def test_rows_that_train_nothing_are_left_out_with_their_numbers(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": [1, 2], "labels": [-100, -100]}, {"input_ids": [1, 2]}, {"input_ids": [7]}])
+    found = prepared(tmp_path, rows)
+    assert found.train_rows == 1
+    assert found.report["rows_untrained"] == {"rows": 2, "first": [f"{rows}:1", f"{rows}:3"]}
+    assert "2 of 3 rows" in told(found)["rows-untrained"]
+
+
+def test_training_on_nothing_is_an_error_with_the_counts(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": [1, 2], "labels": [-100, -100]}] * 3)
+    (found,) = problems(tmp_path, rows)
+    assert found.code == "nothing-to-train"
+    assert "3 were read" in found.message
+    assert "3 are empty or wholly masked" in found.message
+    assert f"{rows}:1" in (found.hint or "")
+
+
+def test_completions_that_the_cut_removed_are_left_out_and_all_of_them_is_an_error(tmp_path: Path) -> None:
+    long, short = {"prompt": "x" * 100, "completion": " y"}, {"prompt": "x", "completion": " y"}
+    found = prepared(tmp_path, write_jsonl(tmp_path / "rows.jsonl", [short, long]), max_length=50)
+    assert found.train_rows == 1
+    assert "1 rows lost all that is trained" in told(found)["rows-dropped"]
+    assert problems(tmp_path / "other", write_jsonl(tmp_path / "long.jsonl", [long]), max_length=50)[0].code == "nothing-to-train"
+
+
+def test_cut_rows_are_counted_and_do_not_train_an_end(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": " " + "b" * 30}])
+    found = prepared(tmp_path, rows, max_length=10)
+    assert shown(found) == ["a[ bbbbbbbb]"]
+    assert "1 rows were cut" in told(found)["rows-truncated"]
+
+
+def test_text_is_split_by_default_and_an_end_stands_once(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "abcdefghij"}])
+    assert shown(prepared(tmp_path, rows, max_length=4)) == ["a[bcd]", "e[fgh]", "i[j</s>]"]
+
+
+# --- bad rows ---
+
+
+def test_bad_rows_are_named_with_line_and_column_and_all_are_counted(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    good = json.dumps(PAIRS[0])
+    lines = [good] * 10_000 + ['{"prompt": "cut', '{"prompt": 5, "completion": "b"}', *["7"] * 10]
+    rows.write_text("\n".join(lines) + "\n")
+    *first, total = problems(tmp_path, rows)
+    assert [(found.where.source, found.where.line, found.where.column) for found in first[:2]] == [
+        (str(rows), 10_001, 12),
+        (str(rows), 10_002, None),
+    ]
+    assert first[1].message == "column `prompt` holds a number and not text"
+    assert len(first) == 5
+    assert total.message == "12 of 10,012 rows cannot be used; the first 5 are above"
+    assert "on_bad_row=skip" in (total.hint or "")
+
+
+def test_skipped_rows_are_counted_and_listed_in_a_file(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(PAIRS[0]) + '\n{"prompt": \n{"prompt": "a", "completion": ""}\n')
+    found = prepared(tmp_path, rows, on_bad_row="skip")
+    assert found.train_rows == 1
+    assert found.report["rows_bad"] == {"rows": 2, "first": [f"{rows}:2", f"{rows}:3"]}
+    listed = [json.loads(line) for line in (Path(found.path) / "bad_rows.jsonl").read_text().splitlines()]
+    assert listed[1] == {"file": str(rows), "row": 3, "column": None, "reason": "the completion is empty"}
+    assert "2 of 3 rows" in told(found)["bad-rows-skipped"]
+
+
+def test_a_file_without_a_good_row_names_the_bad_ones(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{\n{\n")
+    assert [found.where.line for found in problems(tmp_path, rows)] == [1, 2]
+    rows.write_text("")
+    assert problems(tmp_path, rows)[0].code == "no-rows"
+
+
+# --- columns and formats ---
+
+
+def test_columns_are_kept_and_renamed(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"question": "a ", "answer": "b", "text": "no"}])
+    entry = {"path": str(rows), "columns": ["question", "answer"], "rename_columns": {"question": "prompt", "answer": "completion"}}
+    assert shown(prepared(tmp_path, entry)) == ["a [b</s>]"]
+    wrong = problems(tmp_path / "x", {"path": str(rows), "rename_columns": {"questoin": "prompt"}})
+    assert wrong[0].hint == "did you mean `question`?"
+    twice = problems(tmp_path / "x", {"path": str(rows), "rename_columns": {"question": "answer"}})
+    assert twice[0].code == "column-twice"
+
+
+def test_two_formats_are_an_error_that_names_both(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"instruction": "a", "output": "b", "text": "c"}])
+    (found,) = problems(tmp_path, rows)
+    assert "looks like text and like alpaca" in found.message
+    assert shown(prepared(tmp_path, rows, format="text"))[0] == "c[</s>]"
+
+
+def test_no_format_and_a_format_without_its_columns(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b"}])
+    assert "rename_columns" in (problems(tmp_path, rows)[0].hint or "")
+    assert "`prompt`, which the format prompt_completion needs" in problems(tmp_path, rows, format="prompt_completion")[0].message
+
+
+def test_loss_on_must_fit_the_format(tmp_path: Path, pairs: Path) -> None:
+    assert problems(tmp_path, pairs, loss_on="assistant")[0].code == "loss-on"
+
+
+def test_files_with_other_columns_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", PAIRS)
+    write_jsonl(folder / "b.jsonl", [{"text": "x"}])
+    (found,) = problems(tmp_path, folder)
+    assert found.code == "columns-differ"
+    assert "b.jsonl has the columns text" in found.message
+    assert "a.jsonl has prompt, completion" in found.message
+
+
+def test_all_entries_that_are_wrong_are_told_at_once(tmp_path: Path) -> None:
+    found = problems(tmp_path, tmp_path / "one.jsonl", tmp_path / "two.jsonl")
+    assert [problem.code for problem in found] == ["data-not-found"] * 2
+
+
+# --- sets, packing, mixing ---
+
+
+def test_held_out_rows_are_not_trained_and_do_not_depend_on_the_tokenizer(tmp_path: Path, pairs: Path) -> None:
+    found = prepared(tmp_path, pairs, eval={"rows": 5})
+    other = prepared(tmp_path, pairs, eval={"rows": 5}, packing=True, encoder=ByteEncoder(adds_bos=True))
+    evals = [RowStore(store.evals["held_out"]) for store in (found, other)]
+    held_out = [{origin for row in range(len(store)) for origin in store.origins(row)} for store in evals]
+    assert held_out[0] == held_out[1]
+    assert len(held_out[0]) == 5
+    train = RowStore(found.train)
+    assert not held_out[0] & {origin for row in range(len(train)) for origin in train.origins(row)}
+
+
+def test_an_empty_split_is_an_error_with_the_counts(tmp_path: Path, pairs: Path) -> None:
+    (found,) = problems(tmp_path, pairs, eval={"fraction": 1e-9})
+    assert found.code == "empty-split"
+    assert "holds out 0 of 20 rows" in found.message
+
+
+def test_eval_sets_by_label_and_a_label_twice(tmp_path: Path, pairs: Path) -> None:
+    entry = {"path": str(pairs), "max_rows": 3}
+    found = prepared(tmp_path, pairs, eval=[entry | {"label": "b"}, entry | {"label": "a"}])
+    assert list(found.evals) == ["b", "a"], "in the order of the recipe"
+    assert {label: len(RowStore(path)) for label, path in found.evals.items()} == {"b": 3, "a": 3}
+    assert problems(tmp_path / "x", pairs, eval=[entry | {"label": "a"}] * 2)[0].code == "label-twice"
+
+
+def test_packed_rows_hold_whole_examples_in_no_more_than_max_length(tmp_path: Path, pairs: Path) -> None:
+    found = prepared(tmp_path, pairs, packing=True, max_length=40, eval=[{"path": str(pairs), "label": "e"}], eval_packing=False)
+    rows = rows_of(found)
+    assert sum(len(row.lengths) for row in rows) == 20
+    assert all(len(row.input_ids) <= 40 for row in rows)
+    account = found.report["sets"]["train"]
+    assert account["fill"] == pytest.approx(account["tokens"] / (len(rows) * 40))
+    assert found.report["sets"]["e"]["rows"] == 20, "eval_packing: false"
+
+
+def test_wrapped_packing_cuts_and_fills(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "abcdef"}, {"text": "ghi"}])
+    found = prepared(tmp_path, rows, packing=True, packing_strategy="wrapped", max_length=5)
+    assert [(row.lengths, marked(row, ByteEncoder())) for row in rows_of(found)] == [
+        ((5,), "a[bcde]"),
+        ((2, 3), "f[</s>]g[hi]"),
+        ((1,), "</s>"),
+    ]
+
+
+def test_weights_draw_rows_of_a_source_again(tmp_path: Path, pairs: Path) -> None:
+    few = write_jsonl(tmp_path / "few.jsonl", [{"prompt": "x ", "completion": "y"}])
+    found = prepared(tmp_path, {"path": str(pairs), "weight": 0.5}, {"path": str(few), "weight": 0.5})
+    assert shown(found).count("x [y</s>]") == 20
+    assert found.train_rows == 40
+
+
+def test_fewer_rows_than_a_global_batch_is_an_error_with_the_counts(tmp_path: Path, pairs: Path) -> None:
+    recipe = recipe_for(tmp_path, pairs, packing=True)
+    recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update={"per_device_train_batch_size": 8})})
+    with pytest.raises(
+        FsdpTuneError, match=r"there are \d+ rows to train on, packed from 20 examples \(20 were read\), and one step takes 8"
+    ):
+        prepare(recipe, ByteEncoder())
+    assert prepare(recipe, ByteEncoder(), check_rows=False).train_rows < 8
+
+
+# --- the account ---
+
+
+def test_the_account_adds_up(tmp_path: Path, pairs: Path) -> None:
+    found = prepared(tmp_path, pairs)
+    rows = rows_of(found)
+    account = found.report["sets"]["train"]
+    assert account["tokens"] == sum(len(row.input_ids) for row in rows)
+    assert account["supervised_tokens"] == sum(int((row.labels != -100).sum()) for row in rows)
+    assert account["supervised_tokens_per_example"] == {"min": 3, "median": 4.0, "max": 4}
+    assert found.report["eos"]["supervised"] == found.report["rows_kept"] == found.report["rows_read"] == 20
+
+
+def test_decoded_rows_show_what_is_trained(tmp_path: Path, pairs: Path) -> None:
+    found = prepared(tmp_path, pairs)
+    assert found.report["example"] == {"where": f"{pairs}:11", "runs": [("10+1 is", False), (" 11</s>", True)]}
+    rows = decoded_rows(found.train, ByteEncoder(), 50)
+    assert [example["where"] for (example,) in rows] == [f"{pairs}:{line}" for line in range(1, 21)]
+
+
+def test_prepared_data_travel_as_json(tmp_path: Path, pairs: Path) -> None:
+    found = prepared(tmp_path, pairs, eval={"rows": 2})
+    again = Prepared.from_json(found.to_json())
+    assert again.train == found.train
+    assert json.loads(again.to_json()) == json.loads(found.to_json())
+
+
+def test_several_processes_give_the_same_rows(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{n} ", "completion": str(n)} for n in range(12_500)])
+    alone = prepared(tmp_path / "alone", rows)
+    several = prepared(tmp_path / "several", rows, num_proc=2)
+    assert alone.key == several.key
+    for name in ("tokens.int32", "trained.uint8", "origins.int64", "train/rows.int64"):
+        assert (Path(alone.path) / name).read_bytes() == (Path(several.path) / name).read_bytes()

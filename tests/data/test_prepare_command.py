@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from fsdp_tune.cli.prepare import prepare
+
+app = typer.Typer()
+app.command()(prepare)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"""
+model: {{from_config: {{model_type: gpt2}}, tokenizer: builtin:arithmetic}}
+data:
+  train: [{{path: "builtin:arithmetic"}}]
+  eval: [{{path: "builtin:arithmetic", split: test, label: held_out}}]
+  max_length: 32
+  cache_dir: {tmp_path / "cache"}
+precision: {{mixed_precision: no}}
+launch: {{device: cpu, num_processes: 1}}
+"""
+    )
+    return path
+
+
+def test_the_account_and_marked_rows_are_shown(recipe: Path) -> None:
+    done = CliRunner().invoke(app, ["--config", str(recipe), "--show", "2"])
+    assert done.exit_code == 0
+    assert "889" in done.output
+    assert "end of sequence `<|endoftext|>` trained in 1,000 of 1,000 examples" in done.output
+    assert "twenty five plus one is⟦ twenty six<|endoftext|>⟧" in done.output
+
+
+def test_json_is_one_document(recipe: Path) -> None:
+    done = CliRunner().invoke(app, [str(recipe), "--json", "--show", "1"])
+    document = json.loads(done.stdout)
+    assert document["report"]["sets"]["train"]["rows"] == 889
+    assert document["shown"][0][0]["runs"][1][1] is True
+    assert document["reused"] is False
+    again = CliRunner().invoke(app, [str(recipe), "--json"])
+    assert json.loads(again.stdout)["reused"] is True
+
+
+def test_control_characters_of_a_row_are_shown_and_not_obeyed(recipe: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "clear \x1b[2J", "completion": " now"}) + "\n")
+    done = CliRunner().invoke(app, [str(recipe), "--set", f"data.train=[{{path: {rows}}}]", "--show", "1"])
+    assert done.exit_code == 0, done.output
+    assert "\x1b" not in done.output
+    assert "clear \\x1b[2J⟦ now" in done.output
+
+
+def test_bad_data_end_in_exit_2_with_the_line(recipe: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": \n')
+    done = CliRunner().invoke(app, [str(recipe), "--set", f"data.train=[{{path: {rows}}}]", "--json"])
+    assert done.exit_code == 2
+    first = json.loads(done.stdout)["errors"][0]
+    assert (first["file"], first["line"], first["code"]) == (str(rows), 2, "bad-row")

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fsdp_tune.data.sets import Cut, Examples, cut, held_out, mixed
+from fsdp_tune.data.store import Int64
+from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.recipe.schema_data import EvalFraction, EvalRows, Mixture
+
+
+def examples_of(*lengths: int, sources: list[int] | None = None) -> Examples:
+    sizes = np.array(lengths, np.int64)
+    count = len(sizes)
+    return Examples(
+        starts=np.cumsum(sizes) - sizes,
+        lengths=sizes,
+        supervised=sizes - 1,
+        sources=np.array(sources or [0] * count, np.int64),
+        hashes=np.arange(count, dtype=np.uint64),
+        origins=np.stack([np.zeros(count, np.int64), np.arange(1, count + 1)], axis=1),
+    )
+
+
+def cut_at(limit: int, examples: Examples, *overlong: str, untrained: tuple[int, ...] = ()) -> Cut:
+    trained = np.ones(int(examples.lengths.sum()), np.uint8)
+    trained[list(untrained)] = 0
+    return cut(examples, overlong, limit, trained)
+
+
+def test_truncate_keeps_the_beginning_and_counts() -> None:
+    found = cut_at(4, examples_of(3, 10, 4), "truncate")
+    assert found.segments.tolist() == [[0, 3], [3, 4], [13, 4]]
+    assert found.supervised.tolist() == [2, 3, 3]
+    assert (found.truncated, found.split, len(found.dropped)) == (1, 0, 0)
+
+
+def test_split_cuts_into_pieces_and_loses_nothing_but_first_tokens() -> None:
+    found = cut_at(4, examples_of(3, 10), "split")
+    assert found.segments.tolist() == [[0, 3], [3, 4], [7, 4], [11, 2]]
+    assert found.supervised.tolist() == [2, 3, 3, 1]
+    assert found.split == 1
+
+
+def test_a_piece_of_one_token_has_no_target_and_is_left_out() -> None:
+    found = cut_at(4, examples_of(5), "split")
+    assert found.segments.tolist() == [[0, 4]]
+    assert found.emptied.tolist() == [], "the example itself is still trained"
+
+
+def test_drop_leaves_out_and_names() -> None:
+    found = cut_at(4, examples_of(3, 10), "drop")
+    assert found.segments.tolist() == [[0, 3]]
+    assert found.dropped.tolist() == [[0, 2]]
+
+
+def test_an_example_that_lost_its_trained_part_in_the_cut_is_left_out_and_named() -> None:
+    found = cut_at(4, examples_of(3, 10), "truncate", untrained=(3, 4, 5, 6, 7))
+    assert found.segments.tolist() == [[0, 3]]
+    assert found.emptied.tolist() == [[0, 2]]
+
+
+def test_error_names_the_rows_and_the_longest() -> None:
+    with pytest.raises(FsdpTuneError, match=r"2 rows are longer than .* the longest 10: rows 2, 4"):
+        cut_at(4, examples_of(3, 10, 4, 5), "error")
+
+
+def test_each_source_follows_its_own_rule() -> None:
+    found = cut_at(4, examples_of(6, 6, sources=[0, 1]), "split", "drop")
+    assert found.segments.tolist() == [[0, 4], [4, 2]]
+
+
+HASHES = np.random.default_rng(0).integers(0, 2**64, 10_000, dtype=np.uint64)
+
+
+def test_a_fraction_is_chosen_by_content_so_rows_can_be_added_and_moved() -> None:
+    chosen = held_out(HASHES, EvalFraction(fraction=0.1))
+    assert 0.08 < chosen.mean() < 0.12
+    moved = np.random.default_rng(1).permutation(len(HASHES))
+    assert (held_out(HASHES[moved], EvalFraction(fraction=0.1)) == chosen[moved]).all()
+    assert (held_out(HASHES[:100], EvalFraction(fraction=0.1)) == chosen[:100]).all()
+    assert (held_out(HASHES, EvalFraction(fraction=0.2)) >= chosen).all(), "a larger fraction keeps what was held out"
+
+
+def test_a_number_of_rows_is_met_and_equal_rows_stay_together() -> None:
+    assert held_out(HASHES, EvalRows(rows=500)).sum() == 500
+    twice = np.concatenate([HASHES, HASHES])
+    chosen = held_out(twice, EvalRows(rows=500))
+    assert (chosen[: len(HASHES)] == chosen[len(HASHES) :]).all()
+
+
+def test_holding_out_all_rows_is_refused() -> None:
+    with pytest.raises(FsdpTuneError, match="would hold out all of 10,000 rows"):
+        held_out(HASHES, EvalRows(rows=10_000))
+
+
+def counts(sizes: list[int], weights: list[float | None], **mixture: object) -> list[int]:
+    sources: Int64 = np.repeat(np.arange(len(sizes)), sizes)
+    drawn = mixed(sources, sizes, weights, Mixture.model_validate(mixture))
+    return np.bincount(sources[drawn], minlength=len(sizes)).tolist()
+
+
+def test_without_weights_each_row_comes_once() -> None:
+    assert counts([10, 30], [None, None]) == [10, 30]
+
+
+def test_all_exhausted_repeats_the_source_that_is_too_small() -> None:
+    assert counts([10, 30], [0.5, 0.5]) == [30, 30]
+    assert counts([10, 30], [3.0, 1.0]) == [90, 30]
+
+
+def test_first_exhausted_ends_with_the_first_source() -> None:
+    assert counts([10, 30], [0.5, 0.5], stopping_strategy="first_exhausted") == [10, 10]
+
+
+def test_temperature_flattens_the_shares() -> None:
+    assert counts([100, 10_000], [None, None], temperature=2.0, stopping_strategy="first_exhausted") == [100, 1000]
+
+
+def test_every_row_is_drawn_before_any_comes_again() -> None:
+    sources = np.repeat([0, 1], [10, 25])
+    drawn = mixed(sources, [10, 25], [0.5, 0.5], Mixture())
+    times = np.bincount(drawn, minlength=35)
+    assert set(times[:10].tolist()) == {2, 3}
+    assert times.sum() == 50
+
+
+def test_a_weight_for_some_sources_alone_is_refused() -> None:
+    with pytest.raises(FsdpTuneError, match="others do not"):
+        counts([10, 10], [1.0, None])

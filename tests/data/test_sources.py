@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_tune.data import hub_dataset
+from fsdp_tune.data.json_rows import BadRow
+from fsdp_tune.data.sources import Source, find_source
+from fsdp_tune.errors import FsdpTuneError, Problem
+from fsdp_tune.recipe.schema_data import DataSource
+from tests.data.support import write_jsonl
+
+
+def source(path: Path | str, **entry: Any) -> Source:
+    return find_source(DataSource(path=str(path), **entry), "data.train[0]")
+
+
+def texts(found: Source) -> list[str]:
+    return [row[1]["text"] for _, row in found.read() if not isinstance(row, BadRow)]
+
+
+def problem(path: Path | str, **entry: Any) -> Problem:
+    with pytest.raises(FsdpTuneError) as caught:
+        source(path, **entry)
+    assert caught.value.exit_code == 2
+    (found,) = caught.value.problems
+    assert found.where.key == "data.train[0]"
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a1"}, {"text": "a2"}])
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "b1"}])
+    (tmp_path / ".hidden.jsonl").write_text("x")
+    (tmp_path / "README.md").write_text("x")
+    return tmp_path
+
+
+def test_a_file_a_directory_and_a_glob(folder: Path) -> None:
+    assert texts(source(folder / "a.jsonl")) == ["a1", "a2"]
+    assert texts(source(folder)) == ["a1", "a2", "b1"]
+    assert texts(source(folder / "[b]*.jsonl")) == ["b1"]
+    assert source(folder).names == (str(folder / "a.jsonl"), str(folder / "b.jsonl"))
+
+
+def test_data_files_inside_a_directory_and_with_a_builder(folder: Path) -> None:
+    assert texts(source(folder, data_files="b*")) == ["b1"]
+    assert texts(source("json", data_files=[str(folder / "b.jsonl"), str(folder / "*.jsonl")])) == ["b1", "a1", "a2"]
+    (folder / "rows").write_text("one\ntwo\n")
+    assert texts(source("text", data_files=str(folder / "rows"))) == ["one", "two"]
+    assert problem("json").code == "data-not-found"
+
+
+def test_gzip_is_known_by_the_ending_before_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    assert texts(source(tmp_path)) == ["a"]
+
+
+def test_file_names_tell_the_splits_of_a_directory(tmp_path: Path) -> None:
+    for name in ("train-00.jsonl", "train-01.jsonl", "test.jsonl", "my_dev.jsonl"):
+        write_jsonl(tmp_path / name, [{"text": name}])
+    assert texts(source(tmp_path)) == ["train-00.jsonl", "train-01.jsonl"]
+    assert texts(source(tmp_path, split="validation")) == ["my_dev.jsonl"]
+    (tmp_path / "test.jsonl").unlink()
+    assert problem(tmp_path, split="test").hint == "its splits are: train, validation"
+
+
+def test_a_saved_data_set_and_its_splits(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_dict({"text": [f"row {index}" for index in range(5)]})
+    rows.select([3, 1]).save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(str(tmp_path / "many"))
+    found = source(tmp_path / "one")
+    assert texts(found) == ["row 3", "row 1"]
+    assert len(found.content()) == 1, "the bytes of its file decide whether prepared data are current"
+    assert texts(source(tmp_path / "many", split="test")) == ["row 0"]
+    assert problem(tmp_path / "many", split="dev").hint == "its splits are: train, test"
+    (tmp_path / "one" / "state.json").write_text("{")
+    assert problem(tmp_path / "one").code == "data-unreadable"
+
+
+def test_what_is_not_there_is_named_with_what_is(folder: Path) -> None:
+    assert problem(folder / "aa.jsonl").hint == "did you mean `a.jsonl`?"
+    assert "no directory" in (problem(folder / "nowhere" / "x.jsonl").hint or "")
+    assert problem(folder / "c*.jsonl").message == f"no file matches `{folder}/c*.jsonl`"
+    assert problem("rows.jsonl").message == f"there is no `{Path('rows.jsonl').absolute()}`"
+    (folder / "empty").mkdir()
+    assert "holds no data files" in problem(folder / "empty").message
+
+
+def test_files_of_two_kinds_are_refused_by_name(folder: Path) -> None:
+    (folder / "c.csv").write_text("text\nx\n")
+    found = problem(folder)
+    assert found.code == "mixed-files"
+    assert "c.csv" in found.message
+
+
+def test_an_ending_that_says_nothing_is_refused_with_the_builder(folder: Path) -> None:
+    (folder / "rows.dat").write_text("x")
+    assert "path: json, data_files: rows.dat" in (problem(folder / "rows.dat").hint or "")
+    (folder / "rows.jsonl.zst").write_text("x")
+    assert "zstd -d rows.jsonl.zst" in (problem(folder / "rows.jsonl.zst").hint or "")
+
+
+@pytest.mark.parametrize("option", [{"split": "test"}, {"name": "main"}, {"revision": "abc"}])
+def test_keys_of_hub_data_sets_mean_nothing_for_files(folder: Path, option: dict[str, str]) -> None:
+    assert next(iter(option)) in problem(folder / "a.jsonl", **option).message
+
+
+def test_a_hub_id_out_of_reach_says_what_was_wanted_and_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_dataset, "hub_is_reachable", lambda: False)
+    found = problem("tatsu-lab/alpaca")
+    assert found.code == "hub-unreachable"
+    assert "`tatsu-lab/alpaca`" in found.message
+    assert any("data.train[0].path=/path" in way for way in found.ways_out)
+
+
+def test_builtin_rows_and_unknown_ones() -> None:
+    assert len(list(source("builtin:arithmetic", split="test").read())) == 111
+    with pytest.raises(FsdpTuneError, match="there is no `builtin:poems`"):
+        source("builtin:poems")
+    with pytest.raises(FsdpTuneError, match="has no split `dev`"):
+        source("builtin:arithmetic", split="dev")

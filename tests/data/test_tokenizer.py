@@ -1,0 +1,206 @@
+"""The recipe's tokenizer through transformers: special tokens, templates, what is said when it cannot be had."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_tune.bridge.tokenizer import load_encoder, load_tokenizer, open_tokenizer
+from fsdp_tune.data import hub
+from fsdp_tune.data.builtin import builtin_rows, builtin_tokenizer
+from fsdp_tune.data.chat import tokenise_chat
+from fsdp_tune.data.formats import Chat
+from fsdp_tune.data.templates import BUNDLED
+from fsdp_tune.errors import FsdpTuneError, Problem
+from fsdp_tune.recipe.schema import Recipe
+
+BUILTIN = "builtin:arithmetic"
+
+
+def recipe(tokenizer: Path | str | None = BUILTIN, *, tokens: dict[str, Any] | None = None, template: str | None = None) -> Recipe:
+    model = {"tokenizer": str(tokenizer) if tokenizer else None, "tokens": tokens or {}}
+    return Recipe.model_validate({"model": model, "data": {"chat_template": template}})
+
+
+def saved(folder: Path, **special: Any) -> Path:
+    """An ordinary tokenizer directory with the special tokens given, and no others."""
+    from transformers import PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast(tokenizer_object=builtin_tokenizer(BUILTIN), **special).save_pretrained(str(folder))
+    return folder
+
+
+def problem(wanted: Recipe) -> Problem:
+    with pytest.raises(FsdpTuneError) as caught:
+        load_tokenizer(wanted)
+    assert caught.value.exit_code == 2
+    (found,) = caught.value.problems
+    return found
+
+
+def test_the_builtin_tokenizer_is_an_ordinary_one_when_saved(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = load_tokenizer(recipe())
+    tokenizer.save_pretrained(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 384, "bos_token_id": null, "eos_token_id": null}')
+    again = AutoTokenizer.from_pretrained(str(tmp_path))
+    assert (again.eos_token, again.pad_token, len(again)) == (tokenizer.eos_token, tokenizer.pad_token, len(tokenizer))
+    for row in builtin_rows(BUILTIN, "test")[:20]:
+        text = row["prompt"] + row["completion"]
+        assert again(text).input_ids == tokenizer(text).input_ids
+        assert again.decode(again(text).input_ids) == text
+    chat = [{"role": "user", "content": "one plus one is"}, {"role": "assistant", "content": "two"}]
+    assert again.apply_chat_template(chat, tokenize=False) == "<|user|>one plus one is<|end|><|assistant|>two<|endoftext|>"
+
+
+def test_the_builtin_template_trains_answers() -> None:
+    encoder = load_encoder(recipe())
+    messages = [{"role": "user", "content": "one plus one is"}, {"role": "assistant", "content": " two"}]
+    assert encoder.chat_template is not None
+    tokens = tokenise_chat(Chat(messages, (False, True)), encoder.chat_template, encoder, append_eos=True, check_repeat=True)
+    trained = [token for token, flag in zip(tokens.ids, tokens.trained, strict=True) if flag]
+    assert encoder.decode(trained) == " two<|endoftext|>"
+
+
+def test_loading_the_builtin_tokenizer_and_preparing_imports_no_torch(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from fsdp_tune.bridge.tokenizer import load_encoder
+from fsdp_tune.data.prepare import prepare
+from fsdp_tune.recipe.schema import Recipe
+data = {{"train": [{{"path": "{BUILTIN}"}}], "max_length": 32, "cache_dir": {str(tmp_path)!r}}}
+recipe = Recipe.model_validate({{"model": {{"tokenizer": "{BUILTIN}"}}, "data": data, "launch": {{"num_processes": 1}}}})
+prepare(recipe, load_encoder(recipe))
+assert "torch" not in sys.modules and "datasets" not in sys.modules and "pyarrow" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_padding_is_chosen_from_unused_tokens_and_said(tmp_path: Path) -> None:
+    opened = open_tokenizer(recipe(saved(tmp_path, eos_token="<|endoftext|>")))
+    assert opened.tokenizer.pad_token == "<|pad|>"
+    (notice,) = opened.notices
+    assert notice.code == "pad-chosen"
+    assert "`<|pad|>` is taken, an unused token" in notice.message
+
+
+def test_padding_is_the_end_of_sequence_when_nothing_is_unused(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    plain = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>").save_pretrained(str(tmp_path))
+    opened = open_tokenizer(recipe(tmp_path))
+    assert opened.tokenizer.pad_token_id == opened.tokenizer.eos_token_id
+    assert "its end-of-sequence token" in opened.notices[0].message
+
+
+def test_a_tokenizer_that_has_padding_says_nothing() -> None:
+    assert open_tokenizer(recipe()).notices == ()
+
+
+def test_no_end_of_sequence_is_an_error_and_naming_one_mends_it(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    assert problem(recipe(path)).code == "no-eos"
+    tokenizer = load_tokenizer(recipe(path, tokens={"eos": "<|end|>", "pad": "<|pad|>"}))
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|end|>", "<|pad|>")
+
+
+def test_tokens_are_added_and_can_be_end_and_padding() -> None:
+    before = len(load_tokenizer(recipe()))
+    tokenizer = load_tokenizer(recipe(tokens={"add": ["<|new|>", "<|end2|>"], "eos": "<|end2|>"}))
+    assert len(tokenizer) == before + 2
+    assert tokenizer.eos_token_id == before + 1
+    assert len(tokenizer("<|new|>").input_ids) == 1
+
+
+def test_a_token_that_is_not_there_gets_the_close_matches() -> None:
+    found = problem(recipe(tokens={"eos": "<|endoftxt|>"}))
+    assert found.code == "unknown-token"
+    assert "did you mean `<|endoftext|>`" in (found.hint or "")
+
+
+def test_the_recipes_template_is_put_into_the_tokenizer_that_is_saved(tmp_path: Path) -> None:
+    assert load_tokenizer(recipe(template="chatml")).chat_template == BUNDLED["chatml"]
+    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    assert load_tokenizer(recipe(template=str(tmp_path / "mine.jinja"))).chat_template == "{{ messages }}"
+    assert problem(recipe(template="missing.jinja")).code == "no-such-template"
+
+
+@pytest.mark.parametrize("template", sorted(BUNDLED))
+def test_bundled_templates_are_prefix_stable(template: str) -> None:
+    encoder = load_encoder(recipe(tokens={"add": ["<|im_start|>", "<|im_end|>"]}, template=template))
+    turns = [{"role": role, "content": f"{role} says"} for role in ("system", "user", "assistant", "user", "assistant")]
+    chat = Chat(turns, (False, False, True, False, True))
+    tokens = tokenise_chat(chat, BUNDLED[template], encoder, append_eos=True, check_repeat=True)
+    trained = encoder.decode([token for token, flag in zip(tokens.ids, tokens.trained, strict=True) if flag])
+    assert trained.count("assistant says") == 2
+    assert "user says" not in trained
+    assert trained.endswith("<|endoftext|>")
+
+
+def test_a_run_directory_gives_the_tokenizer_of_its_model(tmp_path: Path) -> None:
+    saved(tmp_path / "run" / "model", eos_token="<|endoftext|>", pad_token="<|pad|>")
+    (tmp_path / "run" / "checkpoint-5").mkdir()
+    for path in (tmp_path / "run", tmp_path / "run" / "checkpoint-5"):
+        assert load_tokenizer(recipe(path)).eos_token == "<|endoftext|>"
+
+
+def test_what_is_not_there_is_told_apart_from_what_is_out_of_reach(tmp_path: Path) -> None:
+    assert problem(recipe(None)).code == "no-tokenizer"
+    assert problem(recipe(tmp_path)).code == "tokenizer-not-found"
+    assert problem(recipe("./nowhere")).code == "tokenizer-not-found"
+    found = problem(recipe("meta-llama/Llama-2-7b-hf"))
+    assert found.code == "hub-unreachable"
+    assert "`meta-llama/Llama-2-7b-hf`" in found.message
+    assert any("model.tokenizer=/path" in way for way in found.ways_out)
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert problem(recipe(tmp_path)).code == "tokenizer-unreadable"
+
+
+def test_no_network_is_known_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.delenv("http_proxy", raising=False)
+    monkeypatch.delenv("HTTP_PROXY", raising=False)
+    assert not hub.hub_is_reachable.__wrapped__()
+
+
+def test_the_encoder_is_the_tokenizer_without_special_tokens_and_travels() -> None:
+    encoder = pickle.loads(pickle.dumps(load_encoder(recipe())))
+    texts = ["one plus two", "", "x<|endoftext|>"]
+    assert encoder.encode(texts) == load_tokenizer(recipe())(texts, add_special_tokens=False)["input_ids"]
+    assert encoder.digest == load_encoder(recipe()).digest
+
+
+def test_a_beginning_of_sequence_that_the_tokenizer_adds_is_its_prefix(tmp_path: Path) -> None:
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
+    backend = builtin_tokenizer(BUILTIN)
+    begin = backend.token_to_id("<|system|>")
+    backend.post_processor = processors.TemplateProcessing(single="<|system|> $A", special_tokens=[("<|system|>", begin)])
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|system|>", eos_token="<|endoftext|>", pad_token="<|pad|>"
+    ).save_pretrained(str(tmp_path))
+    encoder = load_encoder(recipe(tmp_path))
+    assert encoder.prefix_ids == (begin,)
+    assert encoder.bos_id == begin
+    assert begin not in encoder.encode(["one"])[0]
+    assert load_encoder(recipe()).prefix_ids == ()
+
+
+def test_digests_tell_tokenizers_apart(tmp_path: Path) -> None:
+    digests = {
+        load_encoder(wanted).digest
+        for wanted in (recipe(), recipe(tokens={"add": ["<|new|>"]}), recipe(tokens={"eos": "<|end|>"}), recipe(template="chatml"))
+    }
+    assert len(digests) == 4
