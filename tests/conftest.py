@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; several ranks share few cores
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported; children inherit it
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files anew instead of comparing; the commit says why")
@@ -40,7 +40,7 @@ def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 
 
 @pytest.fixture(autouse=True)
-def loopback_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that reaches for the network fails at once and says where to."""
     connect = socket.socket.connect
 
@@ -52,4 +52,3 @@ def loopback_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         connect(self, address)  # type: ignore[arg-type]
 
     monkeypatch.setattr(socket.socket, "connect", guarded)
-    yield

@@ -17,6 +17,7 @@ SMALL_SHARED_MEMORY_BYTES = GIB
 FEW_OPEN_FILES = 1024
 OLD_KERNEL = (5, 5)
 P2P_DRIVER = (550, 40)
+TIMEOUT_TORCH = (2, 12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,13 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
             "the project's test matrix",
         )
         for name in TESTED
+    ),
+    KnownBad(
+        "short-grace",
+        lambda facts: () < version_tuple(facts["versions"].get("torch"))[:2] < TIMEOUT_TORCH,
+        "torch before 2.12: torchrun kills ranks 30 s after a signal, whatever their save needs",
+        "use torch 2.12 or newer where a checkpoint takes longer to write",
+        "torch 2.11: distributed/elastic/agent/server/api.py, run; 2.12 added TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
     ),
     KnownBad(
         "old-kernel",

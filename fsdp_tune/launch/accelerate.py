@@ -10,7 +10,7 @@ What `accelerate launch` 1.15 does with them (accelerate/commands/launch.py), an
 - `_filter_args` builds torchrun's arguments from torchrun's own parser, whose defaults come from PET_* variables. That is
   the one way to what accelerate has no option for: PET_SIGNALS_TO_HANDLE (torch's launch_agent overwrites
   TORCHELASTIC_SIGNALS_TO_HANDLE), PET_RDZV_ENDPOINT, PET_RDZV_ID, PET_LOCAL_ADDR. torch's LaunchConfig reads
-  TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
+  TORCH_ELASTIC_SHUTDOWN_TIMEOUT from 2.12 on; 2.11 kills ranks 30 s after a signal (`env` says so).
 - One machine uses the c10d rendezvous on 127.0.0.1: port 0 binds and picks in one act, so that two runs never meet.
   Several machines use the static one, which keeps `--machine-rank` the order of the ranks.
 """
