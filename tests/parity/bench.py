@@ -1,0 +1,78 @@
+"""What the cases of a session share: the ranks, the data, the models, the references, and runs that others resume from."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_tune.data.store import RowStore
+from fsdp_tune.run_dir import RunDir
+from tests.parity import reference, runs
+from tests.parity.architectures import make_model
+from tests.parity.cases import Case
+from tests.parity.store import GLOBAL_BATCH_SIZE, make_store
+from tests.ranks import RankPool, shared_pool
+
+PRECISION = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SETTINGS = reference.Settings(
+    steps=runs.STEPS, global_batch_size=GLOBAL_BATCH_SIZE, learning_rate=3e-3, warmup_steps=3, weight_decay=0.1, max_grad_norm=1.0
+)
+
+Worker = Callable[[str], dict[str, Any]]
+
+
+class Bench:
+    def __init__(self, folder: Path, pool: RankPool) -> None:
+        self.folder, self.pool = folder, pool
+        self.store = make_store(folder / "store")
+        self._references: dict[tuple[object, ...], reference.Trajectory] = {}
+        self._runs: dict[Case, RunDir] = {}
+        self._count = 0
+
+    def model(self, architecture: str, vocabulary: int | None = None) -> Path:
+        folder = self.folder / "models" / f"{architecture}-{vocabulary}"
+        return folder if folder.exists() else make_model(architecture, folder, vocabulary=vocabulary)
+
+    def new_folder(self) -> Path:
+        self._count += 1
+        return self.folder / f"run-{self._count}"
+
+    def reference(
+        self, architecture: str = "llama", *, packed: bool = False, precision: str = "no", model: Path | None = None
+    ) -> reference.Trajectory:
+        """The trajectory of one device, from a model directory that is the architecture's own unless given."""
+        key = (architecture, packed, precision, model)
+        if key not in self._references:
+            settings = dataclasses.replace(SETTINGS, packed=packed, compute_dtype=PRECISION[precision])
+            suffix = "-packed" if packed else ""
+            rows, evals = RowStore(self.store / f"train{suffix}"), RowStore(self.store / f"eval{suffix}")
+            self._references[key] = reference.train(settings, model or self.model(architecture), rows, evals)
+        return self._references[key]
+
+    def run(self, case: Case) -> RunDir:
+        """The finished run of a case; each case runs once a session."""
+        if case not in self._runs:
+            self._runs[case] = self.fresh_run(case)
+        return self._runs[case]
+
+    def fresh_run(self, case: Case, worker: Worker | None = None) -> RunDir:
+        run = runs.write_run(self.new_folder(), case.recipe(str(self.model(case.architecture))), self.store, packed=case.packed)
+        if case.resumed != "no":
+            runs.resume_from(run, self.run(case.donor()))
+        runs.train(self.pool, run, case.ranks, worker)
+        return run
+
+
+@functools.cache
+def shared_bench() -> Bench:
+    folder = Path(tempfile.mkdtemp(prefix="bench-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Bench(folder, shared_pool())

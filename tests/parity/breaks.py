@@ -1,0 +1,148 @@
+"""Bugs planted by hand, each of the kind that a stack has had: the parity check must see every one of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from tests.parity.runs import run_worker
+
+
+def run_broken(path: str, name: str) -> dict[str, Any]:
+    """On a rank: the worker with one bug. The read-back says nothing, so that the numbers alone must tell."""
+    with patch("fsdp_tune.worker.readback.differences", lambda *arguments: []), BREAKS[name]():
+        return run_worker(path)
+
+
+@contextmanager
+def mean_of_each_rank() -> Iterator[None]:
+    """Each rank divides by its own tokens, and the ranks' means are averaged (transformers#34191)."""
+    import torch.distributed as dist
+
+    from fsdp_tune.worker.trainer import FsdpTrainer
+
+    original = FsdpTrainer.get_batch_samples
+
+    def get_batch_samples(self: Any, *arguments: Any) -> Any:
+        batches, total = original(self, *arguments)
+        mine = sum(batch.supervised_tokens for batch in batches)
+        return batches, 0 * total + max(1, mine) * dist.get_world_size()
+
+    with patch.object(FsdpTrainer, "get_batch_samples", get_batch_samples):
+        yield
+
+
+@contextmanager
+def mean_of_each_micro_batch() -> Iterator[None]:
+    import torch.distributed as dist
+
+    from fsdp_tune.worker.trainer import FsdpTrainer
+
+    original = FsdpTrainer.training_step
+
+    def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        micro_batches = self.args.gradient_accumulation_steps
+        weight = 0 * num_items_in_batch + max(1, inputs.supervised_tokens) * dist.get_world_size() * micro_batches
+        return original(self, model, inputs, weight)
+
+    with patch.object(FsdpTrainer, "training_step", training_step):
+        yield
+
+
+@contextmanager
+def recomputation_forgets_the_random_state() -> Iterator[None]:
+    """What Accelerate's FSDP2 path does (DESIGN §7, 3)."""
+    from torch.utils.checkpoint import checkpoint
+
+    def forgetful(*arguments: Any, preserve_rng_state: bool, **options: Any) -> Any:
+        return checkpoint(*arguments, preserve_rng_state=False, **options)
+
+    with patch("fsdp_tune.model.recompute.checkpoint", forgetful):
+        yield
+
+
+@contextmanager
+def packed_examples_see_each_other() -> Iterator[None]:
+    from fsdp_tune.data.collate import collate
+
+    def without_positions(*arguments: Any, **options: Any) -> Any:
+        return {name: array for name, array in collate(*arguments, **options).items() if name != "position_ids"}
+
+    with patch("fsdp_tune.worker.dataset.collate", without_positions):
+        yield
+
+
+@contextmanager
+def gradients_summed_in_bf16() -> Iterator[None]:
+    import torch
+
+    from fsdp_tune.model import wrap
+
+    original = wrap.mixed_precision_policy
+
+    def policy(recipe: Any) -> Any:
+        import dataclasses
+
+        return dataclasses.replace(original(recipe), reduce_dtype=torch.bfloat16)
+
+    with patch.object(wrap, "mixed_precision_policy", policy):
+        yield
+
+
+@contextmanager
+def loss_computed_in_bf16() -> Iterator[None]:
+    """What Accelerate's `output_dtype` does (DESIGN §7, 4)."""
+    from fsdp_tune.model import loss
+
+    original = loss.summed_token_loss
+
+    def rounded(logits: Any, *arguments: Any) -> Any:
+        return original(logits.bfloat16(), *arguments)
+
+    with patch.object(loss, "summed_token_loss", rounded):
+        yield
+
+
+@contextmanager
+def replicas_never_meet() -> Iterator[None]:
+    from fsdp_tune.worker.trainer import FsdpTrainer
+
+    original = FsdpTrainer._reduce_between_replicas
+
+    with patch.object(FsdpTrainer, "_reduce_between_replicas", lambda self, last: original(self, last=False)):
+        yield
+
+
+def _replaced(target: str, value: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
+    return functools.partial(patch, target, value)
+
+
+def _no_clipping(norm: Any, max_norm: float) -> Any:
+    return norm * 0 + 1
+
+
+def _repeated_rows(rows: int, *, rank: int, world_size: int, micro_batch: int) -> list[list[int]]:
+    """A sampler that fills the last batch with rows from the front, as torch's DistributedSampler does."""
+    count = -(-rows // (world_size * micro_batch))
+    mine = [(rank + world_size * index) % rows for index in range(count * micro_batch)]
+    return [mine[start : start + micro_batch] for start in range(0, len(mine), micro_batch)]
+
+
+BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "mean of each rank": mean_of_each_rank,
+    "mean of each micro-batch": mean_of_each_micro_batch,
+    "recomputation forgets the random state": recomputation_forgets_the_random_state,
+    "packed examples see each other": packed_examples_see_each_other,
+    "gradients summed in bf16": gradients_summed_in_bf16,
+    "loss computed in bf16": loss_computed_in_bf16,
+    "replicas never meet": replicas_never_meet,
+    "weight decay on norms": _replaced("fsdp_tune.model.step.decays", lambda name, parameter: True),
+    "no weight decay": _replaced("fsdp_tune.model.step.decays", lambda name, parameter: False),
+    "no clipping": _replaced("fsdp_tune.worker.gradients.clip_factor", _no_clipping),
+    "optimizer starts anew on resume": _replaced("fsdp_tune.worker.trainer.restore_optimizer", lambda live, path: None),
+    "schedule starts anew on resume": _replaced("fsdp_tune.worker.trainer.restore_schedule", lambda scheduler, step: None),
+    "evaluation repeats rows": _replaced("fsdp_tune.worker.evaluate.eval_batches", _repeated_rows),
+}

@@ -1,0 +1,177 @@
+"""The matrix: every switch alone, and every pair of values of two switches in some case."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from tests.parity.store import GLOBAL_BATCH_SIZE
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD")
+_WRAPS: dict[str, dict[str, Any]] = {
+    "class": {},
+    "size": {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 900},
+    "names": {"auto_wrap_policy": "MODULE_NAMES_WRAP"},
+    "none": {"auto_wrap_policy": "NO_WRAP"},
+}
+_LAYERS = {"gpt2": "transformer.h.*"}
+
+
+@dataclass(frozen=True)
+class Case:
+    architecture: str = "llama"
+    ranks: int = 2
+    strategy: str = "FULL_SHARD"
+    recomputation: str = "none"
+    offload: bool = False
+    accumulation: int = 1
+    packed: bool = False
+    wrap: str = "class"
+    version: int = 2
+    resumed: str = "no"
+    """same: from a checkpoint of as many ranks; other: of another number of ranks, under FULL_SHARD."""
+    precision: str = "no"
+    fsdp: tuple[tuple[str, Any], ...] = ()
+    """Further keys of `fsdp:`."""
+
+    def __str__(self) -> str:
+        default = Case()
+        named = [
+            f"{field.name} {getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if field.name not in ("architecture", "ranks", "strategy", "fsdp") and getattr(self, field.name) != getattr(default, field.name)
+        ]
+        named += [f"{key} {value}" for key, value in self.fsdp]
+        return ", ".join([self.architecture, f"{self.ranks} ranks", self.strategy, *named])
+
+    @property
+    def is_possible(self) -> bool:
+        """False for what the recipe's rules refuse, or what is another case by another name."""
+        hybrid = self.strategy.startswith("HYBRID")
+        if self.strategy == "NO_SHARD" and (self.offload or self.wrap != "class" or self.version == 1):
+            return False
+        if self.version == 1 and (hybrid or self.offload):
+            return False  # FSDP1 makes one copy per machine, and its offload needs an accelerator
+        return not (hybrid and self.ranks != 4)
+
+    def recipe(self, model: str) -> dict[str, Any]:
+        """What the case changes in a recipe; the global batch stays."""
+        fsdp = {
+            "version": self.version,
+            "sharding_strategy": self.strategy,
+            "activation_checkpointing": self.recomputation,
+            "offload_params": self.offload,
+            **_WRAPS[self.wrap],
+            **dict(self.fsdp),
+        }
+        if self.wrap == "names":
+            fsdp["modules_to_wrap"] = [_LAYERS.get(self.architecture, "model.layers.*")]
+        return {
+            "model": {"name_or_path": model},
+            "data": {"packing": self.packed},
+            "fsdp": fsdp,
+            "precision": {"mixed_precision": self.precision},
+            "training": {
+                "per_device_train_batch_size": GLOBAL_BATCH_SIZE // self.ranks // self.accumulation,
+                "gradient_accumulation_steps": self.accumulation,
+            },
+            "launch": {"num_processes": self.ranks},
+        }
+
+    def donor(self) -> Case:
+        """The run whose checkpoint a resumed case starts from: another sharding, perhaps other ranks, the same trajectory."""
+        ranks = self.ranks if self.resumed == "same" else {1: 2, 2: 4, 4: 2}[self.ranks]
+        return Case(self.architecture, ranks, packed=self.packed, precision=self.precision)
+
+
+_SWITCHES: dict[str, tuple[Any, ...]] = {
+    "architecture": ("llama", "gpt2", "qwen3", "gemma", "mixtral"),
+    "strategy": STRATEGIES,
+    "ranks": (2, 4, 1),
+    "recomputation": ("none", "selective", "full"),
+    "offload": (False, True),
+    "accumulation": (1, 4),
+    "packed": (False, True),
+    "wrap": ("class", "size", "names", "none"),
+    "version": (2, 1),
+    "resumed": ("no", "same", "other"),
+}
+
+
+def singles() -> list[Case]:
+    """The base case and, for each value of each switch, the base case with that one value."""
+    cases = [Case()]
+    for name, values in _SWITCHES.items():
+        for value in values[1:]:
+            change: dict[str, Any] = {name: value}
+            if name == "strategy" and str(value).startswith("HYBRID"):
+                change["ranks"] = 4
+            cases.append(Case(**change))
+    cases += [
+        Case(ranks=1, accumulation=4),
+        Case(ranks=4, accumulation=4),
+        Case(strategy="NO_SHARD", accumulation=4),
+        Case(strategy="HYBRID_SHARD", ranks=4, accumulation=4),
+        Case(version=1, accumulation=4),
+        Case(accumulation=4, fsdp=(("sync_each_batch", False),)),
+        Case(strategy="HYBRID_SHARD", ranks=4, accumulation=4, fsdp=(("sync_each_batch", False),)),
+        Case(recomputation="full", fsdp=(("activation_checkpointing_every", 2),)),
+        Case(recomputation="full", fsdp=(("activation_checkpointing_offload", True),)),
+        Case(fsdp=(("forward_prefetch", 2), ("backward_prefetch", 2))),
+        Case(fsdp=(("cpu_ram_efficient_loading", False),)),
+        Case(fsdp=(("state_dict_type", "FULL_STATE_DICT"),)),
+        Case(ranks=4, fsdp=(("reshard_after_forward", 2),)),
+    ]
+    return cases
+
+
+FAST = frozenset(
+    [
+        Case(),
+        *(Case(architecture=name) for name in ("gpt2", "qwen3", "gemma", "mixtral")),
+        Case(ranks=1),
+        Case(ranks=4, accumulation=4),
+        Case(strategy="SHARD_GRAD_OP"),
+        Case(strategy="NO_SHARD", accumulation=4),
+        Case(strategy="HYBRID_SHARD", ranks=4, accumulation=4),
+        Case(recomputation="selective"),
+        Case(recomputation="full"),
+        Case(offload=True),
+        Case(accumulation=4, fsdp=(("sync_each_batch", False),)),
+        Case(packed=True),
+        Case(wrap="size"),
+        Case(wrap="none"),
+        Case(version=1),
+        Case(resumed="same"),
+        Case(resumed="other"),
+    ]
+)
+"""What every run of the tests includes; the rest is for scripts/test-parity."""
+
+
+def pairwise(known: list[Case]) -> list[Case]:
+    """Cases that, with the known ones, hold every possible pair of values of two switches. Greedy and always the same."""
+    wanted = {pair for case in _all_possible() for pair in _pairs(case)}
+    for case in known:
+        wanted -= _pairs(case)
+    added: list[Case] = []
+    candidates = list(_all_possible())
+    while wanted:
+        best = max(candidates, key=lambda case: len(_pairs(case) & wanted))
+        added.append(best)
+        wanted -= _pairs(best)
+    return added
+
+
+def _all_possible() -> list[Case]:
+    # Every 61st of the full product is dense enough to hold all pairs, and quick to search.
+    product = itertools.product(*_SWITCHES.values())
+    cases = [Case(**dict(zip(_SWITCHES, values, strict=True))) for values in itertools.islice(product, 0, None, 61)]
+    return [case for case in cases if case.is_possible]
+
+
+def _pairs(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+    values = [(name, getattr(case, name)) for name in _SWITCHES]
+    return set(itertools.combinations(values, 2))

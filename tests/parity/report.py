@@ -1,0 +1,59 @@
+"""What the parity tests measured, as a summary for the terminal and as docs/parity.md."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from importlib.metadata import version
+
+Row = dict[str, str]
+_KEYS = ("section", "case")
+
+HEAD = """# Parity, as measured
+
+Written by `scripts/test-parity --write`; every line is a run of the real worker on CPU ranks over gloo
+(torch {torch}, transformers {transformers}, accelerate {accelerate}).
+
+The measure is `tests/parity/reference.py`: a plain PyTorch loop on one device, without Trainer, Accelerate, FSDP, padding or
+packing, where each example goes through the model alone. Each run takes 22 optimizer steps of 16 rows over 4 epochs, the last
+batch of an epoch with 3 rows; tokens per row, per rank and per micro-batch differ, and a part of them is untrained. Vocabulary
+(257) and widths divide by no number of ranks.
+
+Numbers are relative deviations: `loss` and `grad norm` the largest over the steps, `mean` the mean signed one of the loss (a bug
+pulls to one side, rounding does not), `parameters` the norm of the difference after the last step over the norm of the update,
+`worst tensor` the same for the worst single tensor. The tests demand loss, eval loss and gradient norm within 1e-5 and parameters
+within 1e-4; half precision is held against what one device of that precision deviates from fp32 by itself.
+"""
+
+
+def by_section(rows: list[Row]) -> dict[str, list[Row]]:
+    sections: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        sections[row["section"]].append(row)
+    return sections
+
+
+def summary(rows: list[Row]) -> list[str]:
+    """One line a section: cases, and the largest of each number."""
+    lines: list[str] = []
+    for section, members in by_section(rows).items():
+        names = [name for name in members[0] if name not in _KEYS]
+        worst = {name: _largest([row[name] for row in members if name in row]) for name in names}
+        numbers = "  ".join(f"{name.strip()} ≤ {value}" for name, value in worst.items() if value is not None)
+        lines.append(f"{section}: {len(members)} cases  {numbers}")
+    return lines
+
+
+def _largest(values: list[str]) -> str | None:
+    try:
+        return max(values, key=lambda value: abs(float(value)))
+    except ValueError:
+        return None  # words
+
+
+def markdown(rows: list[Row]) -> str:
+    parts = [HEAD.format(**{name: version(name).split("+")[0] for name in ("torch", "transformers", "accelerate")})]
+    for section, members in by_section(rows).items():
+        names = [name for name in members[0] if name not in _KEYS]
+        table = [["case", *names], ["---"] * (len(names) + 1), *([row["case"], *(row[name] for name in names)] for row in members)]
+        parts.append(f"## {section}\n\n" + "\n".join("| " + " | ".join(cells) + " |" for cells in table) + "\n")
+    return "\n".join(parts)

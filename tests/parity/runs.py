@@ -1,0 +1,150 @@
+"""Run directories made by hand, and the real worker on them: what `fsdp-tune train` would write and start."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from fsdp_tune.data.prepare import Prepared
+from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run_dir import RunDir
+from tests.parity.reference import Trajectory
+from tests.parity.store import TRAIN_ROWS, VOCABULARY
+from tests.ranks import RankPool
+
+STEPS = 22
+SAVED_STEP = 10
+BASE: dict[str, Any] = {
+    "data": {"train": [{"path": "hand-made"}], "eval": {"rows": 7}},
+    "model": {"tokenizer": "builtin:arithmetic"},
+    "precision": {"mixed_precision": "no"},
+    "training": {
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 3,
+        "weight_decay": 0.1,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "save_steps": SAVED_STEP,
+        "save_total_limit": None,
+        "eval_strategy": "steps",
+        "eval_steps": STEPS,
+        "report_to": [],
+    },
+    "checkpoint": {"probe": False},
+    "launch": {"device": "cpu"},
+}
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    result = copy.deepcopy(base)
+    for key, value in changes.items():
+        inner = result.get(key)
+        result[key] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) and key != "from_config" else value
+    return result
+
+
+def write_run(folder: Path, changes: dict[str, Any], store: Path, *, packed: bool = False, vocabulary: int = VOCABULARY) -> RunDir:
+    """A run directory as `train --no-start` leaves it, for a recipe that is BASE with `changes`."""
+    run = RunDir(folder)
+    run.logs.mkdir(parents=True)
+    recipe = Recipe.model_validate(merged(BASE, changes | {"output_dir": str(folder)}))
+    resolved = resolve(recipe, Machine(None, 0, 2, None), cwd=folder).recipe
+    resolved = resolved.model_copy(
+        update={"fsdp": resolved.fsdp.model_copy(update={"reshard_after_forward": recipe.fsdp.reshard_after_forward})}
+    )
+    run.recipe_json.write_text(resolved.model_dump_json(by_alias=True))
+    suffix = "-packed" if packed else ""
+    prepared = Prepared(
+        key="hand-made",
+        path=str(store),
+        train=str(store / f"train{suffix}"),
+        evals={"eval": str(store / f"eval{suffix}")},
+        train_rows=TRAIN_ROWS,
+        vocabulary_size=vocabulary,
+        pad_token_id=0,
+        report={},
+        notices=[],
+    )
+    run.data_json.write_text(prepared.to_json())
+    return run
+
+
+def resume_from(run: RunDir, donor: RunDir, step: int = SAVED_STEP) -> None:
+    """Gives a run the donor's checkpoint and its metrics, as if it had been the donor until then."""
+    shutil.copytree(donor.checkpoint(step), run.checkpoint(step))
+    shutil.copy(donor.metrics_jsonl, run.metrics_jsonl)
+    (run.path / "resume.json").write_text(json.dumps({"resume_from": str(run.checkpoint(step))}))
+
+
+def train(pool: RankPool, run: RunDir, world_size: int, worker: Callable[..., dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """Trains with the real worker and returns every rank's outcome; AssertionError with its traceback if a rank failed."""
+    outcomes = pool.run(world_size, worker or run_worker, str(run.path))
+    for outcome in outcomes:
+        assert outcome["exit_reason"] == "finished", outcome["traceback"]
+    return outcomes
+
+
+def run_worker(path: str) -> dict[str, Any]:
+    """On a rank of the pool: `python -m fsdp_tune.worker RUN_DIR`, but for the process group, which is there already."""
+    import torch.distributed as dist
+
+    from fsdp_tune.worker import main, rank
+
+    run = main.run_directory(path)
+    recipe = main.read_recipe(run)
+    me = rank.read_rank(recipe, run)
+    rank.set_environment(recipe, run)
+    assert dist.is_initialized()
+    main.start_process_group = lambda recipe, rank: recipe.launch.device
+    main.run_rank(run, recipe, me, lambda line: None, time.time())
+    return json.loads(run.rank_outcome(me.index).read_text())
+
+
+def lines(run: RunDir) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.metrics_jsonl.read_text().splitlines()]
+
+
+def loss_lines(run: RunDir) -> list[dict[str, Any]]:
+    return [line for line in lines(run) if "loss" in line]
+
+
+def trajectory(run: RunDir) -> Trajectory:
+    """A finished run in the reference's terms, so that runs can be compared with each other."""
+    recorded = loss_lines(run)
+    document = json.loads(run.recipe_json.read_text())
+    initial = AutoModelForCausalLM.from_pretrained(document["model"]["name_or_path"], dtype=torch.float32)
+    return Trajectory(
+        losses=[float(line["loss"]) for line in recorded],
+        grad_norms=[float(line["grad_norm"]) for line in recorded],
+        learning_rates=[line["learning_rate"] for line in recorded],
+        supervised_tokens=[line["supervised_tokens"] for line in recorded],
+        eval_loss=[line["eval_loss"] for line in lines(run) if "eval_loss" in line][-1],
+        initial={name: parameter.detach() for name, parameter in initial.named_parameters()},
+        final=saved_parameters(run, len(recorded)),
+    )
+
+
+def saved_parameters(run: RunDir, step: int) -> dict[str, torch.Tensor]:
+    """The model's tensors of a checkpoint, whole, read by torch alone."""
+    checkpoint = run.checkpoint(step)
+    if (file := checkpoint / "model.safetensors").exists():
+        return load_file(file)
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, Any] = {}
+    reader = FileSystemReader(checkpoint / "pytorch_model_fsdp_0")
+    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return state["model"]

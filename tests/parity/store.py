@@ -1,0 +1,69 @@
+"""Prepared data made by hand: short and long examples, some tokens untrained, an odd number of rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdp_tune.data.store import STORE_KIND, StoreWriter
+from fsdp_tune.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
+
+GLOBAL_BATCH_SIZE = 16
+REST = 3
+"""Rows of the last, short global batch of an epoch: fewer than four ranks."""
+TRAIN_ROWS = 5 * GLOBAL_BATCH_SIZE + REST
+EVAL_ROWS = 7
+PACKED_ROW_TOKENS = 48
+EXAMPLES = 400
+VOCABULARY = 257  # a prime: no number of ranks divides the embedding
+
+
+def make_store(folder: Path, *, vocabulary: int = VOCABULARY) -> Path:
+    """Sets `train` and `eval` of one example a row, `train-packed` and `eval-packed` of several."""
+    folder.mkdir(parents=True)
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(3, 25, size=EXAMPLES).astype(np.int64)
+    writer = StoreWriter(folder)
+    tokens = np.concatenate([_progression(draw, int(length), vocabulary) for length in lengths])
+    trained = np.concatenate([_trained(draw, int(length)) for length in lengths])
+    writer.add(tokens, trained, lengths, np.stack([np.zeros(EXAMPLES, np.int64), np.arange(1, EXAMPLES + 1)], axis=1))
+    writer.finish_pool()
+    segments = np.stack([np.cumsum(lengths) - lengths, lengths], axis=1)
+    _add_set(writer, "train", segments[:TRAIN_ROWS], np.arange(TRAIN_ROWS + 1))
+    _add_set(writer, "eval", segments[-EVAL_ROWS:], np.arange(EVAL_ROWS + 1))
+    rows = _rows_of_several(lengths)
+    _add_set(writer, "train-packed", segments, rows[: TRAIN_ROWS + 1])
+    _add_set(writer, "eval-packed", segments, rows[TRAIN_ROWS : TRAIN_ROWS + EVAL_ROWS + 1])
+    files = {name: digest_file(folder / name) for name in list_files(folder)}
+    (folder / MANIFEST_NAME).write_text(Manifest(STORE_KIND, files, {"files": ["hand-made"]}).to_json())
+    return folder
+
+
+def _add_set(writer: StoreWriter, name: str, segments: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
+    first, last = int(rows[0]), int(rows[-1])
+    writer.add_set(name, segments[first:last], rows - first)
+
+
+def _progression(draw: np.random.Generator, length: int, vocabulary: int) -> npt.NDArray[np.int32]:
+    """Something that a model can learn: each token follows from the one before it by a step of the example's own."""
+    return ((draw.integers(vocabulary) + draw.integers(1, 4) * np.arange(length)) % vocabulary).astype(np.int32)
+
+
+def _trained(draw: np.random.Generator, length: int) -> npt.NDArray[np.uint8]:
+    """Half of the examples have an untrained prompt; ranks then hold unequal numbers of supervised tokens."""
+    prompt = draw.integers(1, length - 1) if draw.random() < 0.5 else 0
+    return (np.arange(length) >= prompt).astype(np.uint8)
+
+
+def _rows_of_several(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Offsets of rows that are filled, in order, up to PACKED_ROW_TOKENS."""
+    rows, used = [0], 0
+    for index, length in enumerate(lengths.tolist()):
+        if used + length > PACKED_ROW_TOKENS:
+            rows.append(index)
+            used = 0
+        used += length
+    assert len(rows) > TRAIN_ROWS + EVAL_ROWS, "more examples are needed"
+    return np.array(rows, np.int64)

@@ -1,0 +1,130 @@
+"""Every sharding, recomputation, split and resume point gives the trajectory of one device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.parity import runs
+from tests.parity.architectures import resized
+from tests.parity.bench import Bench
+from tests.parity.cases import FAST, Case, pairwise, singles
+from tests.parity.compare import deviation, relative, spread
+from tests.parity.store import VOCABULARY
+
+SINGLES = singles()
+PAIRWISE = pairwise(SINGLES)
+
+
+def marked(case: Case) -> object:
+    return pytest.param(case, id=str(case), marks=[] if case in FAST else pytest.mark.slow)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", [marked(case) for case in SINGLES + PAIRWISE])
+def test_run_follows_the_reference(case: Case, bench: Bench, record_property) -> None:
+    found = deviation(bench.run(case), bench.reference(case.architecture, packed=case.packed))
+    record_property("parity", found.row("fp32 against the reference", case))
+    assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
+
+
+HALF_PRECISION = [
+    Case(),
+    Case("gpt2", ranks=4, accumulation=4),
+    Case("mixtral", ranks=4, strategy="HYBRID_SHARD", recomputation="full"),
+    Case(strategy="NO_SHARD"),
+    Case(version=1),
+    Case("qwen3", packed=True, recomputation="selective"),
+    Case("gemma", offload=True, resumed="other"),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=[] if case == Case() else pytest.mark.slow) for case in HALF_PRECISION]
+)
+def test_half_precision_run_is_as_near_to_fp32_as_one_device_is(case: Case, precision: str, bench: Bench, record_property) -> None:
+    """The loss of each step, its gradient norm and the parameters: root mean square against fp32, of the run and of one device."""
+    case = replace(case, precision=precision)
+    true = bench.reference(case.architecture, packed=case.packed)
+    one_device = spread(bench.reference(case.architecture, packed=case.packed, precision=precision), true)
+    found = spread(runs.trajectory(bench.run(case)), true)
+    record_property("parity", found.row(f"{precision} against fp32", case, one_device))
+    # Two runs that round differently scatter alike; twice is far outside of that over 22 steps, a wrong dtype is tenfold.
+    assert found.loss <= 2 * one_device.loss, (found, one_device)
+    assert found.grad_norm <= 2 * one_device.grad_norm, (found, one_device)
+    assert found.parameters <= 2 * one_device.parameters, (found, one_device)
+
+
+DROPOUT = Case("gpt2-dropout")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"recomputation": "full"},
+        {"recomputation": "selective"},
+        {"recomputation": "full", "fsdp": (("activation_checkpointing_offload", True),)},
+        {"recomputation": "full", "fsdp": (("activation_checkpointing_every", 2),)},
+        {"recomputation": "full", "strategy": "NO_SHARD"},
+        {"recomputation": "selective", "strategy": "SHARD_GRAD_OP", "accumulation": 1},
+        {"strategy": "NO_SHARD"},
+        {"resumed": "same"},
+    ],
+    ids=str,
+)
+def test_dropout_draws_the_same_masks(change: dict, bench: Bench, record_property) -> None:
+    """Ranks draw masks of their own, so the measure is the run of as many ranks without the change."""
+    case = replace(DROPOUT, **change)
+    found = deviation(bench.run(case), runs.trajectory(bench.run(DROPOUT)))
+    record_property("parity", found.row("dropout, against 2 ranks FULL_SHARD", case))
+    assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
+
+
+@pytest.mark.ranks
+def test_same_recipe_twice_gives_the_same_bits(bench: Bench) -> None:
+    first = bench.run(DROPOUT)
+    again = bench.fresh_run(DROPOUT)
+    for line, other in zip(runs.loss_lines(first), runs.loss_lines(again), strict=True):
+        assert (line["loss"], line["grad_norm"]) == (other["loss"], other["grad_norm"])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # two matrices, and one that is tied
+def test_resized_embedding_trains_like_one_of_that_size(architecture: str, bench: Bench, record_property) -> None:
+    small = bench.model(architecture, vocabulary=VOCABULARY - 6)
+    grown = resized(small, bench.folder / "models" / f"{architecture}-grown", VOCABULARY, seed=42)
+    case = Case(architecture)
+    changes = runs.merged(case.recipe(str(small)), {"model": {"resize_embeddings": True}})
+    run = runs.write_run(bench.new_folder(), changes, bench.store, vocabulary=VOCABULARY)
+    runs.train(bench.pool, run, case.ranks)
+    found = deviation(run, bench.reference(architecture, model=grown))
+    record_property("parity", found.row("resized embedding", case))
+    assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
+
+
+@pytest.mark.ranks
+def test_weights_drawn_from_the_seed_are_those_of_one_process(bench: Bench) -> None:
+    from tests.parity.architectures import ARCHITECTURES, make_model
+
+    case = Case(ranks=4)
+    changes = runs.merged(case.recipe("unused"), {"model": {"name_or_path": None, "from_config": ARCHITECTURES["llama"]}})
+    run = runs.write_run(bench.new_folder(), changes, bench.store)
+    runs.train(bench.pool, run, case.ranks)
+    model = make_model("llama", bench.folder / "models" / "llama-42", seed=42)
+    assert deviation(run, bench.reference("llama", model=model)).is_within_fp32
+
+
+def test_deviation_of_what_is_not_finite_is_infinite() -> None:
+    assert relative(math.nan, 1.0) == math.inf
+
+
+def test_matrix_holds_every_value_of_every_switch() -> None:
+    from tests.parity.cases import _SWITCHES
+
+    for name, values in _SWITCHES.items():
+        assert {getattr(case, name) for case in SINGLES + PAIRWISE} == set(values)

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.bench import Bench, shared_bench
+from tests.ranks import RankPool, shared_pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> RankPool:
+    return shared_pool()
+
+
+@pytest.fixture(scope="session")
+def bench() -> Bench:
+    """Runs of the parity matrix, so that a run which is there already is not run again."""
+    return shared_bench()
