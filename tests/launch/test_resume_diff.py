@@ -77,7 +77,7 @@ def test_what_the_next_steps_do_is_accepted_and_told(tmp_path: Path, override: s
             "model.dtype=bf16",
             "data.max_length=32",
         ),
-        *("data.packing=true", "training.seed=1", "training.data_seed=1", "training.optim=adafactor", "training.adam_beta2=0.95"),
+        *("data.packing=true", "training.seed=1", "training.data_seed=1", "training.optim=sgd", "training.adam_beta2=0.95"),
         *("precision.mixed_precision=no", "data.shuffle=false", "data.eval={rows: 5}"),
     ],
 )
