@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -36,18 +37,60 @@ class ChatTokens:
     """The template does not end the last answer with the tokenizer's end of sequence, so it was added."""
 
 
-def tokenise_chat(chat: Chat, template: str, encoder: Encoder, *, append_eos: bool, check_repeat: bool) -> ChatTokens:
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation as text, with the answers in it."""
+
+    whole: str
+    answers: tuple[tuple[int, int], ...] | None
+    """Where trained answers begin and end, in characters; None = everything is trained."""
+    ends_trained: bool
+    """Whether an end of sequence behind the last message would be trained."""
+
+    @property
+    def pieces(self) -> list[str]:
+        """The whole, and the parts between the borders of answers: what `tokens` wants encoded."""
+        ends = [border for answer in self.answers or () for border in answer]
+        return [self.whole, *(self.whole[begin:end] for begin, end in zip([0, *ends], [*ends, len(self.whole)], strict=True))]
+
+    def tokens(self, encoded: list[list[int]], encoder: Encoder, *, append_eos: bool) -> ChatTokens:
+        """`encoded` are the ids of `pieces`. RowError when a token spans the border of an answer."""
+        ids, *parts = encoded
+        if self.answers is None:
+            trained = [True] * len(ids)
+        else:
+            lengths = (
+                [len(part) for part in parts] if list(chain.from_iterable(parts)) == ids else self._lengths_by_beginnings(ids, encoder)
+            )
+            trained = [bool(number % 2) for number, length in enumerate(lengths) for _ in range(length)]
+        if not append_eos or encoder.eos_id in ids[-1:] or self.whole.rstrip().endswith(encoder.eos_token):
+            return ChatTokens(ids, trained, eos_appended=False)
+        return ChatTokens([*ids, encoder.eos_id], [*trained, self.ends_trained], eos_appended=True)
+
+    def _lengths_by_beginnings(self, ids: list[int], encoder: Encoder) -> list[int]:
+        """Tokens between borders, for tokenizers that write a text's beginning in a way of its own (a space before it)."""
+        borders = [border for answer in self.answers or () for border in answer]
+        ends: list[int] = []
+        for border, beginning in zip(borders, encoder.encode([self.whole[:border] for border in borders]), strict=True):
+            if ids[: len(beginning)] != beginning:
+                raise RowError(
+                    "the chat template is not prefix-stable: a token spans what is given and what is answered, at "
+                    f"{self.whole[max(0, border - 15) : border]!r} {self.whole[border : border + 15]!r}"
+                )
+            ends.append(len(beginning))
+        return [end - begin for begin, end in zip([0, *ends], [*ends, len(ids)], strict=True)]
+
+
+def render_chat(chat: Chat, template: str, encoder: Encoder, *, check_repeat: bool) -> RenderedChat:
     """RowError when the template raises, runs too long, differs from call to call (`check_repeat`), or is not prefix-stable."""
     with _time_limit():
         rendering = _Rendering(chat, template, encoder)
         if check_repeat and rendering.whole != rendering.render(len(chat.messages), generation_prompt=False):
             raise RowError("the chat template renders the same conversation differently each time")
-        spans = [rendering.answer(index) for index, trained in enumerate(chat.trained or ()) if trained]
-    ids, trained = _mask(rendering.whole, spans, encoder) if chat.trained is not None else _all(rendering.whole, encoder)
-    ends_well = encoder.eos_id in ids[-1:] or rendering.whole.rstrip().endswith(encoder.eos_token)
-    if not append_eos or ends_well:
-        return ChatTokens(ids, trained, eos_appended=False)
-    return ChatTokens([*ids, encoder.eos_id], [*trained, chat.trained is None or chat.trained[-1]], eos_appended=True)
+        if chat.trained is None:
+            return RenderedChat(rendering.whole, None, ends_trained=True)
+        answers = tuple(rendering.answer(index) for index, trained in enumerate(chat.trained) if trained)
+        return RenderedChat(rendering.whole, answers, ends_trained=chat.trained[-1])
 
 
 class _Rendering:
@@ -95,29 +138,6 @@ def _unstable(index: int, whole: str, prefix: str) -> str:
         f"the chat template is not prefix-stable: up to message {index + 1} it renders {prefix[at : at + 30]!r} "
         f"where the whole conversation has {whole[at : at + 30]!r} (`loss_on: last_assistant` trains the last answer alone)"
     )
-
-
-def _mask(whole: str, spans: list[tuple[int, int]], encoder: Encoder) -> tuple[list[int], list[bool]]:
-    """Ids of `whole`, trained inside the spans (characters); each border of a span must be a border between tokens."""
-    borders = sorted({border for span in spans for border in span})
-    ids, *beginnings = encoder.encode([whole, *(whole[:border] for border in borders)])
-    for border, beginning in zip(borders, beginnings, strict=True):
-        if ids[: len(beginning)] != beginning:
-            raise RowError(
-                f"the chat template is not prefix-stable: a token spans what is given and what is answered, at "
-                f"{whole[max(0, border - 15) : border]!r} {whole[border : border + 15]!r}"
-            )
-    token_of = {border: len(beginning) for border, beginning in zip(borders, beginnings, strict=True)}
-    trained = [False] * len(ids)
-    for begin, end in spans:
-        first, last = token_of[begin], token_of[end]
-        trained[first:last] = [True] * (last - first)
-    return ids, trained
-
-
-def _all(whole: str, encoder: Encoder) -> tuple[list[int], list[bool]]:
-    ids = encoder.encode([whole])[0]
-    return ids, [True] * len(ids)
 
 
 @contextmanager

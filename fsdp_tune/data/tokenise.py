@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_tune.data.chat import tokenise_chat
+from fsdp_tune.data.chat import RenderedChat, render_chat
 from fsdp_tune.data.encoder import Encoder
 from fsdp_tune.data.formats import Chat, Example, Ids, RowError, Settings, Text
 from fsdp_tune.data.json_rows import BadRow
@@ -84,8 +84,14 @@ class Tokeniser:
         if check_only:
             return work.finish()
         texts = _encode_texts([example for _, example in examples if isinstance(example, Text)], self.encoder, work.counts)
+        chats = work.encode_chats([(row, example) for row, example in examples if isinstance(example, Chat)])
         for row, example in examples:
-            work.add(row, example, next(texts) if isinstance(example, Text) else None)
+            if isinstance(example, Text):
+                work.add(row, example, *next(texts))
+            elif isinstance(example, Ids):
+                work.add(row, example, example.input_ids, example.trained)
+            else:
+                work.add_chat(row, example, next(chats))
         return work.finish()
 
 
@@ -96,18 +102,43 @@ class _Chunk:
         self._trained: list[bool] = []
         self._rows: list[tuple[int, int, int, int, int]] = []
         self._hashes: list[int] = []
-        self._chats = 0
         self.bad: list[tuple[int, BadRow]] = []
         self.untrained: list[tuple[int, int]] = []
         self.counts: Counter[str] = Counter()
 
-    def add(self, row: RawRow, example: Example, text: tuple[list[int], list[bool]] | None) -> None:
-        settings = self._settings[row.source]
+    def encode_chats(self, chats: list[tuple[RawRow, Chat]]) -> Iterator[tuple[RenderedChat, list[list[int]]] | None]:
+        """All conversations rendered, then encoded in one call, which uses all cores; None where one cannot be rendered."""
+        rendered = [self._rendered(row, chat, check_repeat=at < REPEATED_RENDERINGS) for at, (row, chat) in enumerate(chats)]
+        pieces = iter(self._encoder.encode([piece for chat in rendered if chat is not None for piece in chat.pieces]))
+        for chat in rendered:
+            yield None if chat is None else (chat, list(islice(pieces, len(chat.pieces))))
+
+    def _rendered(self, row: RawRow, chat: Chat, *, check_repeat: bool) -> RenderedChat | None:
+        template = self._settings[row.source].template
         try:
-            ids, trained = self._ended(text, settings) if text is not None else self._chat_or_ids(example, settings)
+            if template is None:
+                raise RowError("it is a conversation, and there is no chat template")
+            return render_chat(chat, template, self._encoder, check_repeat=check_repeat)
+        except RowError as error:
+            self.bad.append((row.file, BadRow(row.number, str(error))))
+            return None
+
+    def add_chat(self, row: RawRow, chat: Chat, encoded: tuple[RenderedChat, list[list[int]]] | None) -> None:
+        if encoded is None:
+            return
+        rendered, ids = encoded
+        try:
+            tokens = rendered.tokens(ids, self._encoder, append_eos=self._settings[row.source].append_eos)
         except RowError as error:
             self.bad.append((row.file, BadRow(row.number, str(error))))
             return
+        self.counts["eos_appended_to_chat"] += tokens.eos_appended
+        self._keep(row, chat, tokens.ids, tokens.trained)
+
+    def add(self, row: RawRow, example: Example, ids: list[int], trained: list[bool]) -> None:
+        self._keep(row, example, *self._ended(ids, trained, self._settings[row.source]))
+
+    def _keep(self, row: RawRow, example: Example, ids: list[int], trained: list[bool]) -> None:
         supervised = sum(trained[1:])
         if not supervised:
             self.untrained.append((row.file, row.number))
@@ -118,21 +149,8 @@ class _Chunk:
         self._rows.append((len(ids), supervised, row.source, row.file, row.number))
         self._hashes.append(_content_hash(example))
 
-    def _chat_or_ids(self, example: Example, settings: Settings) -> tuple[list[int], list[bool]]:
-        if isinstance(example, Ids):
-            return self._ended((example.input_ids, example.trained), settings)
-        assert isinstance(example, Chat)
-        if settings.template is None:
-            raise RowError("it is a conversation, and there is no chat template")
-        self._chats += 1
-        check = self._chats <= REPEATED_RENDERINGS
-        tokens = tokenise_chat(example, settings.template, self._encoder, append_eos=settings.append_eos, check_repeat=check)
-        self.counts["eos_appended_to_chat"] += tokens.eos_appended
-        return tokens.ids, tokens.trained
-
-    def _ended(self, example: tuple[list[int], list[bool]], settings: Settings) -> tuple[list[int], list[bool]]:
+    def _ended(self, ids: list[int], trained: list[bool], settings: Settings) -> tuple[list[int], list[bool]]:
         """With the end of sequence, once and trained; an empty text stays empty and is dropped."""
-        ids, trained = example
         if not settings.append_eos or not ids:
             return ids, trained
         if ids[-1] == self._encoder.eos_id:

@@ -8,11 +8,14 @@ import time
 import pytest
 
 from fsdp_tune.data import chat as chat_module
-from fsdp_tune.data.chat import ChatTokens, tokenise_chat
+from fsdp_tune.data.chat import ChatTokens, render_chat
 from fsdp_tune.data.formats import Chat, RowError
 from tests.data.support import CHATML, ByteEncoder
 
-LLAMA2 = "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]{% endif %}"
+    "{% if m.role == 'assistant' %} {{ m.content }} </s>{% endif %}{% endfor %}"
+)
 REASONING = (  # as Qwen3: earlier answers lose the block, and reasoning switched off puts an empty one into the prompt
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -31,7 +34,8 @@ def conversation(*turns: str, trained: tuple[bool, ...] | str | None = "assistan
 
 
 def tokenised(chat: Chat, template: str, encoder: ByteEncoder, *, append_eos: bool = True) -> ChatTokens:
-    return tokenise_chat(chat, template, encoder, append_eos=append_eos, check_repeat=True)
+    rendered = render_chat(chat, template, encoder, check_repeat=True)
+    return rendered.tokens(encoder.encode(rendered.pieces), encoder, append_eos=append_eos)
 
 
 def shown(tokens: ChatTokens, encoder: ByteEncoder) -> str:
@@ -106,6 +110,19 @@ def test_a_token_that_spans_prompt_and_answer_is_refused() -> None:
     says = refused(conversation("a", "b"), template, ByteEncoder(merges=[": "]))
     assert "a token spans" in says
     assert "assistant:' ' b" in says
+
+
+class LeadingSpaceEncoder(ByteEncoder):
+    """Writes a space before each text, as SentencePiece tokenizers do: parts do not add up to the whole."""
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return super().encode([f" {text}" if text else "" for text in texts])
+
+
+def test_a_tokenizer_that_writes_a_space_before_each_text_is_checked_from_the_beginning() -> None:
+    encoder = LeadingSpaceEncoder()
+    tokens = tokenised(conversation("a", "b", "c", "d"), LLAMA2, encoder)
+    assert shown(tokens, encoder) == " <s>[INST] a [/INST][ b </s>]<s>[INST] c [/INST][ d </s>]"
 
 
 def test_loss_on_all_trains_every_token() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.bridge.tokenizer import load_encoder, load_tokenizer, open_tokenizer
+from fsdp_tune.bridge.tokenizer import TokenizerEncoder, load_encoder, load_tokenizer, open_tokenizer
 from fsdp_tune.data import hub
 from fsdp_tune.data.builtin import builtin_rows, builtin_tokenizer
-from fsdp_tune.data.chat import tokenise_chat
+from fsdp_tune.data.chat import ChatTokens, render_chat
 from fsdp_tune.data.formats import Chat
 from fsdp_tune.data.templates import BUNDLED
 from fsdp_tune.errors import FsdpTuneError, Problem
@@ -43,6 +43,11 @@ def problem(wanted: Recipe) -> Problem:
     return found
 
 
+def tokenised(chat: Chat, template: str, encoder: TokenizerEncoder) -> ChatTokens:
+    rendered = render_chat(chat, template, encoder, check_repeat=True)
+    return rendered.tokens(encoder.encode(rendered.pieces), encoder, append_eos=True)
+
+
 def test_the_builtin_tokenizer_is_an_ordinary_one_when_saved(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -63,7 +68,7 @@ def test_the_builtin_template_trains_answers() -> None:
     encoder = load_encoder(recipe())
     messages = [{"role": "user", "content": "one plus one is"}, {"role": "assistant", "content": " two"}]
     assert encoder.chat_template is not None
-    tokens = tokenise_chat(Chat(messages, (False, True)), encoder.chat_template, encoder, append_eos=True, check_repeat=True)
+    tokens = tokenised(Chat(messages, (False, True)), encoder.chat_template, encoder)
     trained = [token for token, flag in zip(tokens.ids, tokens.trained, strict=True) if flag]
     assert encoder.decode(trained) == " two<|endoftext|>"
 
@@ -138,7 +143,7 @@ def test_bundled_templates_are_prefix_stable(template: str) -> None:
     encoder = load_encoder(recipe(tokens={"add": ["<|im_start|>", "<|im_end|>"]}, template=template))
     turns = [{"role": role, "content": f"{role} says"} for role in ("system", "user", "assistant", "user", "assistant")]
     chat = Chat(turns, (False, False, True, False, True))
-    tokens = tokenise_chat(chat, BUNDLED[template], encoder, append_eos=True, check_repeat=True)
+    tokens = tokenised(chat, BUNDLED[template], encoder)
     trained = encoder.decode([token for token, flag in zip(tokens.ids, tokens.trained, strict=True) if flag])
     assert trained.count("assistant says") == 2
     assert "user says" not in trained
