@@ -7,7 +7,6 @@ manifest and renames. Until the rename there is no `checkpoint-N`.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
 import time
@@ -26,9 +25,10 @@ from fsdp_tune import __version__
 from fsdp_tune.atomic import DISK, STAGE_MARK, publish
 from fsdp_tune.errors import FsdpTuneError, failed_error
 from fsdp_tune.manifest import MANIFEST_NAME, FileEntry, Manifest, damage
-from fsdp_tune.run_dir import CHECKPOINT_KIND, RunDir, complete_checkpoints
+from fsdp_tune.run_dir import CHECKPOINT_KIND, RunDir
 from fsdp_tune.worker import state as live_state
 from fsdp_tune.worker.agree import all_or_none, from_rank0, gather
+from fsdp_tune.worker.rotation import rotate
 from fsdp_tune.worker.state import Live
 from fsdp_tune.worker.storage import hashing_writer, write_safetensors, write_torch
 
@@ -258,35 +258,6 @@ def _cpu_mesh(mesh: Any) -> Any:
     return _CPU_MESHES[key]
 
 
-def rotate(run: RunDir, keep: int | None, *, protected: set[int]) -> list[Path]:
-    """Deletes the oldest complete checkpoints of this run beyond `keep`; never a protected step, never what has no manifest of ours.
-
-    Each is first renamed to a hidden name, so that a half-deleted directory is never visible.
-    """
-    if keep is None:
-        return []
-    complete, _ = complete_checkpoints(run)
-    gone: list[Path] = []
-    for old in complete[max(keep, 1) :]:
-        if old.step in protected:
-            continue
-        hidden = old.path.with_name(f".{old.path.name}.old{STAGE_MARK}{os.getpid()}")
-        DISK.rename(old.path, hidden)
-        DISK.fsync_dir(run.path)
-        DISK.rmtree(hidden)
-        gone.append(old.path)
-    return gone
-
-
-def remove_leftovers(run: RunDir) -> list[Path]:
-    """Deletes stage directories that an earlier process of this run left; the run's lock says that none is alive."""
-    gone: list[Path] = []
-    for path in run.path.glob(f".checkpoint-*{STAGE_MARK}*"):
-        shutil.rmtree(path, ignore_errors=True)
-        gone.append(path)
-    return gone
-
-
 def trainer_state_facts(world_size: int, mesh: list[int], recipe_digest: str) -> dict[str, Any]:
     return {
         "world_size": world_size,
@@ -294,8 +265,3 @@ def trainer_state_facts(world_size: int, mesh: list[int], recipe_digest: str) ->
         "recipe_digest": recipe_digest,
         "versions": {"fsdp_tune": __version__, "torch": torch.__version__},
     }
-
-
-def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
-    return value

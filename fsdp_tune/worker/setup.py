@@ -26,12 +26,13 @@ from fsdp_tune.worker import state as live_state
 from fsdp_tune.worker.agree import from_rank0
 from fsdp_tune.worker.arguments import training_arguments
 from fsdp_tune.worker.callbacks import RunCallback
-from fsdp_tune.worker.checkpoint import Checkpointer, Saved, remove_leftovers, trainer_state_facts
+from fsdp_tune.worker.checkpoint import Checkpointer, Saved, trainer_state_facts
 from fsdp_tune.worker.dataset import Collator, MicroBatches
 from fsdp_tune.worker.heartbeat import Heartbeat
 from fsdp_tune.worker.metrics import MetricsFile
 from fsdp_tune.worker.rank import Rank
 from fsdp_tune.worker.resume import agreed_checkpoint
+from fsdp_tune.worker.rotation import remove_leftovers
 from fsdp_tune.worker.signals import StopWish
 from fsdp_tune.worker.state import Live
 from fsdp_tune.worker.trainer import FsdpTrainer, Parts

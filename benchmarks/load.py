@@ -1,0 +1,117 @@
+"""How the weights reach the ranks: each reads its own slices, or rank 0 reads all and sends them. Seconds and host memory.
+
+    python benchmarks/load.py [--parameters 500m] [--ranks 2] [--rounds 3]
+
+Writes a random Llama once, then loads it on CPU ranks (gloo), the two ways in turn, every round in fresh processes.
+Host memory is the rise of a rank's peak resident set; pages of the mapped file count in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HIDDEN = {"100m": 768, "500m": 1536, "1b": 2048}
+WAYS = ("slices", "rank 0")
+
+
+def write_model(directory: Path, size: str) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden = HIDDEN[size]
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=hidden * 3, num_hidden_layers=12, num_attention_heads=hidden // 64, vocab_size=32000
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(directory, max_shard_size="500MB")
+
+
+def load_on_this_rank(directory: str, way: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import fsdp_tune.model.load as loading
+    from fsdp_tune.model.build import model_config
+    from fsdp_tune.recipe.schema import Recipe
+
+    dist.init_process_group("gloo")
+    recipe = Recipe.model_validate(
+        {
+            "model": {"name_or_path": directory},
+            "precision": {"mixed_precision": "no"},
+            "parallelism": {"dp_shard_size": dist.get_world_size(), "dp_replicate_size": 1},
+            "launch": {"device": "cpu", "num_processes": dist.get_world_size()},
+        }
+    )
+    if way == "rank 0":
+        loading.fits = lambda *_: False
+    dist.barrier()
+    started = time.perf_counter()
+    loaded = loading.load(recipe, model_config(recipe), torch.device("cpu"), vocabulary=None)
+    dist.barrier()
+    assert loaded.way == way
+    mine = {"seconds": time.perf_counter() - started, "peak_growth_bytes": loaded.peak_growth_bytes, "model_bytes": loaded.full_bytes}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    if dist.get_rank() == 0:
+        print(json.dumps(every))
+    dist.destroy_process_group()
+
+
+def measure(directory: Path, way: str, ranks: int) -> list[dict[str, float]]:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        __file__,
+        "--directory",
+        str(directory),
+        "--way",
+        way,
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    measured: list[dict[str, float]] = json.loads(done.stdout.strip().splitlines()[-1])
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", choices=sorted(HIDDEN), default="500m")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--directory", help=argparse.SUPPRESS)
+    parser.add_argument("--way", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.directory:
+        load_on_this_rank(arguments.directory, arguments.way)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch, "model")
+        write_model(directory, arguments.parameters)
+        rounds = [{way: measure(directory, way, arguments.ranks) for way in WAYS} for _ in range(arguments.rounds)]
+    gib = 1 << 30
+    print(
+        f"{rounds[0]['slices'][0]['model_bytes'] / gib:.2f} GiB of parameters, {arguments.ranks} ranks, {arguments.rounds} rounds, medians"
+    )
+    for way in WAYS:
+        seconds = statistics.median(each[way][0]["seconds"] for each in rounds)
+        growth = [statistics.median(each[way][rank]["peak_growth_bytes"] for each in rounds) / gib for rank in range(arguments.ranks)]
+        print(f"  {way:8}  {seconds:6.2f} s   peak host memory by rank (GiB): {', '.join(f'{value:.2f}' for value in growth)}")
+    ratio = statistics.median(each["slices"][0]["seconds"] / each["rank 0"][0]["seconds"] for each in rounds)
+    print(f"  slices / rank 0 = {ratio:.2f} of the time")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Which old checkpoints go, and what a crashed save left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from fsdp_tune.atomic import DISK, STAGE_MARK
+from fsdp_tune.run_dir import RunDir, complete_checkpoints
+
+
+def rotate(run: RunDir, keep: int | None, *, protected: set[int]) -> list[Path]:
+    """Deletes the oldest complete checkpoints of this run beyond `keep`; never a protected step, never what has no manifest of ours.
+
+    Each is first renamed to a hidden name, so that a half-deleted directory is never visible.
+    """
+    if keep is None:
+        return []
+    complete, _ = complete_checkpoints(run)
+    gone: list[Path] = []
+    for old in complete[max(keep, 1) :]:
+        if old.step in protected:
+            continue
+        hidden = old.path.with_name(f".{old.path.name}.old{STAGE_MARK}{os.getpid()}")
+        DISK.rename(old.path, hidden)
+        DISK.fsync_dir(run.path)
+        DISK.rmtree(hidden)
+        gone.append(old.path)
+    return gone
+
+
+def remove_leftovers(run: RunDir) -> list[Path]:
+    """Deletes stage directories that an earlier process of this run left; the run's lock says that none is alive."""
+    gone: list[Path] = []
+    for path in run.path.glob(f".checkpoint-*{STAGE_MARK}*"):
+        shutil.rmtree(path, ignore_errors=True)
+        gone.append(path)
+    return gone
