@@ -24,6 +24,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fsdp_tune.errors import failed_error, usage_error
@@ -59,6 +60,11 @@ class LaunchPlan:
     def is_whole(self) -> bool:
         """Whether all ranks of the run are on this machine."""
         return len(self.ranks) == self.world_size
+
+    @property
+    def launcher_log(self) -> Path:
+        """Machines may share the directory, and each has a launcher of its own."""
+        return self.run.launcher_log if self.machine_rank == 0 else self.run.logs / f"launcher-{self.machine_rank:02d}.log"
 
     def to_json(self) -> dict[str, Any]:
         """The content of launch.json; no secret is in it."""

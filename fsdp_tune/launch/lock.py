@@ -57,6 +57,12 @@ def is_held(run: RunDir) -> bool:
     return False
 
 
+def has_owner(run: RunDir) -> bool:
+    """Whether a command holds the directory, on this machine or, by the word of the file alone, on another."""
+    owner = read_owner(run)
+    return owner is not None and (owner.host != socket.gethostname() or is_held(run))
+
+
 @contextmanager
 def locked(run: RunDir) -> Iterator[list[Notice]]:
     """Holds RUN/run.lock; exit 2 where another command does. Gives a notice where a dead owner's lock was taken over."""

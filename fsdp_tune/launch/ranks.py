@@ -68,9 +68,10 @@ def read_verdict(run: RunDir) -> dict[str, Any] | None:
     return _read(verdict_path(run)) or None
 
 
-def clear(run: RunDir, ranks: Iterable[int]) -> None:
+def clear(run: RunDir, ranks: Iterable[int], *, with_verdict: bool) -> None:
     """Takes away what an earlier launch left, so that it cannot be taken for this one's."""
-    verdict_path(run).unlink(missing_ok=True)
+    if with_verdict:
+        verdict_path(run).unlink(missing_ok=True)
     for rank in ranks:
         run.rank_heartbeat(rank).unlink(missing_ok=True)
         run.rank_outcome(rank).unlink(missing_ok=True)

@@ -12,9 +12,9 @@ from typing import Any
 
 from fsdp_tune.atomic import DISK
 from fsdp_tune.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
-from fsdp_tune.launch.lock import is_held, read_owner
+from fsdp_tune.launch.lock import has_owner, is_held, read_owner
 from fsdp_tune.launch.ranks import read_outcome
-from fsdp_tune.launch.resume_diff import Change, check, compare
+from fsdp_tune.launch.resume_diff import Change, ChangeClass, check, compare
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import Checkpoint, RunDir, checkpoint_step, inspect_checkpoint, latest_checkpoint
 
@@ -169,12 +169,12 @@ def check_data(start: Start, key: str) -> None:
 
 
 def wait_for_run(run: RunDir, recipe: Recipe, *, patience_seconds: float = 3600.0, poll_seconds: float = 2.0) -> None:
-    """Returns when the first machine has written the run directory for this very recipe. FailedError when it does not."""
-    wanted = recipe.model_dump_json(by_alias=True)
+    """Returns when the first machine has written the run directory for this recipe and holds it. FailedError when it does not.
+
+    Machines may differ in what only they use (cores); what is trained and the number of ranks must agree.
+    """
     deadline = time.monotonic() + patience_seconds
-    while True:
-        if run.is_used and read_resolved(run).model_dump_json(by_alias=True) == wanted and is_held(run):
-            return
+    while not (run.is_used and _is_for(run, recipe) and has_owner(run)):
         if time.monotonic() > deadline:
             raise failed_error(
                 "first-machine-missing",
@@ -182,6 +182,12 @@ def wait_for_run(run: RunDir, recipe: Recipe, *, patience_seconds: float = 3600.
                 hint="all machines must see the same directory, and be given the same recipe and `--set`",
             )
         time.sleep(poll_seconds)
+
+
+def _is_for(run: RunDir, recipe: Recipe) -> bool:
+    theirs = read_resolved(run)
+    same_launch = (theirs.world_size, theirs.launch.num_machines) == (recipe.world_size, recipe.launch.num_machines)
+    return same_launch and all(change.kind is ChangeClass.FREE for change in compare(theirs, recipe))
 
 
 def _has_finished(run: RunDir) -> bool:

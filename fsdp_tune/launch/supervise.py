@@ -76,10 +76,12 @@ class Supervisor:
         """
         run = self._run
         run.logs.mkdir(parents=True, exist_ok=True)
-        clear(run, self._plan.ranks)
+        is_first_machine = self._plan.machine_rank == 0
+        clear(run, self._plan.ranks, with_verdict=is_first_machine)
         watch = RankWatch(run, self._plan.ranks)
         metrics = Follower(run.metrics_jsonl)
-        log_start = run.launcher_log.stat().st_size if run.launcher_log.exists() else 0
+        log = self._plan.launcher_log
+        log_start = log.stat().st_size if log.exists() else 0
         with self._listening():
             launcher = self._start()
             try:
@@ -96,11 +98,12 @@ class Supervisor:
         if left:
             yield Said(f"these processes do not die, not even by SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
         ended = judge(self._seen(watch, launcher.returncode, log_start))
-        write_json(verdict_path(run), ended.as_dict())
+        if is_first_machine:
+            write_json(verdict_path(run), ended.as_dict())
         yield ended
 
     def _start(self) -> subprocess.Popen[bytes]:
-        with open(self._run.launcher_log, "ab") as log:
+        with open(self._plan.launcher_log, "ab") as log:
             return subprocess.Popen(
                 leashed(list(self._plan.argv)),
                 env=self._plan.env,
@@ -155,13 +158,14 @@ class Supervisor:
             launcher.kill()
 
     def _seen(self, watch: RankWatch, launcher_code: int, log_start: int) -> Seen:
-        with open(self._run.launcher_log, "rb") as file:
+        with open(self._plan.launcher_log, "rb") as file:
             file.seek(log_start)
             text = file.read().decode("utf-8", "replace")
         return Seen(
             run=self._run,
             ranks=self._plan.ranks,
             launcher_code=launcher_code,
+            launcher_log=self._plan.launcher_log,
             launcher_text=text,
             outcomes=watch.outcomes,
             deaths=watch.deaths,

@@ -45,8 +45,9 @@ class Seen:
     run: RunDir
     ranks: range
     launcher_code: int
+    launcher_log: Path
     launcher_text: str
-    """What launcher.log got from this launch."""
+    """What the log got from this launch."""
     outcomes: Mapping[int, Outcome] = field(default_factory=dict[int, Outcome])
     deaths: Sequence[Death] = ()
     signals: Sequence[int] = ()
@@ -101,7 +102,7 @@ def judge(seen: Seen) -> Ended:
         return _ended(ExitReason.FINISHED, step, None, first)
     if seen.signals:
         message = f"stopped by {_names(seen.signals)} at step {step}, and the ranks ended before they had saved"
-        return _ended(ExitReason.FAILED, step, Problem("stopped-unsaved", message, hint=_log_hint(seen.run.launcher_log)), first)
+        return _ended(ExitReason.FAILED, step, Problem("stopped-unsaved", message, hint=_log_hint(seen.launcher_log)), first)
     return _ended(ExitReason.FAILED, step, _launcher_problem(seen), first)
 
 
@@ -150,7 +151,7 @@ def _death_problem(seen: Seen, death: Death) -> tuple[Problem, bool]:
     said = first_exception(seen.launcher_text)
     how = "ended" if code is None else f"ended with exit code {code}"
     message = f"rank {death.rank} {how} before it could report" + (f": {said}" if said else "")
-    return Problem("rank-died", message, hint=_log_hint(seen.run.launcher_log)), False
+    return Problem("rank-died", message, hint=_log_hint(seen.launcher_log)), False
 
 
 def _exit_code_of(seen: Seen, rank: int) -> int | None:
@@ -171,7 +172,7 @@ def _launcher_problem(seen: Seen) -> Problem:
         message = f"the launcher ended with exit code {seen.launcher_code}{tail}"
     else:
         message = f"the launcher ended, and rank {missing[0]} left no word of how it went{tail}"
-    return Problem("launcher-failed", message, hint=_log_hint(seen.run.launcher_log))
+    return Problem("launcher-failed", message, hint=_log_hint(seen.launcher_log))
 
 
 def first_exception(text: str) -> str | None:

@@ -262,6 +262,7 @@ def test_another_machine_waits_for_the_first_and_gives_up_in_time(fresh: RunDir,
     assert caught.value.exit_code == 1
     with locked(fresh):
         wait_for_run(fresh, recipe, patience_seconds=0.05, poll_seconds=0.01)
+        wait_for_run(fresh, resolved(tmp_path, "launch.num_cpu_threads_per_process=7"), patience_seconds=0.05, poll_seconds=0.01)
         with pytest.raises(FsdpTuneError):
             wait_for_run(fresh, resolved(tmp_path, "training.max_steps=5"), patience_seconds=0.05, poll_seconds=0.01)
 

@@ -40,7 +40,14 @@ def good(rank: int) -> Outcome:
 
 
 def seen(*outcomes: Outcome, **more: Any) -> Seen:
-    base = Seen(RUN, range(2), launcher_code=0, launcher_text="", outcomes={outcome.rank: outcome for outcome in outcomes})
+    base = Seen(
+        RUN,
+        range(2),
+        launcher_code=0,
+        launcher_log=RUN.launcher_log,
+        launcher_text="",
+        outcomes={outcome.rank: outcome for outcome in outcomes},
+    )
     return dataclasses.replace(base, **more)
 
 
