@@ -80,6 +80,11 @@ IncompleteOption = Annotated[
 ]
 NonfiniteOption = Annotated[bool, typer.Option("--allow-nonfinite", help="Keep NaN and infinite weights, naming the tensors.")]
 
+PushOption = Annotated[
+    str | None,
+    typer.Option("--push-to-hub", metavar="OWNER/NAME", help="Upload the result; a new repository is private.", show_default=False),
+]
+
 
 def merge_checkpoint(
     source: SourceArgument,
@@ -94,6 +99,7 @@ def merge_checkpoint(
     overwrite: OverwriteOption = False,
     allow_incomplete: IncompleteOption = False,
     allow_nonfinite: NonfiniteOption = False,
+    push_to_hub: PushOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Merge a sharded checkpoint into an ordinary Hugging Face model directory.
@@ -125,6 +131,12 @@ def merge_checkpoint(
         )
         result = merge(source, options, partial(byte_progress, screen))
         show_result(screen, result)
+        if push_to_hub is not None:
+            from fsdp_tune.merge.push import push_to_hub as push
+
+            address = push(result.output, push_to_hub)
+            screen.document({**result.as_dict(), "pushed": address})
+            screen.say(f"pushed: {address}")
 
 
 def _size(text: str | None) -> int | None:

@@ -19,10 +19,11 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One checkpoint: its files and its tensors by name."""
+    """One checkpoint: its files and its tensors by name. `is_vouched`: a manifest has digests of the files, so checksums add nothing."""
 
     files: SourceFiles
     tensors: dict[str, SourceTensor]
+    is_vouched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ def read_contents(stack: ExitStack, selection: Selection, *, allow_incomplete: b
         if missing and not allow_incomplete:
             raise _as_error(missing)
         left_out |= {name: problem.message for name, problem in missing.items()}
-        sources.append(Source(files, {tensor.name: tensor for tensor in tensors if tensor.name not in missing}))
+        kept = {tensor.name: tensor for tensor in tensors if tensor.name not in missing}
+        sources.append(Source(files, kept, is_vouched=weights.manifest is not None))
     if left_out:
         names = ", ".join(sorted(left_out)[:_SHOWN]) + (", …" if len(left_out) > _SHOWN else "")
         notices.append(

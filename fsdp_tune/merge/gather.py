@@ -15,7 +15,7 @@ from fsdp_tune.merge.reader import SourceFiles
 from fsdp_tune.merge.tensors import Chunk, Extent, Shape, SourceTensor, is_row_major, row_major
 from fsdp_tune.merge.values import Array
 
-BUFFER_BYTES = 4 << 20
+BUFFER_BYTES = 512 << 10  # stays in a core's cache from the read to the write; 4 MiB costs half as much time again
 _READ_AHEAD_BYTES = 16 << 20
 _FEW_BYTES = 64 << 10
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -37,7 +37,8 @@ class _Part:
 class TensorReader:
     """Reads the boxes of one tensor, in order. `scratch` (BUFFER_BYTES) is clobbered."""
 
-    def __init__(self, files: SourceFiles, tensor: SourceTensor, scratch: Array) -> None:
+    def __init__(self, files: SourceFiles, tensor: SourceTensor, scratch: Array, *, checksums: bool = True) -> None:
+        self._checksums = checksums
         self._files, self._tensor, self._scratch = files, tensor, scratch
         self._item_bytes = tensor.dtype.item_bytes
         self._parts = [self._open(chunk) for chunk in tensor.chunks]
@@ -46,9 +47,10 @@ class TensorReader:
         extent = locate(self._files, self._tensor, chunk)
         in_order = is_row_major(chunk.sizes, extent.strides)
         is_whole = extent.first_byte == extent.storage_start and extent.storage_bytes == chunk.elements * self._item_bytes
-        if extent.crc32 is not None and not (in_order and is_whole):
+        has_checksum = self._checksums and extent.crc32 is not None
+        if has_checksum and not (in_order and is_whole):
             self._check_storage(extent)
-        runs_along = extent.crc32 is not None and in_order and is_whole
+        runs_along = has_checksum and in_order and is_whole
         return _Part(chunk, extent, in_order, 0 if runs_along else None, extent.first_byte)
 
     def _check_storage(self, extent: Extent) -> None:

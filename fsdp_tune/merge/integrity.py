@@ -13,9 +13,11 @@ from types import TracebackType
 from typing import Self
 
 from fsdp_tune.errors import FailedError, Problem, Where
-from fsdp_tune.manifest import DIGEST_CHUNK_BYTES, Digester, FileEntry
+from fsdp_tune.manifest import Digester, FileEntry
 from fsdp_tune.merge.reader import unreadable
 from fsdp_tune.merge.source import Weights
+
+_CHUNK_BYTES = 256 << 10
 
 
 class _Stopped(Exception):
@@ -42,7 +44,7 @@ class ManifestCheck:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _digest(self, path: Path) -> FileEntry:
-        digester, buffer = Digester(), bytearray(DIGEST_CHUNK_BYTES)
+        digester, buffer = Digester(), bytearray(_CHUNK_BYTES)
         with open(path, "rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 if self._stop.is_set():

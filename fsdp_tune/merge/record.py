@@ -52,15 +52,17 @@ def write_companions(stage: Path, companions: Companions, layout: Layout, config
         put(stage / name, path.read_bytes())
 
 
-def write_record(stage: Path, name: str, facts: Facts) -> None:
+def write_record(stage: Path, output_name: str, facts: Facts) -> None:
     """merge.json and the model card; the last files of the stage."""
     put(stage / RECORD_NAME, (json.dumps(_record(facts), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
     rows = [
-        ("Source", str(facts.selection.weights[0].checkpoint)),
+        ("Checkpoint", ", ".join(weights.checkpoint.name for weights in facts.selection.weights)),
         ("Step", ", ".join(map(str, facts.steps)) or "unknown"),
         ("Parameters", f"{facts.layout.total_parameters:,}"),
         ("dtype", facts.layout.main_dtype.name),
     ]
+    run = facts.selection.run
+    name = (facts.settings.recipe.name if facts.settings.recipe else None) or (run.name if run is not None else output_name)
     put(stage / CARD_NAME, model_card(name, facts.settings.recipe, facts.selection.run, facts.steps, rows).encode())
 
 

@@ -108,7 +108,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | N
         layout = plan_layout(
             [tensor for tensor in contents.ordered if tensor.name not in tied.left_out], settings.dtype, settings.max_shard_bytes
         )
-        copy = Copy(contents.sources, selection, companions, layout, tied, settings)
+        copy = Copy(contents.sources, selection, companions, layout, tied, settings, options.base is not None)
         with place.writing_to(target):
             place.check_space(target, layout)
             leftovers += place.clear_leftovers(target)
@@ -146,11 +146,12 @@ class Copy:
     layout: Layout
     tied: Tied
     settings: Settings
+    has_base: bool
 
     @property
     def needs_parameter_list(self) -> bool:
-        """A manifest vouches for the table of contents of our own checkpoints; another tool's is compared with the model."""
-        vouched = all(weights.manifest is not None for weights in self.selection.weights)
+        """A manifest vouches for the table of contents of our own checkpoints. Any other, and any `--base`, is compared with the model."""
+        vouched = all(source.is_vouched for source in self.sources) and not self.has_base
         return self.companions.config is not None and self.settings.verify != "none" and not vouched
 
 
