@@ -259,7 +259,7 @@ def _prefix_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     for length in range(len(whole) - len(bare) + 1):
         if whole[length : length + len(bare)] == bare:
             return tuple(whole[:length])
-    raise usage_error("tokenizer-unreadable", "the tokenizer changes a text when it adds its special tokens: their place cannot be told")
+    raise usage_error("tokenizer-changes-text", "the tokenizer changes a text when it adds its special tokens: their place cannot be told")
 
 
 def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:

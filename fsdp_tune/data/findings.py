@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.data.inputs import Input, bad_row_problem
 from fsdp_tune.data.json_rows import BadRow
 from fsdp_tune.data.sets import Examples
-from fsdp_tune.errors import FsdpTuneError, Problem, usage_error
+from fsdp_tune.errors import FsdpTuneError, Notice, Problem, usage_error
 from fsdp_tune.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def refuse_nothing(examples: Examples, found: Found, names: Sequence[str]) -> No
     rows, untrained, bad = found.counts["rows"], found.untrained, len(found.bad)
     first = ", ".join(f"{names[file]}:{row}" for file, row in untrained[:3])
     raise usage_error(
-        "nothing-to-train",
+        "no-supervised-tokens",
         f"no row has a token to train: {rows:,} were read, {bad:,} cannot be used, {len(untrained):,} are empty or wholly masked",
         hint=f"look at {first}" if first else None,
     )
@@ -47,102 +47,85 @@ def refuse_nothing(examples: Examples, found: Found, names: Sequence[str]) -> No
 def refuse_empty_set(name: str, rows: int, examples: int, max_length: int) -> None:
     if not rows:
         raise usage_error(
-            "nothing-to-train",
+            "no-supervised-tokens",
             f"the set `{name}` has no row left: of {examples:,} examples none has a trained token within {max_length} tokens",
             hint="raise `data.max_length`, or change `data.overlong`",
         )
 
 
-def data_notices(recipe: Recipe, inputs: Sequence[Input], report: dict[str, Any], *, bad_rows_name: str) -> list[dict[str, str]]:
+def data_notices(recipe: Recipe, inputs: Sequence[Input], report: dict[str, Any], *, bad_rows_name: str) -> list[dict[str, Any]]:
     """Things that are allowed and that the user may not have meant; as JSON, since the cache keeps them."""
-    told = [
-        *_row_notices(report, bad_rows_name),
-        *_length_notices(recipe, report),
-        *_end_notices(inputs, report),
-        *_text_notices(report),
-    ]
-    return [{"code": code, "message": message, "hint": hint} for code, message, hint in told]
+    told = [*_row_notices(report, bad_rows_name), *_length_notices(recipe, report), *_end_notices(inputs, report), *_text_notices(report)]
+    return [{"code": notice.code, "message": notice.message, "hint": notice.hint} for notice in told]
 
 
-Told = tuple[str, str, str]
-
-
-def _row_notices(report: dict[str, Any], bad_rows_name: str) -> list[Told]:
-    told: list[Told] = []
+def _row_notices(report: dict[str, Any], bad_rows_name: str) -> Iterator[Notice]:
     read = report["rows_read"]
     if bad := report["rows_bad"]["rows"]:
-        told.append(("bad-rows-skipped", f"{bad:,} of {read:,} rows cannot be used and were left out", f"`{bad_rows_name}` lists them"))
+        yield Notice(
+            "bad-rows-skipped",
+            f"{bad:,} of {read:,} rows cannot be used and were left out",
+            hint=f"`{bad_rows_name}` beside the data lists them",
+        )
     if untrained := report["rows_untrained"]["rows"]:
-        first = ", ".join(report["rows_untrained"]["first"][:3])
-        told.append(("rows-untrained", f"{untrained:,} of {read:,} rows have no token to train and were left out", f"the first: {first}"))
-    return told
+        first = _first(report["rows_untrained"])
+        yield Notice("rows-untrained", f"{untrained:,} of {read:,} rows have no token to train and were left out", hint=first)
 
 
-def _length_notices(recipe: Recipe, report: dict[str, Any]) -> list[Told]:
-    told: list[Told] = []
+def _first(rows: dict[str, Any]) -> str:
+    return f"the first: {', '.join(rows['first'][:3])}"
+
+
+def _length_notices(recipe: Recipe, report: dict[str, Any]) -> Iterator[Notice]:
+    limit = f"data.max_length ({recipe.data.max_length} tokens)"
     for name, account in report["sets"].items():
-        limit = f"data.max_length ({recipe.data.max_length} tokens)"
         if account["truncated"]:
-            told.append(("rows-truncated", f"{name}: {account['truncated']:,} rows were cut at {limit}; their ends are not trained", ""))
+            yield Notice("rows-truncated", f"{name}: {account['truncated']:,} rows were cut at {limit}; their ends are not trained")
         for key, what in (
             ("dropped_too_long", f"are longer than {limit}"),
             ("dropped_nothing_left", "lost all that is trained in the cut"),
         ):
             if count := account[key]["rows"]:
-                first = ", ".join(account[key]["first"][:3])
-                told.append(("rows-dropped", f"{name}: {count:,} rows {what} and were left out", f"the first: {first}"))
+                yield Notice("rows-dropped", f"{name}: {count:,} rows {what} and were left out", hint=_first(account[key]))
     train = report["sets"]["train"]
     if recipe.data.packing and train["fill"] < POOR_FILL and train["rows"] > 1:
-        told.append(("poor-fill", f"packed rows are filled to {100 * train['fill']:.0f} % only", "a larger `data.max_length` packs better"))
-    return told
+        fill = f"packed rows are filled to {100 * train['fill']:.0f} % only"
+        yield Notice("poor-fill", fill, hint="a larger `data.max_length` packs better")
 
 
-def _end_notices(inputs: Sequence[Input], report: dict[str, Any]) -> list[Told]:
-    told: list[Told] = []
+def _end_notices(inputs: Sequence[Input], report: dict[str, Any]) -> Iterator[Notice]:
     eos, bos = report["eos"], report["bos"]
     if missing := eos["examples"] - eos["supervised"]:
-        told.append(
-            (
-                "eos-untrained",
-                f"{missing:,} of {eos['examples']:,} examples do not train the end of sequence `{eos['token']}`: "
-                "the model may not learn to stop",
-                "`data.append_eos: true` adds it",
-            )
+        yield Notice(
+            "eos-untrained",
+            f"{missing:,} of {eos['examples']:,} examples do not train the end `{eos['token']}`: the model may not learn to stop",
+            hint="`data.append_eos: true` adds it",
         )
     if appended := eos["appended_to_chats"]:
-        told.append(
-            (
-                "eos-not-in-template",
-                f"the chat template does not end answers with `{eos['token']}`: it was added after {appended:,} conversations",
-                "if answers end with another token, name that one in `model.tokens.eos`, or generation will not stop there",
-            )
+        yield Notice(
+            "eos-not-in-template",
+            f"the chat template does not end answers with `{eos['token']}`: it was added after {appended:,} conversations",
+            hint="if answers end with another token, name that one in `model.tokens.eos`, or generation will not stop there",
         )
     if bos and bos["more"]:
-        told.append(("bos-twice", f"{bos['more']:,} examples hold the beginning of sequence more than once", "look at the texts"))
+        yield Notice("bos-twice", f"{bos['more']:,} examples hold the beginning of sequence more than once", hint="look at the texts")
     if any(opened.settings.template is not None and "strftime_now" in opened.settings.template for opened in inputs):
-        told.append(("dated-template", "the chat template writes today's date: prepared data keep the date of their preparation", ""))
-    return told
+        yield Notice("dated-template", "the chat template writes today's date: prepared data keep the date of their preparation")
 
 
-def _text_notices(report: dict[str, Any]) -> list[Told]:
-    told: list[Told] = []
+def _text_notices(report: dict[str, Any]) -> Iterator[Notice]:
     kept = report["rows_kept"]
     if count := report["joined_without_space"]:
-        told.append(
-            (
-                "no-space",
-                f"in {count:,} of {kept:,} rows no white space stands between prompt and completion",
-                'put some there (`data.separator: "\\n"`), unless the prompt itself shows that its answer follows',
-            )
+        yield Notice(
+            "no-space",
+            f"in {count:,} of {kept:,} rows no white space stands between prompt and completion",
+            hint='put some there (`data.separator: "\\n"`), unless the prompt itself shows that its answer follows',
         )
     if count := report["tokenised_apart"]:
-        told.append(
-            (
-                "tokenised-apart",
-                f"in {count:,} of {kept:,} rows a token would span prompt and completion: the two were tokenised apart",
-                "let completions begin with the white space, and not prompts end with it",
-            )
+        yield Notice(
+            "tokenised-apart",
+            f"in {count:,} of {kept:,} rows a token would span prompt and completion: the two were tokenised apart",
+            hint="let completions begin with the white space, and not prompts end with it",
         )
-    prompts = sorted({account["alpaca_prompt"] for account in report["inputs"] if account["alpaca_prompt"]})
-    told.extend(("alpaca-prompt", f"alpaca rows are written with {prompt}", "") for prompt in prompts)
-    return told
+    for prompt in sorted({account["alpaca_prompt"] for account in report["inputs"] if account["alpaca_prompt"]}):
+        yield Notice("alpaca-prompt", f"alpaca rows are written with {prompt}")

@@ -37,7 +37,7 @@ class Prepared:
     vocabulary_size: int
     pad_token_id: int
     report: dict[str, Any]
-    notices: list[dict[str, str]]
+    notices: list[dict[str, Any]]
     reused: bool = False
     """Found in the cache."""
 
@@ -49,7 +49,7 @@ class Prepared:
         return cls(**json.loads(text))
 
     def as_notices(self) -> list[Notice]:
-        return [Notice(notice["code"], notice["message"], hint=notice.get("hint")) for notice in self.notices]
+        return [Notice(notice["code"], notice["message"], hint=notice["hint"]) for notice in self.notices]
 
 
 def prepare(recipe: Recipe, encoder: Encoder, *, progress: Progress | None = None, check_rows: bool = True) -> Prepared:

@@ -130,7 +130,7 @@ def test_rows_that_train_nothing_are_left_out_with_their_numbers(tmp_path: Path)
 def test_training_on_nothing_is_an_error_with_the_counts(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": [1, 2], "labels": [-100, -100]}] * 3)
     (found,) = problems(tmp_path, rows)
-    assert found.code == "nothing-to-train"
+    assert found.code == "no-supervised-tokens"
     assert "3 were read" in found.message
     assert "3 are empty or wholly masked" in found.message
     assert f"{rows}:1" in (found.hint or "")
@@ -141,7 +141,7 @@ def test_completions_that_the_cut_removed_are_left_out_and_all_of_them_is_an_err
     found = prepared(tmp_path, write_jsonl(tmp_path / "rows.jsonl", [short, long]), max_length=50)
     assert found.train_rows == 1
     assert "1 rows lost all that is trained" in told(found)["rows-dropped"]
-    assert problems(tmp_path / "other", write_jsonl(tmp_path / "long.jsonl", [long]), max_length=50)[0].code == "nothing-to-train"
+    assert problems(tmp_path / "other", write_jsonl(tmp_path / "long.jsonl", [long]), max_length=50)[0].code == "no-supervised-tokens"
 
 
 def test_cut_rows_are_counted_and_do_not_train_an_end(tmp_path: Path) -> None:
