@@ -6,7 +6,6 @@ manifest and renames. Until the rename there is no `checkpoint-N`.
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 import time
