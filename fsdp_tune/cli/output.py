@@ -152,6 +152,8 @@ def command(json_output: bool) -> Iterator[Screen]:
 
 
 def _file_system_problem(error: OSError, log: str) -> Problem:
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # what os.getcwd raises
+        return Problem("file-system", "the current directory has been removed", hint="change to one that exists")
     what = error.strerror or type(error).__name__
     names = " → ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
     return Problem("file-system", f"{names}: {what}" if names else str(error), hint=f"the traceback is in {log}")

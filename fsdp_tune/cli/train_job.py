@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from fsdp_tune.cli.output import Screen
-from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
+from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Notice, Problem
 
 if TYPE_CHECKING:
     from fsdp_tune.data.prepare import Prepared
@@ -46,7 +46,7 @@ class Job:
 
         run = self.plan.run
         start = decide(run, self.recipe, resume, overwrite=overwrite)
-        self.screen.notices(start.notices)
+        self.screen.notices([*self.surroundings(), *start.notices])
         if start.is_finished:
             self.nothing_to_do()
             return
@@ -65,6 +65,17 @@ class Job:
                 self.print_commands()
             else:
                 self.conclude(self.supervise())
+
+    def surroundings(self) -> list[Notice]:
+        """What lies about on this machine and would have steered a bare `accelerate launch`; it does not steer this one."""
+        from fsdp_tune.diagnose.environment import accelerate_default_config
+
+        notices: list[Notice] = []
+        if (default := accelerate_default_config(os.environ)) is not None:
+            notices.append(Notice("accelerate-config-ignored", f"{default['path']} is not used: the recipe decides"))
+        if self.plan.removed:
+            notices.append(Notice("stale-environment", f"variables of another job are kept from the ranks: {', '.join(self.plan.removed)}"))
+        return notices
 
     def check_inputs(self, start: Start) -> Inputs:
         """Looks at the model in a process of its own while the data is prepared; refuses what is wrong in either, together."""

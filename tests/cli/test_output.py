@@ -101,6 +101,13 @@ def test_a_bug_leaves_its_traceback_in_a_file_that_is_named(capsys: pytest.Captu
     assert "Traceback" not in err
 
 
+def test_a_current_directory_that_is_gone_is_named(tmp_path: Path) -> None:
+    program = f"import os; os.mkdir('gone'); os.chdir('gone'); os.rmdir({str(tmp_path / 'gone')!r})\nfrom fsdp_tune.cli.app import app\n"
+    program += "app(['train', 'gpt2_smoke'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stderr.splitlines()[0]) == (1, "error: the current directory has been removed")
+
+
 def test_terminal_escapes_are_shown_and_not_obeyed() -> None:
     assert printable("a\x1b[31mb\r\u202e") == "a\\x1b[31mb\\r\\u202e"
     assert printable("ä\n\t漢") == "ä\n\t漢"

@@ -76,6 +76,33 @@ def test_remote_code_needs_the_person_at_the_command_line(cli: Cli) -> None:
     assert cli("train", *SHORT, *remote, "--dry-run", "--trust-remote-code").returncode == 0
 
 
+def test_what_lies_about_is_named_and_not_obeyed(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "huggingface" / "accelerate"
+    folder.mkdir(parents=True)
+    (folder / "default_config.yaml").write_text("distributed_type: DEEPSPEED\n")
+    done = cli("train", *SHORT, "--no-start", "--json", HF_HOME=str(folder.parent), RANK="3", SLURM_JOB_ID="7")
+    assert done.returncode == 0, done.stderr
+    told = {notice["code"]: notice["message"] for notice in document(done)["notices"]}
+    assert str(folder) in told["accelerate-config-ignored"]
+    assert "RANK, SLURM_JOB_ID" in told["stale-environment"]
+    assert json.loads((tmp_path / "run" / "launch.json").read_text())["removed"] == ["RANK", "SLURM_JOB_ID"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_two_machines_run_one_recipe(tmp_path: Path) -> None:
+    """Two commands on this machine play two machines that share a directory."""
+    machines = ("launch.num_machines=2", "launch.main_process_ip=127.0.0.1", "launch.num_cpu_threads_per_process=1")
+    arguments = [*smoke(4), *(word for key in machines for word in ("--set", key))]
+    command = [sys.executable, "-m", "fsdp_tune", "train", *arguments, "--json", "--machine-rank"]
+    both = [subprocess.Popen([*command, str(rank)], cwd=tmp_path, stdout=subprocess.PIPE, text=True) for rank in (1, 0)]
+    follower, leader = (json.loads(each.communicate(timeout=300)[0]) for each in both)
+    assert [each.returncode for each in both] == [0, 0]
+    assert (follower["machine_rank"], follower["exit_reason"]) == (1, "finished")
+    assert (leader["steps"], leader["exit_reason"], leader["merged"]) == (4, "finished", str(tmp_path / "run" / "merged"))
+    assert (tmp_path / "run" / "logs" / "launcher-01.log").exists()
+
+
 @pytest.mark.ranks
 def test_a_run_ends_with_a_model_and_everything_in_its_place(cli: Cli, tmp_path: Path) -> None:
     done = cli("train", *SHORT, "--json")
