@@ -90,7 +90,7 @@ app.command(short_help="Tokenise and pack once; show what is trained.")(prepare)
 app.command(short_help="Sharded checkpoint → ordinary model directory.")(merge_checkpoint)
 app.command(short_help="How a run stands.")(status)
 app.command(short_help="Versions, devices, known-bad combinations.")(env)
-app.add_typer(recipes)
+app.add_typer(recipes, no_args_is_help=False)  # a missing command is an error like any other, also under --json
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -166,16 +167,20 @@ def byte_progress(screen: Screen, label: str, total: int | None, unit: str) -> I
     """A bar in MiB with the rate in GB/s; the bar itself adds the time that is left."""
     assert unit == "bytes"
     with screen.progress(label, None if total is None else -(-total // MIB), "MiB") as bar:
-        yield _ByteBar(bar)
+        yield _ByteBar(bar, None if screen.is_live else total)
 
 
 class _ByteBar:
-    """Counts bytes, shows MiB: several threads advance by pieces that are no whole MiB."""
+    """Counts bytes, shows MiB: several threads advance by pieces that are no whole MiB. `total`: where the bar shows no time left."""
 
-    def __init__(self, bar: Bar) -> None:
-        self._bar, self._bytes, self._started = bar, 0, time.monotonic()
+    def __init__(self, bar: Bar, total: int | None) -> None:
+        self._bar, self._total, self._bytes, self._started = bar, total, 0, time.monotonic()
+        self._lock = threading.Lock()
 
     def advance(self, n: int = 1) -> None:
-        self._bytes += n
-        seconds = time.monotonic() - self._started
-        self._bar.at(-(-self._bytes // MIB), f"{self._bytes / 1e9 / seconds:.2f} GB/s" if seconds > 0 else "")
+        with self._lock:
+            self._bytes += n
+            done = self._bytes
+        rate = done / max(time.monotonic() - self._started, 1e-9)
+        left = f", {format_seconds(max(self._total - done, 0) / rate)} left" if self._total else ""
+        self._bar.at(-(-done // MIB), f"{rate / 1e9:.2f} GB/s{left}")

@@ -139,11 +139,12 @@ class Job:
         facts = ended.first_outcome.facts if ended.first_outcome else {}
         checkpoint, _ = latest_checkpoint(run)
         facts = facts | {"checkpoint": str(checkpoint.path) if checkpoint else None}
-        document = partial(final_document, run.path, facts, step=ended.step, reason=ended.reason.value)
-        self.screen.document(document(merged=None))
+        document = partial(final_document, run.path, facts, step=ended.step)
+        self.screen.document(document(reason=ended.reason.value, merged=None))
         if ended.reason is ExitReason.FINISHED:
+            self.screen.document(document(reason=ExitReason.FAILED.value, merged=None))  # what stands should the merge fail
             merged = self.merge() if self.recipe.merge.at_end else None
-            self.screen.document(document(merged=merged))
+            self.screen.document(document(reason=ended.reason.value, merged=merged))
             self.screen.say(
                 f"finished at step {ended.step}"
                 + (f"; the model is in {merged}" if merged else f"; `fsdp-tune merge-checkpoint {run.path}` merges it")

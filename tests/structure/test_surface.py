@@ -74,7 +74,9 @@ def test_help_is_light_and_has_an_example(path: tuple[str, ...], tmp_path: Path)
     assert is_group or "Example" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--bogus"], ["train", "--bogus"], ["train", "--set"], ["bogus"], ["train", "a", "b"], []])
+@pytest.mark.parametrize(
+    "arguments", [["--bogus"], ["train", "--bogus"], ["train", "--set"], ["bogus"], ["train", "a", "b"], ["recipes"], []]
+)
 def test_usage_errors_are_ours_in_text_and_json(arguments: list[str]) -> None:
     for extra in ([], ["--json"]):
         done = subprocess.run(
