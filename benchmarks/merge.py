@@ -32,6 +32,7 @@ SIZES = {  # name: (hidden, intermediate, layers, vocabulary)
 RANKS = 2
 SHARDS = "pytorch_model_fsdp_0"
 WRITE_RANK = "write-rank"
+CP = "cp -r + fsync"
 
 
 @dataclass
@@ -132,24 +133,32 @@ def accelerate(source: Path, target: Path) -> float:
     return run_child([sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights", str(source / SHARDS), str(target)])
 
 
-def measure(action: Callable[[Path], float], source: Path, target: Path, *, warm: bool, repeats: int) -> Timing:
-    """The median of `repeats` runs."""
-    seconds, peaks = [], []
-    for _ in range(repeats):
-        set_cache(source, warm=warm)
-        os.sync()  # what others left dirty is not for this run to pay
-        start = time.perf_counter()
-        peaks.append(action(target))
-        seconds.append(time.perf_counter() - start)
-        shutil.rmtree(target)
-    return Timing(statistics.median(seconds), max(peaks))
+def measure(action: Callable[[Path], float], source: Path, target: Path, *, warm: bool) -> Timing:
+    set_cache(source, warm=warm)
+    os.sync()  # what others left dirty is not for this run to pay
+    start = time.perf_counter()
+    peak = action(target)
+    seconds = time.perf_counter() - start
+    shutil.rmtree(target)
+    return Timing(seconds, peak)
+
+
+def measure_rounds(
+    programs: dict[str, Callable[[Path], float]], source: Path, target: Path, *, warm: bool, rounds: int
+) -> dict[str, list[Timing]]:
+    """Every program once a round, so that a change of the machine's load meets them all."""
+    timings: dict[str, list[Timing]] = {name: [] for name in programs}
+    for _ in range(rounds):
+        for name, action in programs.items():
+            timings[name].append(measure(action, source, target, warm=warm))
+    return timings
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", choices=list(SIZES), default="1b", help="size of the model")
     parser.add_argument("--directory", type=Path, default=None, help="where to write (default: the temporary directory)")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--checkpoint", type=Path, default=None, help="an existing checkpoint directory, instead of writing one")
     parser.add_argument("--without-accelerate", action="store_true")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -160,36 +169,35 @@ def main() -> None:
             write_checkpoint(source, arguments.params)
         size_bytes = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
         programs: dict[str, Callable[[Path], float]] = {
-            "cp -r + fsync": lambda out: copy(source, out),
+            CP: lambda out: copy(source, out),
             "ours": lambda out: ours(source, out, "keep"),
             "ours, to bf16": lambda out: ours(source, out, "bf16"),
         }
         if not arguments.without_accelerate:
             programs["accelerate"] = lambda out: accelerate(source, out)
         timings = {
-            warmth: {
-                name: measure(action, source, target, warm=warmth == "warm", repeats=arguments.repeats) for name, action in programs.items()
-            }
-            for warmth in ("warm", "cold")
+            warmth: measure_rounds(programs, source, target, warm=warmth == "warm", rounds=arguments.rounds) for warmth in ("warm", "cold")
         }
     report(size_bytes, timings, as_json=arguments.json)
 
 
-def report(size_bytes: int, timings: dict[str, dict[str, Timing]], *, as_json: bool) -> None:
+def ratio(one: list[Timing], other: list[Timing]) -> float:
+    """The median over the rounds."""
+    return statistics.median(a.seconds / b.seconds for a, b in zip(one, other, strict=True))
+
+
+def report(size_bytes: int, timings: dict[str, dict[str, list[Timing]]], *, as_json: bool) -> None:
     if as_json:
-        print(
-            json.dumps(
-                {"bytes": size_bytes, **{warmth: {name: vars(t) for name, t in row.items()} for warmth, row in timings.items()}}, indent=1
-            )
-        )
+        rounds = {warmth: {name: [vars(timing) for timing in each] for name, each in row.items()} for warmth, row in timings.items()}
+        print(json.dumps({"bytes": size_bytes, **rounds}, indent=1))
         return
-    print(f"{size_bytes / 1e9:.2f} GB of fp32 weights from {RANKS} ranks, {os.cpu_count()} cores")
+    print(f"{size_bytes / 1e9:.2f} GB of fp32 weights from {RANKS} ranks, {os.cpu_count()} cores, medians of the rounds")
     for warmth, row in timings.items():
-        reference = row["cp -r + fsync"].seconds
-        for name, timing in row.items():
-            print(f"{warmth}  {name:<14} {timing.seconds:7.2f} s  {timing.peak_rss_mib:8.0f} MiB  {timing.seconds / reference:5.2f} x cp")
+        for name, each in row.items():
+            seconds, peak = statistics.median(timing.seconds for timing in each), max(timing.peak_rss_mib for timing in each)
+            print(f"{warmth}  {name:<14} {seconds:7.2f} s  {peak:8.0f} MiB  {ratio(each, row[CP]):5.2f} x cp")
         if "accelerate" in row:
-            print(f"{warmth}  ours is {row['accelerate'].seconds / row['ours'].seconds:.1f} times as fast as accelerate")
+            print(f"{warmth}  ours is {ratio(row['accelerate'], row['ours']):.1f} times as fast as accelerate")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from fsdp_tune.merge.ties import Tied, find_ties
 from fsdp_tune.merge.verify import check_bytes_on_disk, check_headers
 from fsdp_tune.merge.write import Source, Written, thread_count, write_tensors
 
+_SHOWN = 20
+
 
 class Progress(Protocol):
     """What `Screen.progress` is: a bar for `total` units, as a context manager."""
@@ -114,7 +116,8 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | N
             leftovers += place.clear_leftovers(target)
             with staged_directory(target, replace=options.overwrite and target.exists()) as stage, place.locked(stage):
                 written, compared = _copy(copy, stage, show)
-                _refuse_non_finite(written, options, target)
+                if written.non_finite and not options.allow_nonfinite:
+                    _refuse_non_finite(written, settings, target)
                 write_companions(stage, companions, layout, tied.config_changes)
                 loaded = _verify(copy, stage, written, show, allow_nonfinite=options.allow_nonfinite)
                 write_record(stage, target.name, Facts(selection, settings, companions, layout, written, tied.left_out, contents.left_out))
@@ -188,21 +191,23 @@ def _verify(copy: Copy, stage: Path, written: Written, show: Progress, *, allow_
     return load_and_run(stage, allow_nonfinite=allow_nonfinite)
 
 
-def _refuse_non_finite(written: Written, options: MergeOptions, target: Path) -> None:
-    if written.non_finite and not options.allow_nonfinite:
-        raise FailedError(
-            *(
-                Problem(
-                    "merge-non-finite",
-                    f"`{name}` has values that are not finite: {counts}",
-                    Where(str(target)),
-                    "merge an earlier checkpoint with `--step N`, or keep the values with `--allow-nonfinite`"
-                    if not counts.overflow
-                    else "the values are too large for this dtype: merge with `--dtype bf16` or `--dtype keep`",
-                )
-                for name, counts in sorted(written.non_finite.items())
-            )
+def _refuse_non_finite(written: Written, settings: Settings, target: Path) -> None:
+    """FailedError that counts by tensor, the first few of them; a model that diverged has NaN everywhere."""
+    where = Where(str(target))
+    overflow = "merge with `--dtype keep`" + (" or `--dtype bf16`" if settings.dtype == "fp16" else "")
+    found = sorted(written.non_finite.items())
+    problems = [
+        Problem(
+            "merge-non-finite",
+            f"`{name}` has values that are not finite: {counts}",
+            where,
+            overflow if counts.overflow else "merge an earlier checkpoint with `--step N`, or keep the values with `--allow-nonfinite`",
         )
+        for name, counts in found[:_SHOWN]
+    ]
+    if len(found) > _SHOWN:
+        problems.append(Problem("merge-non-finite", f"{len(found) - _SHOWN:,} more tensors have values that are not finite", where))
+    raise FailedError(*problems)
 
 
 def _non_finite_notices(written: Written) -> Iterator[Notice]:

@@ -84,8 +84,17 @@ def test_what_fp16_cannot_hold_is_refused_and_bf16_can(tmp_path, merge):
 
 def test_what_bf16_rounds_to_infinity_is_refused(tmp_path, merge):
     save_dcp({"model": {"w": torch.tensor([torch.finfo(torch.float32).max])}}, tmp_path / "c" / SHARDS)
-    with pytest.raises(FsdpTuneError, match="1 too large"):
+    with pytest.raises(FsdpTuneError, match="1 too large") as caught:
         merge(tmp_path / "c", dtype="bf16")
+    assert "--dtype bf16" not in str(caught.value.problems[0].hint)
+
+
+def test_a_model_that_diverged_everywhere_is_told_in_a_screenful(tmp_path, merge):
+    save_dcp({"model": {f"layer.{index:03d}": torch.tensor([float("nan")]) for index in range(100)}}, tmp_path / "c" / SHARDS)
+    with pytest.raises(FsdpTuneError) as caught:
+        merge(tmp_path / "c")
+    assert len(caught.value.problems) == 21
+    assert "80 more tensors" in caught.value.problems[-1].message
 
 
 # ----------------------------------------------------------------------------------------------------------- averages
