@@ -34,14 +34,15 @@ def hub_is_reachable() -> bool:
     return True
 
 
-def unreachable(what: str, name: str, key: str) -> FsdpTuneError:
+def unreachable(what: str, name: str, key: str, *, is_data_set: bool = False) -> FsdpTuneError:
     """Exit 2 that says what was wanted and how to do without the network."""
+    download = f"hf download {'--repo-type dataset ' if is_data_set else ''}{name}"
     return usage_error(
         "hub-unreachable",
         f"{what} `{name}` is not in the local cache, and the Hugging Face hub cannot be reached",
         ways_out=(
-            f"give a local path: `--set {key}=/path/to/it`",
-            f"download it where there is a network (`hf download {name}`), and bring the cache here (HF_HOME)",
+            f"give a local path in `{key}`",
+            f"download it where there is a network (`{download}`), and bring the cache here (HF_HOME)",
             "unset HF_HUB_OFFLINE, if that is what keeps it off",
         ),
     )

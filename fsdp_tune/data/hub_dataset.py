@@ -53,7 +53,7 @@ def load_from_hub(entry: DataSource, where: Where) -> Any:
 def _problem(error: Exception, entry: DataSource, where: Where, *, reachable: bool) -> FsdpTuneError:
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if not reachable or "ConnectionError" in kinds:
-        problem = unreachable("the data set", entry.path, f"{where.key}.path").problems[0]
+        problem = unreachable("the data set", entry.path, f"{where.key}.path", is_data_set=True).problems[0]
         return FsdpTuneError(problem.at(where))
     if "GatedRepo" in str(error) or "gated" in str(error).lower():
         return usage_error(

@@ -117,7 +117,8 @@ def test_a_hub_id_out_of_reach_says_what_was_wanted_and_the_ways_out(monkeypatch
     found = problem("tatsu-lab/alpaca")
     assert found.code == "hub-unreachable"
     assert "`tatsu-lab/alpaca`" in found.message
-    assert any("data.train[0].path=/path" in way for way in found.ways_out)
+    assert found.ways_out[0] == "give a local path in `data.train[0].path`"
+    assert "hf download --repo-type dataset tatsu-lab/alpaca" in found.ways_out[1]
 
 
 def test_builtin_rows_and_unknown_ones() -> None:

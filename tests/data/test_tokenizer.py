@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def test_the_builtin_template_trains_answers() -> None:
     assert encoder.decode(trained) == " two<|endoftext|>"
 
 
+@pytest.mark.skipif(version("transformers") < "5.23", reason="older ones import torch with any tokenizer")
 def test_loading_the_builtin_tokenizer_and_preparing_imports_no_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
@@ -82,7 +84,7 @@ from fsdp_tune.recipe.schema import Recipe
 data = {{"train": [{{"path": "{BUILTIN}"}}], "max_length": 32, "cache_dir": {str(tmp_path)!r}}}
 recipe = Recipe.model_validate({{"model": {{"tokenizer": "{BUILTIN}"}}, "data": data, "launch": {{"num_processes": 1}}}})
 prepare(recipe, load_encoder(recipe))
-assert "torch" not in sys.modules and "datasets" not in sys.modules and "pyarrow" not in sys.modules
+assert not {{"torch", "datasets", "pyarrow"}} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -164,7 +166,7 @@ def test_what_is_not_there_is_told_apart_from_what_is_out_of_reach(tmp_path: Pat
     found = problem(recipe("meta-llama/Llama-2-7b-hf"))
     assert found.code == "hub-unreachable"
     assert "`meta-llama/Llama-2-7b-hf`" in found.message
-    assert any("model.tokenizer=/path" in way for way in found.ways_out)
+    assert found.ways_out[0] == "give a local path in `model.tokenizer`"
     (tmp_path / "tokenizer.json").write_text("{")
     assert problem(recipe(tmp_path)).code == "tokenizer-unreadable"
 
