@@ -1,7 +1,7 @@
 """The recipe's tokenizer, ready to train with, and the encoder that `data/` works through.
 
-`builtin:NAME` needs no torch (from transformers 5.23 on). Any other tokenizer goes through AutoTokenizer, which imports torch in transformers 5
-(its configuration module does), about two seconds once.
+`builtin:NAME` needs no torch (from transformers 5.23 on). Any other tokenizer goes through AutoTokenizer, which imports
+torch in transformers 5 (its configuration module does), about two seconds once.
 """
 
 from __future__ import annotations
