@@ -61,7 +61,7 @@ def environments(run: RunDir, world_size: int) -> list[dict[str, str]]:
     return [json.loads((run.path / f"environment-{rank}.json").read_text()) for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("strategy", [pytest.param("FULL_SHARD", marks=pytest.mark.slow), "NO_SHARD"])
 def test_ranks_are_spawned_on_the_cpu_with_their_environment(
     tmp_path: Path, run: RunDir, repository: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +94,12 @@ def test_a_hostile_default_config_is_ignored(tmp_path: Path, run: RunDir, reposi
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGUSR1, 143), (signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["USR1", "TERM", "INT"]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGUSR1, 143, id="USR1"),
+        pytest.param(signal.SIGTERM, 143, id="TERM", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, id="INT", marks=pytest.mark.slow),
+    ],
 )
 def test_the_agent_passes_signals_on_and_waits_for_the_save(tmp_path: Path, run: RunDir, repository: Path, number: int, code: int) -> None:
     ended, _ = launch(tmp_path, run, repository, {"0": SAVES_SLOWLY, "1": SAVES_SLOWLY}, send=number)
