@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp_tune.errors import Where, failed_error, usage_error
 from fsdp_tune.merge.dtypes import DType
-from fsdp_tune.merge.source import Selection
+from fsdp_tune.merge.source import SHARD_FOLDER, Selection
 
 CONFIG_NAME = "config.json"
 _FILES = re.compile(
@@ -53,7 +53,8 @@ def find_companions(selection: Selection, base: str | None) -> Companions:
             )
         return found
     weights = selection.weights[0]
-    places = [selection.run.model] if selection.run is not None else [weights.root, weights.checkpoint, weights.root.parent]
+    beside = [weights.root, weights.checkpoint, *([weights.root.parent] if weights.root.name == SHARD_FOLDER else [])]
+    places = [selection.run.model] if selection.run is not None else beside
     for place in places:
         if (place / CONFIG_NAME).is_file():
             return read_folder(place)

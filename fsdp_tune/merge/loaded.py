@@ -44,7 +44,7 @@ def _from_config(folder: Path) -> Any:
     """The model of the config's own class, with whatever weights the device in force gives."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     names = getattr(config, "architectures", None) or []
     kind = getattr(transformers, names[0], None) if names else None
     return transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind._from_config(config)
@@ -58,7 +58,7 @@ def load_and_run(folder: Path) -> dict[str, Any]:
     size_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if size_bytes > _MEMORY_SHARE * available_bytes():
         return {"where": "shapes", "report": {}, "finite": None, "shape": _run_on_shapes(folder)}
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False, output_loading_info=True)
     model, report = loaded
     logits = _run(model)
     keys = {name: sorted(str(key) for key in found) for name, found in report.items() if found}

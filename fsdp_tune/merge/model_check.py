@@ -25,7 +25,8 @@ class Child:
 
     def __init__(self, mode: str, folder: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "fsdp_tune.merge.loaded", mode, str(folder)],
+            # -P: a `torch.py` in the current directory, which may be the checkpoint's, is not ours to run.
+            [sys.executable, "-P", "-m", "fsdp_tune.merge.loaded", mode, str(folder.absolute())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

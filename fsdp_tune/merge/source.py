@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
-from fsdp_tune.manifest import Manifest
+from fsdp_tune.manifest import MANIFEST_NAME, Manifest
 from fsdp_tune.merge.dcp import METADATA_NAME
 from fsdp_tune.merge.layout import INDEX_NAME, SINGLE_NAME
 from fsdp_tune.run_dir import Checkpoint, Rejected, RunDir, checkpoint_step, complete_checkpoints, inspect_checkpoint
@@ -88,7 +88,8 @@ def select(source: Path, choice: Choice) -> Selection:
     if owner is None:
         return Selection((Weights(root, kind, root, checkpoint_step(root) or checkpoint_step(root.parent)),), "it is what was named", None)
     weights, notices = _accept(owner, root, kind, allow_incomplete=choice.allow_incomplete)
-    return Selection((weights,), "it is what was named", RunDir(owner.parent), notices)
+    run = RunDir(owner.parent)
+    return Selection((weights,), "it is what was named", run if run.is_used else None, notices)
 
 
 def find_weights(folder: Path) -> tuple[Path, Format] | None:
@@ -106,13 +107,13 @@ def find_weights(folder: Path) -> tuple[Path, Format] | None:
 
 
 def _is_run(source: Path) -> bool:
-    return source.is_dir() and (RunDir(source).is_used or any(checkpoint_step(path) is not None for path in source.iterdir()))
+    return source.is_dir() and RunDir(source).is_used
 
 
 def _own_checkpoint(root: Path) -> Path | None:
-    """The `checkpoint-N` of a run of ours that holds `root`; None for what another tool wrote."""
+    """The `checkpoint-N` of ours that holds `root`, in its run or copied elsewhere; None for what another tool wrote."""
     for folder in (root, root.parent):
-        if checkpoint_step(folder) is not None and RunDir(folder.parent).is_used:
+        if checkpoint_step(folder) is not None and (RunDir(folder.parent).is_used or (folder / MANIFEST_NAME).exists()):
             return folder
     return None
 
@@ -151,12 +152,14 @@ def _nothing_to_merge(source: Path) -> FsdpTuneError:
             where=Where(str(source)),
             hint="load it there and save it with SHARDED_STATE_DICT",
         )
-    seen = ", ".join(sorted(path.name for path in source.iterdir())[:8]) if source.is_dir() else "a file"
+    inside = sorted(source.iterdir()) if source.is_dir() else []
+    below = sorted((path for path in inside if find_weights(path)), key=lambda path: checkpoint_step(path) or 0)
+    wanted = f"give a run directory, a `checkpoint-N`, or the folder that holds `{METADATA_NAME}` and the `.distcp` files"
     return usage_error(
         "merge-nothing-found",
-        f"there is nothing to merge here (found: {seen or 'an empty directory'})",
+        f"there is nothing to merge here (found: {', '.join(path.name for path in inside[:8]) or 'nothing'})",
         where=Where(str(source)),
-        hint=f"give a run directory, a `checkpoint-N`, or the folder that holds `{METADATA_NAME}` and the `.distcp` files",
+        hint=f"did you mean `{below[-1]}`?" if below else wanted,
     )
 
 

@@ -150,3 +150,30 @@ def test_a_failed_merge_leaves_nothing_and_a_flipped_bit_is_named(tmp_path, merg
     assert str(shard) in str(caught.value.problems[0].where)
     assert caught.value.exit_code == 1
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_checkpoint_of_ours_that_was_copied_elsewhere_is_still_checked(tmp_path, merge):
+    run = make_run(tmp_path / "run", {1: {"w": torch.randn(1000)}})
+    (run / "checkpoint-1").rename(tmp_path / "checkpoint-1")
+    merge(tmp_path / "checkpoint-1")
+    shard = next((tmp_path / "checkpoint-1" / SHARDS).glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes().replace(b"PK", b"pk", 1))
+    with pytest.raises(FailedError, match="digest"):
+        merge(tmp_path / "checkpoint-1", output=tmp_path / "other")
+
+
+def test_a_directory_of_checkpoints_of_another_tool_is_told_which_to_name(tmp_path, merge):
+    for step in (9, 10):
+        save_dcp({"model": {"w": torch.ones(3)}}, tmp_path / "trainer" / f"checkpoint-{step}" / SHARDS)
+    with pytest.raises(FsdpTuneError) as caught:
+        merge(tmp_path / "trainer")
+    assert "checkpoint-10" in str(caught.value.problems[0].hint)
+    assert merge(tmp_path / "trainer" / "checkpoint-10").step == 10
+
+
+def test_the_directory_of_another_tool_gives_its_config_and_tokenizer(tmp_path, merge):
+    """What Trainer leaves beside `pytorch_model_fsdp_0` is used without being asked for."""
+    model = small_gpt2()
+    save_dcp({"model": model.state_dict()}, model_directory(model, tmp_path / "checkpoint-7") / SHARDS)
+    result = merge(tmp_path / "checkpoint-7", verify="none")
+    assert {"config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json"} <= set(result.files)

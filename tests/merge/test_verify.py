@@ -154,13 +154,30 @@ def test_what_transformers_dislikes_is_not_published(kind, merged_gpt2, monkeypa
     assert caught.value.exit_code == 1
 
 
-def test_full_through_the_children(tmp_path):
+def test_full_through_the_children(tmp_path, monkeypatch):
     """Another tool's checkpoint with a base: the parameter list is compared beside the copy, and the output loaded after it."""
     model = small_llama()
     save_dcp({"model": model.state_dict()}, tmp_path / "c" / SHARDS)
     base = model_directory(model, tmp_path / "base")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (base / name).unlink()
+    for name in ("torch.py", "transformers.py", "numpy.py"):
+        (tmp_path / "c" / name).write_text("open('sentinel', 'w')")
+    monkeypatch.chdir(tmp_path / "c")
     result = merge_checkpoint(tmp_path / "c", MergeOptions(output=tmp_path / "out", base=str(base), verify="full"))
     assert result.verified == "full"
     assert [notice.code for notice in result.notices] == ["merge-bare"]
+    assert not (tmp_path / "c" / "sentinel").exists()
+
+
+def test_custom_code_is_never_run(merged_gpt2, tmp_path):
+    """A config that names python beside it: the list is not known, and that is said."""
+    folder = tmp_path / "custom"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}})
+    )
+    (folder / "mine.py").write_text("open('sentinel', 'w')")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        loaded.main("names", folder)
+    assert not Path("sentinel").exists()
