@@ -9,6 +9,7 @@ import typer
 
 from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, NameOption, SetOption, TrustOption, check_trust, chosen_recipe
 from fsdp_tune.cli.output import Screen, command, printable
+from fsdp_tune.cli.train import stopping_cleanly
 
 if TYPE_CHECKING:
     from fsdp_tune.data.prepare import Prepared
@@ -39,7 +40,7 @@ def prepare(
         fsdp-tune prepare --config gpt2_smoke --show 3
         fsdp-tune prepare my.yaml --download       (before a job on machines without network)
     """
-    with command(json_output) as screen:
+    with command(json_output) as screen, stopping_cleanly():
         from fsdp_tune.bridge.devices import this_machine
         from fsdp_tune.bridge.tokenizer import load_encoder
         from fsdp_tune.data.prepare import decoded_rows
