@@ -38,6 +38,14 @@ class RanksFailed(AssertionError):
     """What each rank that failed raised."""
 
 
+class Leaves(Exception):
+    """Raised by a function to answer `value` and leave at once, without waiting for the others, as a process that ends would."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.value = value
+
+
 @dataclass
 class RankPool:
     """`folder` holds the rendezvous files and what the ranks print."""
@@ -163,6 +171,8 @@ def _serve(pipe: Connection) -> None:
             # Who leaves closes its connections, and others may still be in the last collective. If one failed, this fails too.
             with contextlib.suppress(RuntimeError):
                 dist.barrier()
+        except Leaves as leaving:
+            answer = (True, pickle.dumps(leaving.value))
         except BaseException:  # noqa: BLE001  whatever it was, the test gets the traceback
             answer = (False, traceback.format_exc())
         if not dist.is_initialized():
@@ -214,7 +224,8 @@ def _leave_world(environment: dict[str, str], handlers: dict[signal.Signals, Any
 
 if __name__ == "__main__":
     from fsdp_tune.launch.leash import die_with_parent
+    from tests import ranks  # the module that others import: `Leaves` must be one class
 
     die_with_parent(int(sys.argv[2]))
     faulthandler.enable()
-    _serve(Connection(int(sys.argv[1])))
+    ranks._serve(Connection(int(sys.argv[1])))

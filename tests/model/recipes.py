@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.recipe.schema import Recipe
+from tests.model.families import FAMILIES
+
+
+def recipe_of(model: str | dict[str, Any] = "llama", ranks: int = 2, **sections: dict[str, Any]) -> Recipe:
+    """A resolved recipe for CPU ranks; `model` is a family or the section itself."""
+    section = {"from_config": FAMILIES[model]} if isinstance(model, str) else model
+    document = {
+        "data": {"train": [{"path": "hand-made"}]},
+        "precision": {"mixed_precision": "no"},
+        **sections,
+        "model": {"tokenizer": "builtin:arithmetic", **section},
+        "launch": {"device": "cpu", "num_processes": ranks},
+    }
+    return resolve(Recipe.model_validate(document), Machine(None, 0, 2, None), cwd=Path("/")).recipe

@@ -1,0 +1,146 @@
+"""From a recipe to a model, and what is refused on the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.model.build import build_empty, build_full, embedding_rows, model_config
+from fsdp_tune.recipe.schema import Recipe
+from tests.model.families import FAMILIES
+from tests.model.recipes import recipe_of
+from tests.parity.architectures import make_model
+
+
+def codes(act: Any) -> list[str]:
+    with pytest.raises(FsdpTuneError) as caught:
+        act()
+    return [problem.code for problem in caught.value.problems]
+
+
+def llama(**fields: Any) -> dict[str, Any]:
+    return {"from_config": FAMILIES["llama"] | fields}
+
+
+@pytest.mark.parametrize(
+    ("model", "code"),
+    [
+        ({"from_config": {"model_type": "llama", "hiden_size": 64}}, "config-field-unknown"),
+        ({"from_config": {"model_type": "no-such-model"}}, "config-invalid"),
+        ({**llama(), "config_overrides": {"atention_dropout": 0.1}}, "config-override-unknown"),
+    ],
+)
+def test_wrong_configuration_is_named(model: dict[str, Any], code: str) -> None:
+    recipe = recipe_of(model)
+    assert codes(lambda: model_config(recipe)) == [code]
+
+
+def test_misspelt_field_gets_a_suggestion() -> None:
+    with pytest.raises(FsdpTuneError) as caught:
+        model_config(recipe_of({"from_config": {"model_type": "llama", "hiden_size": 64}}))
+    assert caught.value.problems[0].hint == "did you mean `hidden_size`?"
+
+
+NO_OBJECT = pytest.mark.xfail(strict=True, reason="model/build.py takes any JSON for an object")
+
+
+@pytest.mark.parametrize("text", ["", pytest.param("[1]", marks=NO_OBJECT), "{", '{"hidden_size": 8}'])
+def test_damaged_config_file_is_an_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    found = codes(lambda: model_config(recipe_of({"from_config": str(tmp_path / "config.json")})))
+    assert found in (["config-unreadable"], ["config-without-model-type"])
+
+
+def gone(tmp_path: Path, key: str) -> Recipe:
+    """A recipe whose path was there when it was resolved."""
+    recipe = recipe_of({"name_or_path": str(tmp_path)})
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": None, key: str(tmp_path / "gone")})})
+
+
+def test_missing_config_file_is_an_error(tmp_path: Path) -> None:
+    assert codes(lambda: model_config(gone(tmp_path, "from_config"))) == ["config-unreadable"]
+
+
+def test_missing_model_says_what_to_do(tmp_path: Path) -> None:
+    recipe = gone(tmp_path, "name_or_path")
+    with pytest.raises(FsdpTuneError) as caught:
+        model_config(recipe)
+    [problem] = caught.value.problems
+    assert problem.code == "model-not-found"
+    assert problem.ways_out
+
+
+def test_overrides_reach_the_model_and_caching_is_off() -> None:
+    config = model_config(recipe_of({**llama(), "config_overrides": {"attention_dropout": 0.25}}))
+    assert (config.attention_dropout, config.use_cache) == (0.25, False)
+
+
+def test_attribute_map_names_are_taken() -> None:
+    config = model_config(recipe_of({"from_config": {"model_type": "gpt2", "hidden_size": 32, "num_hidden_layers": 3, "n_head": 4}}))
+    assert (config.n_embd, config.n_layer) == (32, 3)
+
+
+def test_same_seed_gives_the_same_weights_and_another_others() -> None:
+    one, same, other = (build_full(recipe_of(training={"seed": seed})) for seed in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+
+
+def test_empty_model_has_names_and_shapes_and_no_memory() -> None:
+    empty, full = build_empty(recipe_of("gpt2")), build_full(recipe_of("gpt2"))
+    assert {p.device.type for p in empty.parameters()} == {"meta"}
+    assert [(n, p.shape, p.dtype) for n, p in empty.named_parameters()] == [(n, p.shape, p.dtype) for n, p in full.named_parameters()]
+    assert empty.lm_head.weight is empty.transformer.wte.weight
+
+
+@pytest.mark.parametrize("build", [build_empty, build_full])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_larger_tokenizer_grows_the_embedding_only_when_allowed(build: Any, family: str) -> None:
+    allowed = recipe_of({"from_config": FAMILIES[family], "resize_embeddings": True})
+    model = build(allowed, vocabulary=300)
+    assert (embedding_rows(model), model.config.vocab_size, model.get_output_embeddings().weight.shape[0]) == (300, 300, 300)
+    assert codes(lambda: build(recipe_of(family), vocabulary=300)) == ["vocabulary-larger-than-embedding"]
+    assert embedding_rows(build(recipe_of(family), vocabulary=200)) == 257, "a smaller tokenizer leaves it as it is"
+
+
+def test_added_tokens_grow_the_embedding() -> None:
+    model = build_empty(recipe_of({**llama(), "tokens": {"add": ["<x>"]}}), vocabulary=258)
+    assert embedding_rows(model) == 258
+
+
+SHARED_CONFIG = "build_empty resizes the model, and with it the configuration that build_full then asks from_pretrained for"
+
+
+@pytest.mark.xfail(strict=True, reason=SHARED_CONFIG)
+def test_resizing_one_model_leaves_the_configuration_for_the_next(tmp_path: Path) -> None:
+    recipe = recipe_of({"name_or_path": str(make_model("llama", tmp_path)), "resize_embeddings": True})
+    config = model_config(recipe)
+    build_empty(recipe, config, vocabulary=300)
+    assert embedding_rows(build_full(recipe, config, vocabulary=300)) == 300
+
+
+def test_frozen_parameters_are_stored_in_their_dtype_and_not_trained() -> None:
+    recipe = recipe_of({**llama(), "freeze": ["model.embed_tokens.*"], "frozen_dtype": "bf16"})
+    model = build_full(recipe)
+    assert (model.model.embed_tokens.weight.dtype, model.model.embed_tokens.weight.requires_grad) == (torch.bfloat16, False)
+    assert (model.lm_head.weight.dtype, model.lm_head.weight.requires_grad) == (torch.float32, True)
+
+
+@pytest.mark.parametrize(("patterns", "code"), [(["model.embd.*"], "freeze-matches-nothing"), (["*"], "nothing-to-train")])
+def test_freezing_nothing_or_all_is_an_error(patterns: list[str], code: str) -> None:
+    recipe = recipe_of({**llama(), "freeze": patterns})
+    assert codes(lambda: build_empty(recipe)) == [code]
+
+
+def test_weights_in_another_dtype_become_masters_in_fp32(tmp_path: Path) -> None:
+    source = make_model("llama", tmp_path)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert {p.dtype for p in build_full(recipe_of({"name_or_path": str(source)})).parameters()} == {torch.float32}
+    pure = build_full(recipe_of({"name_or_path": str(source), "dtype": "bf16"}, precision={"mixed_precision": "bf16"}))
+    assert {p.dtype for p in pure.parameters()} == {torch.bfloat16}

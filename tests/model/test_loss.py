@@ -1,0 +1,68 @@
+"""Every supervised token of a step counts the same, wherever it lies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_tune.model.build import build_full
+from fsdp_tune.model.loss import IGNORE_INDEX, auxiliary_loss_weight, shift_labels, summed_token_loss, supervised_tokens
+from tests.model.recipes import recipe_of
+
+
+def by_hand(logits: np.ndarray, labels: np.ndarray) -> tuple[float, int]:
+    """Sum of −log softmax(logits at t−1)[label at t] over supervised t, in float64; and how many there are."""
+    total, count = 0.0, 0
+    for row, targets in zip(logits.astype(np.float64), labels, strict=True):
+        for at in range(1, len(targets)):
+            if targets[at] != IGNORE_INDEX:
+                total += np.log(np.exp(row[at - 1] - row[at - 1].max()).sum()) + row[at - 1].max() - row[at - 1][targets[at]]
+                count += 1
+    return total, count
+
+
+@given(
+    st.integers(1, 4).flatmap(
+        lambda rows: st.integers(1, 6).flatmap(
+            lambda width: st.lists(st.lists(st.integers(-1, 4), min_size=width, max_size=width), min_size=rows, max_size=rows)
+        )
+    )
+)
+def test_summed_loss_is_the_sum_by_hand(rows: list[list[int]]) -> None:
+    labels = torch.tensor(rows)
+    labels[labels < 0] = IGNORE_INDEX
+    logits = torch.randn(*labels.shape, 5, generator=torch.Generator().manual_seed(0))
+    total, count = by_hand(logits.numpy(), labels.numpy())
+    assert float(summed_token_loss(logits, labels)) == pytest.approx(total, rel=1e-5, abs=1e-6)
+    assert int(supervised_tokens(labels)) == count
+
+
+def test_no_supervised_token_gives_zero_and_a_gradient_of_zero() -> None:
+    logits = torch.randn(2, 5, 7, requires_grad=True)
+    loss = summed_token_loss(logits, torch.full((2, 5), IGNORE_INDEX))
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+def test_loss_of_low_precision_logits_is_computed_in_fp32() -> None:
+    logits = torch.randn(1, 50, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
+    labels = torch.randint(0, 300, (1, 50), generator=torch.Generator().manual_seed(1))
+    loss = summed_token_loss(logits, labels)
+    assert loss.dtype == torch.float32
+    assert float(loss) == pytest.approx(by_hand(logits.float().numpy(), labels.numpy())[0], rel=1e-6)
+
+
+def test_targets_are_the_next_token_and_the_last_has_none() -> None:
+    assert shift_labels(torch.tensor([[7, 8, IGNORE_INDEX, 9]])).tolist() == [[8, IGNORE_INDEX, 9, IGNORE_INDEX]]
+
+
+@pytest.mark.parametrize(("overrides", "weight"), [({}, 0.0), ({"output_router_logits": True, "router_aux_loss_coef": 0.02}, 0.02)])
+def test_router_balance_counts_only_where_the_config_asks_for_it(overrides: dict, weight: float) -> None:
+    from tests.model.families import FAMILIES
+
+    recipe = recipe_of({"from_config": FAMILIES["mixtral"], "config_overrides": overrides})
+    assert auxiliary_loss_weight(build_full(recipe)) == weight

@@ -1,0 +1,143 @@
+"""Recomputation gives the gradients of the forward that made the loss, dropout included, in every way it can be asked for."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_tune.model.build import build_full
+from fsdp_tune.model.loss import micro_batch_loss
+from fsdp_tune.model.recompute import checkpointed_layers, recompute_activations
+from tests.model.families import FAMILIES
+from tests.model.recipes import recipe_of
+
+WAYS: list[dict[str, Any]] = [
+    {"activation_checkpointing": "full"},
+    {"activation_checkpointing": "selective"},
+    {"activation_checkpointing": "full", "activation_checkpointing_every": 2},
+    {"activation_checkpointing": "selective", "activation_checkpointing_every": 2},
+    {"activation_checkpointing": "full", "activation_checkpointing_offload": True},
+]
+
+
+def batch_of(vocabulary: int = 257) -> dict[str, torch.Tensor]:
+    ids = torch.arange(60).remainder(vocabulary).view(3, 20)
+    return {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(20).remainder(11).expand(3, 20)}
+
+
+def gradients(model: nn.Module) -> tuple[float, list[torch.Tensor]]:
+    torch.manual_seed(3)
+    model.train()
+    model.zero_grad()
+    loss, _ = micro_batch_loss(model, batch_of())
+    loss.backward()
+    return float(loss.detach()), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gemma", "mixtral", "gpt_neox"])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_gradients_are_those_without_recomputation(family: str, way: dict[str, Any]) -> None:
+    dropout = {"attention_dropout": 0.1} if family in ("llama", "qwen3", "gemma", "mixtral") else {}
+    recipe = recipe_of({"from_config": FAMILIES[family], "config_overrides": dropout}, fsdp=way)
+    plain = build_full(recipe)
+    recomputed = copy.deepcopy(plain)
+    recompute_activations(recipe, recomputed)
+    loss, expected = gradients(plain)
+    again, found = gradients(recomputed)
+    assert again == loss
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("way", "forwards"), [("none", [1, 1, 1]), ("full", [2, 2, 2]), ("every", [2, 1, 2])], ids=str)
+def test_each_chosen_layer_runs_again_and_only_it(way: str, forwards: list[int]) -> None:
+    fsdp = {"activation_checkpointing": "none" if way == "none" else "full", "activation_checkpointing_every": 2 if way == "every" else 1}
+    recipe = recipe_of({"from_config": {**FAMILIES["llama"], "num_hidden_layers": 3}}, fsdp=fsdp)
+    model = build_full(recipe)
+    counts = [0, 0, 0]
+
+    def counting(index: int) -> Any:
+        def hook(*_: Any) -> None:
+            counts[index] += 1
+
+        return hook
+
+    for index, layer in enumerate(model.model.layers):
+        # Inside the layer, since a hook on the layer runs once; before it, since torch stops when it has all it needs.
+        layer.mlp.register_forward_pre_hook(counting(index))
+    recompute_activations(recipe, model)
+    gradients(model)
+    assert counts == forwards
+
+
+class Operators(TorchDispatchMode):
+    """Counts what really runs: a value that selective recomputation kept does not come this far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_recomputation_keeps_attention_and_half_of_the_products() -> None:
+    """Full recomputation runs every matrix product of the forward again, the selective one every second, and no attention."""
+
+    def operators(way: str) -> dict[str, int]:
+        recipe = recipe_of("llama", fsdp={"activation_checkpointing": way})
+        model = build_full(recipe)
+        recompute_activations(recipe, model)
+        torch.manual_seed(0)
+        loss, _ = micro_batch_loss(model.train(), {name: value for name, value in batch_of().items() if name != "position_ids"})
+        with Operators() as seen:
+            loss.backward()
+        return {"products": seen.counts["mm"], "attention": seen.counts["_scaled_dot_product_flash_attention_for_cpu"]}
+
+    none, selective, full = (operators(way) for way in ("none", "selective", "full"))
+    assert (none["attention"], selective["attention"], full["attention"]) == (0, 0, 2)
+    again_full, again_selective = (found["products"] - none["products"] for found in (full, selective))
+    assert again_full == 2 * 6, "seven products a layer, of which the backward does not need the last"
+    assert again_selective == again_full // 2
+
+
+def test_recomputation_saves_memory() -> None:
+    def saved_bytes(way: str) -> int:
+        recipe = recipe_of("llama", fsdp={"activation_checkpointing": way})
+        model = build_full(recipe)
+        recompute_activations(recipe, model)
+        kept: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            micro_batch_loss(model.train(), batch_of())
+        return sum(kept.values())
+
+    none, full = saved_bytes("none"), saved_bytes("full")
+    assert full < none / 2
+
+
+def test_evaluation_does_not_recompute() -> None:
+    recipe = recipe_of("gpt2", fsdp={"activation_checkpointing": "full"})
+    model = build_full(recipe)
+    recompute_activations(recipe, model)
+    plain = build_full(recipe)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(batch_of()["input_ids"]).logits, plain.eval()(batch_of()["input_ids"]).logits)
+
+
+@pytest.mark.parametrize("policy", ["TRANSFORMER_BASED_WRAP", "NO_WRAP", "SIZE_BASED_WRAP"])
+def test_layers_are_recomputed_whatever_the_wrap(policy: str) -> None:
+    recipe = recipe_of("gpt_neox", fsdp={"auto_wrap_policy": policy, "activation_checkpointing": "full"})
+    layers = checkpointed_layers(recipe, build_full(recipe))
+    assert [name for name, _ in layers] == ["gpt_neox.layers.0", "gpt_neox.layers.1"]

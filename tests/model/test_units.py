@@ -1,0 +1,123 @@
+"""What becomes an FSDP unit, for every decoder family, on models without weights."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.model.build import build_empty
+from fsdp_tune.model.units import decoder_layer_classes, minimum_unit_parameters, plan_units
+from tests.model.families import FAMILIES
+from tests.model.recipes import recipe_of
+
+# By hand, from the module trees: class of the decoder layer, prefix of its name, the embedding's unit, the last unit.
+BY_CLASS: dict[str, tuple[str, str, tuple[str, ...] | None, tuple[str, ...]]] = {
+    "gpt2": ("GPT2Block", "transformer.h", None, ("transformer.ln_f", "transformer.wte", "lm_head")),
+    "llama": ("LlamaDecoderLayer", "model.layers", ("model.embed_tokens",), ("model.norm", "lm_head")),
+    "mistral": ("MistralDecoderLayer", "model.layers", ("model.embed_tokens",), ("model.norm", "lm_head")),
+    "qwen2": ("Qwen2DecoderLayer", "model.layers", ("model.embed_tokens",), ("model.norm", "lm_head")),
+    "qwen3": ("Qwen3DecoderLayer", "model.layers", None, ("model.norm", "model.embed_tokens", "lm_head")),
+    "gemma": ("GemmaDecoderLayer", "model.layers", None, ("model.norm", "model.embed_tokens", "lm_head")),
+    "phi": ("PhiDecoderLayer", "model.layers", ("model.embed_tokens",), ("model.final_layernorm", "lm_head")),
+    "gpt_neox": ("GPTNeoXLayer", "gpt_neox.layers", ("gpt_neox.embed_in",), ("gpt_neox.final_layer_norm", "lm_head")),
+    "bloom": ("BloomBlock", "transformer.h", None, ("transformer.ln_f", "transformer.word_embeddings", "lm_head")),
+    "mixtral": ("MixtralDecoderLayer", "model.layers", ("model.embed_tokens",), ("model.norm", "lm_head")),
+}
+
+
+@pytest.mark.parametrize("family", BY_CLASS)
+def test_layers_embedding_and_head_are_units(family: str) -> None:
+    recipe = recipe_of(family)
+    model = build_empty(recipe)
+    layer_class, prefix, embedding, tail = BY_CLASS[family]
+    plan = plan_units(recipe, model)
+    assert decoder_layer_classes(model) == (layer_class,)
+    assert plan.groups == ((f"{prefix}.0",), (f"{prefix}.1",), *([embedding] if embedding else []), tail)
+    assert plan.keeps_gathered == {tail}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("policy", ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"])
+def test_no_parameter_is_in_two_units_and_no_unit_is_empty(family: str, policy: str) -> None:
+    recipe = recipe_of(family, fsdp={"auto_wrap_policy": policy})
+    model = build_empty(recipe)
+    taken: dict[int, tuple[str, ...]] = {}
+    for group in plan_units(recipe, model).groups:  # children first: a parent gets what they left
+        own = {id(p) for name in group for p in model.get_submodule(name).parameters()} - taken.keys()
+        assert own, group
+        taken |= dict.fromkeys(own, group)
+    assert taken
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi", "mixtral"])
+@pytest.mark.parametrize("minimum", [1, 500, 3000, 9000, 10**9])
+def test_size_wrap_leaves_no_unit_below_the_minimum_and_steps_over_containers(family: str, minimum: int) -> None:
+    recipe = recipe_of(family, fsdp={"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": minimum})
+    model = build_empty(recipe)
+    names = [name for (name,) in plan_units(recipe, model).groups]
+    taken: set[int] = set()
+    for name in names:
+        module = model.get_submodule(name)
+        own = [p for p in module.parameters() if id(p) not in taken]
+        assert sum(p.numel() for p in own) >= minimum, name
+        assert not isinstance(module, nn.ModuleList), name
+        taken |= {id(p) for p in own}
+    for name, module in model.named_modules():
+        left = [p for p in module.parameters() if id(p) not in taken]
+        if sum(p.numel() for p in left) >= minimum:
+            # Only the root, containers, and what holds a part of a tied pair may be left with that much.
+            assert not name or isinstance(module, nn.ModuleList) or holds_tied(model, module), name
+
+
+def holds_tied(model: PreTrainedModel, module: nn.Module) -> bool:
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return embedding is head and any(p is head for p in module.parameters())
+
+
+def test_size_wrap_asks_for_half_a_layer_by_itself() -> None:
+    recipe = recipe_of("llama", fsdp={"auto_wrap_policy": "SIZE_BASED_WRAP"})
+    model = build_empty(recipe)
+    assert minimum_unit_parameters(recipe, model) == sum(p.numel() for p in model.get_submodule("model.layers.0").parameters()) // 2
+
+
+def test_names_are_patterns_of_one_part_each() -> None:
+    patterns = ["model.layers.*", "lm_head", "model.layers.*.mlp"]
+    recipe = recipe_of("llama", fsdp={"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": patterns})
+    groups = [name for (name,) in plan_units(recipe, build_empty(recipe)).groups]
+    assert sorted(groups) == ["lm_head", "model.layers.0", "model.layers.0.mlp", "model.layers.1", "model.layers.1.mlp"]
+    assert groups.index("model.layers.0.mlp") < groups.index("model.layers.0"), "a child must be wrapped before its parent"
+
+
+def test_no_wrap_leaves_the_root_alone() -> None:
+    recipe = recipe_of("llama", fsdp={"auto_wrap_policy": "NO_WRAP"})
+    assert plan_units(recipe, build_empty(recipe)).groups == ()
+
+
+def test_layer_classes_can_be_named_as_in_accelerate() -> None:
+    recipe = recipe_of("llama", fsdp={"transformer_layer_cls_to_wrap": "LlamaMLP,LlamaAttention"})
+    names = [name for (name,) in plan_units(recipe, build_empty(recipe)).groups[:4]]
+    assert sorted(names) == [f"model.layers.{layer}.{part}" for layer in (0, 1) for part in ("mlp", "self_attn")]
+
+
+def test_ignored_modules_are_in_no_unit() -> None:
+    recipe = recipe_of("llama", fsdp={"ignored_modules": r"model\.embed_tokens|model\.layers\.1"})
+    names = {name for group in plan_units(recipe, build_empty(recipe)).groups for name in group}
+    assert names == {"model.layers.0", "model.norm", "lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "code"),
+    [
+        ({"transformer_layer_cls_to_wrap": "LlamaDecoderLayr"}, "layer-class-not-found"),
+        ({"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model.layer.*"]}, "wrap-pattern-matches-nothing"),
+        ({"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model.*.mlp"]}, "wrap-pattern-matches-nothing"),
+        ({"ignored_modules": "embed_tokens"}, "ignored-modules-match-nothing"),
+    ],
+)
+def test_what_matches_nothing_is_an_error_with_a_way_on(fsdp: dict, code: str) -> None:
+    recipe = recipe_of("llama", fsdp=fsdp)
+    with pytest.raises(FsdpTuneError) as caught:
+        plan_units(recipe, build_empty(recipe))
+    assert [problem.code for problem in caught.value.problems] == [code]
