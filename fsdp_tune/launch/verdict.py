@@ -115,8 +115,9 @@ def _first_failure(seen: Seen) -> Outcome | Death | None:
     reported = {seen.ranks.start + int(local_rank) for _, local_rank, _ in _AGENT_REPORT.findall(seen.launcher_text)}
     bad: list[Outcome | Death] = [outcome for outcome in seen.outcomes.values() if outcome.exit_code not in GOOD_CODES]
     bad.extend(seen.deaths)
-    if not bad and not seen.signals:  # a rank that died faster than we look
-        bad = [Death(rank, 0.0) for rank in reported if rank not in seen.outcomes]
+    if not seen.signals:  # a rank that died faster than we look
+        known = {*seen.outcomes, *(death.rank for death in seen.deaths)}
+        bad.extend(Death(rank, 0.0) for rank in reported - known)
 
     def order(end: Outcome | Death) -> tuple[bool, bool, float, int]:
         is_echo = isinstance(end, Outcome) and end.reason is ExitReason.LOST_RANK

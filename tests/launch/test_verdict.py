@@ -113,8 +113,9 @@ def test_a_kill_is_named_and_memory_is_suspected() -> None:
     assert "out of memory" in (problem.hint or "")
 
 
-def test_a_rank_that_the_agent_ended_for_another_is_not_blamed() -> None:
-    problem = judge(seen(deaths=[Death(0, 1.0), Death(1, 1.0)], launcher_text=BOX, launcher_code=1)).problem
+@pytest.mark.parametrize("deaths", [[Death(0, 1.0), Death(1, 1.0)], [Death(0, 1.0)]], ids=["both seen", "only the other seen"])
+def test_a_rank_that_the_agent_ended_for_another_is_not_blamed(deaths: list[Death]) -> None:
+    problem = judge(seen(deaths=deaths, launcher_text=BOX, launcher_code=1)).problem
     assert problem is not None
     assert problem.message.startswith("rank 1 ended with exit code 1")
 
