@@ -59,7 +59,11 @@ def load_on_this_rank(directory: str, way: str) -> None:
     loaded = loading.load(recipe, model_config(recipe), torch.device("cpu"), vocabulary=None)
     dist.barrier()
     assert loaded.way == way
-    mine = {"seconds": time.perf_counter() - started, "peak_growth_bytes": loaded.peak_growth_bytes, "model_bytes": loaded.full_bytes}
+    mine = {
+        "seconds": time.perf_counter() - started,
+        "peak_growth_bytes": loaded.peak_growth_bytes,
+        "model_bytes": loaded.size.parameter_bytes,
+    }
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     if dist.get_rank() == 0:

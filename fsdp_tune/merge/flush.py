@@ -10,7 +10,7 @@ from typing import Self
 
 from fsdp_tune.atomic import DISK
 
-FLUSH_BYTES = 128 << 20
+FLUSH_BYTES = 256 << 20
 
 
 class Flusher:

@@ -16,7 +16,6 @@ from fsdp_tune.merge.tensors import Chunk, Extent, Shape, SourceTensor, is_row_m
 from fsdp_tune.merge.values import Array
 
 BUFFER_BYTES = 512 << 10  # stays in a core's cache from the read to the write; 4 MiB costs half as much time again
-_READ_AHEAD_BYTES = 16 << 20
 _FEW_BYTES = 64 << 10
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _WASTE = 4  # a strided read may fetch at most this many times what it needs
@@ -30,8 +29,6 @@ class _Part:
     extent: Extent
     is_row_major: bool
     crc32: int | None
-    asked_to: int
-    """Up to which byte of the file the kernel was asked to read ahead."""
 
 
 class TensorReader:
@@ -51,7 +48,7 @@ class TensorReader:
         if has_checksum and not (in_order and is_whole):
             self._check_storage(extent)
         runs_along = has_checksum and in_order and is_whole
-        return _Part(chunk, extent, in_order, 0 if runs_along else None, extent.first_byte)
+        return _Part(chunk, extent, in_order, 0 if runs_along else None)
 
     def _check_storage(self, extent: Extent) -> None:
         """For storages that are not read from front to back: one pass over the bytes before they are used."""
@@ -97,7 +94,6 @@ class TensorReader:
         extent, count_bytes = part.extent, math.prod(sizes) * self._item_bytes
         steps = row_major(part.chunk.sizes)
         at = extent.first_byte + sum(a * b for a, b in zip(start, steps, strict=True)) * self._item_bytes
-        self._ask_ahead(part, at, count_bytes)
         if wanted.flags.c_contiguous:
             run = wanted.reshape(-1).view(np.uint8).data
             self._files.read_into(extent.file, at, run)
@@ -107,13 +103,6 @@ class TensorReader:
             wanted[...] = self._scratch[:count_bytes].view(wanted.dtype).reshape(sizes)
         if part.crc32 is not None:
             part.crc32 = zlib.crc32(run, part.crc32)
-
-    def _ask_ahead(self, part: _Part, at: int, count_bytes: int) -> None:
-        end = part.extent.first_byte + part.chunk.elements * self._item_bytes
-        if at + count_bytes + _READ_AHEAD_BYTES // 2 > part.asked_to and part.asked_to < end:
-            ahead = min(at + count_bytes + _READ_AHEAD_BYTES, end)
-            self._files.will_need(part.extent.file, part.asked_to, ahead - part.asked_to)
-            part.asked_to = ahead
 
     def _read_strided(self, extent: Extent, start: Shape, sizes: Shape, wanted: Array) -> None:
         """Reads what lies in any strides: halves the box along its widest stride until the span to read wastes little."""

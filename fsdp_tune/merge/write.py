@@ -25,6 +25,7 @@ from fsdp_tune.merge.flush import Flusher
 from fsdp_tune.merge.gather import BUFFER_BYTES, TensorReader
 from fsdp_tune.merge.geometry import Box, boxes
 from fsdp_tune.merge.layout import Layout, Placed
+from fsdp_tune.merge.readahead import ReadAhead
 from fsdp_tune.merge.values import Array, NonFinite, all_finite, convert, count_non_finite, is_checked
 
 MOST_THREADS = 4
@@ -60,6 +61,7 @@ class _Work:
     read_back: bool
     advance: Callable[[int], None]
     flusher: Flusher
+    ahead: ReadAhead
     stop: threading.Event = field(default_factory=threading.Event)
     written: Written = field(default_factory=Written)
     local: threading.local = field(default_factory=threading.local)
@@ -92,9 +94,9 @@ def write_tensors(sources: Sequence[Source], layout: Layout, stage: Path, *, rea
     if layout.index is not None:
         with DISK.open(stage / "model.safetensors.index.json") as handle:
             DISK.write(handle, layout.index)
-    with Flusher(stage) as flusher:
-        work = _Work(sources, stage, read_back, advance, flusher)
-        placed = [tensor for file in layout.files for tensor in file.tensors]
+    placed = [tensor for file in layout.files for tensor in file.tensors]
+    with Flusher(stage) as flusher, ReadAhead(sources, [tensor.name for tensor in placed]) as ahead:
+        work = _Work(sources, stage, read_back, advance, flusher, ahead)
         with ThreadPoolExecutor(thread_count(), thread_name_prefix="merge") as pool:
             try:
                 futures = [pool.submit(_copy, work, tensor) for tensor in placed]
@@ -128,6 +130,7 @@ def _copy(work: _Work, placed: Placed) -> None:
             DISK.write(handle, raw)
             work.advance(len(raw))
             work.flusher.wrote(placed.file, len(raw))
+            work.ahead.has_read(box.elements * sum(source.tensors[placed.name].dtype.item_bytes for source in work.sources))
     for reader in readers:
         reader.finish()
     if counts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import json
 from pathlib import Path
@@ -12,6 +13,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from fsdp_tune.data.hub import hub_is_reachable
 from fsdp_tune.errors import FsdpTuneError, usage_error
 from fsdp_tune.recipe.catalogue import architecture
 from fsdp_tune.recipe.schema import Recipe
@@ -69,7 +71,10 @@ def _base_config(recipe: Recipe) -> PreTrainedConfig:
         path = Path(source)
         file = path / "config.json" if path.is_dir() else path
         try:
-            return _config_from_mapping(json.loads(file.read_text(encoding="utf-8")), str(file))
+            mapping = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(mapping, dict):
+                raise ValueError(f"it holds a {type(mapping).__name__}, not an object")
+            return _config_from_mapping(mapping, str(file))
         except (OSError, ValueError) as error:
             raise usage_error("config-unreadable", f"model.from_config: {file} cannot be read as JSON ({error})") from error
     name = recipe.model.name_or_path
@@ -77,7 +82,11 @@ def _base_config(recipe: Recipe) -> PreTrainedConfig:
     run = run_of(Path(name))
     try:
         return AutoConfig.from_pretrained(
-            run.model if run else name, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code
+            run.model if run else name,
+            revision=recipe.model.revision,
+            trust_remote_code=recipe.model.trust_remote_code,
+            # Without network the library would ask again for most of a minute before it looks into its cache.
+            local_files_only=not (Path(name).exists() or hub_is_reachable()),
         )
     except (OSError, ValueError) as error:
         raise model_not_found(name, error) from error
@@ -130,8 +139,10 @@ def storage_dtype(recipe: Recipe) -> torch.dtype:
 
 
 def _from_config(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
+    # A resized embedding writes its size into the model's config, so each model gets its own.
+    own = copy.deepcopy(config)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config, dtype=storage_dtype(recipe), attn_implementation=attention(recipe), trust_remote_code=recipe.model.trust_remote_code
+        own, dtype=storage_dtype(recipe), attn_implementation=attention(recipe), trust_remote_code=recipe.model.trust_remote_code
     )
     return model
 
@@ -165,7 +176,7 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 name,
-                config=config,
+                config=copy.deepcopy(config),
                 revision=recipe.model.revision,
                 dtype=storage_dtype(recipe),
                 attn_implementation=attention(recipe),
@@ -226,9 +237,12 @@ def freeze(recipe: Recipe, model: nn.Module) -> None:
 
 def generation_config(recipe: Recipe, config: PreTrainedConfig) -> GenerationConfig:
     """The model's own generation config where it has one, else one made from its config."""
-    if recipe.model.name_or_path is not None:
+    name = recipe.model.name_or_path
+    if name is not None:
+        run = run_of(Path(name))
+        local_only = not (Path(name).exists() or hub_is_reachable())
         try:
-            return GenerationConfig.from_pretrained(recipe.model.name_or_path, revision=recipe.model.revision)
+            return GenerationConfig.from_pretrained(run.model if run else name, revision=recipe.model.revision, local_files_only=local_only)
         except (OSError, ValueError):
             pass  # most research checkpoints ship none; the config holds the same token ids
     return GenerationConfig.from_model_config(config)

@@ -17,11 +17,23 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdp_tune.model.build import build_empty, build_full, build_with_buffers
 from fsdp_tune.model.recompute import recompute_activations
 from fsdp_tune.model.slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
+from fsdp_tune.model.step import decayed_names
 from fsdp_tune.model.units import UnitPlan, plan_units
 from fsdp_tune.model.wrap import make_mesh, wrap
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import run_of
 from fsdp_tune.units import KIB
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Of the whole model, counted before it is wrapped: a shard no longer shows it."""
+
+    parameters: int
+    trained_parameters: int
+    parameter_bytes: int
+    decayed: frozenset[str]
+    """Names of the parameters on which weight decay acts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +45,7 @@ class Loaded:
     units: UnitPlan
     mesh: Any
     recomputed: tuple[str, ...]
-    full_bytes: int
-    """Bytes of the whole model's parameters."""
+    size: ModelSize
     peak_growth_bytes: int
     """By how much loading raised this rank's peak resident host memory."""
     way: str
@@ -61,7 +72,7 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     source = build_full(recipe, config, vocabulary=vocabulary) if way == "rank 0" and dist.get_rank() == 0 else None
     # Buffers that are in no state dict (rotary frequencies) have values that only the constructor knows.
     buffers = dict(build_with_buffers(recipe, config).named_buffers()) if way != "rank 0" else {}
-    full_bytes = _parameter_bytes(model)
+    size = _size(model)
     recomputed = recompute_activations(recipe, model)
     units = plan_units(recipe, model)
     wrapped = wrap(recipe, model, units, mesh, device) if recipe.is_sharded else model
@@ -77,7 +88,7 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     if not recipe.is_sharded:
         wrapped = wrap(recipe, model, units, mesh, device)
     growth = (_peak_resident_kib() - before_kib) * KIB
-    return Loaded(model, wrapped, units, mesh, tuple(recomputed), full_bytes, growth, way)
+    return Loaded(model, wrapped, units, mesh, tuple(recomputed), size, growth, way)
 
 
 def _choose(recipe: Recipe, model: PreTrainedModel, local_rank: int) -> tuple[Way, WeightFiles | None]:
@@ -90,7 +101,7 @@ def _choose(recipe: Recipe, model: PreTrainedModel, local_rank: int) -> tuple[Wa
 
 
 def _wrapped_whole(recipe: Recipe, model: PreTrainedModel, mesh: Any, device: torch.device, before_kib: int) -> Loaded:
-    full_bytes = _parameter_bytes(model)
+    size = _size(model)
     recomputed = recompute_activations(recipe, model)
     units = plan_units(recipe, model)
     if not recipe.is_sharded:
@@ -99,11 +110,17 @@ def _wrapped_whole(recipe: Recipe, model: PreTrainedModel, mesh: Any, device: to
     if recipe.is_sharded and recipe.fsdp.version == 2:
         _move_buffers(model, device)
     growth = (_peak_resident_kib() - before_kib) * KIB
-    return Loaded(model, wrapped, units, mesh, tuple(recomputed), full_bytes, growth, "own")
+    return Loaded(model, wrapped, units, mesh, tuple(recomputed), size, growth, "own")
 
 
-def _parameter_bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+def _size(model: nn.Module) -> ModelSize:
+    parameters = list(model.parameters())
+    return ModelSize(
+        parameters=sum(p.numel() for p in parameters),
+        trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        decayed=decayed_names(model),
+    )
 
 
 def _peak_resident_kib() -> int:

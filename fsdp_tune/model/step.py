@@ -34,13 +34,23 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim >= 2 and "norm" not in name.lower()
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def plain_name(name: str) -> str:
+    """A parameter's name in the bare model, whatever DDP and FSDP1 put before and into it."""
+    return name.removeprefix("module.").replace("_fsdp_wrapped_module.", "")
+
+
+def decayed_names(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that decay, asked of the bare model: FSDP1's pieces of a matrix are vectors."""
+    return frozenset(name for name, parameter in model.named_parameters() if decays(name, parameter))
+
+
+def parameter_groups(wrapped: nn.Module, weight_decay: float, decayed: frozenset[str]) -> list[dict[str, Any]]:
     """Trained parameters in two groups, decayed and not; empty groups are left out."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
+    for name, parameter in wrapped.named_parameters():
         if parameter.requires_grad:
-            groups[decays(name, parameter)].append(parameter)
-    return [{"params": params, "weight_decay": weight_decay if decayed else 0.0} for decayed, params in groups.items() if params]
+            groups[plain_name(name) in decayed].append(parameter)
+    return [{"params": params, "weight_decay": weight_decay if decay else 0.0} for decay, params in groups.items() if params]
 
 
 def flat_shard_group(wrapped: nn.Module) -> dist.ProcessGroup | None:

@@ -10,7 +10,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from fsdp_tune.atomic import write_json
 from fsdp_tune.errors import ExitReason, failed_error
 from fsdp_tune.run_dir import RunDir
-from fsdp_tune.worker.agree import StopVote
+from fsdp_tune.worker.agree import StopVote, gather
+from fsdp_tune.worker.isolation import ALLOWED, not_isolated, packed_row, packing_deviation
 from fsdp_tune.worker.readback import ReadBackError, optimizer_state_difference, read_back
 from fsdp_tune.worker.resume import trainer_state_json
 from fsdp_tune.worker.signals import WISHES, StopWish
@@ -38,12 +39,24 @@ class RunCallback(TrainerCallback):
             if self._is_first:
                 write_json(self._run.readback_json, error.document)
             raise
+        document["packing_deviation"] = self._check_packing()
         if self._is_first:
             write_json(self._run.readback_json, document)
         for line in _table(document):
             self._say(line)
         trainer.parts.metrics.event("train_started", state.global_step, total_steps=state.max_steps)
         self._wish.training = True
+
+    def _check_packing(self) -> float | None:
+        """None where no row holds two examples."""
+        parts = self.trainer.parts
+        row = packed_row(parts.train) if parts.recipe.data.packing else None
+        if row is None:
+            return None
+        deviation = packing_deviation(parts.recipe, self.trainer.wrapped, row, parts.collator, self.trainer.args.device)
+        if max(gather(deviation)) > ALLOWED[parts.recipe.compute_dtype]:
+            raise not_isolated(deviation, type(parts.loaded.model).__name__)
+        return deviation
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         trainer = self.trainer
@@ -58,8 +71,9 @@ class RunCallback(TrainerCallback):
             self.stopped = WISHES[told]
             control.should_training_stop = True
             control.should_save = True
-            # No line: the sums travel in the checkpoint, so the resumed run writes the lines of an uninterrupted one.
-            control.should_log = control.should_evaluate = False
+            # No line but a regular one: the sums travel in the checkpoint, so the resumed run writes the lines of an
+            # uninterrupted one. No evaluation: whoever stops us may not wait for it.
+            control.should_evaluate = False
             trainer.parts.metrics.event("stopping", state.global_step, reason=self.stopped.value)
             self._say(f"stopping after step {state.global_step} ({self.stopped.value}): saving first")
         if last:

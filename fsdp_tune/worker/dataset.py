@@ -58,10 +58,12 @@ class Rows(Dataset["Row | None"]):
 class Collator:
     pad_token_id: int
     multiple_of: int
+    max_length: int | None = None
+    """Rounding up to `multiple_of` stops here: a model may have no positions beyond."""
 
     def __call__(self, items: Sequence[Row | None]) -> Batch:
         rows = [row for row in items if row is not None]
-        arrays = collate(rows, self.pad_token_id, self.multiple_of)
+        arrays = collate(rows, self.pad_token_id, self.multiple_of, max_length=self.max_length)
         return Batch(
             {name: torch.from_numpy(array) for name, array in arrays.items()},
             tuple(row.row_id for row in rows),

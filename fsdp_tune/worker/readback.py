@@ -43,8 +43,8 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
         "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
         "micro_batch": trainer.parts.sampler.micro_batch,
         "attention": getattr(loaded.model.config, "_attn_implementation", None),
-        "parameters": sum(p.numel() for _, p in parameters),
-        "trained_parameters": sum(p.numel() for p in trained),
+        "parameters": loaded.size.parameters,
+        "trained_parameters": loaded.size.trained_parameters,
         "local_bytes": sum(_local(p).numel() * p.element_size() for _, p in parameters),
         "frozen_dtypes": sorted({str(_name(p.dtype)) for _, p in parameters if not p.requires_grad}),
         "tokens_per_step_at_most": trainer.parts.sampler.global_batch * recipe.data.max_length,
@@ -58,7 +58,7 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
     report["tied"] = _tied(loaded.model)
     report["peak_growth_bytes"] = loaded.peak_growth_bytes
     report["weights_loaded_by"] = loaded.way
-    report["model_bytes"] = loaded.full_bytes
+    report["model_bytes"] = loaded.size.parameter_bytes
     return report
 
 

@@ -60,7 +60,7 @@ def build_trainer(
         train=train,
         evals={label: RowStore(path) for label, path in prepared.evals.items()},
         sampler=_sampler(recipe, train, rank),
-        collator=Collator(prepared.pad_token_id, recipe.data.pad_to_multiple_of),
+        collator=Collator(prepared.pad_token_id, recipe.data.pad_to_multiple_of, recipe.data.max_length),
         metrics=MetricsFile(run, resume_step=resume.step if resume else None, enabled=rank.is_first),
         heartbeat=heartbeat,
         scale=LossScale() if recipe.precision.mixed_precision == "fp16" else None,

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_tune.errors import failed_error
+from fsdp_tune.model.step import plain_name
 from fsdp_tune.worker.storage import RestrictedReader
 
 MODEL_DIRECTORY = "pytorch_model_fsdp_0"  # Accelerate's names, so that its tools find them
@@ -71,11 +72,7 @@ def gathered(state: dict[str, Any]) -> dict[str, Any]:
 def _tied_names(model: nn.Module) -> set[str]:
     """Names under which a parameter appears again. By name and not by address: an empty shard has no address."""
     first = {name for name, _ in model.named_parameters(remove_duplicate=True)}
-    return {_plain(name) for name, _ in model.named_parameters(remove_duplicate=False) if name not in first}
-
-
-def _plain(name: str) -> str:
-    return name.removeprefix("module.").replace("_fsdp_wrapped_module.", "")
+    return {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False) if name not in first}
 
 
 def optimizer_state(live: Live) -> dict[str, Any]:

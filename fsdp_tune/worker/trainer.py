@@ -103,7 +103,8 @@ class FsdpTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.parts.loaded.model)
-            self.optimizer = optimizer_class(parameter_groups(self.wrapped, self.args.weight_decay), **options)
+            groups = parameter_groups(self.wrapped, self.args.weight_decay, self.parts.loaded.size.decayed)
+            self.optimizer = optimizer_class(groups, **options)
         return self.optimizer
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from fsdp_tune.model.build import build_full
 from fsdp_tune.model.inspect import facts
 from fsdp_tune.model.loss import micro_batch_loss, shift_labels
 from fsdp_tune.worker.dataset import Batch, Collator
+from fsdp_tune.worker.isolation import ALLOWED, packed_row, packing_deviation
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.parity.store import make_store
@@ -116,10 +117,19 @@ def test_changing_one_example_changes_no_bit_of_the_next(family: str, kernel: st
     assert leak(family, kernel, packed[9]) == 0.0
 
 
-LEAKING = "model/inspect.py looks at the signature; these take position ids and their examples see each other all the same"
+def deviation(family: str, row: Row) -> float:
+    recipe = recipe_of({"from_config": FAMILIES[family], "attn_implementation": "eager"})
+    model = build_full(recipe)
+    assert row is not None
+    return packing_deviation(recipe, model, row, Collator(pad_token_id=0, multiple_of=8), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("family", ["opt", "falcon", "lfm2", "gpt_oss"])
-@pytest.mark.xfail(strict=True, reason=LEAKING)
-def test_model_that_ignores_the_seams_is_refused_for_packing(family: str, packed: RowStore) -> None:
-    assert leak(family, "eager", packed[9]) == 0.0 or refusals(family) == ["packing-not-isolated"]
+def test_model_that_ignores_the_seams_is_caught_before_the_first_step(family: str, packed: RowStore) -> None:
+    """They take position ids, so nothing but their logits tells."""
+    assert deviation(family, packed_row(packed)) > ALLOWED["fp32"]
+
+
+@pytest.mark.parametrize("family", ISOLATED)
+def test_model_that_keeps_the_seams_passes_the_check_before_the_first_step(family: str, packed: RowStore) -> None:
+    assert deviation(family, packed_row(packed)) <= ALLOWED["fp32"]

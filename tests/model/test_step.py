@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fsdp_tune.model.build import build_empty
-from fsdp_tune.model.step import LossScale, clip_factor, compute_context, parameter_groups, scale_gradients, total_norm
+from fsdp_tune.model.step import LossScale, clip_factor, compute_context, decayed_names, parameter_groups, scale_gradients, total_norm
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.ranks import RankPool
@@ -108,7 +108,7 @@ VECTORS = {
 def test_norms_and_biases_do_not_decay(family: str) -> None:
     model = build_empty(recipe_of(family))
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    decayed, kept = parameter_groups(model, 0.1)
+    decayed, kept = parameter_groups(model, 0.1, decayed_names(model))
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
     for parameter in kept["params"]:
         assert any(name_of[id(parameter)].endswith(end) for end in VECTORS[family]), name_of[id(parameter)]
@@ -119,7 +119,7 @@ def test_norms_and_biases_do_not_decay(family: str) -> None:
 
 def test_frozen_parameters_are_in_no_group() -> None:
     model = build_empty(recipe_of({"from_config": FAMILIES["llama"], "freeze": ["model.layers.0.*", "model.norm.weight"]}))
-    grouped = {id(p) for group in parameter_groups(model, 0.1) for p in group["params"]}
+    grouped = {id(p) for group in parameter_groups(model, 0.1, decayed_names(model)) for p in group["params"]}
     assert grouped == {id(p) for p in model.parameters() if p.requires_grad}
     assert not any(id(p) in grouped for p in model.model.layers[0].parameters())
 
