@@ -31,7 +31,7 @@ def _row(test: pytest.TestReport) -> dict[str, str] | None:
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     """With -v, what a case measured stands beside its verdict."""
     row = _row(report)
-    if row is None:
+    if row is None or hasattr(report, "wasxfail"):
         return None
     numbers = "  ".join(f"{name.strip()} {value}" for name, value in row.items() if name not in ("section", "case"))
     return report.outcome, {"passed": ".", "failed": "F"}.get(report.outcome, "?"), f"{report.outcome.upper()}  {numbers}"

@@ -18,12 +18,9 @@ SINGLES = singles()
 PAIRWISE = pairwise(SINGLES)
 
 
-FSDP1 = pytest.mark.xfail(strict=True, reason="FSDP1: the read-back counts local pieces, and flat pieces are vectors that never decay")
-
-
 def marked(case: Case) -> object:
     marks = [] if case in FAST else [pytest.mark.slow]
-    return pytest.param(case, id=str(case), marks=[*marks, FSDP1] if case.version == 1 else marks)
+    return pytest.param(case, id=str(case), marks=marks)
 
 
 @pytest.mark.ranks
@@ -35,7 +32,7 @@ def test_run_follows_the_reference(case: Case, bench: Bench, record_property) ->
 
 
 def slow(case: Case) -> object:
-    return pytest.param(case, id=str(case), marks=[pytest.mark.slow, *([FSDP1] if case.version == 1 else [])])
+    return pytest.param(case, id=str(case), marks=[pytest.mark.slow])
 
 
 HALF_PRECISION = [
@@ -102,7 +99,6 @@ def test_same_recipe_twice_gives_the_same_bits(bench: Bench) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.xfail(strict=True, reason="the model that shows the shapes changes the configuration that the weights are read with")
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # two matrices, and one that is tied
 def test_resized_embedding_trains_like_one_of_that_size(architecture: str, bench: Bench, record_property) -> None:
     small = bench.model(architecture, vocabulary=VOCABULARY - 6)

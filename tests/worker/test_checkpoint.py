@@ -1,0 +1,213 @@
+"""A checkpoint appears whole or not at all; what training does meanwhile does not reach it; only our own old ones go."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from fsdp_tune.manifest import MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
+from fsdp_tune.run_dir import CHECKPOINT_KIND, RunDir, complete_checkpoints
+from fsdp_tune.worker.rotation import remove_leftovers, rotate
+from tests.parity import runs
+from tests.parity.bench import Bench
+from tests.parity.cases import Case
+
+
+def complete(run: RunDir, step: int, *, kind: str = CHECKPOINT_KIND) -> Path:
+    folder = run.checkpoint(step)
+    folder.mkdir(parents=True)
+    (folder / "weights").write_bytes(bytes([step]))
+    entries = {name: digest_file(folder / name) for name in list_files(folder)}
+    (folder / MANIFEST_NAME).write_text(Manifest(kind, entries, {"step": step}).to_json())
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def steps(run: RunDir) -> list[int]:
+    return [checkpoint.step for checkpoint in complete_checkpoints(run)[0]]
+
+
+@pytest.mark.parametrize(
+    ("keep", "protected", "left"),
+    [(2, set(), [50, 40]), (1, {10}, [50, 10]), (0, set(), [50]), (None, set(), [50, 40, 30, 20, 10]), (9, set(), [50, 40, 30, 20, 10])],
+)
+def test_rotation_keeps_the_newest_and_what_is_protected(run: RunDir, keep: int | None, protected: set[int], left: list[int]) -> None:
+    for step in (10, 20, 30, 40, 50):
+        complete(run, step)
+    gone = rotate(run, keep, protected=protected)
+    assert steps(run) == left
+    assert sorted(gone) == sorted(run.checkpoint(step) for step in {10, 20, 30, 40, 50} - set(left))
+    assert not [path for path in run.path.iterdir() if path.name.startswith(".")], "nothing half deleted"
+
+
+def test_rotation_touches_only_complete_checkpoints_of_its_own(run: RunDir) -> None:
+    for step in (10, 20, 30):
+        complete(run, step)
+    other_kind = complete(run, 5, kind="something else")
+    damaged = complete(run, 6)
+    (damaged / "weights").unlink()
+    mine = run.path / "checkpoint-best"
+    mine.mkdir()
+    link = run.path / "checkpoint-7"
+    link.symlink_to(mine)
+    file = run.path / "checkpoint-8"
+    file.write_text("a file")
+    rotate(run, 1, protected=set())
+    assert steps(run) == [30]
+    assert other_kind.is_dir()
+    assert damaged.is_dir()
+    assert mine.is_dir()
+    assert link.is_symlink()
+    assert file.is_file()
+
+
+def test_leftovers_of_a_crash_go_and_nothing_else(run: RunDir) -> None:
+    from fsdp_tune.atomic import STAGE_MARK
+
+    complete(run, 10)
+    stage = run.path / f".checkpoint-20{STAGE_MARK}20"
+    stage.mkdir()
+    (stage / "half").write_text("x")
+    kept = run.path / ".vscode"
+    kept.mkdir()
+    assert remove_leftovers(run) == [stage]
+    assert not stage.exists()
+    assert kept.is_dir()
+    assert steps(run) == [10]
+
+
+@pytest.mark.ranks
+def test_checkpoint_lists_every_file_and_nothing_is_left_beside_it(bench: Bench) -> None:
+    run = bench.run(Case())
+    for step in (runs.SAVED_STEP, runs.STEPS):
+        manifest = read_manifest(run.checkpoint(step))
+        assert manifest is not None
+        assert sorted(manifest.files) == list_files(run.checkpoint(step))
+        assert damage(run.checkpoint(step), manifest, digests=True) == []
+        assert (manifest.facts["step"], manifest.facts["world_size"], manifest.facts["mesh"]) == (step, 2, [2])
+    assert not [path.name for path in run.path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.ranks
+def test_background_save_holds_the_step_that_it_names(bench: Bench) -> None:
+    """Steps go on while a save is written: it must be that of a run which waits."""
+    case = Case()
+    waiting = runs.write_run(
+        bench.new_folder(), runs.merged(case.recipe(str(bench.model("llama"))), {"checkpoint": {"async": False}}), bench.store
+    )
+    runs.train(bench.pool, waiting, 2, run_without_slow_disk)
+    background = runs.write_run(bench.new_folder(), case.recipe(str(bench.model("llama"))), bench.store)
+    runs.train(bench.pool, background, 2, run_with_slow_disk)
+    for step in (runs.SAVED_STEP, 2 * runs.SAVED_STEP):
+        one, other = (runs.saved_parameters(run, step) for run in (waiting, background))
+        assert all(torch.equal(one[name], other[name]) for name in one), step
+    assert read_manifest(background.checkpoint(runs.SAVED_STEP)) is not None
+
+
+def run_without_slow_disk(path: str) -> dict[str, Any]:
+    return runs.run_worker(path)
+
+
+def run_with_slow_disk(path: str) -> dict[str, Any]:
+    import time
+
+    from fsdp_tune.worker.checkpoint import Checkpointer
+
+    original = Checkpointer._fill_stage
+
+    def slow(self: Any, *arguments: Any) -> Any:
+        time.sleep(0.5)  # several steps of this model
+        return original(self, *arguments)
+
+    with patch.object(Checkpointer, "_fill_stage", slow):
+        return runs.run_worker(path)
+
+
+def run_with_broken_disk(path: str, rank: int, operation: str, first: int, last: int) -> dict[str, Any]:
+    """The worker, whose disk refuses one rank's operations `first` to `last` of a kind inside checkpoints."""
+    import itertools
+
+    import torch.distributed as dist
+
+    from fsdp_tune import atomic
+
+    original, count = getattr(type(atomic.DISK), operation), itertools.count(1)
+
+    def broken(self: Any, *arguments: Any, **options: Any) -> Any:
+        inside = any(".checkpoint-" in str(getattr(argument, "name", argument)) for argument in arguments[:1])
+        if inside and dist.get_rank() == rank and first <= next(count) <= last:
+            raise OSError(28, "No space left on device")
+        return original(self, *arguments, **options)
+
+    with patch.object(type(atomic.DISK), operation, broken):
+        return runs.run_worker(path)
+
+
+def saves(run: RunDir) -> dict[int, str]:
+    return {line["step"]: line["event"] for line in runs.lines(run) if str(line.get("event")).startswith("checkpoint_")}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("operation", ["open", "write"])
+def test_save_that_one_rank_cannot_write_is_no_checkpoint_and_the_next_is_good(rank: int, operation: str, bench: Bench) -> None:
+    run = runs.write_run(bench.new_folder(), Case().recipe(str(bench.model("llama"))), bench.store)
+    worker = functools.partial(run_with_broken_disk, rank=rank, operation=operation, first=2, last=2)
+    runs.train(bench.pool, run, 2, worker)
+    assert saves(run) == {10: "checkpoint_failed", 20: "checkpoint_saved", 22: "checkpoint_saved"}
+    assert steps(run) == [22, 20]
+    assert not [path.name for path in run.path.iterdir() if path.name.startswith(".")], "no half-written stage stays"
+    [line] = [line for line in runs.lines(run) if line.get("event") == "checkpoint_failed"]
+    assert "No space left" in line["message"]
+
+
+@pytest.mark.ranks
+def test_run_whose_last_step_cannot_be_saved_fails(bench: Bench) -> None:
+    run = runs.write_run(bench.new_folder(), Case().recipe(str(bench.model("llama"))), bench.store)
+    worker = functools.partial(run_with_broken_disk, rank=1, operation="write", first=1, last=10**9)
+    outcomes = bench.pool.run(2, functools.partial(worker, str(run.path)))
+    assert {outcome["exit_code"] for outcome in outcomes} == {1}
+    assert "No space left" in outcomes[0]["problem"]["message"]
+    assert steps(run) == []
+
+
+@pytest.mark.ranks
+def test_stop_on_failed_save_stops_every_rank(bench: Bench) -> None:
+    changes = {"checkpoint": {"save_failure": "stop", "async": False}}
+    run = runs.write_run(bench.new_folder(), runs.merged(Case().recipe(str(bench.model("llama"))), changes), bench.store)
+    worker = functools.partial(run_with_broken_disk, rank=1, operation="write", first=1, last=1)
+    outcomes = bench.pool.run(2, functools.partial(worker, str(run.path)))
+    assert [(outcome["exit_code"], outcome["step"]) for outcome in outcomes] == [(1, 10), (1, 10)]
+
+
+@pytest.mark.ranks
+def test_probe_writes_a_whole_checkpoint_and_takes_it_away(bench: Bench) -> None:
+    run = runs.write_run(
+        bench.new_folder(), runs.merged(Case().recipe(str(bench.model("llama"))), {"checkpoint": {"probe": True}}), bench.store
+    )
+    runs.train(bench.pool, run, 2)
+    probed = [line for line in runs.lines(run) if line.get("event") == "checkpoint_probed"]
+    assert [line["step"] for line in probed] == [1]
+    assert steps(run) == [22, 20, 10]
+    one, other = ([line["loss"] for line in runs.loss_lines(each)] for each in (run, bench.run(Case())))
+    assert one == other, "a probe changes no number"
+
+
+@pytest.mark.ranks
+def test_probe_that_fails_ends_the_run_after_one_step(bench: Bench) -> None:
+    changes = runs.merged(Case().recipe(str(bench.model("llama"))), {"checkpoint": {"probe": True}})
+    run = runs.write_run(bench.new_folder(), changes, bench.store)
+    worker = functools.partial(run_with_broken_disk, rank=1, operation="write", first=1, last=1)
+    outcomes = bench.pool.run(2, functools.partial(worker, str(run.path)))
+    assert [(outcome["exit_code"], outcome["step"]) for outcome in outcomes] == [(1, 1), (1, 1)]
+    assert "No space left" in json.dumps(outcomes[0]["problem"])

@@ -1,0 +1,122 @@
+"""The rows of a step do not depend on how many ranks share them, and no row is lost or read twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_tune.data.order import epoch_order
+from fsdp_tune.data.store import Row
+from fsdp_tune.worker.dataset import FILLER, Collator, MicroBatches, eval_batches
+
+SPLITS = [(1, 8, 1), (1, 2, 4), (2, 4, 1), (2, 1, 4), (4, 2, 1), (4, 1, 2), (8, 1, 1)]
+"""(ranks, micro-batch, accumulation) of one global batch of 8."""
+
+
+def order_of(rows: int):
+    lengths = np.arange(1, rows + 1, dtype=np.int64)
+
+    def order(epoch: int) -> np.ndarray:
+        return epoch_order(lengths, seed=3, epoch=epoch, shuffle=True, group_by_length=True, global_batch_size=8)
+
+    return order
+
+
+def samplers(rows: int, split: tuple[int, int, int], *, drop_last: bool = False) -> list[MicroBatches]:
+    ranks, micro_batch, accumulation = split
+    return [
+        MicroBatches(
+            order_of(rows), rows, rank=rank, world_size=ranks, micro_batch=micro_batch, accumulation=accumulation, drop_last=drop_last
+        )
+        for rank in range(ranks)
+    ]
+
+
+def steps(rows: int, split: tuple[int, int, int], epoch: int) -> list[list[int]]:
+    """The rows of each step over all ranks, sorted; asserts that ranks go in step."""
+    ranks = samplers(rows, split)
+    for sampler in ranks:
+        sampler.set_epoch(epoch)
+    batches = [list(sampler) for sampler in ranks]
+    assert len({len(mine) for mine in batches}) == 1, "a rank with fewer micro-batches would leave the others waiting"
+    assert all(len(mine) == len(sampler) for mine, sampler in zip(batches, ranks, strict=True)), "__len__ must tell the truth"
+    accumulation = split[2]
+    found = []
+    for start in range(0, len(batches[0]), accumulation):
+        step = [row for mine in batches for micro_batch in mine[start : start + accumulation] for row in micro_batch]
+        found.append(sorted(row for row in step if row != FILLER))
+    return found
+
+
+@given(rows=st.integers(1, 60), epoch=st.integers(0, 3))
+def test_every_split_of_a_global_batch_gives_the_same_steps(rows: int, epoch: int) -> None:
+    first, *others = (steps(rows, split, epoch) for split in SPLITS)
+    assert all(other == first for other in others)
+    assert sorted(row for step in first for row in step) == list(range(rows)), "each row once an epoch"
+
+
+@given(rows=st.integers(1, 60), split=st.sampled_from(SPLITS))
+def test_dropping_the_last_batch_drops_only_it(rows: int, split: tuple[int, int, int]) -> None:
+    for sampler in samplers(rows, split, drop_last=True):
+        batches = list(sampler)
+        assert len(batches) == len(sampler) == rows // 8 * split[2]
+        assert all(row != FILLER for batch in batches for row in batch)
+
+
+def test_epochs_have_orders_of_their_own_that_do_not_change() -> None:
+    [sampler] = samplers(40, (1, 8, 1))
+    orders = []
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    assert orders[0] == orders[2] != orders[1]
+
+
+@given(rows=st.integers(0, 40), ranks=st.integers(1, 5), micro_batch=st.integers(1, 4))
+def test_evaluation_reads_every_row_once_on_any_number_of_ranks(rows: int, ranks: int, micro_batch: int) -> None:
+    each = [eval_batches(rows, rank=rank, world_size=ranks, micro_batch=micro_batch) for rank in range(ranks)]
+    assert len({len(batches) for batches in each}) == 1
+    assert all(0 < len(batch) <= micro_batch for batches in each for batch in batches)
+    read = [row for batches in each for batch in batches for row in batch if row != FILLER]
+    assert sorted(read) == list(range(rows))
+
+
+def row(length: int, row_id: int = 0) -> Row:
+    ids = np.arange(length, dtype=np.int32)
+    labels = ids.copy()
+    labels[0] = -100
+    return Row(ids, labels, (length,), row_id)
+
+
+def test_filler_is_padding_without_targets() -> None:
+    batch = Collator(pad_token_id=9, multiple_of=8)([None])
+    assert (batch.row_ids, batch.tokens, batch.supervised_tokens) == ((), 0, 0)
+    assert batch.tensors["input_ids"].tolist() == [[9] * 8]
+
+
+def test_batch_counts_tokens_without_padding_and_targets_without_the_first() -> None:
+    batch = Collator(pad_token_id=0, multiple_of=8)([row(3, 7), row(10, 2)])
+    assert batch.tensors["input_ids"].shape == (2, 16)
+    assert (batch.row_ids, batch.tokens, batch.supervised_tokens) == ((7, 2), 13, 2 + 9)
+
+
+def test_batches_carry_no_attention_mask() -> None:
+    # An all-ones mask would switch off what keeps packed examples apart (transformers#46634).
+    batch = Collator(pad_token_id=0, multiple_of=8)([row(3)])
+    assert set(batch.tensors) == {"input_ids", "labels"}
+    assert all(tensor.dtype == torch.int64 for tensor in batch.tensors.values())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loader_gives_the_sampler_s_batches_in_its_order(workers: int, tmp_path) -> None:
+    from fsdp_tune.data.store import RowStore
+    from fsdp_tune.worker.dataset import loader
+    from tests.parity.store import make_store
+
+    store = RowStore(make_store(tmp_path / "store") / "train")
+    [sampler] = samplers(40, (1, 2, 4))
+    found = [batch.row_ids for batch in loader(store, sampler, Collator(0, 8), workers=workers, pin_memory=False)]
+    assert found == [tuple(rows) for rows in sampler]

@@ -1,0 +1,104 @@
+"""metrics.jsonl: every step once, whatever happened before; numbers that JSON knows; sums over all ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_tune.run_dir import RunDir
+from fsdp_tune.worker.metrics import Lines, MetricsFile, Sums
+from tests.ranks import RankPool
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def lines(run: RunDir) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.metrics_jsonl.read_text().splitlines()]
+
+
+def test_resumed_file_is_cut_back_to_the_checkpoint(run: RunDir) -> None:
+    old = [{"event": "train_started", "step": 0}, *({"step": step, "loss": 1.0 / step} for step in range(1, 8)), {"event": "x", "step": 6}]
+    torn = '{"step": 8, "lo'
+    run.metrics_jsonl.write_text("".join(json.dumps(line) + "\n" for line in old) + "not json\n[5]\n" + torn)
+    metrics = MetricsFile(run, resume_step=5, enabled=True)
+    metrics.write({"step": 6, "loss": 0.25})
+    metrics.close()
+    assert lines(run) == [*old[:6], {"step": 6, "loss": 0.25}]
+
+
+def test_run_from_the_start_begins_an_empty_file(run: RunDir) -> None:
+    run.metrics_jsonl.write_text('{"step": 1, "loss": 1}\n')
+    MetricsFile(run, resume_step=None, enabled=True).close()
+    assert lines(run) == []
+
+
+def test_other_ranks_write_nothing(run: RunDir) -> None:
+    metrics = MetricsFile(run, resume_step=None, enabled=False)
+    metrics.write({"step": 1})
+    metrics.event("x", 1)
+    metrics.close()
+    assert not run.metrics_jsonl.exists()
+
+
+def test_line_is_on_disk_before_the_file_is_closed(run: RunDir) -> None:
+    metrics = MetricsFile(run, resume_step=None, enabled=True)
+    metrics.write({"step": 1, "loss": 0.1 + 0.2})
+    assert lines(run) == [{"step": 1, "loss": 0.1 + 0.2}], "all digits"
+    metrics.close()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_number_that_is_none_is_visible_and_the_line_stays_json(run: RunDir, value: float) -> None:
+    metrics = MetricsFile(run, resume_step=None, enabled=True)
+    metrics.event("step_skipped", 3, grad_norm=value)
+    metrics.close()
+    [line] = lines(run)
+    assert (line["event"], line["step"], line["grad_norm"]) == ("step_skipped", 3, str(value))
+
+
+def sum_over_ranks() -> tuple[dict[str, float], list[float]]:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    sums = Sums(torch.device("cpu"))
+    sums.add(torch.tensor(1.5 + rank))
+    sums.add(torch.tensor(0.25))
+    sums.add_batch(10 + rank, 4, 0.5)
+    state = sums.state()
+    again = Sums(torch.device("cpu"))
+    again.load(state)
+    assert again.reduced() == sums.reduced() | {"data_wait_seconds": 0.0}
+    return sums.reduced(), state
+
+
+@pytest.mark.ranks
+def test_sums_are_over_all_ranks_and_travel_in_a_checkpoint(pool: RankPool) -> None:
+    answers = pool.run(2, sum_over_ranks)
+    for reduced, _ in answers:
+        assert (reduced["loss_sum"], reduced["tokens"], reduced["supervised_tokens"]) == (1.5 + 2.5 + 0.5, 21.0, 8.0)
+    assert [state for _, state in answers] == [[1.75, 10.0, 4.0], [2.75, 11.0, 4.0]]
+
+
+def two_lines() -> list[dict[str, Any]]:
+    made = Lines(torch.device("cpu"))
+    made.start(4)
+    found = []
+    for step in (6, 8):
+        made.sums.add(torch.tensor(6.0))
+        made.sums.add_batch(16, 3, 0.0)
+        found.append(made.line(step, 1.0, 1e-3))
+    return found
+
+
+@pytest.mark.ranks
+def test_each_line_holds_what_came_since_the_last(pool: RankPool) -> None:
+    for first, second in pool.run(2, two_lines):
+        assert (first["loss"], first["supervised_tokens"], first["tokens"]) == (2.0, 6, 32)
+        assert (second["loss"], second["supervised_tokens"], second["tokens"]) == (2.0, 6, 64)

@@ -1,0 +1,114 @@
+"""A run that is not what its recipe says stops before it trains, and says which value is wrong."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+
+from fsdp_tune.fsdp import expected
+from fsdp_tune.recipe import resolve as resolving
+from fsdp_tune.recipe.schema import Recipe
+from tests.model.recipes import recipe_of
+from tests.parity import runs
+from tests.parity.bench import Bench
+from tests.parity.cases import Case
+from tests.worker.sabotage import SABOTAGE, run_sabotaged
+
+# By hand, from the papers' definitions (ZeRO, arXiv:1910.02054; FSDP, arXiv:2304.11277): wrapper, mesh of four ranks,
+# placements, freed after the forward.
+MEANING: dict[str, tuple[str, list[int], list[str], bool | None]] = {
+    "FULL_SHARD": ("fsdp2", [4], ["Shard(dim=0)"], True),
+    "SHARD_GRAD_OP": ("fsdp2", [4], ["Shard(dim=0)"], False),
+    "HYBRID_SHARD": ("fsdp2", [2, 2], ["Replicate()", "Shard(dim=0)"], True),
+    "HYBRID_SHARD_ZERO2": ("fsdp2", [2, 2], ["Replicate()", "Shard(dim=0)"], False),
+    "NO_SHARD": ("ddp", [], [], None),
+}
+
+
+def meaning_of(document: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(document[key] for key in ("wrapper", "mesh", "placements", "reshard_after_forward"))
+
+
+@pytest.mark.parametrize("strategy", MEANING)
+def test_expectation_is_what_the_strategy_means(strategy: str) -> None:
+    recipe = recipe_of(ranks=4, fsdp={"sharding_strategy": strategy})
+    assert meaning_of(expected(recipe)) == MEANING[strategy]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", MEANING)
+def test_live_run_is_what_the_strategy_means(strategy: str, bench: Bench) -> None:
+    document = json.loads(bench.run(Case(strategy=strategy, ranks=4)).readback_json.read_text())
+    assert meaning_of(document) == MEANING[strategy]
+    assert document["differences"] == []
+
+
+def test_expectation_does_not_come_from_what_made_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong table in the resolver must not be able to cancel itself in the read-back."""
+    original = Recipe.reshards_after_forward
+    monkeypatch.setattr(Recipe, "reshards_after_forward", property(lambda recipe: not original.fget(recipe)))  # type: ignore[attr-defined]
+    assert resolving is not None
+    assert meaning_of(expected(recipe_of(ranks=4))) == MEANING["FULL_SHARD"]
+
+
+@pytest.mark.parametrize(
+    ("mixed", "stored", "compute"),
+    [("no", "fp32", "float32"), ("bf16", "fp32", "bfloat16"), ("fp16", "fp32", "float16"), ("no", "bf16", "bfloat16")],
+)
+def test_dtypes_follow_from_precision_and_storage(mixed: str, stored: str, compute: str) -> None:
+    model = {"from_config": {"model_type": "llama"}, "dtype": stored}
+    document = expected(recipe_of(model, precision={"mixed_precision": mixed}))
+    storage = {"fp32": "float32", "bf16": "bfloat16"}[stored]
+    found = [document[f"{what}_dtype"] for what in ("parameter", "compute", "reduce", "optimizer_state")]
+    assert found == [storage, compute, "float32", storage]
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    # what is sabotaged → (fields of the case, further keys of the recipe, what the message must name)
+    "units are not resharded": ({}, {}, "reshard_after_forward: the recipe means True, the run has False"),
+    "sums in bf16": ({}, {}, "reduce_dtype: the recipe means 'float32', the run has 'bfloat16'"),
+    "computes in bf16": ({}, {}, "compute_dtype: the recipe means 'float32', the run has 'bfloat16'"),
+    "output in bf16": ({"precision": "bf16"}, {}, "output_dtype"),
+    "sums in bf16 on one rank": ({}, {}, "reduce_dtype differs between ranks: rank 0 has 'float32', rank 1 has 'bfloat16'"),
+    "not offloaded": ({"offload": True}, {}, "offload_params: the recipe means True, the run has False"),
+    "offloaded": ({}, {}, "offload_params: the recipe means False, the run has True"),
+    "one mesh instead of two copies": ({"ranks": 4, "strategy": "HYBRID_SHARD"}, {}, "placements"),
+    "no units": ({}, {}, "reshard_after_forward: the recipe means True, the run has None"),
+    "one layer is no unit": ({}, {}, "model.layers.0"),
+    "no recomputation": ({"recomputation": "full"}, {}, "activation_checkpointing: the recipe means 'full', the run has 'none'"),
+    "every layer recomputed instead of every second": (
+        {"recomputation": "full", "fsdp": (("activation_checkpointing_every", 2),)},
+        {},
+        "recomputed_layers",
+    ),
+    "no prefetch": ({"fsdp": (("forward_prefetch", 2), ("backward_prefetch", 2))}, {}, "forward_prefetch"),
+    "another attention kernel": ({}, {"model": {"attn_implementation": "eager"}}, "attention"),
+    "stored in bf16": ({}, {}, "parameter_dtype: the recipe means 'float32', the run has 'bfloat16'"),
+    "nothing is frozen": ({}, {"model": {"freeze": ["model.embed_tokens.*"]}}, "frozen"),
+    "plain DDP": ({"fsdp": (("cpu_ram_efficient_loading", False),)}, {}, "wrapper: the recipe means 'fsdp2', the run has 'ddp'"),
+    "another order of the rows on one rank": ({}, {}, "data_order_digest differs between ranks"),
+    "optimizer state in bf16": ({}, {}, "optimizer_state_dtype: the recipe means 'float32', the run has 'bfloat16'"),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", CASES)
+def test_sabotaged_run_is_stopped(name: str, bench: Bench) -> None:
+    fields, keys, message = CASES[name]
+    case = Case(**fields)
+    run = runs.write_run(bench.new_folder(), runs.merged(case.recipe(str(bench.model("llama"))), keys), bench.store)
+    outcomes = bench.pool.run(case.ranks, functools.partial(run_sabotaged, str(run.path), name))
+    assert {outcome["exit_reason"] for outcome in outcomes} == {"failed"}
+    document = json.loads(run.readback_json.read_text())
+    found = " ".join([*document["differences"], *(outcome["problem"]["message"] for outcome in outcomes)])
+    assert message in found
+    steps = 1 if name == "optimizer state in bf16" else 0
+    assert all(outcome["step"] <= steps for outcome in outcomes)
+    assert not list(run.path.glob("checkpoint-*"))
+
+
+def test_every_sabotage_has_a_case() -> None:
+    assert CASES.keys() == SABOTAGE.keys()
