@@ -116,18 +116,20 @@ def expected(recipe: Recipe) -> dict[str, Any]:
     compute = _COMPUTE[recipe.precision.mixed_precision]
     storage = _STORAGE[recipe.model.dtype]
     wrapper = {1: "fsdp1", 2: "fsdp2"}[recipe.fsdp.version] if meaning["mesh"] else "ddp"
-    reshard = meaning["reshard_after_forward"] if recipe.fsdp.reshard_after_forward is None else recipe.fsdp.reshard_after_forward
+    # A resolved recipe has the resolver's own word here; only a number of ranks says more than the strategy does.
+    explicit = recipe.fsdp.reshard_after_forward
+    reshard = meaning["reshard_after_forward"] if explicit is None or isinstance(explicit, bool) else explicit
     if recipe.fsdp.auto_wrap_policy == "NO_WRAP" or not meaning["mesh"]:
         reshard = None  # no unit but the root, whose backward begins where its forward ends; or nothing sharded at all
-    prefetch: dict[str, Any] = {}
+    of_fsdp2: dict[str, Any] = {}
+    if wrapper == "fsdp2":
+        of_fsdp2["output_dtype"] = None  # the model's output, and with it the loss, is not rounded
     if wrapper == "fsdp2" and recipe.fsdp.auto_wrap_policy != "NO_WRAP":
         backward = recipe.fsdp.backward_prefetch
-        prefetch = {
-            "forward_prefetch": int(recipe.fsdp.forward_prefetch),
-            "backward_prefetch": backward if isinstance(backward, int) else "implicit",
-        }
+        of_fsdp2["forward_prefetch"] = int(recipe.fsdp.forward_prefetch)
+        of_fsdp2["backward_prefetch"] = backward if isinstance(backward, int) else "implicit"
     return {
-        **prefetch,
+        **of_fsdp2,
         "wrapper": wrapper,
         "world_size": recipe.world_size,
         "mesh": [sizes[axis] for axis in meaning["mesh"]],

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -205,7 +206,11 @@ class Checkpointer:
 
     def _write_sharded(self, state: dict[str, Any], stage: Path, directory: str) -> dict[str, FileEntry]:
         writer, files = hashing_writer(stage / directory)
-        dcp.save(state, storage_writer=writer, process_group=self._group)
+        try:
+            dcp.save(state, storage_writer=writer, process_group=self._group)
+        except CheckpointException as error:  # a BaseException, which no `except Exception` on the way would see
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise failed_error("save-failed", f"{directory}, rank {rank}: {type(cause).__name__}: {cause}") from error
         return {f"{directory}/{name}": entry for name, entry in files.entries.items()}
 
 

@@ -22,6 +22,7 @@ from fsdp_tune.model.load import Loaded
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.units import MIB
 from fsdp_tune.worker.agree import gather
+from fsdp_tune.worker.structure import structure_differences
 
 # Below this, the interpreter's own noise is larger than the model.
 _MIN_BYTES_FOR_RESIDENT_CHECK = 256 * MIB
@@ -222,7 +223,7 @@ def differences(recipe: Recipe, loaded: Loaded, reports: list[dict[str, Any]]) -
     tied = bool(getattr(loaded.model.config, "tie_word_embeddings", False))
     if reports[0]["tied"] != tied:
         found.append(f"tied embeddings: the model's config says {tied}, the live model {reports[0]['tied']}")
-    return found + _too_much_memory(recipe, reports)
+    return found + structure_differences(recipe, loaded, reports[0]) + _too_much_memory(recipe, reports)
 
 
 def _too_much_memory(recipe: Recipe, reports: list[dict[str, Any]]) -> list[str]:

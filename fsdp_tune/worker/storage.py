@@ -65,10 +65,15 @@ class HashingStream(io.RawIOBase):
         return self._file.fileno()
 
     def close(self) -> None:
-        if not self._file.closed:
-            DISK.fsync(self._file)
-            self._file.close()
-        super().close()
+        try:
+            if not self._file.closed:
+                DISK.fsync(self._file)
+        finally:
+            # A disk that is full refuses again when Python flushes; the descriptor must go all the same.
+            try:
+                self._file.close()
+            finally:
+                super().close()
 
     def entry(self) -> FileEntry:
         return self._digester.entry()
@@ -139,14 +144,15 @@ class RestrictedReader(FileSystemReader):
         try:
             with open(path, "rb") as file:
                 metadata = _MetadataUnpickler(file).load()
+            if not isinstance(metadata, Metadata):
+                raise TypeError(f"it holds a {type(metadata).__name__}, not checkpoint metadata")
         except Exception as error:
             raise failed_error(
                 "checkpoint-metadata-refused", f"{path}: {error}", hint="the file is damaged or not from this tool; take another checkpoint"
             ) from error
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        return cast(Metadata, metadata)
+        return metadata
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileEntry:
