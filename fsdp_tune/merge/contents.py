@@ -55,6 +55,9 @@ def read_contents(stack: ExitStack, selection: Selection, *, allow_incomplete: b
         left_out |= {name: problem.message for name, problem in missing.items()}
         kept = {tensor.name: tensor for tensor in tensors if tensor.name not in missing}
         sources.append(Source(files, kept, is_vouched=weights.manifest is not None))
+    adapters = [name for name in sources[0].tensors if ".lora_" in name]
+    if adapters:
+        notices.append(Notice("merge-adapter", f"{len(adapters)} tensors of a LoRA adapter stay beside the weights: {adapters[0]}, …"))
     if left_out:
         names = ", ".join(sorted(left_out)[:_SHOWN]) + (", …" if len(left_out) > _SHOWN else "")
         notices.append(

@@ -22,7 +22,7 @@ from fsdp_tune.merge.reader import SourceFiles
 from fsdp_tune.merge.tensors import Chunk, Extent, Packed, Shape, SourceTensor
 
 METADATA_NAME = ".metadata"
-MAX_METADATA_BYTES = 1 << 30
+MAX_METADATA_BYTES = 256 << 20  # 1.8 million slices
 MOST_TENSOR_BYTES = 1 << 60
 Place = tuple[str, int, int]
 
