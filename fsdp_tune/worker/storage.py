@@ -43,13 +43,19 @@ class HashingStream(io.RawIOBase):
         super().__init__()
         self._file = DISK.open(path)
         self._digester = Digester()
+        self.refused: OSError | None = None
+        """What the disk said. torch.save, which writes through us from C++, tells only `unexpected pos`."""
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        DISK.write(self._file, view)
+        try:
+            DISK.write(self._file, view)
+        except OSError as error:
+            self.refused = error
+            raise
         self._digester.update(view)
         return view.nbytes
 
@@ -95,6 +101,10 @@ class HashingFileSystem(FileSystem):
         stream = HashingStream(Path(path))
         try:
             yield stream
+        except Exception:
+            if stream.refused is not None:
+                raise stream.refused from None
+            raise
         finally:
             stream.close()
         self.entries[Path(path).name] = stream.entry()
@@ -181,6 +191,10 @@ def write_torch(path: Path, value: Any) -> FileEntry:
     stream = HashingStream(path)
     try:
         torch.save(value, cast(Any, stream))
+    except Exception:
+        if stream.refused is not None:
+            raise stream.refused from None
+        raise
     finally:
         stream.close()
     return stream.entry()

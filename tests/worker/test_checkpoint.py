@@ -144,7 +144,7 @@ def run_with_broken_disk(path: str, rank: int, operation: str, first: int, last:
     original, count = getattr(type(atomic.DISK), operation), itertools.count(1)
 
     def broken(self: Any, *arguments: Any, **options: Any) -> Any:
-        inside = any(".checkpoint-" in str(getattr(argument, "name", argument)) for argument in arguments[:1])
+        inside = ".checkpoint-" in str(arguments[0] if isinstance(arguments[0], Path) else arguments[0].name)
         if inside and dist.get_rank() == rank and first <= next(count) <= last:
             raise OSError(28, "No space left on device")
         return original(self, *arguments, **options)
