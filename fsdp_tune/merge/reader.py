@@ -61,9 +61,9 @@ class SourceFiles:
                 done += got
 
     def will_need(self, name: str, offset: int, count: int) -> None:
-        """Asks the kernel to read ahead, so that a cold disk works while other threads compute."""
+        """Asks the kernel to read ahead. A file that is not there is for the one who reads it to report."""
         if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError), self._lease(name) as descriptor:
+            with contextlib.suppress(OSError, FsdpTuneError), self._lease(name) as descriptor:
                 os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_WILLNEED)
 
     @contextlib.contextmanager

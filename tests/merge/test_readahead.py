@@ -74,3 +74,9 @@ def test_a_disk_that_fails_to_sync_ends_the_copy(tmp_path, monkeypatch):
     monkeypatch.setattr(flush, "FLUSH_BYTES", 1)
     with pytest.raises(FileNotFoundError), Flusher(tmp_path) as flusher:
         flusher.wrote("not there", 60)
+
+
+def test_reading_ahead_of_a_file_that_is_gone_is_no_error(tmp_path):
+    with SourceFiles(tmp_path) as files:
+        files.will_need("gone.distcp", 0, 10)
+        files.will_need("../outside", 0, 10)
