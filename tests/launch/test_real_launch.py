@@ -10,7 +10,6 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
@@ -20,6 +19,7 @@ from fsdp_tune.launch.supervise import Event, Logged, Supervisor
 from fsdp_tune.launch.verdict import Ended
 from fsdp_tune.run_dir import RunDir
 from tests.launch.conftest import Parts
+from tests.launch.orphans import children, left_over
 from tests.launch.test_plan import resolved
 
 pytestmark = pytest.mark.ranks
@@ -47,14 +47,14 @@ def launch(
     inherited = {**os.environ, "PYTHONPATH": str(repository)}
     plan = launch_plan(recipe, run, worker_module="tests.launch.fake_worker", inherited=inherited)
     events: list[Event] = []
-    before = set(psutil.Process().children(recursive=True))  # of other tests: multiprocessing keeps helpers of its own
+    before = children()  # of other tests: multiprocessing keeps helpers of its own
     for event in Supervisor(plan, hang_timeout_seconds=60).events():
         events.append(event)
         if isinstance(event, Logged) and send is not None:
             os.kill(os.getpid(), send)
             send = None
     assert isinstance(events[-1], Ended)
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert left_over(before) == []
     return events[-1], events
 
 

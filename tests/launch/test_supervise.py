@@ -21,6 +21,7 @@ from fsdp_tune.launch.supervise import Event, Logged, Said, Supervisor
 from fsdp_tune.launch.verdict import Ended
 from fsdp_tune.run_dir import RunDir
 from tests.launch.conftest import PlanOf
+from tests.launch.orphans import children, left_over
 
 FINISHED = {"exit_code": 0, "exit_reason": "finished", "loss": 1.5}
 
@@ -37,14 +38,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def drive(plan: LaunchPlan, *, hang_timeout_seconds: float = 60.0, act: Callable[[], None] | None = None) -> tuple[Ended, list[Event]]:
     """Runs to the end; `act` runs once, after the first logged line."""
     events: list[Event] = []
-    before = set(psutil.Process().children(recursive=True))  # of other tests: multiprocessing keeps helpers of its own
+    before = children()  # of other tests: multiprocessing keeps helpers of its own
     for event in Supervisor(plan, hang_timeout_seconds=hang_timeout_seconds).events():
         events.append(event)
         if isinstance(event, Logged) and act is not None:
             act()
             act = None
     assert isinstance(events[-1], Ended)
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert left_over(before) == []
     return events[-1], events
 
 
@@ -93,7 +94,7 @@ def test_an_outcome_of_an_earlier_launch_does_not_count(plan_of: PlanOf, run: Ru
     ids=["TERM", "USR1", "HUP", "INT"],
 )
 def test_a_signal_is_passed_on_and_the_ranks_save(plan_of: PlanOf, number: int, code: int) -> None:
-    waiting = [["beat", "training", 7], ["listen"], ["sleep", 0.1], ["log", {"step": 7}], ["wait-for-signal"]]
+    waiting = [["beat", "training", 7], ["listen"], ["sleep", 1.0], ["log", {"step": 7}], ["wait-for-signal"]]
     ended, events = drive(plan_of({"0": waiting, "1": waiting}), act=signals(number))
     assert ended.exit_code == code
     assert ended.problem is None
@@ -244,8 +245,8 @@ for _ in Supervisor(plan, hang_timeout_seconds=60).events(): pass
 
 def test_the_surface_giving_up_in_the_middle_ends_the_ranks(plan_of: PlanOf) -> None:
     plan = plan_of({"0": [["beat", "training", 1], ["log", {"step": 1}], ["ignore-signals"], ["sleep", 60]]})
-    before = set(psutil.Process().children(recursive=True))
+    before = children()
     events = Supervisor(plan, hang_timeout_seconds=60).events()
     next(events)
     events.close()
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert left_over(before) == []
