@@ -209,8 +209,10 @@ def test_a_launcher_that_fails_shows_why(plan_of: PlanOf, run: RunDir) -> None:
 def test_nothing_survives_a_launcher_killed_outright(plan_of: PlanOf) -> None:
     plan = plan_of({"0": [["beat", "training", 1], ["log", {"step": 1}], ["ignore-signals"], ["sleep", 60]]})
 
+    before = set(psutil.Process().children())
+
     def kill_launcher() -> None:
-        (launcher,) = psutil.Process().children()
+        (launcher,) = set(psutil.Process().children()) - before
         launcher.kill()
 
     ended, _ = drive(plan, act=kill_launcher)
