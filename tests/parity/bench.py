@@ -46,12 +46,18 @@ class Bench:
         return self.folder / f"run-{self._count}"
 
     def reference(
-        self, architecture: str = "llama", *, packed: bool = False, precision: str = "no", model: Path | None = None
+        self,
+        architecture: str = "llama",
+        *,
+        packed: bool = False,
+        precision: str = "no",
+        model: Path | None = None,
+        skipped: frozenset[int] = frozenset(),
     ) -> reference.Trajectory:
         """The trajectory of one device, from a model directory that is the architecture's own unless given."""
-        key = (architecture, packed, precision, model)
+        key = (architecture, packed, precision, model, skipped)
         if key not in self._references:
-            settings = dataclasses.replace(SETTINGS, packed=packed, compute_dtype=PRECISION[precision])
+            settings = dataclasses.replace(SETTINGS, packed=packed, compute_dtype=PRECISION[precision], skipped=skipped)
             suffix = "-packed" if packed else ""
             rows, evals = RowStore(self.store / f"train{suffix}"), RowStore(self.store / f"eval{suffix}")
             self._references[key] = reference.train(settings, model or self.model(architecture), rows, evals)

@@ -105,15 +105,16 @@ class Spread:
         }
 
 
-def spread(run: Trajectory, true: Trajectory) -> Spread:
-    """How far `run` scatters around `true`."""
+def spread(run: Trajectory, true: Trajectory, *, skipped: frozenset[int] = frozenset()) -> Spread:
+    """How far `run` scatters around `true`; a skipped step has no gradient norm."""
     assert run.supervised_tokens == true.supervised_tokens
 
     def rms(values: list[float], others: list[float]) -> float:
         return math.sqrt(sum(relative(value, other) ** 2 for value, other in zip(values, others, strict=True)) / len(values))
 
     parameters = _of_parameters(run.final, true)["parameters"]
-    return Spread(rms(run.losses, true.losses), rms(run.grad_norms, true.grad_norms), parameters)
+    norms, true_norms = ([n for step, n in enumerate(some.grad_norms, start=1) if step not in skipped] for some in (run, true))
+    return Spread(rms(run.losses, true.losses), rms(norms, true_norms), parameters)
 
 
 def _of_parameters(saved: dict[str, torch.Tensor], reference: Trajectory) -> dict[str, Any]:

@@ -39,6 +39,8 @@ class Settings:
     packed: bool = False
     compute_dtype: torch.dtype = torch.float32
     """bf16: each forward multiplies bf16 copies of the fp32 weights, the logits go to the loss in fp32, gradients add up in fp32."""
+    skipped: frozenset[int] = frozenset()
+    """Steps, from 1, whose update is left out, as fp16's loss scale does when it is too large."""
 
 
 @dataclass
@@ -75,7 +77,8 @@ def train(settings: Settings, model_directory: Path, train_rows: RowStore, eval_
         rate = settings.learning_rate * _schedule(step, settings)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        optimizer.step()
+        if step + 1 not in settings.skipped:
+            optimizer.step()
         result.losses.append(loss)
         result.grad_norms.append(norm)
         result.learning_rates.append(rate)

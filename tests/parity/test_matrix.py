@@ -51,17 +51,19 @@ HALF_PRECISION = [
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=str(case), marks=[] if case == Case() else pytest.mark.slow) for case in HALF_PRECISION]
 )
-def test_half_precision_run_is_as_near_to_fp32_as_one_device_is(case: Case, precision: str, bench: Bench, record_property) -> None:
-    """The loss of each step, its gradient norm and the parameters: root mean square against fp32, of the run and of one device."""
+def test_half_precision_run_is_as_near_to_fp32_as_one_device_in_bf16(case: Case, precision: str, bench: Bench, record_property) -> None:
+    """Loss and gradient norm of the steps and the parameters, root mean square, against fp32. fp16 rounds eight times finer
+    than bf16, but Adam turns the sign of a gradient near zero into a whole step, so it gets the same limit."""
     case = replace(case, precision=precision)
-    true = bench.reference(case.architecture, packed=case.packed)
-    one_device = spread(bench.reference(case.architecture, packed=case.packed, precision=precision), true)
-    found = spread(runs.trajectory(bench.run(case)), true)
-    record_property("parity", found.row(f"{precision} against fp32", case, one_device))
-    # Two runs that round differently scatter alike; twice is far outside of that over 22 steps, a wrong dtype is tenfold.
-    assert found.loss <= 2 * one_device.loss, (found, one_device)
-    assert found.grad_norm <= 2 * one_device.grad_norm, (found, one_device)
-    assert found.parameters <= 2 * one_device.parameters, (found, one_device)
+    run = bench.run(case)
+    skipped = frozenset(line["step"] for line in runs.lines(run) if line.get("event") == "loss_scale_backed_off")
+    true = bench.reference(case.architecture, packed=case.packed, skipped=skipped)
+    alone = bench.reference(case.architecture, packed=case.packed, precision="bf16", skipped=skipped)
+    limit, found = spread(alone, true, skipped=skipped), spread(runs.trajectory(run), true, skipped=skipped)
+    record_property("parity", found.row(f"{precision} against fp32, beside one device in bf16", case, limit))
+    assert found.loss <= 2 * limit.loss, (found, limit)
+    assert found.grad_norm <= 2 * limit.grad_norm, (found, limit)
+    assert found.parameters <= 2 * limit.parameters, (found, limit)
 
 
 DROPOUT = Case("gpt2-dropout")
