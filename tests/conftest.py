@@ -7,6 +7,11 @@ import socket
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("searching", print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))  # a change is judged by its own faults, not by the day's luck
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; several ranks share few cores
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported; children inherit it

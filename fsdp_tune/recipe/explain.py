@@ -45,7 +45,7 @@ def explain(error: ValidationError, tree: MappingNode) -> dict[Path, Problem]:
     """One problem for each place that is wrong."""
     problems: dict[Path, Problem] = {}
     for details in error.errors(include_url=False):
-        loc = tuple(part for part in details["loc"] if not (isinstance(part, str) and part.startswith("<")))
+        loc = details["loc"]
         path = _given_part(tree, loc)
         if details["type"] == "missing":
             problems[loc] = Problem("missing-key", f"`{dotted(loc)}` is missing", where_of(tree, loc))

@@ -52,6 +52,8 @@ def outcome(raw: bytes, overrides: list[str]) -> Recipe | FsdpTuneError:
 @given(YAMLISH)
 @example("a: &a [*a]")
 @example("<<: 1")
+@example("<: 1")
+@example("model: {<a>: 1}")
 @example("? ")
 @example("model: {<<: {name_or_path: a}}")
 @example("!")
