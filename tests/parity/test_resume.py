@@ -1,0 +1,189 @@
+"""A resumed run is the uninterrupted one: bit for bit on as many ranks; what does not fit is refused before it is loaded."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from fsdp_tune.run_dir import RunDir, latest_checkpoint
+from tests.parity import runs
+from tests.parity.bench import Bench
+from tests.parity.cases import Case
+
+DROPOUT = Case("gpt2-dropout")
+
+
+def numbers(run: RunDir) -> list[tuple[Any, ...]]:
+    keys = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "supervised_tokens", "loss_scale")
+    return [tuple(line.get(key) for key in keys) for line in runs.loss_lines(run)]
+
+
+def evaluations(run: RunDir) -> list[tuple[int, float]]:
+    return [(line["step"], line["eval_loss"]) for line in runs.lines(run) if "eval_loss" in line]
+
+
+def resumed(bench: Bench, case: Case, donor: RunDir, changes: dict[str, Any] | None = None, step: int = runs.SAVED_STEP) -> RunDir:
+    recipe = runs.merged(case.recipe(str(bench.model(case.architecture))), changes or {})
+    run = runs.write_run(bench.new_folder(), recipe, bench.store, packed=case.packed)
+    runs.resume_from(run, donor, step)
+    return run
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "case",
+    [
+        DROPOUT,
+        replace(DROPOUT, strategy="NO_SHARD"),
+        replace(DROPOUT, fsdp=(("state_dict_type", "FULL_STATE_DICT"),)),
+        replace(DROPOUT, version=1),
+        Case("llama", precision="fp16", accumulation=4, packed=True),
+        Case("mixtral", ranks=4, strategy="HYBRID_SHARD"),
+    ],
+    ids=str,
+)
+def test_same_ranks_go_on_bit_for_bit(case: Case, bench: Bench) -> None:
+    whole = bench.run(case)
+    run = resumed(bench, case, whole)
+    runs.train(bench.pool, run, case.ranks)
+    assert numbers(run) == numbers(whole)
+    assert evaluations(run) == evaluations(whole)
+    one, other = (runs.saved_parameters(each, runs.STEPS) for each in (run, whole))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_line_that_spans_the_checkpoint_is_whole(ranks: int, bench: Bench) -> None:
+    """Lines every 4 steps, a save at 10: what the first run summed of steps 9 and 10 comes with it, on any number of ranks."""
+    lines = {"training": {"logging_steps": 4}}
+    recipe = runs.merged(Case().recipe(str(bench.model("llama"))), lines)
+    whole = runs.write_run(bench.new_folder(), recipe, bench.store)
+    runs.train(bench.pool, whole, 2)
+    run = resumed(bench, Case(ranks=ranks), whole, lines)
+    runs.train(bench.pool, run, ranks)
+    one, other = numbers(run), numbers(whole)
+    assert [line[0] for line in one] == [4, 8, 12, 16, 20, 22]
+    for line, expected in zip(one, other, strict=True):
+        assert line[5:7] == expected[5:7], "tokens"
+        assert line[2] == pytest.approx(expected[2], rel=1e-6)
+
+
+def stop_after(path: str, step: int, rank: int) -> dict[str, Any]:
+    """The worker; one rank gets SIGUSR1 while it takes `step`."""
+    import os
+    import signal
+
+    import torch.distributed as dist
+
+    from fsdp_tune.worker.trainer import FsdpTrainer
+
+    original = FsdpTrainer.training_step
+
+    def training_step(self: Any, *arguments: Any) -> Any:
+        if dist.get_rank() == rank and self.state.global_step + 1 == step:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return original(self, *arguments)
+
+    with patch.object(FsdpTrainer, "training_step", training_step):
+        return runs.run_worker(path)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_signal_to_one_rank_saves_on_all_at_one_step_and_the_curve_goes_on(signalled: int, bench: Bench) -> None:
+    case = replace(DROPOUT, accumulation=4)
+    whole = bench.run(case)
+    run = runs.write_run(bench.new_folder(), case.recipe(str(bench.model(case.architecture))), bench.store)
+    outcomes = bench.pool.run(2, functools.partial(stop_after, str(run.path), 5, signalled))
+    assert [(outcome["exit_code"], outcome["exit_reason"]) for outcome in outcomes] == [(143, "preempted")] * 2
+    [stop] = {outcome["step"] for outcome in outcomes}
+    assert 5 <= stop <= 7
+    checkpoint, _ = latest_checkpoint(run, digests=True)
+    assert checkpoint is not None
+    assert checkpoint.step == stop
+    again = resumed(bench, case, run, step=stop)
+    runs.train(bench.pool, again, 2)
+    assert numbers(again) == numbers(whole)
+
+
+def damage_file(run: RunDir, pattern: str) -> Path:
+    [path, *_] = sorted(run.checkpoint(runs.SAVED_STEP).glob(pattern))
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    return path
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("pattern", ["pytorch_model_fsdp_0/*.distcp", "optimizer_0/.metadata", "rng_state_1.pth", "trainer_state.json"])
+def test_one_flipped_bit_is_found_before_anything_is_loaded(pattern: str, bench: Bench) -> None:
+    run = resumed(bench, Case(), bench.run(Case()))
+    path = damage_file(run, pattern)
+    outcomes = bench.pool.run(2, functools.partial(runs.run_worker, str(run.path)))
+    assert {(outcome["exit_code"], outcome["problem"]["code"]) for outcome in outcomes} == {(1, "checkpoint-damaged")}
+    assert path.name in outcomes[1]["problem"]["message"]
+    assert not run.readback_json.exists()
+
+
+@pytest.mark.ranks
+def test_checkpoint_without_a_manifest_is_none(bench: Bench) -> None:
+    run = resumed(bench, Case(), bench.run(Case()))
+    (run.checkpoint(runs.SAVED_STEP) / "manifest.json").unlink()
+    outcomes = bench.pool.run(2, functools.partial(runs.run_worker, str(run.path)))
+    assert {outcome["problem"]["code"] for outcome in outcomes} == {"checkpoint-unusable"}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("fields", "tensor"), [({"num_hidden_layers": 2}, "is not in the model"), ({"num_hidden_layers": 4}, "is missing"), ({"intermediate_size": 48}, "the model has")]
+)
+def test_checkpoint_of_another_model_is_refused_by_name(fields: dict[str, int], tensor: str, bench: Bench) -> None:
+    """DCP would ignore what the model lacks."""
+    from tests.parity.architectures import ARCHITECTURES
+
+    config = {"model": {"name_or_path": None, "from_config": ARCHITECTURES["llama"] | fields}}
+    run = resumed(bench, Case(), bench.run(Case()), config)
+    outcomes = bench.pool.run(2, functools.partial(runs.run_worker, str(run.path)))
+    assert {outcome["problem"]["code"] for outcome in outcomes} == {"checkpoint-of-another-model"}
+    assert tensor in outcomes[0]["problem"]["message"]
+
+
+@pytest.mark.ranks
+def test_more_steps_continue_a_finished_run(bench: Bench) -> None:
+    whole = bench.run(Case())
+    longer = {"training": {"max_steps": runs.STEPS + 6}}
+    run = resumed(bench, Case(), whole, longer, step=runs.STEPS)
+    runs.train(bench.pool, run, 2)
+    assert [line[0] for line in numbers(run)] == list(range(1, runs.STEPS + 7))
+    assert numbers(run)[: runs.STEPS] == numbers(whole)
+    rates = [line[4] for line in numbers(run)[runs.STEPS :]]
+    assert rates[0] > 0.0, "the schedule is that of the longer run, at this step"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_weights_of_a_run_start_another(ranks: int, bench: Bench) -> None:
+    """`model.name_or_path: RUN/checkpoint-N`: the first loss is that of the source's next step on the same rows."""
+    source = bench.run(Case())
+    source_model = source.path / "model"
+    if not source_model.exists():
+        shutil.copytree(bench.model("llama"), source_model)
+        (source_model / "model.safetensors").unlink()
+    recipe = Case(ranks=ranks).recipe(str(source.checkpoint(runs.STEPS)))
+    run = runs.write_run(bench.new_folder(), runs.merged(recipe, {"training": {"max_steps": 2, "warmup_steps": 1}}), bench.store)
+    runs.train(bench.pool, run, ranks)
+    saved = runs.saved_parameters(source, runs.STEPS)
+    first = json.loads(run.metrics_jsonl.read_text().splitlines()[1])
+    assert first["step"] == 1
+    begun = runs.saved_parameters(run, 2)
+    moved = max(float((begun[name] - saved[name]).abs().max()) for name in saved)
+    assert moved <= 2 * 3e-3 * 1.2, "two steps of AdamW from there, not from random weights"
