@@ -11,6 +11,7 @@ from fsdp_tune.errors import Problem, Where
 from fsdp_tune.recipe.keys import choices, closest, dotted, element_words, field_at, field_words, unknown_key_hint
 from fsdp_tune.recipe.scalars import printable, shown
 from fsdp_tune.recipe.schema import Training
+from fsdp_tune.recipe.schema_data import EVAL_TAGS
 from fsdp_tune.recipe.training_fields import TRAINING_FIELDS, complaint, installed_transformers, owner_of, version_gap
 from fsdp_tune.recipe.yaml_tree import ListNode, MappingNode, Node, ScalarNode, entries_of, plain_value
 
@@ -45,7 +46,7 @@ def explain(error: ValidationError, tree: MappingNode) -> dict[Path, Problem]:
     """One problem for each place that is wrong."""
     problems: dict[Path, Problem] = {}
     for details in error.errors(include_url=False):
-        loc = details["loc"]
+        loc = _without_tag(details["loc"])
         path = _given_part(tree, loc)
         if details["type"] == "missing":
             problems[loc] = Problem("missing-key", f"`{dotted(loc)}` is missing", where_of(tree, loc))
@@ -55,6 +56,11 @@ def explain(error: ValidationError, tree: MappingNode) -> dict[Path, Problem]:
             reason = str(details["ctx"]["error"]) if details["type"] == "value_error" and "ctx" in details else None
             problems[path] = wrong_value(tree, path, reason)
     return problems
+
+
+def _without_tag(loc: Path) -> Path:
+    """pydantic names the chosen form of `data.eval` behind that key."""
+    return (*loc[:2], *loc[3:]) if loc[:2] == ("data", "eval") and loc[2:3] and loc[2] in EVAL_TAGS else loc
 
 
 def _given_part(tree: Node, loc: Path) -> Path:

@@ -89,6 +89,9 @@ class EvalRows(Section):
     """Rows held out, chosen by row hash, before packing."""
 
 
+EVAL_TAGS = ("<fraction>", "<rows>", "<list>")
+
+
 def eval_kind(value: object) -> str:
     """Which of the three forms of `data.eval` is meant. Tags start with `<`, which no key does."""
     if isinstance(value, list):

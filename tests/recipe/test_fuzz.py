@@ -54,6 +54,7 @@ def outcome(raw: bytes, overrides: list[str]) -> Recipe | FsdpTuneError:
 @example("<<: 1")
 @example("<: 1")
 @example("model: {<a>: 1}")
+@example("<rows>: 1\ndata: {<rows>: 1, eval: {<rows>: 1}}")
 @example("? ")
 @example("model: {<<: {name_or_path: a}}")
 @example("!")
