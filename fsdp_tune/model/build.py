@@ -19,6 +19,8 @@ from fsdp_tune.recipe.catalogue import architecture
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import run_of
 
+OLD_ROPE_FIELDS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+"""What config.json files of before transformers 5 hold; the class puts them into `rope_parameters` and forgets the names."""
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -102,11 +104,10 @@ def _config_from_mapping(mapping: dict[str, Any], origin: str) -> PreTrainedConf
         config = AutoConfig.for_model(str(model_type), **fields)
     except (ValueError, TypeError, KeyError) as error:
         raise usage_error("config-invalid", f"{origin}: transformers refuses this configuration: {error}") from error
-    unknown = sorted(name for name in fields if name not in config.to_dict() and name not in getattr(config, "attribute_map", {}))
     known = set(type(config)().to_dict()) | set(getattr(config, "attribute_map", {}))
-    unknown += sorted(
-        name for name in fields if name not in known and name not in unknown and not name.startswith(("_", "torch_dtype", "transformers"))
-    )
+    if "rope_parameters" in known:
+        known |= OLD_ROPE_FIELDS
+    unknown = sorted(name for name in fields if name not in known and not name.startswith(("_", "torch_dtype", "transformers")))
     if unknown:
         raise usage_error(
             "config-field-unknown",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from fsdp_tune.errors import FsdpTuneError
 from fsdp_tune.model.build import build_empty, build_full, embedding_rows, model_config
+from fsdp_tune.recipe.catalogue import architecture
 from fsdp_tune.recipe.schema import Recipe
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
@@ -137,3 +139,14 @@ def test_weights_in_another_dtype_become_masters_in_fp32(tmp_path: Path) -> None
     assert {p.dtype for p in build_full(recipe_of({"name_or_path": str(source)})).parameters()} == {torch.float32}
     pure = build_full(recipe_of({"name_or_path": str(source), "dtype": "bf16"}, precision={"mixed_precision": "bf16"}))
     assert {p.dtype for p in pure.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", sorted(json.loads(resources.files("fsdp_tune.recipe").joinpath("architectures.json").read_bytes())))
+def test_packaged_facts_make_a_configuration(name: str) -> None:
+    """Some are written as before transformers 5, with `rope_theta` beside `rope_scaling`."""
+    facts = architecture(name)
+    assert facts is not None
+    config = model_config(recipe_of({"from_config": facts}))
+    if "rope_theta" in facts:
+        assert config.rope_parameters["rope_theta"] == facts["rope_theta"]
+        assert config.rope_parameters["rope_type"] == (facts.get("rope_scaling") or {"rope_type": "default"})["rope_type"]
