@@ -119,6 +119,9 @@ def expected(recipe: Recipe) -> dict[str, Any]:
     # A resolved recipe has the resolver's own word here; only a number of ranks says more than the strategy does.
     explicit = recipe.fsdp.reshard_after_forward
     reshard = meaning["reshard_after_forward"] if explicit is None or isinstance(explicit, bool) else explicit
+    placements = meaning["placements"]
+    if wrapper == "fsdp1" and recipe.world_size == 1:
+        placements, reshard = [], None  # FSDP1 on one rank has nothing to shard; FSDP2 makes DTensors all the same
     if recipe.fsdp.auto_wrap_policy == "NO_WRAP" or not meaning["mesh"]:
         reshard = None  # no unit but the root, whose backward begins where its forward ends; or nothing sharded at all
     of_fsdp2: dict[str, Any] = {}
@@ -133,7 +136,7 @@ def expected(recipe: Recipe) -> dict[str, Any]:
         "wrapper": wrapper,
         "world_size": recipe.world_size,
         "mesh": [sizes[axis] for axis in meaning["mesh"]],
-        "placements": meaning["placements"],
+        "placements": placements,
         "reshard_after_forward": reshard,
         "parameter_dtype": storage,
         "compute_dtype": storage if recipe.precision.mixed_precision == "no" else compute,

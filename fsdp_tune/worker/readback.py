@@ -55,7 +55,7 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
     }
     report |= _ddp(recipe, loaded) if kind == "ddp" else {"fsdp2": _fsdp2, "fsdp1": _fsdp1}[kind](loaded)
     report["activation_checkpointing"] = _recomputed(loaded.model)
-    report["recomputed_layers"] = len([m for m in loaded.model.modules() if getattr(m, "recomputes", None)])
+    report["recomputed_layers"] = len([m for m in loaded.model.modules() if _recomputes(m)])
     report["tied"] = _tied(loaded.model)
     report["peak_growth_bytes"] = loaded.peak_growth_bytes
     report["weights_loaded_by"] = loaded.way
@@ -161,10 +161,10 @@ def _fsdp1(loaded: Loaded) -> dict[str, Any]:
     strategy = _only({unit.sharding_strategy.name for unit in units})
     precision = units[0].mixed_precision
     storage = _only({_name(p.dtype) for p in loaded.wrapped.parameters() if p.requires_grad})
-    hybrid = strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+    # torch answers any strategy with NO_SHARD on one rank; the root alone is freed by no one between forward and backward.
     return {
-        "placements": (["Replicate()"] if hybrid else []) + ["Shard(dim=0)"],
-        "reshard_after_forward": strategy in ("FULL_SHARD", "HYBRID_SHARD"),
+        "placements": [] if strategy == "NO_SHARD" else ["Shard(dim=0)"],
+        "reshard_after_forward": None if strategy == "NO_SHARD" or len(units) == 1 else strategy == "FULL_SHARD",
         "compute_dtype": _name(precision.param_dtype) or storage,
         "reduce_dtype": _name(precision.reduce_dtype),
         "units": [{"modules": [type(unit.module).__name__], "strategy": unit.sharding_strategy.name} for unit in units],
@@ -183,8 +183,13 @@ def _ddp(recipe: Recipe, loaded: Loaded) -> dict[str, Any]:
 
 
 def _recomputed(model: nn.Module) -> str:
-    kinds = {getattr(module, "recomputes", None) for module in model.modules()} - {None}
+    kinds = {_recomputes(module) for module in model.modules()} - {None}
     return _only(kinds) if kinds else "none"
+
+
+def _recomputes(module: nn.Module) -> str | None:
+    """The mark that `model.recompute` puts on a layer. FSDP1's wrapper answers for what is inside it, so only its own counts."""
+    return vars(module).get("recomputes")
 
 
 def _tied(model: Any) -> bool:

@@ -32,11 +32,16 @@ def by_section(rows: list[Row]) -> dict[str, list[Row]]:
     return sections
 
 
+def _columns(members: list[Row]) -> list[str]:
+    """Of all rows: a planted bug that stops the run leaves words instead of numbers."""
+    return [name for name in dict.fromkeys(name for row in members for name in row) if name not in _KEYS]
+
+
 def summary(rows: list[Row]) -> list[str]:
     """One line a section: cases, and the largest of each number."""
     lines: list[str] = []
     for section, members in by_section(rows).items():
-        names = [name for name in members[0] if name not in _KEYS]
+        names = _columns(members)
         worst = {name: _largest([row[name] for row in members if name in row]) for name in names}
         numbers = "  ".join(f"{name.strip()} ≤ {value}" for name, value in worst.items() if value is not None)
         lines.append(f"{section}: {len(members)} cases  {numbers}")
@@ -53,7 +58,7 @@ def _largest(values: list[str]) -> str | None:
 def markdown(rows: list[Row]) -> str:
     parts = [HEAD.format(**{name: version(name).split("+")[0] for name in ("torch", "transformers", "accelerate")})]
     for section, members in by_section(rows).items():
-        names = [name for name in members[0] if name not in _KEYS]
-        table = [["case", *names], ["---"] * (len(names) + 1), *([row["case"], *(row[name] for name in names)] for row in members)]
+        names = _columns(members)
+        table = [["case", *names], ["---"] * (len(names) + 1), *([row["case"], *(row.get(name, "") for name in names)] for row in members)]
         parts.append(f"## {section}\n\n" + "\n".join("| " + " | ".join(cells) + " |" for cells in table) + "\n")
     return "\n".join(parts)

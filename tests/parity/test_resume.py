@@ -144,7 +144,12 @@ def test_checkpoint_without_a_manifest_is_none(bench: Bench) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("fields", "tensor"), [({"num_hidden_layers": 2}, "is not in the model"), ({"num_hidden_layers": 4}, "is missing"), ({"intermediate_size": 48}, "the model has")]
+    ("fields", "tensor"),
+    [
+        ({"num_hidden_layers": 2}, "is not in the model"),
+        ({"num_hidden_layers": 4}, "is missing"),
+        ({"intermediate_size": 48}, "the model has"),
+    ],
 )
 def test_checkpoint_of_another_model_is_refused_by_name(fields: dict[str, int], tensor: str, bench: Bench) -> None:
     """DCP would ignore what the model lacks."""
