@@ -88,7 +88,7 @@ def fsync_tree(root: Path) -> None:
             path = Path(directory, name)
             if not path.is_symlink():
                 with open(path, "rb") as file:
-                    os.fsync(file.fileno())
+                    DISK.fsync(file)
         DISK.fsync_dir(Path(directory))
 
 

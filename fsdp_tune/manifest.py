@@ -11,6 +11,7 @@ from typing import Any
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
 DIGEST_CHUNK_BYTES = 1 << 22
+_SHOWN_LETTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Manifest:
                 raise ValueError(f"manifest of format {raw['format_version']}, this version reads {FORMAT_VERSION}")
             files = {str(name): FileEntry(int(entry["size_bytes"]), str(entry["digest"])) for name, entry in raw["files"].items()}
             return cls(str(raw["kind"]), files, dict(raw["facts"]))
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"not a manifest: {error!r}") from error
 
 
@@ -84,18 +85,32 @@ def read_manifest(root: Path) -> Manifest | None:
 
 def damage(root: Path, manifest: Manifest, *, digests: bool) -> list[str]:
     """One sentence per file that is missing, of another size or (with `digests`) of other contents; [] when whole."""
-    found: list[str] = []
-    for name, entry in sorted(manifest.files.items()):
-        path = root / name
-        if not is_inside(name) or path.is_symlink():
-            found.append(f"{name}: leads out of the directory")
-        elif not path.is_file():
-            found.append(f"{name}: missing")
-        elif (size_bytes := path.stat().st_size) != entry.size_bytes:
-            found.append(f"{name}: {size_bytes} bytes instead of {entry.size_bytes}")
-        elif digests and digest_file(path) != entry:
-            found.append(f"{name}: its contents are not those that were written (digest differs)")
-    return found
+    return [sentence for name, entry in sorted(manifest.files.items()) if (sentence := _damage_of(root, name, entry, digests=digests))]
+
+
+def _damage_of(root: Path, name: str, entry: FileEntry, *, digests: bool) -> str | None:
+    path, shown = root / name, name[:_SHOWN_LETTERS]
+    try:
+        if not is_inside(name) or _passes_a_link(root, path):
+            return f"{shown}: leads out of the directory"
+        if not path.is_file():
+            return f"{shown}: missing"
+        if (size_bytes := path.stat().st_size) != entry.size_bytes:
+            return f"{shown}: {size_bytes} bytes instead of {entry.size_bytes}"
+        if digests and digest_file(path) != entry:
+            return f"{shown}: its contents are not those that were written (digest differs)"
+    except OSError as error:  # a bad sector, a name that no file system takes
+        return f"{shown}: cannot be read ({error.strerror})"
+    return None
+
+
+def _passes_a_link(root: Path, path: Path) -> bool:
+    """Whether the file, or a directory on the way to it from `root`, is a link."""
+    while path != root:
+        if path.is_symlink():
+            return True
+        path = path.parent
+    return False
 
 
 def is_inside(name: str) -> bool:

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.forks import ForkServer, shared_forks
+
+Count = Callable[..., None]
+
+
+@pytest.fixture
+def forks() -> ForkServer:
+    return shared_forks()
+
+
+@pytest.fixture
+def count(record_property: Callable[[str, object], None]) -> Count:
+    """`count(kill_points=240)` tells the scoreboard how many cases a test held; pytest's report shows it too."""
+
+    def tell(**cases: int) -> None:
+        for kind, number in cases.items():
+            record_property(kind, number)
+            print(f"{kind}: {number}")
+
+    return tell
