@@ -99,6 +99,16 @@ class RunDir:
         return self.logs / f"rank-{rank:04d}.heartbeat.json"
 
     @property
+    def flight_recorder(self) -> Path:
+        """What torch remembers of each rank's collectives, written when a rank stands still; for `torchfrtrace`."""
+        return self.logs / "flight-recorder"
+
+    @property
+    def hang_report(self) -> Path:
+        """Where every rank stood when a run was ended because nothing moved."""
+        return self.logs / "hang.txt"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 

@@ -110,16 +110,18 @@ class Job:
         return Inputs(self, start, model.facts, encoder.tokenizer, data)
 
     def supervise(self) -> Ended:
+        """Runs the ranks of this machine to their end, restarts included."""
+        from fsdp_tune.cli.step_rows import rows_of_step
         from fsdp_tune.cli.train_view import StepView
-        from fsdp_tune.launch.supervise import Said, Supervisor
+        from fsdp_tune.launch.attempts import Attempts
+        from fsdp_tune.launch.supervise import Said
         from fsdp_tune.launch.verdict import Ended
-        from fsdp_tune.units import parse_seconds
 
         plan = self.plan
         ranks = f"ranks {plan.ranks.start} to {plan.ranks.stop - 1}" if len(plan.ranks) > 1 else f"rank {plan.ranks.start}"
         self.screen.say(f"starting {ranks} on {self.recipe.launch.device}; the run is {plan.run.path}")
-        supervisor = Supervisor(plan, hang_timeout_seconds=parse_seconds(self.recipe.launch.hang_timeout))
-        with self.screen.progress("training", None, "steps", lines=False) as bar, contextlib.closing(supervisor.events()) as events:
+        attempts = Attempts(plan, self.recipe, partial(rows_of_step, plan.run, self.recipe))
+        with self.screen.progress("training", None, "steps", lines=False) as bar, contextlib.closing(attempts.events()) as events:
             view = StepView(self.screen, bar)
             for event in events:
                 if isinstance(event, Ended):

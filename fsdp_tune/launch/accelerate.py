@@ -173,7 +173,7 @@ def _argv(recipe: Recipe, run: RunDir, address: Address, worker_module: str, mac
         "--main_process_ip": address.ip,
         "--main_process_port": address.port,
         "--rdzv_backend": "c10d" if recipe.launch.num_machines == 1 else "static",
-        "--max_restarts": recipe.launch.max_restarts,
+        "--max_restarts": 0,  # `launch.attempts` restarts the whole launch; its reasons are in `launch.restart`
         "--mixed_precision": "no",
         "--dynamo_backend": "no",
         "--num_cpu_threads_per_process": threads,

@@ -11,7 +11,7 @@ class Follower:
     """New whole lines of `path` at each call of `read`. What the file held before the first call is not new.
 
     A resumed run cuts metrics.jsonl back to its checkpoint, in place or by another file of the same name; then reading
-    goes on behind the lines that are still the same.
+    goes on behind the lines that were there before.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,7 +27,7 @@ class Follower:
             self._identity, self._offset = None, 0
             return []
         if self._identity is not None and (identity[0] != self._identity[0] or identity[1] < self._offset):
-            self._offset = _common_lines_bytes(self._known, self._content())
+            self._offset = _known_lines_bytes(self._known, self._content())
             self._known = b""  # rank 0 cuts once, as its first act; a restarted group shows its lines again
         self._identity = identity
         with open(self._path, "rb") as file:
@@ -51,13 +51,14 @@ class Follower:
             return b""
 
 
-def _common_lines_bytes(old: bytes, new: bytes) -> int:
-    """Length of the longest common beginning that ends with a whole line."""
+def _known_lines_bytes(old: bytes, new: bytes) -> int:
+    """Length of the longest beginning of `new` that consists of whole lines of `old`, some of which may have gone from between."""
+    known = set(old.splitlines(keepends=True))
     length = 0
-    for ours, theirs in zip(old.splitlines(keepends=True), new.splitlines(keepends=True), strict=False):
-        if ours != theirs or not ours.endswith(b"\n"):
+    for line in new.splitlines(keepends=True):
+        if line not in known or not line.endswith(b"\n"):
             break
-        length += len(ours)
+        length += len(line)
     return length
 
 

@@ -20,6 +20,17 @@ class Heartbeat:
     phase: str
     time: float
     """Wall clock of the rank, for people; no decision is taken on it."""
+    ticks: int = 0
+    """Grows with everything that the training thread gets done."""
+    moved_mib: int = 0
+    """Read and written so far, in the phases where that is progress."""
+    collective: dict[str, Any] | None = None
+    """The last one that the flight recorder saw, once the rank stands still."""
+
+    @property
+    def progress(self) -> tuple[int, str, int, int]:
+        """Differs from one sign of life to the next when the rank has got on meanwhile."""
+        return self.step, self.phase, self.ticks, self.moved_mib
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +48,11 @@ class Outcome:
 def read_heartbeat(run: RunDir, rank: int) -> Heartbeat | None:
     raw = _read(run.rank_heartbeat(rank))
     try:
-        return None if raw is None else Heartbeat(rank, int(raw["pid"]), int(raw["step"]), str(raw["phase"]), float(raw["time"]))
+        if raw is None:
+            return None
+        seen: dict[str, Any] | None = raw.get("collective")
+        ticks, moved_mib = int(raw.get("ticks", 0)), int(raw.get("moved_mib", 0))
+        return Heartbeat(rank, int(raw["pid"]), int(raw["step"]), str(raw["phase"]), float(raw["time"]), ticks, moved_mib, seen)
     except (KeyError, TypeError, ValueError):
         return None  # another version's; a sign of life that says nothing
 
@@ -89,4 +104,4 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _problem(raw: dict[str, Any]) -> Problem:
     where = Where(raw.get("file"), raw.get("line"), raw.get("column"), raw.get("key"))
-    return Problem(str(raw["code"]), str(raw["message"]), where, raw.get("hint"))
+    return Problem(str(raw["code"]), str(raw["message"]), where, raw.get("hint"), tuple(map(str, raw.get("ways_out", ()))))

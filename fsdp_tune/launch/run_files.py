@@ -18,7 +18,7 @@ from fsdp_tune.fsdp import accelerate_config
 from fsdp_tune.launch.accelerate import LaunchPlan
 from fsdp_tune.launch.resume import Start
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run_dir import Checkpoint, RunDir
 
 RESUME_NAME = "resume.json"
 
@@ -83,12 +83,14 @@ def _write_files(run: RunDir, files: RunFiles) -> None:
     write_json(run.environment_json, dict(files.environment))
     write_file(run.data_json, files.data)
     write_json(run.launch_json, files.plan.to_json() | {"started_at": time.time(), "reasons": dict(files.reasons)})
-    checkpoint = files.start.checkpoint
-    write_json(
-        run.path / RESUME_NAME,
-        {"resume_from": str(checkpoint.path) if checkpoint else None, "digests_checked": files.start.digests_checked},
-    )
+    write_resume(run, files.start.checkpoint, digests_checked=files.start.digests_checked)
     write_file(run.recipe_json, files.recipe.model_dump_json(by_alias=True, indent=2) + "\n")
+
+
+def write_resume(run: RunDir, checkpoint: Checkpoint | None, *, digests_checked: bool) -> None:
+    """Says where the next launch begins; None: at step 0."""
+    wish = {"resume_from": str(checkpoint.path) if checkpoint else None, "digests_checked": digests_checked}
+    write_json(run.path / RESUME_NAME, wish)
 
 
 def _with_overrides(text: str, overrides: tuple[str, ...]) -> str:

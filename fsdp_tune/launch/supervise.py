@@ -18,10 +18,11 @@ from typing import Any
 
 import psutil
 
-from fsdp_tune.atomic import write_json
+from fsdp_tune.atomic import write_file, write_json
 from fsdp_tune.errors import Problem
 from fsdp_tune.launch.accelerate import LaunchPlan
 from fsdp_tune.launch.follow import Follower
+from fsdp_tune.launch.hang import hang_problem, report_text
 from fsdp_tune.launch.leash import leashed
 from fsdp_tune.launch.processes import is_alive, kill_for_good
 from fsdp_tune.launch.ranks import clear, verdict_path
@@ -35,8 +36,8 @@ LINGER_SECONDS = 30.0
 """From a rank's outcome, or the last rank's end, until what still lives is killed: NCCL may hang in its own clean-up."""
 OTHER_MACHINES_SECONDS = 330.0
 """torchrun's agents wait 300 s for each other at the end."""
-HANG_MARGIN_SECONDS = 30.0
-"""Ranks give up on a collective after `launch.hang_timeout`; their own report is better than ours."""
+HANG_MARGIN_SECONDS = 10.0
+"""After `launch.hang_timeout` ranks write what their flight recorders hold; then we look. Their collectives give up later."""
 ECHO_SECONDS = 0.5
 """Signals this close together are one act that arrived twice, such as a scheduler's to the group and to the process."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -68,6 +69,9 @@ class Supervisor:
         self._is_forwarded = False
         self._gave_up_saving = False
         self._stuck: Problem | None = None
+        self._last_logged_step = 0
+        self.has_trained = False
+        """Whether the ranks came as far as their first step."""
 
     def events(self) -> Generator[Event]:
         """Everything from the start of the launcher to its end. The last event is `Ended`, and then no process is left.
@@ -78,7 +82,7 @@ class Supervisor:
         run.logs.mkdir(parents=True, exist_ok=True)
         is_first_machine = self._plan.machine_rank == 0
         clear(run, self._plan.ranks, with_verdict=is_first_machine)
-        watch = RankWatch(run, self._plan.ranks)
+        watch = RankWatch(run, self._plan.ranks, self._plan.world_size)
         metrics = Follower(run.metrics_jsonl)
         log = self._plan.launcher_log
         log_start = log.stat().st_size if log.exists() else 0
@@ -88,19 +92,30 @@ class Supervisor:
                 while launcher.poll() is None:
                     time.sleep(POLL_SECONDS)
                     yield from self._pass_on_signals(launcher)
-                    yield from (Logged(line) for line in metrics.read())
+                    yield from self._logged(metrics)
                     watch.look(launcher.pid)
                     yield from self._end_what_must_end(launcher, watch)
             finally:
                 left = _end_everything(launcher, watch)
         watch.read_outcomes()
-        yield from (Logged(line) for line in metrics.read())
+        yield from self._logged(metrics)
         if left:
             yield Said(f"these processes do not die, not even by SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
         ended = judge(self._seen(watch, launcher.returncode, log_start))
         if is_first_machine:
             write_json(verdict_path(run), ended.as_dict())
         yield ended
+
+    @property
+    def signals(self) -> list[int]:
+        """Received so far, in order."""
+        return [number for number, _ in self._signals]
+
+    def _logged(self, metrics: Follower) -> Iterator[Event]:
+        for line in metrics.read():
+            self.has_trained = self.has_trained or line.get("event") == "train_started"
+            self._last_logged_step = max(self._last_logged_step, _step_of(line))
+            yield Logged(line)
 
     def _start(self) -> subprocess.Popen[bytes]:
         with open(self._plan.launcher_log, "ab") as log:
@@ -142,7 +157,10 @@ class Supervisor:
 
     def _end_what_must_end(self, launcher: subprocess.Popen[bytes], watch: RankWatch) -> Iterator[Event]:
         now = time.monotonic()
-        self._stuck = self._stuck or watch.stuck(self._hang_seconds)
+        silent_seconds = watch.silence(self._hang_seconds) if self._stuck is None else None
+        if silent_seconds is not None:
+            yield Said("nothing moves: asking every rank where it stands")
+            self._stuck = self._report_hang(watch, silent_seconds)
         if self._gave_up_saving or self._stuck is not None:
             _end_everything(launcher, watch)
             return
@@ -157,6 +175,14 @@ class Supervisor:
         if watch.all_ended_at is not None and now - watch.all_ended_at > patience:
             launcher.kill()
 
+    def _report_hang(self, watch: RankWatch, silent_seconds: float) -> Problem:
+        """Leaves RUN/logs/hang.txt with the stacks of all ranks of this machine."""
+        standings, texts = watch.stacks()
+        path = self._run.hang_report if self._plan.machine_rank == 0 else self._run.logs / f"hang-{self._plan.machine_rank:02d}.txt"
+        problem = hang_problem(standings, silent_seconds, path)
+        write_file(path, report_text(standings, texts, problem))
+        return problem
+
     def _seen(self, watch: RankWatch, launcher_code: int, log_start: int) -> Seen:
         with open(self._plan.launcher_log, "rb") as file:
             file.seek(log_start)
@@ -169,11 +195,16 @@ class Supervisor:
             launcher_text=text,
             outcomes=watch.outcomes,
             deaths=watch.deaths,
-            signals=[number for number, _ in self._signals],
+            signals=self.signals,
             gave_up_saving=self._gave_up_saving,
             stuck=self._stuck,
-            last_step=watch.last_step,
+            last_step=max(watch.last_step, self._last_logged_step),
         )
+
+
+def _step_of(line: dict[str, Any]) -> int:
+    step = line.get("step")
+    return step if isinstance(step, int) else 0
 
 
 def _end_everything(launcher: subprocess.Popen[bytes], watch: RankWatch) -> list[int]:

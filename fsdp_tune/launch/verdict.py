@@ -27,7 +27,7 @@ _AGENT_REPORT = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pi
 _LAST_LINE_OF_TRACEBACK = re.compile(
     r"^(?:\[rank\d+\]: ?)?(?!\s)([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*)$", re.MULTILINE
 )
-_MEMORY_HINT = "the kernel kills a process when the host is out of memory; see `dmesg`"
+_MEMORY_HINT = "out of host memory? The kernel then kills a process: see `dmesg`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,8 @@ def _first_failure(seen: Seen) -> Outcome | Death | None:
         bad.extend(Death(rank, 0.0) for rank in reported - known)
 
     def order(end: Outcome | Death) -> tuple[bool, bool, float, int]:
-        is_echo = isinstance(end, Outcome) and end.reason is ExitReason.LOST_RANK
+        # Of a failure in a common act every rank has the message; the rank where it happened has the error itself.
+        is_echo = isinstance(end, Outcome) and (end.reason is ExitReason.LOST_RANK or bool(end.facts.get("echo")))
         is_collateral = isinstance(end, Death) and bool(reported) and end.rank not in reported
         return is_echo, is_collateral, end.time, end.rank
 

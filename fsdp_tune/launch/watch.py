@@ -6,20 +6,24 @@ import time
 
 import psutil
 
-from fsdp_tune.errors import Problem
+from fsdp_tune.launch.hang import Standing, look_at
 from fsdp_tune.launch.processes import find_ranks, is_alive
 from fsdp_tune.launch.ranks import Heartbeat, Outcome, read_heartbeat, read_outcome
 from fsdp_tune.launch.verdict import GOOD_CODES, Death
 from fsdp_tune.run_dir import RunDir
-from fsdp_tune.units import format_seconds
+
+OTHERS_LOOK_SECONDS = 60.0
+"""Ranks of other machines are looked at through the shared directory, which may show their files late."""
 
 
 class RankWatch:
     """`look` is called a few times a second; everything else reads what the last look found. Times are monotonic seconds."""
 
-    def __init__(self, run: RunDir, ranks: range) -> None:
+    def __init__(self, run: RunDir, ranks: range, world_size: int) -> None:
         self._run = run
         self._ranks = ranks
+        self._elsewhere = [rank for rank in range(world_size) if rank not in ranks]
+        self._others: dict[int, tuple[object, float]] = {}
         self._beats: dict[int, Heartbeat] = {}
         self._changed: dict[int, float] = dict.fromkeys(ranks, time.monotonic())
         self._ended: dict[int, float] = {}
@@ -37,8 +41,10 @@ class RankWatch:
             self.processes.update(find_ranks(launcher_pid, self._ranks))
         for rank in self._ranks:
             beat = read_heartbeat(self._run, rank)
-            if beat is not None and beat != self._beats.get(rank):
-                self._beats[rank], self._changed[rank] = beat, now
+            if beat is not None:
+                if rank not in self._beats or beat.progress != self._beats[rank].progress:
+                    self._changed[rank] = now
+                self._beats[rank] = beat
             process = self.processes.get(rank)
             is_gone = process is not None and not is_alive(process)
             self.read_outcome(rank)  # after asking whether it is gone: an outcome is the last act
@@ -83,16 +89,32 @@ class RankWatch:
             if rank in self.processes and now - seen > seconds and is_alive(self.processes[rank])
         ]
 
-    def stuck(self, limit_seconds: float) -> Problem | None:
-        """The rank that has been silent longest, beyond the limit. By our own clock: wall clocks jump, and differ."""
-        now = time.monotonic()
-        waiting = [rank for rank in self._ranks if rank not in self.outcomes and rank not in self._ended]
-        silent = {rank: now - self._changed[rank] for rank in waiting if now - self._changed[rank] > limit_seconds}
-        if not silent or self.failed_at is not None:
+    def silence(self, limit_seconds: float) -> float | None:
+        """Seconds since ANY rank got on, once that is beyond the limit. By our own clock: wall clocks jump, and differ.
+
+        One rank that stands still stops them all at their next collective, and while one gets on (it writes a
+        checkpoint to a slow disk, say) those that wait for it do not hang.
+        """
+        if self.failed_at is not None:
             return None
-        rank = max(silent, key=lambda each: silent[each])
-        beat = self._beats.get(rank)
-        doing = f"its last sign of life was `{beat.phase}` at step {beat.step}" if beat else "it has given no sign of life at all"
-        others = f" ({len(silent)} ranks are silent)" if len(silent) > 1 else ""
-        message = f"rank {rank} has been silent for {format_seconds(silent[rank])}: {doing}{others}"
-        return Problem("hang", message, hint=f"`launch.hang_timeout` allows more; the log is {self._run.rank_log(rank)}")
+        if all(rank in self.outcomes or rank in self._ended for rank in self._ranks):
+            return None
+        newest = max([*self._changed.values(), *self._ended.values(), *self._outcome_seen.values()])
+        silent_seconds = time.monotonic() - newest
+        if silent_seconds <= limit_seconds or self._others_move(min(limit_seconds, OTHERS_LOOK_SECONDS)):
+            return None
+        return silent_seconds
+
+    def _others_move(self, seconds: float) -> bool:
+        """Whether a rank of another machine has got on within the last `seconds`; asked only when all of ours are silent."""
+        now = time.monotonic()
+        for rank in self._elsewhere:
+            beat = read_heartbeat(self._run, rank)
+            if beat is not None and beat.progress != self._others.get(rank, (None, 0.0))[0]:
+                self._others[rank] = (beat.progress, now)
+        return any(now - changed <= seconds for _, changed in self._others.values())
+
+    def stacks(self) -> tuple[list[Standing], dict[int, str]]:
+        """Where every rank of this machine stands that is still there."""
+        there = {rank: process for rank, process in self.processes.items() if is_alive(process) and rank not in self.outcomes}
+        return look_at(self._run, there, self._beats)

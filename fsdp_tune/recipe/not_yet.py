@@ -40,7 +40,6 @@ NOT_YET = (
     NotYet("kernels.liger", ("auto", False), "Liger's kernels", "leave it at auto"),
     NotYet("kernels.compile", (False,), "torch.compile", "leave it out"),
     NotYet("checkpoint.mirror", (None,), "a second copy of checkpoints", "leave it out, and copy complete checkpoint directories"),
-    NotYet("launch.max_restarts", (0,), "restarts by the launcher", "leave it at 0, and start again with `--resume auto`"),
     NotYet("training.optim", _OPTIMIZERS, "sharded version of that optimizer", "leave it out (adamw_torch_fused)"),
     NotYet(
         "training.lr_scheduler_type", _SCHEDULES, "schedule that depends on losses", "write linear, cosine or another function of the step"

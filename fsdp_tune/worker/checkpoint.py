@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ class Checkpointer:
 
     def __post_init__(self) -> None:
         # Saves in the background must not share a group with the step's own collectives.
-        self._group = dist.new_group(backend="gloo")
+        # No limit of its own: who waits for a rank whose disk is slow does not hang, as the supervisor knows.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
     def save(self, step: int, trainer: str, own: dict[str, Any]) -> None:
         """Saves step `step`; waits for the save before it. Failures reach `report`, never silence."""

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.atomic import write_json
+from fsdp_tune.diagnose.oom import device_problem
 from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.units import parse_seconds
+from fsdp_tune.worker import flight
 from fsdp_tune.worker.heartbeat import Heartbeat
 from fsdp_tune.worker.rank import Rank, configure_accelerate, start_process_group
 from fsdp_tune.worker.signals import StoppedEarly, StopWish
+
+if TYPE_CHECKING:
+    from fsdp_tune.worker.trainer import FsdpTrainer
 
 
 @dataclass(slots=True)
@@ -32,32 +40,56 @@ class Outcome:
 
 
 def run_rank(run: RunDir, recipe: Recipe, rank: Rank, say: Callable[[str], None], started: float) -> Outcome:
-    """Trains, and turns whatever happens into an outcome; writes the outcome file."""
-    heartbeat = Heartbeat(run, rank.index)
+    """Trains, and turns whatever happens into an outcome; writes the outcome file, and any traceback into the rank's log."""
+    heartbeat = _heartbeat(run, recipe, rank)
     wish = StopWish(_deadline(run, recipe, started))
+    crew: list[FsdpTrainer] = []
     try:
         wish.install()
+        heartbeat.start()
         heartbeat.beat("starting", 0)
-        outcome = _train(run, recipe, rank, heartbeat, wish, say, started)
+        outcome = _train(run, recipe, rank, heartbeat, wish, say, started, crew)
     except StoppedEarly as stop:
         outcome = Outcome(EXIT_CODE_OF_REASON[stop.reason], stop.reason)
     except BaseException as error:  # noqa: BLE001  the outcome file is the last word of this process, whatever ended it
-        outcome = _outcome_of(error)
-    heartbeat.beat("finished" if outcome.exit_code == 0 else "failed")
+        outcome = _outcome_of(error, recipe, heartbeat, crew[0] if crew else None)
+        sys.stderr.write(outcome.traceback or "")
+    heartbeat.close()
+    with contextlib.suppress(OSError, FsdpTuneError):  # the run directory may be gone; the exit code still says how it went
+        heartbeat.beat("finished" if outcome.exit_code == 0 else "failed")
+        _write_outcome(run, rank, heartbeat.step, outcome)
+    return outcome
+
+
+def _heartbeat(run: RunDir, recipe: Recipe, rank: Rank) -> Heartbeat:
+    limit_seconds = parse_seconds(recipe.launch.hang_timeout)
+
+    def on_silence() -> None:
+        """The supervisor asks for stacks too; a run that was started by hand has none."""
+        sys.stderr.write(f"no progress for {recipe.launch.hang_timeout}, at step {heartbeat.step}, `{heartbeat.phase}`\n")
+        sys.stderr.flush()
+        faulthandler.dump_traceback(all_threads=True)
+        heartbeat.collective = flight.dump(run, rank.index, recipe.launch.device)
+
+    heartbeat = Heartbeat(run, rank.index, silence_seconds=limit_seconds, on_silence=on_silence)
+    return heartbeat
+
+
+def _write_outcome(run: RunDir, rank: Rank, step: int, outcome: Outcome) -> None:
+    problem = outcome.problem
     write_json(
         run.rank_outcome(rank.index),
         {
             "rank": rank.index,
             "exit_code": int(outcome.exit_code),
             "exit_reason": outcome.exit_reason.value,
-            "step": heartbeat.step,
+            "step": step,
             "time": time.time(),
-            "problem": outcome.problem.as_dict() if outcome.problem else None,
+            "problem": {**problem.as_dict(), "hint": problem.hint, "ways_out": problem.ways_out} if problem else None,
             "traceback": outcome.traceback,
             **outcome.results,
         },
     )
-    return outcome
 
 
 def _deadline(run: RunDir, recipe: Recipe, started: float) -> float | None:
@@ -69,14 +101,27 @@ def _deadline(run: RunDir, recipe: Recipe, started: float) -> float | None:
 
 
 def _train(
-    run: RunDir, recipe: Recipe, rank: Rank, heartbeat: Heartbeat, wish: StopWish, say: Callable[[str], None], started: float
+    run: RunDir,
+    recipe: Recipe,
+    rank: Rank,
+    heartbeat: Heartbeat,
+    wish: StopWish,
+    say: Callable[[str], None],
+    started: float,
+    crew: list[FsdpTrainer],
 ) -> Outcome:
+    """`crew` gets the trainer as soon as there is one: when memory runs out, what it holds is counted."""
     device_type = start_process_group(recipe, rank)
     heartbeat.beat("importing")
+    from fsdp_tune.worker.progress import Progress
     from fsdp_tune.worker.setup import build_trainer, close, results
 
     configure_accelerate(recipe)
     trainer, callback, resume = build_trainer(run, recipe, rank, heartbeat, wish, say, device_type)
+    crew.append(trainer)
+    progress = Progress(heartbeat, trainer.parts.metrics)
+    progress.watch(trainer.wrapped)
+    trainer.add_callback(progress)
     trainer.train(resume_from_checkpoint=str(resume.path) if resume else None)
     close(trainer)
     reason = callback.stopped or ExitReason.FINISHED
@@ -94,21 +139,20 @@ _PEER_LOST = (
 )
 
 
-def _outcome_of(error: BaseException) -> Outcome:
-    import torch
+def _outcome_of(error: BaseException, recipe: Recipe, heartbeat: Heartbeat, trainer: FsdpTrainer | None) -> Outcome:
+    from fsdp_tune.worker import memory
+    from fsdp_tune.worker.agree import RemoteError
 
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, FsdpTuneError):
         reason = ExitReason.NON_FINITE if error.exit_code == ExitCode.NON_FINITE else ExitReason.FAILED
-        return Outcome(error.exit_code, reason, error.problems[0], trace)
-    if isinstance(error, torch.OutOfMemoryError):
-        hint = "halve training.per_device_train_batch_size (global_batch_size stays), or set fsdp.activation_checkpointing: full"
-        problem = Problem("device-out-of-memory", str(error).split("\n")[0], hint=hint)
-        return Outcome(ExitCode.OUT_OF_MEMORY, ExitReason.OUT_OF_MEMORY, problem, trace)
-    if isinstance(error, MemoryError):
-        return Outcome(
-            ExitCode.FAILED, ExitReason.FAILED, Problem("host-out-of-memory", "the host has no memory left for this rank"), trace
-        )
+        return Outcome(error.exit_code, reason, error.problems[0], trace, {"echo": True} if isinstance(error, RemoteError) else {})
+    if memory.is_device_out_of_memory(error):
+        moment = memory.device_moment(error, heartbeat, trainer)
+        problem, facts = device_problem(recipe, moment), {"memory": moment.as_dict()}
+        return Outcome(ExitCode.OUT_OF_MEMORY, ExitReason.OUT_OF_MEMORY, problem, trace, facts)
+    if memory.is_host_out_of_memory(error):
+        return Outcome(ExitCode.FAILED, ExitReason.FAILED, memory.host_out_of_memory(recipe, heartbeat), trace)
     lost = next((words for words in _PEER_LOST if words in str(error)), None)
     if isinstance(error, RuntimeError) and lost is not None:
         return Outcome(ExitCode.LOST_RANK, ExitReason.LOST_RANK, Problem("lost-rank", f"another rank is gone ({lost})"), trace)

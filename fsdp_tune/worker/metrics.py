@@ -15,6 +15,9 @@ import torch.distributed as dist
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.units import GIB, KIB
 
+# Written by the launcher while no rank runs: they tell of the run as a whole, also where it begins again at step 0.
+LAUNCHER_EVENTS = frozenset({"recipe_changed", "restarted"})
+
 
 class MetricsFile:
     """Appends lines; on resume, cuts the file back to the checkpoint so that each step stands in it once."""
@@ -30,14 +33,14 @@ class MetricsFile:
         if not self._path.exists():
             return
         kept: list[str] = []
-        if resume_step is not None:
-            for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
-                try:
-                    step = json.loads(line).get("step", 0)
-                except (ValueError, AttributeError):
-                    continue  # a line torn by a crash
-                if isinstance(step, int) and step <= resume_step:
-                    kept.append(line)
+        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                fields = json.loads(line)
+                step, event = fields.get("step", 0), fields.get("event")
+            except (ValueError, AttributeError):
+                continue  # a line torn by a crash
+            if isinstance(step, int) and step <= (resume_step or 0) and (resume_step is not None or event in LAUNCHER_EVENTS):
+                kept.append(line)
         stage = self._path.with_suffix(".jsonl.tmp")
         stage.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         stage.replace(self._path)

@@ -14,6 +14,10 @@ from fsdp_tune.launch.accelerate import by_hand
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.units import parse_seconds
+from fsdp_tune.worker import flight
+
+# A rank in a collective that does not end cannot say for whom it waits; the supervisor can, so it is to speak first.
+COLLECTIVE_MARGIN_SECONDS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ def set_environment(recipe: Recipe, run: RunDir) -> None:
     for name in [name for name in os.environ if name.startswith(OWNED_PREFIXES)]:
         del os.environ[name]
     os.environ.update(environment(recipe))
+    os.environ.update(flight.environment(run))
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.tensorboard)  # TrainingArguments 5 has no logging_dir
 
 
@@ -77,7 +82,7 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
     import torch.distributed as dist
 
     device_type = recipe.launch.device
-    timeout = timedelta(seconds=parse_seconds(recipe.launch.hang_timeout))
+    timeout = timedelta(seconds=parse_seconds(recipe.launch.hang_timeout) + COLLECTIVE_MARGIN_SECONDS)
     if device_type == "cpu":
         dist.init_process_group("gloo", timeout=timeout)
         return device_type

@@ -1,12 +1,14 @@
 """A rank without torch: plays the part that RUN/fake.json gives it. Started as `python -m tests.launch.fake_worker RUN_DIR`.
 
-A part is a list of acts: ["beat", phase, step], ["log", {...}], ["sleep", seconds], ["ignore-signals"], ["wait-for-signal"],
-["die", signal], ["raise", text], ["exit", code], ["spawn"], ["outcome", {...}]. A signal, once waited for, ends with a save
+A part is a list of acts: ["beat", phase, step] (and ticks), ["stacks"], ["wait"], ["log", {...}], ["sleep", seconds],
+["ignore-signals"], ["wait-for-signal"], ["die", signal],
+["raise", text], ["exit", code], ["spawn"], ["outcome", {...}]. A signal, once waited for, ends with a save
 (0.3 s) and the outcome "preempted" or "interrupted", as a real rank does.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -27,11 +29,19 @@ class Rank:
         self.step = 0
         self.received: list[int] = []
 
-    def beat(self, phase: str, step: int) -> None:
+    def beat(self, phase: str, step: int, ticks: int = 0) -> None:
         self.step = step
-        self.write(
-            self.run.rank_heartbeat(self.rank), {"rank": self.rank, "pid": os.getpid(), "step": step, "phase": phase, "time": time.time()}
-        )
+        content = {"rank": self.rank, "pid": os.getpid(), "step": step, "phase": phase, "time": time.time(), "ticks": ticks}
+        self.write(self.run.rank_heartbeat(self.rank), content)
+
+    def dump_stacks_on_request(self) -> None:
+        log = os.open(self.run.rank_log(self.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        faulthandler.register(signal.SIGUSR2, file=log, all_threads=True)
+
+    def wait_for_others(self) -> None:
+        """Stands where a rank stands that waits in a collective, by the name of its file."""
+        source = "import time\ndef all_reduce():\n    time.sleep(60)\nall_reduce()\n"
+        exec(compile(source, "/site-packages/torch/distributed/distributed_c10d.py", "exec"), {})
 
     def outcome(self, exit_code: int, exit_reason: str, problem: dict[str, Any] | None = None, **facts: Any) -> None:
         content = {
@@ -71,6 +81,10 @@ class Rank:
             self.log(arguments[0])
         elif name == "sleep":
             time.sleep(arguments[0])
+        elif name == "stacks":
+            self.dump_stacks_on_request()
+        elif name == "wait":
+            self.wait_for_others()
         elif name == "listen":
             self.listen()
         elif name == "wait-for-signal":

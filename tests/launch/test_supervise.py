@@ -180,13 +180,47 @@ def test_a_rank_that_dies_before_it_can_report_shows_its_exception(plan_of: Plan
     assert "launcher.log" in (ended.problem.hint or "")
 
 
-def test_a_silent_rank_is_a_hang_and_is_named(plan_of: PlanOf) -> None:
-    busy = [act for step in range(40) for act in (["beat", "training", step], ["sleep", 0.1])]
-    ended, _ = drive(plan_of({"0": busy, "1": [["beat", "backward", 5], ["sleep", 60]]}), hang_timeout_seconds=1.0)
+def test_a_rank_that_stands_still_is_a_hang_and_is_named_with_its_place(plan_of: PlanOf, run: RunDir) -> None:
+    beats = [["stacks"], ["beat", "backward", 5]]
+    ended, events = drive(plan_of({"0": [*beats, ["wait"]], "1": [*beats, ["sleep", 60]]}), hang_timeout_seconds=1.0)
     assert ended.exit_code == ExitCode.LOST_RANK
     assert ended.problem is not None
-    assert "rank 1 has been silent" in ended.problem.message
-    assert "`backward` at step 5" in ended.problem.message
+    assert ended.problem.code == "hang"
+    assert "rank 1 (step 5, `backward`, at " in ended.problem.message
+    assert "in act" in ended.problem.message
+    assert ended.problem.message.endswith("waiting for it: rank 0 in all_reduce")
+    assert str(run.hang_report) in (ended.problem.hint or "")
+    report = run.hang_report.read_text()
+    assert "── stacks of rank 0" in report
+    assert "distributed_c10d.py" in report
+    assert any(isinstance(event, Said) and "nothing moves" in event.text for event in events)
+
+
+def test_a_stopped_rank_is_late_and_tells_where_it_was(plan_of: PlanOf, run: RunDir) -> None:
+    beats = [["stacks"], ["beat", "training", 2]]
+    ended, _ = drive(plan_of({"0": [*beats, ["sleep", 60]], "1": [*beats, ["die", int(signal.SIGSTOP)]]}), hang_timeout_seconds=1.0)
+    assert ended.problem is not None
+    assert "rank 1 (step 2, `training`, stopped (SIGSTOP), at " in ended.problem.message
+    assert "rank 0" not in ended.problem.message
+    stacks = run.hang_report.read_text().split("── stacks of rank ")
+    assert all("fake_worker.py" in text for text in stacks[1:])
+
+
+def test_a_rank_that_cannot_dump_its_stacks_is_not_killed_by_the_question(plan_of: PlanOf) -> None:
+    """SIGUSR2 ends a process without a handler; a rank that is stuck before it has one is named all the same."""
+    ended, _ = drive(plan_of({"0": [["sleep", 60]], "1": [["sleep", 60]]}), hang_timeout_seconds=1.0)
+    assert ended.problem is not None
+    assert ended.problem.code == "hang"
+    assert "before its first sign of life" in ended.problem.message
+
+
+def test_ranks_that_wait_for_a_slow_one_do_not_hang(plan_of: PlanOf) -> None:
+    slow = [act for number in range(30) for act in (["beat", "saving", 5, number], ["sleep", 0.1])]
+    ended, _ = drive(
+        plan_of({"0": [["beat", "saving", 5], ["sleep", 3.5], ["outcome", FINISHED]], "1": [*slow, ["outcome", FINISHED]]}),
+        hang_timeout_seconds=1.0,
+    )
+    assert (ended.exit_code, ended.problem) == (0, None)
 
 
 def test_a_rank_that_hangs_in_its_own_clean_up_does_not_hold_the_run(plan_of: PlanOf) -> None:

@@ -172,7 +172,6 @@ NOT_YET_EXAMPLES = {
     "kernels.liger": "kernels: {liger: true}",
     "kernels.compile": "kernels: {compile: true}",
     "checkpoint.mirror": "checkpoint: {mirror: /x}",
-    "launch.max_restarts": "launch: {max_restarts: 1}",
     "training.push_to_hub": "training: {push_to_hub: true}",
 }
 

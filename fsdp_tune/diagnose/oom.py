@@ -1,0 +1,163 @@
+"""After memory has run out: what was live, by component, and three changes of the recipe that would help. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_tune.errors import Problem
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.units import GIB, KIB, MIB, format_bytes
+
+WAYS = 3
+REST = "activations, gathered parameters and workspace"
+_UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
+# c10/cuda/CUDACachingAllocator.cpp, the message of OutOfMemoryError; torch 2.11 to 2.13
+_FIELDS = {
+    "requested": re.compile(rf"Tried to allocate {_SIZE}"),
+    "capacity": re.compile(rf"total capacity of {_SIZE}"),
+    "free": re.compile(rf"of which {_SIZE} is free"),
+    "allocated": re.compile(rf"{_SIZE} is allocated by PyTorch"),
+    "unused": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
+}
+# Memory that the allocator holds and cannot use: beyond this share of the device it is fragmentation that hurts.
+_FRAGMENTED_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When memory ran out. Sizes in bytes; a size that nobody knows is not there."""
+
+    phase: str
+    step: int
+    """The last step that was done."""
+    components: Mapping[str, int] = field(default_factory=dict[str, int])
+    """This rank's own: parameters, gradients, optimizer state."""
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    """As in the allocator's message: requested, capacity, free, allocated, unused."""
+
+    @property
+    def live(self) -> dict[str, int]:
+        """Every component, the largest first; what is allocated and belongs to none of them is the rest."""
+        rest = self.sizes.get("allocated", 0) - sum(self.components.values())
+        everything = {**self.components, **({REST: rest} if rest > 0 else {})}
+        return dict(sorted(((name, size) for name, size in everything.items() if size), key=lambda item: (-item[1], item[0])))
+
+    def as_dict(self) -> dict[str, Any]:
+        sizes = {f"{name}_bytes": size for name, size in self.sizes.items()}
+        return {"phase": self.phase, "step": self.step, "live_bytes": self.live, **sizes}
+
+
+def sizes_in(message: str) -> dict[str, int]:
+    """The sizes that torch's message names, in bytes."""
+    found = {name: pattern.search(message) for name, pattern in _FIELDS.items()}
+    return {name: round(float(match[1]) * _UNITS[match[2]]) for name, match in found.items() if match}
+
+
+def device_problem(recipe: Recipe, moment: Moment) -> Problem:
+    """Where device memory ran out, what was live, and the first three changes that apply."""
+    sizes = moment.sizes
+    asked = f"{format_bytes(sizes['requested'])} more were asked for" if "requested" in sizes else "no more could be had"
+    of = f" of a device with {format_bytes(sizes['capacity'])}" if "capacity" in sizes else ""
+    live = ", ".join(f"{name} {format_bytes(size)}" for name, size in moment.live.items())
+    held = f"; {format_bytes(sizes['unused'])} held but not used" if sizes.get("unused") else ""
+    message = f"out of device memory in `{moment.phase}`: {asked}{of}"
+    if live or held:
+        message += f"; live: {live or 'unknown'}{held}"
+    ways = [way for _, way in zip(range(WAYS), device_ways(recipe, moment), strict=False)]
+    return Problem("device-out-of-memory", message, ways_out=tuple(ways))
+
+
+def device_ways(recipe: Recipe, moment: Moment) -> Iterator[str]:
+    """Changes of recipe keys, the one that costs least for what is largest first."""
+    sizes = moment.sizes
+    if sizes.get("unused", 0) > max(sizes.get("requested", 0), _FRAGMENTED_SHARE * sizes.get("capacity", 0)):
+        yield "launch.env: {PYTORCH_ALLOC_CONF: 'expandable_segments:True'}: memory is held in pieces that are too small; costs nothing"
+    if moment.phase == "evaluating":
+        yield from _less_evaluation(recipe)
+    if moment.phase in ("saving", "probing a save") and recipe.fsdp.state_dict_type == "FULL_STATE_DICT":
+        yield "fsdp.state_dict_type: SHARDED_STATE_DICT: no rank gathers the whole model to save it"
+    largest = next(iter(moment.live), REST)
+    first, second = (_less_activation, _less_state) if largest == REST else (_less_state, _less_activation)
+    yield from first(recipe)
+    yield from second(recipe)
+    yield from _more_devices(recipe)
+
+
+def _less_evaluation(recipe: Recipe) -> Iterator[str]:
+    size = recipe.training.per_device_eval_batch_size or recipe.training.per_device_train_batch_size
+    if size > 1:
+        yield f"training.per_device_eval_batch_size: {size // 2} (now {size}): the eval loss stays the same"
+
+
+def _less_activation(recipe: Recipe) -> Iterator[str]:
+    size, length = recipe.training.per_device_train_batch_size, recipe.data.max_length
+    if size > 1:
+        yield f"training.per_device_train_batch_size: {size // 2} (now {size}): the global batch stays, in more micro-batches"
+    if recipe.fsdp.activation_checkpointing != "full":
+        now = recipe.fsdp.activation_checkpointing
+        yield f"fsdp.activation_checkpointing: full (now {now}): keeps one activation per layer, for a third more compute"
+    if recipe.precision.mixed_precision == "no":
+        yield "precision.mixed_precision: bf16 (now no): activations take half the memory"
+    if length > 1:
+        yield f"data.max_length: {length // 2} (now {length}): longer rows are cut or dropped, so this changes what is trained"
+
+
+def _less_state(recipe: Recipe) -> Iterator[str]:
+    strategy = recipe.fsdp.sharding_strategy
+    if strategy != "FULL_SHARD" and recipe.world_size > 1:
+        yield f"fsdp.sharding_strategy: FULL_SHARD (now {strategy}): parameters, gradients and moments are all split over the ranks"
+    if not recipe.fsdp.sync_each_batch and (recipe.training.gradient_accumulation_steps or 1) > 1:
+        yield "fsdp.sync_each_batch: true (now false): no rank keeps whole gradients between micro-batches"
+    if not recipe.fsdp.offload_params and strategy != "NO_SHARD":
+        yield "fsdp.offload_params: true (now false): parameters, gradients and moments live in host memory; a step takes much longer"
+
+
+def _more_devices(recipe: Recipe) -> Iterator[str]:
+    world_size = recipe.world_size
+    if recipe.is_sharded:
+        yield f"launch.num_processes: {2 * world_size} (now {world_size}): each device holds half of the sharded state"
+    yield "a device with more memory"
+    yield "a smaller model (model.name_or_path)"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The machine's memory when an allocation on the host failed, in bytes; None where it is unknown."""
+
+    process_bytes: int | None
+    available_bytes: int | None
+    total_bytes: int | None
+
+
+def host_problem(recipe: Recipe, phase: str, host: Host) -> Problem:
+    """Where host memory ran out, who held how much, and the first three changes that apply."""
+    parts: list[str] = []
+    if host.process_bytes is not None:
+        parts.append(f"this rank has held up to {format_bytes(host.process_bytes)}")
+    if host.available_bytes is not None and host.total_bytes is not None:
+        parts.append(f"{format_bytes(host.available_bytes)} of the machine's {format_bytes(host.total_bytes)} are left")
+    message = f"out of host memory in `{phase}`" + (f": {', '.join(parts)}" if parts else "")
+    ways = [way for _, way in zip(range(WAYS), host_ways(recipe, phase), strict=False)]
+    return Problem("host-out-of-memory", message, ways_out=tuple(ways))
+
+
+def host_ways(recipe: Recipe, phase: str) -> Iterator[str]:
+    """Changes of recipe keys that spare host memory, what fits the phase first."""
+    if phase in ("importing", "loading the model") and not recipe.fsdp.cpu_ram_efficient_loading and recipe.fsdp.version == 2:
+        yield "fsdp.cpu_ram_efficient_loading: true (now false): one rank of the machine reads the weights, not each"
+    if recipe.checkpoint.async_:
+        yield "checkpoint.async: false (now true): no copy of this rank's state in host memory while it is written"
+    workers = int((recipe.training.model_extra or {}).get("dataloader_num_workers", 0) or 0)
+    if workers:
+        yield f"training.dataloader_num_workers: {workers // 2} (now {workers}): fewer processes beside each rank"
+    if recipe.fsdp.offload_params:
+        yield "fsdp.offload_params: false (now true): parameters, gradients and moments live on the device"
+    if recipe.fsdp.state_dict_type == "FULL_STATE_DICT":
+        yield "fsdp.state_dict_type: SHARDED_STATE_DICT (now FULL_STATE_DICT): no rank gathers the whole model to save it"
+    yield f"launch.num_machines: {recipe.launch.num_machines + 1}: fewer ranks share a machine's memory"
+    yield "a machine with more memory, or a higher limit where a container or scheduler sets one"
+    yield "fewer other processes on the machine"

@@ -1,0 +1,99 @@
+"""A run from its first launch to its last: starts it again after a failure that may not happen twice, from the newest checkpoint."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from typing import Any
+
+from fsdp_tune.atomic import write_json
+from fsdp_tune.errors import Problem
+from fsdp_tune.launch.accelerate import LaunchPlan
+from fsdp_tune.launch.ranks import verdict_path
+from fsdp_tune.launch.restart import Failure, Restart, decide, is_transient
+from fsdp_tune.launch.run_files import write_resume
+from fsdp_tune.launch.supervise import Event, Said, Supervisor
+from fsdp_tune.launch.verdict import Ended
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run_dir import Checkpoint, RunDir, latest_checkpoint
+from fsdp_tune.units import parse_seconds
+
+RowsOfStep = Callable[[int], str | None]
+"""Names the rows of a step (counted from 1), or None where nobody can."""
+
+
+class Attempts:
+    """The launches of one command on one machine."""
+
+    def __init__(self, plan: LaunchPlan, recipe: Recipe, rows_of_step: RowsOfStep) -> None:
+        self._plan, self._recipe, self._rows_of_step = plan, recipe, rows_of_step
+        self._failures: list[Failure] = []
+
+    def events(self) -> Generator[Event]:
+        """Everything that happens, over all launches. The last event is `Ended`, and then no process is left."""
+        while True:
+            supervisor = Supervisor(self._plan, hang_timeout_seconds=parse_seconds(self._recipe.launch.hang_timeout))
+            ended: Ended | None = None
+            for event in supervisor.events():
+                if isinstance(event, Ended):
+                    ended = event
+                else:
+                    yield event
+            assert ended is not None, "a supervisor ends with a verdict"
+            if not is_transient(ended, supervisor.signals):
+                yield ended
+                return
+            decision, checkpoint = self._decide(ended, has_trained=supervisor.has_trained)
+            if isinstance(decision, Problem):
+                if decision != ended.problem:
+                    ended = replace(ended, problem=decision)
+                    write_json(verdict_path(self._plan.run), ended.as_dict())
+                yield ended
+                return
+            yield Said(self._begin_again(decision, checkpoint))
+
+    def _decide(self, ended: Ended, *, has_trained: bool) -> tuple[Restart | Problem, Checkpoint | None]:
+        assert ended.problem is not None, "only failures come here"
+        digests = self._recipe.checkpoint.verify == "digest" and self._recipe.launch.max_restarts > 0
+        checkpoint, _ = latest_checkpoint(self._plan.run, digests=digests)
+        checkpoint_step = checkpoint.step if checkpoint else 0
+        self._failures.append(Failure(ended.problem, ended.step, checkpoint_step, has_trained))
+        return decide(self._failures, self._recipe.launch.max_restarts, self._rows_of_step), checkpoint
+
+    def _begin_again(self, restart: Restart, checkpoint: Checkpoint | None) -> str:
+        """Writes where the next launch begins, and the event; returns the line for people."""
+        run, failure = self._plan.run, self._failures[-1]
+        write_resume(run, checkpoint, digests_checked=self._recipe.checkpoint.verify == "digest")
+        total = self._recipe.launch.max_restarts
+        begin = checkpoint.step if checkpoint else 0
+        append_event(
+            run,
+            "restarted",
+            begin,
+            restart=restart.number,
+            max_restarts=total,
+            failed_after_step=failure.step,
+            code=failure.problem.code,
+            message=failure.problem.message,
+        )
+        source = checkpoint.path.name if checkpoint else "step 0 (there is no complete checkpoint yet)"
+        again = max(0, failure.step - begin)
+        lost = f"; {again} steps are done again" if again > 1 else "; 1 step is done again" if again else ""
+        return f"{failure.problem.message}: restarting from {source} (restart {restart.number} of {total}){lost}"
+
+
+def append_event(run: RunDir, event: str, step: int, **details: Any) -> None:
+    """A line of the launcher's own in metrics.jsonl; only while no rank runs. Rank 0 keeps it when it cuts the file back."""
+    line = {"event": event, "step": step, "time": time.time(), **details}
+    with open(run.metrics_jsonl, "a+b") as file:
+        if file.tell() > 0 and not _ends_a_line(run):
+            file.write(b"\n")  # a rank that was killed may have left half a line
+        file.write(json.dumps(line).encode() + b"\n")
+
+
+def _ends_a_line(run: RunDir) -> bool:
+    with open(run.metrics_jsonl, "rb") as file:
+        file.seek(-1, 2)
+        return file.read() == b"\n"
