@@ -32,6 +32,8 @@ class Fault:
     sticky: bool = False
     inside: str = ""
     """Only operations on paths that hold this text are counted."""
+    signal: int | None = None
+    """Sent instead of a kill, so that the process may go on."""
 
     def __str__(self) -> str:
         what = f"{errno.errorcode[self.error]}{' for ever' if self.sticky else ''}" if self.how == "error" else self.how

@@ -104,9 +104,13 @@ def shared_forks() -> ForkServer:
 
 
 def _serve(pipe: Connection, folder: Path) -> None:
+    import datasets  # noqa: F401  what the ranks would import: once, here
     import torch
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import tests.faults.ranks  # noqa: F401  what the ranks run: imported once, here
+    import fsdp_tune.worker.setup  # noqa: F401
+    import tests.faults.ranks  # noqa: F401
 
     torch.set_num_threads(1)
     count = 0
@@ -147,6 +151,7 @@ def _be_rank(place: Path, rank: int, world_size: int, task: bytes, server: int) 
     import torch.distributed as dist
 
     from fsdp_tune.launch.leash import die_with_parent
+    from tests.ranks import Leaves
 
     die_with_parent(server)
     log = os.open(place / f"log-{rank}", os.O_WRONLY | os.O_CREAT, 0o644)
@@ -157,10 +162,14 @@ def _be_rank(place: Path, rank: int, world_size: int, task: bytes, server: int) 
     dist.init_process_group("gloo", f"file://{place}/rendezvous", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     dist.barrier()  # else a rank that ends at once closes connections that others are still opening
     function, arguments = pickle.loads(task)
-    value = function(*arguments)
+    try:
+        value, stays = function(*arguments), True
+    except Leaves as leaving:
+        value, stays = leaving.value, False
     (place / f"value-{rank}").write_bytes(pickle.dumps(value))
-    with contextlib.suppress(RuntimeError):
-        dist.barrier()
+    if stays:
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
 
 
 def _wait(children: list[int], deadline: float) -> list[tuple[int, bool]]:

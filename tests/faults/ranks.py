@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import os
 import resource
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,7 +29,7 @@ from fsdp_tune.worker.agree import from_rank0
 from fsdp_tune.worker.checkpoint import Checkpointer, Saved, trainer_state_facts
 from fsdp_tune.worker.rotation import remove_leftovers
 from fsdp_tune.worker.state import Live
-from tests.faults.disk import Fault, injected, short_writes
+from tests.faults.disk import Fault, die, injected, short_writes
 from tests.parity import runs
 
 FIRST, SECOND, THIRD = 10, 20, 30
@@ -187,40 +192,87 @@ def come_back(paths: list[Path]) -> list[tuple[int | None, bool]]:
     return found
 
 
+def many_saves(path: Path, saves: int) -> list[tuple[int, int, int]]:
+    """(open files, threads, resident KiB) of this rank after the first tenth of many saves, and after the last."""
+    live, seen = _live(), []
+    saved: list[Saved] = []
+    checkpointer = _checkpointer(path, live, keep=2, asynchronous=True, saved=saved)
+    for number in range(1, saves + 1):
+        checkpointer.save(number, "{}", {"sums": [0.0, 0.0, 0.0], "loss_scale": None})
+        if number in (saves // 10, saves):
+            checkpointer.wait()
+            with open("/proc/self/statm") as file:
+                resident = int(file.read().split()[1]) * 4
+            seen.append((len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), resident))
+    assert all(one.error is None for one in saved)
+    return seen
+
+
+def drawn_after_coming_back(path: Path) -> float:
+    """The first random number of this rank after it came back to a checkpoint of another number of ranks."""
+    resume.restore_rng(str(path), 7, ranks_step(path), "cpu")
+    return float(torch.rand(1))
+
+
+def ranks_step(path: Path) -> int:
+    return int(path.name.rsplit("-", 1)[1])
+
+
 # --------------------------------------------------------------------------------------------------- the whole worker
 
+PHASES = {
+    "fetch": "get_batch_samples",
+    "forward": "training_step",
+    "reduce": "_clip_grad_norm",
+    "log": "_log_line",
+    "evaluate": "evaluate",
+    "save": "_save_checkpoint",
+}
 
-def train(path: str, faults: dict[int, Fault] | None = None) -> dict[str, Any]:
-    """The real worker on this rank; `faults` by rank count the operations on checkpoints alone."""
-    fault = (faults or {}).get(dist.get_rank())
-    with injected(fault) if fault is not None else contextlib.nullcontext():
+
+@dataclass(frozen=True)
+class Happening:
+    """A signal that a rank sends to itself: in a phase, when so many steps have been taken, `times` times, `apart` seconds apart."""
+
+    rank: int
+    phase: str
+    step: int
+    number: int = signal.SIGKILL
+    times: int = 1
+    apart: float = 0.005
+
+    def __str__(self) -> str:
+        return f"{signal.Signals(self.number).name} of rank {self.rank} in {self.phase} after step {self.step}"
+
+
+def train(path: str, happenings: Sequence[Happening] = (), faults: Sequence[tuple[int, Fault]] = ()) -> dict[str, Any]:
+    """The real worker on this rank, with what is to happen to it. Faults count the operations on checkpoints alone."""
+    me = dist.get_rank()
+    fault = next((fault for rank, fault in faults if rank == me), None)
+    with contextlib.ExitStack() as stack:
+        for happening in happenings:
+            if happening.rank == me:
+                stack.enter_context(_happening(happening))
+        if fault is not None:
+            kill = die if fault.signal is None else functools.partial(os.kill, os.getpid(), fault.signal)
+            stack.enter_context(injected(fault, kill))
         return runs.run_worker(path)
 
 
-def train_killed_at(path: str, kills: dict[int, tuple[str, int]]) -> dict[str, Any]:
-    """The real worker; rank r is killed by SIGKILL in a phase of a step: `kills[r] = (phase, step)`."""
-    import os
-
+@contextlib.contextmanager
+def _happening(happening: Happening) -> Iterator[None]:
     from fsdp_tune.worker.trainer import FsdpTrainer
 
-    mine = kills.get(dist.get_rank())
-    methods = {
-        "fetch": "get_batch_samples",
-        "forward": "training_step",
-        "clip": "_clip_grad_norm",
-        "log": "_log_line",
-        "evaluate": "evaluate",
-        "save": "_save_checkpoint",
-    }
-    if mine is not None:
-        name = methods[mine[0]]
-        original = getattr(FsdpTrainer, name)
+    name = PHASES[happening.phase]
+    original, armed = getattr(FsdpTrainer, name), [True]
 
-        def dying(self: Any, *arguments: Any, **options: Any) -> Any:
-            if self.state.global_step >= mine[1]:
-                os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(60)
-            return original(self, *arguments, **options)
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
+        if armed and self.state.global_step >= happening.step:
+            armed.clear()
+            for time_ in range(happening.times):
+                time.sleep(happening.apart if time_ else 0.0)
+                os.kill(os.getpid(), happening.number)
+        return original(self, *arguments, **options)
 
-        setattr(FsdpTrainer, name, dying)
-    return runs.run_worker(path)
+    with patch.object(FsdpTrainer, name, method):
+        yield

@@ -1,0 +1,341 @@
+"""The real worker, killed, stopped and refused in the middle of a run: it comes back, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_tune.run_dir import RunDir, latest_checkpoint
+from tests.faults import ranks
+from tests.faults.checks import half_files, stages, verified_steps
+from tests.faults.conftest import Count
+from tests.faults.disk import Fault
+from tests.faults.forks import KILLED, End, ForkServer
+from tests.faults.ranks import Happening
+from tests.parity import runs
+from tests.parity.bench import shared_bench
+from tests.parity.cases import Case
+
+pytestmark = pytest.mark.ranks
+STEPS = 12
+CASE = Case("gpt2-dropout", accumulation=2)
+CHANGES: dict[str, Any] = {"training": {"max_steps": STEPS, "save_steps": 3, "eval_steps": 5}}
+"""An epoch ends at step 6, with a short batch."""
+NOTHING_LOST = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "supervised_tokens")
+
+
+class Training:
+    """One recipe, its uninterrupted run, and runs of it that are interrupted."""
+
+    def __init__(self, forks: ForkServer, case: Case = CASE, changes: dict[str, Any] | None = None) -> None:
+        self.forks, self.case = forks, case
+        self.changes = runs.merged(CHANGES, changes or {})
+        self.whole = self.new()
+        self.finish(self.whole)
+
+    def new(self, case: Case | None = None) -> RunDir:
+        case, bench = case or self.case, shared_bench()
+        recipe = runs.merged(case.recipe(str(bench.model(case.architecture))), self.changes)
+        return runs.write_run(bench.new_folder(), recipe, bench.store)
+
+    def attempt(self, run: RunDir, happenings: Sequence[Happening] = (), faults: Sequence[tuple[int, Fault]] = ()) -> list[End]:
+        """One launch, from the newest checkpoint that verifies."""
+        newest, _ = latest_checkpoint(run, digests=True)
+        (run.path / "resume.json").write_text(json.dumps({"resume_from": str(newest.path) if newest else None}))
+        ends = self.forks.run(self.case.ranks, ranks.train, str(run.path), tuple(happenings), tuple(faults))
+        assert not any(end.stuck for end in ends), "nothing hangs"
+        assert half_files(run.path) == []
+        return ends
+
+    def finish(self, run: RunDir) -> None:
+        for end in self.attempt(run):
+            assert end.code == 0, end.text
+            assert end.value["exit_reason"] == "finished", end.value["traceback"]
+        assert stages(run.path) == []
+
+    def is_whole(self, run: RunDir) -> None:
+        """Loss, norm, rate and counts of every step once, and every weight, bit for bit those of the uninterrupted run."""
+        assert numbers(run) == numbers(self.whole)
+        one, other = (runs.saved_parameters(each, STEPS) for each in (run, self.whole))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def numbers(run: RunDir) -> list[tuple[Any, ...]]:
+    return [tuple(line.get(key) for key in NOTHING_LOST) for line in runs.loss_lines(run)]
+
+
+def outcomes(ends: Sequence[End]) -> list[tuple[int, str]]:
+    return [(end.value["exit_code"], end.value["exit_reason"]) for end in ends]
+
+
+@functools.cache
+def shared_training() -> Training:
+    from tests.faults.forks import shared_forks
+
+    return Training(shared_forks())
+
+
+@pytest.fixture
+def training() -> Training:
+    return shared_training()
+
+
+slow = pytest.mark.slow
+
+
+def cases(fast: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
+    return [*fast, *(pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=slow) for one in rest)]
+
+
+def each(rest: Sequence[Any]) -> list[Any]:
+    """One argument, whose values may be tuples; all slow."""
+    return [pytest.param(one, marks=slow, id=str(one)) for one in rest]
+
+
+# ------------------------------------------------------------------------------------------------------------------ kills
+
+
+def death(training: Training, *happenings: Happening) -> RunDir:
+    run = training.new()
+    ends = training.attempt(run, happenings)
+    killed = {happening.rank for happening in happenings}
+    assert {rank for rank, end in enumerate(ends) if end.code == -signal.SIGKILL} == killed
+    for rank, end in enumerate(ends):
+        if rank not in killed:
+            outcome = json.loads(run.rank_outcome(rank).read_text())
+            assert (outcome["exit_code"], outcome["exit_reason"]) == (5, "lost_rank"), end.text
+    return run
+
+
+@pytest.mark.parametrize(
+    ("phase", "step"),
+    cases([("forward", 4)], [("fetch", 4), ("reduce", 7), ("log", 6), ("evaluate", 5), ("save", 3), ("save", 12), ("forward", 0)]),
+)
+@pytest.mark.parametrize("rank", cases([1], [0]))
+def test_rank_killed_in_any_phase_ends_the_others_and_the_run_comes_back(rank: int, phase: str, step: int, training: Training) -> None:
+    run = death(training, Happening(rank, phase, step))
+    training.finish(run)
+    training.is_whole(run)
+
+
+@slow
+def test_all_ranks_killed_at_once_come_back(training: Training) -> None:
+    run = training.new()
+    ends = training.attempt(run, [Happening(0, "forward", 8), Happening(1, "forward", 8)])
+    assert -signal.SIGKILL in {end.code for end in ends}
+    assert verified_steps(run) == [3, 6]
+    training.finish(run)
+    training.is_whole(run)
+
+
+@slow
+def test_five_crashes_in_a_row_lose_nothing(training: Training) -> None:
+    run = training.new()
+    for attempt, step in enumerate((3, 3, 4, 7, 7)):
+        ends = training.attempt(run, [Happening(attempt % 2, "forward", step)])
+        assert -signal.SIGKILL in {end.code for end in ends}
+        steps = verified_steps(run)
+        assert (steps[-1] if steps else 0) >= step - step % 3 - 3, "at most save_steps steps are lost"
+    training.finish(run)
+    training.is_whole(run)
+
+
+@pytest.mark.parametrize("number", cases([37], [1, 5, 90, 200, 300, 420, 500, 700, 1000, 1200]))
+@pytest.mark.parametrize("rank", cases([0], [1]))
+def test_rank_killed_at_a_file_operation_of_a_save_in_training_comes_back(number: int, rank: int, training: Training) -> None:
+    """Saves run in the background while the next steps are taken."""
+    run = training.new()
+    ends = training.attempt(run, faults=[(rank, Fault(number, "torn", inside=".checkpoint-"))])
+    assert ends[rank].code == KILLED
+    training.finish(run)
+    training.is_whole(run)
+
+
+# ---------------------------------------------------------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize("step", cases([5], [1, 2, 3, 4, 6, 7, 8, 9, 10]))
+def test_stopped_and_resumed_at_any_step_is_as_if_never_stopped(step: int, training: Training) -> None:
+    """Dropout, accumulation, a schedule, the end of an epoch, and the steps where it saves anyway."""
+    run = training.new()
+    ends = training.attempt(run, [Happening(step % 2, "forward", step, signal.SIGUSR1)])
+    assert outcomes(ends) == [(143, "preempted")] * 2
+    [stopped] = {end.value["step"] for end in ends}
+    assert step < stopped <= step + 2
+    assert verified_steps(run)[-1] == stopped
+    training.finish(run)
+    training.is_whole(run)
+
+
+@pytest.mark.parametrize(("number", "code"), cases([], [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)]))
+@pytest.mark.parametrize("phases", each([("fetch", "forward"), ("forward", "log"), ("log", "fetch"), ("reduce", "save")]))
+def test_signals_to_both_ranks_at_different_moments_stop_both_at_one_step(
+    number: int, code: int, phases: tuple[str, str], training: Training
+) -> None:
+    run = training.new()
+    ends = training.attempt(run, [Happening(rank, phase, 5, number, times=3) for rank, phase in enumerate(phases)])
+    assert {outcome[0] for outcome in outcomes(ends)} == {code}
+    assert len({end.value["step"] for end in ends}) == 1
+    assert verified_steps(run)[-1] == ends[0].value["step"]
+    stops = [line for line in runs.lines(run) if line.get("event") == "stopping"]
+    assert len(stops) == 1, "one save, though each signal came three times to each rank"
+    training.finish(run)
+    training.is_whole(run)
+
+
+@slow
+@pytest.mark.parametrize("step", [10, 11])
+def test_signal_at_the_last_steps_loses_no_final_checkpoint(step: int, training: Training) -> None:
+    run = training.new()
+    ends = training.attempt(run, [Happening(0, "forward", step, signal.SIGTERM)])
+    assert outcomes(ends)[0] in ((0, "finished"), (143, "preempted"))
+    if outcomes(ends)[0][0] == 143:
+        training.finish(run)
+    training.is_whole(run)
+
+
+@pytest.mark.parametrize("number", cases([], [1, 3, 60, 150, 260, 330]))
+def test_signal_at_a_file_operation_of_a_save_is_obeyed_after_it(number: int, training: Training) -> None:
+    run = training.new()
+    fault = Fault(number, "before", inside=".checkpoint-3.", signal=signal.SIGTERM)
+    ends = training.attempt(run, faults=[(0, fault)])
+    assert outcomes(ends) == [(143, "preempted")] * 2
+    assert 3 in verified_steps(run)
+    training.finish(run)
+    training.is_whole(run)
+
+
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stop_whose_save_fails_is_exit_1_and_the_older_checkpoint_is_good(rank: int, training: Training) -> None:
+    run = training.new()
+    full = Fault(1, "error", errno.ENOSPC, sticky=True, inside=".checkpoint-8.")
+    ends = training.attempt(run, [Happening(0, "forward", 6, signal.SIGUSR1)], [(rank, full)])
+    assert outcomes(ends) == [(1, "failed")] * 2
+    assert "No space left" in ends[0].value["problem"]["message"]
+    assert verified_steps(run) == [3, 6]
+    training.finish(run)
+    training.is_whole(run)
+
+
+# --------------------------------------------------------------------------------------------------- disks, and what is left
+
+
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_disk_full_at_one_save_and_free_later(rank: int, training: Training) -> None:
+    run = training.new()
+    ends = training.attempt(run, faults=[(rank, Fault(1, "error", errno.ENOSPC, sticky=True, inside=".checkpoint-6."))])
+    assert outcomes(ends) == [(0, "finished")] * 2
+    events = {line["step"]: line["event"] for line in runs.lines(run) if str(line.get("event")).startswith("checkpoint_")}
+    assert events == {3: "checkpoint_saved", 6: "checkpoint_failed", 9: "checkpoint_saved", 12: "checkpoint_saved"}
+    training.is_whole(run)
+
+
+@pytest.mark.parametrize("kind", cases(["torn"], ["beyond", "gone", "garbage"]))
+def test_metrics_are_cut_back_to_the_checkpoint_and_hold_each_step_once(kind: str, training: Training) -> None:
+    run = training.new()
+    training.attempt(run, [Happening(1, "forward", 8)])
+    text = run.metrics_jsonl.read_text()
+    if kind == "torn":
+        run.metrics_jsonl.write_text(text + text.splitlines()[-1][: len(text.splitlines()[-1]) // 2])
+    elif kind == "beyond":
+        run.metrics_jsonl.write_text(text + '{"step": 11, "loss": 1.0}\n{"step": 999, "loss": 1.0}\n')
+    elif kind == "garbage":
+        run.metrics_jsonl.write_text("\x00\x00[]\nnull\n" + text + '\n{"step": "x", "loss": 3}\n')
+    else:
+        run.metrics_jsonl.unlink()
+    training.finish(run)
+    found, wanted = numbers(run), numbers(training.whole)
+    assert found == (wanted[6:] if kind == "gone" else wanted)
+
+
+# ------------------------------------------------------------------------------------------------------------ other worlds
+
+
+@pytest.mark.parametrize("worlds", each([(2, 4, 1), (1, 2, 4), (4, 2, 1)]))
+def test_two_resumes_on_other_numbers_of_ranks_follow_the_reference(worlds: tuple[int, ...], forks: ForkServer, count: Count) -> None:
+    """Llama without dropout, whose curve does not depend on the number of ranks."""
+    training = Training(forks, Case("llama", ranks=2))
+    run: RunDir | None = None
+    for world, stop in zip(worlds, (4, 8, None), strict=True):
+        case = Case("llama", ranks=world)
+        again = training.new(case)
+        training.case = case
+        if run is not None:
+            for name in (checkpoint.name for checkpoint in run.path.glob("checkpoint-*")):
+                (run.path / name).rename(again.path / name)
+            run.metrics_jsonl.rename(again.metrics_jsonl)
+        run = again
+        if stop is None:
+            training.finish(run)
+        else:
+            ends = training.attempt(run, [Happening(world - 1, "forward", stop - 2, signal.SIGUSR1)])
+            assert set(outcomes(ends)) == {(143, "preempted")}
+            assert verified_steps(run)[-1] == stop
+    assert run is not None
+    found, wanted = runs.loss_lines(run), runs.loss_lines(training.whole)
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    for one, other in zip(found, wanted, strict=True):
+        assert (one["supervised_tokens"], one["tokens"]) == (other["supervised_tokens"], other["tokens"]), "the same rows"
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    reference = shared_bench().reference("llama")
+    for one, loss in zip(found[:3], reference.losses, strict=False):
+        assert one["loss"] == pytest.approx(loss, rel=1e-5), "warmup is the same for both lengths"
+    count(resumes=2)
+
+
+@slow
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fsdp": {"activation_checkpointing": "full"}},
+        {"fsdp": {"sharding_strategy": "NO_SHARD"}},
+        {"fsdp": {"state_dict_type": "FULL_STATE_DICT"}},
+    ],
+    ids=["recomputation", "replicated", "full state dict"],
+)
+def test_killed_and_resumed_under_other_settings_is_as_if_never_killed(change: dict[str, Any], forks: ForkServer) -> None:
+    training = Training(forks, CASE, change)
+    run = training.new()
+    training.attempt(run, [Happening(0, "forward", 7)])
+    training.finish(run)
+    training.is_whole(run)
+
+
+@slow
+def test_recomputation_with_dropout_draws_the_same_masks_after_a_resume(training: Training, forks: ForkServer) -> None:
+    recomputed = Training(forks, CASE, {"fsdp": {"activation_checkpointing": "full"}})
+    run = recomputed.new()
+    recomputed.attempt(run, [Happening(0, "forward", 7)])
+    recomputed.finish(run)
+    assert numbers(run) == numbers(training.whole)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_ranks_of_another_world_draw_from_streams_of_their_own(world: int, tmp_path: Path, forks: ForkServer) -> None:
+    forks.values(2, ranks.save, tmp_path, ranks.FIRST)
+    drawn = forks.values(world, ranks.drawn_after_coming_back, tmp_path / f"checkpoint-{ranks.FIRST}")
+    assert len(set(drawn)) == world
+    assert drawn == forks.values(world, ranks.drawn_after_coming_back, tmp_path / f"checkpoint-{ranks.FIRST}"), "repeatable"
+
+
+@slow
+def test_many_saves_leave_no_file_thread_memory_or_stage_behind(tmp_path: Path, forks: ForkServer, count: Count) -> None:
+    for early, late in forks.values(2, ranks.many_saves, tmp_path, 400, limit_seconds=400.0):
+        assert late[0] <= early[0] + 2, "open files"
+        assert late[1] <= early[1] + 1, "threads"
+        assert late[2] <= early[2] + 40_000, "resident KiB"
+    assert stages(tmp_path) == []
+    assert verified_steps(RunDir(tmp_path)) == [399, 400]
+    count(saves=400)
