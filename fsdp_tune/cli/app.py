@@ -14,6 +14,7 @@ from fsdp_tune.cli.merge_checkpoint import merge_checkpoint
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.prepare import prepare
 from fsdp_tune.cli.recipes import recipes
+from fsdp_tune.cli.rehearse import rehearse
 from fsdp_tune.cli.status import status
 from fsdp_tune.cli.train import train
 from fsdp_tune.cli.validate import validate
@@ -87,6 +88,7 @@ def fsdp_tune(
 app.command(cls=LaunchingCommand, short_help="Train as a recipe says, then merge.")(train)
 app.command(short_help="Check a recipe without GPUs; all mistakes at once.")(validate)
 app.command(short_help="Tokenise and pack once; show what is trained.")(prepare)
+app.command(short_help="The whole of a run on CPU ranks, with the model shrunk.")(rehearse)
 app.command(short_help="Sharded checkpoint → ordinary model directory.")(merge_checkpoint)
 app.command(short_help="How a run stands.")(status)
 app.command(short_help="Versions, devices, known-bad combinations.")(env)

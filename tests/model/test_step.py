@@ -30,6 +30,12 @@ def test_norm_of_plain_gradients_is_torchs() -> None:
     assert float(total_norm(parameters)) == pytest.approx(float(nn.utils.get_total_norm([p.grad for p in parameters])), rel=1e-6)
 
 
+def test_norm_of_bf16_gradients_is_no_bf16_number() -> None:
+    parameters = with_gradients((37, 11), (5,), dtype=torch.bfloat16)
+    exact = math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters))
+    assert float(total_norm(parameters)) == pytest.approx(exact, rel=1e-6)
+
+
 def test_norm_without_gradients_is_zero() -> None:
     assert float(total_norm([nn.Parameter(torch.zeros(3))])) == 0.0
 
@@ -151,3 +157,12 @@ def test_only_plain_ddp_needs_autocast(strategy: str, mixed: str, computes: str)
     with compute_context(recipe, "cpu"):
         product = torch.ones(2, 2) @ torch.ones(2, 2)
     assert product.dtype == getattr(torch, computes)
+
+
+def test_norm_of_many_numbers_is_exact_where_torchs_own_is_off() -> None:
+    """torch adds up a norm on CPU in fp32 from end to end; the day it does not, `_pieces` can go."""
+    parameter = nn.Parameter(torch.zeros(1 << 23, 1))
+    parameter.grad = torch.randn(1 << 23, 1, generator=torch.Generator().manual_seed(0))
+    exact = float(parameter.grad.double().norm())
+    assert float(total_norm([parameter])) == pytest.approx(exact, rel=1e-7)
+    assert abs(float(nn.utils.get_total_norm([parameter.grad])) / exact - 1.0) > 1e-5

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fsdp_tune.data.prepare import Prepared
 from fsdp_tune.recipe.resolve import Machine, resolve
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.parity.reload import checkpoint_tensors
 from fsdp_tune.run_dir import RunDir
 from tests.parity.reference import Trajectory
 from tests.parity.store import TRAIN_ROWS, VOCABULARY
@@ -136,15 +136,4 @@ def trajectory(run: RunDir) -> Trajectory:
 
 
 def saved_parameters(run: RunDir, step: int) -> dict[str, torch.Tensor]:
-    """The model's tensors of a checkpoint, whole, read by torch alone."""
-    checkpoint = run.checkpoint(step)
-    if (file := checkpoint / "model.safetensors").exists():
-        return load_file(file)
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    state: dict[str, Any] = {}
-    reader = FileSystemReader(checkpoint / "pytorch_model_fsdp_0")
-    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return state["model"]
+    return checkpoint_tensors(run.checkpoint(step))

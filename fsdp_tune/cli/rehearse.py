@@ -1,0 +1,126 @@
+"""`rehearse`: the user's recipe with the model shrunk, through everything that a real run goes through, on CPU ranks."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, SetOption, chosen_recipe
+from fsdp_tune.cli.output import Screen, command
+from fsdp_tune.cli.train import resolved_recipe, stopping_cleanly
+from fsdp_tune.errors import FsdpTuneError, failed_error, usage_error
+
+if TYPE_CHECKING:
+    from fsdp_tune.recipe.schema import Recipe
+    from fsdp_tune.rehearsal.scenes import Check
+    from fsdp_tune.rehearsal.shrink import Small
+
+STEPS = 24
+HYBRID_RANKS = 4
+RANKS = 2
+
+RanksOption = Annotated[
+    int | None,
+    typer.Option("--num-processes", metavar="N", min=1, help="Ranks; 2, or 4 where the recipe shards in groups.", show_default=False),
+]
+ParityOption = Annotated[
+    bool, typer.Option("--parity", help="Hold every switch (strategy, checkpointing, offload …) against one device instead.")
+]
+
+
+def rehearse(
+    recipe: ConfigArg = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    num_processes: RanksOption = None,
+    parity: ParityOption = False,
+    json_output: JsonOption = False,
+) -> None:
+    """Play a recipe through on CPU ranks with the model shrunk: train, kill a rank, resume, merge, reload, compare.
+
+    The same code path as the real run. `--parity` trains once for each switch and prints how far loss and gradient norm are
+    from a plain PyTorch loop on one device. `--set launch.device=cuda` takes the GPUs of this machine. Exit 1: a check failed.
+
+    \b
+    Examples:
+        fsdp-tune rehearse --config llama7b_full_shard
+        fsdp-tune rehearse --config my.yaml --parity
+    """
+    with command(json_output) as screen, stopping_cleanly():
+        asked = _asked_recipe(screen, chosen_recipe(recipe, config), overrides or [])
+        folder = Path(tempfile.mkdtemp(prefix="fsdp-tune-rehearsal-"))
+        ranks = num_processes or (HYBRID_RANKS if asked.is_hybrid else RANKS)
+        device = asked.launch.device if any(each.startswith("launch.device=") for each in overrides or []) else "cpu"
+        checks: list[Check] = []
+        screen.log_directory = folder
+        try:
+            small = _shrink(screen, asked, folder, ranks, device)
+            for line in small.changes:
+                screen.say(f"  {line}")
+            for check in _parity(small, folder) if parity else _scenes(small, folder, ranks):
+                checks.append(check)
+                screen.say(f"{'ok  ' if check.passed else 'FAIL'}  {check.name}: {check.detail}  ({check.seconds:.0f} s)")
+        finally:
+            failed = next((check for check in checks if not check.passed), None)
+            if failed is None:
+                shutil.rmtree(folder, ignore_errors=True)
+        screen.document(_document(small, checks, folder if failed else None))
+        if failed is not None:
+            raise failed_error("rehearsal-failed", f"{failed.name}: {failed.detail}", hint=f"everything that was written is in {folder}")
+        screen.say(f"all {len(checks)} checks passed in {sum(check.seconds for check in checks):.0f} s")
+
+
+def _asked_recipe(screen: Screen, source: str, overrides: list[str]) -> Recipe:
+    _, resolution = resolved_recipe(screen, source, overrides, None, assume=True)
+    return resolution.recipe
+
+
+def _shrink(screen: Screen, recipe: Recipe, folder: Path, ranks: int, device: str) -> Small:
+    """Looks at the model and the data as `validate` does; what is wrong there is exit 2, what is out of reach is replaced."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from fsdp_tune.cli.checks import model_facts
+    from fsdp_tune.cli.data_checks import data_facts
+    from fsdp_tune.rehearsal.shrink import Reach, small_recipe
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        looking = pool.submit(model_facts, recipe)
+        data = data_facts(recipe)
+        model = looking.result()
+    screen.notices([*model.notices, *data.notices])
+    if model.problems or data.problems:
+        raise FsdpTuneError(*model.problems, *data.problems)
+    if model.unchecked:
+        raise usage_error(
+            "model-unreachable",
+            f"{model.unchecked[0]}, and the package does not carry its shape",
+            hint="its config.json is enough: `--set model.name_or_path=null --set model.from_config=PATH`",
+        )
+    reach = Reach(tokenizer=data.vocabulary_size is not None, data=not data.unchecked)
+    return small_recipe(recipe, model.facts["config"], folder, ranks=ranks, device=device, steps=STEPS, reach=reach)
+
+
+def _scenes(small: Small, folder: Path, ranks: int) -> Iterable[Check]:
+    from fsdp_tune.rehearsal.scenes import Rehearsal
+
+    return Rehearsal(small.write(folder), folder, ranks, STEPS).checks()
+
+
+def _parity(small: Small, folder: Path) -> Iterable[Check]:
+    from fsdp_tune.rehearsal.switches import parity_checks
+
+    return parity_checks(small, folder)
+
+
+def _document(small: Small, checks: list[Check], folder: Path | None) -> dict[str, Any]:
+    return {
+        "passed": folder is None,
+        "changes": small.changes,
+        "checks": [{"name": c.name, "passed": c.passed, "detail": c.detail, "seconds": round(c.seconds, 1)} for c in checks],
+        "folder": str(folder) if folder else None,
+    }

@@ -1,0 +1,97 @@
+"""A shrunk recipe is the user's in everything but size, and says where it is not."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsdp_tune.recipe.catalogue import catalogue
+from fsdp_tune.recipe.loader import load_recipe
+from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.rehearsal.shrink import EXPERTS, HEADS, HIDDEN_SIZE, Reach, Small, small_config, small_recipe
+from tests.model.families import FAMILIES
+
+MACHINE = Machine(None, 0, 2, None)
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+CARRIED: dict[str, dict[str, Any]] = json.loads(resources.files("fsdp_tune.recipe").joinpath("architectures.json").read_bytes())
+
+
+def resolved(text: dict[str, Any]) -> Recipe:
+    base = {"model": {"from_config": LLAMA, "tokenizer": "builtin:arithmetic"}, "data": {"train": [{"path": "builtin:arithmetic"}]}}
+    return resolve(Recipe.model_validate(base | text), MACHINE, cwd=Path("/tmp"), assume="cuda").recipe
+
+
+def shrunk(recipe: Recipe, tmp_path: Path, *, ranks: int = 2, reach: Reach | None = None, device: str = "cpu") -> Small:
+    return small_recipe(recipe, LLAMA, tmp_path, ranks=ranks, device=device, steps=24, reach=reach or Reach())
+
+
+@pytest.mark.parametrize("facts", [*CARRIED.values(), *FAMILIES.values()], ids=[*CARRIED, *FAMILIES])
+def test_any_architecture_shrinks_to_one_that_transformers_builds(facts: dict[str, Any]) -> None:
+    fields = dict(facts)
+    config = AutoConfig.for_model(fields.pop("model_type"), **{name: value for name, value in fields.items() if name != "architectures"})
+    small = small_config(json.loads(config.to_json_string(use_diff=False)))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(small.pop("model_type"), **small))
+    without_vocabulary = sum(p.numel() for p in model.parameters()) - 2 * model.config.vocab_size * HIDDEN_SIZE
+    assert without_vocabulary < 3_000_000
+    assert type(model).__name__ == (facts.get("architectures") or [type(model).__name__])[0]
+
+
+def test_ratios_of_heads_and_inner_size_stay() -> None:
+    small = small_config(CARRIED["meta-llama/Llama-2-70b-hf"])
+    assert (small["num_attention_heads"], small["num_key_value_heads"]) == (HEADS, 1)
+    assert small["intermediate_size"] / small["hidden_size"] == pytest.approx(28672 / 8192, abs=0.13)
+    assert small["vocab_size"] == 32000
+
+
+def test_each_type_of_layer_is_kept_once_and_in_order() -> None:
+    types = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 5 + ["full_attention"]
+    small = small_config({"num_hidden_layers": 12, "hidden_size": 512, "layer_types": types})
+    assert (small["num_hidden_layers"], small["layer_types"]) == (2, ["sliding_attention", "full_attention"])
+
+
+def test_experts_and_latent_ranks_shrink_and_null_stays_null() -> None:
+    config = {"num_hidden_layers": 8, "hidden_size": 512, "num_local_experts": 64, "num_experts_per_tok": 8, "q_lora_rank": None}
+    small = small_config(config)
+    assert (small["num_local_experts"], small["num_experts_per_tok"], small["q_lora_rank"]) == (EXPERTS, 2, None)
+
+
+@pytest.mark.parametrize("name", sorted(catalogue()))
+def test_every_recipe_of_the_catalogue_shrinks_to_a_valid_one(name: str, tmp_path: Path) -> None:
+    recipe = resolve(load_recipe(name).recipe, MACHINE, cwd=tmp_path, assume="cuda").recipe
+    facts = CARRIED.get(str(recipe.model.name_or_path)) or recipe.model.from_config
+    assert isinstance(facts, dict)
+    ranks = 4 if recipe.is_hybrid else 2
+    small = small_recipe(recipe, facts, tmp_path, ranks=ranks, device="cpu", steps=24, reach=Reach(tokenizer=False, data=False))
+    loaded = load_recipe(str(small.write(tmp_path)))
+    again = resolve(loaded.recipe, MACHINE, cwd=tmp_path).recipe
+    assert again.fsdp.model_dump(exclude={"reshard_after_forward"}) == recipe.fsdp.model_dump(exclude={"reshard_after_forward"})
+    assert again.precision == recipe.precision
+    assert again.merge.dtype == recipe.merge.dtype
+    assert (again.world_size, again.launch.device, again.launch.num_machines) == (ranks, "cpu", 1)
+
+
+def test_what_is_within_reach_is_used(tmp_path: Path) -> None:
+    recipe = resolved({"data": {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl", "max_rows": 7}], "eval": {"fraction": 0.01}}})
+    data = shrunk(recipe, tmp_path).document["data"]
+    assert [(Path(source["path"]).name, source["max_rows"]) for source in data["train"]] == [("a.jsonl", 400), ("b.jsonl", 7)]
+    assert data["eval"] == {"rows": 16}
+
+
+def test_rows_that_fit_the_real_length_are_not_lost_to_the_small_one(tmp_path: Path) -> None:
+    recipe = resolved({"data": {"train": [{"path": "a.jsonl"}], "max_length": 4096, "overlong": "drop"}})
+    small = shrunk(recipe, tmp_path)
+    assert (small.document["data"]["max_length"], small.document["data"]["overlong"]) == (128, "truncate")
+    assert "data.max_length: 128 instead of 4096" in small.changes
+
+
+def test_offload_that_cannot_be_rehearsed_is_said(tmp_path: Path) -> None:
+    recipe = resolved({"fsdp": {"version": 1, "offload_params": True}})
+    small = shrunk(recipe, tmp_path)
+    assert "offload_params" not in small.document["fsdp"]
+    assert any("NOT rehearsed" in line for line in small.changes)
