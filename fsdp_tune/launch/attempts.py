@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Generator
@@ -9,13 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_tune.atomic import write_json
-from fsdp_tune.errors import Problem
+from fsdp_tune.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.launch.accelerate import LaunchPlan
+from fsdp_tune.launch.machines import Machines
 from fsdp_tune.launch.ranks import verdict_path
 from fsdp_tune.launch.restart import Failure, Restart, decide, is_transient
 from fsdp_tune.launch.run_files import write_resume
 from fsdp_tune.launch.supervise import Event, Said, Supervisor
-from fsdp_tune.launch.verdict import Ended
+from fsdp_tune.launch.verdict import ECHO_CODES, Ended
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import Checkpoint, RunDir, latest_checkpoint
 from fsdp_tune.units import parse_seconds
@@ -25,34 +27,53 @@ RowsOfStep = Callable[[int], str | None]
 
 
 class Attempts:
-    """The launches of one command on one machine."""
+    """The launches of one command on one machine. Of several machines the first decides, and the others follow."""
 
     def __init__(self, plan: LaunchPlan, recipe: Recipe, rows_of_step: RowsOfStep) -> None:
         self._plan, self._recipe, self._rows_of_step = plan, recipe, rows_of_step
         self._failures: list[Failure] = []
+        self._hang_seconds = parse_seconds(recipe.launch.hang_timeout)
+        self._machines = Machines(plan.run, plan.machine_rank, recipe.launch.num_machines, patience_seconds=self._hang_seconds)
 
     def events(self) -> Generator[Event]:
         """Everything that happens, over all launches. The last event is `Ended`, and then no process is left."""
-        while True:
-            supervisor = Supervisor(self._plan, hang_timeout_seconds=parse_seconds(self._recipe.launch.hang_timeout))
-            ended: Ended | None = None
-            for event in supervisor.events():
-                if isinstance(event, Ended):
-                    ended = event
-                else:
-                    yield event
-            assert ended is not None, "a supervisor ends with a verdict"
-            if not is_transient(ended, supervisor.signals):
-                yield ended
-                return
-            decision, checkpoint = self._decide(ended, has_trained=supervisor.has_trained)
-            if isinstance(decision, Problem):
-                if decision != ended.problem:
-                    ended = replace(ended, problem=decision)
-                    write_json(verdict_path(self._plan.run), ended.as_dict())
+        return self._lead() if self._plan.machine_rank == 0 else self._follow()
+
+    def _lead(self) -> Generator[Event]:
+        for launch in itertools.count():
+            supervisor, ended = yield from self._launch(launch)
+            self._machines.end(ended)
+            ended = self._machines.verdict(ended)
+            decision: Restart | Problem | None = ended.problem
+            checkpoint: Checkpoint | None = None
+            if is_transient(ended, supervisor.signals):
+                decision, checkpoint = self._decide(ended, has_trained=supervisor.has_trained)
+            if not isinstance(decision, Restart):
+                ended = replace(ended, problem=decision)
+                write_json(verdict_path(self._plan.run), ended.as_dict())
+                self._machines.conclude(ended)
                 yield ended
                 return
             yield Said(self._begin_again(decision, checkpoint))
+
+    def _follow(self) -> Generator[Event]:
+        ended: Ended | None = None
+        while True:
+            word = self._machines.next_launch(started=ended is not None)
+            if not isinstance(word, int):
+                yield _at_the_end(ended, word, self._plan.run)
+                return
+            _, ended = yield from self._launch(word)
+            self._machines.end(ended)
+
+    def _launch(self, number: int) -> Generator[Event, None, tuple[Supervisor, Ended]]:
+        self._machines.begin(number)
+        supervisor = Supervisor(self._plan, hang_timeout_seconds=self._hang_seconds, machines=self._machines)
+        for event in supervisor.events():
+            if isinstance(event, Ended):
+                return supervisor, event
+            yield event
+        raise AssertionError("a supervisor ends with a verdict")
 
     def _decide(self, ended: Ended, *, has_trained: bool) -> tuple[Restart | Problem, Checkpoint | None]:
         assert ended.problem is not None, "only failures come here"
@@ -82,6 +103,17 @@ class Attempts:
         again = max(0, failure.step - begin)
         lost = f"; {again} steps are done again" if again > 1 else "; 1 step is done again" if again else ""
         return f"{failure.problem.message}: restarting from {source} (restart {restart.number} of {total}){lost}"
+
+
+def _at_the_end(mine: Ended | None, word: Ended | None, run: RunDir) -> Ended:
+    """What another machine than the first ends with: the run's problem, where its own is only an echo of that."""
+    if mine is None:
+        message = f"the first machine did not start its ranks in {run.path}"
+        problem = Problem("first-machine-missing", message, hint="its own output says why")
+        return Ended(ExitCode.FAILED, ExitReason.FAILED, 0, problem)
+    if word is None or word.problem is None or (mine.problem is not None and mine.problem.code not in ECHO_CODES):
+        return mine
+    return replace(mine, exit_code=word.exit_code, reason=word.reason, problem=word.problem)
 
 
 def append_event(run: RunDir, event: str, step: int, **details: Any) -> None:

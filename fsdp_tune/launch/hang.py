@@ -54,14 +54,17 @@ class Standing:
 def look_at(run: RunDir, ranks: Mapping[int, psutil.Process], beats: Mapping[int, Heartbeat]) -> tuple[list[Standing], dict[int, str]]:
     """Asks each rank for its stacks, and looks at its process. Returns what was found and the stacks as text, by rank.
 
-    faulthandler answers SIGUSR2 from C, also where Python's lock is held. A stopped rank answers once it is let go on,
-    before it runs anything else; that the others may then go on too does not matter, since they are about to be ended.
+    faulthandler answers SIGUSR2 from C, also where Python's lock is held. A stopped rank is let go on for as long as its
+    answer takes: the signal that waits for it comes before anything else that it does.
     """
     states = {rank: _state(process) for rank, process in ranks.items()}
     starts = {rank: _size(run.rank_log(rank)) for rank in ranks}
     for process in ranks.values():
         _ask(process)
     texts = _answers(run, starts)
+    for rank, process in ranks.items():
+        if states[rank] == STATES[psutil.STATUS_STOPPED]:
+            _signal(process, signal.SIGSTOP)
     standings: list[Standing] = []
     for rank, process_state in sorted(states.items()):
         beat = beats.get(rank)
@@ -88,10 +91,14 @@ def _state(process: psutil.Process) -> str | None:
 
 
 def _ask(process: psutil.Process) -> None:
+    if _dumps_on_request(process.pid):
+        _signal(process, signal.SIGUSR2)
+        _signal(process, signal.SIGCONT)
+
+
+def _signal(process: psutil.Process, number: int) -> None:
     with contextlib.suppress(psutil.Error):
-        if _dumps_on_request(process.pid):
-            process.send_signal(signal.SIGUSR2)
-        process.send_signal(signal.SIGCONT)
+        process.send_signal(number)
 
 
 def _dumps_on_request(pid: int) -> bool:

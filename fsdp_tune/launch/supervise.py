@@ -24,6 +24,7 @@ from fsdp_tune.launch.accelerate import LaunchPlan
 from fsdp_tune.launch.follow import Follower
 from fsdp_tune.launch.hang import hang_problem, report_text
 from fsdp_tune.launch.leash import leashed
+from fsdp_tune.launch.machines import Machines
 from fsdp_tune.launch.processes import is_alive, kill_for_good
 from fsdp_tune.launch.ranks import clear, verdict_path
 from fsdp_tune.launch.verdict import Ended, Seen, judge
@@ -61,14 +62,16 @@ Event = Logged | Said | Ended
 
 
 class Supervisor:
-    def __init__(self, plan: LaunchPlan, *, hang_timeout_seconds: float) -> None:
+    def __init__(self, plan: LaunchPlan, *, hang_timeout_seconds: float, machines: Machines | None = None) -> None:
         self._plan = plan
+        self._machines = machines or Machines(plan.run, plan.machine_rank, 1, patience_seconds=hang_timeout_seconds)
         self._run = plan.run
         self._hang_seconds = hang_timeout_seconds + HANG_MARGIN_SECONDS
         self._signals: list[tuple[int, float]] = []
         self._is_forwarded = False
         self._gave_up_saving = False
         self._stuck: Problem | None = None
+        self._elsewhere: Problem | None = None
         self._last_logged_step = 0
         self.has_trained = False
         """Whether the ranks came as far as their first step."""
@@ -98,6 +101,8 @@ class Supervisor:
             finally:
                 left = _end_everything(launcher, watch)
         watch.read_outcomes()
+        if launcher.returncode and not watch.outcomes and not self._signals:
+            self._elsewhere = self._elsewhere or self._machines.missing()
         yield from self._logged(metrics)
         if left:
             yield Said(f"these processes do not die, not even by SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
@@ -158,6 +163,11 @@ class Supervisor:
     def _end_what_must_end(self, launcher: subprocess.Popen[bytes], watch: RankWatch) -> Iterator[Event]:
         now = time.monotonic()
         silent_seconds = watch.silence(self._hang_seconds) if self._stuck is None else None
+        if self._machines.is_time_to_look():
+            silent_seconds = silent_seconds or self._machines.asked_to_look()
+            self._elsewhere = self._machines.trouble()
+            if self._elsewhere is not None and watch.failed_at is None:
+                watch.failed_at = now
         if silent_seconds is not None:
             yield Said("nothing moves: asking every rank where it stands")
             self._stuck = self._report_hang(watch, silent_seconds)
@@ -170,14 +180,18 @@ class Supervisor:
             )
             watch.expects_deaths = True
             kill_for_good(alive)  # the agent, which waits for them, then ends too
+        if self._elsewhere is not None and now - (watch.failed_at or now) > GRACE_SECONDS:
+            _end_everything(launcher, watch)  # its ranks may not have begun: it waits for the other machines
+            return
         kill_for_good(watch.lingering(LINGER_SECONDS))
         patience = LINGER_SECONDS if self._plan.is_whole else OTHER_MACHINES_SECONDS
         if watch.all_ended_at is not None and now - watch.all_ended_at > patience:
             launcher.kill()
 
     def _report_hang(self, watch: RankWatch, silent_seconds: float) -> Problem:
-        """Leaves RUN/logs/hang.txt with the stacks of all ranks of this machine."""
-        standings, texts = watch.stacks()
+        """Leaves RUN/logs/hang.txt with the stacks of all ranks of this machine, and the places of all others."""
+        mine, texts = watch.stacks()
+        standings = self._machines.share(mine, silent_seconds)
         path = self._run.hang_report if self._plan.machine_rank == 0 else self._run.logs / f"hang-{self._plan.machine_rank:02d}.txt"
         problem = hang_problem(standings, silent_seconds, path)
         write_file(path, report_text(standings, texts, problem))
@@ -198,6 +212,7 @@ class Supervisor:
             signals=self.signals,
             gave_up_saving=self._gave_up_saving,
             stuck=self._stuck,
+            elsewhere=self._elsewhere,
             last_step=max(watch.last_step, self._last_logged_step),
         )
 

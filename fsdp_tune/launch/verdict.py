@@ -21,6 +21,8 @@ REASON_OF_SIGNAL: dict[int, ExitReason] = {
     signal.SIGUSR1: ExitReason.PREEMPTED,
 }
 STOPPED = (ExitReason.PREEMPTED, ExitReason.INTERRUPTED, ExitReason.MAX_RUNTIME)
+# What a rank or a machine says that only saw the failure of another.
+ECHO_CODES = frozenset({"lost-rank", "machine-failed"})
 GOOD_CODES = (ExitCode.OK, ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
 # torch/distributed/elastic/multiprocessing/api.py, SubprocessContext._poll; torch 2.11 to 2.13
 _AGENT_REPORT = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
@@ -55,6 +57,8 @@ class Seen:
     gave_up_saving: bool = False
     """A second signal ended the ranks at once."""
     stuck: Problem | None = None
+    elsewhere: Problem | None = None
+    """Why the ranks were ended here although the failure was on another machine."""
     last_step: int = 0
     """The largest step in any sign of life; 0 before the first."""
 
@@ -79,7 +83,7 @@ class Ended:
 
 
 def judge(seen: Seen) -> Ended:
-    """Rules in order: given up, stuck, the first failure, stopped by a signal or the clock, finished, no word at all."""
+    """Rules in order: given up, stuck, failed elsewhere, the first failure, stopped by a signal or the clock, finished, no word at all."""
     step = max([seen.last_step, *(outcome.step for outcome in seen.outcomes.values())])
     first = seen.outcomes.get(seen.ranks.start)
     if seen.gave_up_saving:
@@ -88,6 +92,9 @@ def judge(seen: Seen) -> Ended:
     if seen.stuck is not None:
         return _ended(ExitReason.LOST_RANK, step, seen.stuck, first)
     failure = _first_failure(seen)
+    if seen.elsewhere is not None and (failure is None or (isinstance(failure, Outcome) and failure.reason is ExitReason.LOST_RANK)):
+        reason = ExitReason.FAILED if seen.elsewhere.code == "machines-missing" else ExitReason.LOST_RANK
+        return _ended(reason, step, seen.elsewhere, first)
     if not isinstance(failure, Outcome) and not seen.outcomes:
         if seen.signals and step == 0:  # nobody listened to signals yet, and there was nothing to save
             return _ended(REASON_OF_SIGNAL[seen.signals[0]], 0, None, first)

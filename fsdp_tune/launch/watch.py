@@ -99,20 +99,28 @@ class RankWatch:
             return None
         if all(rank in self.outcomes or rank in self._ended for rank in self._ranks):
             return None
-        newest = max([*self._changed.values(), *self._ended.values(), *self._outcome_seen.values()])
-        silent_seconds = time.monotonic() - newest
-        if silent_seconds <= limit_seconds or self._others_move(min(limit_seconds, OTHERS_LOOK_SECONDS)):
+        silent_seconds = self.silent_seconds
+        if silent_seconds > limit_seconds / 2:
+            self._look_at_others()
+        if silent_seconds <= limit_seconds or self._others_moved_within(min(limit_seconds / 2, OTHERS_LOOK_SECONDS)):
             return None
         return silent_seconds
 
-    def _others_move(self, seconds: float) -> bool:
-        """Whether a rank of another machine has got on within the last `seconds`; asked only when all of ours are silent."""
-        now = time.monotonic()
+    @property
+    def silent_seconds(self) -> float:
+        """Since any rank of this machine got on, or ended."""
+        return time.monotonic() - max([*self._changed.values(), *self._ended.values(), *self._outcome_seen.values()])
+
+    def _look_at_others(self) -> None:
+        """Ranks of other machines, by the files that they share; asked only when all of ours are silent."""
         for rank in self._elsewhere:
             beat = read_heartbeat(self._run, rank)
             if beat is not None and beat.progress != self._others.get(rank, (None, 0.0))[0]:
-                self._others[rank] = (beat.progress, now)
-        return any(now - changed <= seconds for _, changed in self._others.values())
+                self._others[rank] = (beat.progress, time.monotonic())
+
+    def _others_moved_within(self, seconds: float) -> bool:
+        now = time.monotonic()
+        return any(now - changed < seconds for _, changed in self._others.values())
 
     def stacks(self) -> tuple[list[Standing], dict[int, str]]:
         """Where every rank of this machine stands that is still there."""

@@ -1,7 +1,7 @@
 """A rank without torch: plays the part that RUN/fake.json gives it. Started as `python -m tests.launch.fake_worker RUN_DIR`.
 
 A part is a list of acts: ["beat", phase, step] (and ticks), ["stacks"], ["wait"], ["log", {...}], ["sleep", seconds],
-["ignore-signals"], ["wait-for-signal"], ["die", signal],
+["ignore-signals"], ["wait-for-signal"], ["die", signal], ["once", mark, *act] (not in a later launch),
 ["raise", text], ["exit", code], ["spawn"], ["outcome", {...}]. A signal, once waited for, ends with a save
 (0.3 s) and the outcome "preempted" or "interrupted", as a real rank does.
 """
@@ -81,6 +81,11 @@ class Rank:
             self.log(arguments[0])
         elif name == "sleep":
             time.sleep(arguments[0])
+        elif name == "once":
+            mark = self.run.path / arguments[0]
+            if not mark.exists():
+                mark.touch()
+                self.act(*arguments[1:])
         elif name == "stacks":
             self.dump_stacks_on_request()
         elif name == "wait":
@@ -116,11 +121,7 @@ def main() -> None:
     die_with_parent()
     rank = Rank(RunDir(Path(sys.argv[1])))
     parts = json.loads((rank.run.path / "fake.json").read_text())
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    part = parts[str(rank.rank)]
-    if restarts:
-        part = parts.get(f"{rank.rank} after restart", part)
-    for name, *arguments in part:
+    for name, *arguments in parts[str(rank.rank)]:
         rank.act(name, *arguments)
 
 

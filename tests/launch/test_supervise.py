@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from fsdp_tune.errors import ExitCode, ExitReason
-from fsdp_tune.launch import supervise
+from fsdp_tune.launch import hang, supervise
 from fsdp_tune.launch.accelerate import LaunchPlan
 from fsdp_tune.launch.supervise import Event, Logged, Said, Supervisor
 from fsdp_tune.launch.verdict import Ended
@@ -33,6 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "LINGER_SECONDS", 1.0)
     monkeypatch.setattr(supervise, "HANG_MARGIN_SECONDS", 0.0)
     monkeypatch.setattr(supervise, "ECHO_SECONDS", 0.2)
+    monkeypatch.setattr(hang, "ANSWER_SECONDS", 2.0)
 
 
 def drive(plan: LaunchPlan, *, hang_timeout_seconds: float = 60.0, act: Callable[[], None] | None = None) -> tuple[Ended, list[Event]]:

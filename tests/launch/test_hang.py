@@ -1,0 +1,142 @@
+"""What a hang report says, from dumps of stacks and signs of life alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_tune.launch.hang import Standing, hang_problem, late_ranks, report_text
+from fsdp_tune.launch.stacks import main_thread, parse, stands_at, waits_in
+
+TORCH = "/venv/lib/python3.11/site-packages/torch"
+ENTRY = ('  File "<frozen runpy>", line 88 in _run_code', '  File "<frozen runpy>", line 198 in _run_module_as_main')
+
+
+def dump(*threads: tuple[str, ...]) -> str:
+    """As faulthandler writes it: the main thread last."""
+    heads = ["Thread 0x00007f97e8a186c0 (most recent call first):"] * (len(threads) - 1)
+    heads.append("Current thread 0x00007f1dd7058b80 [python] (most recent call first):")
+    return "\n\n".join("\n".join([head, *frames]) for head, frames in zip(heads, threads, strict=True))
+
+
+def frame(file: str, function: str, line: int = 7) -> str:
+    return f'  File "{file}", line {line} in {function}'
+
+
+HEARTBEAT = (frame("/usr/lib/python3.11/threading.py", "wait"), frame("/x/fsdp_tune/worker/heartbeat.py", "_keep_beating"))
+ALL_REDUCE = (
+    frame(f"{TORCH}/distributed/distributed_c10d.py", "all_reduce", 3252),
+    frame(f"{TORCH}/distributed/c10d_logger.py", "wrapper"),
+    frame("/x/fsdp_tune/worker/trainer.py", "get_batch_samples", 138),
+    *ENTRY,
+)
+FSDP_WAIT = (
+    frame(f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather_copy_out"),
+    frame(f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", "wait_for_unshard"),
+    frame(f"{TORCH}/nn/modules/module.py", "_call_impl"),
+    *ENTRY,
+)
+VOTE = (frame("/x/fsdp_tune/worker/agree.py", "exchange"), frame("/x/fsdp_tune/worker/callbacks.py", "on_step_end"), *ENTRY)
+COMPUTES = (frame(f"{TORCH}/nn/modules/linear.py", "forward"), frame("/x/fsdp_tune/worker/trainer.py", "training_step", 150), *ENTRY)
+ENGINE = (frame(f"{TORCH}/autograd/graph.py", "_engine_run_backward"), frame("/x/fsdp_tune/worker/trainer.py", "_forward_backward"), *ENTRY)
+HOOK = (frame(f"{TORCH}/distributed/distributed_c10d.py", "reduce_scatter_tensor"), frame(f"{TORCH}/x.py", "post_backward"))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (dump(HEARTBEAT, ALL_REDUCE), "all_reduce"),
+        (dump(HEARTBEAT, FSDP_WAIT), "foreach_all_gather_copy_out"),
+        (dump(HEARTBEAT, VOTE), "the vote on stopping"),
+        (dump(HEARTBEAT, COMPUTES), None),
+        (dump(HOOK, ENGINE), "reduce_scatter_tensor"),
+        (dump(HEARTBEAT, ENGINE), None),
+        ("", None),
+    ],
+    ids=["collective", "FSDP's own wait", "vote", "computes", "hook of the backward", "backward without a hook", "no answer"],
+)
+def test_the_collective_is_the_one_that_the_main_thread_waits_in(text: str, name: str | None) -> None:
+    assert waits_in(parse(text)) == name
+
+
+def test_a_save_in_the_background_is_not_what_a_rank_waits_in() -> None:
+    saving = (frame(f"{TORCH}/distributed/distributed_c10d.py", "all_gather_object"), frame("/usr/lib/python3.11/threading.py", "run"))
+    assert waits_in(parse(dump(saving, COMPUTES))) is None
+
+
+def test_the_place_is_the_innermost_call_and_ours() -> None:
+    assert stands_at(parse(dump(HEARTBEAT, COMPUTES))) == (
+        f"{TORCH}/nn/modules/linear.py:7 in forward, called from fsdp_tune/worker/trainer.py:150 in training_step"
+    )
+    assert stands_at(parse(dump(VOTE))) == "fsdp_tune/worker/agree.py:7 in exchange"
+    assert stands_at([]) is None
+
+
+def test_what_else_stands_in_a_log_is_no_stack() -> None:
+    stacks = parse(f'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nwarning\n{dump(HEARTBEAT, COMPUTES)}\nmore')
+    assert len(stacks) == 2
+    assert main_thread(stacks)[0].function == "forward"
+
+
+def standing(rank: int, **more: Any) -> Standing:
+    return replace(Standing(rank, step=5, phase="training", waits_in="all_reduce"), **more)
+
+
+def recorded(number: int, *, ended: bool = False, group: str = "0") -> dict[str, Any]:
+    return {"name": "nccl:all_gather", "number": number, "group": group, "ended": ended, "entered": {group: number}}
+
+
+@pytest.mark.parametrize(
+    ("standings", "late"),
+    [
+        ([standing(0), standing(1, state="stopped (SIGSTOP)"), standing(2, waits_in=None)], [1]),
+        ([standing(0), standing(1, waits_in=None), standing(2)], [1]),
+        ([standing(0, waits_in=None), standing(1, waits_in=None)], []),
+        ([standing(0), standing(1)], []),
+        ([standing(0, collective=recorded(57)), standing(1, collective=recorded(56, ended=True))], [1]),
+        ([standing(0, collective=recorded(57)), standing(1, collective=recorded(57))], []),
+        ([standing(0, collective=recorded(57)), standing(1)], []),
+        ([standing(0, collective=recorded(57)), standing(1, collective=recorded(3, group="1"))], []),
+    ],
+    ids=["stopped", "computes", "all compute", "all wait", "a collective behind", "same collective", "unknown", "other groups"],
+)
+def test_the_late_rank_is_told_from_those_that_wait(standings: list[Standing], late: list[int]) -> None:
+    assert [each.rank for each in late_ranks(standings)] == late
+
+
+def test_the_message_names_rank_step_place_and_what_the_others_wait_in() -> None:
+    late = standing(3, waits_in=None, step=128, phase="optimizer step", at="optim.py:1 in step")
+    problem = hang_problem([*(standing(rank) for rank in range(3)), late], 1800.0, Path("/r/logs/hang.txt"))
+    assert problem.message == (
+        "nothing has moved for 30m00s: rank 3 (step 128, `optimizer step`, at optim.py:1 in step) is late; "
+        "waiting for it: ranks 0, 1, 2 in all_reduce"
+    )
+    assert "/r/logs/hang.txt" in (problem.hint or "")
+
+
+def test_ranks_in_different_collectives_are_told_with_their_numbers() -> None:
+    one, other = standing(0, collective=recorded(57)), standing(1, waits_in="barrier", collective=recorded(57))
+    message = hang_problem([one, other], 60.0, Path("x")).message
+    assert (
+        "the ranks wait in different collectives: rank 0 (step 5, `training`) in all_reduce (number 57, nccl:all_gather); rank 1" in message
+    )
+
+
+def test_where_nobody_is_late_the_network_is_suspected() -> None:
+    assert "a rank of another machine, or the network" in hang_problem([standing(0), standing(1)], 60.0, Path("x")).message
+
+
+def test_a_thousand_ranks_are_one_line() -> None:
+    message = hang_problem([standing(0, waits_in=None), *(standing(rank) for rank in range(1, 1000))], 60.0, Path("x")).message
+    assert message.endswith("waiting for it: 999 ranks in all_reduce")
+
+
+def test_the_report_has_every_rank_and_says_which_gave_no_answer() -> None:
+    standings = [standing(0), Standing(1)]
+    text = report_text(standings, {0: dump(ALL_REDUCE), 1: ""}, hang_problem(standings, 60.0, Path("x")))
+    assert "rank 1 (before its first sign of life): does not wait for others" in text
+    assert "── stacks of rank 1\nno answer" in text
+    assert 'distributed_c10d.py", line 3252 in all_reduce' in text

@@ -1,0 +1,184 @@
+"""When a failed launch is started again, and when that would be of no use."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
+from fsdp_tune.launch import supervise
+from fsdp_tune.launch.attempts import Attempts, append_event
+from fsdp_tune.launch.restart import Failure, Restart, decide, is_transient
+from fsdp_tune.launch.supervise import Event, Said
+from fsdp_tune.launch.verdict import Ended
+from fsdp_tune.run_dir import RunDir
+from tests.launch.conftest import Parts, PlanOf
+from tests.launch.orphans import children, left_over
+from tests.launch.test_plan import resolved
+
+KILLED = Problem("rank-killed", "rank 1 was killed by SIGKILL")
+FINISHED = {"exit_code": 0, "exit_reason": "finished", "loss": 1.5}
+
+
+def failures(*places: tuple[int, int], has_trained: bool = True) -> list[Failure]:
+    """From (last step done, newest checkpoint) of each."""
+    return [Failure(KILLED, step, checkpoint, has_trained) for step, checkpoint in places]
+
+
+def no_rows(step: int) -> str | None:
+    return None
+
+
+def ended(reason: ExitReason, code: str | None) -> Ended:
+    return Ended(EXIT_CODE_OF_REASON[reason], reason, 3, Problem(code, "x") if code else None)
+
+
+@pytest.mark.parametrize(
+    ("what", "signals", "again"),
+    [
+        (ended(ExitReason.LOST_RANK, "rank-killed"), [], True),
+        (ended(ExitReason.LOST_RANK, "hang"), [], True),
+        (ended(ExitReason.LOST_RANK, "lost-rank"), [], True),
+        (ended(ExitReason.FAILED, "worker-failed"), [], True),
+        (ended(ExitReason.FAILED, "host-out-of-memory"), [], True),
+        (ended(ExitReason.FINISHED, None), [], False),
+        (ended(ExitReason.PREEMPTED, None), [], False),
+        (ended(ExitReason.INTERRUPTED, None), [], False),
+        (ended(ExitReason.MAX_RUNTIME, None), [], False),
+        (ended(ExitReason.OUT_OF_MEMORY, "device-out-of-memory"), [], False),
+        (ended(ExitReason.NON_FINITE, "non-finite"), [], False),
+        (ended(ExitReason.FAILED, "data-changed"), [], False),
+        (ended(ExitReason.FAILED, "readback-differs"), [], False),
+        (ended(ExitReason.FAILED, "stopped-unsaved"), [], False),
+        (ended(ExitReason.FAILED, "save-failed"), [], False),
+        (ended(ExitReason.LOST_RANK, "rank-killed"), [signal.SIGTERM], False),
+    ],
+)
+def test_only_what_may_not_happen_again_is_restarted(what: Ended, signals: Sequence[int], again: bool) -> None:
+    assert is_transient(what, signals) is again
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [(3, 2), (3, 2)],
+        [(3, 2), (3, 2), (4, 4), (7, 6), (7, 6)],
+        [(5, 4), (4, 4), (6, 4), (3, 4), (7, 6)],
+        [(0, 0), (0, 0)],
+    ],
+    ids=["twice", "five crashes", "back and forth", "twice in the first step"],
+)
+def test_failures_with_progress_between_them_are_restarted(places: list[tuple[int, int]]) -> None:
+    for count in range(1, len(places) + 1):
+        assert decide(failures(*places[:count]), 9, no_rows) == Restart(count)
+
+
+def test_restarts_are_counted() -> None:
+    assert decide(failures((1, 0), (2, 0)), 2, no_rows) == Restart(2)
+    stop = decide(failures((1, 0), (2, 0), (3, 0)), 2, no_rows)
+    assert isinstance(stop, Problem)
+    assert stop.message == "rank 1 was killed by SIGKILL; all 2 restarts (`launch.max_restarts`) are used up"
+
+
+def test_without_restarts_the_problem_stays_as_it_is() -> None:
+    assert decide(failures((1, 0)), 0, no_rows) == KILLED
+
+
+def test_the_third_failure_in_one_step_ends_the_run_with_the_rows_of_that_step() -> None:
+    stop = decide(failures((1, 0), (3, 2), (3, 2), (3, 2)), 9, lambda step: f"rows of step {step}")
+    assert isinstance(stop, Problem)
+    assert stop.code == "fails-each-time"
+    assert "fails in step 4 each time (3 times in a row); the rows of that step: rows of step 4;" in stop.message
+
+
+def test_three_failures_without_progress_end_the_run_wherever_they_were() -> None:
+    stop = decide(failures((3, 2), (2, 2), (3, 2)), 9, no_rows)
+    assert isinstance(stop, Problem)
+    assert "3 launches in a row got no further than step 3" in stop.message
+
+
+def test_two_failures_in_the_start_up_end_the_run() -> None:
+    stop = decide([*failures((6, 4)), *failures((4, 4), has_trained=False)], 9, no_rows)
+    assert isinstance(stop, Problem)
+    assert "2 launches in a row got no further than the start-up" in stop.message
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, run: RunDir, plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Ended, list[Event]]]:
+    """Runs fake ranks to their end, restarts included."""
+    monkeypatch.setattr(supervise, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(supervise, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(supervise, "HANG_MARGIN_SECONDS", 0.0)
+
+    def go(parts: Parts, *overrides: str) -> tuple[Ended, list[Event]]:
+        before = children()
+        recipe = resolved(tmp_path, "launch.max_restarts=5", *overrides)
+        events = list(Attempts(plan_of(parts), recipe, no_rows).events())
+        assert isinstance(events[-1], Ended)
+        assert left_over(before) == []
+        return events[-1], events
+
+    return go
+
+
+def lines(run: RunDir) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.metrics_jsonl.read_text().splitlines()]
+
+
+DIES_ONCE = [["beat", "training", 2], ["log", {"event": "train_started", "step": 0}], ["once", "died", "die", int(signal.SIGKILL)]]
+
+
+def test_a_killed_rank_is_started_again_and_the_user_and_the_metrics_are_told(attempt: Any, run: RunDir) -> None:
+    end, events = attempt({"0": [*DIES_ONCE, ["outcome", FINISHED]], "1": [["outcome", FINISHED]]})
+    assert (end.exit_code, end.problem) == (0, None)
+    (said,) = [event.text for event in events if isinstance(event, Said) and "restarting" in event.text]
+    assert said.startswith("rank 0 was killed by SIGKILL at step 2: restarting from step 0 (there is no complete checkpoint yet)")
+    assert said.endswith("(restart 1 of 5); 2 steps are done again")
+    (event,) = [line for line in lines(run) if line.get("event") == "restarted"]
+    assert {name: event[name] for name in ("step", "restart", "max_restarts", "failed_after_step", "code")} == {
+        "step": 0,
+        "restart": 1,
+        "max_restarts": 5,
+        "failed_after_step": 2,
+        "code": "rank-killed",
+    }
+    assert json.loads((run.path / "resume.json").read_text()) == {"resume_from": None, "digests_checked": True}
+
+
+def test_a_hang_is_started_again(attempt: Any) -> None:
+    hangs_once = [["stacks"], ["beat", "training", 2], ["log", {"event": "train_started", "step": 0}], ["once", "slept", "sleep", 60]]
+    end, events = attempt({"0": [*hangs_once, ["outcome", FINISHED]]}, "launch.hang_timeout=1s")
+    assert end.exit_code == 0
+    assert any(isinstance(event, Said) and "nothing has moved" in event.text and "restarting" in event.text for event in events)
+
+
+def test_what_fails_before_training_each_time_is_started_once_more_and_then_given_up(attempt: Any, run: RunDir) -> None:
+    end, events = attempt({"0": [["raise", "no such library"]]})
+    assert end.exit_code == 1
+    assert end.problem is not None
+    assert "restarting does not help: 2 launches in a row" in end.problem.message
+    assert sum(isinstance(event, Said) and "restarting from" in event.text for event in events) == 1
+    verdict = json.loads((run.logs / "outcome.json").read_text())
+    assert "restarting does not help" in verdict["problem"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"), [(2, "failed"), (3, "out_of_memory"), (4, "non_finite"), (130, "interrupted"), (143, "preempted")]
+)
+def test_no_restart_where_it_cannot_help_or_is_not_wanted(attempt: Any, run: RunDir, code: int, reason: str) -> None:
+    outcome = {"exit_code": code, "exit_reason": reason, "problem": {"code": "x", "message": "x"} if code < 100 else None}
+    end, events = attempt({"0": [["beat", "training", 1], ["outcome", outcome], ["exit", code]]})
+    assert end.exit_code == code
+    assert not any(isinstance(event, Said) for event in events)
+
+
+def test_an_event_starts_a_line_of_its_own_behind_a_torn_one(run: RunDir) -> None:
+    run.metrics_jsonl.write_text('{"step": 1}\n{"step": 2, "lo')
+    append_event(run, "restarted", 1, restart=1)
+    assert run.metrics_jsonl.read_text().splitlines()[1] == '{"step": 2, "lo'
+    assert json.loads(run.metrics_jsonl.read_text().splitlines()[2])["event"] == "restarted"
