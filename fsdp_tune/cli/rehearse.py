@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,6 +51,9 @@ def rehearse(
         fsdp-tune rehearse --config my.yaml --parity
     """
     with command(json_output) as screen, stopping_cleanly():
+        from fsdp_tune.rehearsal.scenes import Rehearsal
+        from fsdp_tune.rehearsal.switches import comparable, parity_checks
+
         asked = _asked_recipe(screen, chosen_recipe(recipe, config), overrides or [])
         folder = Path(tempfile.mkdtemp(prefix="fsdp-tune-rehearsal-"))
         ranks = num_processes or (HYBRID_RANKS if asked.is_hybrid else RANKS)
@@ -60,9 +62,11 @@ def rehearse(
         screen.log_directory = folder
         try:
             small = _shrink(screen, asked, folder, ranks, device)
+            if parity:
+                small = comparable(small)
             for line in small.changes:
                 screen.say(f"  {line}")
-            for check in _parity(small, folder) if parity else _scenes(small, folder, ranks):
+            for check in parity_checks(small, folder) if parity else Rehearsal(small.write(folder), folder, ranks, STEPS).checks():
                 checks.append(check)
                 screen.say(f"{'ok  ' if check.passed else 'FAIL'}  {check.name}: {check.detail}  ({check.seconds:.0f} s)")
         finally:
@@ -103,18 +107,6 @@ def _shrink(screen: Screen, recipe: Recipe, folder: Path, ranks: int, device: st
         )
     reach = Reach(tokenizer=data.vocabulary_size is not None, data=not data.unchecked)
     return small_recipe(recipe, model.facts["config"], folder, ranks=ranks, device=device, steps=STEPS, reach=reach)
-
-
-def _scenes(small: Small, folder: Path, ranks: int) -> Iterable[Check]:
-    from fsdp_tune.rehearsal.scenes import Rehearsal
-
-    return Rehearsal(small.write(folder), folder, ranks, STEPS).checks()
-
-
-def _parity(small: Small, folder: Path) -> Iterable[Check]:
-    from fsdp_tune.rehearsal.switches import parity_checks
-
-    return parity_checks(small, folder)
 
 
 def _document(small: Small, checks: list[Check], folder: Path | None) -> dict[str, Any]:
