@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,6 +45,7 @@ def decide(run: RunDir, recipe: Recipe, resume: str | None, *, overwrite: bool) 
     """Reads only. FsdpTuneError (exit 2) with the ways out where the directory must not be used so."""
     if run.path.is_symlink() and not run.path.exists():
         raise usage_error("bad-output-dir", f"{run.path} is a link that leads nowhere", hint="remove it, or name another `output_dir`")
+    _refuse_open_directory(run)
     if is_held(run):
         raise usage_error(
             "run-in-use",
@@ -56,6 +59,16 @@ def decide(run: RunDir, recipe: Recipe, resume: str | None, *, overwrite: bool) 
     if resume == AUTO:
         return _newest(run, recipe)
     return _explicit(run, recipe, Path(resume))
+
+
+def _refuse_open_directory(run: RunDir) -> None:
+    """Whoever may write into a run directory may put files in the place of ours, or links to other people's."""
+    if run.is_used and run.path.stat().st_mode & stat.S_IWOTH:
+        raise usage_error(
+            "run-directory-open",
+            f"{run.path} can be written by everybody on this machine",
+            hint=f"`chmod o-w {shlex.quote(str(run.path))}`",
+        )
 
 
 def _fresh(run: RunDir, *, overwrite: bool) -> Start:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ def write_run(run: RunDir, files: RunFiles) -> None:
 def _write_new(run: RunDir, files: RunFiles) -> None:
     try:
         with staged_directory(run.path) as stage:
+            stage.chmod(stat.S_IMODE(stage.stat().st_mode) & ~stat.S_IWOTH)  # also under umask 0, as in many containers
             inside = RunDir(stage)
             inside.model.mkdir()
             inside.logs.mkdir()

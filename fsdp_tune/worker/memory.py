@@ -50,8 +50,7 @@ def live_components(trainer: FsdpTrainer) -> dict[str, int]:
     """Bytes on this rank's device of what lives from step to step."""
     device = trainer.args.device
     parameters = list(trainer.wrapped.parameters())
-    state = trainer.optimizer.state.values() if trainer.optimizer is not None else ()
-    moments = [value for entry in state for value in entry.values() if isinstance(value, torch.Tensor)]
+    moments = [value for entry in trainer.optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
     return {
         "parameters": _bytes(parameters, device),
         "gradients": _bytes((p.grad for p in parameters if p.grad is not None), device),

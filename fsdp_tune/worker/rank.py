@@ -64,7 +64,7 @@ def redirect_output(run: RunDir, rank: int) -> IO[str]:
     """Sends this process's stdout and stderr, C++ included, to its log; returns the launcher's stdout for plain lines."""
     run.logs.mkdir(parents=True, exist_ok=True)
     screen = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
-    log = os.open(run.rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(run.rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(log, 1)

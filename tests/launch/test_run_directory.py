@@ -139,6 +139,24 @@ def test_a_live_run_is_not_touched(fresh: RunDir, tmp_path: Path) -> None:
                 decide(fresh, recipe, resume, overwrite=overwrite)
 
 
+def test_a_new_run_is_never_open_to_everybody(fresh: RunDir, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        used(fresh, tmp_path)
+    finally:
+        os.umask(before)
+    assert fresh.path.stat().st_mode & 0o002 == 0
+
+
+def test_a_run_that_everybody_may_write_into_is_refused(fresh: RunDir, tmp_path: Path) -> None:
+    recipe = used(fresh, tmp_path)
+    fresh.path.chmod(0o777)
+    with pytest.raises(FsdpTuneError, match="can be written by everybody") as caught:
+        decide(fresh, recipe, "auto", overwrite=False)
+    assert caught.value.exit_code == 2
+    assert caught.value.problems[0].hint == f"`chmod o-w {fresh.path}`"
+
+
 def test_overwrite_keeps_the_old_run_beside(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     assert decide(fresh, recipe, None, overwrite=True).is_new

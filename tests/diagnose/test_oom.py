@@ -1,0 +1,103 @@
+"""After memory ran out: what was live, and three changes that apply to this recipe, in the order of what was largest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.diagnose.oom import REST, Host, Moment, device_problem, host_problem, sizes_in
+from fsdp_tune.units import GIB
+from tests.launch.mortal import CUDA_MESSAGE
+from tests.launch.test_plan import resolved
+
+STATE = {"parameters": 20 * GIB, "gradients": 20 * GIB, "optimizer state": 30 * GIB}
+SIZES = {"requested": 2 * GIB, "capacity": 80 * GIB, "free": GIB, "allocated": 74 * GIB, "unused": GIB}
+ACTIVATIONS = Moment("forward", 12, {"parameters": GIB}, SIZES)
+MODEL_STATE = Moment("optimizer step", 0, STATE, SIZES)
+
+
+def ways(tmp_path: Path, moment: Moment, *overrides: str) -> list[str]:
+    """The keys that are proposed."""
+    return [way.split(":")[0] for way in device_problem(resolved(tmp_path, *overrides), moment).ways_out]
+
+
+def test_torchs_message_is_read() -> None:
+    assert sizes_in(CUDA_MESSAGE) == {
+        "requested": 2 * GIB,
+        "capacity": round(79.10 * GIB),
+        "free": round(1.05 * GIB),
+        "allocated": round(74.02 * GIB),
+        "unused": round(1.01 * GIB),
+    }
+    assert sizes_in("CUDA error: out of memory") == {}
+
+
+def test_what_is_live_adds_up_and_the_largest_comes_first() -> None:
+    assert MODEL_STATE.live == {"optimizer state": 30 * GIB, "gradients": 20 * GIB, "parameters": 20 * GIB, REST: 4 * GIB}
+    assert ACTIVATIONS.live == {REST: 73 * GIB, "parameters": GIB}
+    assert sum(MODEL_STATE.live.values()) == SIZES["allocated"]
+
+
+def test_the_message_says_where_how_much_and_what_held_it(tmp_path: Path) -> None:
+    message = device_problem(resolved(tmp_path), ACTIVATIONS).message
+    assert message == (
+        "out of device memory in `forward`: 2.00 GiB more were asked for of a device with 80.00 GiB; "
+        f"live: {REST} 73.00 GiB, parameters 1.00 GiB; 1.00 GiB held but not used"
+    )
+
+
+def test_activations_are_made_fewer_first(tmp_path: Path) -> None:
+    assert ways(tmp_path, ACTIVATIONS, "training.per_device_train_batch_size=8", "precision.mixed_precision=no") == [
+        "training.per_device_train_batch_size",
+        "fsdp.activation_checkpointing",
+        "precision.mixed_precision",
+    ]
+
+
+def test_state_is_split_before_anything_else_where_it_is_largest(tmp_path: Path) -> None:
+    found = ways(tmp_path, MODEL_STATE, "fsdp.sharding_strategy=SHARD_GRAD_OP", "training.per_device_train_batch_size=8")
+    assert found == ["fsdp.sharding_strategy", "fsdp.offload_params", "training.per_device_train_batch_size"]
+
+
+def test_what_is_set_already_is_not_proposed(tmp_path: Path) -> None:
+    keys = ("fsdp.activation_checkpointing=full", "training.per_device_train_batch_size=1", "precision.mixed_precision=bf16")
+    found = ways(tmp_path, ACTIVATIONS, *keys)
+    assert found == ["data.max_length", "fsdp.offload_params", "launch.num_processes"]
+
+
+def test_there_are_always_three_ways(tmp_path: Path) -> None:
+    keys = ("fsdp.sharding_strategy=NO_SHARD", "fsdp.activation_checkpointing=full", "precision.mixed_precision=bf16", "data.max_length=1")
+    assert len(ways(tmp_path, ACTIVATIONS, *keys[:3])) == 3
+
+
+def test_fragmentation_and_the_phase_come_first(tmp_path: Path) -> None:
+    fragmented = Moment("forward", 3, {}, SIZES | {"unused": 20 * GIB})
+    assert ways(tmp_path, fragmented)[0] == "launch.env"
+    evaluating = Moment("evaluating", 3, {}, SIZES)
+    assert ways(tmp_path, evaluating, "training.per_device_eval_batch_size=8")[0] == "training.per_device_eval_batch_size"
+    saving = Moment("saving", 3, STATE, SIZES)
+    assert ways(tmp_path, saving, "fsdp.state_dict_type=FULL_STATE_DICT")[0] == "fsdp.state_dict_type"
+
+
+def test_a_moment_of_which_nothing_is_known_is_told_all_the_same(tmp_path: Path) -> None:
+    problem = device_problem(resolved(tmp_path), Moment("loading the model", 0))
+    assert problem.message == "out of device memory in `loading the model`: no more could be had"
+    assert len(problem.ways_out) == 3
+
+
+@pytest.mark.parametrize(
+    ("phase", "overrides", "first"),
+    [
+        ("loading the model", ("fsdp.cpu_ram_efficient_loading=false",), "fsdp.cpu_ram_efficient_loading"),
+        ("saving", (), "checkpoint.async"),
+        ("forward", ("checkpoint.async=false", "fsdp.offload_params=true"), "fsdp.offload_params"),
+    ],
+)
+def test_host_memory_is_spared_by_what_fits_the_phase(tmp_path: Path, phase: str, overrides: tuple[str, ...], first: str) -> None:
+    problem = host_problem(resolved(tmp_path, *overrides), phase, Host(3 * GIB, GIB, 64 * GIB))
+    assert problem.message == (
+        f"out of host memory in `{phase}`: this rank has held up to 3.00 GiB, 1.00 GiB of the machine's 64.00 GiB are left"
+    )
+    assert problem.ways_out[0].startswith(first)
+    assert len(problem.ways_out) == 3

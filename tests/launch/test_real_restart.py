@@ -1,0 +1,165 @@
+"""Restarts of the real thing: `accelerate launch`, gloo ranks, sharded checkpoints; the end is that of the uninterrupted run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_tune.cli.step_rows import rows_of_step
+from fsdp_tune.launch.accelerate import launch_plan
+from fsdp_tune.launch.attempts import Attempts
+from fsdp_tune.launch.resume import read_resolved
+from fsdp_tune.launch.supervise import Event, Said
+from fsdp_tune.launch.verdict import Ended
+from fsdp_tune.run_dir import RunDir, latest_checkpoint
+from tests.conftest import REPOSITORY
+from tests.launch.orphans import children, left_over
+from tests.parity.runs import lines, loss_lines, saved_parameters
+
+pytestmark = pytest.mark.ranks
+
+SECRET = "s3cretvalue7f3a"
+SECRETS = {
+    "HF_TOKEN": f"hf_{SECRET}{'x' * 20}",
+    "WANDB_API_KEY": SECRET,
+    "AWS_SECRET_ACCESS_KEY": SECRET,
+    "https_proxy": f"http://user:{SECRET}@127.0.0.1:1",
+}
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, **SECRETS, "PYTHONPATH": str(REPOSITORY)}
+
+
+def written(folder: Path, name: str, *, steps: int, **keys: Any) -> RunDir:
+    """A run directory as `train --no-start` leaves it, of the embedded recipe with a line and a save after each step."""
+    settings = {
+        "output_dir": str(folder / name),
+        "training.max_steps": steps,
+        "training.save_steps": 1,
+        "training.logging_steps": 1,
+        "training.eval_strategy": "no",
+        "training.warmup_steps": 0,
+        "training.report_to": [],
+        "checkpoint.probe": False,
+        "launch.max_restarts": 100,
+        "launch.num_cpu_threads_per_process": 1,
+    }
+    words = [word for key, value in (settings | keys).items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *words, "--no-start"]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    )
+    assert done.returncode == 0, done.stderr
+    return RunDir(folder / name)
+
+
+def launch(run: RunDir, *accidents: dict[str, Any]) -> tuple[Ended, list[Event]]:
+    (run.path / "accidents.json").write_text(json.dumps(accidents))
+    recipe = read_resolved(run)
+    plan = launch_plan(recipe, run, worker_module="tests.launch.mortal", inherited=environment())
+    before = children()
+    events = list(Attempts(plan, recipe, partial(rows_of_step, run, recipe)).events())
+    assert isinstance(events[-1], Ended)
+    assert left_over(before) == []
+    return events[-1], events
+
+
+def numbers(run: RunDir) -> list[tuple[Any, ...]]:
+    return [(line["step"], line["loss"], line["grad_norm"], line["learning_rate"], line["tokens"]) for line in loss_lines(run)]
+
+
+def assert_same_end(run: RunDir, whole: RunDir, steps: int) -> None:
+    """Every step once, with the same digits; the same parameters to the last bit."""
+    assert [line[0] for line in numbers(run)] == list(range(1, steps + 1))
+    assert numbers(run) == numbers(whole)
+    one, other = saved_parameters(run, steps), saved_parameters(whole, steps)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def restarted(run: RunDir) -> list[dict[str, Any]]:
+    return [line for line in lines(run) if line.get("event") == "restarted"]
+
+
+def test_a_killed_rank_and_a_failed_one_leave_the_uninterrupted_run(tmp_path: Path) -> None:
+    run = written(tmp_path, "run", steps=5)
+    shutil.copytree(run.path, tmp_path / "whole")
+    whole = RunDir(tmp_path / "whole")
+    assert launch(whole)[0].exit_code == 0
+    ended, events = launch(run, {"rank": 1, "step": 2, "how": int(signal.SIGKILL)}, {"rank": 0, "step": 4, "how": "raise"})
+    assert (ended.exit_code, ended.problem, ended.step) == (0, None, 5)
+    assert_same_end(run, whole, 5)
+    assert [(event["restart"], event["code"]) for event in restarted(run)] == [(1, "rank-killed"), (2, "worker-failed")]
+    said = [event.text for event in events if isinstance(event, Said) and "restarting" in event.text]
+    assert said[0].startswith("rank 1 was killed by SIGKILL at step 2: restarting from checkpoint-")
+    assert [path for path in run.path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()] == []
+    assert said[1].startswith("RuntimeError: a library failed (rank 0, step 4): restarting from checkpoint-")
+
+
+@pytest.mark.slow  # five minutes: each launch imports the stack
+def test_twenty_kills_in_a_row_leave_the_uninterrupted_run(tmp_path: Path) -> None:
+    steps = 24
+    run = written(tmp_path, "run", steps=steps)
+    shutil.copytree(run.path, tmp_path / "whole")
+    whole = RunDir(tmp_path / "whole")
+    assert launch(whole)[0].exit_code == 0
+    kills = [{"rank": number % 2, "step": number + 2, "how": int(signal.SIGKILL)} for number in range(20)]
+    ended, _ = launch(run, *kills)
+    assert (ended.exit_code, ended.problem, ended.step) == (0, None, steps)
+    assert len(restarted(run)) == 20
+    assert_same_end(run, whole, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [int(signal.SIGSTOP), "sleep", "hold"], ids=["stopped", "sleeps", "holds Python's lock"])
+def test_a_rank_that_stands_still_is_named_and_the_run_goes_on(tmp_path: Path, how: int | str) -> None:
+    run = written(tmp_path, "run", steps=4, **{"launch.hang_timeout": "8s"})
+    ended, events = launch(run, {"rank": 1, "step": 2, "how": how})
+    assert ended.exit_code == 0
+    (said,) = [event.text for event in events if isinstance(event, Said) and "restarting" in event.text]
+    assert "nothing has moved for" in said
+    assert "rank 1 (step 2, `training`" in said
+    assert "is late; waiting for it: rank 0 in " in said
+    report = run.hang_report.read_text()
+    assert all(f"── stacks of rank {rank}" in report for rank in (0, 1))
+    assert "mortal.py" in report
+    assert (run.flight_recorder / "rank_0").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_the_same_step_three_times_ends_the_run_with_its_rows(tmp_path: Path) -> None:
+    run = written(tmp_path, "run", steps=6)
+    accident = {"rank": 1, "step": 3, "how": "raise"}
+    ended, _ = launch(run, accident, accident, accident)
+    assert ended.exit_code == 1
+    assert ended.problem is not None
+    assert ended.problem.code == "fails-each-time"
+    assert "fails in step 4 each time (3 times in a row); the rows of that step: " in ended.problem.message
+    assert "(builtin:arithmetic:" in ended.problem.message
+    checkpoint, rejected = latest_checkpoint(run, digests=True)
+    assert checkpoint is not None
+    assert rejected == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "code", "restarts"), [("oom", 3, 0), ("memory", 0, 1)])
+def test_device_memory_is_not_tried_again_and_host_memory_is(tmp_path: Path, how: str, code: int, restarts: int) -> None:
+    run = written(tmp_path, "run", steps=4)
+    ended, _ = launch(run, {"rank": 1, "step": 2, "how": how})
+    assert ended.exit_code == code
+    assert len(restarted(run)) == restarts
+    if ended.problem is not None:
+        assert "live: activations, gathered parameters and workspace 74.02 GiB, optimizer state" in ended.problem.message
+        assert ended.problem.message.endswith("(rank 1, step 2)")
+        assert len(ended.problem.ways_out) == 3
