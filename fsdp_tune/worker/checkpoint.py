@@ -60,6 +60,8 @@ class Saved:
     seconds: float = 0.0
     size_bytes: int = 0
     error: FsdpTuneError | None = None
+    left: str | None = None
+    """Why old checkpoints could not be removed after it; the save itself is whole."""
 
 
 @dataclass
@@ -127,6 +129,7 @@ class Checkpointer:
         started = time.monotonic()
         try:
             saved.size_bytes = self._write(snapshot, self.run.checkpoint(snapshot.step))
+            saved.left = self._rotate(snapshot.step)
         except FsdpTuneError as error:
             saved.error = error
         except Exception as error:  # noqa: BLE001  an error of the disk or of torch: it becomes the save's outcome
@@ -162,10 +165,17 @@ class Checkpointer:
             if dist.get_rank() == 0:
                 shutil.rmtree(stage, ignore_errors=True)
             raise
-        from_rank0(
-            lambda: rotate(self.run, self.keep, protected={snapshot.step, self.best_step or -1}), "removing old checkpoints", self._group
-        )
         return sum(entry.size_bytes for entry in manifest.files.values()) if manifest else 0
+
+    def _rotate(self, step: int) -> str | None:
+        """Removes old checkpoints; a sentence where the disk refuses."""
+        try:
+            from_rank0(lambda: rotate(self.run, self.keep, protected={step, self.best_step or -1}), "removing old checkpoints", self._group)
+        except FsdpTuneError as error:
+            return error.problems[0].message
+        except OSError as error:
+            return str(error)
+        return None
 
     def _fill_stage(self, snapshot: Snapshot, stage: Path) -> Manifest | None:
         """Writes all files of a checkpoint; the manifest, last, on rank 0 (returned there)."""

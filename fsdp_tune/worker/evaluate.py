@@ -34,7 +34,9 @@ def evaluate_sets(
 ) -> dict[str, float]:
     """`eval_loss` over the tokens of all sets, and `eval_<label>_loss` of each where there are several."""
     wrapped.eval()
-    sums = {label: _sums(recipe, wrapped, store, collator, device) for label, store in sets.items()}
+    # A loader draws its seed from the generator that dropout draws from; a stop may leave an evaluation out, and must shift no mask.
+    with torch.random.fork_rng(devices=[]):
+        sums = {label: _sums(recipe, wrapped, store, collator, device) for label, store in sets.items()}
     wrapped.train()
     for label, (_, tokens) in sums.items():
         if tokens == 0:

@@ -13,10 +13,13 @@ from fsdp_tune.run_dir import RunDir, complete_checkpoints
 def rotate(run: RunDir, keep: int | None, *, protected: set[int]) -> list[Path]:
     """Deletes the oldest complete checkpoints of this run beyond `keep`; never a protected step, never what has no manifest of ours.
 
-    Each is first renamed to a hidden name, so that a half-deleted directory is never visible.
+    Each is first renamed to a hidden name, so that a half-deleted directory is never visible. What a rotation before could
+    not delete is tried again.
     """
     if keep is None:
         return []
+    for hidden in run.path.glob(f".checkpoint-*.old{STAGE_MARK}*"):
+        DISK.rmtree(hidden)
     complete, _ = complete_checkpoints(run)
     gone: list[Path] = []
     for old in complete[max(keep, 1) :]:

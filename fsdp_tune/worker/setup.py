@@ -35,6 +35,7 @@ from fsdp_tune.worker.resume import agreed_checkpoint
 from fsdp_tune.worker.rotation import remove_leftovers
 from fsdp_tune.worker.signals import StopWish
 from fsdp_tune.worker.state import Live
+from fsdp_tune.worker.trackers import guarded
 from fsdp_tune.worker.trainer import FsdpTrainer, Parts
 
 
@@ -69,6 +70,7 @@ def build_trainer(
     callback = RunCallback(run, wish, say, is_first=rank.is_first)
     trainer = FsdpTrainer(parts, arguments, [*_extra_callbacks(recipe), callback])
     callback.trainer = trainer
+    trainer.callback_handler.callbacks = guarded(trainer.callback_handler.callbacks, _tracker_reporter(trainer, say))
     trainer.create_optimizer()
     trainer.checkpointer = Checkpointer(
         run=run,
@@ -141,12 +143,23 @@ def _extra_callbacks(recipe: Recipe) -> list[TrainerCallback]:
     return [EarlyStoppingCallback(stopping.patience, stopping.threshold)] if stopping else []
 
 
+def _tracker_reporter(trainer: FsdpTrainer, say: Callable[[str], None]) -> Callable[[str], None]:
+    def report(sentence: str) -> None:
+        trainer.parts.metrics.event("tracker_failed", trainer.state.global_step, message=sentence)
+        say(f"WARNING: {sentence}")
+
+    return report
+
+
 def _reporter(trainer: FsdpTrainer, recipe: Recipe, say: Callable[[str], None]) -> Callable[[Saved], None]:
     def report(saved: Saved) -> None:
         if saved.error is None:
             trainer.parts.metrics.event(
                 "checkpoint_saved", saved.step, seconds=saved.seconds, stall_seconds=saved.stall_seconds, size_bytes=saved.size_bytes
             )
+            if saved.left is not None:
+                trainer.parts.metrics.event("rotation_failed", saved.step, message=saved.left)
+                say(f"WARNING: old checkpoints were not removed: {saved.left}")
             return
         message = saved.error.problems[0].message
         trainer.parts.metrics.event("checkpoint_failed", saved.step, message=message)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.forks import ForkServer, shared_forks
+from tests.faults.training import Training, shared_training
 
 Count = Callable[..., None]
 
@@ -12,6 +13,11 @@ Count = Callable[..., None]
 @pytest.fixture
 def forks() -> ForkServer:
     return shared_forks()
+
+
+@pytest.fixture
+def training() -> Training:
+    return shared_training()
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -167,6 +168,9 @@ def _be_rank(place: Path, rank: int, world_size: int, task: bytes, server: int) 
     except Leaves as leaving:
         value, stays = leaving.value, False
     (place / f"value-{rank}").write_bytes(pickle.dumps(value))
+    for thread in threading.enumerate():  # as the interpreter does when a process ends: a save in flight is finished
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join(timeout=GRACE_SECONDS)
     if stays:
         with contextlib.suppress(RuntimeError):
             dist.barrier()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_tune.run_dir import RunDir, latest_checkpoint
 from fsdp_tune.worker import resume, state
@@ -30,6 +30,7 @@ from fsdp_tune.worker.checkpoint import Checkpointer, Saved, trainer_state_facts
 from fsdp_tune.worker.rotation import remove_leftovers
 from fsdp_tune.worker.state import Live
 from tests.faults.disk import Fault, die, injected, short_writes
+from tests.faults.sabotage import SABOTAGE
 from tests.parity import runs
 
 FIRST, SECOND, THIRD = 10, 20, 30
@@ -49,27 +50,35 @@ def _live(*, full: bool = False) -> Live:
     return Live(model, optimizer, full=full)
 
 
-def _tensors(live: Live) -> dict[str, torch.Tensor]:
-    """Every tensor that a checkpoint holds, as this rank's part."""
+def _values(live: Live) -> dict[str, Any]:
+    """Every tensor that a checkpoint holds."""
     assert live.optimizer is not None
     found: dict[str, Any] = dict(live.wrapped.named_parameters())
     for name, parameter in live.wrapped.named_parameters():
         state_of: dict[str, Any] = live.optimizer.state[parameter]
         found |= {f"{name}.{kind}": state_of[kind] for kind in sorted(state_of)}
-    return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in found.items()}
+    return found
+
+
+def _local(value: Any) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _set_step(live: Live, step: int) -> None:
-    """Makes every number a function of the step, of its tensor and of its place."""
+    """Makes every number a function of the step, of its tensor and of its place in the whole tensor."""
     with torch.no_grad():
-        for index, tensor in enumerate(_tensors(live).values()):
-            tensor.copy_((torch.arange(tensor.numel(), dtype=torch.float32) / 7 + index + step).view(tensor.shape))
+        for index, value in enumerate(_values(live).values()):
+            whole = (torch.arange(value.numel(), dtype=torch.float32) / 7 + index + step).view(value.shape)
+            if isinstance(value, DTensor):
+                whole = distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None).to_local()
+            _local(value).copy_(whole)
 
 
 def _is_at(live: Live, step: int) -> bool:
     wanted = _live()
     _set_step(wanted, step)
-    return all(torch.equal(one, other) for one, other in zip(_tensors(live).values(), _tensors(wanted).values(), strict=True))
+    pairs = zip(_values(live).values(), _values(wanted).values(), strict=True)
+    return all(torch.equal(_local(one), _local(other)) for one, other in pairs)
 
 
 def _checkpointer(path: Path, live: Live, *, keep: int | None, asynchronous: bool, saved: list[Saved]) -> Checkpointer:
@@ -135,7 +144,7 @@ def save_on_broken_disks(cases: list[tuple[Path, int, Fault]], step: int) -> lis
             error = _save(path, step, live=live).error
         told.append(None if error is None else error.problems[0].message)
         dist.barrier()
-        again = _save(path, step + 10, live=live, keep=None).error
+        again = _save(path, step + 10, live=live, keep=2).error
         if again is not None:
             raise again
     return told
@@ -192,6 +201,29 @@ def come_back(paths: list[Path]) -> list[tuple[int | None, bool]]:
     return found
 
 
+def come_back_half_blind(checkpoint: Path, blind: int) -> str:
+    """Code of the error on this rank, where only rank `blind` cannot read what is there."""
+    from fsdp_tune.errors import FsdpTuneError
+
+    unreadable = patch("fsdp_tune.worker.resume.damage", lambda *arguments, **options: ["weights: cannot be read"])
+    try:
+        with unreadable if dist.get_rank() == blind else contextlib.nullcontext():
+            resume.agreed_checkpoint(str(checkpoint), digests=True)
+    except FsdpTuneError as error:
+        return error.problems[0].code
+    return "accepted"
+
+
+def loads(path: Path, step: int) -> bool:
+    """Whether every tensor of a checkpoint comes into this world as it was."""
+    live = _live()
+    _set_step(live, 99)
+    checkpoint = RunDir(path).checkpoint(step)
+    state.load_model(live, checkpoint)
+    state.load_optimizer(live, checkpoint)
+    return _is_at(live, step)
+
+
 def many_saves(path: Path, saves: int) -> list[tuple[int, int, int]]:
     """(open files, threads, resident KiB) of this rank after the first tenth of many saves, and after the last."""
     live, seen = _live(), []
@@ -245,14 +277,22 @@ class Happening:
         return f"{signal.Signals(self.number).name} of rank {self.rank} in {self.phase} after step {self.step}"
 
 
-def train(path: str, happenings: Sequence[Happening] = (), faults: Sequence[tuple[int, Fault]] = ()) -> dict[str, Any]:
-    """The real worker on this rank, with what is to happen to it. Faults count the operations on checkpoints alone."""
+def train(
+    path: str,
+    happenings: Sequence[Happening] = (),
+    faults: Sequence[tuple[int, Fault]] = (),
+    sabotage: Sequence[tuple[str, int, int]] = (),
+) -> dict[str, Any]:
+    """The real worker on this rank, with what is to happen to it: signals, faults of the disk by rank, (sabotage, rank, step)."""
     me = dist.get_rank()
     fault = next((fault for rank, fault in faults if rank == me), None)
     with contextlib.ExitStack() as stack:
         for happening in happenings:
             if happening.rank == me:
                 stack.enter_context(_happening(happening))
+        for name, rank, step in sabotage:
+            if rank == me:
+                stack.enter_context(SABOTAGE[name](step))
         if fault is not None:
             kill = die if fault.signal is None else functools.partial(os.kill, os.getpid(), fault.signal)
             stack.enter_context(injected(fault, kill))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import signal
 from collections.abc import Sequence
@@ -11,84 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from fsdp_tune.run_dir import RunDir, latest_checkpoint
+from fsdp_tune.run_dir import RunDir
 from tests.faults import ranks
-from tests.faults.checks import half_files, stages, verified_steps
+from tests.faults.checks import stages, verified_steps
 from tests.faults.conftest import Count
 from tests.faults.disk import Fault
-from tests.faults.forks import KILLED, End, ForkServer
+from tests.faults.forks import KILLED, ForkServer
 from tests.faults.ranks import Happening
+from tests.faults.training import CASE, STEPS, Training, numbers, outcomes
 from tests.parity import runs
 from tests.parity.bench import shared_bench
 from tests.parity.cases import Case
 
 pytestmark = pytest.mark.ranks
-STEPS = 12
-CASE = Case("gpt2-dropout", accumulation=2)
-CHANGES: dict[str, Any] = {"training": {"max_steps": STEPS, "save_steps": 3, "eval_steps": 5}}
-"""An epoch ends at step 6, with a short batch."""
-NOTHING_LOST = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "supervised_tokens")
-
-
-class Training:
-    """One recipe, its uninterrupted run, and runs of it that are interrupted."""
-
-    def __init__(self, forks: ForkServer, case: Case = CASE, changes: dict[str, Any] | None = None) -> None:
-        self.forks, self.case = forks, case
-        self.changes = runs.merged(CHANGES, changes or {})
-        self.whole = self.new()
-        self.finish(self.whole)
-
-    def new(self, case: Case | None = None) -> RunDir:
-        case, bench = case or self.case, shared_bench()
-        recipe = runs.merged(case.recipe(str(bench.model(case.architecture))), self.changes)
-        return runs.write_run(bench.new_folder(), recipe, bench.store)
-
-    def attempt(self, run: RunDir, happenings: Sequence[Happening] = (), faults: Sequence[tuple[int, Fault]] = ()) -> list[End]:
-        """One launch, from the newest checkpoint that verifies."""
-        newest, _ = latest_checkpoint(run, digests=True)
-        (run.path / "resume.json").write_text(json.dumps({"resume_from": str(newest.path) if newest else None}))
-        ends = self.forks.run(self.case.ranks, ranks.train, str(run.path), tuple(happenings), tuple(faults))
-        assert not any(end.stuck for end in ends), "nothing hangs"
-        assert half_files(run.path) == []
-        return ends
-
-    def finish(self, run: RunDir) -> None:
-        for end in self.attempt(run):
-            assert end.code == 0, end.text
-            assert end.value["exit_reason"] == "finished", end.value["traceback"]
-        assert stages(run.path) == []
-
-    def is_whole(self, run: RunDir) -> None:
-        """Loss, norm, rate and counts of every step once, and every weight, bit for bit those of the uninterrupted run."""
-        assert numbers(run) == numbers(self.whole)
-        one, other = (runs.saved_parameters(each, STEPS) for each in (run, self.whole))
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in other)
-
-
-def numbers(run: RunDir) -> list[tuple[Any, ...]]:
-    return [tuple(line.get(key) for key in NOTHING_LOST) for line in runs.loss_lines(run)]
-
-
-def outcomes(ends: Sequence[End]) -> list[tuple[int, str]]:
-    return [(end.value["exit_code"], end.value["exit_reason"]) for end in ends]
-
-
-@functools.cache
-def shared_training() -> Training:
-    from tests.faults.forks import shared_forks
-
-    return Training(shared_forks())
-
-
-@pytest.fixture
-def training() -> Training:
-    return shared_training()
-
-
 slow = pytest.mark.slow
 
 
@@ -163,7 +98,7 @@ def test_rank_killed_at_a_file_operation_of_a_save_in_training_comes_back(number
 # ---------------------------------------------------------------------------------------------------------------- signals
 
 
-@pytest.mark.parametrize("step", cases([5], [1, 2, 3, 4, 6, 7, 8, 9, 10]))
+@pytest.mark.parametrize("step", cases([3], [1, 2, 4, 5, 6, 7, 8, 9]))
 def test_stopped_and_resumed_at_any_step_is_as_if_never_stopped(step: int, training: Training) -> None:
     """Dropout, accumulation, a schedule, the end of an epoch, and the steps where it saves anyway."""
     run = training.new()

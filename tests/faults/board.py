@@ -1,0 +1,246 @@
+"""The scoreboard: runs the tests of every row of the catalogue, plants the bugs, and says what was held. `scripts/test-faults` calls it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.faults.plants import PLANTS, Plant
+from tests.faults.table import GROUPS, PROMISES, REFUSED, ROWS, SURVIVED, Row
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DOCUMENT = ROOT / "docs" / "faults.md"
+FILE_LIMIT_SECONDS = 2400.0
+PLANT_LIMIT_SECONDS = 600.0
+COPIED = ("fsdp_tune", "tests", "configs", "docs", "scripts", "benchmarks", "pyproject.toml", "constraints.txt", "README.md", "AGENTS.md")
+
+
+@dataclass
+class Seen:
+    """What came of one test function."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    stuck: bool = False
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    row: Row
+    state: str
+    """survived, refused, wrong, stuck or missing."""
+    cases: int
+    is_red: bool
+    """A planted bug turned it red."""
+
+
+def pytest_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+
+
+def run_tests(tests: Iterable[str], *, fast: bool) -> dict[str, Seen]:
+    """Runs test functions, a file at a time; a file that does not end leaves its tests stuck."""
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for test in dict.fromkeys(tests):
+        by_file[test.split("::")[0]].append(test)
+    seen: dict[str, Seen] = {}
+    for number, (file, nodes) in enumerate(sorted(by_file.items()), 1):
+        started = time.monotonic()
+        print(f"[{number}/{len(by_file)}] {file} …", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.xml"
+            selection = ("-m", "not slow and not gpu") if fast else ("-m", "not gpu")
+            command = pytest_command(*nodes, *selection, f"--junitxml={report}")
+            try:
+                ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=FILE_LIMIT_SECONDS, check=False)
+                output = ended.stdout
+            except subprocess.TimeoutExpired:
+                output = "no end in time"
+            found = read_report(report, nodes) if report.exists() else {node: Seen(stuck=True) for node in nodes}
+        seen |= found
+        bad = [node for node in nodes if found[node].failed or found[node].stuck]
+        print(f"    {sum(one.passed for one in found.values())} passed in {time.monotonic() - started:.0f} s", flush=True)
+        if bad:
+            print("\n".join(["    FAILED " + node for node in bad] + output.splitlines()[-40:]), flush=True)
+    return seen
+
+
+def read_report(report: Path, nodes: Sequence[str]) -> dict[str, Seen]:
+    seen = {node: Seen() for node in nodes}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        node = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name', '').split('[')[0]}"
+        if node not in seen:
+            continue
+        one = seen[node]
+        if case.find("failure") is not None or case.find("error") is not None:
+            one.failed += 1
+        elif case.find("skipped") is not None:
+            one.skipped += 1
+        else:
+            one.passed += 1
+        for entry in case.iter("property"):
+            one.counts[str(entry.get("name"))] += int(str(entry.get("value")))
+    return seen
+
+
+def copy_with(plant: Plant, folder: Path) -> Path:
+    """A copy of the repository that has the planted bug."""
+    for name in COPIED:
+        source, target = ROOT / name, folder / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        elif source.exists():
+            shutil.copy(source, target)
+    file = folder / plant.file
+    text = file.read_text(encoding="utf-8")
+    assert text.count(plant.old) == 1, f"{plant.name}: it no longer applies"
+    file.write_text(text.replace(plant.old, plant.new), encoding="utf-8")
+    return folder
+
+
+def is_red(tests: Sequence[str], place: Path, *, fast: bool = False) -> bool:
+    """Whether a test fails in the copy: the quick ones are asked first. An exit code other than 1 is no answer."""
+    environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
+    for selection in ("not slow and not gpu",) if fast else ("not slow and not gpu", "slow and not gpu"):
+        command = pytest_command("-x", "-m", selection, *tests)
+        try:
+            code = subprocess.run(
+                command, cwd=place, env=environment, capture_output=True, timeout=PLANT_LIMIT_SECONDS, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return True  # the run did not end: that too would be seen
+        if code == 1:
+            return True
+    return False
+
+
+def plant_all(plants: Sequence[Plant]) -> dict[str, list[str]]:
+    """row → the plants that turned it red. Every plant must turn all of its rows red."""
+    red: dict[str, list[str]] = defaultdict(list)
+    rows = {row.id: row for row in ROWS}
+    for number, plant in enumerate(plants, 1):
+        with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+            place = copy_with(plant, Path(folder))
+            seen = {row: is_red(rows[row].tests, place) for row in plant.rows}
+        for row, caught in seen.items():
+            if caught:
+                red[row].append(plant.name)
+        missed = [row for row, caught in seen.items() if not caught]
+        verdict = f"NOT SEEN by {', '.join(missed)}" if missed else f"red: {', '.join(plant.rows)}"
+        print(f"[{number}/{len(plants)}] {plant.name}: {verdict}", flush=True)
+    return red
+
+
+def judge(seen: dict[str, Seen], red: dict[str, list[str]]) -> list[Verdict]:
+    verdicts: list[Verdict] = []
+    for row in ROWS:
+        found = [seen[test] for test in row.tests if test in seen]
+        passed = sum(one.passed for one in found)
+        state = row.ends
+        if not row.tests:
+            state = "missing"
+        elif any(one.stuck for one in found):
+            state = "stuck"
+        elif any(one.failed for one in found) or not passed:
+            state = "wrong"
+        inner = sum(sum(one.counts.values()) for one in found)
+        verdicts.append(Verdict(row, state, passed + inner, row.id in red))
+    return verdicts
+
+
+def lines_of(verdicts: Sequence[Verdict], seen: dict[str, Seen], red: dict[str, list[str]], seconds: float) -> list[str]:
+    """The scoreboard, as Markdown that reads well in a terminal too."""
+    lines = ["| | rows | cases | survived | refused clearly | wrong | stuck | with a planted bug |", "|---|---|---|---|---|---|---|---|"]
+    by_id = {verdict.row.id: verdict for verdict in verdicts}
+
+    def line(name: str, rows: Sequence[Row]) -> str:
+        mine = [by_id[row.id] for row in rows]
+        states = Counter(verdict.state for verdict in mine)
+        held = [verdict for verdict in mine if verdict.state != "missing"]
+        cells = [name, f"{len(held)} of {len(mine)}", str(sum(verdict.cases for verdict in held))]
+        cells += [str(states[state]) for state in (SURVIVED, REFUSED, "wrong", "stuck")]
+        return "| " + " | ".join([*cells, str(sum(verdict.is_red for verdict in held))]) + " |"
+
+    lines += [line(name, rows) for name, rows in GROUPS.items()]
+    lines += [line("**all**", ROWS), ""]
+    counts: Counter[str] = Counter()
+    for one in seen.values():
+        counts.update(one.counts)
+    lines += [f"- {kind.replace('_', ' ')}: {number:,}" for kind, number in sorted(counts.items())]
+    lines += [f"- planted bugs: {len({name for names in red.values() for name in names})} of {len(PLANTS)} seen, by {len(red)} rows"]
+    lines += [f"- {seconds / 60:.0f} minutes", ""]
+    missing = [verdict.row for verdict in verdicts if verdict.state == "missing"]
+    lines += ["Not implemented:", "", *(f"- {row.id} ({row.injection}): {row.absent}" for row in missing), ""]
+    unplanted = [verdict.row.id for verdict in verdicts if verdict.state != "missing" and not verdict.is_red]
+    lines += [f"Held by tests, without a planted bug: {', '.join(unplanted) or 'none'}."]
+    return lines
+
+
+HEAD = """# Faults, as measured
+
+Written by `scripts/test-faults --write`, on CPU ranks over gloo. Each row of the catalogue (`tests/faults/table.py`) does one thing
+to the tool and runs the tests that say what must hold then. *Survived*: the run ends as if nothing had happened, or by the
+documented stop. *Refused clearly*: one error with its reason and exit code, everything as it was. *Wrong*: a test failed.
+*Stuck*: it did not end. A planted bug (`tests/faults/plants.py`) is one line changed in a copy of the tool; the tests of its rows
+must then fail, or they prove nothing.
+"""
+
+
+def document(board: Sequence[str], verdicts: Sequence[Verdict], red: dict[str, list[str]]) -> str:
+    parts = [HEAD, *board, "", "## Promises", ""]
+    for number, promise in PROMISES.items():
+        ids = [verdict.row.id for verdict in verdicts if verdict.row.promise == number and verdict.state != "missing"]
+        parts.append(f"{number}. {promise}: {', '.join(ids)}")
+    for name, rows in GROUPS.items():
+        parts += ["", f"## {name}", "", "| | what is done | | cases | planted bug |", "|---|---|---|---|---|"]
+        for verdict in (verdict for verdict in verdicts if verdict.row in rows):
+            cells = [verdict.row.id, verdict.row.injection, verdict.state, str(verdict.cases or ""), "; ".join(red.get(verdict.row.id, []))]
+            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(parts) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/test-faults", description=__doc__)
+    parser.add_argument("--fast", action="store_true", help="leave out the slow tests")
+    parser.add_argument("--no-plants", action="store_true", help="plant no bugs")
+    parser.add_argument("--write", action="store_true", help="write docs/faults.md")
+    parser.add_argument("rows", nargs="*", metavar="F001", help="these rows only")
+    options = parser.parse_args()
+    started = time.monotonic()
+    chosen = [row for row in ROWS if not options.rows or row.id in options.rows]
+    plants = [plant for plant in PLANTS if set(plant.rows) & {row.id for row in chosen}]
+    seen = run_tests((test for row in chosen for test in row.tests), fast=options.fast)
+    red = {} if options.no_plants else plant_all(plants)
+    verdicts = [verdict for verdict in judge(seen, red) if verdict.row in chosen or not options.rows]
+    if options.rows:
+        for verdict in verdicts:
+            print(f"{verdict.row.id}  {verdict.state}  {verdict.cases} cases  {'; '.join(red.get(verdict.row.id, []))}")
+    else:
+        board = lines_of(verdicts, seen, red, time.monotonic() - started)
+        print("\n".join(["", *board]))
+        if options.write:
+            DOCUMENT.write_text(document(board, verdicts, red), encoding="utf-8")
+    blind = (
+        []
+        if options.no_plants
+        else [plant.name for plant in plants if not set(plant.rows) <= {row for row, names in red.items() if plant.name in names}]
+    )
+    if blind:
+        print(f"planted bugs that were not seen everywhere: {', '.join(blind)}")
+    return 1 if blind or any(verdict.state in ("wrong", "stuck") for verdict in verdicts) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

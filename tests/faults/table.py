@@ -1,0 +1,400 @@
+"""The catalogue of faults: what is done to the tool, what it promises then, and the tests that hold it.
+
+A row counts as held when all its tests pass and a bug planted in the tool (plants.py) turns them red.
+"""
+
+# ruff: noqa: E501  a row reads as a row
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PROMISES = {
+    1: "Old or new, never half",
+    2: "Visible means verified",
+    3: "One checkpoint for all ranks",
+    4: "At most the steps since the last save are lost",
+    5: "Resume is invisible",
+    6: "Another world size reads the same rows in the same order",
+    7: "A signal saves first",
+    8: "No stray process",
+    9: "Nothing hangs",
+    10: "No silent wrong number",
+    11: "Every failure has one message and a documented exit code",
+    12: "Only what the tool made is deleted",
+    13: "No data file runs code",
+    14: "No secret in any file",
+    15: "Merge is exact and bounded",
+}
+COSTS = {"p": "pure Python", "t": "one process with torch", "r": "ranks", "n": "nightly"}
+SURVIVED, REFUSED = "survived", "refused"
+LATER = "belongs to a part that does not exist yet"
+
+
+@dataclass(frozen=True)
+class Row:
+    id: str
+    cost: str
+    promise: int
+    injection: str
+    ends: str
+    """survived: as if nothing had happened, or the documented stop; refused: a clear error, everything as it was."""
+    tests: tuple[str, ...]
+    """`tests/…/file.py::function`; all its parameters are run, the slow ones too."""
+    absent: str = ""
+    """Why there are no tests."""
+
+
+def _row(id_: str, cost: str, promise: int, ends: str, injection: str, *tests: str, absent: str = "") -> Row:
+    named = tuple(f"tests/{test.split('::')[0]}.py::test_{test.split('::')[1]}" for test in tests)
+    return Row(id_, cost, promise, injection, ends, named, absent)
+
+
+RECIPE_AND_INPUT = (
+    _row(
+        "F001", "p", 11, REFUSED, "tab indent, unclosed brace, two documents, empty file, a list at top",
+        "recipe/test_yaml::a_file_that_is_no_tree_is_told_with_line_and_column", "recipe/test_yaml::a_recipe_is_one_mapping",
+    ),
+    _row(
+        "F002", "p", 11, REFUSED, "duplicate key, top and nested, through a merge key",
+        "recipe/test_yaml::duplicate_keys_name_both_lines_at_every_depth", "recipe/test_yaml::a_merge_key_is_taken_and_never_overrides",
+    ),
+    _row("F003", "p", 11, REFUSED, "twelve errors of twelve kinds at once", "recipe/test_loader::twelve_kinds_of_mistakes_are_told_at_once_by_line"),
+    _row(
+        "F004", "p", 10, REFUSED, "2e-5, 0123, no, 1_000, .nan, .inf, 1e400, a string for a number",
+        "recipe/test_scalars::plain_scalars_follow_yaml_1_2", "recipe/test_scalars::numbers_that_no_key_can_hold_are_refused",
+        "recipe/test_loader::a_wrong_value_says_what_is_taken",
+    ),
+    _row("F005", "p", 11, REFUSED, "a bomb of aliases", "recipe/test_yaml::an_alias_bomb_costs_nothing"),
+    _row("F006", "p", 11, REFUSED, "3,000 levels of nesting", "recipe/test_yaml::deep_nesting_is_an_error_and_no_recursion"),
+    _row("F007", "p", 13, REFUSED, "tags that run code, any unknown tag", "recipe/test_yaml::tags_run_nothing_and_are_all_told"),
+    _row(
+        "F008", "p", 11, REFUSED, "UTF-16, latin-1, NUL, 50 GB, FIFO, /dev/zero, directory, dangling link as a recipe",
+        "recipe/test_yaml::a_file_that_is_no_text_is_told", "recipe/test_yaml::what_is_no_file_never_blocks",
+        "recipe/test_yaml::a_sparse_giant_is_refused_unread",
+    ),
+    _row(
+        "F009", "p", 11, REFUSED, "--set on an unknown key, of a wrong type, twice the same",
+        "recipe/test_overrides::a_mistake_names_the_override", "recipe/test_overrides::one_key_is_set_once",
+    ),
+    _row(
+        "F010", "p", 11, REFUSED, "contradictory keys", "recipe/test_rules::a_contradiction_names_both_lines",
+        "recipe/test_world::an_indivisible_batch_names_sizes_that_work",
+    ),
+    _row("F011", "p", 12, REFUSED, "output_dir is a file, the root, home, inside data, inside the package", "recipe/test_resolve::a_run_is_not_written_where_it_would_harm"),
+    _row(
+        "F012", "p", 11, REFUSED, "a line of JSON malformed, cut, or a bare scalar",
+        "data/test_readers::a_bad_line_is_named_with_its_column_and_the_rest_is_read",
+        "data/test_prepare::bad_rows_are_named_with_line_and_column_and_all_are_counted",
+    ),
+    _row(
+        "F013", "p", 10, SURVIVED, "U+2028 inside a string, CRLF, byte order mark, no last newline",
+        "data/test_readers::a_file_gives_the_same_rows_however_its_lines_end",
+    ),
+    _row(
+        "F014", "p", 11, REFUSED, "text null, a number, a list, half a surrogate pair", "data/test_formats::text_that_is_no_text_is_refused_by_column",
+        "data/test_readers::a_bad_line_is_named_with_its_column_and_the_rest_is_read",
+    ),
+    _row("F015", "p", 11, REFUSED, "NaN in JSON, a key twice in a row, 5,000 digits", "data/test_readers::a_bad_line_is_named_with_its_column_and_the_rest_is_read"),
+    _row(
+        "F016", "p", 11, REFUSED, "columns that differ between files; a row without the column",
+        "data/test_prepare::files_with_other_columns_are_named", "data/test_formats::a_column_that_one_row_lacks_is_named",
+    ),
+    _row(
+        "F017", "p", 11, REFUSED, "compressed data: cut, broken, a bomb, of another kind",
+        "data/test_readers::a_file_that_is_something_else_is_refused_with_the_reason",
+        "data/test_readers::a_row_beyond_the_limit_is_skipped_in_bounded_memory",
+    ),
+    _row(
+        "F018", "p", 11, REFUSED, "Parquet and Arrow cut or damaged; CSV with an odd quote",
+        "data/test_readers::parquet_names_the_row_group_that_is_damaged", "data/test_readers::arrow_is_read_in_both_formats_and_refused_when_cut",
+        "data/test_readers::csv_names_lines_that_do_not_fit",
+    ),
+    _row(
+        "F019", "p", 10, REFUSED, "no data; none after filtering; fewer rows than a global batch; an empty eval split",
+        "data/test_prepare::an_empty_split_is_an_error_with_the_counts", "data/test_prepare::fewer_rows_than_a_global_batch_is_an_error_with_the_counts",
+        "data/test_sets::holding_out_all_rows_is_refused",
+    ),
+    _row(
+        "F020", "p", 10, SURVIVED, "rows longer than max_length; all of them; one row beyond any limit",
+        "data/test_prepare::cut_rows_are_counted_and_do_not_train_an_end", "data/test_sets::drop_leaves_out_and_names",
+        "data/test_readers::a_row_beyond_the_limit_is_skipped_in_bounded_memory",
+    ),
+    _row(
+        "F021", "t", 10, REFUSED, "no supervised token: in rows, in a rank's micro-batch, in a whole step, everywhere",
+        "faults/test_numbers::rows_and_micro_batches_without_targets_train_as_on_one_rank",
+        "faults/test_numbers::step_without_a_single_target_is_an_error_and_no_loss_of_zero",
+        "data/test_prepare::training_on_nothing_is_an_error_with_the_counts",
+    ),
+    _row(
+        "F022", "p", 11, REFUSED, "last turn not the assistant's, empty completion, unknown role",
+        "data/test_formats::a_broken_conversation_is_refused_with_the_message", "data/test_formats::an_empty_completion_is_refused",
+    ),
+    _row(
+        "F023", "p", 10, SURVIVED, "a tokenizer without padding or end; padding that is the end",
+        "data/test_tokenizer::padding_is_the_end_of_sequence_when_nothing_is_unused",
+        "data/test_tokenizer::no_end_of_sequence_is_an_error_and_naming_one_mends_it",
+        "data/test_store::padding_is_not_trained_even_when_it_is_the_end_of_sequence",
+    ),
+    _row(
+        "F024", "t", 11, REFUSED, "token ids beyond the embedding; a tokenizer that grew",
+        "bridge/test_model_files::a_vocabulary_beyond_the_embedding_is_refused_with_both_sizes",
+        "recipe/test_verbs::a_tokenizer_larger_than_the_embedding_is_an_error",
+    ),
+    _row(
+        "F025", "p", 9, REFUSED, "a template that fails, does not end, differs from call to call",
+        "data/test_chat::a_template_that_does_not_end_is_stopped", "data/test_chat::a_template_that_differs_from_call_to_call_is_refused",
+    ),
+    _row(
+        "F026", "t", 11, REFUSED, "no network", "data/test_tokenizer::no_network_is_known_in_seconds",
+        "data/test_sources::a_hub_id_out_of_reach_says_what_was_wanted_and_the_ways_out",
+    ),
+    _row("F027", "t", 11, REFUSED, "hub answers 401, 403, 404, 429, 503, cut and slow bodies", "data/test_tokenizer::what_is_not_there_is_told_apart_from_what_is_out_of_reach"),
+    _row(
+        "F028", "p", 10, SURVIVED, "data that change between preparing and training, or while they are read",
+        "data/test_cache::a_changed_file_is_prepared_anew_and_the_old_data_stay_for_runs_that_use_them",
+        "data/test_cache::a_file_that_is_written_to_while_it_is_read_is_refused", "launch/test_run_directory::data_that_have_changed_are_refused_on_resume",
+    ),
+    _row(
+        "F029", "p", 1, SURVIVED, "two processes prepare one cache; killed at every operation; a disk that fails at every operation",
+        "data/test_cache::of_two_processes_at_once_one_builds_and_the_other_reuses",
+        "data/test_cache::a_process_that_is_killed_at_any_operation_leaves_no_half_store_and_the_next_one_cleans_up",
+        "data/test_cache::a_disk_that_fails_at_any_operation_leaves_no_half_store",
+    ),
+)  # fmt: skip
+
+LAUNCH = (
+    _row("F030", "r", 11, REFUSED, "the rendezvous port is taken", "launch/test_plan::a_port_that_is_taken_is_told_at_once"),
+    _row("F031", "r", 9, REFUSED, "a machine of the run never comes", "launch/test_run_directory::another_machine_waits_for_the_first_and_gives_up_in_time"),
+    _row("F032", "r", 10, REFUSED, "ranks differ in recipe, data or versions", absent="machines are not compared with each other yet"),
+    _row("F033", "r", 11, SURVIVED, "a hostile default accelerate config", "launch/test_real_launch::a_hostile_default_config_is_ignored"),
+    _row(
+        "F034", "r", 11, SURVIVED, "stale RANK, MASTER_PORT, FSDP_*, PET_* in the environment",
+        "launch/test_plan::leftovers_of_another_job_are_removed_and_listed",
+        "launch/test_real_launch::ranks_are_spawned_on_the_cpu_with_their_environment",
+    ),
+    _row(
+        "F035", "r", 11, REFUSED, "CUDA_VISIBLE_DEVICES empty, of one, by UUID; more ranks than devices",
+        "bridge/test_devices::visible_devices_are_read_as_cuda_reads_them", "recipe/test_resolve::more_ranks_than_devices_are_refused_with_the_counts",
+        "recipe/test_resolve::the_cpu_is_never_chosen_silently",
+    ),
+    _row(
+        "F036", "r", 11, REFUSED, "a worker dies at import, before it can report", "launch/test_real_launch::a_rank_that_dies_at_import_is_shown_and_not_torchruns_box",
+        "launch/test_supervise::a_rank_that_dies_before_it_can_report_shows_its_exception",
+    ),
+    _row("F037", "r", 9, REFUSED, "a rank is stopped (SIGSTOP)", "launch/test_supervise::a_stopped_rank_is_late_and_tells_where_it_was"),
+    _row(
+        "F038", "p", 12, REFUSED, "a second train on a live directory; a dead owner; a reused pid; another host",
+        "launch/test_lock::a_second_command_is_told_who_holds_the_directory", "launch/test_lock::a_pid_that_was_reused_is_not_taken_for_the_owner",
+        "launch/test_lock::the_lock_of_a_dead_owner_is_taken_over_with_a_notice",
+        "launch/test_lock::a_run_on_another_machine_counts_as_live_while_its_ranks_give_signs",
+        "launch/test_run_directory::a_live_run_is_not_touched",
+    ),
+    _row("F039", "r", 11, REFUSED, "the current directory is gone", "cli/test_output::a_current_directory_that_is_gone_is_named"),
+    _row("F040", "p", 11, SURVIVED, "accelerate missing from PATH, another Python first", "launch/test_plan::the_same_interpreter_runs_the_launcher"),
+    _row("F041", "r", 4, SURVIVED, "a rank killed again and again with restarts on", absent="the automatic restart is being built"),
+)  # fmt: skip
+
+RUN = (
+    _row(
+        "F042", "r", 4, SURVIVED, "a rank killed while it fetches, computes, reduces, logs, evaluates, saves",
+        "faults/test_train::rank_killed_in_any_phase_ends_the_others_and_the_run_comes_back",
+        "launch/test_supervise::a_killed_rank_takes_the_others_along_and_is_named",
+    ),
+    _row("F043", "r", 4, SURVIVED, "all ranks killed at once", "faults/test_train::all_ranks_killed_at_once_come_back"),
+    _row(
+        "F044", "r", 9, REFUSED, "a rank stopped, in a deadlock, holding the interpreter's lock",
+        "launch/test_supervise::a_stopped_rank_is_late_and_tells_where_it_was",
+        "launch/test_supervise::a_rank_that_stands_still_is_a_hang_and_is_named_with_its_place",
+    ),
+    _row("F045", "r", 9, SURVIVED, "a slow rank", "launch/test_supervise::ranks_that_wait_for_a_slow_one_do_not_hang"),
+    _row("F046", "r", 9, REFUSED, "a rank skips a collective", absent="the report of collectives is being built"),
+    _row("F047", "r", 11, REFUSED, "the host is out of memory", "faults/test_numbers::rank_out_of_memory_says_whose_and_which"),
+    _row("F048", "r", 11, REFUSED, "a device is out of memory on one rank", "faults/test_numbers::rank_out_of_memory_says_whose_and_which"),
+    _row("F049", "r", 10, REFUSED, "NaN on one rank", "faults/test_numbers::number_that_is_none_on_one_rank_stops_all_before_the_update"),
+    _row("F050", "r", 10, REFUSED, "an infinite gradient in one shard, infinite weights", "faults/test_numbers::number_that_is_none_on_one_rank_stops_all_before_the_update"),
+    _row("F051", "r", 9, REFUSED, "a worker of the data loader dies, fails", "faults/test_numbers::loader_that_fails_in_a_worker_ends_the_run"),
+    _row(
+        "F052", "r", 1, REFUSED, "a limit on file sizes, that C++ obeys too",
+        "faults/test_save::limit_on_file_sizes_fails_the_save_and_keeps_the_older_checkpoint",
+        "merge/test_faults::a_file_size_limit_ends_in_one_error_and_nothing_left",
+    ),
+    _row(
+        "F053", "r", 1, REFUSED, "ENOSPC, EDQUOT, EIO, EROFS, ESTALE, EMFILE at every operation, once and for ever; short and interrupted writes",
+        "faults/test_save::disk_that_refuses_any_of_a_few_operations_is_told_and_the_next_save_is_good",
+        "faults/test_save::disk_that_refuses_any_operation_is_told_and_the_next_save_is_good",
+        "faults/test_save::short_and_interrupted_writes_are_completed",
+    ),
+    _row("F054", "r", 11, REFUSED, "metrics cannot be written while training is fine", "faults/test_numbers::metrics_that_cannot_be_written_end_the_run"),
+    _row("F055", "r", 12, REFUSED, "the run directory is removed, renamed, replaced", "faults/test_numbers::run_directory_that_goes_ends_the_run_and_is_not_made_again"),
+    _row(
+        "F056", "r", 4, SURVIVED, "disk full at a save, free at the next", "faults/test_train::disk_full_at_one_save_and_free_later",
+        "worker/test_checkpoint::save_that_one_rank_cannot_write_is_no_checkpoint_and_the_next_is_good",
+    ),
+    _row("F057", "r", 5, SURVIVED, "the wall clock jumps a day back, ten years on", "faults/test_worlds::clock_that_jumps_changes_no_number_and_no_order"),
+    _row("F058", "r", 7, SURVIVED, "SIGTERM to the launcher", "launch/test_real_launch::the_agent_passes_signals_on_and_waits_for_the_save",
+         "cli/test_train::a_run_that_is_stopped_saves_goes_on_and_ends_as_if_never_stopped"),
+    _row("F059", "r", 7, SURVIVED, "SIGUSR1 to the launcher", "launch/test_real_launch::the_agent_passes_signals_on_and_waits_for_the_save",
+         "launch/test_plan::signals_and_time_to_save_reach_the_agent"),
+    _row(
+        "F060", "r", 7, SURVIVED, "SIGINT of the terminal, SIGHUP, a terminal that goes away", "launch/test_supervise::a_signal_is_passed_on_and_the_ranks_save",
+        "cli/test_output::a_reader_that_goes_away_stops_nothing",
+    ),
+    _row(
+        "F061", "r", 7, SURVIVED, "signals to ranks at different moments around a step",
+        "faults/test_train::signals_to_both_ranks_at_different_moments_stop_both_at_one_step",
+        "parity/test_resume::signal_to_one_rank_saves_on_all_at_one_step_and_the_curve_goes_on",
+    ),
+    _row("F062", "r", 7, SURVIVED, "a signal to workers of the data loader", absent="the loader's workers take SIGTERM as any process does; the run then ends and resumes"),
+    _row(
+        "F063", "r", 7, SURVIVED, "signals twice and thrice", "launch/test_supervise::a_signal_that_arrives_twice_at_once_is_one",
+        "launch/test_supervise::a_second_signal_stops_at_once_and_is_no_success",
+        "faults/test_train::signals_to_both_ranks_at_different_moments_stop_both_at_one_step",
+    ),
+    _row(
+        "F064", "r", 7, SURVIVED, "a signal during start-up, a save, the last steps", "faults/test_train::signal_at_a_file_operation_of_a_save_is_obeyed_after_it",
+        "launch/test_supervise::a_signal_before_the_ranks_listen_ends_by_its_own_code",
+        "faults/test_train::signal_at_the_last_steps_loses_no_final_checkpoint",
+    ),
+    _row(
+        "F065", "r", 7, REFUSED, "the save that a signal asks for fails", "faults/test_train::stop_whose_save_fails_is_exit_1_and_the_older_checkpoint_is_good",
+        "launch/test_supervise::a_save_that_fails_after_a_signal_is_exit_1",
+    ),
+    _row(
+        "F066", "r", 8, REFUSED, "SIGKILL to the command, to accelerate, to the agent", "faults/test_launcher::nothing_is_left_five_seconds_after_a_launcher_is_killed",
+        "launch/test_supervise::nothing_survives_a_supervisor_killed_outright", "launch/test_supervise::nothing_survives_a_launcher_killed_outright",
+    ),
+    _row("F067", "r", 8, REFUSED, "a rank that ignores SIGTERM", "launch/test_supervise::a_rank_that_hangs_in_its_own_clean_up_does_not_hold_the_run",
+         "launch/test_supervise::a_killed_rank_takes_the_others_along_and_is_named"),
+    _row("F068", "r", 7, SURVIVED, "preempted at the last step", "faults/test_train::signal_at_the_last_steps_loses_no_final_checkpoint"),
+    _row("F069", "r", 4, SURVIVED, "a tracker that raises", "faults/test_numbers::tracker_that_fails_is_a_warning"),
+)  # fmt: skip
+
+CHECKPOINT = (
+    _row(
+        "F070", "t", 1, SURVIVED, "a rank killed before, in and after every file operation of a save",
+        "faults/test_save::rank_killed_at_any_of_a_few_operations_leaves_old_or_new", "faults/test_save::rank_killed_at_any_operation_leaves_old_or_new",
+        "faults/test_save::operations_of_a_save_are_always_the_same",
+        "faults/test_train::rank_killed_at_a_file_operation_of_a_save_in_training_comes_back",
+        "faults/test_kill_points::new_run_killed_anywhere_is_absent_or_whole",
+        "faults/test_kill_points::resumed_run_killed_while_its_files_are_renewed_can_be_resumed",
+    ),
+    _row(
+        "F071", "p", 1, SURVIVED, "power cut at every moment: un-fsynced writes dropped or torn, renames lost",
+        "faults/test_power::power_cut_during_a_save_and_its_rotation_leaves_old_or_new",
+        "faults/test_power::power_cut_while_a_file_is_replaced_leaves_the_old_or_the_new",
+        "faults/test_power::power_cut_while_a_directory_is_made_leaves_none_or_the_whole",
+    ),
+    _row("F072", "t", 2, REFUSED, "a bit flipped at 64 offsets of every file", "faults/test_damage::every_flipped_bit_is_found",
+         "parity/test_resume::one_flipped_bit_is_found_before_anything_is_loaded"),
+    _row("F073", "t", 2, REFUSED, "every file cut by a byte, in half, emptied, zero-filled, appended to", "faults/test_damage::every_file_cut_emptied_filled_or_removed_is_found"),
+    _row("F074", "t", 2, REFUSED, "every file removed in turn", "faults/test_damage::every_file_cut_emptied_filled_or_removed_is_found"),
+    _row("F075", "t", 2, SURVIVED, "files that came later, a stale shard", "faults/test_damage::files_that_came_later_are_neither_read_nor_in_the_way"),
+    _row("F076", "t", 2, REFUSED, "a shard, a state, a part of another step", "faults/test_damage::a_part_of_another_step_is_found"),
+    _row(
+        "F077", "t", 2, REFUSED, "manifests that are missing, empty, of another run, newer, edited", "faults/test_damage::a_manifest_that_does_not_fit_makes_no_checkpoint",
+        "faults/test_damage::a_manifest_that_is_none_makes_no_checkpoint", "parity/test_resume::checkpoint_without_a_manifest_is_none",
+    ),
+    _row("F078", "r", 3, REFUSED, "the newest checkpoint is damaged, or missing, as one rank alone sees it",
+         "faults/test_worlds::damage_that_one_rank_sees_is_seen_by_all"),
+    _row("F079", "r", 12, REFUSED, "two runs in one directory", "launch/test_run_directory::two_new_runs_of_one_name_do_not_mix", "launch/test_lock::a_second_command_is_told_who_holds_the_directory"),
+    _row(
+        "F080", "p", 2, REFUSED, "links, a loop of links, manifest paths that lead out", "faults/test_damage::a_file_that_a_link_took_the_place_of_is_found",
+        "faults/test_damage::a_visible_name_that_is_no_directory_of_that_step_is_told", "faults/test_damage::a_manifest_that_does_not_fit_makes_no_checkpoint",
+    ),
+    _row("F081", "p", 1, SURVIVED, "a file system that shows a listing late", absent="needs a network file system; the manifest is written last and the rename is the only publication"),
+    _row(
+        "F082", "p", 12, SURVIVED, "rotation among directories, links and files of others", "faults/test_kill_points::rotation_takes_only_what_this_tool_made_and_never_the_newest",
+        "worker/test_checkpoint::rotation_touches_only_complete_checkpoints_of_its_own",
+    ),
+    _row("F083", "p", 1, SURVIVED, "rotation killed at every operation", "faults/test_kill_points::rotation_killed_anywhere_shows_no_half_deleted_checkpoint"),
+    _row(
+        "F084", "r", 10, REFUSED, "a checkpoint of another model, data, seed, optimizer", "parity/test_resume::checkpoint_of_another_model_is_refused_by_name",
+        "launch/test_resume_diff::what_the_steps_taken_rest_on_is_refused", "launch/test_resume_diff::all_refused_keys_are_told_at_once",
+    ),
+    _row("F085", "t", 11, REFUSED, "a run of another version; a checkpoint of Accelerate or the Trainer", "launch/test_run_directory::a_run_directory_of_another_version_is_named",
+         "launch/test_run_directory::what_is_no_checkpoint_is_refused_and_the_newest_is_named"),
+    _row("F086", "r", 5, SURVIVED, "another sharding, full and sharded state dicts, FSDP1", "faults/test_train::killed_and_resumed_under_other_settings_is_as_if_never_killed",
+         "faults/test_worlds::full_and_sharded_checkpoints_load_into_each_other"),
+    _row("F087", "r", 9, SURVIVED, "a save slower than the limit on hangs", absent="the supervision of saves is being built"),
+    _row("F088", "n", 9, SURVIVED, "hundreds of saves", "faults/test_train::many_saves_leave_no_file_thread_memory_or_stage_behind"),
+    _row("F089", "p", 12, SURVIVED, "leftovers of five crashes", "faults/test_kill_points::leftovers_of_five_crashes_go_and_a_link_is_not_followed",
+         "worker/test_checkpoint::leftovers_of_a_crash_go_and_nothing_else"),
+    _row("F090", "t", 5, SURVIVED, "a checkpoint copied elsewhere, read-only, without times", "faults/test_damage::a_checkpoint_that_was_copied_without_times_and_may_only_be_read_comes_back"),
+)  # fmt: skip
+
+RESUME = (
+    _row("F091", "r", 5, SURVIVED, "stopped and resumed at every step", "faults/test_train::stopped_and_resumed_at_any_step_is_as_if_never_stopped",
+         "parity/test_resume::same_ranks_go_on_bit_for_bit"),
+    _row("F092", "r", 5, SURVIVED, "a crash in the middle of accumulation", "faults/test_train::rank_killed_in_any_phase_ends_the_others_and_the_run_comes_back"),
+    _row("F093", "r", 6, SURVIVED, "resumed on other numbers of ranks", "faults/test_train::two_resumes_on_other_numbers_of_ranks_follow_the_reference",
+         "parity/test_resume::line_that_spans_the_checkpoint_is_whole", "recipe/test_world::an_indivisible_batch_names_sizes_that_work"),
+    _row("F094", "r", 6, SURVIVED, "stopped around the end of an epoch; resumed when finished", "faults/test_train::stopped_and_resumed_at_any_step_is_as_if_never_stopped",
+         "launch/test_run_directory::a_finished_run_has_nothing_to_do_unless_more_steps_are_asked_for"),
+    _row("F095", "r", 5, REFUSED, "each part of the state left out on purpose", "faults/test_train::stopped_and_resumed_at_any_step_is_as_if_never_stopped"),
+    _row("F096", "r", 5, SURVIVED, "generators of ranks on another world size", "faults/test_train::ranks_of_another_world_draw_from_streams_of_their_own"),
+    _row("F097", "r", 5, SURVIVED, "recomputation with dropout, resumed", "faults/test_train::recomputation_with_dropout_draws_the_same_masks_after_a_resume"),
+    _row("F098", "r", 5, SURVIVED, "the recipe changed on purpose", "parity/test_resume::more_steps_continue_a_finished_run",
+         "launch/test_resume_diff::what_the_next_steps_do_is_accepted_and_told", "launch/test_resume_diff::how_a_run_is_executed_and_observed_is_free"),
+    _row("F099", "r", 5, SURVIVED, "metrics beyond the checkpoint, torn, gone", "faults/test_train::metrics_are_cut_back_to_the_checkpoint_and_hold_each_step_once",
+         "worker/test_metrics::resumed_file_is_cut_back_to_the_checkpoint"),
+    _row("F100", "r", 4, SURVIVED, "five crashes in a row", "faults/test_train::five_crashes_in_a_row_lose_nothing"),
+    _row("F101", "r", 9, REFUSED, "a crash at the same step again and again", absent="the automatic restart is being built"),
+)  # fmt: skip
+
+MERGE = (
+    _row("F102", "t", 1, SURVIVED, "a merge killed at every operation, and by signals", "merge/test_faults::whatever_operation_is_the_last_the_output_is_absent_or_whole",
+         "merge/test_faults::a_killed_replacement_keeps_the_old_or_has_the_new", "merge/test_faults::a_signal_leaves_nothing_that_looks_like_a_model",
+         "faults/test_kill_points::merge_killed_anywhere_leaves_no_model_or_a_whole_one"),
+    _row("F103", "t", 11, REFUSED, "limits on file sizes; too little space", "merge/test_faults::a_file_size_limit_ends_in_one_error_and_nothing_left",
+         "merge/test_faults::too_little_space_is_refused_before_a_byte_is_written"),
+    _row("F104", "t", 2, REFUSED, "a shard missing, cut, flipped; an incomplete checkpoint", "merge/test_damage::a_damaged_shard_is_named",
+         "merge/test_damage::a_checkpoint_that_is_not_complete_is_refused_and_can_be_forced"),
+    _row("F105", "t", 11, SURVIVED, "a run, a checkpoint, its shards, nonsense", "merge/test_merge::run_and_checkpoint_and_shards_give_the_same_weights",
+         "merge/test_damage::what_is_no_checkpoint_is_told_what_it_is"),
+    _row("F106", "t", 10, REFUSED, "weights that are not finite, that fp16 cannot hold", "merge/test_numbers::weights_that_are_not_finite_are_counted_by_tensor",
+         "merge/test_numbers::what_fp16_cannot_hold_is_refused_and_bf16_can"),
+    _row("F107", "t", 15, SURVIVED, "tied, strided, empty, scalar and uneven tensors", "merge/test_ties::a_tied_head_is_written_once_and_restored",
+         "merge/test_formats::strides_of_every_kind_are_merged", "merge/test_property::any_mesh_merges_to_the_whole_tensors"),
+    _row("F108", "n", 15, SURVIVED, "twelve gigabytes of tensors, one larger than a shard", "merge/test_memory::a_sparse_checkpoint_of_twelve_gigabytes_is_merged_within_the_bound"),
+    _row("F109", "t", 12, REFUSED, "an output that exists, that is or holds or lies in the source", "merge/test_output::a_link_to_the_source_is_the_source",
+         "merge/test_output::an_existing_output_is_refused_with_the_ways_out", "merge/test_output::the_source_is_never_written_to"),
+    _row("F110", "t", 15, SURVIVED, "the source is rotated away in the middle", "merge/test_faults::a_source_that_is_rotated_away_is_still_merged_whole",
+         "merge/test_faults::a_source_of_too_many_files_that_is_rotated_away_is_one_error"),
+    _row("F111", "t", 15, SURVIVED, "umask, setgid directories", "merge/test_output::files_follow_the_umask_and_directories_their_parent"),
+    _row("F112", "t", 15, SURVIVED, "LoRA: merged and alone; the base absent or changed", absent="adapters are being built"),
+    _row("F113", "t", 15, SURVIVED, "dtypes against an oracle, tensor by tensor", "merge/test_values::conversion_rounds_as_torch_does",
+         "merge/test_numbers::floats_follow_the_option_and_everything_else_stays", "merge/test_numbers::the_config_agrees_with_the_weights"),
+)  # fmt: skip
+
+SECURITY = (
+    _row("F114", "t", 13, REFUSED, "code in a checkpoint's metadata, pickles and states", "worker/test_storage::metadata_cannot_run_code",
+         "worker/test_storage::metadata_may_name_only_what_it_is_made_of", "merge/test_damage::a_damaged_table_of_contents_is_refused",
+         "faults/test_worlds::code_in_the_state_of_a_rank_is_not_run"),
+    _row("F115", "t", 13, REFUSED, "ways around the list of what may be unpickled", "merge/test_pickles::hostile_pickles_are_refused", "merge/test_pickles::one_opcode_cannot_take_memory",
+         "worker/test_storage::metadata_may_name_only_what_it_is_made_of"),
+    _row("F116", "p", 13, REFUSED, "paths in an index, a manifest, metadata that leave the directory", "merge/test_damage::a_damaged_index_is_refused",
+         "faults/test_damage::a_manifest_that_does_not_fit_makes_no_checkpoint"),
+    _row("F117", "p", 13, REFUSED, "hostile safetensors headers", "merge/test_damage::a_damaged_safetensors_file_is_refused"),
+    _row("F118", "t", 13, REFUSED, "a model that brings code", "cli/test_train::remote_code_needs_the_person_at_the_command_line", "merge/test_verify::custom_code_is_never_run"),
+    _row("F119", "p", 13, REFUSED, "templates that reach out of their sandbox", "data/test_chat::a_template_cannot_reach_out_of_its_sandbox"),
+    _row("F120", "p", 14, SURVIVED, "tokens in environment, arguments, --set and URLs", "launch/test_plan::no_secret_is_written",
+         "launch/test_plan::hub_tokens_are_masked_wherever_they_stand"),
+    _row("F121", "p", 14, REFUSED, "names with shell and YAML in them, in jobs for clusters", absent="`submit` " + LATER),
+    _row("F122", "p", 13, SURVIVED, "HTML in names and metrics", absent="`report` " + LATER),
+    _row("F123", "p", 12, REFUSED, "lock or stage made beforehand as a link", "launch/test_lock::a_link_in_place_of_the_lock_is_refused",
+         "faults/test_kill_points::leftovers_of_five_crashes_go_and_a_link_is_not_followed"),
+    _row("F124", "p", 13, SURVIVED, "terminal escapes in rows, names, errors", "cli/test_output::terminal_escapes_are_shown_and_not_obeyed",
+         "recipe/test_loader::an_error_shows_no_terminal_escapes_and_no_novel", "data/test_prepare_command::control_characters_of_a_row_are_shown_and_not_obeyed"),
+)  # fmt: skip
+
+GROUPS = {
+    "Recipe and input": RECIPE_AND_INPUT,
+    "Launch": LAUNCH,
+    "Run": RUN,
+    "Checkpoint": CHECKPOINT,
+    "Resume": RESUME,
+    "Merge": MERGE,
+    "Security": SECURITY,
+}
+ROWS = tuple(row for group in GROUPS.values() for row in group)

@@ -1,0 +1,162 @@
+"""What goes wrong inside a step ends the run with its own reason and code, or is a warning; never a wrong number, never a hang."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp_tune.run_dir import RunDir
+from tests.faults import ranks
+from tests.faults.checks import verified_steps
+from tests.faults.forks import End, ForkServer
+from tests.faults.training import Training, numbers
+from tests.parity import runs, store
+from tests.parity.bench import shared_bench
+from tests.parity.cases import Case
+
+pytestmark = pytest.mark.ranks
+slow = pytest.mark.slow
+
+
+def outcome(run: RunDir, rank: int) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(run.rank_outcome(rank).read_text())
+    return document
+
+
+@pytest.mark.parametrize(
+    "what", ["NaN in a gradient", pytest.param("infinite gradient", marks=slow), pytest.param("infinite weight", marks=slow)]
+)
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=slow)])
+def test_number_that_is_none_on_one_rank_stops_all_before_the_update(rank: int, what: str, training: Training) -> None:
+    run = training.new()
+    training.attempt(run, sabotage=[(what, rank, 4)])
+    for each in range(2):
+        assert (outcome(run, each)["exit_code"], outcome(run, each)["exit_reason"]) == (4, "non_finite")
+    message = outcome(run, 0)["problem"]["message"]
+    assert "step 5" in message
+    assert verified_steps(run) == [3]
+    training.finish(run)
+    training.is_whole(run)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("what", "code", "reason"),
+    [
+        ("device out of memory", 3, "out_of_memory"),
+        ("device out of memory in evaluation", 3, "out_of_memory"),
+        ("device out of memory in a save", 3, "out_of_memory"),
+        ("host out of memory", 1, "failed"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_out_of_memory_says_whose_and_which(rank: int, what: str, code: int, reason: str, training: Training) -> None:
+    run = training.new()
+    training.attempt(run, sabotage=[(what, rank, 4)])
+    mine, other = outcome(run, rank), outcome(run, 1 - rank)
+    assert (mine["exit_code"], mine["exit_reason"]) == (code, reason)
+    assert "memory" in mine["problem"]["code"]
+    assert (other["exit_code"], other["exit_reason"]) == (5, "lost_rank")
+    training.finish(run)
+    training.is_whole(run)
+
+
+@slow
+@pytest.mark.parametrize("what", ["loader raises", "loader dies"])
+def test_loader_that_fails_in_a_worker_ends_the_run(what: str, forks: ForkServer) -> None:
+    training = Training(forks, changes={"training": {"dataloader_num_workers": 1}})
+    run = training.new()
+    ends = training.attempt(run, sabotage=[(what, 1, 0)])
+    assert all(end.code != 0 or end.value["exit_code"] != 0 for end in ends)
+    assert outcome(run, 1)["exit_code"] == 1
+    assert "row 7" in outcome(run, 1)["traceback"] or "killed" in outcome(run, 1)["traceback"]
+    training.finish(run)
+    training.is_whole(run)
+
+
+@slow
+def test_metrics_that_cannot_be_written_end_the_run(training: Training) -> None:
+    run = training.new()
+    training.attempt(run, sabotage=[("metrics full", 0, 5)])
+    assert outcome(run, 0)["exit_code"] == 1
+    assert "No space left" in outcome(run, 0)["problem"]["message"]
+    assert verified_steps(run) == [3]
+    training.finish(run)
+    training.is_whole(run)
+
+
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_run_directory_that_goes_ends_the_run_and_is_not_made_again(rank: int, training: Training) -> None:
+    run = training.new()
+    moved = RunDir(run.path.with_name(f"{run.path.name}-moved"))
+    newest = {"resume_from": None}
+    (run.path / "resume.json").write_text(json.dumps(newest))
+    ends: list[End] = training.forks.run(2, ranks.train, str(run.path), (), (), (("run directory moved", rank, 4),))
+    assert not any(end.stuck for end in ends)
+    assert all(end.code != 0 or end.value["exit_code"] != 0 for end in ends)
+    assert not run.path.exists() or not any(run.path.iterdir()), "nothing is made at the old place"
+    moved.path.rename(run.path)
+    training.finish(run)
+    training.is_whole(run)
+
+
+@slow
+def test_tracker_that_fails_is_a_warning(forks: ForkServer) -> None:
+    training = Training(forks, changes={"training": {"report_to": ["tensorboard"]}})
+    run = training.new()
+    ends = training.attempt(run, sabotage=[("tracker fails", 0, 0)])
+    assert [end.value["exit_reason"] for end in ends] == ["finished"] * 2
+    assert [line["message"] for line in runs.lines(run) if line.get("event") == "tracker_failed"] == [
+        "TensorBoardCallback failed and is left out from here on: ConnectionError: the tracker's server is gone"
+    ]
+    training.is_whole(run)
+
+
+# --------------------------------------------------------------------------------------------------------------- no targets
+
+
+def untrained_store(folder: Path, rows: set[int]) -> Path:
+    """The tests' rows, some of which are wholly untrained."""
+    made = store.make_store(folder)
+    segments = np.fromfile(made / "train" / "segments.int64", "<i8").reshape(-1, 2)
+    trained = np.fromfile(made / "trained.uint8", np.uint8)
+    for row in rows:
+        start, length = segments[row]
+        trained[start : start + length] = 0
+    trained.tofile(made / "trained.uint8")
+    return made
+
+
+def train_on(folder: Path, rows: set[int], world: int, forks: ForkServer, shuffle: bool) -> tuple[RunDir, list[End]]:
+    case = Case("llama", ranks=world, accumulation=2)
+    changes = {"data": {"shuffle": shuffle}, "training": {"max_steps": 4, "save_steps": 4, "eval_strategy": "no"}}
+    recipe = runs.merged(case.recipe(str(shared_bench().model("llama"))), changes)
+    run = runs.write_run(folder / f"run-{world}", recipe, untrained_store(folder / f"store-{world}", rows))
+    return run, forks.run(world, ranks.train, str(run.path))
+
+
+def test_rows_and_micro_batches_without_targets_train_as_on_one_rank(tmp_path: Path, forks: ForkServer) -> None:
+    """Rows 0 to 3 are one rank's whole micro-batch of the first step; more are strewn about."""
+    untrained = {0, 1, 2, 3, 20, 33, 35, 50}
+    curves = []
+    for world in (1, 2):
+        run, ends = train_on(tmp_path, untrained, world, forks, shuffle=False)
+        assert [end.value["exit_reason"] for end in ends] == ["finished"] * world
+        curves.append(numbers(run))
+    for one, two in zip(*curves, strict=True):
+        assert one[2] == pytest.approx(two[2], rel=1e-6), "loss"
+        assert one[3] == pytest.approx(two[3], rel=1e-5), "gradient norm"
+        assert one[5:] == two[5:], "tokens"
+
+
+@slow
+def test_step_without_a_single_target_is_an_error_and_no_loss_of_zero(tmp_path: Path, forks: ForkServer) -> None:
+    run, _ = train_on(tmp_path, set(range(16, 32)), 2, forks, shuffle=False)
+    assert {outcome(run, rank)["problem"]["code"] for rank in range(2)} == {"step-without-targets"}
+    assert "step 2" in outcome(run, 0)["problem"]["message"]
+    assert all(line["loss"] > 0 for line in runs.loss_lines(run))

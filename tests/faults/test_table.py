@@ -1,0 +1,50 @@
+"""The table is the catalogue: every id once, every test that it names exists, every plant applies."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+from tests.faults.plants import PLANTS, Plant
+from tests.faults.table import COSTS, PROMISES, REFUSED, ROWS, SURVIVED, Row
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@functools.cache
+def functions(file: str) -> frozenset[str]:
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+
+
+def test_the_catalogue_is_complete_and_in_order() -> None:
+    assert [row.id for row in ROWS] == [f"F{number:03d}" for number in range(1, 125)]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_a_row_has_tests_that_exist_or_a_reason(row: Row) -> None:
+    assert row.cost in COSTS
+    assert row.promise in PROMISES
+    assert row.ends in (SURVIVED, REFUSED)
+    assert bool(row.tests) != bool(row.absent)
+    for test in row.tests:
+        file, name = test.split("::")
+        assert name in functions(file), f"{test} does not exist"
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
+def test_a_plant_applies(plant: Plant) -> None:
+    """Where the code has moved on, the plant moves with it: its `old` must stand in the file once."""
+    text = (ROOT / plant.file).read_text(encoding="utf-8")
+    assert text.count(plant.old) == 1, f"`{plant.old}` stands {text.count(plant.old)} times in {plant.file}"
+    ast.parse(text.replace(plant.old, plant.new))
+
+
+def test_every_promise_has_a_plant_and_every_plant_names_rows_with_tests() -> None:
+    rows = {row.id: row for row in ROWS}
+    assert {row for plant in PLANTS for row in plant.rows} <= {row.id for row in ROWS if row.tests}
+    planted = {rows[row].promise for plant in PLANTS for row in plant.rows}
+    assert planted == set(PROMISES)

@@ -1,0 +1,80 @@
+"""Ranks that see different things act as one; states of another shape, time or author are read right or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.manifest import MANIFEST_NAME, Manifest, digest_file, read_manifest
+from fsdp_tune.run_dir import RunDir
+from tests.faults import ranks
+from tests.faults.checks import verified_steps
+from tests.faults.forks import ForkServer
+from tests.faults.training import Training
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize("blind", [0, 1])
+def test_damage_that_one_rank_sees_is_seen_by_all(blind: int, tmp_path: Path, forks: ForkServer) -> None:
+    forks.values(2, ranks.save, tmp_path, ranks.FIRST)
+    told = forks.values(2, ranks.come_back_half_blind, tmp_path / f"checkpoint-{ranks.FIRST}", blind)
+    assert told[0] == told[1]
+    assert told[0] in ("checkpoint-damaged", "checkpoint-unusable")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_full_and_sharded_checkpoints_load_into_each_other(world: int, tmp_path: Path, forks: ForkServer) -> None:
+    """Moments included, on the same and on another number of ranks."""
+    forks.values(2, ranks.save, tmp_path, ranks.FIRST, True)
+    assert (tmp_path / f"checkpoint-{ranks.FIRST}" / "model.safetensors").exists()
+    assert forks.values(world, ranks.loads, tmp_path, ranks.FIRST) == [True] * world
+    forks.values(world, ranks.save, tmp_path, ranks.SECOND)
+    assert verified_steps(RunDir(tmp_path)) == [ranks.SECOND]
+    assert forks.values(1, ranks.loads, tmp_path, ranks.SECOND) == [True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["a day back", "ten years on"])
+def test_clock_that_jumps_changes_no_number_and_no_order(how: str, training: Training) -> None:
+    run = training.new()
+    ends = training.attempt(run, sabotage=[(how, 0, 0), (how, 1, 0)])
+    assert [end.value["exit_reason"] for end in ends] == ["finished"] * 2
+    training.is_whole(run)
+    for path in run.path.glob("checkpoint-*"):
+        os.utime(path, (0, 0))
+    os.utime(run.checkpoint(3), None)  # the oldest by step is the youngest by time
+    assert verified_steps(run)[-1] == 12
+    training.finish(run)
+    training.is_whole(run)
+
+
+class RunsCode:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.target),)
+
+
+def test_code_in_the_state_of_a_rank_is_not_run(tmp_path: Path, forks: ForkServer) -> None:
+    """By somebody who wrote a manifest that fits."""
+    run = tmp_path / "run"
+    run.mkdir()
+    forks.values(2, ranks.save, run, ranks.FIRST)
+    checkpoint, sentinel = run / f"checkpoint-{ranks.FIRST}", tmp_path / "sentinel"
+    (checkpoint / "rng_state_1.pth").write_bytes(pickle.dumps(RunsCode(sentinel)))
+    manifest = read_manifest(checkpoint)
+    assert manifest is not None
+    files = manifest.files | {"rng_state_1.pth": digest_file(checkpoint / "rng_state_1.pth")}
+    (checkpoint / MANIFEST_NAME).write_text(Manifest(manifest.kind, files, manifest.facts).to_json())
+    assert verified_steps(RunDir(run)) == [ranks.FIRST]
+    ends = forks.run(2, ranks.come_back, [run])
+    assert ends[1].code == 1
+    assert "weights_only" in ends[1].text.lower() or "unpickl" in ends[1].text.lower()
+    assert not sentinel.exists()
+    assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == ranks.FIRST
