@@ -36,7 +36,7 @@ class Hardware:
     pcie_gb_s: float | None = None
     """Both directions."""
     network_gb_s: float | None = None
-    """To another machine, one direction, per GPU. No vendor's figure: that of the user's cluster."""
+    """To another machine, one direction, per GPU: of the vendor's own machine, or as a user's file says."""
     devices_per_machine: int | None = None
     matmul_tflops: float | None = None
     dollars_per_hour: float | None = None

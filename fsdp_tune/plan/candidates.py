@@ -1,0 +1,101 @@
+"""Recipes to compare with the one that was asked for: the same training, otherwise laid out over the same GPUs.
+
+Kept: model, data, length, dtype, the global batch and the schedule. Tried: strategy, recomputation, offload, micro-batch × accumulation,
+size of a copy (over machines), and decoder layers as units where the recipe has something coarser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.plan.totals import DTYPE_BYTES
+from fsdp_tune.recipe.not_yet import refused, value_of
+from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.recipe.rules import RULES
+from fsdp_tune.recipe.schema import Recipe
+
+Changes = dict[str, Any]
+CHECKPOINTING = ("none", "selective", "full")
+ON_ONE_MACHINE = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+OVER_MACHINES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD")
+_BATCH = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
+
+
+def changed(recipe: Recipe, changes: Changes) -> Recipe | None:
+    """A resolved recipe with other values, what depends on them resolved again; None where it contradicts itself or is not supported."""
+    data = recipe.model_dump(by_alias=True)
+    for key, value in changes.items():
+        section, name = key.split(".")
+        data[section][name] = value
+    if "fsdp.sharding_strategy" in changes or "launch.num_processes" in changes:
+        for key in ("dp_replicate_size", "dp_shard_size"):
+            data["parallelism"][key] = changes.get(f"parallelism.{key}", "auto")
+        data["fsdp"]["reshard_after_forward"] = None
+    if "training.gradient_accumulation_steps" in changes and "training.global_batch_size" not in changes:
+        data["training"]["global_batch_size"] = None
+    wanted = Recipe.model_validate(data)
+    if refused(wanted) or any(rule(wanted) for rule in RULES):
+        return None
+    machine = Machine(wanted.launch.device, wanted.world_size, 1, None)
+    try:
+        return resolve(wanted, machine, cwd=Path.cwd(), assume=wanted.launch.device).recipe
+    except FsdpTuneError:
+        return None  # a mesh or a batch that does not divide
+
+
+def differences(recipe: Recipe, other: Recipe) -> Changes:
+    """The keys of the search in which two resolved recipes differ, with the other's values."""
+    keys = [
+        "fsdp.sharding_strategy",
+        "fsdp.activation_checkpointing",
+        "fsdp.offload_params",
+        "fsdp.auto_wrap_policy",
+        *_BATCH,
+        "data.max_length",
+        "launch.num_processes",
+        "launch.num_machines",
+    ]
+    found = {key: value_of(other, key) for key in keys if value_of(other, key) != value_of(recipe, key)}
+    if other.is_hybrid and other.parallelism.dp_shard_size != recipe.parallelism.dp_shard_size:
+        found["parallelism.dp_shard_size"] = other.parallelism.dp_shard_size
+    return found
+
+
+def layouts(recipe: Recipe, *, offload: bool) -> Iterator[Changes]:
+    """Strategy and recomputation, the fast ones first. Offload goes with sharding, where it is a way out and never a gain."""
+    strategies = OVER_MACHINES if recipe.launch.num_machines > 1 else ON_ONE_MACHINE
+    if recipe.world_size == 1:
+        strategies = (recipe.fsdp.sharding_strategy,)
+    coarse = recipe.fsdp.auto_wrap_policy == "NO_WRAP"
+    for strategy in strategies:
+        if offload and strategy == "NO_SHARD":
+            continue
+        for checkpointing in CHECKPOINTING:
+            changes: Changes = {"fsdp.sharding_strategy": strategy, "fsdp.activation_checkpointing": checkpointing}
+            changes["fsdp.offload_params"] = offload
+            if coarse:
+                changes["fsdp.auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
+            yield changes
+
+
+def micro_batches(recipe: Recipe) -> list[tuple[int, int]]:
+    """(micro-batch, accumulation) that make the recipe's global batch, small micro-batches first; at most 64 sequences a forward."""
+    each = recipe.global_batch_size // recipe.dp_size
+    return [(size, each // size) for size in range(1, min(each, 64) + 1) if each % size == 0]
+
+
+def batch_changes(micro_batch: int, accumulation: int | None) -> Changes:
+    return {_BATCH[0]: micro_batch, _BATCH[1]: accumulation}
+
+
+def least_state_bytes(recipe: Recipe, parameters: int, trained: int) -> float:
+    """Bytes a device holds whatever the activations: its share of parameters, gradients and two moments. Nothing smaller can fit."""
+    if recipe.fsdp.offload_params:
+        return 0.0
+    size = DTYPE_BYTES[recipe.model.dtype]
+    shards = recipe.parallelism.dp_shard_size
+    assert isinstance(shards, int), "the recipe is resolved"
+    return size * (parameters + 3 * trained) / max(1, shards)

@@ -1,0 +1,63 @@
+"""Whether a recipe fits a card: what the allocator reserves, what it does not see, and how wrong the prediction may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fsdp_tune.plan.hardware import Hardware
+from fsdp_tune.plan.memory import Memory, peak_memory
+from fsdp_tune.plan.trace_format import Segments, Trace
+from fsdp_tune.units import GIB, MIB
+
+CONTEXT_BYTES = int(0.55 * GIB)
+"""CUDA context and kernels of one process: 0.4 to 0.6 GiB, more on newer cards."""
+NCCL_BYTES = int(0.35 * GIB)
+"""Buffers of a communicator set: 0.2 to 0.5 GiB."""
+SPARE = 0.08
+"""What a prediction may be too low by: the 90th percentile of the errors of reserved memory."""
+TOO_HIGH = 0.07
+"""What a prediction may be too high by: the 90th percentile of the errors of allocated memory."""
+WORKSPACE_BYTES = {"hopper": 32 * MIB, "other": int(8.125 * MIB)}
+"""cuBLAS's workspace in torch: `getChosenWorkspaceSize` in CUDABlas."""
+
+Fits = Literal["yes", "tight", "no"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    answer: Fits
+    because: str
+    memory: Memory
+    """With all the memory that it asks for, however much the card has."""
+    outside_bytes: int
+    """Context and NCCL: on the card, and not the allocator's."""
+    usable_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        """What `nvidia-smi` would show, were the card large enough."""
+        return self.memory.peak_reserved_bytes + self.outside_bytes
+
+
+def workspace_bytes(hardware: Hardware) -> int:
+    return WORKSPACE_BYTES["hopper" if hardware.fp8_tflops is not None and (hardware.bf16_tflops or 0) > 700 else "other"]
+
+
+def fit(trace: Trace, hardware: Hardware, *, segments: Segments = "expandable") -> Fit:
+    """yes: with `SPARE` to spare. no: even were the prediction `TOO_HIGH` too high. tight: between."""
+    outside = CONTEXT_BYTES + (NCCL_BYTES if trace.shapes.world_size > 1 else 0)
+    memory = peak_memory(trace, segments=segments, workspace_bytes=workspace_bytes(hardware))
+    usable, reserved, allocated = hardware.usable_bytes, memory.peak_reserved_bytes, memory.peak_allocated_bytes
+    most, least = reserved * (1 + SPARE) + outside, allocated / (1 + TOO_HIGH) + outside
+    if most <= usable:
+        answer, because = "yes", f"{_gib(most)} with {SPARE:.0%} to spare, of {_gib(usable)}"
+    elif least > usable:
+        answer, because = "no", f"{_gib(least)} at the least, of {_gib(usable)}"
+    else:
+        answer, because = "tight", f"{_gib(reserved + outside)} of {_gib(usable)}: less than {SPARE:.0%} to spare"
+    return Fit(answer, because, memory, outside, usable)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"

@@ -1,0 +1,38 @@
+"""Model FLOPs utilisation, by the convention of PaLM (arXiv:2204.02311, appendix B)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    parameters: int
+    layers: int
+    heads: int
+    head_dim: int
+
+
+def attended_length(lengths: Iterable[int]) -> float:
+    """Tokens that a token attends to, over examples of these lengths: Σ length² / Σ length; 0 for none.
+
+    A packed row counts as its examples, since no token attends across them; padding is no token.
+    """
+    total = squares = 0
+    for length in lengths:
+        total, squares = total + length, squares + length * length
+    return squares / total if total else 0.0
+
+
+def flops_per_token(model: ModelSize, length: float) -> float:
+    """6 N + 12 L H Q T: forward and backward, attention included and not halved for being causal; recomputation is not counted.
+
+    `length` is T: the length of the sequences, or `attended_length` where it varies.
+    """
+    return 6.0 * model.parameters + 12.0 * model.layers * model.heads * model.head_dim * length
+
+
+def mfu(model: ModelSize, length: float, tokens_per_second_per_device: float, peak_flops: float | None) -> float | None:
+    """Share of the dense bf16 peak of one device; None where the peak is unknown."""
+    return None if peak_flops is None else flops_per_token(model, length) * tokens_per_second_per_device / peak_flops

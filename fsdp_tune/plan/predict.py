@@ -1,0 +1,234 @@
+"""`plan(recipe, hardware, trace)`: everything that is predicted of one recipe on one kind of GPU, as data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from fsdp_tune.plan.accuracy import accuracy
+from fsdp_tune.plan.efficiency import Efficiency, efficiency_of
+from fsdp_tune.plan.fits import CONTEXT_BYTES, Fit, Fits, fit
+from fsdp_tune.plan.hardware import Hardware
+from fsdp_tune.plan.memory import Memory
+from fsdp_tune.plan.mfu import ModelSize, mfu
+from fsdp_tune.plan.timing import StepTime, UnknownFigure, step_time
+from fsdp_tune.plan.totals import disk, host_memory, total_steps
+from fsdp_tune.plan.trace_format import Segments, Trace
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.world import batch_arithmetic
+from fsdp_tune.units import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`as_dict` is plan.json and `plan --json`. Unknown is None; sizes in GiB (2³⁰ bytes) of one device unless named otherwise."""
+
+    recipe: str
+    gpu: str
+    num_processes: int
+    num_machines: int
+    fits: Fits
+    fits_because: str
+    peak_allocated_gib: float
+    peak_reserved_gib: float
+    device_gib: float
+    """Reserved, context and NCCL: what nvidia-smi shows."""
+    usable_gib: float
+    where: str
+    components: dict[str, float]
+    """At the moment of the peak; with context and NCCL, which are beside it. The sum of the others is `peak_allocated_gib`."""
+    step_seconds: float | None
+    tokens_per_second_per_device: float | None
+    mfu: float | None
+    time: dict[str, Any]
+    communication_gib: dict[str, float | None]
+    host_gib_per_machine: dict[str, float]
+    disk_gib: dict[str, float | None]
+    run: dict[str, float | None]
+    batch: str
+    tokens_per_step: int
+    errors: dict[str, Any]
+    """Figure → what its error was on published runs: median, 90th percentile, rows."""
+    unknown: list[str]
+    assumptions: list[str]
+    recipe_changes: dict[str, Any]
+    """Key → value, against the recipe that was asked for; empty for itself."""
+    alternatives: tuple[Plan, ...] = ()
+    scaling: tuple[dict[str, Any], ...] = ()
+    best_because: str | None = None
+    smallest_hardware: dict[str, Any] | None = None
+    memory: Memory | None = None
+    """With the timeline; not in the JSON."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON: no alternatives of alternatives, no timeline."""
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "memory"}
+        fields["alternatives"] = [_short(other) for other in self.alternatives]
+        return fields
+
+
+_SHORT = (
+    "recipe_changes",
+    "fits",
+    "fits_because",
+    "peak_allocated_gib",
+    "peak_reserved_gib",
+    "device_gib",
+    "step_seconds",
+    "tokens_per_second_per_device",
+    "mfu",
+    "components",
+    "num_processes",
+    "batch",
+)
+
+
+def _short(plan: Plan) -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in _SHORT}
+
+
+def plan(
+    recipe: Recipe,
+    hardware: Hardware,
+    trace: Trace,
+    *,
+    rows: int | None = None,
+    tokens: int | None = None,
+    segments: Segments = "expandable",
+    efficiency: Efficiency | None = None,
+    recipe_changes: dict[str, Any] | None = None,
+) -> Plan:
+    """What a resolved `recipe` needs on `hardware`, from the `trace` of its step. Pure.
+
+    `rows` and `tokens`: of the prepared training data, where they are known. `efficiency`: learnt from a run of this machine.
+    """
+    efficiency = efficiency or efficiency_of(hardware)
+    found = fit(trace, hardware, segments=segments)
+    unknown: list[str] = []
+    timed: StepTime | None = None
+    try:
+        timed = step_time(trace, hardware, recipe.launch.num_machines, efficiency)
+    except UnknownFigure as error:
+        unknown.append(f"step_seconds: {error}")
+    tokens_per_device = trace.shapes.micro_batch * trace.shapes.accumulation * trace.shapes.tokens
+    speed = tokens_per_device / timed.step_seconds if timed else None
+    return Plan(
+        recipe=recipe.name or "recipe",
+        gpu=hardware.name,
+        num_processes=recipe.world_size,
+        num_machines=recipe.launch.num_machines,
+        fits=found.answer,
+        fits_because=found.because,
+        **_memory(found),
+        step_seconds=timed.step_seconds if timed else None,
+        tokens_per_second_per_device=speed,
+        mfu=_mfu(trace, hardware, speed, unknown),
+        time=_time(timed),
+        communication_gib=_communication(timed),
+        host_gib_per_machine=_host(recipe, trace, found.memory),
+        disk_gib=_disk(recipe, trace, tokens, unknown),
+        run=_run(recipe, hardware, timed, rows, unknown),
+        batch=batch_arithmetic(recipe),
+        tokens_per_step=tokens_per_device * recipe.dp_size,
+        errors=accuracy(recipe.launch.num_machines),
+        unknown=unknown,
+        assumptions=_assumptions(trace, hardware, efficiency, segments),
+        recipe_changes=recipe_changes or {},
+    )
+
+
+def with_search(found: Plan, alternatives: tuple[Plan, ...], because: str | None) -> Plan:
+    return replace(found, alternatives=alternatives, best_because=because)
+
+
+def _memory(found: Fit) -> dict[str, Any]:
+    memory = found.memory
+    components = {name: size / GIB for name, size in memory.components.items()}
+    components["CUDA context"] = CONTEXT_BYTES / GIB
+    if found.outside_bytes > CONTEXT_BYTES:
+        components["NCCL"] = (found.outside_bytes - CONTEXT_BYTES) / GIB
+    return {
+        "peak_allocated_gib": memory.peak_allocated_bytes / GIB,
+        "peak_reserved_gib": memory.peak_reserved_bytes / GIB,
+        "device_gib": found.device_bytes / GIB,
+        "usable_gib": found.usable_bytes / GIB,
+        "where": memory.where,
+        "components": components,
+        "memory": memory,
+    }
+
+
+def model_size(trace: Trace) -> ModelSize:
+    counts = trace.counts
+    return ModelSize(counts.parameters, counts.layers, counts.attention_heads, counts.head_dim)
+
+
+def _mfu(trace: Trace, hardware: Hardware, speed: float | None, unknown: list[str]) -> float | None:
+    peak = hardware.peak_flops("bf16")
+    if peak is None:
+        unknown.append(f"mfu: {hardware.name} has no known dense bf16 peak")
+    return None if speed is None else mfu(model_size(trace), float(trace.shapes.tokens), speed, peak)
+
+
+def _time(timed: StepTime | None) -> dict[str, Any]:
+    if timed is None:
+        return {}
+    return {
+        "phases": timed.phases,
+        "compute_seconds": timed.compute_seconds,
+        "communication_seconds": timed.communication_seconds,
+        "exposed_seconds": timed.exposed_seconds,
+        "waiting_for_host_seconds": timed.issue_seconds,
+    }
+
+
+def _communication(timed: StepTime | None) -> dict[str, float | None]:
+    return {
+        "within_machine": timed.volume.machine_link_bytes / GIB if timed else None,
+        "between_machines": timed.volume.network_bytes / GIB if timed else None,
+    }
+
+
+def _host(recipe: Recipe, trace: Trace, memory: Memory) -> dict[str, float]:
+    host = host_memory(recipe, trace, memory)
+    parts = {name.removesuffix("_bytes"): size / GIB for name, size in asdict(host).items()}
+    return {"peak": host.peak_bytes / GIB, **parts}
+
+
+def _disk(recipe: Recipe, trace: Trace, tokens: int | None, unknown: list[str]) -> dict[str, float | None]:
+    needed = disk(recipe, trace, tokens)
+    if needed.cache_bytes is None:
+        unknown.append("disk_gib.cache: the data is not prepared")
+    most = None if needed.most_checkpoints is None else needed.most_checkpoints * needed.checkpoint_bytes / GIB
+    return {
+        "checkpoint": needed.checkpoint_bytes / GIB,
+        "checkpoints_at_most": most,
+        "merged": needed.merged_bytes / GIB,
+        "cache": None if needed.cache_bytes is None else needed.cache_bytes / GIB,
+    }
+
+
+def _run(recipe: Recipe, hardware: Hardware, timed: StepTime | None, rows: int | None, unknown: list[str]) -> dict[str, float | None]:
+    steps = total_steps(recipe, rows)
+    if steps is None:
+        unknown.append("run.steps: how many rows there are is known when the data is prepared")
+    seconds = steps * timed.step_seconds if steps is not None and timed else None
+    price = hardware.dollars_per_hour
+    cost = seconds / 3600 * recipe.world_size * price if seconds is not None and price is not None else None
+    if price is None:
+        unknown.append("run.dollars: no price is given (`dollars_per_hour` of a GPU file)")
+    return {"steps": steps, "seconds": seconds, "dollars": cost}
+
+
+def _assumptions(trace: Trace, hardware: Hardware, efficiency: Efficiency, segments: Segments) -> list[str]:
+    attention: list[str] = trace.facts.get("attention") or ["unknown"]
+    said = [
+        f"attention kernels: {', '.join(attention)}",
+        f"allocator: {'expandable segments' if segments == 'expandable' else 'plain segments'}",
+        "every row is as long as data.max_length",
+    ]
+    if not efficiency.is_measured:
+        said.append(f"nobody has published what {hardware.name} multiplies; the share of its peak is that of cards that were measured")
+    if hardware.usable_gib is None:
+        said.append(f"what CUDA gives of {hardware.name}'s memory is not known: {hardware.memory_gb:g} × 10⁹ bytes are taken")
+    return said

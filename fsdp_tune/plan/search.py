@@ -1,0 +1,252 @@
+"""The best recipe for given GPUs: every layout is traced at two micro-batches, every other micro-batch lies on the line through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+from fsdp_tune.plan.blend import alike, at_micro_batch
+from fsdp_tune.plan.candidates import Changes, batch_changes, changed, differences, layouts, least_state_bytes, micro_batches
+from fsdp_tune.plan.efficiency import Efficiency
+from fsdp_tune.plan.fits import CONTEXT_BYTES, fit
+from fsdp_tune.plan.hardware import Hardware, known_hardware
+from fsdp_tune.plan.predict import Plan, plan
+from fsdp_tune.plan.trace_format import Trace
+from fsdp_tune.recipe.schema import Recipe
+
+Target = Literal["fastest", "cheapest", "largest-context"]
+SHOWN = 12
+"""Alternatives in a plan."""
+MOST_DEVICES = 1024
+
+
+class Tracer(Protocol):
+    """Traces recipes, in a process of its own and with a cache; None for one whose model refuses it."""
+
+    def __call__(self, recipes: Sequence[Recipe]) -> list[Trace | None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A recipe with its plan."""
+
+    recipe: Recipe
+    plan: Plan
+
+
+@dataclass(slots=True)
+class Search:
+    """Everything that a search needs besides the recipe."""
+
+    hardware: Hardware
+    trace: Tracer
+    efficiency: Efficiency | None = None
+    rows: int | None = None
+    progress: Callable[[str], None] = lambda _text: None
+
+    def price(self, recipe: Recipe, trace: Trace, base: Recipe) -> Found:
+        changes = differences(base, recipe)
+        made = plan(recipe, self.hardware, trace, rows=self.rows, efficiency=self.efficiency, recipe_changes=changes)
+        return Found(recipe, replace(made, memory=None))
+
+    def layouts(self, base: Recipe, parameters: int, trained: int, *, offload: bool) -> list[Found]:
+        """Every layout that is not hopeless, at every micro-batch up to the first that does not fit."""
+        batches = micro_batches(base)
+        hopeful: list[tuple[Changes, Recipe]] = []
+        for changes in layouts(base, offload=offload):
+            recipe = changed(base, changes | batch_changes(*batches[0]))
+            if recipe is not None and least_state_bytes(recipe, parameters, trained) + CONTEXT_BYTES <= self.hardware.usable_bytes:
+                hopeful.append((changes, recipe))
+        found: list[Found] = []
+        for changes, _ in hopeful:
+            self.progress(_words(changes))
+            found += self._layout(base, changes, batches)
+        return found
+
+    def _layout(self, base: Recipe, changes: Changes, batches: list[tuple[int, int]]) -> list[Found]:
+        found: list[Found] = []
+        lines: dict[bool, tuple[Trace, Trace] | None] = {}
+        for micro, accumulation in batches:
+            recipe = changed(base, changes | batch_changes(micro, accumulation))
+            if recipe is None:
+                continue
+            accumulates = accumulation > 1
+            if accumulates not in lines:
+                lines[accumulates] = self._line(base, changes, 2 if accumulates else 1)
+            line = lines[accumulates]
+            trace = at_micro_batch(*line, micro, accumulation) if line is not None else self.trace([recipe])[0]
+            if trace is None:
+                break
+            found.append(self.price(recipe, trace, base))
+            if found[-1].plan.fits == "no":
+                break
+        return found
+
+    def _line(self, base: Recipe, changes: Changes, accumulation: int) -> tuple[Trace, Trace] | None:
+        """Traces at one and two sequences a forward; None where they are not of one program, so that each size is traced itself."""
+        pair = [changed(base, changes | batch_changes(micro, accumulation)) for micro in (1, 2)]
+        one, two = self.trace([recipe for recipe in pair if recipe is not None]) if None not in pair else (None, None)
+        return (one, two) if one is not None and two is not None and alike(one, two) else None
+
+
+def _words(changes: Changes) -> str:
+    return ", ".join(str(value) for key, value in changes.items() if value is not False and key != "fsdp.auto_wrap_policy")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    ranked: tuple[Found, ...]
+    """The best first; at most `SHOWN`."""
+    because: str | None
+
+
+def rank_recipes(search: Search, base: Recipe, trace: Trace, target: Target) -> Ranking:
+    """The recipes for a target, `base` among them; `trace` is that of `base`."""
+    rankings = {"fastest": best_layouts, "cheapest": cheapest, "largest-context": longest}
+    found = rankings[target](search, base, trace)
+    return Ranking(tuple(found[:SHOWN]), why_first(found, target))
+
+
+def best_layouts(search: Search, base: Recipe, trace: Trace) -> list[Found]:
+    """All that fit, the fastest first, then the tight ones, then the others by what they lack; offload only where nothing fits without."""
+    counts = trace.counts
+    found = search.layouts(base, counts.parameters, counts.trained_parameters, offload=False)
+    if not any(each.plan.fits == "yes" for each in found):
+        found += search.layouts(base, counts.parameters, counts.trained_parameters, offload=True)
+    return sorted(found, key=rank)
+
+
+def rank(found: Found) -> tuple[int, float, float]:
+    """What fits before what is tight; then by time for a token, of all devices; then by memory."""
+    made = found.plan
+    order = ("yes", "tight", "no").index(made.fits)
+    if order == 2:
+        return order, made.device_gib, 0.0
+    seconds = made.step_seconds / made.tokens_per_step if made.step_seconds is not None else float("inf")
+    return order, seconds, made.device_gib
+
+
+def cheapest(search: Search, base: Recipe, trace: Trace) -> list[Found]:
+    """On all of the GPUs or on a power of two of them: fewest GPU-seconds for a token first."""
+    found: list[Found] = []
+    size = base.world_size
+    counts = [size, *(1 << power for power in range(size.bit_length() - 1, -1, -1) if 1 << power < size)]
+    for number in counts:
+        machines = max(1, -(-number // base.local_world_size))
+        other = base if number == size else changed(base, {"launch.num_processes": number, "launch.num_machines": machines, **_same(base)})
+        if other is None or other.global_batch_size != base.global_batch_size:
+            continue
+        search.progress(f"{number} GPUs")
+        for each in best_layouts(search, other, trace):
+            made = replace(each.plan, recipe_changes=differences(base, each.recipe))
+            found.append(Found(each.recipe, made))
+    return sorted(found, key=lambda each: (rank(each)[0], _device_seconds(each)))
+
+
+def _same(base: Recipe) -> Changes:
+    """Fewer GPUs with the same global batch accumulate more."""
+    return {"training.global_batch_size": base.global_batch_size, **batch_changes(1, None)}
+
+
+def longest(search: Search, base: Recipe, trace: Trace) -> list[Found]:
+    """One sequence a forward, rows twice as long again and again while they fit and the model has positions for them."""
+    config = trace.facts.get("config", {})
+    positions = config.get("max_position_embeddings") or config.get("n_positions")
+    found: list[Found] = []
+    for offload in (False, True):
+        for changes in layouts(base, offload=offload):
+            if changes["fsdp.sharding_strategy"] == "FULL_SHARD" or base.world_size == 1:
+                search.progress(_words(changes))
+                found += _lengths(search, base, changes, positions)
+        if any(each.plan.fits == "yes" for each in found):
+            break
+    return sorted(found, key=lambda each: (rank(each)[0], -each.recipe.data.max_length, *rank(each)[1:]))
+
+
+def _lengths(search: Search, base: Recipe, changes: Changes, positions: int | None) -> list[Found]:
+    found: list[Found] = []
+    length = base.data.max_length
+    each = base.global_batch_size // base.dp_size
+    while positions is None or length <= positions:
+        recipe = changed(base, changes | batch_changes(1, each) | {"data.max_length": length})
+        traced = None if recipe is None else search.trace([recipe])[0]
+        if recipe is None or traced is None:
+            break
+        found.append(search.price(recipe, traced, base))
+        if found[-1].plan.fits == "no":
+            break
+        length *= 2
+    return found
+
+
+def smallest_hardware(search: Search, base: Recipe, ranked: Sequence[Found]) -> dict[str, Any] | None:
+    """Where nothing fits: the leanest layout on as many of a larger GPU, else on more of the same; None where not even 1,024 are enough."""
+    leanest = min((each.recipe for each in ranked), key=lambda recipe: recipe.training.per_device_train_batch_size, default=base)
+    lean = changed(leanest, {"fsdp.sharding_strategy": "FULL_SHARD", "fsdp.activation_checkpointing": "full", "fsdp.offload_params": False})
+    one = lean and changed(lean, batch_changes(1, base.global_batch_size // base.dp_size))
+    traced = search.trace([one])[0] if one else None
+    if one is None or traced is None:
+        return None
+    larger = sorted(known_hardware().values(), key=lambda gpu: gpu.usable_bytes)
+    for gpu in (gpu for gpu in larger if gpu.usable_bytes > search.hardware.usable_bytes and gpu.peak_flops(one.compute_dtype)):
+        if fit(traced, gpu).answer == "yes":
+            return {"gpu": gpu.name, "num_processes": base.world_size, "recipe_changes": differences(base, one)}
+    return _more(search, base, one)
+
+
+def _more(search: Search, base: Recipe, one: Recipe) -> dict[str, Any] | None:
+    number = base.world_size * 2
+    while number <= MOST_DEVICES:
+        per_machine = search.hardware.devices_per_machine or base.local_world_size
+        sizes: Changes = {"launch.num_processes": number, "launch.num_machines": max(1, number // per_machine), **batch_changes(1, 1)}
+        other = changed(one, sizes)
+        traced = search.trace([other])[0] if other else None
+        if other is not None and traced is not None and fit(traced, search.hardware).answer == "yes":
+            return {"gpu": search.hardware.name, "num_processes": number, "recipe_changes": differences(base, other)}
+        number *= 2
+    return None
+
+
+def _device_seconds(found: Found) -> float:
+    made = found.plan
+    return float("inf") if made.step_seconds is None else made.step_seconds * made.num_processes / made.tokens_per_step
+
+
+def why_first(ranked: Sequence[Found], target: Target) -> str | None:
+    """Why the first is first, in words and numbers; None where nothing fits."""
+    first = ranked[0].plan if ranked else None
+    if first is None or first.fits == "no":
+        return None
+    fitting = [each for each in ranked if each.plan.fits == first.fits]
+    what = {"fastest": "fastest", "cheapest": "cheapest", "largest-context": "longest"}[target]
+    said = [f"the {what} of {len(fitting)} that fit" if first.fits == "yes" else "nothing fits with memory to spare; this one is tight"]
+    others = [each for each in fitting[1:] if _layout_of(each) != _layout_of(ranked[0])]
+    if others and first.step_seconds is not None and others[0].plan.step_seconds is not None:
+        slower = _device_seconds(others[0]) / _device_seconds(ranked[0]) - 1
+        said.append(f"{slower:.0%} less time for a token than the next layout, {_name(others[0].recipe)}")
+    recipe = ranked[0].recipe
+    cheaper = _less_recomputation(recipe)
+    refused = [each for each in ranked if each.plan.fits == "no" and each.recipe.fsdp.activation_checkpointing in cheaper]
+    if cheaper and refused:
+        least = min(refused, key=lambda each: each.plan.device_gib)
+        without = least.recipe.fsdp.activation_checkpointing
+        needed = f"{least.plan.device_gib:.1f} GiB of {least.plan.usable_gib:.1f}"
+        said.append(f"with recomputation {without} not even one that is leaner fits ({_name(least.recipe)} needs {needed})")
+    return "; ".join(said)
+
+
+def _less_recomputation(recipe: Recipe) -> tuple[str, ...]:
+    order = ("none", "selective", "full")
+    return order[: order.index(recipe.fsdp.activation_checkpointing)] if recipe.fsdp.activation_checkpointing in order else ()
+
+
+def _layout_of(found: Found) -> tuple[str, str, bool]:
+    fsdp = found.recipe.fsdp
+    return fsdp.sharding_strategy, fsdp.activation_checkpointing, fsdp.offload_params
+
+
+def _name(recipe: Recipe) -> str:
+    fsdp = recipe.fsdp
+    strategy = fsdp.sharding_strategy + (" + offload" if fsdp.offload_params else "")
+    return f"{strategy}, recomputation {fsdp.activation_checkpointing}, {recipe.training.per_device_train_batch_size} a GPU"

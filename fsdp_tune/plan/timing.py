@@ -1,0 +1,232 @@
+"""How long a traced step takes: each operation by a roofline, each collective by its links, on streams that wait for each other.
+
+Nothing here knows what FSDP is. The trace has the operations of every stream in the order in which the host issues them, and who waits
+for whom; the clocks of the streams then give what is hidden behind compute and what is exposed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdp_tune.plan.collectives import Topology, Volume, collective_seconds, sent_bytes
+from fsdp_tune.plan.depth import full_depth
+from fsdp_tune.plan.efficiency import MASKED_SHARE, Efficiency, efficiency_of
+from fsdp_tune.plan.hardware import Hardware
+from fsdp_tune.plan.trace_format import COLLECTIVES, DTYPES, GROUPS, PHASES, Records, Trace
+
+Seconds = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One optimizer step, all micro-batches. Seconds of one rank; the ranks are taken to be alike."""
+
+    step_seconds: float
+    phases: dict[str, float]
+    """Time from the first to the last operation of forward, loss, backward, clip and optimizer on the compute stream."""
+    compute_seconds: float
+    """The compute stream at work."""
+    communication_seconds: float
+    """Collectives at work, hidden or not."""
+    exposed_seconds: float
+    """The compute stream waiting for other streams: communication that is not hidden, and copies."""
+    issue_seconds: float
+    """The compute stream waiting for the host to issue work."""
+    volume: Volume
+    """What this device sends in a step."""
+
+
+class UnknownFigure(Exception):
+    """A figure of the card that the time depends on is not known: its message says which."""
+
+
+def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Efficiency | None = None) -> StepTime:
+    """Simulates the last traced step at the model's full depth. UnknownFigure where the card's table has a gap that matters."""
+    trace = full_depth(trace)
+    efficiency = efficiency or efficiency_of(hardware)
+    shapes = trace.shapes
+    topology = Topology(shapes.world_size, machines, shapes.shard_size, shapes.replicate_size)
+    ops, collectives, waits = (trace.steady(table) for table in (trace.ops, trace.collectives, trace.waits))
+    durations = op_seconds(trace, ops, hardware, efficiency, topology.local_size)
+    transfers = _transfer_seconds(collectives, topology, hardware)
+    # The traced micro-batches are the first ones and the last; those that were left out are like the second of them.
+    repeated, times = min(1, shapes.traced_micro_batches - 1), 1 + shapes.accumulation - shapes.traced_micro_batches
+    clocks = _Clocks(len(trace.streams), repeated, times)
+    on_host = (op_kinds(trace, ops) == ON_HOST).tolist()
+    clocks.run(_work(ops, durations, on_host, collectives, transfers, waits), efficiency)
+    weights = np.where(collectives["micro"] == repeated, times, 1)
+    return StepTime(
+        step_seconds=clocks.end + (times - 1) * clocks.micro_seconds(repeated),
+        phases={name: seconds for name, seconds in clocks.phases.items() if seconds},
+        compute_seconds=clocks.compute,
+        communication_seconds=float((transfers * weights).sum()),
+        exposed_seconds=clocks.exposed,
+        issue_seconds=clocks.host_bound,
+        volume=_volume(collectives, topology, weights.tolist()),
+    )
+
+
+def op_kinds(trace: Trace, ops: Records) -> npt.NDArray[np.int8]:
+    return np.array([_kind(name) for name in trace.op_names] or [PLAIN], np.int8)[ops["name"]]
+
+
+def op_seconds(trace: Trace, ops: Records, hardware: Hardware, efficiency: Efficiency, local_ranks: int = 1) -> Seconds:
+    """Roofline of each operation: the longer of multiplying and moving, and the kernels' fixed cost."""
+    kinds = op_kinds(trace, ops)
+    backward = np.array(["backward" in name for name in trace.op_names] or [False])[ops["name"]]
+    attention = np.where(backward, efficiency.attention_backward, efficiency.attention_forward)
+    share = np.select([kinds == FLASH, kinds == MASKED], [attention / CAUSAL, attention * MASKED_SHARE], efficiency.matmul)
+    peaks = np.array([hardware.peak_flops(dtype) or np.nan for dtype in DTYPES])[ops["dtype"]]
+    with np.errstate(invalid="ignore"):
+        multiplying = np.where(ops["flops"] > 0, ops["flops"] / (peaks * share), 0.0)
+    if np.isnan(multiplying).any():
+        dtype = DTYPES[int(ops["dtype"][np.isnan(multiplying)][0])]
+        raise UnknownFigure(f"{hardware.name} has no known peak in {dtype}")
+    link = hardware.host_link_bytes_per_second
+    if link is None and (kinds == TO_HOST).any():
+        raise UnknownFigure(f"the link of {hardware.name} to host memory is not known")
+    moved = (ops["read_bytes"] + ops["written_bytes"]).astype(np.float64)
+    moving = moved / (hardware.bandwidth_bytes_per_second * efficiency.bandwidth)
+    copying = moved / 2 / (link or 1.0) / efficiency.bandwidth
+    on_host = moved / (HOST_BYTES_PER_SECOND / local_ranks)
+    device = np.select([kinds == TO_HOST], [copying], np.maximum(multiplying, moving)) + ops["kernels"] * efficiency.kernel_seconds
+    return np.where(kinds == ON_HOST, on_host, device)
+
+
+PLAIN, FLASH, MASKED, TO_HOST, ON_HOST = range(5)
+CAUSAL = 0.5
+"""torch counts the whole square; flash attention skips the half above the diagonal, a kernel with a mask does not."""
+HOST_BYTES_PER_SECOND = 200e9
+"""An assumption, and said so in the plan: memory bandwidth of a machine with two sockets, shared by its ranks."""
+
+
+def _kind(name: str) -> int:
+    if name.startswith("host "):
+        return ON_HOST
+    if "flash_attention" in name:
+        return FLASH
+    if "attention" in name:
+        return MASKED
+    return TO_HOST if name in ("copy_to_host", "copy_to_device") else PLAIN
+
+
+def _transfer_seconds(collectives: Records, topology: Topology, hardware: Hardware) -> Seconds:
+    groups = {index: topology.group(name) for index, name in enumerate(GROUPS)}
+    known: dict[tuple[int, int, int], float] = {}
+    seconds = np.zeros(len(collectives))
+    for index, (kind, group, size) in enumerate(_columns(collectives, "kind", "group", "bytes")):
+        key = (kind, group, size)
+        if key not in known:
+            found = collective_seconds(COLLECTIVES[kind], size, groups[group], hardware)
+            if found is None:
+                where = "another machine" if groups[group].machines > 1 else "another device of the machine"
+                raise UnknownFigure(f"the link of {hardware.name} to {where} is not known")
+            known[key] = found
+        seconds[index] = known[key]
+    return seconds
+
+
+def _volume(collectives: Records, topology: Topology, weights: list[int]) -> Volume:
+    machine = network = 0
+    for (kind, size, group), times in zip(_columns(collectives, "kind", "bytes", "group"), weights, strict=True):
+        sent = sent_bytes(COLLECTIVES[kind], size, topology.group(GROUPS[group]))
+        machine, network = machine + sent.machine_link_bytes * times, network + sent.network_bytes * times
+    return Volume(machine, network)
+
+
+def _columns(table: Records, *names: str) -> list[tuple[int, ...]]:
+    """Rows of whole numbers: a list of Python's is walked ten times as fast as a record array."""
+    return list(zip(*(table[name].tolist() for name in names), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Something that is issued to a stream; a wait when `source` is there."""
+
+    at: int
+    stream: int
+    seconds: float = 0.0
+    phase: int = 0
+    micro: int = -1
+    is_collective: bool = False
+    on_host: bool = False
+    source: int | None = None
+    until: int = 0
+
+
+def _work(ops: Records, durations: Seconds, on_host: list[bool], collectives: Records, transfers: Seconds, waits: Records) -> list[_Work]:
+    """Everything, in the order of issue."""
+    columns = (ops[name].tolist() for name in ("at", "stream", "phase", "micro"))
+    work = [
+        _Work(at, stream, seconds, phase, micro, on_host=host)
+        for at, stream, phase, micro, seconds, host in zip(*columns, durations.tolist(), on_host, strict=True)
+    ]
+    columns = (collectives[name].tolist() for name in ("at", "stream", "phase", "micro"))
+    work += [
+        _Work(at, stream, seconds, phase, micro, is_collective=True)
+        for at, stream, phase, micro, seconds in zip(*columns, transfers.tolist(), strict=True)
+    ]
+    columns = (waits[name].tolist() for name in ("at", "stream", "source", "until"))
+    work += [_Work(at, stream, source=source, until=until) for at, stream, source, until in zip(*columns, strict=True)]
+    return sorted(work, key=lambda item: item.at)
+
+
+@dataclass(slots=True)
+class _Clocks:
+    """When each stream is free, and when what was issued to it was done; sums count micro-batch `repeated` `times` times."""
+
+    streams: int
+    repeated: int
+    times: int
+    end: float = 0.0
+    compute: float = 0.0
+    exposed: float = 0.0
+    host_bound: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict[str, float])
+    _micro_ends: dict[int, float] = field(default_factory=dict[int, float])
+    _compute_end: float = 0.0
+
+    def run(self, work: list[_Work], efficiency: Efficiency) -> None:
+        free = [0.0] * self.streams
+        issued: list[list[int]] = [[] for _ in range(self.streams)]
+        done: list[list[float]] = [[] for _ in range(self.streams)]
+        host = links = 0.0
+        for item in work:
+            stream = item.stream
+            if item.source is not None:
+                last = bisect_left(issued[item.source], item.until)
+                if last:
+                    free[stream] = max(free[stream], done[item.source][last - 1])
+                continue
+            host += efficiency.collective_issue_seconds if item.is_collective else efficiency.issue_seconds
+            if item.on_host:  # what is offloaded has arrived by then, and nothing else is issued meanwhile
+                host = max([host, *free]) + item.seconds
+                continue
+            start = max(free[stream], host)
+            if item.is_collective:
+                start = max(start, links)  # one communicator runs one collective at a time
+                links = start + item.seconds
+            if stream == 0:
+                self._account(item, start, ready=free[0])
+            free[stream] = start + item.seconds
+            issued[stream].append(item.at)
+            done[stream].append(free[stream])
+        self.end = max([host, *free])
+
+    def _account(self, item: _Work, start: float, ready: float) -> None:
+        """Of the compute stream: at work, waiting for other streams (until `ready`), or for the host."""
+        times = self.times if item.micro == self.repeated else 1
+        finished, phase = start + item.seconds, PHASES[item.phase]
+        self.compute += times * item.seconds
+        self.host_bound += times * max(0.0, start - max(ready, self._compute_end))
+        self.exposed += times * max(0.0, min(start, ready) - self._compute_end)
+        self.phases[phase] = self.phases.get(phase, 0.0) + times * (finished - self._compute_end)
+        self._compute_end = self._micro_ends[item.micro] = finished
+
+    def micro_seconds(self, micro: int) -> float:
+        """Between the ends of the micro-batch before and this one, on the compute stream."""
+        return self._micro_ends.get(micro, 0.0) - (self._micro_ends.get(micro - 1, 0.0) if micro > 0 else 0.0)
