@@ -39,7 +39,9 @@ class Verify(StrEnum):
 SourceArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="SRC", help="A run directory, a `checkpoint-N` of any tool, or a folder of `.distcp` shards.", show_default=False
+        metavar="SRC",
+        help="A run directory, a `checkpoint-N` of any tool, a folder of `.distcp` shards, or a PEFT adapter.",
+        show_default=False,
     ),
 ]
 OutputOption = Annotated[
@@ -75,6 +77,13 @@ AverageOption = Annotated[
     str | None,
     typer.Option(metavar="last:N|STEPS", help="Merge the mean of several checkpoints: `last:3`, or `100,200,300`.", show_default=False),
 ]
+AdapterOption = Annotated[
+    bool, typer.Option("--adapter/--merged", help="A LoRA adapter: write it alone, as PEFT does, or add it to the weights of its base.")
+]
+AdapterConfigOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="The adapter's adapter_config.json [default: the one beside the weights].", show_default=False),
+]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier merge wrote, once the new one is whole.")]
 IncompleteOption = Annotated[
     bool, typer.Option("--allow-incomplete", help="Take a checkpoint that is not complete, naming what is missing.")
@@ -97,6 +106,8 @@ def merge_checkpoint(
     step: StepOption = None,
     best: BestOption = False,
     average: AverageOption = None,
+    adapter: AdapterOption = False,
+    adapter_config: AdapterConfigOption = None,
     overwrite: OverwriteOption = False,
     allow_incomplete: IncompleteOption = False,
     allow_nonfinite: NonfiniteOption = False,
@@ -126,6 +137,8 @@ def merge_checkpoint(
             step=step,
             best=best,
             average=average,
+            adapter=adapter,
+            adapter_config=adapter_config,
             overwrite=overwrite,
             allow_incomplete=allow_incomplete,
             allow_nonfinite=allow_nonfinite,
@@ -159,7 +172,7 @@ def show_result(screen: Screen, result: MergeResult) -> None:
         f"{result.tensors:,} tensors, {result.parameters:,} parameters, {result.dtype}, {format_bytes(result.size_bytes)} "
         f"in {format_seconds(result.seconds)} ({rate}), verified: {result.verified}"
     )
-    screen.say(f"the model is in {result.output}")
+    screen.say(f"the {'adapter' if result.adapter is not None and result.adapter.is_exported else 'model'} is in {result.output}")
 
 
 @contextmanager

@@ -15,16 +15,30 @@ from fsdp_tune.run_dir import RunDir
 CARD_NAME = "README.md"
 
 
-def model_card(name: str, recipe: Recipe | None, run: RunDir | None, steps: Sequence[int], facts: Sequence[tuple[str, str]]) -> str:
-    """Markdown. `facts` are (label, value) rows; the recipe, if known, follows as it was written."""
-    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["fsdp-tune"]}
+def model_card(
+    name: str,
+    recipe: Recipe | None,
+    run: RunDir | None,
+    steps: Sequence[int],
+    facts: Sequence[tuple[str, str]],
+    *,
+    base: str | None = None,
+    is_adapter: bool = False,
+) -> str:
+    """Markdown. `facts` are (label, value) rows; the recipe, if known, follows as it was written. `base`: known without a recipe."""
+    library = "peft" if is_adapter else "transformers"
+    front: dict[str, Any] = {
+        "library_name": library,
+        "pipeline_tag": "text-generation",
+        "tags": ["fsdp-tune", *(["lora"] if is_adapter else [])],
+    }
     rows = list(facts)
-    if recipe is not None:
-        base = recipe.model.name_or_path
-        if base and not Path(base).exists() and base.count("/") == 1:
+    base = base or (recipe.model.name_or_path if recipe is not None else None)
+    if base:
+        rows.append(("Base model", base))
+        if not Path(base).exists() and base.count("/") == 1:
             front["base_model"] = base
-        if base:
-            rows.append(("Base model", base))
+    if recipe is not None:
         sources = [source.path for source in recipe.data.train]
         hub = [path for path in sources if not Path(path).exists() and path.count("/") == 1 and not path.startswith(("builtin:", "/", "."))]
         if hub:

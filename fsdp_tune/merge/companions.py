@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.errors import Where, failed_error, usage_error
 from fsdp_tune.merge.dtypes import DType
-from fsdp_tune.merge.source import SHARD_FOLDER, Selection
+from fsdp_tune.merge.layout import INDEX_NAME
+from fsdp_tune.merge.source import Selection
+from fsdp_tune.merge.weights import SHARD_FOLDER
 
 CONFIG_NAME = "config.json"
 _FILES = re.compile(
@@ -20,6 +22,7 @@ _FILES = re.compile(
 )
 _CODE = re.compile(r"[\w-]+\.py")
 MAX_CONFIG_BYTES = 16 << 20
+_SMALL = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +38,23 @@ class Companions:
     def missing(self) -> list[str]:
         """What transformers will want and is not there."""
         absent = [] if self.config is not None else [CONFIG_NAME]
-        return (
-            absent
-            if any(name.startswith("tokenizer") or name.endswith((".model", ".tiktoken")) for name in self.files)
-            else [*absent, "the tokenizer"]
-        )
+        return absent if any(map(_is_tokenizer, self.files)) else [*absent, "the tokenizer"]
+
+    def with_tokenizer_of(self, folders: Sequence[Path]) -> Companions:
+        """The same with the tokenizer that lies in the first of `folders` that has one: tokens may have been added in training."""
+        for folder in folders:
+            files = {name: path for name, path in _files_of(folder, _FILES).items() if name != "generation_config.json"}
+            if any(map(_is_tokenizer, files)):
+                kept = {name: path for name, path in self.files.items() if name == "generation_config.json" or _CODE.fullmatch(name)}
+                return replace(self, files=kept | files)
+        return self
 
 
-def find_companions(selection: Selection, base: str | None) -> Companions:
+def find_companions(selection: Selection, base: str | None, *, origin: str | None = None) -> Companions:
     """From `--base`, else from RUN/model, else from beside the weights, where another tool may have put them."""
     if base is not None:
         folder = Path(base)
-        found = read_folder(folder) if folder.is_dir() else read_folder(_download(base), origin=base)
+        found = read_folder(folder, origin=origin) if folder.is_dir() else read_folder(_download(base, _SMALL), origin=base)
         if found.config is None:
             raise usage_error(
                 "merge-base", f"`{base}` has no {CONFIG_NAME}", hint="`--base` is a model directory or the name of a model on the hub"
@@ -65,12 +73,17 @@ def read_folder(folder: Path, *, origin: str | None = None) -> Companions:
     """The companions in one model directory; python files only when its config says that the model needs them."""
     config = _read_config(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else None
     wants_code = config is not None and "auto_map" in config
-    files = {
-        name: path
-        for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")])
-        if path.is_file() and (_FILES.fullmatch(name := path.relative_to(folder).as_posix()) or (wants_code and _CODE.fullmatch(name)))
-    }
+    files = _files_of(folder, _FILES) | (_files_of(folder, _CODE) if wants_code else {})
     return Companions(folder, config, files, origin or str(folder))
+
+
+def _files_of(folder: Path, wanted: re.Pattern[str]) -> dict[str, Path]:
+    paths = sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")])
+    return {name: path for path in paths if path.is_file() and wanted.fullmatch(name := path.relative_to(folder).as_posix())}
+
+
+def _is_tokenizer(name: str) -> bool:
+    return name.startswith("tokenizer") or name.endswith((".model", ".tiktoken"))
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -90,14 +103,18 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _download(base: str) -> Path:
-    """Config and tokenizer of a model on the hub (or in its cache), without the weights."""
+def fetch_model(base: str, *, revision: str | None) -> Path:
+    """The directory of a model, its weights too; downloaded if it is a name on the hub that the cache does not have."""
+    return Path(base) if Path(base).is_dir() else _download(base, [*_SMALL, "*.safetensors", INDEX_NAME], revision=revision)
+
+
+def _download(base: str, wanted: Sequence[str], *, revision: str | None = None) -> Path:
+    """What is `wanted` of a model on the hub (or in its cache)."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    wanted = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py"]
     try:
-        return Path(snapshot_download(base, allow_patterns=wanted, ignore_patterns=["*.index.json"]))
+        return Path(snapshot_download(base, revision=revision, allow_patterns=list(wanted)))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         raise usage_error(
             "merge-base",

@@ -8,20 +8,21 @@ from dataclasses import dataclass
 
 from fsdp_tune.errors import FailedError, FsdpTuneError, Notice, Problem, Where, failed_error
 from fsdp_tune.merge.dcp import read_dcp
+from fsdp_tune.merge.peft_names import is_peft
 from fsdp_tune.merge.pickled import read_pickled
 from fsdp_tune.merge.reader import SourceFiles
 from fsdp_tune.merge.safetensors_file import read_safetensors
-from fsdp_tune.merge.source import PICKLE_NAME, Format, Selection, Weights
+from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.tensors import Packed, SourceTensor
+from fsdp_tune.merge.weights import FILE_OF, Format, Weights
 
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One checkpoint: its files and its tensors by name. `is_vouched`: a manifest has digests of the files, so checksums add nothing."""
+    """One checkpoint: its tensors by name. `is_vouched`: its manifest has digests of all files."""
 
-    files: SourceFiles
     tensors: dict[str, SourceTensor]
     is_vouched: bool = False
 
@@ -42,43 +43,42 @@ def read_contents(stack: ExitStack, selection: Selection, *, allow_incomplete: b
     left_out: dict[str, str] = {}
     notices: list[Notice] = []
     for weights in selection.weights:
-        files = stack.enter_context(SourceFiles(weights.root))
-        tensors, others = _read(files, weights)
+        files = stack.enter_context(SourceFiles(weights.root, is_vouched=weights.manifest is not None))
+        tensors, others = read_tensors(files, weights.format)
         if others:
             names = ", ".join(others[:_SHOWN])
             notices.append(
                 Notice("merge-not-tensors", f"{len(others)} entries are no tensors and are left out: {names}", Where(str(weights.root)))
             )
-        missing = _missing_parts(files, tensors)
-        if missing and not allow_incomplete:
-            raise _as_error(missing)
+        missing = missing_parts(files, tensors)
+        # Half a LoRA adapter is none: what it would have added to the weights is lost without a trace.
+        if missing and (not allow_incomplete or is_peft(tensor.name for tensor in tensors)):
+            raise as_error(missing)
         left_out |= {name: problem.message for name, problem in missing.items()}
         kept = {tensor.name: tensor for tensor in tensors if tensor.name not in missing}
-        sources.append(Source(files, kept, is_vouched=weights.manifest is not None))
-    adapters = [name for name in sources[0].tensors if ".lora_" in name]
-    if adapters:
-        notices.append(Notice("merge-adapter", f"{len(adapters)} tensors of a LoRA adapter stay beside the weights: {adapters[0]}, …"))
+        sources.append(Source(kept, is_vouched=files.is_vouched))
     if left_out:
         names = ", ".join(sorted(left_out)[:_SHOWN]) + (", …" if len(left_out) > _SHOWN else "")
         notices.append(
             Notice("merge-incomplete", f"{len(left_out)} tensors are missing from the output, since parts of them are missing: {names}")
         )
-    _must_agree(sources)
+    must_agree(sources, selection.weights)
     ordered = tuple(tensor for tensor in sources[0].tensors.values() if tensor.name not in left_out)
     if not ordered:
         raise failed_error("merge-nothing-found", "no tensor can be read whole", where=Where(str(selection.weights[0].root)))
     return Contents(tuple(sources), ordered, left_out, tuple(notices))
 
 
-def _read(files: SourceFiles, weights: Weights) -> tuple[list[SourceTensor], list[str]]:
-    if weights.format is Format.DCP:
+def read_tensors(files: SourceFiles, kind: Format) -> tuple[list[SourceTensor], list[str]]:
+    """(tensors, names of entries that are none) of the files of one directory."""
+    if kind is Format.DCP:
         return read_dcp(files)
-    if weights.format is Format.PICKLE:
-        return read_pickled(files, PICKLE_NAME)
-    return read_safetensors(files), []
+    if kind in (Format.PICKLE, Format.PEFT_PICKLE):
+        return read_pickled(files, FILE_OF[kind])
+    return read_safetensors(files, FILE_OF[kind]), []
 
 
-def _missing_parts(files: SourceFiles, tensors: Sequence[SourceTensor]) -> dict[str, Problem]:
+def missing_parts(files: SourceFiles, tensors: Sequence[SourceTensor]) -> dict[str, Problem]:
     """{tensor: what is missing}: files that are not there or end before the parts that they should hold."""
     missing: dict[str, Problem] = {}
     broken: dict[str, Problem] = {}
@@ -112,19 +112,19 @@ def _problem_of(files: SourceFiles, place: Packed) -> Problem | None:
     )
 
 
-def _as_error(missing: dict[str, Problem]) -> FailedError:
+def as_error(missing: dict[str, Problem]) -> FailedError:
     """One problem a file, however many tensors it spoils."""
     return FailedError(*{problem.where: problem for problem in missing.values()}.values())
 
 
-def _must_agree(sources: Sequence[Source]) -> None:
+def must_agree(sources: Sequence[Source], weights: Sequence[Weights]) -> None:
     """Averages need the same tensors everywhere."""
     first = {name: (tensor.shape, tensor.dtype) for name, tensor in sources[0].tensors.items()}
-    for source in sources[1:]:
+    for source, place in zip(sources[1:], weights[1:], strict=True):
         other = {name: (tensor.shape, tensor.dtype) for name, tensor in source.tensors.items()}
         if odd := sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name)):
             raise failed_error(
                 "merge-average-differs",
                 f"the checkpoints cannot be averaged: `{odd[0]}` is not the same tensor in both ({len(odd)} differ)",
-                where=Where(str(source.files.root)),
+                where=Where(str(place.root)),
             )

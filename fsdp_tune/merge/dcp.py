@@ -84,17 +84,17 @@ def read_dcp(files: SourceFiles) -> tuple[list[SourceTensor], list[str]]:
         raise damaged_metadata(root, f"it is {size_bytes:,} bytes long")
     try:
         metadata = load(files.read(METADATA_NAME, 0, size_bytes), NAMES)
-        return _tensors(metadata, root)
+        return _tensors(metadata, files)
     except Refused as refused:
         raise damaged_metadata(root, str(refused)) from refused
 
 
-def _tensors(metadata: Any, root: Path) -> tuple[list[SourceTensor], list[str]]:
+def _tensors(metadata: Any, files: SourceFiles) -> tuple[list[SourceTensor], list[str]]:
     entries, stored = _expect(metadata, "Metadata", "state_dict_metadata", dict), _expect(metadata, "Metadata", "storage_data", dict)
     places = _places(stored)
     if not all(isinstance(key, str) for key in entries):
         raise Refused("an entry has no name")
-    names = model_names(list(entries), metadata.get("planner_data"), root.name)
+    names = model_names(list(entries), metadata.get("planner_data"), files.root.name)
     tensors: list[SourceTensor] = []
     others: list[str] = []
     for key, name in names.items():
@@ -102,7 +102,7 @@ def _tensors(metadata: Any, root: Path) -> tuple[list[SourceTensor], list[str]]:
         if isinstance(entry, Record) and entry.kind.name == "BytesStorageMetadata":
             others.append(name)
         else:
-            tensors.append(_tensor(key, name, entry, places))
+            tensors.append(_tensor(files, key, name, entry, places))
     if not tensors:
         raise Refused("it lists no tensor of a model")
     return tensors, others
@@ -129,7 +129,7 @@ def _places(stored: dict[Any, Any]) -> dict[tuple[str, Shape], Place]:
     return places
 
 
-def _tensor(key: str, name: str, entry: Any, places: dict[tuple[str, Shape], Place]) -> SourceTensor:
+def _tensor(files: SourceFiles, key: str, name: str, entry: Any, places: dict[tuple[str, Shape], Place]) -> SourceTensor:
     shape, listed = _expect(entry, "TensorStorageMetadata", "size", tuple), _expect(entry, "TensorStorageMetadata", "chunks", list)
     dtype = _dtype(name, entry.get("properties"))
     chunks: list[Chunk] = []
@@ -145,7 +145,7 @@ def _tensor(key: str, name: str, entry: Any, places: dict[tuple[str, Shape], Pla
     wrong = gap_or_overlap(shape, kept)
     if wrong is not None:
         raise Refused(f"`{name}`: {wrong}")
-    return SourceTensor(name, dtype, shape, kept)
+    return SourceTensor(name, dtype, shape, kept, files)
 
 
 def _dtype(name: str, properties: Any) -> DType:
@@ -168,9 +168,9 @@ def _expect(value: Any, kind: str, name: str, wanted: type) -> Any:
     return found
 
 
-def locate(files: SourceFiles, tensor: SourceTensor, chunk: Chunk) -> Extent:
+def locate(tensor: SourceTensor, chunk: Chunk) -> Extent:
     """Opens the archive of one chunk. The archive must hold one tensor of the dtype and shape that `.metadata` says."""
-    place = chunk.place
+    files, place = tensor.files, chunk.place
     if isinstance(place, Extent):
         return place
     try:

@@ -11,7 +11,6 @@ import numpy as np
 
 from fsdp_tune.merge.dcp import damaged_chunk, locate
 from fsdp_tune.merge.geometry import Box, intersection
-from fsdp_tune.merge.reader import SourceFiles
 from fsdp_tune.merge.tensors import Chunk, Extent, Shape, SourceTensor, is_row_major, row_major
 from fsdp_tune.merge.values import Array
 
@@ -32,22 +31,25 @@ class _Part:
 
 
 class TensorReader:
-    """Reads the boxes of one tensor, in order. `scratch` (BUFFER_BYTES) is clobbered."""
+    """Reads boxes of one tensor that are contiguous in it. `scratch` (BUFFER_BYTES) is clobbered.
 
-    def __init__(self, files: SourceFiles, tensor: SourceTensor, scratch: Array, *, checksums: bool = True) -> None:
-        self._checksums = checksums
-        self._files, self._tensor, self._scratch = files, tensor, scratch
+    `in_order`: the boxes come from front to back and leave nothing out, so that checksums can run along.
+    """
+
+    def __init__(self, tensor: SourceTensor, scratch: Array, *, in_order: bool = True) -> None:
+        self._files, self._tensor, self._scratch = tensor.files, tensor, scratch
+        self._in_order = in_order
         self._item_bytes = tensor.dtype.item_bytes
         self._parts = [self._open(chunk) for chunk in tensor.chunks]
 
     def _open(self, chunk: Chunk) -> _Part:
-        extent = locate(self._files, self._tensor, chunk)
+        extent = locate(self._tensor, chunk)
         in_order = is_row_major(chunk.sizes, extent.strides)
         is_whole = extent.first_byte == extent.storage_start and extent.storage_bytes == chunk.elements * self._item_bytes
-        has_checksum = self._checksums and extent.crc32 is not None
-        if has_checksum and not (in_order and is_whole):
+        has_checksum = not self._files.is_vouched and extent.crc32 is not None
+        runs_along = has_checksum and in_order and is_whole and self._in_order
+        if has_checksum and not runs_along:
             self._check_storage(extent)
-        runs_along = has_checksum and in_order and is_whole
         return _Part(chunk, extent, in_order, 0 if runs_along else None)
 
     def _check_storage(self, extent: Extent) -> None:

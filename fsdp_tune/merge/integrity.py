@@ -15,7 +15,7 @@ from typing import Self
 from fsdp_tune.errors import FailedError, Problem, Where
 from fsdp_tune.manifest import Digester, FileEntry
 from fsdp_tune.merge.reader import unreadable
-from fsdp_tune.merge.source import Weights
+from fsdp_tune.merge.weights import Weights
 
 _CHUNK_BYTES = 256 << 10
 

@@ -66,19 +66,24 @@ def target_dtype(dtype: DType, option: str) -> DType:
     return OF_OPTION[option] if option != "keep" and dtype.converts else dtype
 
 
-def plan_layout(tensors: Sequence[SourceTensor], dtype_option: str, max_shard_bytes: int) -> Layout:
-    """Fills files in the order of `tensors`, as `save_pretrained` does; a tensor larger than the limit gets its own file."""
+def plan_layout(
+    tensors: Sequence[SourceTensor], dtype_option: str, max_shard_bytes: int | None, *, single_name: str = SINGLE_NAME
+) -> Layout:
+    """Fills files in the order of `tensors`, as `save_pretrained` does; a tensor larger than the limit gets its own file.
+
+    `max_shard_bytes` None puts all into one file.
+    """
     shards: list[list[tuple[SourceTensor, DType]]] = [[]]
     filled_bytes = 0
     for tensor in tensors:
         dtype = target_dtype(tensor.dtype, dtype_option)
         size_bytes = tensor.elements * dtype.item_bytes
-        if shards[-1] and filled_bytes + size_bytes > max_shard_bytes:
+        if shards[-1] and max_shard_bytes is not None and filled_bytes + size_bytes > max_shard_bytes:
             shards.append([])
             filled_bytes = 0
         shards[-1].append((tensor, dtype))
         filled_bytes += size_bytes
-    names = [SINGLE_NAME] if len(shards) == 1 else [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    names = [single_name] if len(shards) == 1 else [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     files = tuple(_plan_file(name, shard) for name, shard in zip(names, shards, strict=True))
     placed = [tensor for file in files for tensor in file.tensors]
     total_bytes, parameters = sum(tensor.size_bytes for tensor in placed), sum(tensor.elements for tensor in tensors)

@@ -31,12 +31,14 @@ _CANNOT_WRITE = {
 }
 
 
-def check_output(output: Path, selection: Selection) -> Path:
-    """The absolute output path. Usage error where it and what is read lie in one another."""
+def check_output(output: Path, selection: Selection, base: Path | None = None) -> Path:
+    """The absolute output path. Usage error where it and what is read (`base` too) lie in one another."""
     target = output.parent.resolve() / output.name
     if output.name in ("", ".", ".."):
         target = output.resolve()
     inputs = [weights.checkpoint.resolve() for weights in selection.weights] + [weights.root for weights in selection.weights]
+    if base is not None:
+        inputs.append(base.resolve())
     if selection.run is not None:
         inputs.append(selection.run.model.resolve())
         protected = [selection.run.path.resolve()]

@@ -25,7 +25,7 @@ def read_pickled(files: SourceFiles, file: str) -> tuple[list[SourceTensor], lis
             stored = state[key]
             if isinstance(stored, StoredTensor):
                 chunk = Chunk((0,) * len(stored.sizes), stored.sizes, extent(archive, stored))
-                tensors.append(SourceTensor(name, stored.dtype, stored.sizes, (chunk,) if chunk.elements else ()))
+                tensors.append(SourceTensor(name, stored.dtype, stored.sizes, (chunk,) if chunk.elements else (), files))
         if not tensors:
             raise Refused("it holds no tensor")
     except Refused as refused:

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from fsdp_tune.merge.contents import Source
+from fsdp_tune.merge.reader import SourceFiles
 from fsdp_tune.merge.tensors import Packed
 
 WINDOW_BYTES = 128 << 20
@@ -45,24 +46,25 @@ class ReadAhead:
             self._read_bytes += count
             self._changed.notify()
 
-    def _pieces(self) -> Iterator[tuple[Source, str, int, int]]:
+    def _pieces(self) -> Iterator[tuple[SourceFiles, str, int, int]]:
         for name in self._names:
             for source in self._sources:
-                for chunk in source.tensors[name].chunks:
+                tensor = source.tensors[name]
+                for chunk in tensor.chunks:
                     place = chunk.place
                     start, length = (
                         (place.offset, place.length_bytes) if isinstance(place, Packed) else (place.storage_start, place.storage_bytes)
                     )
                     for at in range(start, start + length, _PIECE_BYTES):
-                        yield source, place.file, at, min(_PIECE_BYTES, start + length - at)
+                        yield tensor.files, place.file, at, min(_PIECE_BYTES, start + length - at)
 
     def _run(self) -> None:
         asked_bytes = 0
-        for source, file, at, count in self._pieces():
+        for files, file, at, count in self._pieces():
             with self._changed:
                 while not self._stopped and asked_bytes > self._read_bytes + WINDOW_BYTES:
                     self._changed.wait()
                 if self._stopped:
                     return
-            source.files.will_need(file, at, count)
+            files.will_need(file, at, count)
             asked_bytes += count

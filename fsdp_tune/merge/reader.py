@@ -17,10 +17,11 @@ class SourceFiles:
     """Opens each file of a checkpoint once. `pread` needs no position, so threads share descriptors.
 
     At most `limit` files stay open: a checkpoint of a thousand ranks has more files than a process may open.
+    `is_vouched`: a manifest has digests of the files, so that the checksums in them add nothing.
     """
 
-    def __init__(self, root: Path, *, limit: int = 256) -> None:
-        self.root = root
+    def __init__(self, root: Path, *, is_vouched: bool = False, limit: int = 256) -> None:
+        self.root, self.is_vouched = root, is_vouched
         self._limit = limit
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
@@ -94,7 +95,7 @@ class SourceFiles:
             )
         path = self.root / name
         try:
-            if path.is_symlink() and not path.resolve().is_relative_to(self.root.resolve()):
+            if path.is_symlink() and not path.resolve().is_relative_to(_owned_by(self.root.resolve())):
                 raise failed_error("merge-path-traversal", f"`{name}` is a link that leads out of the checkpoint", where=Where(str(path)))
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
@@ -106,6 +107,12 @@ class SourceFiles:
             ) from error
         except OSError as error:
             raise unreadable(path, error.strerror or str(error)) from error
+
+
+def _owned_by(root: Path) -> Path:
+    """Where links may lead: a snapshot in the hub's cache links to the blobs of its repository (REPOSITORY/snapshots/REVISION)."""
+    repository = root.parent.parent
+    return repository if root.parent.name == "snapshots" and (repository / "blobs").is_dir() else root
 
 
 def unreadable(path: Path, why: str) -> FsdpTuneError:

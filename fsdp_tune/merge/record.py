@@ -14,10 +14,12 @@ import ml_dtypes
 import numpy as np
 
 from fsdp_tune import __version__
+from fsdp_tune.merge.adapters import Adapter
 from fsdp_tune.merge.card import CARD_NAME, model_card
 from fsdp_tune.merge.companions import CONFIG_NAME, Companions, output_config
 from fsdp_tune.merge.layout import Layout
 from fsdp_tune.merge.output import RECORD_NAME, put
+from fsdp_tune.merge.peft_config import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from fsdp_tune.merge.settings import Settings
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.write import Written
@@ -36,14 +38,19 @@ class Facts:
     written: Written
     tied: dict[str, str]
     left_out: dict[str, str]
+    adapter: Adapter | None = None
 
     @property
     def steps(self) -> list[int]:
         return [weights.step for weights in self.selection.weights if weights.step is not None]
 
 
-def write_companions(stage: Path, companions: Companions, layout: Layout, config_changes: Mapping[str, Any]) -> None:
-    """Config with the dtype of the weights, and the files of the tokenizer as they are."""
+def write_companions(
+    stage: Path, companions: Companions, layout: Layout, config_changes: Mapping[str, Any], adapter: Adapter | None = None
+) -> None:
+    """Config with the dtype of the weights, and the files of the tokenizer as they are. An exported `adapter` has PEFT's config."""
+    if adapter is not None and adapter.is_exported:
+        put(stage / ADAPTER_CONFIG_NAME, (json.dumps(adapter.config_json(), indent=2, ensure_ascii=False) + "\n").encode())
     if companions.config is not None:
         dtype = layout.main_dtype
         config = output_config(companions.config, dtype if dtype.converts else None, config_changes)
@@ -63,7 +70,9 @@ def write_record(stage: Path, output_name: str, facts: Facts) -> None:
     ]
     run = facts.selection.run
     name = (facts.settings.recipe.name if facts.settings.recipe else None) or (run.name if run is not None else output_name)
-    put(stage / CARD_NAME, model_card(name, facts.settings.recipe, facts.selection.run, facts.steps, rows).encode())
+    base, is_adapter = (facts.adapter.base_name, facts.adapter.is_exported) if facts.adapter is not None else (None, False)
+    card = model_card(name, facts.settings.recipe, facts.selection.run, facts.steps, rows, base=base, is_adapter=is_adapter)
+    put(stage / CARD_NAME, card.encode())
 
 
 def _record(facts: Facts) -> dict[str, Any]:
@@ -81,6 +90,7 @@ def _record(facts: Facts) -> dict[str, Any]:
         "verified": facts.settings.verify,
         "tied": facts.tied,
         "left_out": facts.left_out,
+        "adapter": facts.adapter.as_dict() if facts.adapter is not None else None,
         "non_finite": {name: str(counts) for name, counts in sorted(facts.written.non_finite.items())},
         "versions": {
             "fsdp_tune": __version__,

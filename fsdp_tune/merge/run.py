@@ -12,7 +12,8 @@ from typing import Any, Protocol
 from fsdp_tune.atomic import staged_directory
 from fsdp_tune.errors import FailedError, Notice, Problem, Where
 from fsdp_tune.merge import output as place
-from fsdp_tune.merge.companions import Companions, find_companions
+from fsdp_tune.merge.adapters import Adapter, AdapterOptions, adapt
+from fsdp_tune.merge.companions import Companions
 from fsdp_tune.merge.contents import read_contents
 from fsdp_tune.merge.integrity import ManifestCheck
 from fsdp_tune.merge.layout import Layout, plan_layout
@@ -22,6 +23,7 @@ from fsdp_tune.merge.settings import DtypeOption, Settings, Verify, settle
 from fsdp_tune.merge.source import Choice, Selection, select
 from fsdp_tune.merge.ties import Tied, find_ties
 from fsdp_tune.merge.verify import check_bytes_on_disk, check_headers
+from fsdp_tune.merge.weights import PEFT_NAME
 from fsdp_tune.merge.write import Source, Written, thread_count, write_tensors
 
 _SHOWN = 20
@@ -41,7 +43,10 @@ class Bar(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MergeOptions:
-    """What the user asked for; None takes the run's own `merge:` section, or the default of a checkpoint of another tool."""
+    """What the user asked for; None takes the run's own `merge:` section, or the default of a checkpoint of another tool.
+
+    `adapter`: a LoRA adapter is written alone instead of being added to its base. `base` is a directory or a name on the hub.
+    """
 
     output: Path | None = None
     dtype: DtypeOption | None = None
@@ -51,6 +56,8 @@ class MergeOptions:
     step: int | None = None
     best: bool = False
     average: str | None = None
+    adapter: bool = False
+    adapter_config: Path | None = None
     overwrite: bool = False
     allow_incomplete: bool = False
     allow_nonfinite: bool = False
@@ -71,6 +78,7 @@ class MergeResult:
     size_bytes: int
     seconds: float
     verified: Verify
+    adapter: Adapter | None = None
     notices: tuple[Notice, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
@@ -86,6 +94,7 @@ class MergeResult:
             "size_bytes": self.size_bytes,
             "seconds": round(self.seconds, 3),
             "verified": self.verified,
+            "adapter": self.adapter.as_dict() if self.adapter is not None else None,
         }
 
 
@@ -98,19 +107,25 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | N
     started = time.monotonic()
     show = progress or _no_progress
     selection = select(source, Choice(options.step, options.best, options.average, options.allow_incomplete))
-    settings = settle(selection, options.output, options.dtype, options.max_shard_bytes, options.verify)
+    settings = settle(selection, options.output, options.dtype, options.max_shard_bytes, options.verify, adapter=options.adapter)
     target = place.check_output(settings.output, selection)
     with place.writing_to(target):
         leftovers = place.bring_back(target)
     place.check_existing(target, overwrite=options.overwrite)
     with ExitStack() as stack:
         contents = read_contents(stack, selection, allow_incomplete=options.allow_incomplete)
-        companions = find_companions(selection, options.base)
+        asked = AdapterOptions(options.adapter, options.adapter_config, options.base)
+        contents, companions, adapter = adapt(stack, contents, selection, asked)
+        if adapter is not None:
+            place.check_output(settings.output, selection, adapter.base)
         tied = find_ties(companions.config, contents.sources)
-        layout = plan_layout(
-            [tensor for tensor in contents.ordered if tensor.name not in tied.left_out], settings.dtype, settings.max_shard_bytes
+        ordered = [tensor for tensor in contents.ordered if tensor.name not in tied.left_out]
+        layout = (
+            plan_layout(ordered, settings.dtype, None, single_name=PEFT_NAME)
+            if options.adapter
+            else plan_layout(ordered, settings.dtype, settings.max_shard_bytes)
         )
-        copy = Copy(contents.sources, selection, companions, layout, tied, settings, options.base is not None)
+        copy = Copy(contents.sources, selection, companions, layout, tied, settings, adapter, options.base is not None)
         with place.writing_to(target):
             place.check_space(target, layout)
             leftovers += place.clear_leftovers(target)
@@ -118,11 +133,13 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | N
                 written, compared = _copy(copy, stage, show)
                 if written.non_finite and not options.allow_nonfinite:
                     _refuse_non_finite(written, settings, target)
-                write_companions(stage, companions, layout, tied.config_changes)
+                changes = tied.config_changes | dict(adapter.config_changes if adapter is not None else {})
+                write_companions(stage, companions, layout, changes, adapter)
                 loaded = _verify(copy, stage, written, show, allow_nonfinite=options.allow_nonfinite)
-                write_record(stage, target.name, Facts(selection, settings, companions, layout, written, tied.left_out, contents.left_out))
+                facts = Facts(selection, settings, companions, layout, written, tied.left_out, contents.left_out, adapter)
+                write_record(stage, target.name, facts)
     notices = [*selection.notices, *contents.notices, *leftovers, *tied.notices, *compared, *loaded]
-    notices += [*_missing(companions), *_non_finite_notices(written)]
+    notices += [*(_missing(companions) if not options.adapter else ()), *_non_finite_notices(written)]
     return MergeResult(
         output=target,
         source=selection.weights[0].checkpoint,
@@ -135,6 +152,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | N
         size_bytes=layout.total_size_bytes,
         seconds=time.monotonic() - started,
         verified=settings.verify,
+        adapter=adapter,
         notices=tuple(notices),
     )
 
@@ -149,11 +167,17 @@ class Copy:
     layout: Layout
     tied: Tied
     settings: Settings
+    adapter: Adapter | None
     has_base: bool
 
     @property
     def needs_parameter_list(self) -> bool:
-        """A manifest vouches for the table of contents of our own checkpoints. Any other, and any `--base`, is compared with the model."""
+        """A manifest vouches for the table of contents of our own checkpoints. Any other, and any `--base`, is compared with the model.
+
+        An adapter's base is a model directory, whose tensors keep the names that they have there.
+        """
+        if self.adapter is not None and (self.adapter.is_exported or self.adapter.base is not None):
+            return False
         vouched = all(source.is_vouched for source in self.sources) and not self.has_base
         return self.companions.config is not None and self.settings.verify != "none" and not vouched
 
@@ -186,6 +210,8 @@ def _verify(copy: Copy, stage: Path, written: Written, show: Progress, *, allow_
         return []
     with show("reading back", copy.layout.total_size_bytes, "bytes") as bar:
         check_bytes_on_disk(stage, copy.layout, written.digests, bar.advance)
+    if copy.adapter is not None and copy.adapter.is_exported:
+        return [Notice("merge-not-loaded", "the adapter was not loaded: without its base it is no model")]
     if copy.companions.config is None:
         return [Notice("merge-not-loaded", "the output was not loaded, since it has no config")]
     return load_and_run(stage, allow_nonfinite=allow_nonfinite)

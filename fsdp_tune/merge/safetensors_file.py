@@ -79,10 +79,10 @@ def _entry(files: SourceFiles, file: str, name: str, value: Any, base: int) -> E
     return Entry(name, dtype, shape, base + start, end - start)
 
 
-def read_safetensors(files: SourceFiles) -> list[SourceTensor]:
-    """The tensors of `model.safetensors`, or of the files that its index names; index and files must agree."""
-    if not (files.root / INDEX_NAME).is_file():
-        return [_tensor(SINGLE_NAME, entry) for entry in read_header(files, SINGLE_NAME)]
+def read_safetensors(files: SourceFiles, single: str = SINGLE_NAME) -> list[SourceTensor]:
+    """The tensors of `single`, or of the files that an index names; index and files must agree."""
+    if single != SINGLE_NAME or not (files.root / INDEX_NAME).is_file():
+        return [_tensor(files, single, entry) for entry in read_header(files, single)]
     weight_map = read_index(files)
     tensors: list[SourceTensor] = []
     for file in dict.fromkeys(weight_map.values()):
@@ -91,7 +91,7 @@ def read_safetensors(files: SourceFiles) -> list[SourceTensor]:
         if listed != {entry.name for entry in entries}:
             odd = sorted(listed ^ {entry.name for entry in entries})[0]
             raise _damaged(files, INDEX_NAME, f"it and `{file}` disagree about `{odd}`")
-        tensors.extend(_tensor(file, entry) for entry in entries)
+        tensors.extend(_tensor(files, file, entry) for entry in entries)
     return tensors
 
 
@@ -115,10 +115,10 @@ def read_index(files: SourceFiles) -> dict[str, str]:
     return dict(pairs)
 
 
-def _tensor(file: str, entry: Entry) -> SourceTensor:
+def _tensor(files: SourceFiles, file: str, entry: Entry) -> SourceTensor:
     extent = Extent(file, entry.first_byte, row_major(entry.shape), entry.first_byte, entry.size_bytes)
     chunks = (Chunk((0,) * len(entry.shape), entry.shape, extent),) if entry.size_bytes else ()
-    return SourceTensor(entry.name, entry.dtype, entry.shape, chunks)
+    return SourceTensor(entry.name, entry.dtype, entry.shape, chunks, files)
 
 
 def _damaged(files: SourceFiles, file: str, why: str) -> FsdpTuneError:

@@ -31,9 +31,18 @@ class Settings:
 
 
 def settle(
-    selection: Selection, output: Path | None, dtype: DtypeOption | None, max_shard_bytes: int | None, verify: Verify | None
+    selection: Selection,
+    output: Path | None,
+    dtype: DtypeOption | None,
+    max_shard_bytes: int | None,
+    verify: Verify | None,
+    *,
+    adapter: bool = False,
 ) -> Settings:
-    """An option wins over the recipe, and the recipe over the defaults. Another tool's checkpoint keeps its dtype and needs `--output`."""
+    """An option wins over the recipe, and the recipe over the defaults. Another tool's checkpoint keeps its dtype and needs `--output`.
+
+    `adapter`: the output is an adapter alone, which has a place of its own in the run.
+    """
     run = selection.run
     recipe = _recipe(run) if run is not None else None
     if output is None:
@@ -43,7 +52,7 @@ def settle(
                 "the checkpoint belongs to no run directory of fsdp-tune, so the output has no default place",
                 hint="give `--output DIR`",
             )
-        output = run.merged
+        output = run.adapter if adapter else run.merged
     if recipe is None:
         return Settings(output, dtype or "keep", max_shard_bytes or parse_bytes(DEFAULT_MAX_SHARD), verify or "quick", None)
     wanted = recipe.merge.dtype

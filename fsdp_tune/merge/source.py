@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
-from fsdp_tune.manifest import MANIFEST_NAME, Manifest
+from fsdp_tune.manifest import MANIFEST_NAME
 from fsdp_tune.merge.dcp import METADATA_NAME
-from fsdp_tune.merge.layout import INDEX_NAME, SINGLE_NAME
+from fsdp_tune.merge.weights import FILE_OF, Format, Weights, find_weights
 from fsdp_tune.run_dir import Checkpoint, Rejected, RunDir, checkpoint_step, complete_checkpoints, inspect_checkpoint
-
-SHARD_FOLDER = "pytorch_model_fsdp_0"
-PICKLE_NAME = "pytorch_model_fsdp.bin"
-
-
-class Format(StrEnum):
-    DCP = "dcp"
-    SAFETENSORS = "safetensors"
-    PICKLE = "pickle"
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """One set of weights. `root` holds the files; `manifest` lists them relative to `checkpoint`, where there is one."""
-
-    root: Path
-    format: Format
-    checkpoint: Path
-    step: int | None = None
-    manifest: Manifest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +49,7 @@ def select(source: Path, choice: Choice) -> Selection:
             where=Where(str(source)),
             hint="give a run directory, a `checkpoint-N`, or a folder of `.distcp` shards",
         )
-    if source.is_file() and source.name in (PICKLE_NAME, SINGLE_NAME):
+    if source.is_file() and source.name in FILE_OF.values():
         source = source.parent
     found = find_weights(source)
     if found is None and _is_run(source):
@@ -90,20 +69,6 @@ def select(source: Path, choice: Choice) -> Selection:
     weights, notices = _accept(owner, root, kind, allow_incomplete=choice.allow_incomplete)
     run = RunDir(owner.parent)
     return Selection((weights,), "it is what was named", run if run.is_used else None, notices)
-
-
-def find_weights(folder: Path) -> tuple[Path, Format] | None:
-    """(directory of the files, format) of the one model under `folder`, by what is there and not by its name."""
-    shards = folder / SHARD_FOLDER
-    if (folder / METADATA_NAME).is_file():
-        return folder.resolve(), Format.DCP
-    if shards.is_dir() or folder.name == SHARD_FOLDER:
-        return (shards if shards.is_dir() else folder).resolve(), Format.DCP
-    if (folder / INDEX_NAME).is_file() or (folder / SINGLE_NAME).is_file():
-        return folder.resolve(), Format.SAFETENSORS
-    if (folder / PICKLE_NAME).is_file():
-        return folder.resolve(), Format.PICKLE
-    return None
 
 
 def _is_run(source: Path) -> bool:

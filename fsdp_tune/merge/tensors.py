@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from fsdp_tune.merge.dtypes import DType
+from fsdp_tune.merge.reader import SourceFiles
 
 Shape = tuple[int, ...]
 
@@ -49,12 +50,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """One tensor of the model. Its chunks cover it exactly: no gap, no overlap, replicas left out."""
+    """One tensor of the model, in `files`. Its chunks cover it exactly: no gap, no overlap, replicas left out."""
 
     name: str
     dtype: DType
     shape: Shape
     chunks: tuple[Chunk, ...]
+    files: SourceFiles
+    update: LowRank | None = None
 
     @property
     def elements(self) -> int:
@@ -63,6 +66,19 @@ class SourceTensor:
     @property
     def size_bytes(self) -> int:
         return self.elements * self.dtype.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What a LoRA adapter adds to a tensor: scaling · b @ a, its transpose where `is_transposed`; without `a`, scaling · b.
+
+    `a` is [rank, in], `b` is [out, rank]; the tensor is [out, in], or [in, out] where `is_transposed`.
+    """
+
+    scaling: float
+    b: SourceTensor
+    a: SourceTensor | None
+    is_transposed: bool = False
 
 
 def row_major(shape: Shape) -> Shape:

@@ -17,7 +17,6 @@ from fsdp_tune.errors import Notice
 from fsdp_tune.merge.contents import Source
 from fsdp_tune.merge.gather import BUFFER_BYTES, TensorReader
 from fsdp_tune.merge.geometry import boxes
-from fsdp_tune.merge.reader import SourceFiles
 from fsdp_tune.merge.tensors import SourceTensor
 
 # The left and right sides of `_tied_weights_keys` of transformers' causal language models; a test reads them from its source.
@@ -35,14 +34,27 @@ def tie_setting(config: Mapping[str, Any]) -> bool | None:
     return None
 
 
+def is_head(name: str) -> bool:
+    return _HEAD.search(name) is not None and not is_embedding(name)
+
+
+def is_embedding(name: str) -> bool:
+    return _EMBEDDING.search(name) is not None
+
+
+def embedding_of(tensors: Mapping[str, SourceTensor]) -> SourceTensor | None:
+    """The first input embedding of a model."""
+    return next((tensor for name, tensor in tensors.items() if is_embedding(name) and len(tensor.shape) == 2), None)
+
+
 def candidates(tensors: Sequence[SourceTensor]) -> dict[str, str]:
-    """{head: embedding} by name, shape and dtype."""
-    embeddings = [tensor for tensor in tensors if _EMBEDDING.search(tensor.name) and len(tensor.shape) == 2]
+    """{head: embedding} by name and shape."""
+    embeddings = [tensor for tensor in tensors if is_embedding(tensor.name) and len(tensor.shape) == 2]
     pairs: dict[str, str] = {}
     for head in tensors:
-        if _HEAD.search(head.name) and not _EMBEDDING.search(head.name):
+        if is_head(head.name):
             for embedding in embeddings:
-                if (embedding.shape, embedding.dtype) == (head.shape, head.dtype):
+                if embedding.shape == head.shape:
                     pairs.setdefault(head.name, embedding.name)
     return pairs
 
@@ -64,7 +76,7 @@ def find_ties(config: Mapping[str, Any] | None, sources: Sequence[Source]) -> Ti
     ties = {
         head: embedding
         for head, embedding in pairs.items()
-        if all(_equal(source.files, source.tensors[head], source.tensors[embedding]) for source in sources)
+        if all(_equal(source.tensors[head], source.tensors[embedding]) for source in sources)
     }
     apart = [head for head in pairs if head not in ties]
     if apart:
@@ -77,12 +89,14 @@ def find_ties(config: Mapping[str, Any] | None, sources: Sequence[Source]) -> Ti
     return Tied(ties, {KEY: True} if ties else {})
 
 
-def _equal(files: SourceFiles, one: SourceTensor, other: SourceTensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bytes; stops at the first difference."""
-    if one.chunks == other.chunks:
+def _equal(one: SourceTensor, other: SourceTensor) -> bool:
+    """Whether two tensors of one shape have the same type and bytes; stops at the first difference."""
+    if one.dtype != other.dtype or one.update != other.update:  # what is added to one alone sets it apart
+        return False
+    if one.files is other.files and one.chunks == other.chunks:
         return True
     scratch, left, right = (np.empty(BUFFER_BYTES, np.uint8) for _ in range(3))
-    readers = TensorReader(files, one, scratch), TensorReader(files, other, scratch)
+    readers = TensorReader(one, scratch), TensorReader(other, scratch)
     for box in boxes(one.shape, BUFFER_BYTES // one.dtype.item_bytes):
         size_bytes = box.elements * one.dtype.item_bytes
         for reader, buffer in zip(readers, (left, right), strict=True):

@@ -1,7 +1,8 @@
 """The engine: a few threads bring tensors together and write them to their places; memory is a few buffers, whatever the model.
 
 Per thread: a buffer for values as read, one for values as written, one for what is in between (`gather.BUFFER_BYTES`
-each, twice that for averages). Every tensor is read back from the output and its digest compared with what was meant.
+each), and one for sums, which costs memory only where something is added up. Every tensor is read back from the output and
+its digest compared with what was meant.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from fsdp_tune.merge.flush import Flusher
 from fsdp_tune.merge.gather import BUFFER_BYTES, TensorReader
 from fsdp_tune.merge.geometry import Box, boxes
 from fsdp_tune.merge.layout import Layout, Placed
+from fsdp_tune.merge.low_rank import HELD_BYTES, Budget, Delta, held_bytes, kind_of
 from fsdp_tune.merge.readahead import ReadAhead
+from fsdp_tune.merge.tensors import SourceTensor
 from fsdp_tune.merge.values import Array, NonFinite, all_finite, convert, count_non_finite, is_checked
 
 MOST_THREADS = 4
+_SUM_BYTES = 4 * BUFFER_BYTES  # the 16-bit floats of a buffer, in float64
 
 
 @dataclass(slots=True)
@@ -47,9 +51,9 @@ class _Buffers:
     sum: Array
 
     @classmethod
-    def make(cls, *, averages: bool) -> _Buffers:
+    def make(cls) -> _Buffers:
         raw, out, scratch = (np.empty(BUFFER_BYTES, np.uint8) for _ in range(3))
-        return cls(raw, out, scratch, np.empty(2 * BUFFER_BYTES if averages else 0, np.uint8))
+        return cls(raw, out, scratch, np.empty(_SUM_BYTES, np.uint8))
 
 
 @dataclass(slots=True)
@@ -62,6 +66,7 @@ class _Work:
     advance: Callable[[int], None]
     flusher: Flusher
     ahead: ReadAhead
+    budget: Budget = field(default_factory=lambda: Budget(HELD_BYTES))
     stop: threading.Event = field(default_factory=threading.Event)
     written: Written = field(default_factory=Written)
     local: threading.local = field(default_factory=threading.local)
@@ -70,7 +75,7 @@ class _Work:
     def buffers(self) -> _Buffers:
         """This thread's own; made once, since fresh memory costs a page fault per 4 KiB."""
         if not hasattr(self.local, "buffers"):
-            self.local.buffers = _Buffers.make(averages=len(self.sources) > 1)
+            self.local.buffers = _Buffers.make()
         return self.local.buffers
 
 
@@ -113,30 +118,31 @@ def write_tensors(sources: Sequence[Source], layout: Layout, stage: Path, *, rea
     return work.written
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one checkpoint gives to a tensor of the output."""
+
+    tensor: SourceTensor
+    reader: TensorReader
+    delta: Delta | None
+
+    @classmethod
+    def make(cls, tensor: SourceTensor, buffers: _Buffers) -> _Part:
+        delta = Delta(tensor, buffers.raw, buffers.scratch) if tensor.update is not None else None
+        return cls(tensor, TensorReader(tensor, buffers.scratch), delta)
+
+    def finish(self) -> None:
+        self.reader.finish()
+        if self.delta is not None:
+            self.delta.finish()
+
+
 def _copy(work: _Work, placed: Placed) -> None:
-    buffers = work.buffers
-    readers = [
-        TensorReader(source.files, source.tensors[placed.name], buffers.scratch, checksums=not source.is_vouched) for source in work.sources
-    ]
-    digest, counts = xxhash.xxh3_128(), NonFinite()
-    with _output(work.stage / placed.file) as handle:
-        handle.seek(placed.first_byte)
-        for box in _boxes(work, placed):
-            if work.stop.is_set():
-                raise _Stopped
-            values = _values(work, placed, readers, box, buffers, counts)
-            raw = values.view(np.uint8).data
-            digest.update(raw)
-            DISK.write(handle, raw)
-            work.advance(len(raw))
-            work.flusher.wrote(placed.file, len(raw))
-            work.ahead.has_read(box.elements * sum(source.tensors[placed.name].dtype.item_bytes for source in work.sources))
-    for reader in readers:
-        reader.finish()
-    if counts:
-        work.written.non_finite[placed.name] = counts
+    tensors = [source.tensors[placed.name] for source in work.sources]
+    with work.budget.hold(sum(held_bytes(tensor) for tensor in tensors)):
+        digest = _copy_values(work, placed, tensors)
     work.written.digests[placed.name] = digest.hexdigest()
-    if work.read_back and _digest_of_output(work, placed, buffers.raw) != digest.digest():
+    if work.read_back and _digest_of_output(work, placed, work.buffers.raw) != digest.digest():
         raise failed_error(
             "merge-written-differs",
             f"`{placed.name}` reads back otherwise than it was written",
@@ -145,18 +151,47 @@ def _copy(work: _Work, placed: Placed) -> None:
         )
 
 
-def _boxes(work: _Work, placed: Placed) -> Iterator[Box]:
-    widest = max(placed.dtype.item_bytes, *(source.tensors[placed.name].dtype.item_bytes for source in work.sources))
+def _copy_values(work: _Work, placed: Placed, tensors: Sequence[SourceTensor]) -> xxhash.xxh3_128:
+    """The digest of what was written."""
+    buffers = work.buffers
+    parts = [_Part.make(tensor, buffers) for tensor in tensors]
+    digest, counts = xxhash.xxh3_128(), NonFinite()
+    read_bytes = sum(tensor.dtype.item_bytes for tensor in tensors)
+    with _output(work.stage / placed.file) as handle:
+        handle.seek(placed.first_byte)
+        for box in _boxes(placed, tensors):
+            if work.stop.is_set():
+                raise _Stopped
+            values = _values(placed, parts, box, buffers, counts)
+            raw = values.view(np.uint8).data
+            digest.update(raw)
+            DISK.write(handle, raw)
+            work.advance(len(raw))
+            work.flusher.wrote(placed.file, len(raw))
+            work.ahead.has_read(box.elements * read_bytes)
+    for part in parts:
+        part.finish()
+    if counts:
+        work.written.non_finite[placed.name] = counts
+    return digest
+
+
+def _boxes(placed: Placed, tensors: Sequence[SourceTensor]) -> Iterator[Box]:
+    widest = max(placed.dtype.item_bytes, *(tensor.dtype.item_bytes for tensor in tensors))
     return boxes(placed.shape, BUFFER_BYTES // widest)
 
 
-def _values(work: _Work, placed: Placed, readers: Sequence[TensorReader], box: Box, buffers: _Buffers, counts: NonFinite) -> Array:
+def _values(placed: Placed, parts: Sequence[_Part], box: Box, buffers: _Buffers, counts: NonFinite) -> Array:
     """One box of the output: read, averaged where there are several sources, checked, converted where asked."""
-    dtype = work.sources[0].tensors[placed.name].dtype
+    dtype = parts[0].tensor.dtype
+    # An update reads its factors through the buffers, so it comes first.
+    deltas = [part.delta.of(box) for part in parts if part.delta is not None]
     values = buffers.raw[: box.elements * dtype.item_bytes].view(dtype.numpy)
-    readers[0].read(box, values)
-    if len(readers) > 1:
-        values = _mean(readers, box, values, buffers) if dtype.converts else _the_same(placed, readers, box, values, buffers)
+    parts[0].reader.read(box, values)
+    if deltas or (len(parts) > 1 and dtype.converts):
+        values = _sum(parts, deltas, box, values, buffers)
+    elif len(parts) > 1:
+        values = _the_same(placed, parts, box, values, buffers)
     found = NonFinite()
     if is_checked(dtype) and not all_finite(values, buffers.scratch):
         count_non_finite(values, found)
@@ -173,23 +208,27 @@ def _values(work: _Work, placed: Placed, readers: Sequence[TensorReader], box: B
     return out
 
 
-def _mean(readers: Sequence[TensorReader], box: Box, values: Array, buffers: _Buffers) -> Array:
-    """The mean over the sources, summed in float64."""
-    total = buffers.sum[: box.elements * 8].view(np.float64)
+def _sum(parts: Sequence[_Part], deltas: Sequence[Array], box: Box, values: Array, buffers: _Buffers) -> Array:
+    """Weights and what adapters add to them; over several sources the mean, summed in float64. Rounded once, by the caller."""
+    kind = np.dtype(np.float64) if len(parts) > 1 else kind_of(parts[0].tensor)
+    total = buffers.sum[: box.elements * kind.itemsize].view(kind)
     np.copyto(total, values, casting="unsafe")
     other = buffers.out[: values.nbytes].view(values.dtype)
-    for reader in readers[1:]:
-        reader.read(box, other)
+    for part in parts[1:]:
+        part.reader.read(box, other)
         np.add(total, other, out=total, casting="unsafe")
-    total /= len(readers)
+    for delta in deltas:
+        np.add(total, delta, out=total, casting="unsafe")
+    if len(parts) > 1:
+        total /= len(parts)
     return total
 
 
-def _the_same(placed: Placed, readers: Sequence[TensorReader], box: Box, values: Array, buffers: _Buffers) -> Array:
+def _the_same(placed: Placed, parts: Sequence[_Part], box: Box, values: Array, buffers: _Buffers) -> Array:
     """Integers and fp8 have no mean: they must be equal in all checkpoints."""
     other = buffers.out[: values.nbytes].view(values.dtype)
-    for reader in readers[1:]:
-        reader.read(box, other)
+    for part in parts[1:]:
+        part.reader.read(box, other)
         if not np.array_equal(other.view(np.uint8), values.view(np.uint8)):
             raise failed_error(
                 "merge-average-differs",

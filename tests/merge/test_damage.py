@@ -298,6 +298,11 @@ def test_a_damaged_shard_is_named(kind, owner, place, tmp_path):
     assert any("--step" in f"{problem.hint}{problem.ways_out}" or "link" in problem.message for problem in error.problems)
 
 
+def test_the_corpus_holds_the_forty_corruptions_that_are_promised():
+    kinds = [METADATA_DAMAGE, BIN_DAMAGE, SAFETENSORS_DAMAGE, INDEX_DAMAGE, SHARD_DAMAGE]
+    assert sum(map(len, kinds)) >= 40
+
+
 def swap(first: Path, second: Path) -> None:
     first.unlink()
     shutil.copyfile(second, first)

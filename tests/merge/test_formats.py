@@ -103,14 +103,6 @@ def test_what_is_no_tensor_is_left_out_and_named(tmp_path, merge):
     assert any("layers.0._extra_state" in notice.message for notice in result.notices)
 
 
-def test_an_adapter_is_kept_apart_and_told(tmp_path, merge):
-    adapter = {f"base_model.model.layers.0.lora_{side}.default.weight": torch.randn(2, 2) for side in "AB"}
-    save_dcp({"model": {**WEIGHTS, **adapter}}, tmp_path / SHARDS)
-    result = merge(tmp_path / SHARDS)
-    assert_weights(result.output, {**WEIGHTS, **adapter})
-    assert any(notice.code == "merge-adapter" for notice in result.notices)
-
-
 def test_archives_without_checksums_are_merged(tmp_path, merge):
     torch.serialization.set_crc32_options(False)
     try:

@@ -133,6 +133,15 @@ def test_the_average_is_the_mean_of_float64(option, tmp_path, merge):
     )
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_tensors_larger_than_a_buffer_are_averaged(kind, tmp_path, merge):
+    """The sum is in float64: four times the bytes of the 16-bit types."""
+    saved = [{"w": torch.randn(700, 500, generator=torch.Generator().manual_seed(seed)).to(kind)} for seed in (1, 2)]
+    run = make_run(tmp_path / "run", {1: saved[0], 2: saved[1]})
+    merged = merged_tensors(merge(run, average="1,2", dtype="keep").output)["w"]
+    assert same_bits(merged, ((saved[0]["w"].double() + saved[1]["w"].double()) / 2).to(kind))
+
+
 @pytest.mark.parametrize("text", ["last:1", "last:9", "last:x", "10", "10,11", "10,10", "first:2", ""])
 def test_averages_that_cannot_be_made_are_refused(text, tmp_path, merge):
     run = make_run(tmp_path / "run", dict(zip((10, 20), states(2), strict=True)))

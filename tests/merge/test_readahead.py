@@ -26,7 +26,7 @@ def source(tmp_path, monkeypatch):
     monkeypatch.setattr(readahead, "_PIECE_BYTES", 1000)
     with SourceFiles(tmp_path / SHARDS) as files:
         tensors, _ = read_dcp(files)
-        yield Source(files, {tensor.name: tensor for tensor in tensors}), asked
+        yield Source({tensor.name: tensor for tensor in tensors}), asked
 
 
 def wait_until(condition) -> None:

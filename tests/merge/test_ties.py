@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_tune.errors import FsdpTuneError
 from fsdp_tune.merge.dtypes import DTYPES
+from fsdp_tune.merge.reader import SourceFiles
 from fsdp_tune.merge.tensors import SourceTensor
 from fsdp_tune.merge.ties import candidates, tie_setting
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, save_dcp
@@ -112,7 +113,7 @@ def test_heads_and_embeddings_of_all_causal_models_are_known():
     unknown = set()
     for name, pairs in classes.items():
         for head, embedding in pairs.items():
-            tensors = [SourceTensor(each, DTYPES["float32"], (100, 8), ()) for each in (head, embedding)]
+            tensors = [SourceTensor(each, DTYPES["float32"], (100, 8), (), SourceFiles(Path())) for each in (head, embedding)]
             if head.endswith(".weight") and candidates(tensors) != {head: embedding}:
                 unknown.add(name)
     # ProphetNet ties two embeddings and Blt an embedding to the head: both copies are written, which loads as well.
@@ -121,7 +122,7 @@ def test_heads_and_embeddings_of_all_causal_models_are_known():
 
 def test_layers_that_only_look_alike_are_no_pair():
     names = ["model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.o_proj.weight"]
-    tensors = [SourceTensor(name, DTYPES["float32"], (8, 8), ()) for name in names]
+    tensors = [SourceTensor(name, DTYPES["float32"], (8, 8), (), SourceFiles(Path())) for name in names]
     assert candidates(tensors) == {"lm_head.weight": "model.embed_tokens.weight"}
 
 

@@ -1,0 +1,205 @@
+"""LoRA adapters: added to the weights of their base, in the same streaming pass, or written as PEFT's own files.
+
+A checkpoint of a PEFT model holds factors and base together, an adapter's own directory the factors alone; the base is
+then read from another model directory. docs/merge.md says what is merged and what is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.errors import Notice, Where, usage_error
+from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
+from fsdp_tune.merge.contents import Contents, Source, as_error, missing_parts, must_agree, read_tensors
+from fsdp_tune.merge.lora import Layers, add_layers
+from fsdp_tune.merge.peft_config import CONFIG_NAME, AdapterConfig, find_config
+from fsdp_tune.merge.peft_names import PREFIX, PeftNames, is_peft, name_in_file, sort_names
+from fsdp_tune.merge.reader import SourceFiles
+from fsdp_tune.merge.source import Selection
+from fsdp_tune.merge.tensors import SourceTensor
+from fsdp_tune.merge.weights import SHARD_FOLDER, Format, Weights, find_weights
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterOptions:
+    """`export`: `--adapter`. `config`: `--adapter-config`. `base`: `--base`."""
+
+    export: bool = False
+    config: Path | None = None
+    base: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What became of an adapter. `layers`: how many it has; `base`: the directory that gave the weights under it, None where the
+    checkpoint has them; `base_name`: what the base is called."""
+
+    config: AdapterConfig
+    is_exported: bool
+    layers: int
+    base: Path | None
+    base_name: str | None
+    config_changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "is_exported": self.is_exported,
+            "config": str(self.config.path),
+            "layers": self.layers,
+            "base": self.base_name if self.base is not None or self.is_exported else None,
+        }
+
+    def config_json(self) -> dict[str, Any]:
+        """`adapter_config.json` of the export, as PEFT writes it beside an adapter that is to be used."""
+        return {**self.config.values, "base_model_name_or_path": self.base_name, "inference_mode": True}
+
+
+def adapt(
+    stack: ExitStack, contents: Contents, selection: Selection, options: AdapterOptions
+) -> tuple[Contents, Companions, Adapter | None]:
+    """The tensors of the output, with what LoRA adapters add to them, and what stands beside. Without an adapter, as they were."""
+    if not is_peft(contents.sources[0].tensors):
+        if options.export or options.config is not None:
+            raise usage_error(
+                "merge-no-adapter",
+                "the checkpoint holds no LoRA adapter",
+                where=Where(str(selection.weights[0].root)),
+                hint="leave out `--adapter` and `--adapter-config`",
+            )
+        return contents, find_companions(selection, options.base), None
+    if options.export and len(contents.sources) > 1:
+        raise usage_error(
+            "merge-average-adapter",
+            "the mean of several adapters is no adapter of this rank: the mean of the factors is not the factors of the mean",
+            hint="leave out `--adapter`: the mean of the merged weights can be written",
+        )
+    places = [weights.root for weights in selection.weights] + [weights.checkpoint for weights in selection.weights]
+    places += [weights.root.parent for weights in selection.weights if weights.root.name == SHARD_FOLDER]
+    config = find_config(options.config, [*places, *([selection.run.model] if selection.run is not None else [])])
+    if config is None:
+        raise usage_error(
+            "merge-adapter-config",
+            f"the checkpoint holds a LoRA adapter and no {CONFIG_NAME}, which says how much of it to add",
+            where=Where(str(selection.weights[0].root)),
+            hint=f"give the {CONFIG_NAME} that PEFT wrote: `--adapter-config FILE`",
+        )
+    names = [
+        sort_names(source.tensors, Where(str(weights.root))) for source, weights in zip(contents.sources, selection.weights, strict=True)
+    ]
+    if options.export:
+        return _export(contents, selection, names[0], config, options)
+    return _merge(stack, contents, selection, names, config, options)
+
+
+# -------------------------------------------------------------------------------------------------------------- merged
+
+
+def _merge(
+    stack: ExitStack,
+    contents: Contents,
+    selection: Selection,
+    names: Sequence[PeftNames],
+    config: AdapterConfig,
+    options: AdapterOptions,
+) -> tuple[Contents, Companions, Adapter]:
+    is_whole = all(_is_whole(found, weights) for found, weights in zip(names, selection.weights, strict=True))
+    config.check_mergeable(has_own_base=is_whole)
+    notices: list[Notice] = []
+    if is_whole:
+        base, base_name, companions = None, options.base or config.base, find_companions(selection, options.base)
+        below: dict[str, SourceTensor] | None = None
+    else:
+        base_name, base = _find_base(config, options)
+        companions = find_companions(selection, str(base), origin=base_name).with_tokenizer_of([w.root for w in selection.weights])
+        below = _read_base(stack, base)
+        if options.base is None:
+            notices.append(Notice("merge-adapter-base", f"the weights under the adapter are those of `{base_name}`, as {CONFIG_NAME} says"))
+    added: list[Layers] = []
+    for source, found, weights in zip(contents.sources, names, selection.weights, strict=True):
+        own = {name: replace(source.tensors[key], name=name) for name, key in found.weights.items()}
+        factors = {module: {part: source.tensors[key] for part, key in parts.items()} for module, parts in found.factors.items()}
+        if found.others:
+            raise config.unsupported(f"the checkpoint holds `{next(iter(found.others.values()))}`")
+        layers = Layers(below if below is not None else own, own if below is not None else {}, factors, base or weights.root)
+        added.append(add_layers(layers, config, companions.config))
+    sources = tuple(replace(source, tensors=layers.tensors) for source, layers in zip(contents.sources, added, strict=True))
+    must_agree(sources, selection.weights)
+    scalings = sorted({scaling for layers in added for scaling in layers.scalings})
+    count = len(names[0].factors)
+    shown = ", ".join(f"{scaling:g}" for scaling in scalings[:4])
+    notices.append(Notice("merge-adapter", f"a LoRA adapter of {count} layers was added to the weights, scaled by {shown or 'nothing'}"))
+    adapter = Adapter(config, False, count, base, base_name, added[0].config_changes)
+    ordered = tuple(sources[0].tensors.values())
+    return replace(contents, sources=sources, ordered=ordered, notices=(*contents.notices, *notices)), companions, adapter
+
+
+def _is_whole(names: PeftNames, weights: Weights) -> bool:
+    """Whether the checkpoint has the base as well. An adapter's own file may hold an embedding beside its factors, but no model."""
+    has_base = all(f"{module}.weight" in names.weights for module in names.factors)
+    rest = [name for name in names.weights if name not in names.wrapped | names.saved and not name.endswith(".bias")]
+    return has_base and bool(rest) and weights.format not in (Format.PEFT, Format.PEFT_PICKLE)
+
+
+def _find_base(config: AdapterConfig, options: AdapterOptions) -> tuple[str, Path]:
+    name = options.base or config.base
+    if name is None:
+        raise usage_error(
+            "merge-adapter-base",
+            "the checkpoint holds an adapter alone, and nothing says which model it was trained on",
+            where=Where(str(config.path)),
+            ways_out=("give the model: `--base MODEL`", "write the adapter alone: `--adapter`"),
+        )
+    return name, fetch_model(name, revision=None if options.base else config.revision)
+
+
+def _read_base(stack: ExitStack, folder: Path) -> dict[str, SourceTensor]:
+    found = find_weights(folder)
+    if found is None or found[1] in (Format.PEFT, Format.PEFT_PICKLE):
+        raise usage_error(
+            "merge-adapter-base",
+            "the base holds no weights that can be read (safetensors are)",
+            where=Where(str(folder)),
+            hint="give a model directory with `model.safetensors`, or its index and parts: `--base MODEL`",
+        )
+    root, kind = found
+    files = stack.enter_context(SourceFiles(root))
+    tensors, _ = read_tensors(files, kind)
+    if missing := missing_parts(files, tensors):
+        raise as_error(missing)
+    return {tensor.name: tensor for tensor in tensors}
+
+
+# ------------------------------------------------------------------------------------------------------------ exported
+
+
+def _export(
+    contents: Contents, selection: Selection, names: PeftNames, config: AdapterConfig, options: AdapterOptions
+) -> tuple[Contents, Companions, Adapter]:
+    tensors, weights = contents.sources[0].tensors, selection.weights[0]
+    if not config.values.get("target_parameters"):  # whose factors hold the experts side by side
+        for module, parts in names.factors.items():
+            key = parts.get("lora_A") or parts.get("lora_embedding_A")
+            if key is not None and tensors[key].shape:
+                config.scaling(module, tensors[key].shape[0])
+    keys = {name_in_file(module, part): key for module, parts in names.factors.items() for part, key in parts.items()}
+    keys |= {PREFIX + name: key for name, key in names.others.items()}
+    for name, key in names.weights.items():
+        if name in names.saved or not _is_whole(names, weights) or _is_trained_bias(name, names, config):
+            module, _, rest = name.rpartition(".")
+            keys[f"{PREFIX}{module}.base_layer.{rest}" if name in names.wrapped else PREFIX + name] = key
+    source = Source({name: replace(tensors[key], name=name) for name, key in keys.items()}, contents.sources[0].is_vouched)
+    adapter = Adapter(config, True, len(names.factors), None, options.base or config.base)
+    companions = Companions().with_tokenizer_of([weights.root, weights.checkpoint, weights.root.parent])
+    if selection.run is not None:
+        companions = companions.with_tokenizer_of([selection.run.model])
+    return replace(contents, sources=(source,), ordered=tuple(source.tensors.values())), companions, adapter
+
+
+def _is_trained_bias(name: str, names: PeftNames, config: AdapterConfig) -> bool:
+    """`bias: all` trains every bias of the model, `lora_only` those of the layers that the adapter changes."""
+    kind = config.values.get("bias", "none")
+    return name.endswith(".bias") and (kind == "all" or (kind == "lora_only" and name in names.wrapped))

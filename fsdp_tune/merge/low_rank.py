@@ -1,0 +1,140 @@
+"""What a LoRA adapter adds to one tensor, a slab of rows at a time: scaling · B·A in fp32, in bounded memory.
+
+The factor that runs along a row of the tensor (A; B of a transposed layer) is held whole while the tensor is written, the other
+is read with the rows. `Budget` bounds what all threads hold together.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from fsdp_tune.merge.gather import BUFFER_BYTES, TensorReader
+from fsdp_tune.merge.geometry import Box, boxes
+from fsdp_tune.merge.tensors import LowRank, SourceTensor
+from fsdp_tune.merge.values import Array
+
+HELD_BYTES = 64 << 20
+# More rows at once use the held factor better (it does not fit a core's cache): 512 KiB take three times as long.
+SLAB_BYTES = 4 << 20
+
+
+class Budget:
+    """Bytes that several threads share. What is larger than all of it waits until it is alone."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total_bytes, self._used_bytes = total_bytes, 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def hold(self, count_bytes: int) -> Iterator[None]:
+        count_bytes = min(count_bytes, self._total_bytes)
+        with self._changed:
+            self._changed.wait_for(lambda: self._used_bytes + count_bytes <= self._total_bytes)
+            self._used_bytes += count_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used_bytes -= count_bytes
+                self._changed.notify_all()
+
+
+class Delta:
+    """The rows of one tensor's update, in order. `raw` and `scratch` (BUFFER_BYTES each) are clobbered."""
+
+    def __init__(self, tensor: SourceTensor, raw: Array, scratch: Array) -> None:
+        assert tensor.update is not None
+        self._update, self._raw, self._scratch = tensor.update, raw, scratch
+        self._rows = tensor.shape[0]
+        self._columns = math.prod(tensor.shape[1:])
+        self._kind = kind_of(tensor)
+        self._left = TensorReader(self._rows_of, scratch, in_order=not self._update.is_transposed)
+        self._right = self._read_right()
+        self._slab, self._slab_row = np.empty((0, 0), self._kind), 0
+
+    @property
+    def _rows_of(self) -> SourceTensor:
+        """The factor whose elements belong to rows of the tensor."""
+        update = self._update
+        if not update.is_transposed:
+            return update.b
+        assert update.a is not None
+        return update.a
+
+    def _read_right(self) -> Array | None:
+        """[rank, columns]; None for the update of a vector, which has no second factor."""
+        update = self._update
+        if update.a is None:
+            return None
+        held = update.b if update.is_transposed else update.a
+        whole = np.empty(held.shape, self._kind)
+        reader, flat = TensorReader(held, self._scratch), whole.reshape(-1)
+        for box in boxes(held.shape, BUFFER_BYTES // held.dtype.item_bytes):
+            flat[box.first : box.first + box.elements] = self._read(reader, held, box)
+        reader.finish()
+        return whole.T if update.is_transposed else whole
+
+    def _read(self, reader: TensorReader, factor: SourceTensor, box: Box) -> Array:
+        values = self._raw[: box.elements * factor.dtype.item_bytes].view(factor.dtype.numpy)
+        reader.read(box, values)
+        return values
+
+    def of(self, box: Box) -> Array:
+        """The update of one box of the tensor, flat. Boxes come in order."""
+        row, count = box.offsets[0], box.sizes[0]
+        if row >= self._slab_row + len(self._slab):
+            # A whole number of boxes, so that none lies in two slabs.
+            rows = max(1, SLAB_BYTES // (count * self._columns * self._kind.itemsize)) * count
+            self._slab, self._slab_row = self._compute(row, min(rows, self._rows - row)), row
+        start = box.first - self._slab_row * self._columns
+        return self._slab.reshape(-1)[start : start + box.elements]
+
+    def _compute(self, row: int, rows: int) -> Array:
+        left = self._read_rows(row, rows)
+        left *= self._update.scaling
+        return left if self._right is None else left @ self._right
+
+    def _read_rows(self, row: int, rows: int) -> Array:
+        """[rows, rank] of the factor that is read as the rows come; [rows, 1] for a vector."""
+        factor, width = self._rows_of, BUFFER_BYTES // self._rows_of.dtype.item_bytes
+        if self._update.is_transposed:
+            rank = factor.shape[0]
+            columns = np.empty((rank, rows), self._kind)
+            for index in range(rank):
+                for at in range(0, rows, width):
+                    count = min(width, rows - at)
+                    columns[index, at : at + count] = self._read(self._left, factor, Box((index, row + at), (1, count), 0))
+            return columns.T
+        rank = factor.shape[1] if len(factor.shape) > 1 else 1
+        wanted = np.empty((rows, rank), self._kind)
+        step = max(1, width // rank)
+        for at in range(0, rows, step):
+            count = min(step, rows - at)
+            box = Box((row + at, 0), (count, rank), 0) if len(factor.shape) > 1 else Box((row + at,), (count,), 0)
+            wanted[at : at + count] = self._read(self._left, factor, box).reshape(count, rank)
+        return wanted
+
+    def finish(self) -> None:
+        """Compares the checksums that ran along with the rows."""
+        self._left.finish()
+
+
+def kind_of(tensor: SourceTensor) -> np.dtype[np.floating]:
+    """In what the sum is computed: fp32, or fp64 where the tensor or a factor has that."""
+    update: LowRank | None = tensor.update
+    parts = [tensor, *([update.b] if update else []), *([update.a] if update and update.a else [])]
+    return np.dtype(np.float64 if any(part.dtype.name == "float64" for part in parts) else np.float32)
+
+
+def held_bytes(tensor: SourceTensor) -> int:
+    """Host memory of the update while the tensor is written."""
+    update = tensor.update
+    if update is None or update.a is None:
+        return 0
+    held = update.b if update.is_transposed else update.a
+    return held.elements * kind_of(tensor).itemsize
