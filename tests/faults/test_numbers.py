@@ -112,7 +112,7 @@ def test_tracker_that_fails_is_a_warning(forks: ForkServer) -> None:
     ends = training.attempt(run, sabotage=[("tracker fails", 0, 0)])
     assert [end.value["exit_reason"] for end in ends] == ["finished"] * 2
     assert [line["message"] for line in runs.lines(run) if line.get("event") == "tracker_failed"] == [
-        "TensorBoardCallback failed and is left out from here on: ConnectionError: the tracker's server is gone"
+        "TensorBoard has failed and gets nothing more: ConnectionError: the tracker's server is gone"
     ]
     training.is_whole(run)
 
