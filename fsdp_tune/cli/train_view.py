@@ -90,8 +90,8 @@ class StepView:
             self._screen.say(f"checkpoint-{step} saved: {format_bytes(line['size_bytes'])} in {format_seconds(line['seconds'])}")
         elif name == "checkpoint_failed":
             self._screen.warn(f"warning: checkpoint-{step} was NOT saved: {line['message']}")
-        elif name == "slow_rank":
-            self._screen.say(f"step {step}: {line['message']}")
+        elif name in ("slow_rank", "tracker_failed"):
+            self._screen.warn(f"warning: step {step}: {line['message']}")
         elif name not in ("train_finished", "checkpoint_probed", "recipe_changed", "restarted"):
             details = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("event", "step", "time"))
             self._screen.say(f"step {step}: {name.replace('_', ' ')}" + (f" ({details})" if details else ""))

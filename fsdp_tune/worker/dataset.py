@@ -21,6 +21,7 @@ from fsdp_tune.data.collate import collate
 from fsdp_tune.data.order import rank_micro_batches
 from fsdp_tune.data.store import Int64, Row, RowStore
 from fsdp_tune.model.loss import IGNORE_INDEX
+from fsdp_tune.worker.signals import ignore_stop_signals
 
 FILLER = -1
 
@@ -134,6 +135,7 @@ def loader(
         pin_memory=pin_memory,
         persistent_workers=workers > 0,
         prefetch_factor=prefetch if workers else None,
+        worker_init_fn=ignore_stop_signals,
     )
 
 

@@ -93,11 +93,12 @@ def _write_outcome(run: RunDir, rank: Rank, step: int, outcome: Outcome) -> None
 
 
 def _deadline(run: RunDir, recipe: Recipe, started: float) -> float | None:
-    """When `launch.max_runtime` ends, counted from the start of the launcher."""
+    """When `launch.max_runtime` ends, counted from the start of the launcher; on the monotonic clock, which nobody sets anew."""
     if recipe.launch.max_runtime is None:
         return None
     launch: dict[str, Any] = json.loads(run.launch_json.read_text(encoding="utf-8")) if run.launch_json.exists() else {}
-    return float(launch.get("started_at", started)) + parse_seconds(recipe.launch.max_runtime)
+    gone_seconds = time.time() - float(launch.get("started_at", started))
+    return time.monotonic() + parse_seconds(recipe.launch.max_runtime) - gone_seconds
 
 
 def _train(
@@ -114,8 +115,10 @@ def _train(
     device_type = start_process_group(recipe, rank)
     heartbeat.beat("importing")
     from fsdp_tune.worker.progress import Progress
+    from fsdp_tune.worker.same import check_same
     from fsdp_tune.worker.setup import build_trainer, close, results
 
+    check_same(run)
     configure_accelerate(recipe)
     trainer, callback, resume = build_trainer(run, recipe, rank, heartbeat, wish, say, device_type)
     crew.append(trainer)

@@ -16,6 +16,12 @@ _WISH_OF_SIGNAL = {signal.SIGTERM: 2, signal.SIGUSR1: 2, signal.SIGHUP: 2, signa
 ECHO_SECONDS = 2.0
 
 
+def ignore_stop_signals(_worker: int) -> None:
+    """For the loader's processes: a launcher signals a rank's whole process group, and the batches of a last save are still needed."""
+    for number in _WISH_OF_SIGNAL:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class StoppedEarly(BaseException):
     """A signal came before there was anything to save: leave at once."""
 
@@ -25,7 +31,10 @@ class StoppedEarly(BaseException):
 
 
 class StopWish:
-    """What this rank was told: 0 to go on, else a key of WISHES. Until `training` is set, a signal ends the process at once."""
+    """What this rank was told: 0 to go on, else a key of WISHES. Until `training` is set, a signal ends the process at once.
+
+    `deadline` is on the monotonic clock.
+    """
 
     def __init__(self, deadline: float | None = None) -> None:
         self._signal = 0
@@ -51,5 +60,5 @@ class StopWish:
         self._signal = max(self._signal, _WISH_OF_SIGNAL[signal.Signals(number)])
 
     def code(self) -> int:
-        late = self._deadline is not None and time.time() > self._deadline - self.reserve_seconds
+        late = self._deadline is not None and time.monotonic() > self._deadline - self.reserve_seconds
         return max(self._signal, 1 if late else 0)
