@@ -45,6 +45,12 @@ def read_rank(recipe: Recipe, run: RunDir) -> Rank:
             f"the run in {run.path} is for {recipe.world_size} processes (launch.num_processes), and {rank.world_size} were started",
             ways_out=by_hand(recipe, run),
         )
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        raise usage_error(
+            "restarted-by-torchrun",
+            "torchrun has started the ranks again (`--max-restarts`), and they would begin where this launch began, not where it failed",
+            ways_out=("`fsdp-tune train … --resume auto` goes on from the newest checkpoint", "`launch.max_restarts` does that by itself"),
+        )
     return rank
 
 
@@ -63,8 +69,8 @@ def set_environment(recipe: Recipe, run: RunDir) -> None:
 def redirect_output(run: RunDir, rank: int) -> IO[str]:
     """Sends this process's stdout and stderr, C++ included, to its log; returns the launcher's stdout for plain lines."""
     run.logs.mkdir(parents=True, exist_ok=True)
-    screen = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     log = os.open(run.rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+    screen = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(log, 1)

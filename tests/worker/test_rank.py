@@ -1,0 +1,52 @@
+"""What a rank makes of its launcher's word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.run_dir import RunDir
+from fsdp_tune.worker.rank import Rank, read_rank, redirect_output
+from tests.launch.test_plan import resolved
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_the_launchers_word_is_taken(launched: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert read_rank(resolved(tmp_path), RunDir(tmp_path)) == Rank(1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("RANK", "", "not-launched"),
+        ("WORLD_SIZE", "3", "world-size-mismatch"),
+        ("TORCHELASTIC_RESTART_COUNT", "1", "restarted-by-torchrun"),
+    ],
+)
+def test_what_does_not_fit_the_run_is_refused_with_the_ways_out(
+    launched: pytest.MonkeyPatch, tmp_path: Path, name: str, value: str, code: str
+) -> None:
+    launched.setenv(name, value)
+    with pytest.raises(FsdpTuneError) as caught:
+        read_rank(resolved(tmp_path), RunDir(tmp_path))
+    (problem,) = caught.value.problems
+    assert (problem.code, caught.value.exit_code) == (code, 2)
+    assert problem.ways_out
+
+
+def test_a_log_that_is_a_link_to_somebody_elses_file_is_not_written(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    (tmp_path / "theirs").write_text("untouched")
+    run.rank_log(0).symlink_to(tmp_path / "theirs")
+    with pytest.raises(OSError, match="symbolic links"):
+        redirect_output(run, 0)
+    assert (tmp_path / "theirs").read_text() == "untouched"
