@@ -35,6 +35,7 @@ from fsdp_tune.worker.resume import agreed_checkpoint
 from fsdp_tune.worker.rotation import remove_leftovers
 from fsdp_tune.worker.signals import StopWish
 from fsdp_tune.worker.state import Live
+from fsdp_tune.worker.trackers import guard_trackers
 from fsdp_tune.worker.trainer import FsdpTrainer, Parts
 
 
@@ -69,6 +70,7 @@ def build_trainer(
     callback = RunCallback(run, wish, say, is_first=rank.is_first)
     trainer = FsdpTrainer(parts, arguments, [*_extra_callbacks(recipe), callback])
     callback.trainer = trainer
+    guard_trackers(trainer, _tracker_reporter(trainer, say))
     trainer.create_optimizer()
     trainer.checkpointer = Checkpointer(
         run=run,
@@ -139,6 +141,14 @@ def _sampler(recipe: Recipe, store: RowStore, rank: Rank) -> MicroBatches:
 def _extra_callbacks(recipe: Recipe) -> list[TrainerCallback]:
     stopping = recipe.training.early_stopping
     return [EarlyStoppingCallback(stopping.patience, stopping.threshold)] if stopping else []
+
+
+def _tracker_reporter(trainer: FsdpTrainer, say: Callable[[str], None]) -> Callable[[str], None]:
+    def report(sentence: str) -> None:
+        trainer.parts.metrics.event("tracker_failed", trainer.state.global_step, message=sentence)
+        say(f"WARNING: {sentence}")
+
+    return report
 
 
 def _reporter(trainer: FsdpTrainer, recipe: Recipe, say: Callable[[str], None]) -> Callable[[Saved], None]:
