@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.merge.checkpoints import SHARDS, save_dcp
+from tests.merge.checkpoints import SHARDS, merged_tensors, save_dcp
+from tests.merge.peft import write_config
 from tests.merge.sparse import write_sparse_checkpoint
 
 BOUND_MIB = 200
@@ -50,6 +51,27 @@ def test_tensors_larger_than_the_bound_are_merged_within_it(dtype, large, tmp_pa
     shutil.rmtree(tmp_path / "out")  # pytest keeps what is there for days
     assert report["heavy"] == []
     assert int(report["bytes"]) > (1 if dtype == "bf16" else 2) * BOUND_MIB << 20
+    assert float(report["peak_mib"]) < BOUND_MIB
+
+
+@pytest.mark.parametrize("dtype", ["keep", "fp32"])
+def test_an_adapter_is_added_within_the_bound(dtype, tmp_path):
+    """A weight of 224 MiB, and the long factor of a rank that needs 28 MiB."""
+    rows, columns, rank = 4096, 28_672, 256
+    state = {
+        "base_model.model.down.base_layer.weight": torch.ones(rows, columns, dtype=torch.bfloat16),
+        "base_model.model.down.lora_A.default.weight": torch.ones(rank, columns, dtype=torch.bfloat16),
+        "base_model.model.down.lora_B.default.weight": torch.ones(rows, rank, dtype=torch.bfloat16),
+        "base_model.model.norm.weight": torch.ones(8),
+    }
+    save_dcp({"model": state}, write_config(tmp_path / "c", r=rank, lora_alpha=2) / SHARDS, sync_files=False)
+    del state
+    report = merge_in_child(tmp_path / "c", output=str(tmp_path / "out"), dtype=dtype)
+    merged = merged_tensors(tmp_path / "out")["down.weight"]
+    for place in ("c", "out"):
+        shutil.rmtree(tmp_path / place)
+    assert bool((merged == 3).all())  # 1 + 2/256 · 256
+    assert report["heavy"] == []
     assert float(report["peak_mib"]) < BOUND_MIB
 
 
