@@ -1,0 +1,78 @@
+"""The numbers where they matter: bf16 beside fp32, recomputation with dropout, packed examples in the kernels of a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.conftest import DEVICE, IS_SMALL, Train, loss_lines, readback
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU")]
+
+STEPS = 20 if IS_SMALL else 200
+WIDTH = {"n_embd": 32, "n_layer": 2, "n_head": 2} if IS_SMALL else {"n_embd": 768, "n_layer": 16, "n_head": 12}
+GPT2: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 384, "n_positions": 64, **WIDTH}
+DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 384,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+KERNELS = ["sdpa", "eager", "flex_attention", "flash_attention_2"]
+
+
+def curve(train: Train, precision: str, record_property) -> list[float]:
+    run = train(
+        model={"from_config": GPT2 | DRY},
+        precision={"mixed_precision": precision},
+        training={"max_steps": STEPS, "per_device_train_batch_size": 16, "warmup_steps": 10, "learning_rate": 3e-4},
+    )
+    record_property("parameters", readback(run)["parameters"])
+    return [line["loss"] for line in loss_lines(run)]
+
+
+def test_curve_in_bf16_stays_beside_fp32(train: Train, record_property) -> None:
+    """A model of more than 100M parameters (small on the CPU): bf16 scatters around fp32 and does not drift away."""
+    full, half = curve(train, "no", record_property), curve(train, "bf16", record_property)
+    off = [b / a - 1.0 for a, b in zip(full, half, strict=True)]
+    scatter, drift = math.sqrt(sum(x * x for x in off) / len(off)), sum(off) / len(off)
+    record_property("scatter", scatter)
+    record_property("drift", drift)
+    print(f"{STEPS} steps: bf16 around fp32: root mean square {scatter:.1e}, mean {drift:+.1e}; last losses {full[-1]:.4f}, {half[-1]:.4f}")
+    assert scatter < 2e-2
+    assert abs(drift) < 5e-3
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_recomputation_with_dropout_gives_the_same_gradients(kind: str, train: Train) -> None:
+    settings = {"training": {"max_steps": 4, "per_device_train_batch_size": 4, "full_determinism": True}}
+    plain, recomputed = (
+        train(model={"from_config": GPT2 | {"n_layer": 2}}, fsdp={"activation_checkpointing": each}, **settings) for each in ("none", kind)
+    )
+    numbers = [[(line["loss"], line["grad_norm"]) for line in loss_lines(run)] for run in (plain, recomputed)]
+    for one, other in zip(*numbers, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_packed_examples_do_not_see_each_other(kernel: str, train: Train) -> None:
+    """The run itself changes the first example of a packed row and looks at the second, in the kernel that it will train in."""
+    if kernel == "flex_attention" and IS_SMALL:
+        pytest.skip("torch has no backward pass of it on the CPU")
+    if kernel == "flash_attention_2" and (IS_SMALL or importlib.util.find_spec("flash_attn") is None):
+        pytest.skip("flash-attn is not installed")
+    precision = "bf16" if kernel == "flash_attention_2" else "no"
+    run = train(
+        model={"from_config": LLAMA, "attn_implementation": kernel}, data={"packing": True}, precision={"mixed_precision": precision}
+    )
+    found = readback(run)
+    assert found["attention"] == kernel
+    assert found["packing_deviation"] <= (2e-2 if precision == "bf16" else 1e-5)
