@@ -204,6 +204,10 @@ def environment_is_plain(recipe: Recipe) -> Finding | None:
     return None
 
 
+GPU_KERNELS = ("flash_attention", "flex_attention")
+"""FlashAttention is CUDA code; torch has no backward pass of FlexAttention on the CPU."""
+
+
 def cpu_limits(recipe: Recipe) -> Finding | None:
     if recipe.launch.device == "mps" and isinstance(recipe.launch.num_processes, int) and recipe.launch.num_processes > 1:
         return Finding(
@@ -214,6 +218,10 @@ def cpu_limits(recipe: Recipe) -> Finding | None:
         message = "`fsdp.cpu_ram_efficient_loading: true` does not work with FSDP1 on the CPU: it sends weights over NCCL only"
         keys = ("fsdp.cpu_ram_efficient_loading", "fsdp.version", "launch.device")
         return Finding("contradiction", keys, message, "leave it out, or use `fsdp.version: 2`")
+    kernel = recipe.model.attn_implementation
+    if recipe.launch.device == "cpu" and kernel.startswith(GPU_KERNELS):
+        message = f"`model.attn_implementation: {kernel}` cannot train on the CPU"
+        return Finding("contradiction", ("model.attn_implementation", "launch.device"), message, "leave it at auto, or write `sdpa`")
     return None
 
 

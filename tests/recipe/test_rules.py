@@ -43,6 +43,11 @@ CONTRADICTIONS = [
     ("launch: {device: cpu}\nfsdp: {version: 1, cpu_ram_efficient_loading: true}", "cpu_limits", 4, "line 3"),
 ]
 WHOLE = [
+    (
+        "model: {name_or_path: a, attn_implementation: flex_attention}\ndata: {train: [{path: b}]}\nlaunch: {device: cpu}",
+        "cpu_limits",
+        "cannot train on the CPU",
+    ),
     ("data: {train: [{path: a}]}\nmodel: {}", "model_source", "`model.name_or_path` is missing"),
     ("data: {train: [{path: a}]}\nmodel: {name_or_path: a, from_config: b}", "model_source", "random weights"),
     ("data: {train: [{path: a}]}\nmodel: {from_config: {model_type: gpt2}}", "model_source", "`model.tokenizer` is missing"),
