@@ -34,10 +34,13 @@ class Batch:
     row_ids: tuple[int, ...]
     tokens: int
     """Tokens that are not padding, fillers left out."""
+    attended: int = 0
+    """Σ length² over the examples: what each of them attends to, packed or not."""
 
     def pin_memory(self) -> Batch:
         """Called by the loader's pinning thread, which knows no other way into a type of ours."""
-        return Batch({name: tensor.pin_memory() for name, tensor in self.tensors.items()}, self.row_ids, self.tokens)
+        tensors = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
+        return Batch(tensors, self.row_ids, self.tokens, self.attended)
 
     @property
     def supervised_tokens(self) -> int:
@@ -69,6 +72,7 @@ class Collator:
             {name: torch.from_numpy(array) for name, array in arrays.items()},
             tuple(row.row_id for row in rows),
             sum(len(row.input_ids) for row in rows),
+            sum(length * length for row in rows for length in row.lengths),
         )
 
 

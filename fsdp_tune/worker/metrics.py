@@ -12,6 +12,9 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+from fsdp_tune.model.load import Loaded
+from fsdp_tune.plan.hardware import detect
+from fsdp_tune.plan.mfu import ModelSize, mfu
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.units import GIB, KIB
 
@@ -72,19 +75,26 @@ class Sums:
         self._tokens = 0
         self._supervised = 0
         self._data_wait_seconds = 0.0
+        self._attended = self._attending = 0
         self.reset()
 
     def reset(self) -> None:
         self._loss.zero_()
         self._tokens = self._supervised = 0
+        self._attended = self._attending = 0
         self._data_wait_seconds = 0.0
 
     def add(self, loss_sum: torch.Tensor) -> None:
         self._loss += loss_sum
 
-    def add_batch(self, tokens: int, supervised: int, data_wait_seconds: float) -> None:
-        """`tokens` and `supervised` of this rank; summed over ranks when a line is written."""
+    def add_batch(self, tokens: int, supervised: int, data_wait_seconds: float, attended: int = 0) -> None:
+        """`tokens` and `supervised` of this rank; summed over ranks when a line is written.
+
+        `attended`: Σ length² over the examples, packed ones each by itself. It is in no checkpoint: a line after a resume
+        has the mean length of what came since.
+        """
         self._tokens += tokens
+        self._attended, self._attending = self._attended + attended, self._attending + tokens
         self._supervised += supervised
         self._data_wait_seconds += data_wait_seconds
 
@@ -98,9 +108,12 @@ class Sums:
 
     def reduced(self) -> dict[str, float]:
         """One all-reduce: loss sum, tokens and supervised tokens of all ranks; the longest wait of any."""
-        totals = torch.tensor([float(self._loss.item()), self._tokens, self._supervised], dtype=torch.float64)
+        own = [float(self._loss.item()), self._tokens, self._supervised, self._attended, self._attending]
+        totals = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(totals)
+        attending = totals[4].item()
         return {
+            "attended_length": totals[3].item() / attending if attending else 0.0,
             "loss_sum": totals[0].item(),
             "tokens": totals[1].item(),
             "supervised_tokens": totals[2].item(),
@@ -120,11 +133,28 @@ def memory(device: torch.device) -> dict[str, float | None]:
     }
 
 
+def device_peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 peak of the device that the driver names; None on a CPU, and for a card that the table does not know."""
+    known = detect(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return known.peak_flops("bf16") if known is not None else None
+
+
+def model_size(loaded: Loaded) -> ModelSize | None:
+    """What the MFU's formula needs of a model; None for one whose config does not say it."""
+    config: Any = loaded.model.config
+    layers, heads, hidden = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    if not layers or not heads or not hidden:
+        return None
+    return ModelSize(loaded.size.parameters, layers, heads, getattr(config, "head_dim", None) or hidden // heads)
+
+
 class Lines:
     """Makes the lines of metrics.jsonl: what lies between two of them, and how long it took."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, model: ModelSize | None = None, peak_flops: float | None = None) -> None:
+        """`model` and the device's dense bf16 peak are for the MFU, which is null without them."""
         self._device = device
+        self._model, self._peak_flops = model, peak_flops
         self.sums = Sums(device)
         self.tokens = 0
         """Non-padding tokens of all ranks since the start of the run."""
@@ -149,15 +179,16 @@ class Lines:
         self.last_loss = totals["loss_sum"] / totals["supervised_tokens"]
         self.sums.reset()
         self.start(step)
+        speed = totals["tokens"] / seconds / dist.get_world_size()
         return {
             "loss": self.last_loss,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
             "tokens": self.tokens,
             "supervised_tokens": int(totals["supervised_tokens"]),
-            "tokens_per_second_per_device": totals["tokens"] / seconds / dist.get_world_size(),
+            "tokens_per_second_per_device": speed,
             "step_seconds": seconds / steps,
             "data_wait_seconds": totals["data_wait_seconds"] / steps,
-            "mfu": None,
+            "mfu": mfu(self._model, totals["attended_length"], speed, self._peak_flops) if self._model else None,
             **memory(self._device),
         }

@@ -35,7 +35,7 @@ from fsdp_tune.worker.dataset import Batch, Collator, MicroBatches, loader
 from fsdp_tune.worker.evaluate import evaluate_sets
 from fsdp_tune.worker.gradients import GradientGate
 from fsdp_tune.worker.heartbeat import Heartbeat
-from fsdp_tune.worker.metrics import Lines, MetricsFile
+from fsdp_tune.worker.metrics import Lines, MetricsFile, device_peak_flops, model_size
 from fsdp_tune.worker.resume import restore_model, restore_optimizer, restore_own, restore_rng, restore_schedule, trainer_state_json
 from fsdp_tune.worker.watch import CurveWatch
 
@@ -68,7 +68,7 @@ class FsdpTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         self.wrapped = parts.loaded.wrapped
-        self.lines = Lines(args.device)
+        self.lines = Lines(args.device, model_size(parts.loaded), device_peak_flops(args.device))
         self.last_eval_loss: float | None = None
         self.gate = GradientGate(
             self.wrapped, parts.scale, parts.recipe.training.on_nonfinite == "skip", parts.metrics, self._locate_nonfinite
@@ -133,7 +133,7 @@ class FsdpTrainer(Trainer):
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         waited = time.monotonic() - started
         mine = sum(batch.supervised_tokens for batch in batches)
-        self.lines.sums.add_batch(sum(batch.tokens for batch in batches), mine, waited)
+        self.lines.sums.add_batch(sum(batch.tokens for batch in batches), mine, waited, sum(batch.attended for batch in batches))
         # On the host: the batches are there, so neither the device nor its queue is asked.
         total = torch.tensor(float(mine), dtype=torch.float64)
         dist.all_reduce(total)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp_tune.plan.mfu import ModelSize
 from fsdp_tune.run_dir import RunDir
-from fsdp_tune.worker.metrics import Lines, MetricsFile, Sums
+from fsdp_tune.worker.metrics import Lines, MetricsFile, Sums, device_peak_flops
 from tests.ranks import RankPool
 
 
@@ -102,3 +103,23 @@ def test_each_line_holds_what_came_since_the_last(pool: RankPool) -> None:
     for first, second in pool.run(2, two_lines):
         assert (first["loss"], first["supervised_tokens"], first["tokens"]) == (2.0, 6, 32)
         assert (second["loss"], second["supervised_tokens"], second["tokens"]) == (2.0, 6, 64)
+
+
+def line_with_mfu() -> dict[str, Any]:
+    model = ModelSize(parameters=1000, layers=2, heads=4, head_dim=8)
+    made = Lines(torch.device("cpu"), model, peak_flops=1e6)
+    made.start(0)
+    made.sums.add(torch.tensor(6.0))
+    made.sums.add_batch(10, 3, 0.0, attended=6 * 6 + 4 * 4)  # two packed examples
+    return made.line(1, 1.0, 1e-3)
+
+
+@pytest.mark.ranks
+def test_the_mfu_of_a_line_counts_packed_examples_each_by_itself(pool: RankPool) -> None:
+    for line in pool.run(2, line_with_mfu):
+        flops_per_token = 6 * 1000 + 12 * 2 * 4 * 8 * 5.2
+        assert line["mfu"] == pytest.approx(flops_per_token * line["tokens_per_second_per_device"] / 1e6)
+
+
+def test_the_cpu_has_no_known_peak() -> None:
+    assert device_peak_flops(torch.device("cpu")) is None
