@@ -41,16 +41,17 @@ class Attempts:
 
     def _lead(self) -> Generator[Event]:
         for launch in itertools.count():
-            supervisor, ended = yield from self._launch(launch)
-            self._machines.end(ended)
-            ended = self._machines.verdict(ended)
+            supervisor, judged = yield from self._launch(launch)
+            self._machines.end(judged)
+            ended = self._machines.verdict(judged)
             decision: Restart | Problem | None = ended.problem
             checkpoint: Checkpoint | None = None
             if is_transient(ended, supervisor.signals):
                 decision, checkpoint = self._decide(ended, has_trained=supervisor.has_trained)
             if not isinstance(decision, Restart):
-                ended = replace(ended, problem=decision)
-                write_json(verdict_path(self._plan.run), ended.as_dict())
+                if decision != judged.problem or ended != judged:
+                    ended = replace(ended, problem=decision)
+                    write_json(verdict_path(self._plan.run), ended.as_dict())
                 self._machines.conclude(ended)
                 yield ended
                 return

@@ -12,14 +12,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
 import psutil
 
 from fsdp_tune.atomic import write_file, write_json
-from fsdp_tune.errors import Problem
+from fsdp_tune.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.launch.accelerate import LaunchPlan
 from fsdp_tune.launch.follow import Follower
 from fsdp_tune.launch.hang import hang_problem, report_text
@@ -29,6 +29,7 @@ from fsdp_tune.launch.processes import is_alive, kill_for_good
 from fsdp_tune.launch.ranks import clear, verdict_path
 from fsdp_tune.launch.verdict import Ended, Seen, judge
 from fsdp_tune.launch.watch import RankWatch
+from fsdp_tune.run_dir import RunDir
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 5.0
@@ -107,7 +108,9 @@ class Supervisor:
         if left:
             yield Said(f"these processes do not die, not even by SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
         ended = judge(self._seen(watch, launcher.returncode, log_start))
-        if is_first_machine:
+        if not run.logs.is_dir():
+            ended = replace(ended, exit_code=ExitCode.FAILED, reason=ExitReason.FAILED, problem=_gone(run))
+        elif is_first_machine:
             write_json(verdict_path(run), ended.as_dict())
         yield ended
 
@@ -198,9 +201,12 @@ class Supervisor:
         return problem
 
     def _seen(self, watch: RankWatch, launcher_code: int, log_start: int) -> Seen:
-        with open(self._plan.launcher_log, "rb") as file:
-            file.seek(log_start)
-            text = file.read().decode("utf-8", "replace")
+        try:
+            with open(self._plan.launcher_log, "rb") as file:
+                file.seek(log_start)
+                text = file.read().decode("utf-8", "replace")
+        except FileNotFoundError:  # the run directory has gone, which is told instead
+            text = ""
         return Seen(
             run=self._run,
             ranks=self._plan.ranks,
@@ -215,6 +221,11 @@ class Supervisor:
             elsewhere=self._elsewhere,
             last_step=max(watch.last_step, self._last_logged_step),
         )
+
+
+def _gone(run: RunDir) -> Problem:
+    message = f"{run.path} is no longer there: the run directory was removed, renamed or replaced"
+    return Problem("run-directory-gone", message, hint="put it back, and start again with `--resume auto`")
 
 
 def _step_of(line: dict[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 A part is a list of acts: ["beat", phase, step] (and ticks), ["stacks"], ["wait"], ["log", {...}], ["sleep", seconds],
 ["ignore-signals"], ["wait-for-signal"], ["die", signal], ["once", mark, *act] (not in a later launch),
-["raise", text], ["exit", code], ["spawn"], ["outcome", {...}]. A signal, once waited for, ends with a save
+["raise", text], ["exit", code], ["spawn"], ["rename-run", path], ["outcome", {...}]. A signal, once waited for, ends with a save
 (0.3 s) and the outcome "preempted" or "interrupted", as a real rank does.
 """
 
@@ -86,6 +86,8 @@ class Rank:
             if not mark.exists():
                 mark.touch()
                 self.act(*arguments[1:])
+        elif name == "rename-run":
+            self.run.path.rename(arguments[0])
         elif name == "stacks":
             self.dump_stacks_on_request()
         elif name == "wait":

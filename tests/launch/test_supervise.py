@@ -231,6 +231,16 @@ def test_a_rank_that_hangs_in_its_own_clean_up_does_not_hold_the_run(plan_of: Pl
     assert time.monotonic() - start < 6
 
 
+def test_a_run_directory_that_vanishes_is_told_and_not_made_again(plan_of: PlanOf, run: RunDir) -> None:
+    elsewhere = run.path.with_name("elsewhere")
+    ended, _ = drive(plan_of({"0": [["beat", "training", 1], ["rename-run", str(elsewhere)], ["exit", 1]]}))
+    assert ended.exit_code == 1
+    assert ended.problem is not None
+    assert ended.problem.code == "run-directory-gone"
+    assert not run.path.exists()
+    assert elsewhere.exists()
+
+
 def test_a_launcher_that_fails_shows_why(plan_of: PlanOf, run: RunDir) -> None:
     plan = plan_of({"0": []})
     program = "import sys; sys.exit('accelerate: error: unrecognized arguments: --x')"
