@@ -1,0 +1,179 @@
+"""Weights come straight from safetensors: every rank gets its own part of every tensor, and holds no more than that and a buffer."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fsdp_tune.errors import FailedError
+from fsdp_tune.model import slices
+from fsdp_tune.model.slices import WeightFiles, find_weight_files, fits, read_slices
+from fsdp_tune.recipe.schema import Recipe
+from tests.merge.ranks import run_ranks
+from tests.model.recipes import recipe_of
+from tests.ranks import RankPool
+
+MIB = 1 << 20
+STATE = {
+    "matrix": torch.arange(7 * 10, dtype=torch.float32).reshape(7, 10),
+    "vector": torch.arange(13, dtype=torch.float32),
+    "cube": torch.arange(5 * 4 * 6, dtype=torch.float32).reshape(5, 4, 6),
+    "long_rows": torch.arange(3 * 500, dtype=torch.float32).reshape(3, 500),
+    "brain": torch.randn(9, 4).bfloat16(),
+    "scalar": torch.tensor(3.0),
+    "empty": torch.zeros(0, 4),
+}
+
+
+class Holder(nn.Module):
+    """A model of these parameters, which hold nothing yet."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+def weights_of(folder: Path, state: dict[str, torch.Tensor] = STATE, *, files: int = 1) -> WeightFiles:
+    """The same through a model directory of one file, or of several and an index."""
+    names = list(state)
+    if files == 1:
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        parts = {f"model-{n}.safetensors": names[n::files] for n in range(files)}
+        for file, part in parts.items():
+            save_file({name: state[name] for name in part}, folder / file, metadata={"format": "pt"})
+        index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = find_weight_files(Recipe.model_validate({"model": {"name_or_path": str(folder)}}))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("buffer_bytes", [64, 1 << 20])
+@pytest.mark.parametrize(
+    ("mesh_shape", "placements"),
+    [((3,), [Shard(0)]), ((2,), [Shard(1)]), ((2, 2), [Replicate(), Shard(0)]), ((2, 2), [Shard(0), Shard(1)]), ((4,), [Replicate()])],
+    ids=str,
+)
+def test_every_rank_reads_its_own_part(mesh_shape, placements, buffer_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(slices, "BUFFER_BYTES", buffer_bytes)
+    weights = weights_of(tmp_path, files=3)
+
+    def rank_main(_: int) -> None:
+        mesh = init_device_mesh("cpu", mesh_shape)
+        wanted: dict[str, torch.Tensor] = {}
+        for name, value in STATE.items():
+            is_split = all(not isinstance(place, Shard) or place.dim < value.ndim for place in placements)
+            wanted[name] = distribute_tensor(value, mesh, placements, src_data_rank=None) if is_split else value
+        model = Holder({name: torch.full_like(value, -1) for name, value in wanted.items()})
+        assert fits(model, weights)
+        read_slices(model, weights)
+        for name, value in wanted.items():
+            got = getattr(model, name)
+            assert isinstance(got, DTensor) == isinstance(value, DTensor)
+            one, other = (part.to_local() if isinstance(part, DTensor) else part for part in (got.data, value))
+            assert torch.equal(one, other), name
+
+    run_ranks(torch.Size(mesh_shape).numel(), rank_main)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])
+def test_values_become_what_the_parameter_is(kind, tmp_path):
+    weights = weights_of(tmp_path)
+    model = Holder({name: torch.empty(value.shape, dtype=kind) for name, value in STATE.items()})
+    read_slices(model, weights)
+    for name, value in STATE.items():
+        assert torch.equal(getattr(model, name).data, value.to(kind)), name
+
+
+def test_what_the_files_do_not_hold_as_it_is_goes_another_way(tmp_path):
+    weights = weights_of(tmp_path)
+    assert fits(Holder(STATE), weights)
+    assert not fits(Holder({**STATE, "more": torch.zeros(2)}), weights)
+    assert not fits(Holder({**STATE, "matrix": torch.zeros(10, 7)}), weights)
+
+
+DAMAGE = {
+    "cut in the values": lambda data: data[:-5],
+    "cut in the header": lambda data: data[:40],
+    "empty": lambda _: b"",
+    "header without end": lambda data: struct.pack("<Q", 2**40) + data[8:],
+    "no JSON": lambda data: data[:8] + b"x" * 20 + data[28:],
+    "a shape that does not fit": lambda data: data.replace(b'"shape":[7,10]', b'"shape":[9,10]'),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_files_are_named(kind, tmp_path):
+    weights_of(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(DAMAGE[kind](path.read_bytes()))
+    with pytest.raises(FailedError) as caught:
+        find_weight_files(Recipe.model_validate({"model": {"name_or_path": str(tmp_path)}}))
+    problem = caught.value.problems[0]
+    assert (problem.code, problem.where.source) == ("model-weights-damaged", str(path))
+
+
+def test_a_file_that_shrinks_meanwhile_is_named(tmp_path):
+    weights = weights_of(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(FailedError, match="it ends at byte"):
+        read_slices(Holder({name: value.clone() for name, value in STATE.items()}), weights)
+
+
+# ------------------------------------------------------------------------------------------------------------------ memory
+
+
+def load_here(directory: str) -> dict[str, Any]:
+    """On a rank: bytes of its shard, of the largest layer, of the model; by how much loading raised the resident set at its peak."""
+    from fsdp_tune.model.build import model_config
+    from fsdp_tune.model.load import load
+
+    recipe = recipe_of({"name_or_path": directory})
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    before = high_water_bytes()
+    loaded = load(recipe, model_config(recipe), torch.device("cpu"), vocabulary=None)
+    growth = high_water_bytes() - before
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in loaded.model.parameters()]
+    layer = sum(p.numel() * p.element_size() for p in loaded.model.model.layers[0].parameters())
+    return {
+        "way": loaded.way,
+        "growth": growth,
+        "shard": sum(part.numel() * part.element_size() for part in parts),
+        "layer": layer,
+        "whole": loaded.size.parameter_bytes,
+    }
+
+
+def high_water_bytes() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def test_no_rank_holds_more_than_its_shard_and_a_layer(pool: RankPool, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=768, intermediate_size=2304, num_hidden_layers=8, num_attention_heads=12, vocab_size=1000, tie_word_embeddings=False
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "m", max_shard_size="10GB")
+    for rank in pool.run(2, load_here, str(tmp_path / "m")):
+        assert rank["way"] == "slices"
+        assert rank["shard"] < 0.51 * rank["whole"]
+        # Lower bound: the meter measures. Upper: buffer, and what the interpreter and the wrapping take.
+        assert 0.5 * rank["shard"] < rank["growth"] < rank["shard"] + rank["layer"] + 32 * MIB < 0.9 * rank["whole"]
