@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -88,7 +89,7 @@ class Heartbeat:
     def close(self) -> None:
         self._ended.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(INTERVAL_SECONDS)  # it may itself stand still, asking a wedged device
 
     def _keep_beating(self) -> None:
         progress, since = (-1, -1), time.monotonic()
@@ -101,8 +102,11 @@ class Heartbeat:
             if progress != (progress := (self._ticks, self._moved_mib())):
                 since = now
             elif self._silence_seconds is not None and self._on_silence is not None and now - since > self._silence_seconds:
-                self._on_silence()
                 since = now
+                try:
+                    self._on_silence()
+                except Exception:  # noqa: BLE001  a report that fails must not end the signs of life
+                    traceback.print_exc()
 
     def _sample(self) -> None:
         frame = sys._current_frames().get(self._trained)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from fsdp_tune.errors import FsdpTuneError
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.worker.rank import Rank, read_rank, redirect_output
+from tests.conftest import REPOSITORY
 from tests.launch.test_plan import resolved
 
 
@@ -50,3 +54,32 @@ def test_a_log_that_is_a_link_to_somebody_elses_file_is_not_written(tmp_path: Pa
     with pytest.raises(OSError, match="symbolic links"):
         redirect_output(run, 0)
     assert (tmp_path / "theirs").read_text() == "untouched"
+
+
+RECORDS = """
+import json, sys
+from pathlib import Path
+from fsdp_tune.run_dir import RunDir
+from fsdp_tune.worker import flight
+import os
+run = RunDir(Path(sys.argv[1]))
+os.environ.update(flight.environment(run))
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1] + "/meeting", rank=0, world_size=1)
+before = flight.dump(run, 0, "cpu")
+dist.all_reduce(torch.ones(3))
+dist.barrier()
+dist.all_reduce(torch.ones(3))
+print(json.dumps([before, flight.dump(run, 0, "cpu")]))
+"""
+
+
+def test_the_flight_recorder_is_on_and_tells_the_last_collective(tmp_path: Path) -> None:
+    """Fails when torch names its variables or its recorder anew."""
+    done = subprocess.run([sys.executable, "-c", RECORDS, str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    before, after = json.loads(done.stdout.splitlines()[-1])
+    assert before is None
+    assert after["name"] == "gloo:all_reduce"
+    assert after["entered"][after["group"]] == after["number"] >= 3
+    assert (RunDir(tmp_path).flight_recorder / "rank_0").stat().st_size > 0
