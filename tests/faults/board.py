@@ -21,7 +21,7 @@ from tests.faults.table import GROUPS, PROMISES, REFUSED, ROWS, SURVIVED, Row
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCUMENT = ROOT / "docs" / "faults.md"
 FILE_LIMIT_SECONDS = 2400.0
-PLANT_LIMIT_SECONDS = 600.0
+PLANT_LIMIT_SECONDS = 300.0
 COPIED = ("fsdp_tune", "tests", "configs", "docs", "scripts", "benchmarks", "pyproject.toml", "constraints.txt", "README.md", "AGENTS.md")
 
 

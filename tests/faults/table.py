@@ -165,8 +165,11 @@ RECIPE_AND_INPUT = (
 
 LAUNCH = (
     _row("F030", "r", 11, REFUSED, "the rendezvous port is taken", "launch/test_plan::a_port_that_is_taken_is_told_at_once"),
-    _row("F031", "r", 9, REFUSED, "a machine of the run never comes", "launch/test_run_directory::another_machine_waits_for_the_first_and_gives_up_in_time"),
-    _row("F032", "r", 10, REFUSED, "ranks differ in recipe, data or versions", absent="machines are not compared with each other yet"),
+    _row(
+        "F031", "r", 9, REFUSED, "a machine of the run never comes", "launch/test_run_directory::another_machine_waits_for_the_first_and_gives_up_in_time",
+        "launch/test_machines::a_machine_that_never_comes_is_named",
+    ),
+    _row("F032", "r", 10, REFUSED, "ranks differ in recipe, data or versions", "worker/test_same::ranks_that_differ_are_named_with_what_they_have"),
     _row("F033", "r", 11, SURVIVED, "a hostile default accelerate config", "launch/test_real_launch::a_hostile_default_config_is_ignored"),
     _row(
         "F034", "r", 11, SURVIVED, "stale RANK, MASTER_PORT, FSDP_*, PET_* in the environment",
@@ -192,7 +195,12 @@ LAUNCH = (
     ),
     _row("F039", "r", 11, REFUSED, "the current directory is gone", "cli/test_output::a_current_directory_that_is_gone_is_named"),
     _row("F040", "p", 11, SURVIVED, "accelerate missing from PATH, another Python first", "launch/test_plan::the_same_interpreter_runs_the_launcher"),
-    _row("F041", "r", 4, SURVIVED, "a rank killed again and again with restarts on", absent="the automatic restart is being built"),
+    _row(
+        "F041", "r", 4, SURVIVED, "a rank killed again and again, restarted by itself",
+        "launch/test_real_restart::twenty_kills_in_a_row_leave_the_uninterrupted_run",
+        "launch/test_real_restart::a_killed_rank_and_a_failed_one_leave_the_uninterrupted_run",
+        "launch/test_restart::a_killed_rank_is_started_again_and_the_user_and_the_metrics_are_told",
+    ),
 )  # fmt: skip
 
 RUN = (
@@ -206,10 +214,15 @@ RUN = (
         "F044", "r", 9, REFUSED, "a rank stopped, in a deadlock, holding the interpreter's lock",
         "launch/test_supervise::a_stopped_rank_is_late_and_tells_where_it_was",
         "launch/test_supervise::a_rank_that_stands_still_is_a_hang_and_is_named_with_its_place",
+        "launch/test_supervise::a_rank_that_cannot_dump_its_stacks_is_not_killed_by_the_question",
+        "launch/test_real_restart::a_rank_that_stands_still_is_named_and_the_run_goes_on",
     ),
-    _row("F045", "r", 9, SURVIVED, "a slow rank", "launch/test_supervise::ranks_that_wait_for_a_slow_one_do_not_hang"),
-    _row("F046", "r", 9, REFUSED, "a rank skips a collective", absent="the report of collectives is being built"),
-    _row("F047", "r", 11, REFUSED, "the host is out of memory", "faults/test_numbers::rank_out_of_memory_says_whose_and_which"),
+    _row("F045", "r", 9, SURVIVED, "a slow rank", "launch/test_supervise::ranks_that_wait_for_a_slow_one_do_not_hang",
+         "worker/test_progress::a_slow_rank_is_an_event_and_stops_nothing"),
+    _row("F046", "r", 9, REFUSED, "a rank skips a collective, or takes another", "launch/test_hang::ranks_in_different_collectives_are_told_with_their_numbers",
+         "launch/test_hang::the_late_rank_is_told_from_those_that_wait"),
+    _row("F047", "r", 11, REFUSED, "the host is out of memory", "faults/test_numbers::rank_out_of_memory_says_whose_and_which",
+         "launch/test_real_restart::device_memory_is_not_tried_again_and_host_memory_is"),
     _row("F048", "r", 11, REFUSED, "a device is out of memory on one rank", "faults/test_numbers::rank_out_of_memory_says_whose_and_which"),
     _row("F049", "r", 10, REFUSED, "NaN on one rank", "faults/test_numbers::number_that_is_none_on_one_rank_stops_all_before_the_update"),
     _row("F050", "r", 10, REFUSED, "an infinite gradient in one shard, infinite weights", "faults/test_numbers::number_that_is_none_on_one_rank_stops_all_before_the_update"),
@@ -226,7 +239,8 @@ RUN = (
         "faults/test_save::short_and_interrupted_writes_are_completed",
     ),
     _row("F054", "r", 11, REFUSED, "metrics cannot be written while training is fine", "faults/test_numbers::metrics_that_cannot_be_written_end_the_run"),
-    _row("F055", "r", 12, REFUSED, "the run directory is removed, renamed, replaced", "faults/test_numbers::run_directory_that_goes_ends_the_run_and_is_not_made_again"),
+    _row("F055", "r", 12, REFUSED, "the run directory is removed, renamed, replaced", "faults/test_numbers::run_directory_that_goes_ends_the_run_and_is_not_made_again",
+         "launch/test_supervise::a_run_directory_that_vanishes_is_told_and_not_made_again", "worker/test_progress::a_run_directory_that_is_gone_ends_the_rank"),
     _row(
         "F056", "r", 4, SURVIVED, "disk full at a save, free at the next", "faults/test_train::disk_full_at_one_save_and_free_later",
         "worker/test_checkpoint::save_that_one_rank_cannot_write_is_no_checkpoint_and_the_next_is_good",
@@ -245,7 +259,7 @@ RUN = (
         "faults/test_train::signals_to_both_ranks_at_different_moments_stop_both_at_one_step",
         "parity/test_resume::signal_to_one_rank_saves_on_all_at_one_step_and_the_curve_goes_on",
     ),
-    _row("F062", "r", 7, SURVIVED, "a signal to workers of the data loader", absent="the loader's workers take SIGTERM as any process does; the run then ends and resumes"),
+    _row("F062", "r", 7, SURVIVED, "a signal to the data loader's processes", "worker/test_same::a_stop_signal_does_not_end_the_loaders_processes"),
     _row(
         "F063", "r", 7, SURVIVED, "signals twice and thrice", "launch/test_supervise::a_signal_that_arrives_twice_at_once_is_one",
         "launch/test_supervise::a_second_signal_stops_at_once_and_is_no_success",
@@ -316,7 +330,7 @@ CHECKPOINT = (
          "launch/test_run_directory::what_is_no_checkpoint_is_refused_and_the_newest_is_named"),
     _row("F086", "r", 5, SURVIVED, "another sharding, full and sharded state dicts, FSDP1", "faults/test_train::killed_and_resumed_under_other_settings_is_as_if_never_killed",
          "faults/test_worlds::full_and_sharded_checkpoints_load_into_each_other"),
-    _row("F087", "r", 9, SURVIVED, "a save slower than the limit on hangs", absent="the supervision of saves is being built"),
+    _row("F087", "r", 9, SURVIVED, "a save slower than the limit on hangs", "worker/test_progress::bytes_moved_are_progress_where_files_are_written"),
     _row("F088", "n", 9, SURVIVED, "hundreds of saves", "faults/test_train::many_saves_leave_no_file_thread_memory_or_stage_behind"),
     _row("F089", "p", 12, SURVIVED, "leftovers of five crashes", "faults/test_kill_points::leftovers_of_five_crashes_go_and_a_link_is_not_followed",
          "worker/test_checkpoint::leftovers_of_a_crash_go_and_nothing_else"),
@@ -338,8 +352,10 @@ RESUME = (
          "launch/test_resume_diff::what_the_next_steps_do_is_accepted_and_told", "launch/test_resume_diff::how_a_run_is_executed_and_observed_is_free"),
     _row("F099", "r", 5, SURVIVED, "metrics beyond the checkpoint, torn, gone", "faults/test_train::metrics_are_cut_back_to_the_checkpoint_and_hold_each_step_once",
          "worker/test_metrics::resumed_file_is_cut_back_to_the_checkpoint"),
-    _row("F100", "r", 4, SURVIVED, "five crashes in a row", "faults/test_train::five_crashes_in_a_row_lose_nothing"),
-    _row("F101", "r", 9, REFUSED, "a crash at the same step again and again", absent="the automatic restart is being built"),
+    _row("F100", "r", 4, SURVIVED, "five crashes in a row", "faults/test_train::five_crashes_in_a_row_lose_nothing",
+         "faults/test_soak::any_row_of_accidents_loses_nothing"),
+    _row("F101", "r", 9, REFUSED, "a crash at the same step again and again", "launch/test_real_restart::the_same_step_three_times_ends_the_run_with_its_rows",
+         "launch/test_restart::the_third_failure_in_one_step_ends_the_run_with_the_rows_of_that_step", "launch/test_restart::three_failures_without_progress_end_the_run_wherever_they_were"),
 )  # fmt: skip
 
 MERGE = (
@@ -362,7 +378,9 @@ MERGE = (
     _row("F110", "t", 15, SURVIVED, "the source is rotated away in the middle", "merge/test_faults::a_source_that_is_rotated_away_is_still_merged_whole",
          "merge/test_faults::a_source_of_too_many_files_that_is_rotated_away_is_one_error"),
     _row("F111", "t", 15, SURVIVED, "umask, setgid directories", "merge/test_output::files_follow_the_umask_and_directories_their_parent"),
-    _row("F112", "t", 15, SURVIVED, "LoRA: merged and alone; the base absent or changed", absent="adapters are being built"),
+    _row("F112", "t", 15, SURVIVED, "LoRA: merged and alone; the base absent or another", "merge/test_adapters::the_adapter_is_added_to_its_base",
+         "merge/test_adapters::an_adapter_that_does_not_fit_is_one_error_and_nothing_written", "merge/test_adapters::without_a_base_the_ways_out_are_told",
+         "merge/test_adapters::the_merged_model_loads_and_computes_what_the_adapter_did"),
     _row("F113", "t", 15, SURVIVED, "dtypes against an oracle, tensor by tensor", "merge/test_values::conversion_rounds_as_torch_does",
          "merge/test_numbers::floats_follow_the_option_and_everything_else_stays", "merge/test_numbers::the_config_agrees_with_the_weights"),
 )  # fmt: skip
