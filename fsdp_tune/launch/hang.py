@@ -44,7 +44,7 @@ class Standing:
 
     def __str__(self) -> str:
         place = "before its first sign of life" if self.phase is None else f"step {self.step}, `{self.phase}`"
-        parts = [place, *([self.state] if self.state else []), *([f"at {self.at}"] if self.at and not self.waits_in else [])]
+        parts = [place, *([self.state] if self.state else []), *([f"at {self.at}"] if self.at and (self.state or not self.waits_in) else [])]
         return f"rank {self.rank} ({', '.join(parts)})"
 
     def as_dict(self) -> dict[str, Any]:

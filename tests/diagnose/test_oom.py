@@ -63,7 +63,7 @@ def test_state_is_split_before_anything_else_where_it_is_largest(tmp_path: Path)
 def test_what_is_set_already_is_not_proposed(tmp_path: Path) -> None:
     keys = ("fsdp.activation_checkpointing=full", "training.per_device_train_batch_size=1", "precision.mixed_precision=bf16")
     found = ways(tmp_path, ACTIVATIONS, *keys)
-    assert found == ["data.max_length", "fsdp.offload_params", "launch.num_processes"]
+    assert found == ["fsdp.activation_checkpointing_offload", "data.max_length", "fsdp.offload_params"]
 
 
 def test_there_are_always_three_ways(tmp_path: Path) -> None:

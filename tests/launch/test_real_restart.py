@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from fsdp_tune.cli.step_rows import rows_of_step
 from fsdp_tune.launch.accelerate import launch_plan
 from fsdp_tune.launch.attempts import Attempts
+from fsdp_tune.launch.ranks import read_heartbeat
 from fsdp_tune.launch.resume import read_resolved
 from fsdp_tune.launch.supervise import Event, Said
 from fsdp_tune.launch.verdict import Ended
@@ -163,3 +165,27 @@ def test_device_memory_is_not_tried_again_and_host_memory_is(tmp_path: Path, how
         assert "live: activations, gathered parameters and workspace 74.02 GiB, optimizer state" in ended.problem.message
         assert ended.problem.message.endswith("(rank 1, step 2)")
         assert len(ended.problem.ways_out) == 3
+
+
+@pytest.mark.slow
+def test_a_rank_killed_on_one_of_two_machines_restarts_both(tmp_path: Path) -> None:
+    """Two commands on this machine play two machines that share a directory."""
+    keys = {"launch.num_machines": 2, "launch.main_process_ip": "127.0.0.1", "launch.max_restarts": 2, "training.save_steps": 2}
+    keys |= {"training.max_steps": 60, "output_dir": str(tmp_path / "run"), "launch.num_cpu_threads_per_process": 1}
+    words = [word for key, value in keys.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *words, "--json", "--machine-rank"]
+    both = [
+        subprocess.Popen([*command, str(machine)], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True) for machine in (1, 0)
+    ]
+    run = RunDir(tmp_path / "run")
+    deadline = time.monotonic() + 200
+    while (beat := read_heartbeat(run, 1)) is None or beat.step < 8:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(beat.pid, signal.SIGKILL)
+    follower, leader = (json.loads(each.communicate(timeout=300)[0]) for each in both)
+    assert [each.returncode for each in both] == [0, 0]
+    assert (follower["exit_reason"], leader["exit_reason"], leader["steps"]) == ("finished", "finished", 60)
+    (event,) = restarted(run)
+    assert event["message"].startswith("rank 1 was killed by SIGKILL")
+    assert event["step"] > 0
