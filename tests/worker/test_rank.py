@@ -74,6 +74,7 @@ print(json.dumps([before, flight.dump(run, 0, "cpu")]))
 """
 
 
+@pytest.mark.slow
 def test_the_flight_recorder_is_on_and_tells_the_last_collective(tmp_path: Path) -> None:
     """Fails when torch names its variables or its recorder anew."""
     done = subprocess.run([sys.executable, "-c", RECORDS, str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
