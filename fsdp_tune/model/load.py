@@ -66,7 +66,7 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     mesh = make_mesh(recipe, device.type)
     if not recipe.fsdp.cpu_ram_efficient_loading or recipe.fsdp.version == 1:
         model = build_full(recipe, config, vocabulary=vocabulary)
-        return _wrapped_whole(recipe, model, mesh, device, before_kib)
+        return wrap_whole(recipe, model, mesh, device, before_kib)
     model = build_empty(recipe, config, vocabulary=vocabulary)
     way, files = _choose(recipe, model, local_rank)
     source = build_full(recipe, config, vocabulary=vocabulary) if way == "rank 0" and dist.get_rank() == 0 else None
@@ -100,11 +100,12 @@ def _choose(recipe: Recipe, model: PreTrainedModel, local_rank: int) -> tuple[Wa
     return ("slices", files) if files is not None and fits(model, files) else ("rank 0", None)
 
 
-def _wrapped_whole(recipe: Recipe, model: PreTrainedModel, mesh: Any, device: torch.device, before_kib: int) -> Loaded:
+def wrap_whole(recipe: Recipe, model: PreTrainedModel, mesh: Any, device: torch.device, before_kib: int = 0) -> Loaded:
+    """A model that has all its weights on this rank, recomputed and wrapped as the recipe says; the planner's trace starts here."""
     size = _size(model)
     recomputed = recompute_activations(recipe, model)
     units = plan_units(recipe, model)
-    if not recipe.is_sharded:
+    if not recipe.is_sharded and any(p.device != device for p in model.parameters()):
         nn.Module.to(model, device)
     wrapped = wrap(recipe, model, units, mesh, device)
     if recipe.is_sharded and recipe.fsdp.version == 2:

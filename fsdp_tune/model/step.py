@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdp_tune.model.build import TORCH_DTYPE
+from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.recipe.schema import Recipe
 
 NORM_PIECE = 1 << 14
@@ -57,6 +58,32 @@ def parameter_groups(wrapped: nn.Module, weight_decay: float, decayed: frozenset
 def flat_shard_group(wrapped: nn.Module) -> dist.ProcessGroup | None:
     """The ranks over which FSDP1 splits its flat parameters; None where gradients are DTensors or whole."""
     return wrapped.process_group if isinstance(wrapped, FullyShardedDataParallel) else None
+
+
+def forward_backward(
+    recipe: Recipe,
+    wrapped: nn.Module,
+    batch: dict[str, torch.Tensor],
+    share: float,
+    *,
+    auxiliary: float = 0.0,
+    loss_scale: float | None = None,
+    label_smoothing: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One micro-batch. Returns (the loss that was differentiated, the sum of its token losses), both detached scalars.
+
+    `share` turns the sum of token losses into this rank's part of the step's loss; `auxiliary` is the weight of a mixture
+    of experts' own loss, the share included; `loss_scale` is fp16's.
+    """
+    with compute_context(recipe, batch["input_ids"].device.type):
+        loss_sum, auxiliary_loss = micro_batch_loss(wrapped, batch, label_smoothing)
+    loss = loss_sum * share
+    if auxiliary:
+        loss = loss + auxiliary * auxiliary_loss
+    if loss_scale is not None:
+        loss = loss * loss_scale
+    loss.backward()
+    return loss.detach(), loss_sum.detach()
 
 
 @torch.no_grad()

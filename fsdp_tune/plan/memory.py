@@ -131,8 +131,8 @@ def _with_workspace(trace: Trace, workspace_bytes: int) -> Records:
     for name in ("step", "micro", "phase", "layer", "module", "stream"):
         record[name] = products[0][name]
     record["at"], record["bytes"], record["kind"] = products[0]["at"], workspace_bytes, WORKSPACE
-    record["block"] = trace.events["block"].max(initial=0) + 1
-    index = int(np.searchsorted(trace.events["at"], products[0]["at"]))
+    record["block"] = int(trace.events["block"].max(initial=0)) + 1
+    index = np.searchsorted(trace.events["at"], np.array([record["at"][0]]))
     return np.insert(trace.events, index, record)
 
 
@@ -152,7 +152,7 @@ def _levels(events: Records) -> dict[str, npt.NDArray[np.int64]]:
 def _timeline(events: Records, replayed: _Replayed, levels: dict[str, npt.NDArray[np.int64]]) -> Timeline:
     last = int(events["step"].max(initial=-1))
     window = np.flatnonzero(events["step"] == last)
-    stretches = np.array_split(window, min(TIMELINE_POINTS, len(window))) if len(window) else []
+    stretches: list[npt.NDArray[np.int64]] = np.array_split(window, min(TIMELINE_POINTS, len(window))) if len(window) else []
     highest = [int(part[np.argmax(replayed.allocated[part])]) for part in stretches]
     picked = np.array(highest, np.int64)
     phases: list[int] = events["phase"][picked].tolist()

@@ -24,8 +24,9 @@ from fsdp_tune.atomic import write_json
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.errors import failed_error
 from fsdp_tune.model.load import Loaded
-from fsdp_tune.model.loss import auxiliary_loss_weight, micro_batch_loss
-from fsdp_tune.model.step import LossScale, compute_context, parameter_groups
+from fsdp_tune.model.loss import auxiliary_loss_weight
+from fsdp_tune.model.optimizer import build_optimizer
+from fsdp_tune.model.step import LossScale, forward_backward
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.worker import nonfinite
@@ -60,6 +61,7 @@ class FsdpTrainer(Trainer):
     """One run of a resolved recipe on this rank."""
 
     checkpointer: Checkpointer
+    optimizer: Any  # None until it is created
 
     def __init__(self, parts: Parts, args: TrainingArguments, callbacks: list[TrainerCallback]) -> None:
         self.parts = parts
@@ -102,9 +104,7 @@ class FsdpTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.parts.loaded.model)
-            groups = parameter_groups(self.wrapped, self.args.weight_decay, self.parts.loaded.size.decayed)
-            self.optimizer = optimizer_class(groups, **options)
+            self.optimizer = build_optimizer(self.parts.recipe, self.wrapped, self.parts.loaded.size.decayed)
         return self.optimizer
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -166,18 +166,16 @@ class FsdpTrainer(Trainer):
 
     def _forward_backward(self, model: nn.Module, batch: Batch, tensors: dict[str, torch.Tensor], step_targets: float) -> torch.Tensor:
         """`step_targets`: supervised tokens of the whole step, over all ranks and micro-batches."""
-        with compute_context(self.parts.recipe, self.args.device.type):
-            loss_sum, auxiliary = micro_batch_loss(model, tensors, self.args.label_smoothing_factor)
         # Ranks average their gradients, so the share of one rank is multiplied by their number.
         share = dist.get_world_size() / step_targets
-        loss = loss_sum * share
-        if self._auxiliary_weight:
-            loss = loss + self._auxiliary_weight * auxiliary * (batch.supervised_tokens * share)
-        if self.parts.scale is not None:
-            loss = loss * self.parts.scale.scale
-        loss.backward()
-        self.lines.sums.add(loss_sum.detach())
-        return loss.detach()
+        auxiliary = self._auxiliary_weight * batch.supervised_tokens * share
+        scale = self.parts.scale.scale if self.parts.scale is not None else None
+        smoothing = self.args.label_smoothing_factor
+        loss, loss_sum = forward_backward(
+            self.parts.recipe, model, tensors, share, auxiliary=auxiliary, loss_scale=scale, label_smoothing=smoothing
+        )
+        self.lines.sums.add(loss_sum)
+        return loss
 
     def _write_audit(self, report: dict[str, dict[str, int]]) -> None:
         """Completes readback.json with what the first micro-batch really ran in."""
