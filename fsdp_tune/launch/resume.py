@@ -155,11 +155,14 @@ def _same(left: Path, right: Path) -> bool:
 def read_resolved(run: RunDir) -> Recipe:
     """The recipe that a run was last started with."""
     try:
-        return Recipe.model_validate_json(run.recipe_json.read_bytes())
+        recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
+        if recipe.launch.num_processes == "auto":
+            raise ValueError("it is not resolved")
     except (OSError, ValueError) as error:
         where = Where(str(run.recipe_json))
         message = f"cannot be read as a recipe of this version: {str(error).splitlines()[0]}"
         raise FsdpTuneError(Problem("run-unreadable", message, where, "continue with the version that wrote it, or begin anew")) from error
+    return recipe
 
 
 def read_data_key(run: RunDir) -> str | None:

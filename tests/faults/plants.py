@@ -306,13 +306,7 @@ PLANTS: tuple[Plant, ...] = (
         '            yield number - 1, raw.decode("utf-8")\n',
         "F012",
     ),
-    _plant(
-        "the end of a line keeps its return",
-        "data/readers",
-        'raw.removesuffix(b"\\n").removesuffix(b"\\r")',
-        'raw.removesuffix(b"\\n")',
-        "F013",
-    ),
+    _plant("a byte order mark is text", "data/readers", "        file.read(len(UTF8_BOM))\n", "        pass\n", "F013"),
     _plant("half surrogate pairs are text", "data/json_rows", '    if "\\\\u" in text and', '    if "\\\\U" in text and', "F014"),
     _plant(
         "a key may stand twice in a row", "data/json_rows", "    if len(row) != len(pairs):\n", "    if len(row) > len(pairs):\n", "F015"

@@ -201,7 +201,7 @@ def test_resume_of_a_directory_whose_files_were_damaged_is_one_error(tmp_path: P
     done = 0
     for path in (run.recipe_json, run.data_json, run.launch_json, run.rank_outcome(0)):
         raw = path.read_bytes() if path.exists() else b"{}"
-        for damaged in (raw[: len(raw) // 2], b"", b"\0" * 100, b"\xff\xfe", b"[]", b"null", b"1"):
+        for damaged in (raw[: len(raw) // 2], b"", b"\0" * 100, b"\xff\xfe", b"[]", b"null", b"{}"):
             path.write_bytes(damaged)
             with contextlib.suppress(FsdpTuneError):
                 assert isinstance(decide(run, recipe, "auto", overwrite=False), Start)
