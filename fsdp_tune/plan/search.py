@@ -58,6 +58,9 @@ class Search:
             recipe = changed(base, changes | batch_changes(*batches[0]))
             if recipe is not None and least_state_bytes(recipe, parameters, trained) + CONTEXT_BYTES <= self.hardware.usable_bytes:
                 hopeful.append((changes, recipe))
+        if batches[0][1] > 1:  # all at once: the child that traces imports torch once
+            wanted = [changed(base, changes | batch_changes(micro, 2)) for changes, _ in hopeful for micro in (1, 2)]
+            self.trace([recipe for recipe in wanted if recipe is not None])
         found: list[Found] = []
         for changes, _ in hopeful:
             self.progress(_words(changes))

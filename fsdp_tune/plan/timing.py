@@ -59,11 +59,12 @@ def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Effic
     on_host = (op_kinds(trace, ops) == ON_HOST).tolist()
     clocks.run(_work(ops, durations, on_host, collectives, transfers, waits), efficiency)
     weights = np.where(collectives["micro"] == repeated, times, 1)
+    talking = float((transfers * weights).sum())
     return StepTime(
-        step_seconds=clocks.end + (times - 1) * clocks.micro_seconds(repeated),
+        step_seconds=clocks.end + (times - 1) * clocks.micro_seconds(repeated) + efficiency.overlap_cost * talking,
         phases={name: seconds for name, seconds in clocks.phases.items() if seconds},
         compute_seconds=clocks.compute,
-        communication_seconds=float((transfers * weights).sum()),
+        communication_seconds=talking,
         exposed_seconds=clocks.exposed,
         issue_seconds=clocks.host_bound,
         volume=_volume(collectives, topology, weights.tolist()),

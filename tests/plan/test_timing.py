@@ -15,7 +15,7 @@ from fsdp_tune.units import GIB
 from tests.plan.hand_trace import Hand
 
 A100 = find_hardware("A100-80GB")
-IDEAL = Efficiency(1.0, 1.0, 1.0, bandwidth=1.0, kernel_seconds=0.0, issue_seconds=0.0, collective_issue_seconds=0.0)
+IDEAL = Efficiency(1.0, 1.0, 1.0, bandwidth=1.0, kernel_seconds=0.0, issue_seconds=0.0, collective_issue_seconds=0.0, overlap_cost=0.0)
 FLOPS = 312e12
 """One second of multiplying."""
 GATHER = collective_seconds("all_gather", 100 * GIB, Group(8, 1), A100) or 0.0
@@ -74,6 +74,11 @@ def test_a_wait_is_for_what_was_issued_before_it() -> None:
 def test_one_communicator_runs_one_collective_at_a_time() -> None:
     both = Hand().collective("all_gather", 100 * GIB, stream=1).collective("all_gather", 100 * GIB, stream=0).trace()
     assert timed(both).step_seconds == pytest.approx(2 * GATHER)
+
+
+def test_hidden_communication_slows_the_compute_beside_it() -> None:
+    hidden = Hand().collective("all_gather", 100 * GIB).op("mm", flops=10 * FLOPS).trace()
+    assert timed(hidden, replace(IDEAL, overlap_cost=0.5)).step_seconds == pytest.approx(10.0 + GATHER / 2)
 
 
 def test_many_small_kernels_wait_for_the_host() -> None:

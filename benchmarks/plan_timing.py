@@ -1,0 +1,230 @@
+"""Step time: every published measurement that a recipe can express, predicted, against what was measured.
+
+    python benchmarks/plan_timing.py timing_measurements.csv architectures.json [--cache DIR] [--write]
+
+Constants were fitted on `TUNED_ON` alone; the figures that a plan quotes are those of the other sources. `--write` puts them into
+fsdp_tune/plan/accuracy.json. Not used, and why, is printed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.plan.accuracy import TABLE
+from fsdp_tune.plan.efficiency import FITTED
+from fsdp_tune.plan.hardware import Hardware, find_hardware
+from fsdp_tune.plan.mfu import flops_per_token
+from fsdp_tune.plan.predict import model_size
+from fsdp_tune.plan.timing import step_time
+from fsdp_tune.plan.trace_format import Trace
+from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.recipe.schema import Recipe
+
+TUNED_ON = ("mosaicml/llm-foundry", "foundation-model-stack/fms-acceleration")
+PER_MACHINE = 8
+# The program holds the bf16 weights that it trains beside fp32 ones, or says nothing: the recipe's default.
+_STORED = {"fp32": "fp32", "bf16": "bf16", "unknown": "fp32", "bf16 + fp32 master": "fp32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A measurement and the recipe that expresses it."""
+
+    id: str
+    source: str
+    metric: str
+    measured: float
+    hardware: Hardware
+    recipe: Recipe
+
+
+def source_of(row: dict[str, str]) -> str:
+    return re.split(r"[:@#]", row["source"])[0]
+
+
+def why_not(row: dict[str, str]) -> str | None:
+    """What a recipe of this release cannot say."""
+    reasons = {
+        "not full fine-tuning": row["method"] != "full",
+        "DeepSpeed or Gemini": row["sharding"] == "ZERO3" or "DeepSpeed" in row["notes"],
+        "float8": "float8" in row["mixed_precision"],
+        "compiled": row["compile"] == "yes",
+        "a fused loss or fused kernels": row["fused_ce_or_liger"] == "yes",
+        "recomputation is not stated": row["activation_checkpointing"] == "unknown",
+        "fairscale": row["fsdp_version"] == "fairscale",
+        "the profiler was on": "pytorch-distributed" in row["source"],
+        "activations in host memory": "activations offloaded" in row["notes"],
+        "the optimizer runs inside the backward": "fused into backward" in row["optimizer"],
+        "offload: the host is not described": row["cpu_offload"] == "params",
+        "the card is not in the table": card(row["gpu"]) is None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def card(name: str) -> Hardware | None:
+    """H100 of 95 GiB and 500 W are H100 SXM to the datasheet."""
+    for pattern, known in (("A100-40GB", "A100-40GB"), ("A100-80GB", "A100-80GB"), ("H200", "H200"), ("H100", "H100-SXM")):
+        if name.startswith(pattern):
+            return find_hardware(known)
+    return None
+
+
+def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
+    """A resolved recipe: same shapes, same layout; rows as long as `seq_len`."""
+    gpus, length = int(row["num_gpus"]), int(row["seq_len"])
+    accumulation = re.search(r"grad_accum=(\d+)", row["notes"])
+    strategy = {"none": "FULL_SHARD", "unknown": "FULL_SHARD"}.get(row["sharding"], row["sharding"])
+    mixed = row["mixed_precision"]
+    data: dict[str, Any] = {
+        "name": row["id"],
+        "model": {
+            "from_config": causal_lm(config, length),
+            "tokenizer": "builtin:arithmetic",
+            "dtype": _STORED[row["dtype_params"]],
+        },
+        "data": {"train": [{"path": "builtin:arithmetic"}], "max_length": length},
+        "fsdp": {"sharding_strategy": strategy, "activation_checkpointing": row["activation_checkpointing"]},
+        "precision": {"mixed_precision": mixed if mixed in ("bf16", "fp16") else "no", "reduce_dtype": reduce_dtype(row)},
+        "training": {
+            "per_device_train_batch_size": int(row["micro_batch"]),
+            "gradient_accumulation_steps": int(accumulation[1]) if accumulation else 1,
+        },
+        "launch": {"num_processes": gpus, "num_machines": math.ceil(gpus / PER_MACHINE), "device": "cuda"},
+    }
+    return resolve(Recipe.model_validate(data), Machine("cuda", gpus, 8, None), cwd=Path.cwd(), assume="cuda").recipe
+
+
+def reduce_dtype(row: dict[str, str]) -> str:
+    return "bf16" if "reduce in bf16" in row["notes"] or row["dtype_params"] == "bf16" else "fp32"
+
+
+def causal_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
+    """MPT's shapes as GPT-2 (no other family has its plain MLP, LayerNorm and tied embedding, with flash attention)."""
+    if config["model_type"] != "mpt":
+        longer = {"max_position_embeddings": max(length, 4096)} if "hidden_size" in config else {"n_positions": max(length, 1024)}
+        # A window as long as the row never masks anything; with it set, transformers would make a mask all the same.
+        return {**config, **longer} | ({"sliding_window": None} if config["model_type"] == "mistral" else {})
+    sizes = {"n_embd": config["d_model"], "n_layer": config["n_layers"], "n_head": config["n_heads"], "vocab_size": config["vocab_size"]}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return {"model_type": "gpt2", **sizes, **no_dropout, "n_positions": length, "activation_function": "gelu", "tie_word_embeddings": True}
+
+
+def read_rows(measurements: Path, architectures: Path) -> tuple[list[Row], dict[str, list[str]]]:
+    configs: dict[str, dict[str, Any]] = json.loads(architectures.read_text(encoding="utf-8"))
+    used: list[Row] = []
+    left_out: dict[str, list[str]] = defaultdict(list)
+    with measurements.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            reason = why_not(row)
+            hardware, config = card(row["gpu"]), configs.get(row["model"])
+            if reason is not None or hardware is None or config is None:
+                left_out[reason or "the model's shape is not given"].append(row["id"])
+                continue
+            used.append(Row(row["id"], source_of(row), row["metric"], float(row["value"]), hardware, recipe_of(row, config)))
+    return used, left_out
+
+
+def traced(rows: Sequence[Row], cache: Path) -> dict[str, Trace]:
+    """Row → trace, from the cache or from a process that traces."""
+    from fsdp_tune.bridge.tracing import trace_recipes
+
+    cache.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Trace] = {}
+    results = trace_recipes([row.recipe.model_copy(update={"name": None}) for row in rows], cache=cache)
+    for row, result in zip(rows, results, strict=True):
+        if isinstance(result, Trace):
+            found[row.id] = result
+        else:
+            print(f"{row.id}: not traced: {result}")
+    return found
+
+
+def predicted(row: Row, trace: Trace) -> float:
+    """In the unit of the row's metric."""
+    timed = step_time(trace, row.hardware, row.recipe.launch.num_machines)
+    shapes = trace.shapes
+    tokens = shapes.micro_batch * shapes.accumulation * shapes.tokens
+    speed = tokens / timed.step_seconds
+    flops = flops_per_token(model_size(trace), shapes.tokens)
+    return {
+        "tokens_per_s_per_gpu": speed,
+        "step_seconds": timed.step_seconds,
+        "samples_per_s": speed * shapes.world_size / shapes.tokens,
+        "tflops_per_gpu": speed * flops / 1e12,
+        "mfu": speed * flops / (row.hardware.peak_flops("bf16") or math.nan),
+    }[row.metric]
+
+
+def error_percent(row: Row, value: float) -> float:
+    """Of the time: positive when the prediction is too slow."""
+    ratio = value / row.measured if row.metric == "step_seconds" else row.measured / value
+    return 100 * (ratio - 1)
+
+
+def summary(errors: Iterable[float]) -> dict[str, Any]:
+    sizes = sorted(abs(error) for error in errors)
+    if not sizes:
+        return {"median_percent": None, "p90_percent": None, "rows": 0}
+    p90 = sizes[min(len(sizes) - 1, round(0.9 * (len(sizes) - 1)))]
+    return {"median_percent": round(statistics.median(sizes), 1), "p90_percent": round(p90, 1), "rows": len(sizes)}
+
+
+def report(rows: Sequence[Row], errors: dict[str, float]) -> dict[str, Any]:
+    groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for row in rows:
+        if row.id in errors:
+            where = "over machines" if row.recipe.launch.num_machines > 1 else "one machine"
+            part = "tuned" if row.source in TUNED_ON else "checked"
+            groups[part, where, row.source].append(errors[row.id])
+    quoted: dict[str, Any] = {}
+    for where, key in (("one machine", "step_seconds_on_one_machine"), ("over machines", "step_seconds_over_machines")):
+        for part in ("tuned", "checked"):
+            matching = {source: found for (p, w, source), found in groups.items() if (p, w) == (part, where)}
+            for source, found in matching.items():
+                print(f"  {part:8}{where:14}{source:44}{summary(found)}  bias {statistics.median(found):+.1f} %")
+            total = summary(error for found in matching.values() for error in found)
+            print(f"  {part:8}{where:14}{'ALL':44}{total}")
+            if part == "checked":
+                quoted[key] = total
+    return quoted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("measurements", type=Path)
+    parser.add_argument("architectures", type=Path)
+    parser.add_argument("--cache", type=Path, default=Path("/tmp/fsdp-tune-traces"))
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    rows, left_out = read_rows(options.measurements, options.architectures)
+    traces = traced(rows, options.cache)
+    errors: dict[str, float] = {}
+    for row in rows:
+        if row.id not in traces:
+            continue
+        value = predicted(row, traces[row.id])
+        errors[row.id] = error_percent(row, value)
+        shape = f"{row.recipe.world_size:4} × {row.hardware.name:10}"
+        print(f"{row.id} {row.source:42} {shape} {row.metric:22} {value:12.4g} {row.measured:12.4g} {errors[row.id]:+7.1f} %")
+    print(f"constants fitted: {len(FITTED)} ({', '.join(FITTED)}), on {', '.join(TUNED_ON)}")
+    quoted = report(rows, errors)
+    print("not used:")
+    for reason, ids in sorted(left_out.items(), key=lambda item: -len(item[1])):
+        print(f"  {len(ids):3}  {reason}")
+    if options.write:
+        table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+        TABLE.write_text(json.dumps(table | quoted, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
