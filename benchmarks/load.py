@@ -1,9 +1,11 @@
 """How the weights reach the ranks: each reads its own slices, or rank 0 reads all and sends them. Seconds and host memory.
 
-    python benchmarks/load.py [--parameters 500m] [--ranks 2] [--rounds 3]
+    python benchmarks/load.py [--parameters 500m] [--ranks 2] [--rounds 3] [--cold]
 
-Writes a random Llama once, then loads it on CPU ranks (gloo), the two ways in turn, every round in fresh processes.
-Host memory is the rise of a rank's peak resident set; pages of the mapped file count in it.
+Writes a random Llama once, then loads it on CPU ranks (gloo), the two ways in turn, every round in fresh processes; the files
+are in the page cache, or with `--cold` dropped from it before every round. `rank 0` is what `cpu_ram_efficient_loading` means: one
+rank reads the whole model with `from_pretrained` and sends each other its part. Host memory is the rise of a rank's peak
+resident set; where a library maps the files, their pages count in it.
 """
 
 from __future__ import annotations
@@ -71,7 +73,20 @@ def load_on_this_rank(directory: str, way: str) -> None:
     dist.destroy_process_group()
 
 
-def measure(directory: Path, way: str, ranks: int) -> list[dict[str, float]]:
+def set_cache(directory: Path, *, cold: bool) -> None:
+    """Drops the model's files from the page cache, or brings them into it. Only what is on the disk can be dropped."""
+    os.sync()
+    for path in directory.glob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        if cold:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        else:
+            while os.read(descriptor, 1 << 24):
+                pass
+        os.close(descriptor)
+
+
+def measure(directory: Path, way: str, ranks: int, *, cold: bool) -> list[dict[str, float]]:
     command = [
         sys.executable,
         "-m",
@@ -85,6 +100,7 @@ def measure(directory: Path, way: str, ranks: int) -> list[dict[str, float]]:
         way,
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    set_cache(directory, cold=cold)
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     measured: list[dict[str, float]] = json.loads(done.stdout.strip().splitlines()[-1])
     return measured
@@ -95,6 +111,7 @@ def main() -> None:
     parser.add_argument("--parameters", choices=sorted(HIDDEN), default="500m")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cold", action="store_true", help="read the files from the disk")
     parser.add_argument("--directory", help=argparse.SUPPRESS)
     parser.add_argument("--way", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -104,10 +121,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch, "model")
         write_model(directory, arguments.parameters)
-        rounds = [{way: measure(directory, way, arguments.ranks) for way in WAYS} for _ in range(arguments.rounds)]
+        rounds = [{way: measure(directory, way, arguments.ranks, cold=arguments.cold) for way in WAYS} for _ in range(arguments.rounds)]
     gib = 1 << 30
     print(
-        f"{rounds[0]['slices'][0]['model_bytes'] / gib:.2f} GiB of parameters, {arguments.ranks} ranks, {arguments.rounds} rounds, medians"
+        f"{rounds[0]['slices'][0]['model_bytes'] / gib:.2f} GiB of parameters, {arguments.ranks} ranks, {arguments.rounds} rounds, "
+        f"{'cold' if arguments.cold else 'warm'}, medians"
     )
     for way in WAYS:
         seconds = statistics.median(each[way][0]["seconds"] for each in rounds)

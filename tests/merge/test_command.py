@@ -12,7 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
-from tests.merge.checkpoints import SHARDS, make_run, merged_tensors
+from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, save_dcp
+from tests.merge.peft import write_config
 
 STATE = {"w": torch.arange(6.0).reshape(2, 3)}
 
@@ -122,3 +123,20 @@ def test_a_push_that_fails_leaves_the_model_and_says_how_to_go_on(run, hub, monk
     assert document["merged"] == str(run / "merged")
     assert f"hf upload me/model {run / 'merged'}" in document["errors"][0]["hint"]
     assert (run / "merged" / "model.safetensors").is_file()
+
+
+def test_an_adapter_is_merged_or_exported_by_one_word(tmp_path):
+    state = {f"base_model.model.w.lora_{side}.default.weight": torch.ones(4, 4) for side in "AB"}
+    state |= {"base_model.model.w.base_layer.weight": torch.ones(4, 4), "base_model.model.n.weight": torch.ones(2)}
+    save_dcp({"model": state}, write_config(tmp_path / "c") / SHARDS)
+    merged = invoke(tmp_path / "c", "-o", tmp_path / "merged", "--merged", "--json")
+    assert json.loads(merged.stdout)["adapter"]["is_exported"] is False
+    assert merged_tensors(tmp_path / "merged")["w.weight"].unique().tolist() == [9.0]  # 1 + 8/4 · 4
+    exported = invoke(tmp_path / "c", "-o", tmp_path / "adapter", "--adapter")
+    assert f"the adapter is in {tmp_path / 'adapter'}" in exported.stdout
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+    elsewhere = tmp_path / "elsewhere.json"
+    (tmp_path / "c" / "adapter_config.json").rename(elsewhere)
+    failed = invoke(tmp_path / "c", "-o", tmp_path / "again", "--json")
+    assert (failed.exit_code, json.loads(failed.stdout)["errors"][0]["code"]) == (2, "merge-adapter-config")
+    assert invoke(tmp_path / "c", "-o", tmp_path / "again", "--adapter-config", elsewhere).exit_code == 0
