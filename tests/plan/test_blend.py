@@ -1,0 +1,42 @@
+"""Traces between traces are those that tracing would have given."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fsdp_tune.plan.blend import alike, at_micro_batch, at_shards, blend
+from fsdp_tune.plan.trace_format import Trace
+from tests.plan.hand_trace import Hand
+
+
+def traced(micro_batch: int, *, shards: int = 8, other: bool = False) -> Trace:
+    hand = Hand().hold(0, 4096 // shards, kind="parameters").collective("all_gather", 4096)
+    hand.op("mm", flops=100.0 * micro_batch, moved=50 + 7 * micro_batch).hold(1, 300 + 20 * micro_batch)
+    if other:
+        hand.op("mul", moved=1)
+    return hand.hold(1, -(300 + 20 * micro_batch)).trace(micro_batch=micro_batch, shard_size=shards, world_size=shards)
+
+
+def same(left: Trace, right: Trace) -> bool:
+    return all(np.array_equal(getattr(left, table), getattr(right, table)) for table in ("events", "ops", "collectives", "waits"))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 16])
+def test_a_micro_batch_lies_on_the_line_through_one_and_two(micro_batch: int) -> None:
+    made = at_micro_batch(traced(1), traced(2), micro_batch, 1)
+    assert same(made, traced(micro_batch))
+    assert made.shapes.micro_batch == micro_batch
+
+
+@pytest.mark.parametrize("shards", [1, 2, 16, 1024])
+def test_a_number_of_shards_lies_on_the_line_over_its_inverse(shards: int) -> None:
+    made = at_shards(traced(1, shards=4), traced(1, shards=8), shards, world_size=shards, replicate_size=1)
+    assert same(made, traced(1, shards=shards))
+    assert (made.shapes.shard_size, made.shapes.world_size) == (shards, shards)
+
+
+def test_traces_of_two_programs_are_not_blended() -> None:
+    assert not alike(traced(1), traced(2, other=True))
+    with pytest.raises(ValueError, match="two programs"):
+        blend(traced(1), traced(2, other=True), 1.0, traced(1).shapes)

@@ -1,0 +1,127 @@
+"""A plan as data: complete, honest about what is unknown, and JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fsdp_tune.plan.hardware import find_hardware
+from fsdp_tune.plan.mfu import ModelSize, attended_length, flops_per_token, mfu
+from fsdp_tune.plan.page import changes_in_words, html_page
+from fsdp_tune.plan.predict import Plan, plan
+from fsdp_tune.plan.trace_format import Trace
+from fsdp_tune.units import GIB
+from tests.plan.hand_trace import Hand
+from tests.plan.recipes import resolved
+
+A100 = find_hardware("A100-40GB")
+PROMISED = {
+    *("peak_allocated_gib", "peak_reserved_gib", "fits", "step_seconds"),
+    *("tokens_per_second_per_device", "components", "alternatives"),
+}
+
+
+def step(size_gib: float = 10, **shapes: Any) -> Trace:
+    size = int(size_gib * GIB)
+    hand = Hand().hold(0, 2 * GIB, kind="parameters").hold(1, size).op("mm", flops=1e12).collective("all_gather", GIB)
+    return hand.hold(1, -size).trace(**shapes)
+
+
+def test_the_document_has_what_is_promised_and_is_json() -> None:
+    made = plan(resolved(), A100, step())
+    document = json.loads(json.dumps(made.as_dict(), allow_nan=False))
+    assert document.keys() >= PROMISED
+    assert document["fits"] == "yes"
+    assert document["peak_allocated_gib"] == pytest.approx(12.0, abs=0.01), "and cuBLAS's workspace"
+    inside = {name: size for name, size in document["components"].items() if name not in ("CUDA context", "NCCL")}
+    assert sum(inside.values()) == pytest.approx(document["peak_allocated_gib"])
+    assert document["tokens_per_second_per_device"] == pytest.approx(128 / document["step_seconds"])
+    assert set(document["errors"]) == {"peak_allocated_gib", "peak_reserved_gib", "step_seconds"}
+
+
+def test_alternatives_have_the_same_keys_and_their_changes() -> None:
+    other = replace(plan(resolved(), A100, step(5)), recipe_changes={"fsdp.activation_checkpointing": "full"})
+    document = replace(plan(resolved(), A100, step()), alternatives=(other,)).as_dict()
+    assert (PROMISED - {"alternatives"}) | {"recipe_changes"} <= document["alternatives"][0].keys()
+
+
+def test_what_is_unknown_is_null_and_named() -> None:
+    made = plan(resolved(), find_hardware("V100-32GB"), step())
+    assert (made.step_seconds, made.tokens_per_second_per_device, made.mfu) == (None, None, None)
+    assert made.communication_gib == {"within_machine": None, "between_machines": None}
+    assert any(text.startswith("step_seconds: V100-32GB") for text in made.unknown)
+    assert made.run["dollars"] is None
+    assert plan(resolved(), replace(A100, dollars_per_hour=2.0), step()).run["dollars"] is not None
+
+
+@pytest.mark.parametrize(
+    ("size_gib", "answer"), [(10, "yes"), (33, "yes"), (36, "tight"), (38, "tight"), (41, "tight"), (42, "no"), (100, "no")]
+)
+def test_fits_is_yes_with_something_to_spare_and_no_only_when_it_is_sure(size_gib: float, answer: str) -> None:
+    assert plan(resolved(), A100, step(size_gib - 2)).fits == answer
+
+
+def test_deleting_something_from_the_step_changes_the_prediction() -> None:
+    whole = Hand().hold(0, GIB).hold(1, GIB, kind="optimizer state").op("mm", flops=1e12).op("_fused_adamw_", moved=10**9)
+    without = Hand().hold(0, GIB).op("mm", flops=1e12)
+    full, less = plan(resolved(), A100, whole.trace()), plan(resolved(), A100, without.trace())
+    assert less.peak_allocated_gib == full.peak_allocated_gib - 1
+    assert "optimizer state" not in less.components
+    assert (less.step_seconds or 0) < (full.step_seconds or 0)
+
+
+def test_disk_and_host_memory_follow_the_recipe() -> None:
+    """The hand-made model has 1,000 parameters of 4 bytes; AdamW keeps two more."""
+    made = plan(resolved(), A100, step(), rows=1000, tokens=5000)
+    assert made.disk_gib["checkpoint"] == 12_000 / GIB
+    assert made.disk_gib["checkpoints_at_most"] == 3 * 12_000 / GIB, "two are kept, and one is being written"
+    assert made.disk_gib["merged"] == 2000 / GIB
+    assert made.disk_gib["cache"] == 8 * 5000 / GIB
+    assert made.host_gib_per_machine["staging"] == 12_000 / GIB
+    synchronous = plan(resolved(checkpoint={"async": False}), A100, step())
+    assert synchronous.host_gib_per_machine["staging"] == 0
+    assert made.run["steps"] == 10
+
+
+def test_mfu_is_palms_formula() -> None:
+    model = ModelSize(parameters=7_000_000_000, layers=32, heads=32, head_dim=128)
+    assert flops_per_token(model, 4096) == 6 * 7e9 + 12 * 32 * 32 * 128 * 4096
+    assert mfu(model, 4096, 3000, None) is None
+    assert mfu(model, 4096, 3000, 312e12) == pytest.approx(flops_per_token(model, 4096) * 3000 / 312e12)
+
+
+def test_packed_examples_attend_each_to_itself() -> None:
+    assert attended_length([4096]) == 4096
+    assert attended_length([1024] * 4) == 1024
+    assert attended_length([3072, 1024]) == (3072**2 + 1024**2) / 4096
+    assert attended_length([]) == 0
+
+
+def test_the_page_is_whole_and_escapes_every_name() -> None:
+    evil = '<script>alert("x")</script>'
+    made = plan(resolved(), A100, step(), recipe_changes={"fsdp.sharding_strategy": evil})
+    page = html_page(replace(made, recipe=evil, gpu=evil, alternatives=(made,), best_because=evil, assumptions=[evil], where=evil))
+    assert evil not in page
+    assert page.startswith("<!doctype html>")
+    assert page.count("<path") >= 3, "two components and what is reserved"
+    assert "http" not in page
+    assert "<script" not in page
+
+
+def test_changes_read_like_settings() -> None:
+    assert changes_in_words({}) == "as asked for"
+    assert changes_in_words({"fsdp.offload_params": True, "training.per_device_train_batch_size": 4}) == (
+        "offload_params true, per_device_train_batch_size 4"
+    )
+
+
+def test_every_plan_says_how_wrong_it_was() -> None:
+    over: Plan = plan(resolved(gpus=16, machines=2), A100, step(world_size=16, shard_size=16))
+    alone: Plan = plan(resolved(), A100, step())
+    assert over.errors["step_seconds"] != alone.errors["step_seconds"]
+    assert alone.errors["step_seconds"]["rows"] > 0
+    assert alone.errors["step_seconds"]["median_percent"] <= 10
+    assert over.errors["step_seconds"]["median_percent"] <= 20

@@ -1,0 +1,164 @@
+"""The ranking: what fits before what is fast, offload only where nothing else fits, and why the first is first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from fsdp_tune.plan.hardware import Hardware, find_hardware
+from fsdp_tune.plan.scaling import scaling_table
+from fsdp_tune.plan.search import Ranking, Search, Target, rank_recipes, smallest_hardware
+from fsdp_tune.plan.trace_format import Trace
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.units import GIB
+from tests.plan.hand_trace import Hand
+from tests.plan.recipes import resolved
+
+A100 = find_hardware("A100-40GB")
+KEPT = {"none": 8, "selective": 4, "full": 1}
+"""GiB of activations a sequence of 128 tokens."""
+RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1 / 3}
+
+
+class ModelTracer:
+    """Traces of a model with `state_gib` GiB of state, all sharded or all on the host."""
+
+    def __init__(self, state_gib: int) -> None:
+        self.state_bytes = state_gib * GIB
+        self.seen: list[Recipe] = []
+
+    def __call__(self, recipes: Sequence[Recipe]) -> list[Trace | None]:
+        self.seen += recipes
+        return [self.trace(recipe) for recipe in recipes]
+
+    def trace(self, recipe: Recipe) -> Trace:
+        fsdp, micro = recipe.fsdp, recipe.training.per_device_train_batch_size
+        shards, accumulation = recipe.parallelism.dp_shard_size, recipe.training.gradient_accumulation_steps or 1
+        assert isinstance(shards, int)
+        copies = recipe.parallelism.dp_replicate_size
+        assert isinstance(copies, int)
+        hand = Hand()
+        hand.hold(0, self.state_bytes // (shards if recipe.is_sharded else 1), kind="parameters", host=fsdp.offload_params)
+        kept = KEPT[fsdp.activation_checkpointing] * micro * GIB * recipe.data.max_length // 128
+        hand.hold(1, kept)
+        for index in range(min(2, accumulation)):
+            hand.op("mm", flops=1e13 * micro * (1 + RECOMPUTED[fsdp.activation_checkpointing]), micro=index)
+            if fsdp.offload_params:
+                hand.op("copy_to_device", moved=10**10, micro=index)
+            talk = {"FULL_SHARD": 2, "SHARD_GRAD_OP": 1, "NO_SHARD": 1}[fsdp.sharding_strategy]
+            group = "shard" if recipe.is_sharded else "replicate"
+            hand.collective("all_reduce", talk * GIB, group=group, micro=index).wait(0, 1)
+        hand.hold(1, -kept)
+        return hand.trace(
+            micro_batch=micro,
+            tokens=recipe.data.max_length,
+            accumulation=accumulation,
+            traced_micro_batches=min(2, accumulation),
+            world_size=recipe.world_size,
+            shard_size=shards if recipe.is_sharded else 1,
+            replicate_size=copies if recipe.is_sharded else recipe.world_size,
+        )
+
+
+def ranked(state_gib: int, target: Target = "fastest", gpus: int = 8, hardware: Hardware = A100) -> tuple[Ranking, ModelTracer]:
+    recipe, tracer = resolved(gpus=gpus), ModelTracer(state_gib)
+    return rank_recipes(Search(hardware, tracer), recipe, tracer.trace(recipe), target), tracer
+
+
+def test_what_fits_is_ranked_by_time_and_what_does_not_comes_last() -> None:
+    ranking, _ = ranked(80)
+    answers = [each.plan.fits for each in ranking.ranked]
+    assert answers == sorted(answers, key=["yes", "tight", "no"].index)
+    times = [each.plan.step_seconds for each in ranking.ranked if each.plan.fits == "yes"]
+    assert times == sorted(times)  # type: ignore[type-var]
+    first = ranking.ranked[0]
+    assert first.recipe.fsdp.activation_checkpointing == "none"
+    assert first.recipe.global_batch_size == 64
+    assert first.plan.fits == "yes"
+
+
+def test_recomputation_is_taken_where_nothing_fits_without_it() -> None:
+    ranking, _ = ranked(260)  # 32.5 GiB a GPU: no room for 8 GiB of activations
+    first = ranking.ranked[0]
+    assert first.recipe.fsdp.activation_checkpointing != "none"
+    assert first.plan.fits == "yes"
+    assert ranking.because is not None
+    assert "not even one that is leaner fits" in ranking.because
+
+
+def test_offload_is_tried_only_where_nothing_fits_without() -> None:
+    _, tracer = ranked(80)
+    assert not any(recipe.fsdp.offload_params for recipe in tracer.seen)
+    ranking, tracer = ranked(1000)
+    assert ranking.ranked[0].recipe.fsdp.offload_params
+    assert ranking.ranked[0].plan.recipe_changes["fsdp.offload_params"] is True
+
+
+def test_micro_batches_end_with_the_first_that_does_not_fit() -> None:
+    ranking, _ = ranked(80)
+    shown = [each for each in ranking.ranked if each.recipe.fsdp.activation_checkpointing == "none" and each.plan.fits == "no"]
+    assert len({each.recipe.fsdp.sharding_strategy for each in shown}) == len(shown)
+
+
+def test_most_of_a_layouts_micro_batches_are_not_traced() -> None:
+    """Two sizes, with and without accumulation; the others lie on the lines."""
+    _, tracer = ranked(8)
+    keys = {recipe.model_dump_json() for recipe in tracer.seen}
+    sizes = {recipe.training.per_device_train_batch_size for recipe in tracer.seen}
+    assert sizes == {1, 2}
+    assert len(keys) <= 4 * 9
+
+
+def test_cheapest_takes_fewer_gpus_where_communication_costs() -> None:
+    ranking, _ = ranked(16, "cheapest")
+    first = ranking.ranked[0]
+    assert first.recipe.world_size < 8
+    assert first.recipe.global_batch_size == 64
+    assert first.plan.recipe_changes["launch.num_processes"] == first.recipe.world_size
+
+
+def test_largest_context_doubles_the_rows_while_they_fit() -> None:
+    ranking, _ = ranked(80, "largest-context")
+    first = ranking.ranked[0]
+    assert first.recipe.data.max_length == 128 * 16, "24 GiB are free, and 128 tokens keep one"
+    assert first.recipe.fsdp.activation_checkpointing == "full"
+    assert first.plan.recipe_changes["data.max_length"] == 128 * 16
+
+
+def test_nothing_fits_is_said_and_the_smallest_hardware_that_does_is_found() -> None:
+    recipe, tracer = resolved(gpus=2), ModelTracer(150)
+    search = Search(find_hardware("RTX4090"), tracer)
+    ranking = rank_recipes(search, recipe, tracer.trace(recipe), "fastest")
+    ranking = Ranking(tuple(each for each in ranking.ranked if not each.recipe.fsdp.offload_params), None)
+    found = smallest_hardware(search, recipe, ranking.ranked)
+    assert found is not None
+    assert (found["gpu"], found["num_processes"]) == ("GH200", 2), "76 GiB a GPU: less than 80 GB with something to spare is not enough"
+
+
+def test_more_of_the_same_card_where_no_card_is_large_enough() -> None:
+    recipe, tracer = resolved(gpus=2), ModelTracer(1500)
+    found = smallest_hardware(Search(find_hardware("H200"), tracer), recipe, ())
+    assert found is not None
+    assert (found["gpu"], found["num_processes"]) == ("H200", 16)
+
+
+def test_an_unknown_time_still_ranks_what_fits() -> None:
+    volta = find_hardware("V100-32GB")
+    ranking, _ = ranked(80, hardware=volta)
+    assert ranking.ranked[0].plan.step_seconds is None
+    assert ranking.ranked[0].plan.fits == "yes"
+    assert any("no known peak in bf16" in text for text in ranking.ranked[0].plan.unknown)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_the_scaling_table_goes_to_1024_and_loses_efficiency_only(strategy: str) -> None:
+    tracer = ModelTracer(30)
+    rows = scaling_table(Search(A100, tracer), resolved(fsdp={"sharding_strategy": strategy}))
+    assert [row["num_processes"] for row in rows] == [1 << power for power in range(11)]
+    assert [row["num_machines"] for row in rows][-1] == 128
+    speeds = [row["efficiency"] for row in rows]
+    assert speeds[0] == 1.0
+    assert speeds[-1] <= speeds[3] + 1e-9
+    shards = [row["peak_reserved_gib"] for row in rows]
+    assert (shards[0] > shards[-1]) == (strategy == "FULL_SHARD")
