@@ -40,7 +40,7 @@ class Seen:
 class Verdict:
     row: Row
     state: str
-    """survived, refused, wrong, stuck or missing."""
+    """survived, refused, wrong, stuck, not run (all its tests are slow) or missing."""
     cases: int
     is_red: bool
     """A planted bug turned it red."""
@@ -126,14 +126,14 @@ def is_red(tests: Sequence[str], place: Path, *, fast: bool = False) -> bool:
     return False
 
 
-def plant_all(plants: Sequence[Plant]) -> dict[str, list[str]]:
+def plant_all(plants: Sequence[Plant], *, fast: bool) -> dict[str, list[str]]:
     """row → the plants that turned it red. Every plant must turn all of its rows red."""
     red: dict[str, list[str]] = defaultdict(list)
     rows = {row.id: row for row in ROWS}
     for number, plant in enumerate(plants, 1):
         with tempfile.TemporaryDirectory(prefix="planted-") as folder:
             place = copy_with(plant, Path(folder))
-            seen = {row: is_red(rows[row].tests, place) for row in plant.rows}
+            seen = {row: is_red(rows[row].tests, place, fast=fast) for row in plant.rows}
         for row, caught in seen.items():
             if caught:
                 red[row].append(plant.name)
@@ -153,22 +153,25 @@ def judge(seen: dict[str, Seen], red: dict[str, list[str]]) -> list[Verdict]:
             state = "missing"
         elif any(one.stuck for one in found):
             state = "stuck"
-        elif any(one.failed for one in found) or not passed:
+        elif any(one.failed for one in found):
             state = "wrong"
+        elif not passed:
+            state = "not run"
         inner = sum(sum(one.counts.values()) for one in found)
         verdicts.append(Verdict(row, state, passed + inner, row.id in red))
     return verdicts
 
 
-def lines_of(verdicts: Sequence[Verdict], seen: dict[str, Seen], red: dict[str, list[str]], seconds: float) -> list[str]:
-    """The scoreboard, as Markdown that reads well in a terminal too."""
-    lines = ["| | rows | cases | survived | refused clearly | wrong | stuck | with a planted bug |", "|---|---|---|---|---|---|---|---|"]
+def lines_of(verdicts: Sequence[Verdict], seen: dict[str, Seen], red: dict[str, list[str]], what: str) -> list[str]:
+    """The scoreboard, as Markdown that reads well in a terminal too. `what`: which tests were run, and for how long."""
+    lines = [what, ""]
+    lines += ["| | rows | cases | survived | refused clearly | wrong | stuck | with a planted bug |", "|---|---|---|---|---|---|---|---|"]
     by_id = {verdict.row.id: verdict for verdict in verdicts}
 
     def line(name: str, rows: Sequence[Row]) -> str:
         mine = [by_id[row.id] for row in rows]
         states = Counter(verdict.state for verdict in mine)
-        held = [verdict for verdict in mine if verdict.state != "missing"]
+        held = [verdict for verdict in mine if verdict.state not in ("missing", "not run")]
         cells = [name, f"{len(held)} of {len(mine)}", str(sum(verdict.cases for verdict in held))]
         cells += [str(states[state]) for state in (SURVIVED, REFUSED, "wrong", "stuck")]
         return "| " + " | ".join([*cells, str(sum(verdict.is_red for verdict in held))]) + " |"
@@ -180,9 +183,11 @@ def lines_of(verdicts: Sequence[Verdict], seen: dict[str, Seen], red: dict[str, 
         counts.update(one.counts)
     lines += [f"- {kind.replace('_', ' ')}: {number:,}" for kind, number in sorted(counts.items())]
     lines += [f"- planted bugs: {len({name for names in red.values() for name in names})} of {len(PLANTS)} seen, by {len(red)} rows"]
-    lines += [f"- {seconds / 60:.0f} minutes", ""]
+    lines += [""]
     missing = [verdict.row for verdict in verdicts if verdict.state == "missing"]
     lines += ["Not implemented:", "", *(f"- {row.id} ({row.injection}): {row.absent}" for row in missing), ""]
+    if idle := [verdict.row.id for verdict in verdicts if verdict.state == "not run"]:
+        lines += [f"Not run, since all their tests are slow: {', '.join(idle)}.", ""]
     unplanted = [verdict.row.id for verdict in verdicts if verdict.state != "missing" and not verdict.is_red]
     lines += [f"Held by tests, without a planted bug: {', '.join(unplanted) or 'none'}."]
     return lines
@@ -222,21 +227,22 @@ def main() -> int:
     chosen = [row for row in ROWS if not options.rows or row.id in options.rows]
     plants = [plant for plant in PLANTS if set(plant.rows) & {row.id for row in chosen}]
     seen = run_tests((test for row in chosen for test in row.tests), fast=options.fast)
-    red = {} if options.no_plants else plant_all(plants)
+    red = {} if options.no_plants else plant_all(plants, fast=options.fast)
     verdicts = [verdict for verdict in judge(seen, red) if verdict.row in chosen or not options.rows]
     if options.rows:
         for verdict in verdicts:
             print(f"{verdict.row.id}  {verdict.state}  {verdict.cases} cases  {'; '.join(red.get(verdict.row.id, []))}")
     else:
-        board = lines_of(verdicts, seen, red, time.monotonic() - started)
+        which = "The fast tests alone" if options.fast else "All tests, fast and slow"
+        planted = "no bug was planted" if options.no_plants else "each bug was planted"
+        board = lines_of(verdicts, seen, red, f"{which}; {planted}; {(time.monotonic() - started) / 60:.0f} minutes.")
         print("\n".join(["", *board]))
         if options.write:
             DOCUMENT.write_text(document(board, verdicts, red), encoding="utf-8")
-    blind = (
-        []
-        if options.no_plants
-        else [plant.name for plant in plants if not set(plant.rows) <= {row for row, names in red.items() if plant.name in names}]
-    )
+    # Without the slow tests a bug may well go unseen.
+    whole = not options.fast and not options.no_plants
+    caught = {row: set(names) for row, names in red.items()}
+    blind = [plant.name for plant in plants if whole and any(plant.name not in caught.get(row, ()) for row in plant.rows)]
     if blind:
         print(f"planted bugs that were not seen everywhere: {', '.join(blind)}")
     return 1 if blind or any(verdict.state in ("wrong", "stuck") for verdict in verdicts) else 0
