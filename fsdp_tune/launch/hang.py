@@ -43,8 +43,11 @@ class Standing:
     """The one that it is in or was in last, by its flight recorder: name, number, group, ended, entered."""
 
     def __str__(self) -> str:
-        place = "before its first sign of life" if self.phase is None else f"step {self.step}, `{self.phase}`"
-        parts = [place, *([self.state] if self.state else []), *([f"at {self.at}"] if self.at and (self.state or not self.waits_in) else [])]
+        parts = ["before its first sign of life" if self.phase is None else f"step {self.step}, `{self.phase}`"]
+        if self.state is not None:
+            parts.append(self.state)
+        if self.at is not None and (self.state is not None or self.waits_in is None):
+            parts.append(f"at {self.at}")
         return f"rank {self.rank} ({', '.join(parts)})"
 
     def as_dict(self) -> dict[str, Any]:
