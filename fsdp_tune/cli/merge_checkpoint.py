@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -125,6 +126,8 @@ def merge_checkpoint(
         fsdp-tune merge-checkpoint checkpoint-500/pytorch_model_fsdp_0 --base meta-llama/Llama-2-7b-hf -o merged --dtype bf16
     """
     with command(json_output) as screen:
+        # The merge has threads of its own. Those of numpy's BLAS, fixed when numpy is loaded, would wait for them at each small product.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         from fsdp_tune.merge.run import MergeOptions
         from fsdp_tune.merge.run import merge_checkpoint as merge
 
