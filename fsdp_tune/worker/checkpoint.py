@@ -238,6 +238,12 @@ def _write_bytes(path: Path, raw: bytes) -> FileEntry:
 
 
 def _empty_stage(stage: Path) -> None:
+    if not stage.parent.is_dir():
+        raise failed_error(
+            "run-directory-gone",
+            f"{stage.parent} is no longer there: the run directory was removed, renamed or replaced",
+            hint="put it back, and start again with `--resume auto`",
+        )
     if stage.exists():
         DISK.rmtree(stage)
     DISK.mkdir(stage)

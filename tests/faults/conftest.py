@@ -21,12 +21,12 @@ def training() -> Training:
 
 
 @pytest.fixture
-def count(record_property: Callable[[str, object], None]) -> Count:
+def count(request: pytest.FixtureRequest) -> Count:
     """`count(kill_points=240)` tells the scoreboard how many cases a test held; pytest's report shows it too."""
 
     def tell(**cases: int) -> None:
         for kind, number in cases.items():
-            record_property(kind, number)
+            request.node.user_properties.append((kind, number))
             print(f"{kind}: {number}")
 
     return tell
