@@ -1,0 +1,148 @@
+"""A recorded run → the trace that the planner reads."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fsdp_tune.model.build import TORCH_DTYPE
+from fsdp_tune.model.units import decoder_layers
+from fsdp_tune.plan.trace_format import COLLECTIVE, EVENT, OP, WAIT, Counts, Shapes, Trace, Unit
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.trace.device import STREAMS
+from fsdp_tune.trace.step import STEPS, Run
+
+
+def assemble(recipe: Recipe, config: PreTrainedConfig, run: Run, counts: Counts, units: tuple[Unit, ...], *, period: int) -> Trace:
+    """`config` is the one that ran; `counts` and `units` are of the whole model."""
+    recorder = run.recorder
+    events = np.array(recorder.events, EVENT)
+    events["kind"] = np.array(recorder.kinds, np.int8)[events["block"]]
+    shard, replicate = recipe.parallelism.dp_shard_size, recipe.parallelism.dp_replicate_size
+    assert isinstance(shard, int)
+    assert isinstance(replicate, int)
+    clock = recorder.clock
+    return Trace(
+        events=events,
+        ops=np.array(recorder.ops, OP),
+        collectives=np.array(recorder.collectives, COLLECTIVE),
+        waits=_waits(clock.waits, events),
+        streams=STREAMS,
+        modules=tuple(recorder.modules),
+        op_names=tuple(recorder.op_names),
+        units=units,
+        counts=counts,
+        shapes=Shapes(
+            micro_batch=recipe.training.per_device_train_batch_size,
+            tokens=recipe.data.max_length,
+            accumulation=recipe.training.gradient_accumulation_steps or 1,
+            traced_micro_batches=run.micro_batches,
+            traced_steps=STEPS,
+            world_size=recipe.world_size,
+            shard_size=shard if recipe.is_sharded else 1,
+            replicate_size=replicate if recipe.is_sharded else recipe.world_size,
+        ),
+        traced_layers=run.layers,
+        period=period,
+        facts={
+            "attention": sorted(run.attention),
+            "torch": metadata.version("torch"),
+            "transformers": metadata.version("transformers"),
+            "python": platform.python_version(),
+            "config": config.to_diff_dict(),
+        },
+    )
+
+
+def _waits(waits: list[tuple[int, int, int, int]], events: Any) -> Any:
+    """A wait happens where the run is: it takes step, phase and layer from the last allocation before it."""
+    table = np.zeros(len(waits), WAIT)
+    if waits:
+        for column, values in zip(("at", "stream", "source", "until"), zip(*waits, strict=True), strict=True):
+            table[column] = values
+        before = np.maximum(np.searchsorted(events["at"], table["at"]) - 1, 0)
+        for column in ("step", "micro", "phase", "layer", "module"):
+            table[column] = events[column][before]
+    return table
+
+
+def count(config: PreTrainedConfig, model: PreTrainedModel) -> Counts:
+    """Of a whole model on the meta device."""
+    parameters = list(model.parameters())
+    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    hidden = int(getattr(config, "hidden_size", 0) or 0)
+    head = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    return Counts(
+        parameters=sum(p.numel() for p in parameters),
+        trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        layers=len(decoder_layers(model)),
+        hidden_size=hidden,
+        attention_heads=heads,
+        head_dim=int(getattr(config, "head_dim", None) or (hidden // heads if heads else 0)),
+        vocabulary=int(embedding.weight.shape[0]),
+        tied_embeddings=head is not None and head.weight is embedding.weight,
+    )
+
+
+def deepened(counts: Counts, units: tuple[Unit, ...], layers: int, model: PreTrainedModel) -> tuple[Counts, tuple[Unit, ...]]:
+    """The counts and units of the model with `layers` layers: the missing ones are like the middle one, which is cut out below."""
+    missing = layers - counts.layers
+    if not missing:
+        return counts, units
+    name, middle = decoder_layers(model)[counts.layers // 2]
+    own = list(middle.parameters())
+    more = replace(
+        counts,
+        parameters=counts.parameters + missing * sum(p.numel() for p in own),
+        trained_parameters=counts.trained_parameters + missing * sum(p.numel() for p in own if p.requires_grad),
+        parameter_bytes=counts.parameter_bytes + missing * sum(p.numel() * p.element_size() for p in own),
+        layers=layers,
+    )
+    of_layers = [unit for unit in units if unit.layer >= 0]
+    if not of_layers:
+        root = units[-1]
+        width = root.gathered_bytes // root.parameters if root.parameters else 0
+        added = more.parameters - counts.parameters
+        grown = replace(
+            root,
+            parameters=root.parameters + added,
+            parameter_bytes=root.parameter_bytes + more.parameter_bytes - counts.parameter_bytes,
+            gathered_bytes=root.gathered_bytes + width * added,
+        )
+        return more, (*units[:-1], grown)
+    prefix = name.rpartition(".")[0]
+    like = next((unit for unit in of_layers if unit.layer == counts.layers // 2), of_layers[-1])
+    copies = [replace(like, name=f"{prefix}.{index}", layer=index) for index in range(counts.layers, layers)]
+    last = units.index(of_layers[-1]) + 1
+    return more, (*units[:last], *copies, *units[last:])
+
+
+def unit_list(recipe: Recipe, model: PreTrainedModel, groups: tuple[tuple[str, ...], ...]) -> tuple[Unit, ...]:
+    """The units of the whole model in the order of wrapping, the root last; one 'unit' for plain DDP."""
+    layer_of = {name: index for index, (name, _) in enumerate(decoder_layers(model))}
+    taken: set[int] = set()
+    units = [_unit(recipe, model, group, layer_of.get(group[0], -1), taken) for group in groups]
+    return (*units, _unit(recipe, model, ("",), -1, taken))
+
+
+def _unit(recipe: Recipe, model: nn.Module, group: tuple[str, ...], layer: int, taken: set[int]) -> Unit:
+    own: list[nn.Parameter] = []
+    for name in group:
+        for parameter in model.get_submodule(name).parameters():
+            if id(parameter) not in taken:
+                taken.add(id(parameter))
+                own.append(parameter)
+    elements = sum(p.numel() for p in own)
+    width = TORCH_DTYPE[recipe.compute_dtype].itemsize
+    stored = sum(p.numel() * p.element_size() for p in own)
+    return Unit(
+        name=", ".join(group) or "(root)", layer=layer, parameters=elements, parameter_bytes=stored, gathered_bytes=elements * width
+    )

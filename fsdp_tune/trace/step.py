@@ -1,0 +1,188 @@
+"""Runs the training step of a recipe under fake tensors and records it.
+
+What runs is the worker's own: `model.build`, `model.recompute`, `model.units`, `model.wrap`, `model.loss`, `model.step` and
+`model.optimizer`. Only the loop around them is written here, as the Trainer has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedConfig, masking_utils
+
+from fsdp_tune.model.load import Loaded, wrap_whole
+from fsdp_tune.model.loss import auxiliary_loss_weight
+from fsdp_tune.model.optimizer import build_optimizer
+from fsdp_tune.model.step import clip_factor, flat_shard_group, forward_backward, plain_name, scale_gradients, total_norm
+from fsdp_tune.model.wrap import make_mesh
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.training_fields import training_value
+from fsdp_tune.trace import autocast, device
+from fsdp_tune.trace.ddp import wrap_traceable
+from fsdp_tune.trace.kernels import CudaAttention
+from fsdp_tune.trace.model import on_fake_device
+from fsdp_tune.trace.recorder import PHASE, Recorder
+from fsdp_tune.trace.scopes import Names, scopes
+
+STEPS = 2  # the first creates the optimizer state; the second is what every later one is
+FAKE_FP16_SCALE = 65536.0
+
+
+@dataclass
+class Run:
+    """A recorded run and what it was made of."""
+
+    recorder: Recorder
+    loaded: Loaded
+    attention: set[str]
+    micro_batches: int
+    layers: int
+
+
+def traced_micro_batches(recipe: Recipe) -> int:
+    """The first and the last of a step: what lies between is like the first, with the gradients of the second."""
+    return min(2, recipe.training.gradient_accumulation_steps or 1)
+
+
+def run_step(recipe: Recipe, config: PreTrainedConfig, *, vocabulary: int | None = None) -> Run:
+    """Call inside `fake_world(recipe.world_size)`. `config` may have fewer layers than the recipe's model."""
+    where = torch.device(device.DEVICE, 0)
+    attention = CudaAttention()
+    mesh = make_mesh(recipe, device.DEVICE)  # outside: a mesh holds the numbers of its ranks, which fake tensors have not
+    with FakeTensorMode(allow_non_fake_inputs=True), _packing(packed=recipe.data.packing), _no_garbage(), attention.installed():
+        recorder = Recorder(device.restart(), _groups(mesh))
+        model = on_fake_device(recipe, config, vocabulary, where)
+        bare = Names.of(recipe, model)
+        sharded = wrap_whole(recipe, model, mesh, where) if recipe.is_sharded else None
+        # torch runs the backward of an accelerator in a thread for each device; ours has none.
+        with recorder.recording(), torch.autograd.set_multithreading_enabled(False):
+            _loaded(recorder, model if sharded is None else sharded.wrapped, bare)
+            loaded = sharded or wrap_traceable(recipe, model, where, recorder, bare)
+            _train(recipe, loaded, bare, recorder, where)
+        return Run(recorder, loaded, attention.used, traced_micro_batches(recipe), len(bare.layers))
+
+
+def _groups(mesh: Any) -> dict[str, int]:
+    """Name of a process group → index into GROUPS: the last dimension of a mesh shards, one before it replicates."""
+    if mesh is None:
+        return {}
+    names = mesh.mesh_dim_names
+    return {mesh.get_group(name).group_name: 0 if name == names[-1] else 1 for name in names}
+
+
+@contextlib.contextmanager
+def _packing(*, packed: bool) -> Iterator[None]:
+    """transformers looks into the position ids whether a row holds several examples, and takes a fake tensor for one that does."""
+    if packed:
+        yield
+        return
+    with mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
+        yield
+
+
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Memory ends when the last reference goes, not when Python's collector happens to run: it runs where the step ends."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def _loaded(recorder: Recorder, wrapped: nn.Module, bare: Names) -> None:
+    """Parameters and buffers are there before the first step; where each belongs is known by name."""
+    recorder.place.phase = PHASE["load"]
+    for name, tensor in (*wrapped.named_parameters(), *wrapped.named_buffers()):
+        plain = plain_name(name)
+        recorder.place.module = plain
+        layer = bare.layer_of(plain)
+        recorder.place.layer = layer
+        recorder.mark(tensor, "parameters", layer)
+    recorder.place.layer, recorder.place.module = -1, ""
+
+
+def _train(recipe: Recipe, loaded: Loaded, bare: Names, recorder: Recorder, where: torch.device) -> None:
+    optimizer = build_optimizer(recipe, loaded.wrapped, loaded.size.decayed)
+    micro_batches = traced_micro_batches(recipe)
+    place = recorder.place
+    loaded.wrapped.train()
+    with scopes(bare, recorder):
+        for step in range(STEPS):
+            for micro in range(micro_batches):
+                place.step, place.micro, place.phase = step, micro, PHASE["forward"]
+                _micro_batch(recipe, loaded, recorder, where, last=micro == micro_batches - 1)
+            place.micro = -1
+            _update(recipe, loaded, recorder, optimizer)
+
+
+def _micro_batch(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.device, *, last: bool) -> None:
+    wrapped = loaded.wrapped
+    synchronise = last or (recipe.fsdp.sync_each_batch and recipe.is_sharded)
+    if isinstance(wrapped, FSDPModule):
+        wrapped.set_requires_gradient_sync(synchronise)
+        if recipe.is_hybrid:
+            wrapped.set_requires_all_reduce(last)
+    batch = _batch(recipe, where)
+    for tensor in batch.values():
+        recorder.mark(tensor, "inputs")
+    no_sync = contextlib.nullcontext() if synchronise or isinstance(wrapped, FSDPModule) else _no_sync(wrapped)
+    scale = FAKE_FP16_SCALE if recipe.precision.mixed_precision == "fp16" else None
+    weight = auxiliary_loss_weight(loaded.model)
+    with no_sync:
+        smoothing = training_value(recipe.training, "label_smoothing_factor")
+        loss, loss_sum = forward_backward(recipe, wrapped, batch, 1.0, auxiliary=weight, loss_scale=scale, label_smoothing=smoothing)
+    del loss, loss_sum, batch
+    autocast.forget_weights()
+    recorder.place.layer, recorder.place.module, recorder.place.in_head = -1, "", False
+    for parameter in wrapped.parameters():
+        if parameter.grad is not None:
+            recorder.mark(parameter.grad, "gradients")
+
+
+def _no_sync(wrapped: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """DDP and FSDP1 keep whole gradients between micro-batches."""
+    context: Any = wrapped.no_sync  # type: ignore[union-attr]
+    return context()
+
+
+def _batch(recipe: Recipe, where: torch.device) -> dict[str, torch.Tensor]:
+    """As the worker sends it to the device: rows as long as `data.max_length` allows."""
+    shape = (recipe.training.per_device_train_batch_size, recipe.data.max_length)
+    names = ["input_ids", "labels", *(["position_ids"] if recipe.data.packing else [])]
+    return {name: torch.empty(shape, dtype=torch.int64, device=where) for name in names}
+
+
+def _update(recipe: Recipe, loaded: Loaded, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
+    place = recorder.place
+    place.phase = PHASE["clip"]
+    parameters = [p for p in loaded.wrapped.parameters() if p.grad is not None]
+    norm = total_norm(parameters, flat_shard_group(loaded.wrapped))
+    max_norm = training_value(recipe.training, "max_grad_norm")
+    if max_norm:
+        scale_gradients(parameters, clip_factor(norm, max_norm))
+    del norm
+    del parameters
+    place.phase, place.layer = PHASE["optimizer"], -1
+    optimizer.step()
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                recorder.mark(value, "optimizer state")
+    place.phase, place.layer = PHASE["zero_grad"], -1
+    optimizer.zero_grad(set_to_none=True)
+    gc.collect()
