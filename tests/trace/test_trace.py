@@ -1,0 +1,129 @@
+"""The trace follows the shared step: what is taken out of it is missing from the prediction; few layers stand for all."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp_tune.plan.depth import full_depth
+from fsdp_tune.plan.memory import peak_memory
+from fsdp_tune.plan.trace_format import KINDS, Trace
+from fsdp_tune.recipe.schema import Recipe
+from tests.model.families import FAMILIES
+from tests.model.recipes import recipe_of
+from tests.trace.tracing import alive, trace_of
+
+DEEP = {"from_config": FAMILIES["llama"] | {"num_hidden_layers": 9}}
+
+
+def deep(**sections: Any) -> Recipe:
+    return recipe_of(DEEP, precision={"mixed_precision": "bf16"}, **({"data": {"train": [{"path": "x"}], "max_length": 64}} | sections))
+
+
+@functools.cache
+def whole() -> Trace:
+    return trace_of(recipe_of("llama"))
+
+
+def peak(trace: Trace) -> int:
+    return peak_memory(trace).peak_allocated_bytes
+
+
+def no_loss() -> None:
+    """The step without its cross-entropy."""
+    from fsdp_tune.model import loss
+
+    loss.summed_token_loss = lambda logits, labels, smoothing=0.0: logits.sum()  # type: ignore[assignment]
+
+
+def no_layer() -> None:
+    """A model that loses its last decoder layer when it is built."""
+    from fsdp_tune.model import build
+
+    original = build._finish
+
+    def shortened(recipe: Any, model: Any, vocabulary: Any) -> None:
+        original(recipe, model, vocabulary)
+        del model.model.layers[-1]
+
+    build._finish = shortened
+
+
+def no_optimizer() -> None:
+    """SGD in the place of AdamW."""
+    import torch
+
+    from fsdp_tune.model import optimizer
+
+    optimizer.optimizer_of = lambda training: (torch.optim.SGD, {"lr": 0.1})  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("change", [no_loss, no_layer, no_optimizer])
+def test_what_is_taken_out_of_the_step_is_missing_from_the_prediction(change: Any) -> None:
+    assert peak(trace_of(recipe_of("llama"), change=change)) < peak(whole())
+
+
+def test_optimizer_state_is_the_optimizers() -> None:
+    assert not alive(trace_of(recipe_of("llama"), change=no_optimizer), "optimizer state")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"fsdp": {"activation_checkpointing": "full", "activation_checkpointing_every": 2}},
+        {"fsdp": {"activation_checkpointing": "selective", "sharding_strategy": "SHARD_GRAD_OP"}},
+        {"fsdp": {"offload_params": True}, "training": {"optim": "adamw_torch"}},
+        {"fsdp": {"sharding_strategy": "NO_SHARD"}},
+        {"fsdp": {"forward_prefetch": 2, "backward_prefetch": 2}},
+        {"fsdp": {"sync_each_batch": False}, "training": {"gradient_accumulation_steps": 3}},
+    ],
+    ids=["plain", "every second layer", "selective", "offload", "DDP", "prefetch", "accumulation"],
+)
+def test_few_layers_stand_for_all(sections: dict[str, Any]) -> None:
+    """Every allocation of the spliced trace is that of the run with all layers: same order, sizes, kinds, streams and lifetimes."""
+    recipe = deep(**sections)
+    exact, shallow = trace_of(recipe, exact=True), trace_of(recipe)
+    spliced = full_depth(shallow)
+    for column in ("bytes", "kind", "layer", "stream", "phase"):
+        assert np.array_equal(spliced.events[column], exact.events[column]), column
+    assert _lifetimes(spliced) == _lifetimes(exact)
+    assert len(spliced.ops) == len(exact.ops)
+    assert spliced.ops["flops"].sum() == exact.ops["flops"].sum()
+    assert np.array_equal(spliced.collectives["bytes"], exact.collectives["bytes"])
+    assert (spliced.counts, [u.parameters for u in spliced.units]) == (exact.counts, [u.parameters for u in exact.units])
+    for segments in ("plain", "expandable"):
+        assert peak_memory(spliced, segments=segments).peak_reserved_bytes == peak_memory(exact, segments=segments).peak_reserved_bytes
+
+
+def _lifetimes(trace: Trace) -> list[tuple[int, int]]:
+    begun: dict[int, int] = {}
+    lives: list[tuple[int, int]] = []
+    for place, (block, size) in enumerate(zip(trace.events["block"].tolist(), trace.events["bytes"].tolist(), strict=True)):
+        if size > 0:
+            begun[block] = place
+        else:
+            lives.append((begun.pop(block), place))
+    return sorted(lives)
+
+
+def test_trace_survives_its_file() -> None:
+    again = Trace.from_bytes(whole().to_bytes())
+    assert np.array_equal(again.events, whole().events)
+    assert (again.units, again.counts, again.shapes, again.facts) == (whole().units, whole().counts, whole().shapes, whole().facts)
+
+
+def test_components_add_up_to_the_peak() -> None:
+    memory = peak_memory(whole())
+    assert sum(memory.components.values()) == memory.peak_allocated_bytes
+    assert set(memory.components) <= {*KINDS, "rounding"}
+
+
+def test_card_that_is_too_small_is_out_of_memory_where_it_fills_up() -> None:
+    memory = peak_memory(whole())
+    assert memory.out_of_memory is None
+    full = peak_memory(whole(), capacity_bytes=memory.peak_reserved_bytes - 1, segments="plain")
+    assert full.out_of_memory is not None or full.retries
