@@ -12,6 +12,7 @@ from fsdp_tune import __version__
 from fsdp_tune.cli.env import env
 from fsdp_tune.cli.merge_checkpoint import merge_checkpoint
 from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.plan import plan
 from fsdp_tune.cli.prepare import prepare
 from fsdp_tune.cli.recipes import recipes
 from fsdp_tune.cli.rehearse import rehearse
@@ -87,6 +88,7 @@ def fsdp_tune(
 
 app.command(cls=LaunchingCommand, short_help="Train as a recipe says, then merge.")(train)
 app.command(short_help="Check a recipe without GPUs; all mistakes at once.")(validate)
+app.command(short_help="Memory, time and the best recipe, before the first GPU-hour.")(plan)
 app.command(short_help="Tokenise and pack once; show what is trained.")(prepare)
 app.command(short_help="The whole of a run on CPU ranks, with the model shrunk.")(rehearse)
 app.command(short_help="Sharded checkpoint → ordinary model directory.")(merge_checkpoint)

@@ -40,6 +40,9 @@ MachineRankOption = Annotated[
         "--machine-rank", metavar="N", help="Which machine this is, 0 being the first; inside `srun` Slurm says it.", show_default=False
     ),
 ]
+IgnorePlanOption = Annotated[
+    bool, typer.Option("--ignore-plan", help="Start also what the planner says cannot fit on this machine's GPUs.")
+]
 
 
 def train(
@@ -54,6 +57,7 @@ def train(
     no_start: NoStartOption = False,
     machine_rank: MachineRankOption = None,
     trust_remote_code: TrustOption = False,
+    ignore_plan: IgnorePlanOption = False,
     json_output: JsonOption = False,
 ) -> None:
     """Fine-tune a model as a recipe says, and merge the result into an ordinary model directory.
@@ -90,7 +94,7 @@ def train(
             return
         from fsdp_tune.cli.train_job import Job
 
-        job = Job(screen, loaded, resolution, plan)
+        job = Job(screen, loaded, resolution, plan, ignore_plan=ignore_plan)
         if rank > 0:
             job.follow()
         else:

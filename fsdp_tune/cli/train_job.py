@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fsdp_tune.launch.accelerate import LaunchPlan
     from fsdp_tune.launch.resume import Start
     from fsdp_tune.launch.verdict import Ended
+    from fsdp_tune.plan.predict import Plan
     from fsdp_tune.recipe.loader import Loaded
     from fsdp_tune.recipe.resolve import Resolution
     from fsdp_tune.recipe.schema import Recipe
@@ -33,6 +34,8 @@ class Job:
     loaded: Loaded
     resolution: Resolution
     plan: LaunchPlan
+    ignore_plan: bool = False
+    """Starts also what the planner says cannot fit."""
 
     @property
     def recipe(self) -> Recipe:
@@ -82,14 +85,16 @@ class Job:
         from fsdp_tune.bridge.model_files import check_vocabulary
         from fsdp_tune.bridge.tokenizer import load_encoder
         from fsdp_tune.cli.checks import model_facts
+        from fsdp_tune.cli.train_plan import plan_of, predicted_line, refuse_what_cannot_fit
         from fsdp_tune.cli.train_view import data_lines, model_line
         from fsdp_tune.data.prepare import prepare
         from fsdp_tune.launch.resume import check_data
         from fsdp_tune.recipe.world import batch_arithmetic
 
         screen, recipe = self.screen, self.recipe
-        with ThreadPoolExecutor(max_workers=1) as pool:
+        with ThreadPoolExecutor(max_workers=2) as pool:
             looking = pool.submit(model_facts, recipe)
+            planning = pool.submit(plan_of, screen, recipe)
             try:
                 encoder = load_encoder(recipe)
                 screen.notices(encoder.notices)
@@ -98,16 +103,19 @@ class Job:
             except FsdpTuneError as error:
                 raise FsdpTuneError(*looking.result().problems, *error.problems, exit_code=error.exit_code) from error
             model = looking.result()
-        screen.notices([*model.notices, *data.as_notices()])
+            predicted, unplanned = planning.result()
+        screen.notices([*model.notices, *data.as_notices(), *unplanned])
         # What the package itself knows of well-known models is good enough to plan with, never to train.
         packaged = [f"`{recipe.model.name_or_path}` is out of reach, and not in the cache"] if model.facts.get("packaged") else []
         if model.problems or model.unchecked or packaged:
             raise FsdpTuneError(*model.problems, *map(_unreachable, [*model.unchecked, *packaged]))
         check_vocabulary(model.facts, recipe.model.tokenizer, data.vocabulary_size, may_grow=recipe.model.resize_embeddings)
         check_data(start, data.key)
-        for line in (model_line(model.facts), *data_lines(data.report, reused=data.reused), batch_arithmetic(recipe)):
+        refuse_what_cannot_fit(predicted, ignore_plan=self.ignore_plan)
+        planned = [predicted_line(predicted)] if predicted else []
+        for line in (model_line(model.facts), *data_lines(data.report, reused=data.reused), batch_arithmetic(recipe), *planned):
             screen.say(line)
-        return Inputs(self, start, model.facts, encoder.tokenizer, data)
+        return Inputs(self, start, model.facts, encoder.tokenizer, data, predicted)
 
     def supervise(self) -> Ended:
         """Runs the ranks of this machine to their end, restarts included."""
@@ -134,6 +142,7 @@ class Job:
 
     def conclude(self, ended: Ended) -> None:
         """Merges a finished run; tells the next command for any other. Ends the command with the run's exit code."""
+        from fsdp_tune.cli.train_plan import predicted_and_measured
         from fsdp_tune.cli.train_view import final_document
         from fsdp_tune.run_dir import latest_checkpoint
 
@@ -147,6 +156,8 @@ class Job:
             self.screen.document(document(reason=ExitReason.FAILED.value, merged=None))  # what stands should the merge fail
             merged = self.merge() if self.recipe.merge.at_end else None
             self.screen.document(document(reason=ended.reason.value, merged=merged))
+            for line in predicted_and_measured(run):
+                self.screen.say(line)
             self.screen.say(
                 f"finished at step {ended.step}"
                 + (f"; the model is in {merged}" if merged else f"; `fsdp-tune merge-checkpoint {run.path}` merges it")
@@ -165,6 +176,8 @@ class Job:
 
     def ways_on(self, checkpoint: Path | None) -> tuple[str, ...]:
         run = self.plan.run.path
+        if not run.is_dir():
+            return ()
         if checkpoint is None:
             return (f"`fsdp-tune train … --resume auto` begins again at step 0 in {run}",)
         return (
@@ -233,8 +246,10 @@ class Inputs:
     facts: dict[str, Any]
     tokenizer: Any
     data: Prepared
+    predicted: Plan | None
 
     def write(self) -> None:
+        from fsdp_tune.atomic import write_json
         from fsdp_tune.bridge.devices import visible_devices
         from fsdp_tune.bridge.model_files import save_model_files
         from fsdp_tune.diagnose.environment import host, versions
@@ -256,3 +271,5 @@ class Inputs:
             save_model=lambda directory: save_model_files(directory, self.facts, self.tokenizer),
         )
         write_run(job.plan.run, files)
+        if self.predicted is not None:
+            write_json(job.plan.run.plan_json, self.predicted.as_dict())

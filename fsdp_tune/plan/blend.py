@@ -50,11 +50,13 @@ def blend(first: Trace, second: Trace, weight: float, shapes: Shapes) -> Trace:
 
 
 def at_micro_batch(one: Trace, two: Trace, micro_batch: int, accumulation: int) -> Trace:
-    """`one` and `two` were traced at 1 and 2 sequences a forward."""
+    """`one` and `two` were traced at 1 and 2 sequences a forward.
+
+    Traced with accumulation, they stand for a step without it too: its time leaves the second micro-batch out, and its memory is
+    that of one that accumulates, which has gradients at hand a little earlier.
+    """
     assert (one.shapes.micro_batch, two.shapes.micro_batch) == (1, 2), "a line through one and two"
-    traced = min(accumulation, one.shapes.traced_micro_batches)
-    shapes = replace(one.shapes, micro_batch=micro_batch, accumulation=accumulation, traced_micro_batches=traced)
-    return blend(one, two, micro_batch - 1, shapes)
+    return blend(one, two, micro_batch - 1, replace(one.shapes, micro_batch=micro_batch, accumulation=accumulation))
 
 
 def at_shards(few: Trace, many: Trace, shard_size: int, *, world_size: int, replicate_size: int) -> Trace:

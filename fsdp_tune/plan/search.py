@@ -58,9 +58,7 @@ class Search:
             recipe = changed(base, changes | batch_changes(*batches[0]))
             if recipe is not None and least_state_bytes(recipe, parameters, trained) + CONTEXT_BYTES <= self.hardware.usable_bytes:
                 hopeful.append((changes, recipe))
-        if batches[0][1] > 1:  # all at once: the child that traces imports torch once
-            wanted = [changed(base, changes | batch_changes(micro, 2)) for changes, _ in hopeful for micro in (1, 2)]
-            self.trace([recipe for recipe in wanted if recipe is not None])
+        self.trace([recipe for changes, _ in hopeful for recipe in self._pair(base, changes, batches)])  # at once: torch is imported once
         found: list[Found] = []
         for changes, _ in hopeful:
             self.progress(_words(changes))
@@ -68,17 +66,18 @@ class Search:
         return found
 
     def _layout(self, base: Recipe, changes: Changes, batches: list[tuple[int, int]]) -> list[Found]:
+        pair = self._pair(base, changes, batches)
+        traces = self.trace(pair)
+        line = (traces[0], traces[1]) if len(pair) == 2 else (None, None)
         found: list[Found] = []
-        lines: dict[bool, tuple[Trace, Trace] | None] = {}
         for micro, accumulation in batches:
             recipe = changed(base, changes | batch_changes(micro, accumulation))
             if recipe is None:
                 continue
-            accumulates = accumulation > 1
-            if accumulates not in lines:
-                lines[accumulates] = self._line(base, changes, 2 if accumulates else 1)
-            line = lines[accumulates]
-            trace = at_micro_batch(*line, micro, accumulation) if line is not None else self.trace([recipe])[0]
+            if line[0] is not None and line[1] is not None and alike(line[0], line[1]):
+                trace = at_micro_batch(line[0], line[1], micro, accumulation)
+            else:  # two programs: a mask or a kernel that one size has and the other has not
+                trace = self.trace([recipe])[0]
             if trace is None:
                 break
             found.append(self.price(recipe, trace, base))
@@ -86,11 +85,11 @@ class Search:
                 break
         return found
 
-    def _line(self, base: Recipe, changes: Changes, accumulation: int) -> tuple[Trace, Trace] | None:
-        """Traces at one and two sequences a forward; None where they are not of one program, so that each size is traced itself."""
-        pair = [changed(base, changes | batch_changes(micro, accumulation)) for micro in (1, 2)]
-        one, two = self.trace([recipe for recipe in pair if recipe is not None]) if None not in pair else (None, None)
-        return (one, two) if one is not None and two is not None and alike(one, two) else None
+    def _pair(self, base: Recipe, changes: Changes, batches: list[tuple[int, int]]) -> list[Recipe]:
+        """One and two sequences a forward, with accumulation where any of the batches accumulates."""
+        accumulation = min(2, batches[0][1])
+        both = [changed(base, changes | batch_changes(micro, accumulation)) for micro in (1, 2)]
+        return [recipe for recipe in both if recipe is not None]
 
 
 def _words(changes: Changes) -> str:

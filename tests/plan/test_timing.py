@@ -103,6 +103,11 @@ def test_micro_batches_that_were_not_traced_take_as_long_as_the_second() -> None
     assert made.phases == pytest.approx({"forward": 9.0, "optimizer": 1.0})
 
 
+def test_a_trace_with_accumulation_stands_for_a_step_without() -> None:
+    hand = Hand().op("mm", flops=FLOPS, micro=0).op("mm", flops=FLOPS, micro=1).op("mm", flops=FLOPS, micro=-1, phase="optimizer")
+    assert timed(hand.trace(accumulation=1, traced_micro_batches=2)).step_seconds == pytest.approx(2.0)
+
+
 def test_volume_counts_every_micro_batch_and_splits_by_link() -> None:
     hand = Hand().collective("all_gather", 16_000, micro=0).collective("reduce_scatter", 16_000, micro=0)
     alone = timed(hand.trace()).volume

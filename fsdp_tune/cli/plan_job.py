@@ -1,0 +1,138 @@
+"""The steps of `plan`: trace in a child process, predict, search, learn from a run, write the best recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_tune.cli.output import Screen
+from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.plan.search import Found, Ranking, Search, Target, rank_recipes
+
+if TYPE_CHECKING:
+    from fsdp_tune.plan.efficiency import Efficiency
+    from fsdp_tune.plan.hardware import Hardware
+    from fsdp_tune.plan.predict import Plan
+    from fsdp_tune.plan.trace_format import Trace
+    from fsdp_tune.recipe.schema import Recipe
+
+
+@dataclass(slots=True)
+class PlanJob:
+    """One recipe on one kind of GPU."""
+
+    screen: Screen
+    recipe: Recipe
+    hardware: Hardware
+    exact: bool = False
+    rows: int | None = None
+    tokens: int | None = None
+    vocabulary: int | None = None
+    efficiency: Efficiency | None = None
+    quiet: bool = False
+    """Draws no bar: another one is on the screen."""
+    _trace: Trace | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        from fsdp_tune.plan.calibration import learnt_efficiency
+
+        self.efficiency = learnt_efficiency(self._cache(), self.hardware)
+
+    def _cache(self) -> Path:
+        assert self.recipe.data.cache_dir is not None, "the recipe is resolved"
+        return Path(self.recipe.data.cache_dir)
+
+    def _traced(self, recipes: Sequence[Recipe]) -> list[Trace | FsdpTuneError]:
+        from fsdp_tune.bridge.tracing import trace_recipes
+
+        options: dict[str, Any] = {"cache": self._cache() / "traces", "exact": self.exact, "vocabulary": self.vocabulary}
+        if self.quiet:
+            return trace_recipes(recipes, **options)
+        with self.screen.progress("tracing", None, "recipes", lines=False) as bar:
+            return trace_recipes(recipes, **options, traced=lambda _done, _of: bar.advance(1))
+
+    def trace(self) -> Trace:
+        """Of the recipe itself; FsdpTuneError where its model is not found or refuses the trace."""
+        if self._trace is None:
+            found = self._traced([self.recipe])[0]
+            if isinstance(found, FsdpTuneError):
+                raise found
+            self._trace = found
+        return self._trace
+
+    def plan_it(self) -> Plan:
+        from fsdp_tune.plan.predict import plan
+
+        return plan(self.recipe, self.hardware, self.trace(), rows=self.rows, tokens=self.tokens, efficiency=self.efficiency)
+
+    def _search(self) -> Search:
+        def traced(recipes: Sequence[Recipe]) -> list[Trace | None]:
+            return [None if isinstance(found, FsdpTuneError) else found for found in self._traced(recipes)]
+
+        def progress(text: str) -> None:
+            if self.screen.is_live:
+                self.screen.say(f"trying {text}")
+
+        return Search(self.hardware, traced, efficiency=self.efficiency, rows=self.rows, progress=progress)
+
+    def search(self, target: Target) -> Ranking:
+        return rank_recipes(self._search(), self.recipe, self.trace(), target)
+
+    def smallest_hardware(self, ranked: Sequence[Found]) -> dict[str, Any] | None:
+        from fsdp_tune.plan.search import smallest_hardware
+
+        return smallest_hardware(self._search(), self.recipe, ranked)
+
+    def scaling(self) -> list[dict[str, Any]]:
+        from fsdp_tune.plan.scaling import scaling_table
+
+        return scaling_table(self._search(), self.recipe)
+
+    def calibrate(self, run: Path) -> None:
+        """Learns from a run of this GPU, keeps what was learnt in the cache, and plans with it from now on."""
+        from fsdp_tune.plan.calibration import learn, read_run
+
+        measured = read_run(run, self.hardware)
+        own = replace(self, recipe=measured.recipe, efficiency=None, _trace=None)
+        self.efficiency, factor = learn(self._cache(), self.hardware, measured, own.trace())
+        self.screen.say(
+            f"{self.hardware.name} took {factor:.2f} of the predicted time in {measured.steps} steps of {run}; kept for later plans"
+        )
+
+
+def best_recipe_text(written: dict[str, Any], plan: Plan) -> str:
+    """A recipe file: `written` as the user has it, the changes of the first alternative in place, and comments that say why.
+
+    `written` are the keys that the user wrote, by section.
+    """
+    import yaml
+
+    best = plan.alternatives[0]
+    head = [f"# {plan.recipe} for {best.num_processes} × {plan.gpu}, as `fsdp-tune plan` ranks it.", f"# Why: {plan.best_because}."]
+    head.append(f"# Predicted: {best.device_gib:.1f} of {best.usable_gib:.1f} GiB on each GPU (fits: {best.fits})")
+    if best.step_seconds is not None and best.tokens_per_second_per_device is not None:
+        head[-1] += f", {best.step_seconds:.3g} s a step, {best.tokens_per_second_per_device:,.0f} tokens a second and GPU"
+    head[-1] += "."
+    changes = {**best.recipe_changes, "launch.num_processes": best.num_processes, "launch.num_machines": best.num_machines}
+    if any(key.startswith("training.") for key in changes):
+        written.get("training", {}).pop("global_batch_size", None)
+    for key, value in changes.items():
+        section, name = key.split(".")
+        written.setdefault(section, {})[name] = value
+    text = yaml.safe_dump(written, sort_keys=False, allow_unicode=True)
+    return "\n".join([*head, "", _marked(text, best.recipe_changes)])
+
+
+def _marked(text: str, changes: dict[str, Any]) -> str:
+    """Marks the lines of changed keys; keys of a section are indented by two."""
+    lines: list[str] = []
+    section = ""
+    for line in text.splitlines():
+        key = line.split(":")[0]
+        if not line.startswith(" "):
+            section = key
+        is_changed = line.startswith("  ") and f"{section}.{key.strip()}" in changes
+        lines.append(f"{line}  # changed by plan" if is_changed else line)
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,111 @@
+"""How a plan looks in a terminal: bars per component, what it costs, and the ranked recipes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdp_tune.units import format_seconds
+
+if TYPE_CHECKING:
+    from fsdp_tune.cli.output import Screen
+    from fsdp_tune.plan.predict import Plan
+
+BAR_CELLS = 40
+
+
+def show_plan(screen: Screen, plan: Plan) -> None:
+    from fsdp_tune.plan.page import error_in_words
+
+    screen.say(
+        f"{plan.recipe} on {plan.num_processes} × {plan.gpu}, {_machines(plan.num_machines)}: fits: {plan.fits} ({plan.fits_because})"
+    )
+    screen.say(f"batch: {plan.batch}")
+    largest = max(plan.components.values(), default=0.0)
+    rows = [(name, f"{size:.2f}", bar(size, largest)) for name, size in plan.components.items()]
+    screen.table(f"memory of one GPU at the peak: {plan.where}", ["component", "GiB", ""], rows)
+    memory = f"{plan.peak_allocated_gib:.2f} GiB allocated, {plan.peak_reserved_gib:.2f} reserved"
+    screen.say(f"peak: {memory}, {plan.device_gib:.2f} with CUDA and NCCL, of {plan.usable_gib:.2f}")
+    screen.say(f"time: {time_line(plan)}")
+    for line in _other_lines(plan):
+        screen.say(line)
+    show_ranking(screen, plan)
+    show_scaling(screen, plan)
+    for name, error in plan.errors.items():
+        screen.say(f"error of {name}: {error_in_words(error)}")
+    for text in plan.assumptions:
+        screen.say(f"assumed: {text}")
+    for text in plan.unknown:
+        screen.say(f"unknown: {text}")
+
+
+def bar(size: float, largest: float) -> str:
+    """A bar in proportion; a component that is there has one cell at the least."""
+    return "█" * max(1, round(BAR_CELLS * size / largest)) if largest > 0 and size > 0 else ""
+
+
+def time_line(plan: Plan) -> str:
+    if plan.step_seconds is None or plan.tokens_per_second_per_device is None:
+        return "unknown"
+    share = f", MFU {plan.mfu:.1%}" if plan.mfu is not None else ""
+    step = f"{plan.step_seconds:.3g} s a step, {plan.tokens_per_second_per_device:,.0f} tokens a second and GPU{share}"
+    exposed = plan.time["exposed_seconds"] / plan.step_seconds
+    return f"{step}; {exposed:.0%} of it waiting for communication"
+
+
+def show_ranking(screen: Screen, plan: Plan) -> None:
+    from fsdp_tune.plan.page import changes_in_words
+
+    if not plan.alternatives:
+        return
+    rows = [
+        (
+            str(number),
+            changes_in_words(other.recipe_changes),
+            other.fits,
+            f"{other.device_gib:.1f}",
+            "unknown" if other.step_seconds is None else f"{other.step_seconds:.3g}",
+            "unknown" if other.tokens_per_second_per_device is None else f"{other.tokens_per_second_per_device:,.0f}",
+        )
+        for number, other in enumerate(plan.alternatives, 1)
+    ]
+    screen.table("ranked recipes", ["", "against the recipe", "fits", "GiB", "s/step", "tokens/s/GPU"], rows)
+    if plan.best_because:
+        screen.say(f"why the first: {plan.best_because}")
+    if plan.smallest_hardware is not None:
+        screen.say(f"nothing fits; the smallest that does: {plan.smallest_hardware['num_processes']} × {plan.smallest_hardware['gpu']}")
+
+
+def show_scaling(screen: Screen, plan: Plan) -> None:
+    if not plan.scaling:
+        return
+    rows = [
+        (
+            str(row["num_processes"]),
+            "unknown" if row["step_seconds"] is None else f"{row['step_seconds']:.3g}",
+            "unknown" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}",
+            "unknown" if row["efficiency"] is None else f"{row['efficiency']:.0%}",
+            f"{row['peak_reserved_gib']:.1f}",
+        )
+        for row in plan.scaling
+    ]
+    screen.table("more GPUs, as many sequences on each", ["GPUs", "s/step", "tokens/s", "efficiency", "GiB reserved"], rows)
+
+
+def _other_lines(plan: Plan) -> list[str]:
+    sent, disk, host, run = plan.communication_gib, plan.disk_gib, plan.host_gib_per_machine, plan.run
+    lines: list[str] = []
+    if sent["within_machine"] is not None and sent["between_machines"] is not None:
+        lines.append(
+            f"sent by each GPU in a step: {sent['within_machine']:.2f} GiB in the machine, {sent['between_machines']:.2f} to others"
+        )
+    lines.append(f"host memory of a machine: {host['peak']:.1f} GiB, besides Python, torch and CUDA themselves")
+    most = "all are kept" if disk["checkpoints_at_most"] is None else f"at most {disk['checkpoints_at_most']:.1f} GiB at a time"
+    lines.append(f"disk: {disk['checkpoint']:.1f} GiB a checkpoint, {most}; {disk['merged']:.1f} GiB merged")
+    if run["seconds"] is not None:
+        cost = "" if run["dollars"] is None else f", {run['dollars']:,.0f} dollars"
+        lines.append(f"the run: {run['steps']:,.0f} steps, {format_seconds(run['seconds'])}{cost}")
+    return lines
+
+
+def _machines(number: int) -> str:
+    return "one machine" if number == 1 else f"{number} machines"

@@ -1,0 +1,71 @@
+"""The plan beside a training: made while the data is prepared, and set against what was measured when the run has ended.
+
+Only on CUDA, and on a card of the table: on a CPU there is no card to run out of, and nothing to predict with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from fsdp_tune.errors import FsdpTuneError, Notice, usage_error
+
+if TYPE_CHECKING:
+    from fsdp_tune.cli.output import Screen
+    from fsdp_tune.plan.predict import Plan
+    from fsdp_tune.recipe.schema import Recipe
+    from fsdp_tune.run_dir import RunDir
+
+
+def plan_of(screen: Screen, recipe: Recipe) -> tuple[Plan | None, list[Notice]]:
+    """The plan of a resolved recipe on this machine's card, and why there is none. A trace that fails stops no training."""
+    if recipe.launch.device != "cuda":
+        return None, []
+    from fsdp_tune.bridge.devices import visible_devices
+    from fsdp_tune.plan.hardware import detect
+
+    devices = visible_devices(os.environ)
+    hardware = detect(devices[0].name) if devices else None
+    if hardware is None:
+        name = devices[0].name if devices else "this machine's card"
+        return None, [Notice("not-planned", f"{name} is not in the table of GPUs, so nothing is predicted")]
+    from fsdp_tune.cli.plan_job import PlanJob
+
+    try:
+        return PlanJob(screen, recipe, hardware, quiet=True).plan_it(), []
+    except (FsdpTuneError, ValueError) as error:
+        return None, [Notice("not-planned", f"the step could not be traced, so nothing is predicted: {error}")]
+
+
+def refuse_what_cannot_fit(plan: Plan | None, *, ignore_plan: bool) -> None:
+    """Exit 2 for a recipe that needs more than the card has, even were the prediction too high by its usual error."""
+    if plan is None or plan.fits != "no" or ignore_plan:
+        return
+    raise usage_error(
+        "does-not-fit",
+        f"the recipe does not fit {plan.gpu}: {plan.fits_because}; the peak is at {plan.where}",
+        ways_out=("`fsdp-tune plan` ranks recipes that fit", "`--ignore-plan` to try it all the same"),
+    )
+
+
+def predicted_line(plan: Plan) -> str:
+    speed = plan.tokens_per_second_per_device
+    step = "" if plan.step_seconds is None or speed is None else f"; {plan.step_seconds:.3g} s a step, {speed:,.0f} tokens/s/GPU"
+    return f"plan: {plan.peak_reserved_gib:.1f} GiB reserved of {plan.usable_gib:.1f} (fits: {plan.fits}){step}"
+
+
+def predicted_and_measured(run: RunDir) -> list[str]:
+    """Lines for the end of a run: plan.json against the last line of metrics.jsonl; [] where one of them says nothing."""
+    if not run.plan_json.exists() or not run.metrics_jsonl.exists():
+        return []
+    plan: dict[str, Any] = json.loads(run.plan_json.read_text(encoding="utf-8"))
+    lines: list[dict[str, Any]] = [json.loads(line) for line in run.metrics_jsonl.read_text(encoding="utf-8").splitlines()]
+    nothing: dict[str, Any] = {}
+    last = next((line for line in reversed(lines) if "loss" in line), nothing)
+    said: list[str] = []
+    for name, unit in (("peak_allocated_gib", "GiB"), ("peak_reserved_gib", "GiB"), ("step_seconds", "s")):
+        predicted, measured = plan.get(name), last.get(name)
+        if predicted is not None and measured:
+            said.append(f"{name}: {predicted:.3g} {unit} predicted, {measured:.3g} measured ({predicted / measured - 1:+.1%})")
+    return said

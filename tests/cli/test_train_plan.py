@@ -1,0 +1,63 @@
+"""`train` and its plan: nothing on a CPU, a refusal where a recipe cannot fit, and the comparison at the end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.cli.output import Screen
+from fsdp_tune.cli.train_plan import plan_of, predicted_and_measured, predicted_line, refuse_what_cannot_fit
+from fsdp_tune.errors import ExitCode, FsdpTuneError
+from fsdp_tune.plan.hardware import find_hardware
+from fsdp_tune.plan.predict import Plan, plan
+from fsdp_tune.run_dir import RunDir
+from fsdp_tune.units import GIB
+from tests.plan.hand_trace import Hand
+from tests.plan.recipes import resolved
+
+
+def planned(size_gib: int) -> Plan:
+    return plan(resolved(), find_hardware("A100-40GB"), Hand().hold(0, size_gib * GIB).op("mm", flops=1e12).trace())
+
+
+def test_a_cpu_run_is_not_planned_and_starts_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a child was started"))
+    assert plan_of(Screen(json_output=True), resolved(launch={"device": "cpu"})) == (None, [])
+
+
+def test_an_unknown_card_is_told_and_stops_nothing() -> None:
+    made, notices = plan_of(Screen(json_output=True), resolved())  # this machine's card, whatever it is, is not faked here
+    assert made is None
+    assert [notice.code for notice in notices] == ["not-planned"]
+
+
+def test_what_cannot_fit_is_refused_unless_told_otherwise() -> None:
+    with pytest.raises(FsdpTuneError) as caught:
+        refuse_what_cannot_fit(planned(100), ignore_plan=False)
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert caught.value.problems[0].code == "does-not-fit"
+    assert any("--ignore-plan" in way for way in caught.value.problems[0].ways_out)
+    refuse_what_cannot_fit(planned(100), ignore_plan=True)
+    refuse_what_cannot_fit(planned(36), ignore_plan=False)  # tight: said, and not refused
+    refuse_what_cannot_fit(None, ignore_plan=False)
+
+
+def test_the_line_says_what_is_predicted() -> None:
+    assert "10.0 GiB reserved of 39.4 (fits: yes)" in predicted_line(planned(10))
+    assert "a step" not in predicted_line(replace(planned(10), step_seconds=None))
+
+
+def test_the_end_of_a_run_sets_the_plan_against_what_was_measured(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert predicted_and_measured(run) == []
+    run.plan_json.write_text(json.dumps({"peak_allocated_gib": 11.0, "peak_reserved_gib": 12.0, "step_seconds": None}))
+    run.metrics_jsonl.write_text(
+        json.dumps({"step": 1, "loss": 2.0, "peak_allocated_gib": 10.0, "peak_reserved_gib": None, "step_seconds": 1.0})
+        + "\n"
+        + json.dumps({"event": "train_finished", "step": 1})
+        + "\n"
+    )
+    assert predicted_and_measured(run) == ["peak_allocated_gib: 11 GiB predicted, 10 measured (+10.0%)"]
