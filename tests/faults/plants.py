@@ -334,7 +334,7 @@ PLANTS: tuple[Plant, ...] = (
         '        usage_error("data-changing"',
         "F028",
     ),
-    _plant("too few rows are enough", "data/prepare", '            "too-few-rows",\n', '            "empty-split",\n', "F019"),
+    _plant("too few rows are enough", "data/prepare", "    if rows < wanted:\n", "    if rows < 1:\n", "F019"),
     # launch
     _plant(
         "variables of another job stay",
@@ -414,10 +414,10 @@ PLANTS: tuple[Plant, ...] = (
         "F113",
     ),
     _plant(
-        "an output may be what is read",
+        "an output that exists is replaced",
         "merge/output",
-        "        if target.resolve() == folder or folder.is_relative_to(target)",
-        "        if target == folder or folder.is_relative_to(target)",
+        "    if not overwrite:\n",
+        "    if overwrite and not target.exists():\n",
         "F109",
     ),
     # what is supervised
@@ -487,13 +487,7 @@ PLANTS: tuple[Plant, ...] = (
         "F085",
     ),
     # more of recipe, data, merge, security
-    _plant(
-        "weights may come from two places",
-        "recipe/rules",
-        "    if model.name_or_path is not None and model.from_config is not None:\n",
-        "    if model.name_or_path is not None and model.from_config is not None and model.name_or_path == model.from_config:\n",
-        "F010",
-    ),
+    _plant("a global batch may be rounded", "recipe/world", "    if wanted % at_once:\n", "    if wanted < at_once:\n", "F010"),
     _plant(
         "a home that is not expanded is a name",
         "recipe/paths",
@@ -530,13 +524,6 @@ PLANTS: tuple[Plant, ...] = (
         "F025",
     ),
     _plant(
-        "the hub is waited for",
-        "data/hub",
-        "    if constants.HF_HUB_OFFLINE:\n        return False\n",
-        "    if constants.HF_HUB_OFFLINE:\n        return True\n",
-        "F026",
-    ),
-    _plant(
         "a port that is taken is tried",
         "launch/accelerate",
         '            probe.bind(("", port))\n',
@@ -564,5 +551,12 @@ PLANTS: tuple[Plant, ...] = (
         "    if recipe.model.trust_remote_code and not trust_remote_code:\n",
         "    if trust_remote_code and not recipe.model.trust_remote_code:\n",
         "F118",
+    ),
+    _plant(
+        "a tied head is written twice",
+        "merge/ties",
+        "    return Tied(ties, {KEY: True} if ties else {})\n",
+        "    return Tied({}, {KEY: True} if ties else {})\n",
+        "F107",
     ),
 )
