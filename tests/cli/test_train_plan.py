@@ -11,6 +11,7 @@ import pytest
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.train_plan import plan_of, predicted_and_measured, predicted_line, refuse_what_cannot_fit
 from fsdp_tune.errors import ExitCode, FsdpTuneError
+from fsdp_tune.launch.accelerate import launch_plan
 from fsdp_tune.plan.hardware import find_hardware
 from fsdp_tune.plan.predict import Plan, plan
 from fsdp_tune.run_dir import RunDir
@@ -61,3 +62,21 @@ def test_the_end_of_a_run_sets_the_plan_against_what_was_measured(tmp_path: Path
         + "\n"
     )
     assert predicted_and_measured(run) == ["peak_allocated_gib: 11 GiB predicted, 10 measured (+10.0%)"]
+
+
+@pytest.mark.parametrize(
+    ("device", "inherited", "launch", "expected"),
+    [
+        ("cuda", {}, {}, "expandable_segments:True"),
+        ("cpu", {}, {}, None),
+        ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, {}, None),
+        ("cuda", {}, {"env": {"PYTORCH_ALLOC_CONF": "backend:native"}}, "backend:native"),
+    ],
+)
+def test_cuda_ranks_get_the_allocator_that_the_plan_counts_with_unless_somebody_decides(
+    tmp_path: Path, device: str, inherited: dict[str, str], launch: dict[str, object], expected: str | None
+) -> None:
+    recipe = resolved(launch={"device": device, **launch})
+    made = launch_plan(recipe, RunDir(tmp_path / "run"), inherited={"PATH": "/nowhere", **inherited})
+    assert made.settings.get("PYTORCH_ALLOC_CONF") == expected
+    assert made.env.get("PYTORCH_CUDA_ALLOC_CONF") == inherited.get("PYTORCH_CUDA_ALLOC_CONF")
