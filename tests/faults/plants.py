@@ -37,7 +37,6 @@ PLANTS: tuple[Plant, ...] = (
         _IN_PLACE,
         "        stage = final\n        try:\n            manifest = self._fill_stage(snapshot, stage)\n",
         "F070",
-        "F042",
     ),
     _plant(
         "files are not synced", "worker/storage", "                DISK.fsync(self._file)\n", "                self._file.flush()\n", "F071"
@@ -128,6 +127,7 @@ PLANTS: tuple[Plant, ...] = (
         '        live_state.set_rng_state(state["rng"], device_type)\n',
         '        assert state["rng"]\n',
         "F091",
+        "F042",
         "F092",
         "F094",
         "F095",
