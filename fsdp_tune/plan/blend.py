@@ -49,14 +49,20 @@ def blend(first: Trace, second: Trace, weight: float, shapes: Shapes) -> Trace:
     return replace(first, **tables, shapes=shapes)
 
 
-def at_micro_batch(one: Trace, two: Trace, micro_batch: int, accumulation: int) -> Trace:
-    """`one` and `two` were traced at 1 and 2 sequences a forward.
+def at_micro_batch(low: Trace, high: Trace, micro_batch: int, accumulation: int) -> Trace:
+    """`low` and `high` were traced at two micro-batches."""
+    first, last = low.shapes.micro_batch, high.shapes.micro_batch
+    shapes = replace(low.shapes, micro_batch=micro_batch, accumulation=accumulation)
+    return blend(low, high, (micro_batch - first) / (last - first), shapes)
 
-    Traced with accumulation, they stand for a step without it too: its time leaves the second micro-batch out, and its memory is
+
+def at_accumulation(trace: Trace, accumulation: int) -> Trace:
+    """The same forward, more or less often.
+
+    Traced with accumulation, it stands for a step without it too: its time leaves the second micro-batch out, and its memory is
     that of one that accumulates, which has gradients at hand a little earlier.
     """
-    assert (one.shapes.micro_batch, two.shapes.micro_batch) == (1, 2), "a line through one and two"
-    return blend(one, two, micro_batch - 1, replace(one.shapes, micro_batch=micro_batch, accumulation=accumulation))
+    return replace(trace, shapes=replace(trace.shapes, accumulation=accumulation))
 
 
 def at_shards(few: Trace, many: Trace, shard_size: int, *, world_size: int, replicate_size: int) -> Trace:

@@ -1,4 +1,4 @@
-"""The best recipe for given GPUs: every layout is traced at two micro-batches, every other micro-batch lies on the line through them."""
+"""The best recipe for given GPUs: every layout is traced at three micro-batches, and all others lie on a line through two of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from fsdp_tune.plan.blend import alike, at_micro_batch
+from fsdp_tune.plan.blend import alike, at_accumulation, at_micro_batch
 from fsdp_tune.plan.candidates import Changes, batch_changes, changed, differences, layouts, least_state_bytes, micro_batches
 from fsdp_tune.plan.efficiency import Efficiency
 from fsdp_tune.plan.fits import CONTEXT_BYTES, fit
@@ -58,7 +58,7 @@ class Search:
             recipe = changed(base, changes | batch_changes(*batches[0]))
             if recipe is not None and least_state_bytes(recipe, parameters, trained) + CONTEXT_BYTES <= self.hardware.usable_bytes:
                 hopeful.append((changes, recipe))
-        self.trace([recipe for changes, _ in hopeful for recipe in self._pair(base, changes, batches)])  # at once: torch is imported once
+        self.trace([recipe for changes, _ in hopeful for recipe in self._points(base, changes, batches)])  # at once: one import of torch
         found: list[Found] = []
         for changes, _ in hopeful:
             self.progress(_words(changes))
@@ -66,17 +66,21 @@ class Search:
         return found
 
     def _layout(self, base: Recipe, changes: Changes, batches: list[tuple[int, int]]) -> list[Found]:
-        pair = self._pair(base, changes, batches)
-        traces = self.trace(pair)
-        line = (traces[0], traces[1]) if len(pair) == 2 else (None, None)
+        points = self._points(base, changes, batches)
+        traces = dict(zip((recipe.training.per_device_train_batch_size for recipe in points), self.trace(points), strict=True))
+        low, high = traces.get(2), traces.get(3)
+        on_a_line = low is not None and high is not None and alike(low, high)
         found: list[Found] = []
         for micro, accumulation in batches:
             recipe = changed(base, changes | batch_changes(micro, accumulation))
             if recipe is None:
                 continue
-            if line[0] is not None and line[1] is not None and alike(line[0], line[1]):
-                trace = at_micro_batch(line[0], line[1], micro, accumulation)
-            else:  # two programs: a mask or a kernel that one size has and the other has not
+            own = traces.get(micro)
+            if own is not None:
+                trace = at_accumulation(own, accumulation)
+            elif low is not None and high is not None and on_a_line:
+                trace = at_micro_batch(low, high, micro, accumulation)
+            else:  # a kernel that one size has and the other has not
                 trace = self.trace([recipe])[0]
             if trace is None:
                 break
@@ -85,11 +89,15 @@ class Search:
                 break
         return found
 
-    def _pair(self, base: Recipe, changes: Changes, batches: list[tuple[int, int]]) -> list[Recipe]:
-        """One and two sequences a forward, with accumulation where any of the batches accumulates."""
+    def _points(self, base: Recipe, changes: Changes, batches: list[tuple[int, int]]) -> list[Recipe]:
+        """One, two and three sequences a forward, with accumulation where any of the batches accumulates.
+
+        One is by itself: what is the same for every sequence (rotary angles) is then not repeated, so that the program differs.
+        """
         accumulation = min(2, batches[0][1])
-        both = [changed(base, changes | batch_changes(micro, accumulation)) for micro in (1, 2)]
-        return [recipe for recipe in both if recipe is not None]
+        sizes = (1, 2, 3) if len(batches) > 1 else (batches[0][0],)
+        recipes = [changed(base, changes | batch_changes(micro, accumulation)) for micro in sizes]
+        return [recipe for recipe in recipes if recipe is not None]
 
 
 def _words(changes: Changes) -> str:

@@ -23,8 +23,8 @@ def same(left: Trace, right: Trace) -> bool:
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 16])
-def test_a_micro_batch_lies_on_the_line_through_one_and_two(micro_batch: int) -> None:
-    made = at_micro_batch(traced(1), traced(2), micro_batch, 1)
+def test_a_micro_batch_lies_on_the_line_through_two_others(micro_batch: int) -> None:
+    made = at_micro_batch(traced(2), traced(3), micro_batch, 1)
     assert same(made, traced(micro_batch))
     assert made.shapes.micro_batch == micro_batch
 
