@@ -48,7 +48,9 @@ def _trace(recipe: Recipe, config: PreTrainedConfig, traced: int, repeats: int, 
     shallow = truncated(config, traced) if traced != layers else config
     model = build_empty(recipe, shallow, vocabulary=vocabulary)
     groups: Sequence[tuple[str, ...]] = plan_units(recipe, model).groups if recipe.is_sharded else ()
-    counts, units = deepened(count(shallow, model), unit_list(recipe, model, tuple(groups)), layers, model)
+    counts, units = count(shallow, model), unit_list(recipe, model, tuple(groups))
+    if traced != layers:
+        counts, units = deepened(counts, units, layers, model)
     with fake_world(recipe.world_size):
         run = run_step(recipe, shallow, vocabulary=vocabulary)
         return assemble(recipe, shallow, run, counts, units, period=repeats)

@@ -18,12 +18,13 @@ from tests.trace.tracing import alive, before, trace_of
 
 CASES = {
     "gpt2": Case(architecture="gpt2"),
-    "llama": Case(),
     "llama, recomputed and accumulated": Case(recomputation="full", accumulation=2),
+    "llama": Case(),
     "llama, offloaded": Case(offload=True),
     "llama, four ranks in two copies": Case(ranks=4, strategy="HYBRID_SHARD"),
     "llama, bf16": Case(precision="bf16"),
 }
+FAST = list(CASES)[:2]
 
 
 def _local(tensor: Any) -> Any:
@@ -62,7 +63,7 @@ def run_watched(path: str) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_trace_holds_what_the_live_worker_holds(name: str, bench: Bench) -> None:
     case = CASES[name]
     changes = runs.merged(case.recipe(str(bench.model(case.architecture))), {"training": {"max_steps": 2, "save_steps": 2}})
