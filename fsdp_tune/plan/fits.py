@@ -55,7 +55,12 @@ def fit(trace: Trace, hardware: Hardware, *, segments: Segments = "expandable") 
     elif least > usable:
         answer, because = "no", f"{_gib(least)} at the least, of {_gib(usable)}"
     else:
-        answer, because = "tight", f"{_gib(reserved + outside)} of {_gib(usable)}: less than {SPARE:.0%} to spare"
+        over = (
+            "only if that is too high, or if cached memory is given back"
+            if reserved + outside > usable
+            else f"less than {SPARE:.0%} to spare"
+        )
+        answer, because = "tight", f"{_gib(reserved + outside)} of {_gib(usable)}: {over}"
     return Fit(answer, because, memory, outside, usable)
 
 
