@@ -96,7 +96,6 @@ PLANTS: tuple[Plant, ...] = (
         "worker/storage",
         "            self.refused = error\n            raise\n",
         "            self.refused = error\n            return view.nbytes\n",
-        "F052",
         "F053",
     ),
     _plant(
@@ -559,4 +558,5 @@ PLANTS: tuple[Plant, ...] = (
         "    return Tied({}, {KEY: True} if ties else {})\n",
         "F107",
     ),
+    _plant("a limit on file sizes is a bug", "merge/output", "    errno.EFBIG,\n", "", "F052", "F103"),
 )

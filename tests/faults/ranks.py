@@ -142,7 +142,10 @@ def save_on_broken_disks(cases: list[tuple[Path, int, Fault]], step: int) -> lis
     for path, rank, fault in cases:
         with injected(fault) if dist.get_rank() == rank else contextlib.nullcontext():
             error = _save(path, step, live=live).error
-        told.append(None if error is None else error.problems[0].message)
+        if error is not None:
+            told.append(error.problems[0].message)
+        else:
+            told.append(None if loads(path, step) else "saved, but not what was to be saved")
         dist.barrier()
         again = _save(path, step + 10, live=live, keep=2).error
         if again is not None:
