@@ -89,7 +89,11 @@ def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
     program = PROGRAMS.get(source_of(row), _UNKNOWN_PROGRAM)
     accumulation = re.search(r"grad_accum=(\d+)", row["notes"])
     pure = row["mixed_precision"] == "none"
-    version = 1 if row["fsdp_version"] == "1" else 2
+    # FSDP1's offload moves flat parameters in a way that fake tensors refuse; FSDP2's stands for it.
+    version = 1 if row["fsdp_version"] == "1" and row["cpu_offload"] != "params" else 2
+    # FSDP1's usual policy and torchtitan's first one: the layers are units, and the root holds embedding and head.
+    layers_only = row["fsdp_version"] == "1" or any(sign in row["source"] for sign in _BEFORE_EXPANDABLE)
+    wrap = {"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model.layers.*"]} if layers_only else {}
     reduce_dtype = ("bf16" if pure else "fp32") if program["reduce_dtype"] == "auto" else program["reduce_dtype"]
     data: dict[str, Any] = {
         "model": {
@@ -100,6 +104,7 @@ def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
         },
         "data": {"train": [{"path": "builtin:arithmetic"}], "max_length": length},
         "fsdp": {
+            **wrap,
             "version": version,
             "cpu_ram_efficient_loading": version == 2,
             "sharding_strategy": "NO_SHARD" if row["sharding"] == "none" else row["sharding"],
@@ -161,7 +166,10 @@ def predicted_gib(row: Row, trace: Trace) -> tuple[float, Memory]:
 
 
 def report(rows: Sequence[Row], errors: dict[str, float]) -> dict[str, Any]:
-    """Prints the errors by metric and source; returns what a plan quotes: of the sources that nothing was looked up for."""
+    """Prints the errors by metric and source; returns what a plan quotes: all rows, since no constant was fitted on any.
+
+    How a program differs (`programs`, units) was looked up knowing which rows were off, so its source is in-sample to that extent.
+    """
     quoted: dict[str, Any] = {}
     for metric in ("peak_allocated", "peak_reserved", "nvidia_smi"):
         mine = [row for row in rows if row.metric == metric and row.id in errors]
