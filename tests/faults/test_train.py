@@ -53,7 +53,7 @@ def death(training: Training, *happenings: Happening) -> RunDir:
 
 @pytest.mark.parametrize(
     ("phase", "step"),
-    cases([("forward", 4)], [("fetch", 4), ("reduce", 7), ("log", 6), ("evaluate", 5), ("save", 3), ("save", 12), ("forward", 0)]),
+    cases([("forward", 8)], [("fetch", 4), ("reduce", 7), ("log", 6), ("evaluate", 5), ("save", 3), ("save", 12), ("forward", 0)]),
 )
 @pytest.mark.parametrize("rank", cases([1], [0]))
 def test_rank_killed_in_any_phase_ends_the_others_and_the_run_comes_back(rank: int, phase: str, step: int, training: Training) -> None:
