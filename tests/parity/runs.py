@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdp_tune.data.prepare import Prepared
+from fsdp_tune.parity.reload import checkpoint_tensors
 from fsdp_tune.recipe.resolve import Machine, resolve
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.parity.reload import checkpoint_tensors
 from fsdp_tune.run_dir import RunDir
 from tests.parity.reference import Trajectory
 from tests.parity.store import TRAIN_ROWS, VOCABULARY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -142,7 +143,7 @@ def test_books_balance_whatever_is_allocated_and_freed(seed: int, expandable: bo
         assert allocator.allocated_bytes <= allocator.reserved_bytes <= allocator.peak_reserved_bytes
         assert not limited or allocator.reserved_bytes <= 300 * MIB
     spans = sorted((block.segment, block.offset, block.size) for block in blocks)  # type: ignore[attr-defined]
-    for (segment, offset, size), (other, begin, _) in zip(spans, spans[1:], strict=False):
+    for (segment, offset, size), (other, begin, _) in itertools.pairwise(spans):
         assert segment != other or offset + size <= begin, "two blocks overlap"
     for block in blocks:
         allocator.free(block)  # type: ignore[arg-type]
