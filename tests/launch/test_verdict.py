@@ -110,7 +110,7 @@ def test_a_kill_is_named_and_memory_is_suspected() -> None:
     problem = judge(seen(deaths=[Death(1, 3.0)], launcher_text=KILLED_BY_9, last_step=12)).problem
     assert problem is not None
     assert problem.message == "rank 1 was killed by SIGKILL at step 12"
-    assert "out of memory" in (problem.hint or "")
+    assert "out of host memory" in (problem.hint or "")
 
 
 @pytest.mark.parametrize("deaths", [[Death(0, 1.0), Death(1, 1.0)], [Death(0, 1.0)]], ids=["both seen", "only the other seen"])
