@@ -67,6 +67,7 @@ def measure(folder: Path, layers: int, rounds: int) -> tuple[dict[bool, list[flo
     step()
     saved: list[Saved] = []
     facts = trainer_state_facts(dist.get_world_size(), [dist.get_world_size()], "0" * 64)
+    folder.mkdir(exist_ok=True)
     checkpointer = Checkpointer(RunDir(folder), Live(model, optimizer, full=False), "cpu", False, 1, facts, saved.append)
     stalls: dict[bool, list[float]] = {True: [], False: []}
     for number in range(1, 2 * rounds + 3):  # the first of each kind finds cold caches and is left out

@@ -91,6 +91,7 @@ def measure(directory: Path, way: str, ranks: int, *, cold: bool) -> list[dict[s
         sys.executable,
         "-m",
         "torch.distributed.run",
+        "--standalone",
         "--nproc-per-node",
         str(ranks),
         __file__,
