@@ -16,17 +16,17 @@ import csv
 import json
 import math
 import re
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plan_timing import PER_MACHINE, card, causal_lm, source_of, summary
+from plan_timing import PER_MACHINE, card, causal_lm, finish, source_of, summary
 from programs import logits_kept, logits_kept_in_fp32, logits_shifted_in_fp32, trace_in_child
 
 from fsdp_tune.bridge.tracing import trace_key
-from fsdp_tune.plan.accuracy import TABLE
 from fsdp_tune.plan.fits import CONTEXT_BYTES, NCCL_BYTES, fit, workspace_bytes
 from fsdp_tune.plan.hardware import Hardware
 from fsdp_tune.plan.memory import Memory, peak_memory
@@ -192,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measurements", type=Path)
     parser.add_argument("architectures", type=Path)
-    parser.add_argument("--cache", type=Path, default=Path("/tmp/fsdp-tune-traces"))
+    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "fsdp-tune-traces"))
     parser.add_argument("--exact", action="store_true", help="trace every decoder layer")
     parser.add_argument("--write", action="store_true", help="put the medians into fsdp_tune/plan/accuracy.json")
     options = parser.parse_args()
@@ -213,12 +213,7 @@ def main() -> None:
         print(f"{row.id} {row.source:42} {shape} {row.metric:14} {figures}  {answer:5} {memory.where}")
     print(f"constants fitted: 0; rows that ran and are called `no`: {len(wrong)} {wrong}")
     quoted = report(rows, errors)
-    print("not used:")
-    for reason, ids in sorted(left_out.items(), key=lambda item: -len(item[1])):
-        print(f"  {len(ids):3}  {reason}")
-    if options.write:
-        table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
-        TABLE.write_text(json.dumps(table | quoted, indent=2) + "\n", encoding="utf-8")
+    finish(left_out, quoted, write=options.write)
 
 
 if __name__ == "__main__":

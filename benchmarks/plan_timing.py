@@ -14,6 +14,7 @@ import json
 import math
 import re
 import statistics
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -203,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measurements", type=Path)
     parser.add_argument("architectures", type=Path)
-    parser.add_argument("--cache", type=Path, default=Path("/tmp/fsdp-tune-traces"))
+    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "fsdp-tune-traces"))
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     rows, left_out = read_rows(options.measurements, options.architectures)
@@ -218,10 +219,15 @@ def main() -> None:
         print(f"{row.id} {row.source:42} {shape} {row.metric:22} {value:12.4g} {row.measured:12.4g} {errors[row.id]:+7.1f} %")
     print(f"constants fitted: {len(FITTED)} ({', '.join(FITTED)}), on {', '.join(TUNED_ON)}")
     quoted = report(rows, errors)
+    finish(left_out, quoted, write=options.write)
+
+
+def finish(left_out: dict[str, list[str]], quoted: dict[str, Any], *, write: bool) -> None:
+    """What was not used, and why; with `write`, the medians for plans to quote."""
     print("not used:")
     for reason, ids in sorted(left_out.items(), key=lambda item: -len(item[1])):
         print(f"  {len(ids):3}  {reason}")
-    if options.write:
+    if write:
         table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
         TABLE.write_text(json.dumps(table | quoted, indent=2) + "\n", encoding="utf-8")
 

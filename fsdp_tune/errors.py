@@ -84,6 +84,12 @@ class Problem:
             "hint": "; ".join(hints) or None,
         }
 
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Problem:
+        """A problem from its `as_dict`, or from a rank's outcome, which keeps the ways out apart."""
+        where = Where(raw.get("file"), raw.get("line"), raw.get("column"), raw.get("key"))
+        return cls(str(raw["code"]), str(raw["message"]), where, raw.get("hint"), tuple(map(str, raw.get("ways_out", ()))))
+
     def at(self, where: Where) -> Problem:
         return replace(self, where=where)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fsdp_tune
-from fsdp_tune.errors import FsdpTuneError, Problem, Where
+from fsdp_tune.errors import FsdpTuneError, Problem
 from fsdp_tune.plan.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
 
@@ -151,9 +151,4 @@ def _result(path: Path, problems: list[dict[str, Any]]) -> Trace | FsdpTuneError
         if trace is not None:
             return trace
         return FsdpTuneError(Problem("trace-failed", f"{path} was written and cannot be read"))
-    return FsdpTuneError(*(_problem(each) for each in problems))
-
-
-def _problem(document: dict[str, Any]) -> Problem:
-    where = Where(document.get("file"), document.get("line"), document.get("column"), document.get("key"))
-    return Problem(document["code"], document["message"], where, document.get("hint"))
+    return FsdpTuneError(*map(Problem.from_dict, problems))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fsdp_tune.errors import Notice, Problem, Where
+from fsdp_tune.errors import Notice, Problem
 
 if TYPE_CHECKING:
     from fsdp_tune.recipe.schema import Recipe
@@ -51,19 +51,15 @@ def model_facts(recipe: Recipe, *, offline: bool = False, command: Sequence[str]
     problems: list[Problem] = []
     unchecked: list[str] = []
     for each in document.pop("problems"):
-        problem = read_problem(each)
+        problem = Problem.from_dict(each)
         if problem.code == "model-not-found" and (offline or _UNREACHABLE.search(problem.message)):
             unchecked.append(f"the model `{recipe.model.name_or_path}`: the hub is out of reach, and its files are not in the cache")
         else:
             problems.append(problem)
-    notices = [Notice(problem.code, problem.message, problem.where, problem.hint) for problem in map(read_problem, document.pop("notices"))]
+    notices = [
+        Notice(problem.code, problem.message, problem.where, problem.hint) for problem in map(Problem.from_dict, document.pop("notices"))
+    ]
     return ModelFacts(document, tuple(problems), tuple(notices), tuple(unchecked))
-
-
-def read_problem(document: dict[str, Any]) -> Problem:
-    """The inverse of `Problem.as_dict`."""
-    where = Where(document.get("file"), document.get("line"), document.get("column"), document.get("key"))
-    return Problem(document["code"], document["message"], where, document.get("hint"))
 
 
 def _crashed(exit_code: int, output: str) -> Problem:

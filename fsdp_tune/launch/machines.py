@@ -19,7 +19,6 @@ from fsdp_tune.atomic import write_json
 from fsdp_tune.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.launch.hang import Standing
 from fsdp_tune.launch.lock import has_owner, read_owner
-from fsdp_tune.launch.ranks import problem_from
 from fsdp_tune.launch.verdict import ECHO_CODES, Ended
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.units import format_seconds
@@ -188,7 +187,7 @@ def _identity(run: RunDir) -> str | None:
 def _ended(raw: dict[str, Any] | None) -> Ended | None:
     if raw is None:
         return None
-    problem = problem_from(raw["problem"]) if raw.get("problem") else None
+    problem = Problem.from_dict(raw["problem"]) if raw.get("problem") else None
     return Ended(ExitCode(raw["exit_code"]), ExitReason(raw["exit_reason"]), int(raw["step"]), problem)
 
 

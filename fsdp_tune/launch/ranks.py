@@ -64,7 +64,7 @@ def read_outcome(run: RunDir, rank: int) -> Outcome | None:
         return None
     try:
         reason = ExitReason(raw["exit_reason"])
-        problem = None if raw.get("problem") is None else problem_from(raw["problem"])
+        problem = None if raw.get("problem") is None else Problem.from_dict(raw["problem"])
         known = {"rank", "exit_code", "exit_reason", "step", "time", "problem"}
         facts = {name: value for name, value in raw.items() if name not in known}
         return Outcome(rank, int(raw["exit_code"]), reason, int(raw["step"] or 0), float(raw["time"]), problem, facts)
@@ -100,9 +100,3 @@ def _read(path: Path) -> dict[str, Any] | None:
     except ValueError:
         return {}
     return cast(dict[str, Any], raw) if isinstance(raw, dict) else {}
-
-
-def problem_from(raw: dict[str, Any]) -> Problem:
-    """A problem from its `as_dict`, or from a rank's outcome, which keeps the ways out apart."""
-    where = Where(raw.get("file"), raw.get("line"), raw.get("column"), raw.get("key"))
-    return Problem(str(raw["code"]), str(raw["message"]), where, raw.get("hint"), tuple(map(str, raw.get("ways_out", ()))))

@@ -71,12 +71,11 @@ class Rehearsal:
         for name, scene in scenes:
             began = time.monotonic()
             try:
-                check = Check(name, passed=True, detail=scene())
+                passed, detail = True, scene()
             except _Failed as error:
-                check = Check(name, passed=False, detail=str(error))
-            check = Check(check.name, check.passed, check.detail, time.monotonic() - began)
-            yield check
-            if not check.passed:
+                passed, detail = False, str(error)
+            yield Check(name, passed, detail, time.monotonic() - began)
+            if not passed:
                 return
 
     def train(self) -> str:
@@ -177,9 +176,13 @@ def _demand(answer: Answer) -> None:
         raise _Failed(answer.why)
 
 
+def metrics(run: RunDir) -> list[dict[str, Any]]:
+    """Every line of metrics.jsonl: losses, evaluations and events."""
+    return [json.loads(line) for line in run.metrics_jsonl.read_text(encoding="utf-8").splitlines()]
+
+
 def _loss_lines(run: RunDir) -> list[dict[str, Any]]:
-    lines = (json.loads(line) for line in run.metrics_jsonl.read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if "loss" in line]
+    return [line for line in metrics(run) if "loss" in line]
 
 
 def _digests(directory: Path) -> dict[str, str]:

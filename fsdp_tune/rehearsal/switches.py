@@ -8,7 +8,6 @@ and said.
 from __future__ import annotations
 
 import copy
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.rehearsal.commands import fsdp_tune, torch_script
-from fsdp_tune.rehearsal.scenes import Check
+from fsdp_tune.rehearsal.scenes import Check, metrics
 from fsdp_tune.rehearsal.shrink import Small
 from fsdp_tune.run_dir import RunDir
 
@@ -142,14 +141,10 @@ def _train(base: Small, switch: Switch, run: RunDir) -> str | None:
     return None if answer.exit_code == 0 else answer.why
 
 
-def _numbers(run: RunDir) -> tuple[list[dict[str, Any]], float | None]:
-    lines = [json.loads(line) for line in run.metrics_jsonl.read_text(encoding="utf-8").splitlines()]
-    evals = [line["eval_loss"] for line in lines if "eval_loss" in line]
-    return [line for line in lines if "loss" in line], evals[-1] if evals else None
-
-
 def _compared(run: RunDir, reference: dict[str, Any]) -> tuple[bool, str]:
-    lines, eval_loss = _numbers(run)
+    written = metrics(run)
+    lines = [line for line in written if "loss" in line]
+    eval_loss = next((line["eval_loss"] for line in reversed(written) if "eval_loss" in line), None)
     if [line["supervised_tokens"] for line in lines] != reference["supervised_tokens"]:
         return False, "the steps have other numbers of supervised tokens than on one device: other rows"
     loss = max(map(abs, _relative(lines, reference, "loss")))
@@ -164,9 +159,9 @@ def _compared(run: RunDir, reference: dict[str, Any]) -> tuple[bool, str]:
 
 def _scattered(run: RunDir) -> tuple[bool, str]:
     """A run in half precision against fp32, beside one device in bf16; steps that the loss scale skipped are skipped there too."""
-    lines, _ = _numbers(run)
-    events = (json.loads(line) for line in run.metrics_jsonl.read_text(encoding="utf-8").splitlines())
-    skipped = sorted(event["step"] for event in events if event.get("event") == "loss_scale_backed_off")
+    written = metrics(run)
+    lines = [line for line in written if "loss" in line]
+    skipped = sorted(line["step"] for line in written if line.get("event") == "loss_scale_backed_off")
     request = {"run": str(run.path), "skipped": skipped}
     true, alone = (torch_script("trajectory", request | {"compute_dtype": dtype}) for dtype in ("fp32", "bf16"))
     for answer in (true, alone):

@@ -51,7 +51,7 @@ class Heartbeat:
         self.collective: dict[str, Any] | None = None
         """The last collective that the flight recorder saw, once this rank stands still."""
         self.waited_seconds = 0.0
-        """Time that the training thread has spent waiting for other ranks, as sampled; see `worker.pace`."""
+        """Time that the training thread has spent waiting for other ranks, as sampled; see `worker.progress`."""
 
     @property
     def phase(self) -> str:

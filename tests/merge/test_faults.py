@@ -20,28 +20,13 @@ from fsdp_tune.atomic import Disk
 from fsdp_tune.errors import FsdpTuneError
 from fsdp_tune.merge.reader import SourceFiles
 from fsdp_tune.merge.run import MergeOptions, merge_checkpoint
+from tests.faults.checks import in_child
 from tests.merge.checkpoints import SHARDS, contents, make_run, merged_tensors, same_bits, save_dcp
 
 STATE = {f"layer.{index}.weight": torch.randn(50, 40) for index in range(4)}
 OPTIONS = MergeOptions(dtype="keep", max_shard_bytes=17_000)
 OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmtree", "fsync_dir")
 KILLED = 77
-
-
-def in_child(action: Callable[[], object]) -> int:
-    """Runs `action` in a forked process and gives its exit code: 0, 1 for one of our errors, KILLED for a kill."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        code = 3
-        try:
-            action()
-            code = 0
-        except FsdpTuneError:
-            code = 1
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def break_operation(number: int, broken: Callable[[], object]) -> Callable[[], None]:
