@@ -24,7 +24,10 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`files` maps POSIX paths relative to the directory. `facts` holds step, world size, mesh, versions …"""
+    """`files` maps POSIX paths relative to the directory. `facts` holds step, world size, mesh, versions …
+
+    On disk it ends in a digest of itself: a flipped digit of the step or the world size would else be believed.
+    """
 
     kind: str
     files: dict[str, FileEntry]
@@ -32,7 +35,8 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+        fields = asdict(self)
+        return json.dumps({**fields, "digest": _digest_of(fields)}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
@@ -41,10 +45,18 @@ class Manifest:
             raw = json.loads(text)
             if raw["format_version"] != FORMAT_VERSION:
                 raise ValueError(f"manifest of format {raw['format_version']}, this version reads {FORMAT_VERSION}")
+            if raw.pop("digest") != _digest_of(raw):
+                raise ValueError("the manifest itself is damaged (digest differs)")
             files = {str(name): FileEntry(int(entry["size_bytes"]), str(entry["digest"])) for name, entry in raw["files"].items()}
             return cls(str(raw["kind"]), files, dict(raw["facts"]))
         except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"not a manifest: {error!r}") from error
+
+
+def _digest_of(fields: dict[str, Any]) -> str:
+    """BLAKE2b-256 of what a manifest says, however its JSON is laid out."""
+    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=32).hexdigest()
 
 
 class Digester:

@@ -307,7 +307,8 @@ CHECKPOINT = (
     _row("F076", "t", 2, REFUSED, "a shard, a state, a part of another step", "faults/test_damage::a_part_of_another_step_is_found"),
     _row(
         "F077", "t", 2, REFUSED, "manifests that are missing, empty, of another run, newer, edited", "faults/test_damage::a_manifest_that_does_not_fit_makes_no_checkpoint",
-        "faults/test_damage::a_manifest_that_is_none_makes_no_checkpoint", "parity/test_resume::checkpoint_without_a_manifest_is_none",
+        "faults/test_damage::a_manifest_that_is_none_makes_no_checkpoint",
+        "faults/test_damage::a_digit_changed_in_what_a_manifest_says_of_itself_is_found", "parity/test_resume::checkpoint_without_a_manifest_is_none",
     ),
     _row("F078", "r", 3, REFUSED, "the newest checkpoint is damaged, or missing, as one rank alone sees it",
          "faults/test_worlds::damage_that_one_rank_sees_is_seen_by_all"),
