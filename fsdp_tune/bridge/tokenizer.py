@@ -163,6 +163,8 @@ def _directory(name: str) -> Path | None:
 
 def _load_problem(error: Exception, name: str, directory: Path | None) -> FsdpTuneError:
     causes = {type(cause).__name__ for cause in _causes(error)}
+    if directory is None and (answered := _answered(error, name, causes)) is not None:
+        return answered
     if directory is None and causes & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError"}:
         return unreachable("the tokenizer", name, KEY)
     if "GatedRepoError" in causes:
@@ -177,6 +179,21 @@ def _load_problem(error: Exception, name: str, directory: Path | None) -> FsdpTu
         )
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return usage_error("tokenizer-unreadable", f"the tokenizer of `{name}` cannot be loaded: {first_line}")
+
+
+def _answered(error: Exception, name: str, causes: set[str]) -> FsdpTuneError | None:
+    """What the hub said, where it said something else than that there is no such repository, or that it is gated."""
+    responses = [getattr(cause, "response", None) for cause in _causes(error)]
+    statuses = [int(response.status_code) for response in responses if response is not None]
+    again = "try again later, or give a local path"
+    if statuses and (statuses[0] == 429 or statuses[0] >= 500):
+        return usage_error("hub-busy", f"`{name}`: the hub answers {statuses[0]}, again and again", hint=again)
+    if causes & {"RemoteProtocolError", "ReadTimeout", "ReadError"}:
+        return usage_error("hub-busy", f"`{name}`: the hub's answers break off in the middle", hint=again)
+    if statuses and statuses[0] in (401, 403) and not causes & {"GatedRepoError", "RepositoryNotFoundError"}:
+        hint = "`hf auth login` with a token that may read it, or unset HF_TOKEN if the repository is public"
+        return usage_error("hub-refused", f"`{name}`: the hub answers {statuses[0]}: this account or token may not", hint=hint)
+    return None
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:

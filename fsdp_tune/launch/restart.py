@@ -18,7 +18,18 @@ from fsdp_tune.launch.verdict import Ended
 # What another attempt may not meet again: a process that died, a peer that was lost, a hang, an exception of a library.
 # Everything else is a check of ours that would fail the same way, a mistake of the user's, or a wish to stop.
 TRANSIENT_CODES = frozenset(
-    {"failed", "hang", "host-out-of-memory", "launcher-failed", "lost-rank", "rank-died", "rank-failed", "rank-killed", "worker-failed"}
+    {
+        "failed",
+        "hang",
+        "host-out-of-memory",
+        "launcher-failed",
+        "loader-died",
+        "lost-rank",
+        "rank-died",
+        "rank-failed",
+        "rank-killed",
+        "worker-failed",
+    }
 )
 TRANSIENT_REASONS = (ExitReason.FAILED, ExitReason.LOST_RANK)
 SAME_STEP_FAILURES = 3

@@ -14,7 +14,7 @@ from fsdp_tune.worker.agree import StopVote, gather
 from fsdp_tune.worker.isolation import ALLOWED, not_isolated, packed_row, packing_deviation
 from fsdp_tune.worker.readback import ReadBackError, optimizer_state_difference, read_back
 from fsdp_tune.worker.resume import trainer_state_json
-from fsdp_tune.worker.signals import WISHES, StopWish
+from fsdp_tune.worker.signals import SAVE_AND_FAIL, WISHES, StopWish
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
@@ -65,7 +65,7 @@ class RunCallback(TrainerCallback):
             self._after_first_step()
         trainer.checkpointer.poll()
         self._wish.reserve_seconds = max(self._wish.reserve_seconds, 2 * trainer.checkpointer.longest_seconds)
-        told = self._vote.exchange(self._wish.code())
+        told = self._vote.exchange(self._wish.code() if trainer.parts.metrics.failure is None else SAVE_AND_FAIL)
         last = state.global_step >= state.max_steps
         if told and not last:
             self.stopped = WISHES[told]

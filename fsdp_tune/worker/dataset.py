@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 from fsdp_tune.data.collate import collate
 from fsdp_tune.data.order import rank_micro_batches
 from fsdp_tune.data.store import Int64, Row, RowStore
+from fsdp_tune.errors import FailedError, Problem
 from fsdp_tune.model.loss import IGNORE_INDEX
 from fsdp_tune.worker.signals import ignore_stop_signals
 
@@ -47,6 +48,15 @@ class Batch:
         return int((self.tensors["labels"][:, 1:] != IGNORE_INDEX).sum())
 
 
+class UnreadableRow(FailedError):
+    """A row that cannot be read or made a batch."""
+
+    def __init__(self, told: str) -> None:
+        # Where a process of the loader raised it, torch makes it anew from the text of its traceback.
+        message = told.rsplit(f"{type(self).__name__}: ", 1)[-1].strip()
+        super().__init__(Problem("row-unreadable", message, hint="are the prepared data whole? `fsdp-tune prepare` builds them anew"))
+
+
 class Rows(Dataset["Row | None"]):
     def __init__(self, store: RowStore) -> None:
         self.store = store
@@ -55,7 +65,12 @@ class Rows(Dataset["Row | None"]):
         return len(self.store)
 
     def __getitem__(self, index: int) -> Row | None:
-        return None if index == FILLER else self.store[index]
+        if index == FILLER:
+            return None
+        try:
+            return self.store[index]
+        except Exception as error:  # whatever it is, the row must be named
+            raise UnreadableRow(f"row {index} cannot be read: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +82,11 @@ class Collator:
 
     def __call__(self, items: Sequence[Row | None]) -> Batch:
         rows = [row for row in items if row is not None]
-        arrays = collate(rows, self.pad_token_id, self.multiple_of, max_length=self.max_length)
+        try:
+            arrays = collate(rows, self.pad_token_id, self.multiple_of, max_length=self.max_length)
+        except Exception as error:
+            named = ", ".join(str(row.row_id) for row in rows)
+            raise UnreadableRow(f"rows {named} cannot be made a batch: {type(error).__name__}: {error}") from error
         return Batch(
             {name: torch.from_numpy(array) for name, array in arrays.items()},
             tuple(row.row_id for row in rows),
@@ -103,6 +122,16 @@ class MicroBatches(BatchSampler):
     def digest(self, epoch: int = 0) -> str:
         """Names the order of an epoch: equal on every rank and on every world size with the same global batch."""
         return hashlib.blake2b(np.ascontiguousarray(self._order(epoch), dtype=np.int64).tobytes(), digest_size=8).hexdigest()
+
+    def rows_of_step(self, step: int) -> list[int]:
+        """Rows of this rank in step `step` of the present epoch, which counts from 0."""
+        batches = list(self)[step * self._accumulation : (step + 1) * self._accumulation]
+        return [row for batch in batches for row in batch if row != FILLER]
+
+    @property
+    def steps(self) -> int:
+        """Of an epoch."""
+        return math.ceil(len(self) / self._accumulation)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -141,6 +170,21 @@ def loader(
         prefetch_factor=prefetch if workers else None,
         worker_init_fn=ignore_stop_signals,
     )
+
+
+def loader_died(error: BaseException, sampler: MicroBatches, store: RowStore, step: int) -> Problem | None:
+    """What to say where a process of the loader is gone after `step` steps; None for any other error.
+
+    torch raises it from a signal handler, in whatever the training process is doing.
+    """
+    first_line = str(error).partition("\n")[0]
+    if not isinstance(error, RuntimeError) or not first_line.startswith("DataLoader worker"):
+        return None
+    rows = sampler.rows_of_step(step % sampler.steps)
+    named = ", ".join(f"{row} ({file}:{line})" for row in rows[:8] for file, line in store.origins(row)[:1])
+    message = f"a process of the data loader is gone while rows were read for step {step + 1} and later, from {named} on: {first_line}"
+    hint = "out of host memory, or /dev/shm full? `training.dataloader_num_workers: 0` reads in the rank itself"
+    return Problem("loader-died", message, hint=hint)
 
 
 def eval_batches(rows: int, *, rank: int, world_size: int, micro_batch: int) -> list[list[int]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_tune.errors import failed_error
-from fsdp_tune.manifest import damage
+from fsdp_tune.manifest import MANIFEST_NAME, damage, read_manifest
 from fsdp_tune.run_dir import Checkpoint, inspect_checkpoint
 from fsdp_tune.worker import state as live_state
 from fsdp_tune.worker.agree import from_rank0, gather
@@ -21,18 +23,28 @@ if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
 
 
-def agreed_checkpoint(path: str | None, *, digests: bool) -> Checkpoint | None:
-    """The checkpoint that rank 0 decides on, verified by all ranks together (each hashes its share of the files)."""
+# NFS keeps what it knows of a directory for up to a minute (`acdirmax`), and so that a name is not there.
+VISIBLE_SECONDS = 90.0
+_POLL_SECONDS = 0.2
+
+
+def agreed_checkpoint(path: str | None, *, digests: bool, wait_seconds: float = 0.0) -> Checkpoint | None:
+    """The checkpoint that rank 0 decides on, verified by all ranks together (each hashes its share of the files).
+
+    `wait_seconds`: how long a machine may take to see what another one has written.
+    """
     if path is None:
         return None
 
     def choose() -> Checkpoint:
+        _wait_until_visible(Path(path), [MANIFEST_NAME], wait_seconds)
         verdict = inspect_checkpoint(Path(path), digests=False)
         if not isinstance(verdict, Checkpoint):
             raise failed_error("checkpoint-unusable", f"{path}: {verdict.reason}", ways_out=_WAYS_OUT)
         return verdict
 
     chosen = from_rank0(choose, "choosing the checkpoint")
+    _wait_until_visible(chosen.path, [MANIFEST_NAME, *chosen.manifest.files], wait_seconds)
     mine = dict(list(chosen.manifest.files.items())[dist.get_rank() :: dist.get_world_size()])
     part = dataclasses.replace(chosen.manifest, files=mine)
     bad = [sentence for found in gather(damage(chosen.path, part, digests=digests)) for sentence in found]
@@ -42,6 +54,19 @@ def agreed_checkpoint(path: str | None, *, digests: bool) -> Checkpoint | None:
 
 
 _WAYS_OUT = ("--resume auto takes the newest checkpoint that is whole", "--resume PATH takes another one")
+
+
+def _wait_until_visible(folder: Path, names: list[str], limit_seconds: float) -> None:
+    """Waits for every name, none of which was read off a listing; what is still missing then is told as damage."""
+    deadline = time.monotonic() + limit_seconds
+    while time.monotonic() < deadline and not all((folder / name).exists() for name in names):
+        time.sleep(_POLL_SECONDS)
+
+
+def _rank_files(checkpoint: str) -> list[str]:
+    """The ranks' own files by rank, as the manifest has them: a directory may show some late, and some that are not of it."""
+    manifest = read_manifest(Path(checkpoint))
+    return sorted(fnmatch.filter(manifest.files if manifest else (), live_state.RANK_FILES))
 
 
 def restore_model(live: Live, checkpoint: str) -> None:
@@ -54,18 +79,18 @@ def restore_optimizer(live: Live, checkpoint: str) -> None:
 
 def restore_own(checkpoint: str) -> dict[str, Any]:
     """What this rank alone knew: sums since the last line, loss scale. At another world size rank 0 takes all the sums."""
-    files = sorted(Path(checkpoint).glob(live_state.RANK_FILES))
+    files = _rank_files(checkpoint)
     if len(files) == dist.get_world_size():
         own: dict[str, Any] = torch.load(Path(checkpoint) / live_state.rank_file(dist.get_rank()), weights_only=True)["own"]
         return own
-    all_own = [torch.load(file, weights_only=True)["own"] for file in files]
+    all_own = [torch.load(Path(checkpoint) / file, weights_only=True)["own"] for file in files]
     sums = [sum(values) for values in zip(*(own["sums"] for own in all_own), strict=True)]
     return {**all_own[0], "sums": sums if dist.get_rank() == 0 else [0.0] * len(sums)}
 
 
 def restore_rng(checkpoint: str, seed: int, step: int, device_type: str) -> None:
     """Puts this rank's generators back; at another world size each rank starts a stream of its own from seed, step and rank."""
-    if len(list(Path(checkpoint).glob(live_state.RANK_FILES))) == dist.get_world_size():
+    if len(_rank_files(checkpoint)) == dist.get_world_size():
         state = torch.load(Path(checkpoint) / live_state.rank_file(dist.get_rank()), weights_only=True)
         live_state.set_rng_state(state["rng"], device_type)
     else:

@@ -22,8 +22,10 @@ from fsdp_tune.model.load import Loaded, load
 from fsdp_tune.model.step import LossScale
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import Checkpoint, RunDir, checkpoint_to_start_from, run_of
+from fsdp_tune.units import parse_seconds
 from fsdp_tune.worker import state as live_state
-from fsdp_tune.worker.agree import from_rank0
+from fsdp_tune.worker import trackers
+from fsdp_tune.worker.agree import all_or_none, from_rank0
 from fsdp_tune.worker.arguments import training_arguments
 from fsdp_tune.worker.callbacks import RunCallback
 from fsdp_tune.worker.checkpoint import Checkpointer, Saved, trainer_state_facts
@@ -31,11 +33,10 @@ from fsdp_tune.worker.dataset import Collator, MicroBatches
 from fsdp_tune.worker.heartbeat import Heartbeat
 from fsdp_tune.worker.metrics import MetricsFile
 from fsdp_tune.worker.rank import Rank
-from fsdp_tune.worker.resume import agreed_checkpoint
+from fsdp_tune.worker.resume import VISIBLE_SECONDS, agreed_checkpoint
 from fsdp_tune.worker.rotation import remove_leftovers
 from fsdp_tune.worker.signals import StopWish
 from fsdp_tune.worker.state import Live
-from fsdp_tune.worker.trackers import guard_trackers
 from fsdp_tune.worker.trainer import FsdpTrainer, Parts
 
 
@@ -70,7 +71,9 @@ def build_trainer(
     callback = RunCallback(run, wish, say, is_first=rank.is_first)
     trainer = FsdpTrainer(parts, arguments, [*_extra_callbacks(recipe), callback])
     callback.trainer = trainer
-    guard_trackers(trainer, _tracker_reporter(trainer, say))
+    # A tracker that hangs must be cut off before the supervisor takes the rank for one that hangs.
+    patience_seconds = min(trackers.LIMIT_SECONDS, parse_seconds(recipe.launch.hang_timeout) / 2)
+    trackers.guard_trackers(trainer, _tracker_reporter(trainer, say), patience_seconds)
     trainer.create_optimizer()
     trainer.checkpointer = Checkpointer(
         run=run,
@@ -106,7 +109,8 @@ def _resume(run: RunDir, recipe: Recipe) -> Checkpoint | None:
     path = run.path / RESUME_NAME
     wish: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     digests = recipe.checkpoint.verify == "digest" and not wish.get("digests_checked", False)
-    return agreed_checkpoint(wish.get("resume_from"), digests=digests)
+    wait_seconds = VISIBLE_SECONDS if recipe.launch.num_machines > 1 else 0.0
+    return agreed_checkpoint(wish.get("resume_from"), digests=digests, wait_seconds=wait_seconds)
 
 
 def _digest(run: RunDir) -> str:
@@ -183,8 +187,19 @@ def close(trainer: FsdpTrainer) -> None:
         checkpointer.save(trainer.state.global_step, trainer_state_json(trainer), trainer.own_state())
         if failures[-1].error is not None:
             raise failures[-1].error
-    trainer.parts.metrics.event("train_finished", trainer.state.global_step)
-    trainer.parts.metrics.close()
+    metrics = trainer.parts.metrics
+    metrics.event("train_finished", trainer.state.global_step)
+    metrics.close()
+    all_or_none(lambda: _check_metrics(metrics, trainer.state.global_step), "writing metrics.jsonl")
+
+
+def _check_metrics(metrics: MetricsFile, step: int) -> None:
+    if metrics.failure is not None:
+        raise failed_error(
+            "metrics-unwritable",
+            f"metrics.jsonl cannot be written: {metrics.failure.strerror}; stopped after step {step}, which is saved",
+            hint="make room, or mend the disk; `--resume auto` goes on from that step, and writes the lines that are missing",
+        )
 
 
 def results(trainer: FsdpTrainer, started: float) -> dict[str, Any]:

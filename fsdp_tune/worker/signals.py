@@ -10,7 +10,14 @@ from types import FrameType
 from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitReason
 
 # Ordered: the largest wish wins where ranks differ.
-WISHES: dict[int, ExitReason] = {1: ExitReason.MAX_RUNTIME, 2: ExitReason.PREEMPTED, 3: ExitReason.INTERRUPTED}
+WISHES: dict[int, ExitReason] = {
+    1: ExitReason.MAX_RUNTIME,
+    2: ExitReason.PREEMPTED,
+    3: ExitReason.INTERRUPTED,
+    4: ExitReason.FAILED,
+}
+SAVE_AND_FAIL = 4
+"""What only this rank can no longer do (write metrics.jsonl) ends the run, once all have saved."""
 _WISH_OF_SIGNAL = {signal.SIGTERM: 2, signal.SIGUSR1: 2, signal.SIGHUP: 2, signal.SIGINT: 3}
 # One Ctrl-C reaches a rank several times: from the terminal, from the launcher, from its agent.
 ECHO_SECONDS = 2.0

@@ -1,7 +1,9 @@
-"""Trackers (tensorboard, wandb …) may fail; the run goes on without them. What they show is in metrics.jsonl anyway."""
+"""Trackers (tensorboard, wandb …) may fail or hang; the run goes on without them. What they show is in metrics.jsonl anyway."""
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,23 +12,49 @@ from transformers import Trainer, TrainerCallback
 _INTEGRATIONS = "transformers.integrations"
 
 
-class Guarded(TrainerCallback):
-    """Passes every event on to a tracker until it raises for the first time; `told` hears of that, once."""
+# A tracker's server may take its time once (wandb allows itself 90 s to begin), and is then not asked again.
+LIMIT_SECONDS = 120.0
 
-    def __init__(self, tracker: TrainerCallback, told: Callable[[str], None]) -> None:
-        self._tracker, self._told = tracker, told
+
+class Guarded(TrainerCallback):
+    """Passes every event on to a tracker until it fails for the first time; `told` hears of that, once.
+
+    The tracker lives in a thread of its own, the same for all events: a call that does not end cannot be ended, but it
+    can be left behind. Each call is waited for, so the tracker sees the run as it would without a thread between.
+    """
+
+    def __init__(self, tracker: TrainerCallback, told: Callable[[str], None], limit_seconds: float) -> None:
+        self._tracker, self._told, self._limit_seconds = tracker, told, limit_seconds
+        self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...], dict[str, Any]]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._has_failed = False
 
     def _pass_on(self, event: str, *args: Any, **kwargs: Any) -> Any:
-        if self._has_failed:
+        if self._has_failed or getattr(type(self._tracker), event) is getattr(TrainerCallback, event):
             return None
+        if self._thread is None:
+            name = type(self._tracker).__name__
+            self._thread = threading.Thread(target=self._serve, name=name, daemon=True)  # daemon: nobody waits for it at the end
+            self._thread.start()
+        self._calls.put((event, args, kwargs))
         try:
-            return getattr(self._tracker, event)(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001  whatever a tracker's library raises, training does not depend on it
+            result, error = self._answers.get(timeout=self._limit_seconds)
+        except queue.Empty:
+            result, error = None, TimeoutError(f"`{event}` did not return within {self._limit_seconds:g} s")
+        if error is not None:
             self._has_failed = True
             name = type(self._tracker).__name__.removesuffix("Callback")
             self._told(f"{name} has failed and gets nothing more: {type(error).__name__}: {error}")
-            return None
+        return result
+
+    def _serve(self) -> None:
+        while not self._has_failed:
+            event, args, kwargs = self._calls.get()
+            try:
+                self._answers.put((getattr(self._tracker, event)(*args, **kwargs), None))
+            except Exception as error:  # noqa: BLE001  whatever a tracker's library raises, training does not depend on it
+                self._answers.put((None, error))
 
 
 def _passing(event: str) -> Callable[..., Any]:
@@ -40,9 +68,10 @@ for _event in [name for name in dir(TrainerCallback) if name.startswith("on_")]:
     setattr(Guarded, _event, _passing(_event))
 
 
-def guard_trackers(trainer: Trainer, told: Callable[[str], None]) -> None:
-    """Puts a guard around each of transformers' own tracker callbacks, in its place."""
+def guard_trackers(trainer: Trainer, told: Callable[[str], None], limit_seconds: float) -> None:
+    """Puts a guard around each of transformers' own tracker callbacks, in its place; it is cut off `limit_seconds` after a call."""
     callbacks: list[TrainerCallback] = trainer.callback_handler.callbacks
     trainer.callback_handler.callbacks = [
-        Guarded(callback, told) if type(callback).__module__.startswith(_INTEGRATIONS) else callback for callback in callbacks
+        Guarded(callback, told, limit_seconds) if type(callback).__module__.startswith(_INTEGRATIONS) else callback
+        for callback in callbacks
     ]

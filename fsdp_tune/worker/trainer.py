@@ -94,6 +94,7 @@ class FsdpTrainer(Trainer):
             self.lines.tokens = int(self.state.num_input_tokens_seen)
             own = restore_own(resume_from_checkpoint)
             self.lines.sums.load(own["sums"])
+            self.parts.metrics.bring_back(own["unwritten"])
             if self.parts.scale is not None and own["loss_scale"] is not None:
                 self.parts.scale.load_state_dict(own["loss_scale"])
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -267,7 +268,8 @@ class FsdpTrainer(Trainer):
 
     def own_state(self) -> dict[str, Any]:
         """What only this rank knows, for its file in a checkpoint."""
-        return {"sums": self.lines.sums.state(), "loss_scale": self.parts.scale.state_dict() if self.parts.scale is not None else None}
+        scale = self.parts.scale.state_dict() if self.parts.scale else None
+        return {"sums": self.lines.sums.state(), "loss_scale": scale, "unwritten": list(self.parts.metrics.unwritten)}
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         # The Trainer calls this last, after skipping batches, so nothing draws from the generators in between.

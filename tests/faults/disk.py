@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,6 +137,63 @@ def injected(fault: Fault | None, kill: Callable[[], None] = die) -> Iterator[li
 
     with patch.multiple(type(atomic.DISK), **{name: wrapper(name) for name in OPERATIONS}):
         yield log
+
+
+class _Listing:
+    """What `os.scandir` gives, without some entries."""
+
+    def __init__(self, entries: Iterator[os.DirEntry[str]]) -> None:
+        self._entries = entries
+
+    def __iter__(self) -> Iterator[os.DirEntry[str]]:
+        return self._entries
+
+    def __next__(self) -> os.DirEntry[str]:
+        return next(self._entries)
+
+    def __enter__(self) -> _Listing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def shown_late(folder: Path, seconds: float, *, by_name: bool = False) -> Iterator[None]:
+    """For so long from the first question on, listings show nothing that is in `folder`, nor `folder` itself; with `by_name`,
+    neither is anything there under its name. As a client of a network file system may see what another machine has made."""
+    first: list[float] = []
+
+    def hidden(path: Any) -> bool:
+        if not isinstance(path, str | os.PathLike) or not Path(path).is_relative_to(folder):
+            return False
+        if not first:
+            first.append(time.monotonic())
+        return time.monotonic() - first[0] < seconds
+
+    real = {name: getattr(os, name) for name in ("listdir", "scandir", "stat", "lstat")}
+
+    def listdir(path: Any = ".") -> list[Any]:
+        return [name for name in real["listdir"](path) if not hidden(os.path.join(path, name))]  # noqa: PTH118  as it is asked
+
+    def scandir(path: Any = ".") -> _Listing:
+        with real["scandir"](path) as entries:
+            return _Listing(iter([entry for entry in entries if not hidden(entry.path)]))
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def call(path: Any, *arguments: Any, **options: Any) -> Any:
+            if hidden(path):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            return real[name](path, *arguments, **options)
+
+        return call
+
+    late: dict[str, Any] = {"listdir": listdir, "scandir": scandir}
+    with patch.multiple(os, **late, **({name: refusing(name) for name in ("stat", "lstat")} if by_name else {})):
+        yield
 
 
 class _Shortening(io.FileIO):

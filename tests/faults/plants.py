@@ -208,8 +208,8 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "a tracker may end the run",
         "worker/trackers",
-        "        except Exception as error:",
-        "        except ZeroDivisionError as error:",
+        "            except Exception as error:",
+        "            except ZeroDivisionError as error:",
         "F069",
     ),
     # numbers
@@ -241,8 +241,8 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "the run directory is made again",
         "worker/metrics",
-        "        if self._file is not None:\n            self._file.write(",
-        "        if self._file is not None:\n            self._path.parent.mkdir(exist_ok=True)\n            self._path.parent.joinpath('x').touch()\n            self._file.write(",
+        "        if self._file is not None:\n            self._append(",
+        "        if self._file is not None:\n            self._path.parent.mkdir(exist_ok=True)\n            self._path.parent.joinpath('x').touch()\n            self._append(",
         "F055",
     ),
     # recipe

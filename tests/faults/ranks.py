@@ -29,7 +29,7 @@ from fsdp_tune.worker.agree import from_rank0
 from fsdp_tune.worker.checkpoint import Checkpointer, Saved, trainer_state_facts
 from fsdp_tune.worker.rotation import remove_leftovers
 from fsdp_tune.worker.state import Live
-from tests.faults.disk import Fault, die, injected, short_writes
+from tests.faults.disk import Fault, die, injected, short_writes, shown_late
 from tests.faults.sabotage import SABOTAGE
 from tests.parity import runs
 
@@ -202,6 +202,28 @@ def come_back(paths: list[Path]) -> list[tuple[int | None, bool]]:
             found.append((chosen.step, same and own["sums"][0] == float(chosen.step)))
         save(path, THIRD, keep=None)
     return found
+
+
+def come_back_late(checkpoint: Path, late: int, seconds: float, by_name: bool, wait_seconds: float) -> str:
+    """As `come_back`, to a checkpoint that rank `late` sees so much later; or the code of its error."""
+    from fsdp_tune.errors import FsdpTuneError
+
+    live = _live()
+    _set_step(live, 99)
+    hiding = shown_late(checkpoint, seconds, by_name=by_name) if dist.get_rank() == late else contextlib.nullcontext()
+    with hiding:
+        try:
+            chosen = resume.agreed_checkpoint(str(checkpoint), digests=True, wait_seconds=wait_seconds)
+        except FsdpTuneError as error:
+            return error.problems[0].code
+        assert chosen is not None
+        state.load_model(live, chosen.path)
+        state.load_optimizer(live, chosen.path)
+        resume.restore_rng(str(chosen.path), 0, chosen.step, "cpu")
+        drawn, own = torch.rand(1), resume.restore_own(str(chosen.path))
+    torch.manual_seed(chosen.step)
+    same = torch.equal(drawn, torch.rand(1)) and _is_at(live, chosen.step) and own["sums"][0] == float(chosen.step)
+    return "the same" if same else "something else"
 
 
 def come_back_half_blind(checkpoint: Path, blind: int) -> str:

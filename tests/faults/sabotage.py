@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from unittest.mock import patch
 
 import torch
 
-from fsdp_tune.worker.metrics import MetricsFile
+from fsdp_tune.data.store import RowStore
+from fsdp_tune.worker import metrics, trackers
 from fsdp_tune.worker.trainer import FsdpTrainer
 
 
@@ -61,51 +63,59 @@ def clock(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def metrics_full(step: int) -> Iterator[None]:
-    original = MetricsFile.write
+    """The disk of metrics.jsonl takes half of the line of that step, and nothing after it."""
+    original = metrics._write_all
 
-    def write(self: Any, line: dict[str, Any]) -> None:
-        if line.get("step", 0) >= step:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-        original(self, line)
+    def write(file: IO[bytes], data: bytes) -> None:
+        if json.loads(data).get("step", 0) >= step:
+            file.write(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(file, data)
 
-    with patch.object(MetricsFile, "write", write):
+    with patch.object(metrics, "_write_all", write):
         yield
 
 
+def _lose_server() -> None:
+    raise ConnectionError("the tracker's server is gone")
+
+
 @contextlib.contextmanager
-def tracker_fails(step: int) -> Iterator[None]:
+def tracker(act: Callable[[], None]) -> Iterator[None]:
     from transformers.integrations import TensorBoardCallback
 
     def on_log(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        raise ConnectionError("the tracker's server is gone")
+        act()
 
-    with patch.object(TensorBoardCallback, "on_log", on_log):
+    with patch.object(TensorBoardCallback, "on_log", on_log), patch.object(trackers, "LIMIT_SECONDS", 2.0):
         yield
 
 
 @contextlib.contextmanager
 def loader(act: Callable[[], None]) -> Iterator[None]:
-    """In a worker process of the data loader, at the fifth batch that it makes."""
-    from fsdp_tune.worker.dataset import Collator
+    """In a worker process of the data loader, at the fifth row that it reads."""
+    original, calls, parent = RowStore.__getitem__, [0], os.getpid()
 
-    original, calls, parent = Collator.__call__, [0], os.getpid()
-
-    def call(self: Any, *arguments: Any) -> Any:
+    def read(self: Any, index: int) -> Any:
         calls[0] += 1
         if os.getpid() != parent and calls[0] == 5:
             act()
-        return original(self, *arguments)
+        return original(self, index)
 
-    with patch.object(Collator, "__call__", call):
+    with patch.object(RowStore, "__getitem__", read):
         yield
 
 
 def _loader_raises() -> None:
-    raise RuntimeError("row 7 cannot be read")
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def _loader_dies() -> None:
     os.kill(os.getpid(), 9)
+
+
+def _loader_hangs() -> None:
+    time.sleep(3600)
 
 
 def _move_away(trainer: Any) -> None:
@@ -125,7 +135,8 @@ SABOTAGE: dict[str, Callable[[int], contextlib.AbstractContextManager[None]]] = 
     "a day back": lambda step: clock(-86_400.0),
     "ten years on": lambda step: clock(86_400.0 * 3650),
     "metrics full": metrics_full,
-    "tracker fails": tracker_fails,
+    "tracker fails": lambda step: tracker(_lose_server),
+    "tracker hangs": lambda step: tracker(lambda: time.sleep(3600)),
     "loader raises": lambda step: loader(_loader_raises),
     "loader dies": lambda step: loader(_loader_dies),
     "run directory moved": lambda step: before("training_step", step, _move_away),

@@ -149,7 +149,7 @@ RECIPE_AND_INPUT = (
         "F026", "t", 11, REFUSED, "no network", "data/test_tokenizer::no_network_is_known_in_seconds",
         "data/test_sources::a_hub_id_out_of_reach_says_what_was_wanted_and_the_ways_out",
     ),
-    _row("F027", "t", 11, REFUSED, "hub answers 401, 403, 404, 429, 503, cut and slow bodies", "data/test_tokenizer::what_is_not_there_is_told_apart_from_what_is_out_of_reach"),
+    _row("F027", "t", 11, REFUSED, "hub answers 401, 403, 404, 429, 503, cut and slow bodies", "faults/test_strangers::answers_of_the_hub_are_told_apart_and_the_token_is_in_none"),
     _row(
         "F028", "p", 10, SURVIVED, "data that change between preparing and training, or while they are read",
         "data/test_cache::a_changed_file_is_prepared_anew_and_the_old_data_stay_for_runs_that_use_them",
@@ -238,7 +238,7 @@ RUN = (
         "faults/test_save::disk_that_refuses_any_operation_is_told_and_the_next_save_is_good",
         "faults/test_save::short_and_interrupted_writes_are_completed",
     ),
-    _row("F054", "r", 11, REFUSED, "metrics cannot be written while training is fine", "faults/test_numbers::metrics_that_cannot_be_written_end_the_run"),
+    _row("F054", "r", 11, REFUSED, "metrics cannot be written while training is fine", "faults/test_numbers::metrics_that_cannot_be_written_end_the_run_once_it_is_saved"),
     _row("F055", "r", 12, REFUSED, "the run directory is removed, renamed, replaced", "faults/test_numbers::run_directory_that_goes_ends_the_run_and_is_not_made_again",
          "launch/test_supervise::a_run_directory_that_vanishes_is_told_and_not_made_again", "worker/test_progress::a_run_directory_that_is_gone_ends_the_rank"),
     _row(
@@ -247,7 +247,8 @@ RUN = (
     ),
     _row("F057", "r", 5, SURVIVED, "the wall clock jumps a day back, ten years on", "faults/test_worlds::clock_that_jumps_changes_no_number_and_no_order"),
     _row("F058", "r", 7, SURVIVED, "SIGTERM to the launcher", "launch/test_real_launch::the_agent_passes_signals_on_and_waits_for_the_save",
-         "cli/test_train::a_run_that_is_stopped_saves_goes_on_and_ends_as_if_never_stopped"),
+         "cli/test_train::a_run_that_is_stopped_saves_goes_on_and_ends_as_if_never_stopped",
+         "launch/test_plan::signals_and_time_to_save_reach_the_agent"),
     _row("F059", "r", 7, SURVIVED, "SIGUSR1 to the launcher", "launch/test_real_launch::the_agent_passes_signals_on_and_waits_for_the_save",
          "launch/test_plan::signals_and_time_to_save_reach_the_agent"),
     _row(
@@ -281,7 +282,7 @@ RUN = (
     _row("F067", "r", 8, REFUSED, "a rank that ignores SIGTERM", "launch/test_supervise::a_rank_that_hangs_in_its_own_clean_up_does_not_hold_the_run",
          "launch/test_supervise::a_killed_rank_takes_the_others_along_and_is_named"),
     _row("F068", "r", 7, SURVIVED, "preempted at the last step", "faults/test_train::signal_at_the_last_steps_loses_no_final_checkpoint"),
-    _row("F069", "r", 4, SURVIVED, "a tracker that raises", "faults/test_numbers::tracker_that_fails_is_a_warning"),
+    _row("F069", "r", 4, SURVIVED, "a tracker that raises, that hangs", "faults/test_numbers::tracker_that_fails_or_hangs_is_a_warning"),
 )  # fmt: skip
 
 CHECKPOINT = (
@@ -317,7 +318,9 @@ CHECKPOINT = (
         "F080", "p", 2, REFUSED, "links, a loop of links, manifest paths that lead out", "faults/test_damage::a_file_that_a_link_took_the_place_of_is_found",
         "faults/test_damage::a_visible_name_that_is_no_directory_of_that_step_is_told", "faults/test_damage::a_manifest_that_does_not_fit_makes_no_checkpoint",
     ),
-    _row("F081", "p", 1, SURVIVED, "a file system that shows a listing late", absent="needs a network file system; the manifest is written last and the rename is the only publication"),
+    _row("F081", "p", 1, SURVIVED, "a file system that shows late what another machine wrote: in listings, by name",
+         "faults/test_worlds::machine_that_sees_a_checkpoint_late_waits_and_reads_what_its_manifest_names",
+         "faults/test_kill_points::rotation_that_sees_the_newest_late_takes_too_few_and_never_the_newest"),
     _row(
         "F082", "p", 12, SURVIVED, "rotation among directories, links and files of others", "faults/test_kill_points::rotation_takes_only_what_this_tool_made_and_never_the_newest",
         "worker/test_checkpoint::rotation_touches_only_complete_checkpoints_of_its_own",
@@ -373,7 +376,8 @@ MERGE = (
          "merge/test_numbers::what_fp16_cannot_hold_is_refused_and_bf16_can"),
     _row("F107", "t", 15, SURVIVED, "tied, strided, empty, scalar and uneven tensors", "merge/test_ties::a_tied_head_is_written_once_and_restored",
          "merge/test_formats::strides_of_every_kind_are_merged", "merge/test_property::any_mesh_merges_to_the_whole_tensors"),
-    _row("F108", "n", 15, SURVIVED, "twelve gigabytes of tensors, one larger than a shard", "merge/test_memory::a_sparse_checkpoint_of_twelve_gigabytes_is_merged_within_the_bound"),
+    _row("F108", "n", 15, SURVIVED, "twelve gigabytes of tensors, one larger than a shard", "merge/test_memory::a_sparse_checkpoint_of_twelve_gigabytes_is_merged_within_the_bound",
+         "merge/test_memory::tensors_larger_than_the_bound_are_merged_within_it"),
     _row("F109", "t", 12, REFUSED, "an output that exists, that is or holds or lies in the source", "merge/test_output::a_link_to_the_source_is_the_source",
          "merge/test_output::an_existing_output_is_refused_with_the_ways_out", "merge/test_output::the_source_is_never_written_to"),
     _row("F110", "t", 15, SURVIVED, "the source is rotated away in the middle", "merge/test_faults::a_source_that_is_rotated_away_is_still_merged_whole",
@@ -396,7 +400,7 @@ SECURITY = (
          "faults/test_damage::a_manifest_that_does_not_fit_makes_no_checkpoint"),
     _row("F117", "p", 13, REFUSED, "hostile safetensors headers", "merge/test_damage::a_damaged_safetensors_file_is_refused"),
     _row("F118", "t", 13, REFUSED, "a model that brings code", "cli/test_train::remote_code_needs_the_person_at_the_command_line", "merge/test_verify::custom_code_is_never_run"),
-    _row("F119", "p", 13, REFUSED, "templates that reach out of their sandbox", "data/test_chat::a_template_cannot_reach_out_of_its_sandbox"),
+    _row("F119", "p", 13, REFUSED, "templates that reach out of their sandbox", "faults/test_strangers::a_template_is_rendered_in_the_sandbox"),
     _row("F120", "p", 14, SURVIVED, "tokens in environment, arguments, --set and URLs", "launch/test_plan::no_secret_is_written",
          "launch/test_plan::hub_tokens_are_masked_wherever_they_stand"),
     _row("F121", "p", 14, REFUSED, "names with shell and YAML in them, in jobs for clusters", absent="`submit` " + LATER),

@@ -19,7 +19,7 @@ from fsdp_tune.run_dir import CHECKPOINT_KIND, RunDir
 from fsdp_tune.worker.rotation import remove_leftovers, rotate
 from tests.faults.checks import half_files, in_child, stages, verified_steps
 from tests.faults.conftest import Count
-from tests.faults.disk import Fault, injected, kill_points
+from tests.faults.disk import Fault, injected, kill_points, shown_late
 from tests.faults.forks import KILLED
 from tests.launch.test_plan import resolved
 from tests.launch.test_run_directory import files_of
@@ -85,6 +85,18 @@ def test_rotation_killed_anywhere_shows_no_half_deleted_checkpoint(tmp_path: Pat
         assert stages(place) == []
 
     count(kill_points=every_kill(make, lambda place: rotate(RunDir(place), 2, protected=set()), check, tmp_path))
+
+
+def test_rotation_that_sees_the_newest_late_takes_too_few_and_never_the_newest(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    for step in STEPS:
+        make_checkpoint(run, step)
+    with shown_late(run.checkpoint(50), 1e9):
+        assert half_files(run.path) == []
+        rotate(run, 2, protected={50})
+    assert verified_steps(run) == [30, 40, 50]
+    rotate(run, 2, protected={50})
+    assert verified_steps(run) == [40, 50]
 
 
 @pytest.mark.parametrize("protected", [set(), {20}])

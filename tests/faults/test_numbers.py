@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from fsdp_tune.run_dir import RunDir
 from tests.faults import ranks
 from tests.faults.checks import verified_steps
 from tests.faults.forks import End, ForkServer
+from tests.faults.ranks import Happening
 from tests.faults.training import Training, numbers
 from tests.parity import runs, store
 from tests.parity.bench import shared_bench
@@ -72,19 +74,30 @@ def test_loader_that_fails_in_a_worker_ends_the_run(what: str, forks: ForkServer
     run = training.new()
     ends = training.attempt(run, sabotage=[(what, 1, 0)])
     assert all(end.code != 0 or end.value["exit_code"] != 0 for end in ends)
+    problem = outcome(run, 1)["problem"]
     assert outcome(run, 1)["exit_code"] == 1
-    assert "row 7" in outcome(run, 1)["traceback"] or "killed" in outcome(run, 1)["traceback"]
+    if what == "loader raises":
+        assert problem["code"] == "row-unreadable"
+        assert re.fullmatch(r"row \d+ cannot be read: OSError: \[Errno 5\] Input/output error", problem["message"])
+    else:
+        assert problem["code"] == "loader-died"
+        assert re.search(r"for step \d+ and later, from \d+ \(hand-made:\d+\)", problem["message"]), problem["message"]
     training.finish(run)
     training.is_whole(run)
 
 
-@slow
-def test_metrics_that_cannot_be_written_end_the_run(training: Training) -> None:
+@pytest.mark.parametrize("step", [5, pytest.param(11, marks=slow), pytest.param(12, marks=slow)])
+def test_metrics_that_cannot_be_written_end_the_run_once_it_is_saved(step: int, training: Training) -> None:
+    """The lines that are missing are in the checkpoint: the resumed run writes them."""
     run = training.new()
-    training.attempt(run, sabotage=[("metrics full", 0, 5)])
-    assert outcome(run, 0)["exit_code"] == 1
-    assert "No space left" in outcome(run, 0)["problem"]["message"]
-    assert verified_steps(run) == [3]
+    training.attempt(run, sabotage=[("metrics full", 0, step)])
+    saved = min(step + 2, 12)
+    assert (outcome(run, 0)["exit_code"], outcome(run, 0)["problem"]["code"]) == (1, "metrics-unwritable")
+    assert f"No space left on device; stopped after step {saved}, which is saved" in outcome(run, 0)["problem"]["message"]
+    assert outcome(run, 1)["exit_code"] == 1
+    assert verified_steps(run)[-1] == saved
+    if step == 5:
+        training.attempt(run, [Happening(1, "forward", 8)])  # the same checkpoint twice: each line comes back once
     training.finish(run)
     training.is_whole(run)
 
@@ -105,14 +118,19 @@ def test_run_directory_that_goes_ends_the_run_and_is_not_made_again(rank: int, t
     training.is_whole(run)
 
 
-@slow
-def test_tracker_that_fails_is_a_warning(forks: ForkServer) -> None:
-    training = Training(forks, changes={"training": {"report_to": ["tensorboard"]}})
-    run = training.new()
-    ends = training.attempt(run, sabotage=[("tracker fails", 0, 0)])
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        pytest.param("tracker fails", "ConnectionError: the tracker's server is gone", marks=slow),
+        ("tracker hangs", "TimeoutError: `on_log` did not return within 2 s"),
+    ],
+)
+def test_tracker_that_fails_or_hangs_is_a_warning(what: str, told: str, training: Training) -> None:
+    run = training.new(changes={"training": {"report_to": ["tensorboard"]}})
+    ends = training.attempt(run, sabotage=[(what, 0, 0)])
     assert [end.value["exit_reason"] for end in ends] == ["finished"] * 2
     assert [line["message"] for line in runs.lines(run) if line.get("event") == "tracker_failed"] == [
-        "TensorBoard has failed and gets nothing more: ConnectionError: the tracker's server is gone"
+        f"TensorBoard has failed and gets nothing more: {told}"
     ]
     training.is_whole(run)
 

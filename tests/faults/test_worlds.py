@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.manifest import MANIFEST_NAME, Manifest, digest_file, read_manifest
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run_dir import RunDir, latest_checkpoint
 from tests.faults import ranks
 from tests.faults.checks import verified_steps
 from tests.faults.forks import ForkServer
-from tests.faults.training import Training
+from tests.faults.training import STEPS, Training
 
 pytestmark = pytest.mark.ranks
 
@@ -25,6 +25,23 @@ def test_damage_that_one_rank_sees_is_seen_by_all(blind: int, tmp_path: Path, fo
     told = forks.values(2, ranks.come_back_half_blind, tmp_path / f"checkpoint-{ranks.FIRST}", blind)
     assert told[0] == told[1]
     assert told[0] in ("checkpoint-damaged", "checkpoint-unusable")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "by_name", "wait_seconds", "ends"),
+    [(1e9, False, 0.0, "the same"), (3.0, True, 60.0, "the same"), (1e9, True, 1.0, "refused")],
+    ids=["in listings, for ever", "by name, three seconds late", "by name, for ever"],
+)
+@pytest.mark.parametrize("late", [0, 1])
+def test_machine_that_sees_a_checkpoint_late_waits_and_reads_what_its_manifest_names(
+    late: int, seconds: float, by_name: bool, wait_seconds: float, ends: str, tmp_path: Path, forks: ForkServer
+) -> None:
+    forks.values(2, ranks.save, tmp_path, ranks.FIRST)
+    checkpoint = tmp_path / f"checkpoint-{ranks.FIRST}"
+    told = forks.values(2, ranks.come_back_late, checkpoint, late, seconds, by_name, wait_seconds)
+    if ends == "refused":
+        ends = "checkpoint-unusable" if late == 0 else "checkpoint-damaged"
+    assert told == [ends] * 2
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -48,9 +65,9 @@ def test_clock_that_jumps_changes_no_number_and_no_order(how: str, training: Tra
     for path in run.path.glob("checkpoint-*"):
         os.utime(path, (0, 0))
     os.utime(run.checkpoint(3), None)  # the oldest by step is the youngest by time
-    assert verified_steps(run)[-1] == 12
-    training.finish(run)
-    training.is_whole(run)
+    newest, _ = latest_checkpoint(run, digests=True)
+    assert newest is not None
+    assert newest.step == STEPS
 
 
 class RunsCode:

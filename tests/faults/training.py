@@ -35,9 +35,10 @@ class Training:
         self.whole = self.new()
         self.finish(self.whole)
 
-    def new(self, case: Case | None = None) -> RunDir:
+    def new(self, case: Case | None = None, changes: dict[str, Any] | None = None) -> RunDir:
+        """`changes`: of what changes no number."""
         case, bench = case or self.case, shared_bench()
-        recipe = runs.merged(case.recipe(str(bench.model(case.architecture))), self.changes)
+        recipe = runs.merged(runs.merged(case.recipe(str(bench.model(case.architecture))), self.changes), changes or {})
         return runs.write_run(bench.new_folder(), recipe, bench.store)
 
     def attempt(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -53,6 +56,23 @@ def test_line_is_on_disk_before_the_file_is_closed(run: RunDir) -> None:
     metrics.write({"step": 1, "loss": 0.1 + 0.2})
     assert lines(run) == [{"step": 1, "loss": 0.1 + 0.2}], "all digits"
     metrics.close()
+
+
+def test_lines_that_a_disk_refused_are_kept_and_come_back_once(run: RunDir) -> None:
+    metrics = MetricsFile(run, resume_step=None, enabled=True)
+    metrics.write({"step": 1, "loss": 1.0})
+    with patch("fsdp_tune.worker.metrics._write_all", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
+        metrics.write({"step": 2, "loss": 0.5})
+    metrics.write({"step": 3, "loss": 0.25})
+    metrics.close()
+    assert metrics.failure is not None
+    assert metrics.failure.errno == errno.ENOSPC
+    assert lines(run) == [{"step": 1, "loss": 1.0}], "no line without the one before it"
+    for _ in range(2):
+        again = MetricsFile(run, resume_step=3, enabled=True)
+        again.bring_back(metrics.unwritten)
+        again.close()
+    assert [line["step"] for line in lines(run)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -1,0 +1,67 @@
+"""A hub that answers as the name of the repository says, and what loading a tokenizer from it ends in. Run as a program: the
+libraries read the hub's address when they are imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import patch
+
+STATUS = {"missing": 404, "gated": 403, "unauthorised": 401, "forbidden": 403, "busy": 429, "down": 503}
+WORD = {"missing": "RepoNotFound", "gated": "GatedRepo"}
+
+
+class Hub(BaseHTTPRequestHandler):
+    authorised = 0
+
+    def _answer(self) -> None:
+        name = self.path.partition("/org/")[2].partition("/")[0]
+        Hub.authorised += "authorization" in self.headers
+        if name == "cut":
+            self._headers(200, 100_000)
+            if self.command == "GET":
+                self.wfile.write(b"{")
+            self.close_connection = True
+            return
+        self._headers(STATUS.get(name, 404), 2, WORD.get(name))
+        if self.command == "GET":
+            self.wfile.write(b"{}")
+
+    def _headers(self, status: int, length: int, word: str | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(length))
+        self.send_header("ETag", '"0"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        if word is not None:
+            self.send_header("X-Error-Code", word)
+        self.end_headers()
+
+    do_GET = do_HEAD = _answer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def main(names: list[str]) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
+    from fsdp_tune.bridge.tokenizer import load_tokenizer
+    from fsdp_tune.errors import FsdpTuneError
+    from fsdp_tune.recipe.schema import Recipe
+
+    problems: dict[str, tuple[str, str]] = {}
+    for name in names:
+        try:
+            with patch("time.sleep"):  # the libraries wait half a minute between their attempts
+                load_tokenizer(Recipe.model_validate({"model": {"tokenizer": f"org/{name}"}}))
+        except FsdpTuneError as error:
+            problems[name] = error.problems[0].code, error.problems[0].message
+    print(json.dumps({"problems": problems, "authorised_requests": Hub.authorised}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

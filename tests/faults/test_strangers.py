@@ -1,0 +1,53 @@
+"""What strangers send: the hub's answers, and templates."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.bridge.tokenizer import load_encoder
+from fsdp_tune.recipe.schema import Recipe
+from tests.conftest import REPOSITORY
+
+SECRET = "hf_" + "s3cret" * 6
+ANSWERS = {
+    "missing": "tokenizer-not-found",
+    "gated": "gated",
+    "unauthorised": "hub-refused",
+    "forbidden": "hub-refused",
+    "busy": "hub-busy",
+    "down": "hub-busy",
+    "cut": "hub-busy",
+}
+
+
+def test_answers_of_the_hub_are_told_apart_and_the_token_is_in_none(tmp_path: Path) -> None:
+    """A server on this machine that answers for each repository as its name says."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_TOKEN": SECRET, "HF_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    for proxy in ("http_proxy", "https_proxy", "all_proxy"):
+        environment.pop(proxy, None)
+        environment.pop(proxy.upper(), None)
+    command = [sys.executable, "-m", "tests.faults.stub_hub", *ANSWERS]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert {name: code for name, (code, _) in told["problems"].items()} == ANSWERS
+    assert "the hub answers 429" in told["problems"]["busy"][1]
+    assert told["authorised_requests"] > 0, "the token was sent, and to this server alone"
+    assert SECRET not in done.stdout + done.stderr
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [("{{ cycler.__init__.__globals__ }}", "unsafe"), ("{% for x in range(10**10) %}{% endfor %}", "Range too big")],
+)
+def test_a_template_is_rendered_in_the_sandbox(template: str, words: str) -> None:
+    encoder = load_encoder(Recipe.model_validate({"model": {"tokenizer": "builtin:arithmetic"}}))
+    with pytest.raises(Exception, match=words):
+        encoder.render([{"role": "user", "content": "a"}], template, tools=None, generation_prompt=False)
