@@ -34,6 +34,11 @@ class Manifest:
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     format_version: int = FORMAT_VERSION
 
+    @property
+    def size_bytes(self) -> int:
+        """Of all files, the manifest itself left out."""
+        return sum(entry.size_bytes for entry in self.files.values())
+
     def to_json(self) -> str:
         fields = asdict(self)
         return json.dumps({**fields, "digest": _digest_of(fields)}, indent=1, sort_keys=True) + "\n"

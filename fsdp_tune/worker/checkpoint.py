@@ -31,7 +31,7 @@ from fsdp_tune.worker import state as live_state
 from fsdp_tune.worker.agree import all_or_none, from_rank0, gather
 from fsdp_tune.worker.rotation import rotate
 from fsdp_tune.worker.state import Live
-from fsdp_tune.worker.storage import hashing_writer, write_safetensors, write_torch
+from fsdp_tune.worker.storage import hashing_writer, with_free_space, write_safetensors, write_torch
 
 TRAINER_STATE = "trainer_state.json"
 
@@ -81,6 +81,8 @@ class Checkpointer:
     _group: Any = field(default=None)
     _thread: threading.Thread | None = None
     _pending: Saved | None = None
+    _size_bytes: int = 0
+    """Of the last whole checkpoint, the probe's included; known on rank 0."""
 
     def __post_init__(self) -> None:
         # Saves in the background must not share a group with the step's own collectives.
@@ -128,10 +130,10 @@ class Checkpointer:
     def _write_reporting(self, snapshot: Snapshot, saved: Saved) -> None:
         started = time.monotonic()
         try:
-            saved.size_bytes = self._write(snapshot, self.run.checkpoint(snapshot.step))
+            saved.size_bytes = self._size_bytes = self._write(snapshot, self.run.checkpoint(snapshot.step))
             saved.left = self._rotate(snapshot.step)
         except FsdpTuneError as error:
-            saved.error = error
+            saved.error = with_free_space(error, self.run.path, self._size_bytes)
         except Exception as error:  # noqa: BLE001  an error of the disk or of torch: it becomes the save's outcome
             saved.error = failed_error("save-failed", f"checkpoint-{snapshot.step}: {type(error).__name__}: {error}")
         saved.seconds = time.monotonic() - started
@@ -143,6 +145,7 @@ class Checkpointer:
         stage = self.run.path / f".checkpoint-probe{STAGE_MARK}0"
         try:
             manifest = self._fill_stage(snapshot, stage)
+            self._size_bytes = manifest.size_bytes if manifest else 0
             bad = from_rank0(lambda: damage(stage, manifest, digests=True) if manifest else [], "reading the probe back", self._group)
             if bad:
                 raise failed_error(
@@ -165,7 +168,7 @@ class Checkpointer:
             if dist.get_rank() == 0:
                 shutil.rmtree(stage, ignore_errors=True)
             raise
-        return sum(entry.size_bytes for entry in manifest.files.values()) if manifest else 0
+        return manifest.size_bytes if manifest else 0
 
     def _rotate(self, step: int) -> str | None:
         """Removes old checkpoints; a sentence where the disk refuses."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import io
 import json
 import os
 import pickle
+import shutil
 import struct
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -18,8 +21,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from fsdp_tune.atomic import DISK
-from fsdp_tune.errors import failed_error
+from fsdp_tune.errors import FsdpTuneError, failed_error
 from fsdp_tune.manifest import Digester, FileEntry
+from fsdp_tune.units import format_bytes
 
 # safetensors' names of torch's dtypes (its format description)
 SAFETENSORS_DTYPE = {
@@ -198,3 +202,17 @@ def write_torch(path: Path, value: Any) -> FileEntry:
     finally:
         stream.close()
     return stream.entry()
+
+
+def with_free_space(error: FsdpTuneError, folder: Path, needed_bytes: int) -> FsdpTuneError:
+    """Where the disk is full, the same error with how much is free, and how much a checkpoint takes (0: not known)."""
+    problem = error.problems[0]
+    if not any(os.strerror(number) in problem.message for number in (errno.ENOSPC, errno.EDQUOT)):
+        return error
+    try:
+        free_bytes = shutil.disk_usage(folder).free
+    except OSError:
+        return error
+    takes = f"a checkpoint takes {format_bytes(needed_bytes)}, " if needed_bytes else ""
+    message = f"{problem.message}; {takes}{format_bytes(free_bytes)} are free"
+    return type(error)(dataclasses.replace(problem, message=message), exit_code=error.exit_code)

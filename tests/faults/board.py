@@ -8,10 +8,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DOCUMENT = ROOT / "docs" / "faults.md"
 FILE_LIMIT_SECONDS = 2400.0
 PLANT_LIMIT_SECONDS = 300.0
+AT_ONCE = 2
+"""Files, or plants: a core each, though ranks take more than one."""
 COPIED = ("fsdp_tune", "tests", "configs", "docs", "scripts", "benchmarks", "pyproject.toml", "constraints.txt", "README.md", "AGENTS.md")
 
 
@@ -55,26 +59,38 @@ def run_tests(tests: Iterable[str], *, fast: bool) -> dict[str, Seen]:
     by_file: dict[str, list[str]] = defaultdict(list)
     for test in dict.fromkeys(tests):
         by_file[test.split("::")[0]].append(test)
-    seen: dict[str, Seen] = {}
-    for number, (file, nodes) in enumerate(sorted(by_file.items()), 1):
-        started = time.monotonic()
-        print(f"[{number}/{len(by_file)}] {file} …", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            report = Path(folder) / "report.xml"
-            selection = ("-m", "not slow and not gpu") if fast else ("-m", "not gpu")
-            command = pytest_command(*nodes, *selection, f"--junitxml={report}")
-            try:
-                ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=FILE_LIMIT_SECONDS, check=False)
-                output = ended.stdout
-            except subprocess.TimeoutExpired:
-                output = "no end in time"
-            found = read_report(report, nodes) if report.exists() else {node: Seen(stuck=True) for node in nodes}
-        seen |= found
-        bad = [node for node in nodes if found[node].failed or found[node].stuck]
-        print(f"    {sum(one.passed for one in found.values())} passed in {time.monotonic() - started:.0f} s", flush=True)
-        if bad:
-            print("\n".join(["    FAILED " + node for node in bad] + output.splitlines()[-40:]), flush=True)
-    return seen
+    # Those of the faults take longest, and so begin.
+    files = sorted(by_file, key=lambda file: (not file.startswith("tests/faults"), -len(by_file[file]), file))
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        each = list(pool.map(lambda file: run_file(file, by_file[file], fast=fast), files))
+    return {test: found for one in each for test, found in one.items()}
+
+
+def run_file(file: str, nodes: Sequence[str], *, fast: bool) -> dict[str, Seen]:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        selection = ("-m", "not slow and not gpu") if fast else ("-m", "not gpu")
+        command = pytest_command(*nodes, *selection, f"--junitxml={report}")
+        try:
+            ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=FILE_LIMIT_SECONDS, check=False)
+            output = ended.stdout
+        except subprocess.TimeoutExpired:
+            output = "no end in time"
+        found = read_report(report, nodes) if report.exists() else {node: Seen(stuck=True) for node in nodes}
+    bad = [node for node in nodes if found[node].failed or found[node].stuck]
+    lines = [f"{file}: {sum(one.passed for one in found.values())} passed in {time.monotonic() - started:.0f} s"]
+    lines += [f"    FAILED {node}" for node in bad] + (output.splitlines()[-40:] if bad else [])
+    say("\n".join(lines))
+    return found
+
+
+_SAYING = threading.Lock()
+
+
+def say(text: str) -> None:
+    with _SAYING:
+        print(text, flush=True)
 
 
 def read_report(report: Path, nodes: Sequence[str]) -> dict[str, Seen]:
@@ -110,36 +126,54 @@ def copy_with(plant: Plant, folder: Path) -> Path:
     return folder
 
 
+def red_rows(plant: Plant, place: Path, *, fast: bool) -> set[str]:
+    """Rows of a plant that a test fails for, in the copy."""
+    rows = {row.id: row.tests for row in ROWS if row.id in plant.rows}
+    if plant.by and not fast:
+        report = place / "report.xml"
+        if run_in(place, f"--junitxml={report}", *plant.by) is not None and report.exists():
+            found = read_report(report, [test for tests in rows.values() for test in tests])
+            return {row for row, tests in rows.items() if any(found[test].failed for test in tests)}
+    return {row for row, tests in rows.items() if is_red(tests, place, fast=fast)}
+
+
 def is_red(tests: Sequence[str], place: Path, *, fast: bool = False) -> bool:
     """Whether a test fails in the copy: the quick ones are asked first. An exit code other than 1 is no answer."""
-    environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
     for selection in ("not slow and not gpu",) if fast else ("not slow and not gpu", "slow and not gpu"):
-        command = pytest_command("-x", "-m", selection, *tests)
-        try:
-            code = subprocess.run(
-                command, cwd=place, env=environment, capture_output=True, timeout=PLANT_LIMIT_SECONDS, check=False
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return True  # the run did not end: that too would be seen
-        if code == 1:
+        # A run that does not end would be seen too.
+        if run_in(place, "-x", "-m", selection, *tests) in (1, None):
             return True
     return False
+
+
+def run_in(place: Path, *arguments: str) -> int | None:
+    """Exit code of pytest in a copy; None where it did not end."""
+    environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        return subprocess.run(
+            pytest_command(*arguments), cwd=place, env=environment, capture_output=True, timeout=PLANT_LIMIT_SECONDS, check=False
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def plant_all(plants: Sequence[Plant], *, fast: bool) -> dict[str, list[str]]:
     """row → the plants that turned it red. Every plant must turn all of its rows red."""
     red: dict[str, list[str]] = defaultdict(list)
-    rows = {row.id: row for row in ROWS}
-    for number, plant in enumerate(plants, 1):
+
+    def see(plant: Plant) -> set[str]:
+        started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-            place = copy_with(plant, Path(folder))
-            seen = {row: is_red(rows[row].tests, place, fast=fast) for row in plant.rows}
-        for row, caught in seen.items():
-            if caught:
-                red[row].append(plant.name)
-        missed = [row for row, caught in seen.items() if not caught]
+            seen = red_rows(plant, copy_with(plant, Path(folder)), fast=fast)
+        missed = [row for row in plant.rows if row not in seen]
         verdict = f"NOT SEEN by {', '.join(missed)}" if missed else f"red: {', '.join(plant.rows)}"
-        print(f"[{number}/{len(plants)}] {plant.name}: {verdict}", flush=True)
+        say(f"{plant.name}: {verdict} ({time.monotonic() - started:.0f} s)")
+        return seen
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for plant, seen in zip(plants, pool.map(see, plants), strict=True):
+            for row in sorted(seen):
+                red[row].append(plant.name)
     return red
 
 
@@ -181,6 +215,7 @@ def lines_of(verdicts: Sequence[Verdict], seen: dict[str, Seen], red: dict[str, 
     counts: Counter[str] = Counter()
     for one in seen.values():
         counts.update(one.counts)
+    lines += [f"- kill points: {sum(number for kind, number in counts.items() if kind.startswith('kill_points')):,}"]
     lines += [f"- {kind.replace('_', ' ')}: {number:,}" for kind, number in sorted(counts.items())]
     lines += [f"- planted bugs: {len({name for names in red.values() for name in names})} of {len(PLANTS)} seen, by {len(red)} rows"]
     lines += [""]
@@ -220,13 +255,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/test-faults", description=__doc__)
     parser.add_argument("--fast", action="store_true", help="leave out the slow tests")
     parser.add_argument("--no-plants", action="store_true", help="plant no bugs")
+    parser.add_argument("--only-plants", action="store_true", help="plant the bugs, and run no other tests; for the rows that are named")
     parser.add_argument("--write", action="store_true", help="write docs/faults.md")
     parser.add_argument("rows", nargs="*", metavar="F001", help="these rows only")
     options = parser.parse_args()
     started = time.monotonic()
     chosen = [row for row in ROWS if not options.rows or row.id in options.rows]
     plants = [plant for plant in PLANTS if set(plant.rows) & {row.id for row in chosen}]
-    seen = run_tests((test for row in chosen for test in row.tests), fast=options.fast)
+    seen = {} if options.only_plants else run_tests((test for row in chosen for test in row.tests), fast=options.fast)
     red = {} if options.no_plants else plant_all(plants, fast=options.fast)
     verdicts = [verdict for verdict in judge(seen, red) if verdict.row in chosen or not options.rows]
     if options.rows:

@@ -17,10 +17,12 @@ class Plant:
     old: str
     new: str
     rows: tuple[str, ...]
+    by: tuple[str, ...] = ()
+    """The quickest tests of the rows that see it, where the first of a row would take long: `tests/….py::test_…[…]`."""
 
 
-def _plant(name: str, file: str, old: str, new: str, *rows: str) -> Plant:
-    return Plant(name, f"fsdp_tune/{file}.py", old, new, rows)
+def _plant(name: str, file: str, old: str, new: str, *rows: str, by: tuple[str, ...] = ()) -> Plant:
+    return Plant(name, f"fsdp_tune/{file}.py", old, new, rows, tuple(f"tests/{test.replace('::', '::test_')}" for test in by))
 
 
 _IN_PLACE = """        stage = self.run.path / f".{final.name}{STAGE_MARK}{snapshot.step}"
@@ -134,6 +136,14 @@ PLANTS: tuple[Plant, ...] = (
         "F100",
         "F043",
         "F064",
+        by=(
+            "faults/test_train.py::stopped_and_resumed_at_any_step_is_as_if_never_stopped[3]",
+            "faults/test_train.py::rank_killed_in_any_phase_ends_the_others_and_the_run_comes_back[1-forward-8]",
+            "faults/test_train.py::recomputation_with_dropout_draws_the_same_masks_after_a_resume",
+            "faults/test_train.py::five_crashes_in_a_row_lose_nothing",
+            "faults/test_train.py::all_ranks_killed_at_once_come_back",
+            "faults/test_train.py::signal_at_a_file_operation_of_a_save_is_obeyed_after_it[60]",
+        ),
     ),
     _plant(
         "the optimizer starts anew",
@@ -173,6 +183,10 @@ PLANTS: tuple[Plant, ...] = (
         "    if True:\n",
         "F091",
         "F064",
+        by=(
+            "faults/test_train.py::stopped_and_resumed_at_any_step_is_as_if_never_stopped[3]",
+            "faults/test_train.py::signal_at_a_file_operation_of_a_save_is_obeyed_after_it[60]",
+        ),
     ),
     _plant(
         "newest is by time",
@@ -196,6 +210,10 @@ PLANTS: tuple[Plant, ...] = (
         "            answer = mine\n",
         "F061",
         "F068",
+        by=(
+            "parity/test_resume.py::signal_to_one_rank_saves_on_all_at_one_step_and_the_curve_goes_on",
+            "faults/test_train.py::signal_at_the_last_steps_loses_no_final_checkpoint[10]",
+        ),
     ),
     _plant(
         "no process is on a leash",
@@ -559,4 +577,145 @@ PLANTS: tuple[Plant, ...] = (
         "F107",
     ),
     _plant("a limit on file sizes is a bug", "merge/output", "    errno.EFBIG,\n", "", "F052", "F103"),
+    # data that is padded, what strangers send
+    _plant(
+        "what equals the padding is not trained",
+        "data/collate",
+        "        labels[at, : len(row.labels)] = row.labels\n",
+        "        labels[at, : len(row.labels)] = np.where(np.equal(row.input_ids, pad_token_id), IGNORE_INDEX, row.labels)\n",
+        "F023",
+    ),
+    _plant(
+        "a closed port is a hub",
+        "data/hub",
+        "    except OSError:\n        return False\n    return True\n",
+        "    except OSError:\n        return True\n    return True\n",
+        "F026",
+    ),
+    _plant(
+        "a hub that is busy is one that cannot be reached",
+        "bridge/tokenizer",
+        "    if directory is None and (answered := _answered(error, name, causes)) is not None:\n",
+        "    if directory is not None and (answered := _answered(error, name, causes)) is not None:\n",
+        "F027",
+    ),
+    _plant(
+        "templates are rendered outside the sandbox",
+        "bridge/tokenizer",
+        "        rendered = self.tokenizer.apply_chat_template(\n            messages, tools=tools, chat_template=template, add_generation_prompt=generation_prompt, tokenize=False, **variables\n        )\n",
+        "        import jinja2\n\n        rendered = jinja2.Template(template).render(messages=messages, tools=tools, add_generation_prompt=generation_prompt)\n",
+        "F119",
+    ),
+    _plant(
+        "machines that are missing are not named",
+        "launch/machines",
+        "        if self._machine != 0 or not absent:\n",
+        "        if self._machine == 0 or not absent:\n",
+        "F031",
+    ),
+    _plant(
+        "the launcher's own traceback is shown",
+        "launch/verdict",
+        '    start = text.find("Traceback (most recent call last)")\n',
+        '    start = text.rfind("Traceback (most recent call last)")\n',
+        "F036",
+    ),
+    _plant(
+        "the quickest rank is called slow",
+        "worker/progress",
+        "    rank = max(range(len(working_seconds)), key",
+        "    rank = min(range(len(working_seconds)), key",
+        "F045",
+    ),
+    _plant(
+        "a row that cannot be read has no name",
+        "worker/dataset",
+        "            return self.store[index]\n        except Exception as error:",
+        "            return self.store[index]\n        except ZeroDivisionError as error:",
+        "F051",
+    ),
+    _plant(
+        "a disk that refuses metrics is told at the end",
+        "worker/callbacks",
+        "if trainer.parts.metrics.failure is None else SAVE_AND_FAIL)",
+        "if trainer.parts.metrics.failure is None else self._wish.code())",
+        "F054",
+    ),
+    _plant(
+        "the agent gives ranks half a minute to save",
+        "launch/accelerate",
+        "AGENT_SHUTDOWN_SECONDS = 3600\n",
+        "AGENT_SHUTDOWN_SECONDS = 30\n",
+        "F058",
+    ),
+    _plant(
+        "the agent does not pass on Slurm's signal",
+        "launch/accelerate",
+        '"SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"',
+        '"SIGTERM,SIGINT,SIGHUP,SIGQUIT"',
+        "F059",
+    ),
+    _plant(
+        "a rank that has said its last word is waited for",
+        "launch/supervise",
+        "        kill_for_good(watch.lingering(LINGER_SECONDS))\n",
+        "",
+        "F067",
+    ),
+    _plant(
+        "the ranks' files are counted by a listing",
+        "worker/resume",
+        "    return sorted(fnmatch.filter(manifest.files if manifest else (), live_state.RANK_FILES))\n",
+        "    assert fnmatch and manifest\n    return sorted(path.name for path in Path(checkpoint).glob(live_state.RANK_FILES))\n",
+        "F081",
+    ),
+    _plant(
+        "shards of a checkpoint are not looked for",
+        "merge/weights",
+        "    if shards.is_dir() or folder.name == SHARD_FOLDER:\n",
+        "    if folder.name == SHARD_FOLDER:\n",
+        "F105",
+    ),
+    _plant(
+        "a buffer holds a whole tensor",
+        "merge/gather",
+        "BUFFER_BYTES = 512 << 10 ",
+        "BUFFER_BYTES = 512 << 20 ",
+        "F108",
+    ),
+    _plant(
+        "files are opened when they are read",
+        "merge/reader",
+        "is_vouched: bool = False, limit: int = 256)",
+        "is_vouched: bool = False, limit: int = 2)",
+        "F110",
+    ),
+    _plant(
+        "an adapter is added unscaled",
+        "merge/lora",
+        "    scaling = config.scaling(module, rank)\n",
+        "    scaling = 1.0 + 0.0 * config.scaling(module, rank)\n",
+        "F112",
+    ),
+    _plant(
+        "a manifest does not vouch for itself",
+        "manifest",
+        '            if raw.pop("digest") != _digest_of(raw):\n',
+        '            if not raw.pop("digest"):\n',
+        "F077",
+    ),
+    _plant(
+        "a tracker is waited for",
+        "worker/trackers",
+        "self._answers.get(timeout=self._limit_seconds)",
+        "self._answers.get(timeout=None)",
+        "F069",
+    ),
+    _plant(
+        "a rank does not wait for what it cannot see yet",
+        "worker/resume",
+        "    while time.monotonic() < deadline and not",
+        "    while time.monotonic() > deadline and not",
+        "F081",
+    ),
 )

@@ -231,6 +231,7 @@ RUN = (
         "F052", "r", 1, REFUSED, "a limit on file sizes, that C++ obeys too",
         "faults/test_save::limit_on_file_sizes_fails_the_save_and_keeps_the_older_checkpoint",
         "merge/test_faults::a_file_size_limit_ends_in_one_error_and_nothing_left",
+        "worker/test_metrics::a_limit_of_the_kernel_is_told_and_what_was_cut_comes_back",
     ),
     _row(
         "F053", "r", 1, REFUSED, "ENOSPC, EDQUOT, EIO, EROFS, ESTALE, EMFILE at every operation, once and for ever; short and interrupted writes",
@@ -282,7 +283,8 @@ RUN = (
     _row("F067", "r", 8, REFUSED, "a rank that ignores SIGTERM", "launch/test_supervise::a_rank_that_hangs_in_its_own_clean_up_does_not_hold_the_run",
          "launch/test_supervise::a_killed_rank_takes_the_others_along_and_is_named"),
     _row("F068", "r", 7, SURVIVED, "preempted at the last step", "faults/test_train::signal_at_the_last_steps_loses_no_final_checkpoint"),
-    _row("F069", "r", 4, SURVIVED, "a tracker that raises, that hangs", "faults/test_numbers::tracker_that_fails_or_hangs_is_a_warning"),
+    _row("F069", "r", 4, SURVIVED, "a tracker that raises, that hangs", "faults/test_numbers::tracker_that_fails_or_hangs_is_a_warning",
+         "worker/test_trackers::a_tracker_that_raises_gets_nothing_more", "worker/test_trackers::a_tracker_that_hangs_is_left_behind"),
 )  # fmt: skip
 
 CHECKPOINT = (

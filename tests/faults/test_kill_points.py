@@ -84,7 +84,7 @@ def test_rotation_killed_anywhere_shows_no_half_deleted_checkpoint(tmp_path: Pat
         assert verified_steps(run) == [40, 50]
         assert stages(place) == []
 
-    count(kill_points=every_kill(make, lambda place: rotate(RunDir(place), 2, protected=set()), check, tmp_path))
+    count(kill_points_in_a_rotation=every_kill(make, lambda place: rotate(RunDir(place), 2, protected=set()), check, tmp_path))
 
 
 def test_rotation_that_sees_the_newest_late_takes_too_few_and_never_the_newest(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_new_run_killed_anywhere_is_absent_or_whole(every: int, tmp_path: Path, 
             act(place)
             assert run.is_used
 
-    count(kill_points=every_kill(make, act, check, tmp_path / "cases", every=every))
+    count(kill_points_in_a_new_run=every_kill(make, act, check, tmp_path / "cases", every=every))
 
 
 @pytest.fixture(autouse=True)
@@ -201,7 +201,7 @@ def test_resumed_run_killed_while_its_files_are_renewed_can_be_resumed(every: in
             earlier = [json.loads((folder / "recipe.json").read_text()) for folder in run.history.iterdir() if folder.name.isdigit()]
             assert earlier, "the recipe that the run began with is kept"
 
-    count(kill_points=every_kill(make, act, check, tmp_path / "cases", every=every))
+    count(kill_points_in_a_resume=every_kill(make, act, check, tmp_path / "cases", every=every))
 
 
 def test_resume_of_a_directory_whose_files_were_damaged_is_one_error(tmp_path: Path, count: Count) -> None:
@@ -247,7 +247,7 @@ def test_merge_killed_anywhere_leaves_no_model_or_a_whole_one(every: int, tmp_pa
             assert verified_steps(RunDir(place)) == [1], "the source is as it was"
 
     count(
-        kill_points=every_kill(
+        kill_points_in_a_merge=every_kill(
             lambda place: shutil.copytree(source, place),
             lambda place: merge_checkpoint(place, options),
             check,

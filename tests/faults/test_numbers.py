@@ -122,8 +122,9 @@ def test_run_directory_that_goes_ends_the_run_and_is_not_made_again(rank: int, t
     ("what", "told"),
     [
         pytest.param("tracker fails", "ConnectionError: the tracker's server is gone", marks=slow),
-        ("tracker hangs", "TimeoutError: `on_log` did not return within 2 s"),
+        pytest.param("tracker hangs", "TimeoutError: `on_log` did not return within 2 s", marks=slow),
     ],
+    ids=["fails", "hangs"],
 )
 def test_tracker_that_fails_or_hangs_is_a_warning(what: str, told: str, training: Training) -> None:
     run = training.new(changes={"training": {"report_to": ["tensorboard"]}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,7 +92,7 @@ def test_rank_killed_at_any_of_a_few_operations_leaves_old_or_new(tmp_path: Path
     cases = Cases(tmp_path, forks)
     points = points_of(cases.operations(), every_write=60, every=7)
     kill_each(cases, points)
-    count(kill_points=len(points))
+    count(kill_points_in_a_save=len(points))
 
 
 @pytest.mark.slow
@@ -102,7 +103,7 @@ def test_rank_killed_at_any_operation_leaves_old_or_new(variant: str, tmp_path: 
     points = points_of(cases.operations(asynchronous=background), every_write=12)
     assert len(points) >= 90
     kill_each(cases, points, asynchronous=background)
-    count(kill_points=len(points))
+    count(kill_points_in_a_save=len(points))
 
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EMFILE)
@@ -124,6 +125,8 @@ def refuse_each(cases: Cases, faults: Sequence[tuple[int, Fault]]) -> None:
         assert all(messages) or not any(messages), f"the ranks agree: {what}"
         if all(messages):
             assert any(_reason(fault.error) in str(message) for message in messages), what
+            if fault.error in (errno.ENOSPC, errno.EDQUOT):
+                assert all(re.search(r"; [\d.]+ [KMGT]?i?B are free$", str(message)) for message in messages), what
         else:
             assert ranks.SECOND in steps or ranks.THIRD in steps, what
         shutil.rmtree(path)
@@ -177,7 +180,8 @@ def test_limit_on_file_sizes_fails_the_save_and_keeps_the_older_checkpoint(
     """A limit of the kernel: no writer can pass it by, neither Python nor C++."""
     cases = Cases(tmp_path, forks)
     sizes = {path.name: path.stat().st_size for path in cases.first.rglob("*") if path.is_file()}
-    limits = sorted({1, 100, *range(1_000, max(sizes.values()), max(sizes.values()) // 8)})
+    # Each kind of file is once the first that is cut.
+    limits = sorted({1, max(sizes.values()) // 2, *(size - 1 for size in sizes.values())})
     for limit in limits:
         path = cases.new(limit)
         message = forks.values(RANKS, ranks.save_limited, path, ranks.SECOND, rank, limit)[rank]

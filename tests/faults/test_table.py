@@ -43,6 +43,14 @@ def test_a_plant_applies(plant: Plant) -> None:
     ast.parse(text.replace(plant.old, plant.new))
 
 
+@pytest.mark.parametrize("plant", [plant for plant in PLANTS if plant.by], ids=lambda plant: plant.name)
+def test_a_quick_test_of_a_plant_is_one_of_its_rows_tests_and_each_row_has_one(plant: Plant) -> None:
+    named = {test.split("[")[0] for test in plant.by}
+    rows = [row for row in ROWS if row.id in plant.rows]
+    assert named <= {test for row in rows for test in row.tests}
+    assert all(named & set(row.tests) for row in rows)
+
+
 def test_every_promise_has_a_plant_and_every_plant_names_rows_with_tests() -> None:
     rows = {row.id: row for row in ROWS}
     assert {row for plant in PLANTS for row in plant.rows} <= {row.id for row in ROWS if row.tests}

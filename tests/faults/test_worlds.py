@@ -29,10 +29,10 @@ def test_damage_that_one_rank_sees_is_seen_by_all(blind: int, tmp_path: Path, fo
 
 @pytest.mark.parametrize(
     ("seconds", "by_name", "wait_seconds", "ends"),
-    [(1e9, False, 0.0, "the same"), (3.0, True, 60.0, "the same"), (1e9, True, 1.0, "refused")],
-    ids=["in listings, for ever", "by name, three seconds late", "by name, for ever"],
+    [(1e9, False, 0.0, "the same"), (1.0, True, 60.0, "the same"), pytest.param(1e9, True, 1.0, "refused", marks=pytest.mark.slow)],
+    ids=["in listings, for ever", "by name, a second late", "by name, for ever"],
 )
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_machine_that_sees_a_checkpoint_late_waits_and_reads_what_its_manifest_names(
     late: int, seconds: float, by_name: bool, wait_seconds: float, ends: str, tmp_path: Path, forks: ForkServer
 ) -> None:

@@ -35,6 +35,7 @@ HOSTILE_CONFIG = {
     "num_machines": 4,
     "main_process_ip": "10.0.0.1",
     "main_process_port": 1,
+    "fsdp_config": {"fsdp_offload_params": True, "fsdp_sync_module_states": False},
 }
 
 
@@ -92,6 +93,7 @@ def test_a_hostile_default_config_is_ignored(tmp_path: Path, run: RunDir, reposi
     assert ended.exit_code == 0
     assert {environment["WORLD_SIZE"] for environment in environments(run, 2)} == {"2"}
     assert {environment["ACCELERATE_MIXED_PRECISION"] for environment in environments(run, 2)} == {"no"}
+    assert {environment.get("FSDP_OFFLOAD_PARAMS", "false") for environment in environments(run, 2)} == {"false"}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def test_a_killed_rank_and_a_failed_one_leave_the_uninterrupted_run(tmp_path: Pa
 
 
 @pytest.mark.slow  # five minutes: each launch imports the stack
-def test_twenty_kills_in_a_row_leave_the_uninterrupted_run(tmp_path: Path) -> None:
+def test_twenty_kills_in_a_row_leave_the_uninterrupted_run(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     steps = 24
     run = written(tmp_path, "run", steps=steps)
     shutil.copytree(run.path, tmp_path / "whole")
@@ -119,8 +120,9 @@ def test_twenty_kills_in_a_row_leave_the_uninterrupted_run(tmp_path: Path) -> No
     kills = [{"rank": number % 2, "step": number + 2, "how": int(signal.SIGKILL)} for number in range(20)]
     ended, _ = launch(run, *kills)
     assert (ended.exit_code, ended.problem, ended.step) == (0, None, steps)
-    assert len(restarted(run)) == 20
+    assert len(restarted(run)) == len(kills) == 20
     assert_same_end(run, whole, steps)
+    record_property("rank_kills_in_a_row", len(kills))
 
 
 @pytest.mark.slow

@@ -226,7 +226,7 @@ def test_ranks_that_wait_for_a_slow_one_do_not_hang(plan_of: PlanOf) -> None:
 
 def test_a_rank_that_hangs_in_its_own_clean_up_does_not_hold_the_run(plan_of: PlanOf) -> None:
     start = time.monotonic()
-    ended, _ = drive(plan_of({"0": [["outcome", FINISHED], ["ignore-signals"], ["sleep", 60]]}))
+    ended, _ = drive(plan_of({"0": [["outcome", FINISHED], ["ignore-signals"], ["sleep", 20]]}))
     assert (ended.exit_code, ended.problem) == (0, None)
     assert time.monotonic() - start < 6
 

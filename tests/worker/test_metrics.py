@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -72,6 +73,26 @@ def test_lines_that_a_disk_refused_are_kept_and_come_back_once(run: RunDir) -> N
         again = MetricsFile(run, resume_step=3, enabled=True)
         again.bring_back(metrics.unwritten)
         again.close()
+    assert [line["step"] for line in lines(run)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("limit", [0, 1, 20, 34, 50])
+def test_a_limit_of_the_kernel_is_told_and_what_was_cut_comes_back(run: RunDir, limit: int) -> None:
+    """A file may be no larger than that: the line that passes it is cut in the middle."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    metrics = MetricsFile(run, resume_step=None, enabled=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))  # Python ignores SIGXFSZ
+    try:
+        for step in (1, 2, 3):
+            metrics.write({"step": step, "loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    metrics.close()
+    assert metrics.failure is not None
+    assert metrics.failure.errno == errno.EFBIG
+    again = MetricsFile(run, resume_step=3, enabled=True)
+    again.bring_back(metrics.unwritten)
+    again.close()
     assert [line["step"] for line in lines(run)] == [1, 2, 3]
 
 
