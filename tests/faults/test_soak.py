@@ -15,7 +15,7 @@ from tests.faults.ranks import PHASES, Happening
 from tests.faults.training import STEPS, Training
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-SEEDS = range(20)
+SEEDS = range(14)
 Accident = tuple[tuple[Happening, ...], tuple[tuple[int, Fault], ...], str]
 """What ranks do to themselves, what the disk does, and what is damaged after the processes are gone."""
 
