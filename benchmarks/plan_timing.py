@@ -137,11 +137,11 @@ def read_rows(measurements: Path, architectures: Path) -> tuple[list[Row], dict[
 
 def traced(rows: Sequence[Row], cache: Path) -> dict[str, Trace]:
     """Row → trace, from the cache or from a process that traces."""
-    from fsdp_tune.bridge.tracing import trace_recipes
+    from fsdp_tune.bridge.tracing import Tracing
 
-    cache.mkdir(parents=True, exist_ok=True)
     found: dict[str, Trace] = {}
-    results = trace_recipes([row.recipe.model_copy(update={"name": None}) for row in rows], cache=cache)
+    with Tracing(cache) as tracing:
+        results = tracing([row.recipe.model_copy(update={"name": None}) for row in rows])
     for row, result in zip(rows, results, strict=True):
         if isinstance(result, Trace):
             found[row.id] = result

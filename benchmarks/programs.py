@@ -38,7 +38,7 @@ def _replace(prepare: Callable[[Any], Any], *, keep: bool) -> None:
 
     held: list[Any] = []
 
-    def micro_batch_loss(model: Any, batch: dict[str, Any], label_smoothing: float = 0.0) -> tuple[Any, Any]:
+    def micro_batch_loss(model: Any, batch: dict[str, Any], label_smoothing: float = 0.0, *_: Any) -> tuple[Any, Any]:
         held.clear()
         logits = prepare(model(input_ids=batch["input_ids"], use_cache=False).logits)
         if keep:

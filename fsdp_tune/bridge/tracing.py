@@ -6,6 +6,7 @@ configuration, the versions of torch, transformers and this package's own source
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import fsdp_tune
 from fsdp_tune.errors import FsdpTuneError, Problem
@@ -38,34 +39,104 @@ _SEEN_OF_TRAINING = (
 )
 
 
-def trace_recipes(
-    recipes: Sequence[Recipe],
-    *,
-    cache: Path,
-    exact: bool = False,
-    vocabulary: int | None = None,
-    offline: bool = False,
-    traced: Callable[[int, int], None] = lambda _done, _of: None,
-) -> list[Trace | FsdpTuneError]:
-    """One trace, or the reason why there is none, for each resolved recipe. `traced(done, of)` is called as the missing ones come in.
+class Tracing:
+    """Traces on demand. The child is started by the first recipe that the cache lacks, and lives until `close`: torch is imported once.
 
-    `exact`: at full depth. `vocabulary`: of the tokenizer, where it may grow the embedding.
+    `exact`: at full depth. `vocabulary`: of the tokenizer, where it may grow the embedding. `traced` is called as each comes in.
     """
-    keys = [trace_key(recipe, exact=exact, vocabulary=vocabulary) for recipe in recipes]
-    found: dict[str, Trace | FsdpTuneError] = {}
-    missing: dict[str, Recipe] = {}
-    for key, recipe in zip(keys, recipes, strict=True):
-        if key in found or key in missing:
-            continue
-        cached = _cached(cache / f"{key}.npz")
-        if cached is not None:
-            found[key] = cached
-        else:
-            missing[key] = recipe
-    if missing:
-        cache.mkdir(parents=True, exist_ok=True)
-        found |= _run(missing, cache, exact=exact, vocabulary=vocabulary, offline=offline, traced=traced)
-    return [found[key] for key in keys]
+
+    def __init__(
+        self,
+        cache: Path,
+        *,
+        exact: bool = False,
+        vocabulary: int | None = None,
+        offline: bool = False,
+        traced: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.cache, self.exact, self.vocabulary, self.offline, self.traced = cache, exact, vocabulary, offline, traced
+        self._found: dict[str, Trace | FsdpTuneError] = {}
+        self._asked: list[str] = []
+        """Keys, by the number of their job."""
+        self._child: subprocess.Popen[str] | None = None
+        self._log: IO[str] | None = None
+
+    def __enter__(self) -> Tracing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the child, whatever it is at."""
+        if self._child is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._child.communicate()
+        if self._log is not None:
+            self._log.close()
+        self._child = self._log = None
+
+    def ask(self, recipes: Sequence[Recipe]) -> list[str]:
+        """Has resolved recipes traced in the background; returns the keys for `result`."""
+        keys = [trace_key(recipe, exact=self.exact, vocabulary=self.vocabulary) for recipe in recipes]
+        for key, recipe in zip(keys, recipes, strict=True):
+            if key in self._found or key in self._asked:
+                continue
+            cached = _cached(self._file(key))
+            if cached is not None:
+                self._found[key] = cached
+                continue
+            self._send({"job": len(self._asked), "recipe": recipe.model_dump(mode="json", by_alias=True), "output": str(self._file(key))})
+            self._asked.append(key)
+        return keys
+
+    def result(self, key: str) -> Trace | FsdpTuneError:
+        """The trace, or the reason why there is none; waits for it."""
+        while key not in self._found:
+            self._receive()
+        return self._found[key]
+
+    def __call__(self, recipes: Sequence[Recipe]) -> list[Trace | FsdpTuneError]:
+        return [self.result(key) for key in self.ask(recipes)]
+
+    def _file(self, key: str) -> Path:
+        return self.cache / f"{key}.npz"
+
+    def _send(self, job: dict[str, Any]) -> None:
+        if self._child is None:
+            self.cache.mkdir(parents=True, exist_ok=True)
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
+            environment |= {"HF_HUB_OFFLINE": "1"} if self.offline else {}
+            self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the child
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
+            self._child = subprocess.Popen(COMMAND, **pipes, text=True, env=environment)
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # a child that died says why when its answer is missed
+            self._child.stdin.write(json.dumps(job | {"exact": self.exact, "vocabulary": self.vocabulary}) + "\n")
+            self._child.stdin.flush()
+
+    def _receive(self) -> None:
+        """One answer; where none will come any more, the child's last words are the answer to all that is open."""
+        assert self._child is not None
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            lost = self._last_words(self._child.wait())
+            self._found |= {key: lost for key in self._asked if key not in self._found}
+            return
+        answer = json.loads(line)
+        key = self._asked[answer["job"]]
+        self._found[key] = _result(self._file(key), answer["problems"])
+        self.traced()
+
+    def _last_words(self, code: int) -> FsdpTuneError:
+        assert self._log is not None
+        self._log.seek(0)
+        lines = self._log.read().strip().splitlines()
+        last = lines[-1] if lines else f"it ended with exit code {code}"
+        return FsdpTuneError(
+            Problem("trace-failed", f"the step could not be traced: {last}", hint="`fsdp-tune env` shows the installation")
+        )
 
 
 def trace_key(recipe: Recipe, *, exact: bool, vocabulary: int | None) -> str:
@@ -110,39 +181,6 @@ def _cached(path: Path) -> Trace | None:
         return Trace.load(path)
     except (OSError, ValueError, KeyError):
         return None
-
-
-def _run(
-    missing: dict[str, Recipe], cache: Path, *, exact: bool, vocabulary: int | None, offline: bool, traced: Callable[[int, int], None]
-) -> dict[str, Trace | FsdpTuneError]:
-    keys = list(missing)
-    jobs = [
-        {
-            "recipe": recipe.model_dump(mode="json", by_alias=True),
-            "exact": exact,
-            "vocabulary": vocabulary,
-            "output": str(cache / f"{key}.npz"),
-        }
-        for key, recipe in missing.items()
-    ]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
-    environment |= {"HF_HUB_OFFLINE": "1"} if offline else {}
-    found: dict[str, Trace | FsdpTuneError] = {}
-    with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryFile("w+") as wanted:
-        json.dump(jobs, wanted)
-        wanted.seek(0)
-        with subprocess.Popen(COMMAND, stdin=wanted, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as child:
-            assert child.stdout is not None
-            for line in child.stdout:
-                result = json.loads(line)
-                key = keys[result["job"]]
-                found[key] = _result(cache / f"{key}.npz", result["problems"])
-                traced(len(found), len(keys))
-        log.seek(0)
-        lines = log.read().strip().splitlines()
-    last = lines[-1] if lines else f"it ended with exit code {child.returncode}"
-    lost = FsdpTuneError(Problem("trace-failed", f"the step could not be traced: {last}", hint="`fsdp-tune env` shows the installation"))
-    return {key: found.get(key, lost) for key in keys}
 
 
 def _result(path: Path, problems: list[dict[str, Any]]) -> Trace | FsdpTuneError:

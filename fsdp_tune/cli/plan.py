@@ -81,14 +81,13 @@ def plan(
         fsdp-tune plan my.yaml --gpu H100-SXM --target cheapest --write best.yaml
     """
     with command(json_output) as screen:
-        from fsdp_tune.cli.plan_view import show_plan
         from fsdp_tune.plan.page import html_page
 
         if no_search and (target or write):
             raise usage_error("usage", "`--no-search` ranks nothing: leave it out, or `--target` and `--write`")
         source = chosen_recipe(recipe, config)
         wanted, hardware, written = _resolved(screen, source, overrides or [], name, gpu, number)
-        made, best = _made(screen, wanted, hardware, target, exact=exact, search=not no_search, calibrate=calibrate)
+        made, best = _made(screen, wanted, hardware, target or ("fastest" if not no_search else None), exact=exact, calibrate=calibrate)
         if write is not None:
             _write_best(screen, write, written, made, best)
         if html is not None:
@@ -97,7 +96,6 @@ def plan(
             write_file(html, html_page(made))
             screen.say(f"the page is {html}")
         screen.document(made.as_dict())
-        show_plan(screen, made)
 
 
 def _resolved(
@@ -141,23 +139,28 @@ def _made(
     target: Literal["fastest", "cheapest", "largest-context"] | None,
     *,
     exact: bool,
-    search: bool,
     calibrate: Path | None,
 ) -> tuple[Plan, Recipe | None]:
-    """The plan of the recipe, with the ranking, and the recipe that is ranked first."""
+    """The plan of the recipe, shown as soon as it is there, and then the ranking; with the recipe that is ranked first."""
     from fsdp_tune.cli.plan_job import PlanJob
+    from fsdp_tune.cli.plan_view import show_errors, show_plan, show_ranking, show_scaling
 
-    job = PlanJob(screen, recipe, hardware, exact=exact)
-    if calibrate is not None:
-        job.calibrate(calibrate)
-    made = job.plan_it()
-    if not search:
-        return made, None
-    found = job.search(target or "fastest")
-    ranked = tuple(each.plan for each in found.ranked)
-    best = found.ranked[0].recipe if found.ranked and found.ranked[0].plan.fits != "no" else None
-    smallest = job.smallest_hardware(found.ranked) if best is None else None
-    made = replace(made, alternatives=ranked, best_because=found.because, scaling=tuple(job.scaling()), smallest_hardware=smallest)
+    with PlanJob(screen, recipe, hardware, exact=exact) as job:
+        if calibrate is not None:
+            job.calibrate(calibrate)
+        made = job.plan_it()
+        show_plan(screen, made)
+        best = None
+        if target is not None:
+            found = job.search(target)
+            ranked = tuple(each.plan for each in found.ranked)
+            best = found.ranked[0].recipe if found.ranked and found.ranked[0].plan.fits != "no" else None
+            smallest = job.smallest_hardware(found.ranked) if best is None else None
+            made = replace(made, alternatives=ranked, best_because=found.because, smallest_hardware=smallest)
+            show_ranking(screen, made)
+            made = replace(made, scaling=tuple(job.scaling()))
+            show_scaling(screen, made)
+    show_errors(screen, made)
     return made, best
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from fsdp_tune.errors import FsdpTuneError
 from fsdp_tune.plan.search import Found, Ranking, Search, Target, rank_recipes
 
 if TYPE_CHECKING:
+    from fsdp_tune.bridge.tracing import Tracing
     from fsdp_tune.plan.efficiency import Efficiency
     from fsdp_tune.plan.hardware import Hardware
     from fsdp_tune.plan.predict import Plan
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
     from fsdp_tune.recipe.schema import Recipe
 
 
-@dataclass(slots=True)
+@dataclass
 class PlanJob:
-    """One recipe on one kind of GPU."""
+    """One recipe on one kind of GPU. A context: leaving it ends the process that traces."""
 
     screen: Screen
     recipe: Recipe
@@ -31,8 +33,6 @@ class PlanJob:
     tokens: int | None = None
     vocabulary: int | None = None
     efficiency: Efficiency | None = None
-    quiet: bool = False
-    """Draws no bar: another one is on the screen."""
     _trace: Trace | None = field(default=None)
 
     def __post_init__(self) -> None:
@@ -44,19 +44,22 @@ class PlanJob:
         assert self.recipe.data.cache_dir is not None, "the recipe is resolved"
         return Path(self.recipe.data.cache_dir)
 
-    def _traced(self, recipes: Sequence[Recipe]) -> list[Trace | FsdpTuneError]:
-        from fsdp_tune.bridge.tracing import trace_recipes
+    @cached_property
+    def tracing(self) -> Tracing:
+        from fsdp_tune.bridge.tracing import Tracing
 
-        options: dict[str, Any] = {"cache": self._cache() / "traces", "exact": self.exact, "vocabulary": self.vocabulary}
-        if self.quiet:
-            return trace_recipes(recipes, **options)
-        with self.screen.progress("tracing", None, "recipes", lines=False) as bar:
-            return trace_recipes(recipes, **options, traced=lambda _done, _of: bar.advance(1))
+        return Tracing(self._cache() / "traces", exact=self.exact, vocabulary=self.vocabulary)
+
+    def __enter__(self) -> PlanJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tracing.close()
 
     def trace(self) -> Trace:
         """Of the recipe itself; FsdpTuneError where its model is not found or refuses the trace."""
         if self._trace is None:
-            found = self._traced([self.recipe])[0]
+            (found,) = self.tracing([self.recipe])
             if isinstance(found, FsdpTuneError):
                 raise found
             self._trace = found
@@ -68,8 +71,10 @@ class PlanJob:
         return plan(self.recipe, self.hardware, self.trace(), rows=self.rows, tokens=self.tokens, efficiency=self.efficiency)
 
     def _search(self) -> Search:
-        def traced(recipes: Sequence[Recipe]) -> list[Trace | None]:
-            return [None if isinstance(found, FsdpTuneError) else found for found in self._traced(recipes)]
+        def traced(recipes: Sequence[Recipe]) -> Iterator[Trace | None]:
+            keys = self.tracing.ask(recipes)
+            found = (self.tracing.result(key) for key in keys)
+            return (None if isinstance(each, FsdpTuneError) else each for each in found)
 
         def progress(text: str) -> None:
             if self.screen.is_live:
@@ -95,8 +100,8 @@ class PlanJob:
         from fsdp_tune.plan.calibration import learn, read_run
 
         measured = read_run(run, self.hardware)
-        own = replace(self, recipe=measured.recipe, efficiency=None, _trace=None)
-        self.efficiency, factor = learn(self._cache(), self.hardware, measured, own.trace())
+        with replace(self, recipe=measured.recipe, efficiency=None, _trace=None) as own:
+            self.efficiency, factor = learn(self._cache(), self.hardware, measured, own.trace())
         self.screen.say(
             f"{self.hardware.name} took {factor:.2f} of the predicted time in {measured.steps} steps of {run}; kept for later plans"
         )

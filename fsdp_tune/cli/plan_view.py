@@ -14,8 +14,6 @@ BAR_CELLS = 40
 
 
 def show_plan(screen: Screen, plan: Plan) -> None:
-    from fsdp_tune.plan.page import error_in_words
-
     screen.say(
         f"{plan.recipe} on {plan.num_processes} × {plan.gpu}, {_machines(plan.num_machines)}: fits: {plan.fits} ({plan.fits_because})"
     )
@@ -28,8 +26,12 @@ def show_plan(screen: Screen, plan: Plan) -> None:
     screen.say(f"time: {time_line(plan)}")
     for line in _other_lines(plan):
         screen.say(line)
-    show_ranking(screen, plan)
-    show_scaling(screen, plan)
+
+
+def show_errors(screen: Screen, plan: Plan) -> None:
+    """How wrong such figures were, and what was taken for granted or is not known."""
+    from fsdp_tune.plan.page import error_in_words
+
     for name, error in plan.errors.items():
         screen.say(f"error of {name}: {error_in_words(error)}")
     for text in plan.assumptions:

@@ -33,7 +33,8 @@ def plan_of(screen: Screen, recipe: Recipe) -> tuple[Plan | None, list[Notice]]:
     from fsdp_tune.cli.plan_job import PlanJob
 
     try:
-        return PlanJob(screen, recipe, hardware, quiet=True).plan_it(), []
+        with PlanJob(screen, recipe, hardware) as job:
+            return job.plan_it(), []
     except (FsdpTuneError, ValueError) as error:
         return None, [Notice("not-planned", f"the step could not be traced, so nothing is predicted: {error}")]
 

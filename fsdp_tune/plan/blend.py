@@ -1,7 +1,9 @@
-"""Traces between traces: what one step allocates is affine in the micro-batch, in the length, and in one over the number of shards.
+"""Traces that need no tracing: what one step allocates follows from another number of sequences, micro-batches or shards.
 
-Two traces of one program whose sizes differ have the same records in the same order; each size is then a straight line through two
-points, and the trace of a third size needs no tracing. Rounding (padding of uneven shards) stays below a row of a shard.
+A tensor either has the sequences of a forward in it or has not. Fake tensors cost the same at any size, so a layout is traced at a
+micro-batch that is a large prime: the sizes that are a multiple of it are those with sequences in them. Shards: two traces of one
+program have the same records in the same order, and each size is a straight line over one by the number of shards through two points;
+padding of uneven shards stays below a row of a shard.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import numpy as np
 
 from fsdp_tune.plan.trace_format import Records, Shapes, Trace
 
-_SIZES = {"events": ("bytes",), "ops": ("flops", "read_bytes", "written_bytes"), "collectives": ("bytes",)}
+_SIZES = {"events": ("bytes",), "ops": ("flops", "moved_bytes", "batch_bytes"), "collectives": ("bytes",)}
+_PRIMES = (7919, 7907, 7901, 7883, 7879, 7877, 7873, 7867)
 _SAME = {
     "events": ("at", "phase", "layer", "stream", "block", "kind", "host"),
     "ops": ("at", "phase", "layer", "stream", "name", "dtype"),
@@ -49,20 +52,29 @@ def blend(first: Trace, second: Trace, weight: float, shapes: Shapes) -> Trace:
     return replace(first, **tables, shapes=shapes)
 
 
-def at_micro_batch(low: Trace, high: Trace, micro_batch: int, accumulation: int) -> Trace:
-    """`low` and `high` were traced at two micro-batches."""
-    first, last = low.shapes.micro_batch, high.shapes.micro_batch
-    shapes = replace(low.shapes, micro_batch=micro_batch, accumulation=accumulation)
-    return blend(low, high, (micro_batch - first) / (last - first), shapes)
+def prime_for(trace: Trace) -> int:
+    """A micro-batch to trace a layout of this trace's model at, so that `at_micro_batch` makes any other of it.
 
-
-def at_accumulation(trace: Trace, accumulation: int) -> Trace:
-    """The same forward, more or less often.
-
-    Traced with accumulation, it stands for a step without it too: its time leaves the second micro-batch out, and its memory is
-    that of one that accumulates, which has gradients at hand a little earlier.
+    A prime that is no factor of any size in the trace: of the model's dimensions, of the rows' length.
     """
-    return replace(trace, shapes=replace(trace.shapes, accumulation=accumulation))
+    sizes = np.unique(np.abs(trace.events["bytes"]))
+    return next(prime for prime in _PRIMES if not (sizes % prime == 0).any())
+
+
+def at_micro_batch(traced: Trace, micro_batch: int, accumulation: int) -> Trace:
+    """The trace at another micro-batch; `traced` is at `prime_for`: what is a multiple of it grows with the micro-batch, and nothing else.
+
+    Traced with accumulation, it stands for a step without it too: its time leaves the second micro-batch out, and its memory is that of one
+    that accumulates, which has gradients at hand a little earlier. One sequence alone is a program of its own in a few places (rotary
+    tables are not repeated), which move neither peak.
+    """
+    prime = traced.shapes.micro_batch
+    tables: dict[str, Records] = {name: getattr(traced, name).copy() for name in _SIZES}
+    for name, column in (("events", "bytes"), ("ops", "flops"), ("ops", "batch_bytes"), ("collectives", "bytes")):
+        values = tables[name][column]
+        tables[name][column] = np.where(values % prime == 0, values // prime * micro_batch, values)
+    tables["ops"]["moved_bytes"] += tables["ops"]["batch_bytes"] - traced.ops["batch_bytes"]
+    return replace(traced, **tables, shapes=replace(traced.shapes, micro_batch=micro_batch, accumulation=accumulation))
 
 
 def at_shards(few: Trace, many: Trace, shard_size: int, *, world_size: int, replicate_size: int) -> Trace:

@@ -53,6 +53,7 @@ def differences(recipe: Recipe, other: Recipe) -> Changes:
         "fsdp.activation_checkpointing",
         "fsdp.offload_params",
         "fsdp.auto_wrap_policy",
+        "kernels.loss",
         *_BATCH,
         "data.max_length",
         "launch.num_processes",
@@ -76,6 +77,8 @@ def layouts(recipe: Recipe, *, offload: bool) -> Iterator[Changes]:
         for checkpointing in CHECKPOINTING:
             changes: Changes = {"fsdp.sharding_strategy": strategy, "fsdp.activation_checkpointing": checkpointing}
             changes["fsdp.offload_params"] = offload
+            if recipe.kernels.loss == "auto":  # which one it is would depend on the micro-batch
+                changes["kernels.loss"] = "full"
             if coarse:
                 changes["fsdp.auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
             yield changes

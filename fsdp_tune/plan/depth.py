@@ -110,21 +110,25 @@ class _Splice:
 
     def _pasted(self, table: Records) -> Records:
         """The records, stretch 0 repeated, `at` renumbered; `copy` says which repetition, `old` where the original was."""
-        wide = np.zeros(len(table), [*table.dtype.descr, ("copy", "i4"), ("old", "i4")])
-        for name in table.dtype.names or ():
-            wide[name] = table[name]
-        wide["old"] = table["at"]
-        parts: list[Records] = []
+        turns = np.arange(self.copies + 1)
+        parts: list[tuple[Int64, Int64, Int64]] = []  # rows of the table, by how much they move, which copy they are
         position = 0
-        for number, sweep in enumerate(self.sweeps):
-            shift, length = int(self.shifts[number]), sweep.end - sweep.begin
-            begin, end = (int(index) for index in np.searchsorted(table["at"], [sweep.begin, sweep.end]))
-            parts.append(_moved(wide[position:begin], shift, 0))
-            for turn in range(self.copies + 1):
-                parts.append(_moved(wide[begin:end], shift + turn * length, self.copies - turn if sweep.downward else turn))
+        bounds = np.searchsorted(table["at"], [(sweep.begin, sweep.end) for sweep in self.sweeps]).tolist()
+        for sweep, shift, (begin, end) in zip(self.sweeps, self.shifts.tolist(), bounds, strict=False):
+            parts.append(_alone(position, begin, shift))
+            shifts = np.repeat(shift + turns * (sweep.end - sweep.begin), end - begin)
+            copies = np.repeat(turns[::-1] if sweep.downward else turns, end - begin)
+            parts.append((np.tile(np.arange(begin, end), len(turns)), shifts, copies))
             position = end
-        parts.append(_moved(wide[position:], int(self.shifts[-1]), 0))
-        return np.concatenate(parts)
+        parts.append(_alone(position, len(table), int(self.shifts[-1])))
+        rows, shifts, copies = (np.concatenate(column) for column in zip(*parts, strict=True))
+        pasted = np.zeros(len(rows), [*table.dtype.descr, ("copy", "i4"), ("old", "i4")])
+        for name in table.dtype.names or ():
+            pasted[name] = table[name][rows]
+        pasted["old"] = pasted["at"]
+        pasted["at"] += shifts.astype(pasted["at"].dtype)
+        pasted["copy"] = copies
+        return pasted
 
     def _relabel(self, table: Records) -> None:
         """Layer numbers of the whole model."""
@@ -217,11 +221,9 @@ class _Blocks:
         return found
 
 
-def _moved(part: Records, shift: int, copy: int) -> Records:
-    moved = part.copy()
-    moved["at"] += shift
-    moved["copy"] = copy
-    return moved
+def _alone(begin: int, end: int, shift: int) -> tuple[Int64, Int64, Int64]:
+    """Rows that are not repeated."""
+    return np.arange(begin, end), np.full(end - begin, shift), np.zeros(end - begin, np.int64)
 
 
 def _narrow(wide: Records, like: Records) -> Records:

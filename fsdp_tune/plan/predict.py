@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fsdp_tune.plan.accuracy import accuracy
+from fsdp_tune.plan.depth import full_depth
 from fsdp_tune.plan.efficiency import Efficiency, efficiency_of
 from fsdp_tune.plan.fits import CONTEXT_BYTES, Fit, Fits, fit
 from fsdp_tune.plan.hardware import Hardware
@@ -103,6 +104,7 @@ def plan(
     `rows` and `tokens`: of the prepared training data, where they are known. `efficiency`: learnt from a run of this machine.
     """
     efficiency = efficiency or efficiency_of(hardware)
+    trace = full_depth(trace)
     found = fit(trace, hardware, segments=segments)
     unknown: list[str] = []
     timed: StepTime | None = None

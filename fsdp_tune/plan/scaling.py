@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from fsdp_tune.plan.blend import alike, at_shards
 from fsdp_tune.plan.candidates import batch_changes, changed
+from fsdp_tune.plan.depth import full_depth
 from fsdp_tune.plan.predict import plan
 from fsdp_tune.plan.search import Search
 from fsdp_tune.plan.trace_format import Trace
@@ -18,24 +20,16 @@ SIZES = tuple(1 << power for power in range(11))
 def scaling_table(search: Search, recipe: Recipe) -> list[dict[str, Any]]:
     """One row a size: seconds of a step, tokens of all, share of the speed of as many single GPUs, memory. Machines hold as many as now,
     or as the vendor's machine does."""
-    per_machine = recipe.local_world_size if recipe.launch.num_machines > 1 else search.hardware.devices_per_machine or 8
-    sizes = [(size, changed(recipe, _sized(recipe, size, per_machine))) for size in SIZES]
-    line = _line(search, recipe, per_machine)
     rows: list[dict[str, Any]] = []
-    for size, other in sizes:
-        if other is None:
-            continue
-        trace = _trace(search, other, line)
-        if trace is None:
-            continue
+    for other, trace in _traced(search, recipe):
         made = plan(other, search.hardware, trace, efficiency=search.efficiency)
         speed = made.tokens_per_second_per_device
         rows.append(
             {
-                "num_processes": size,
+                "num_processes": other.world_size,
                 "num_machines": other.launch.num_machines,
                 "step_seconds": made.step_seconds,
-                "tokens_per_second": None if speed is None else speed * size,
+                "tokens_per_second": None if speed is None else speed * other.world_size,
                 "fits": made.fits,
                 "peak_reserved_gib": made.peak_reserved_gib,
                 "efficiency": None,
@@ -44,30 +38,32 @@ def scaling_table(search: Search, recipe: Recipe) -> list[dict[str, Any]]:
     return _with_efficiency(rows)
 
 
-def _sized(recipe: Recipe, size: int, per_machine: int) -> dict[str, Any]:
-    accumulation = recipe.training.gradient_accumulation_steps or 1
-    machines = max(1, size // per_machine)
-    batch = batch_changes(recipe.training.per_device_train_batch_size, accumulation)
-    return {"launch.num_processes": size, "launch.num_machines": machines, **batch}
+def _traced(search: Search, recipe: Recipe) -> Iterator[tuple[Recipe, Trace]]:
+    """Every size with its trace: as many traces as there are different programs."""
+    sizes = {size: other for size in sorted({*SIZES, recipe.world_size}) if (other := _sized(search, recipe, size)) is not None}
+    own = max(2, recipe.world_size)
+    if recipe.is_sharded and not recipe.is_hybrid:  # shards follow from two sizes, the recipe's own among them
+        pair = [_sized(search, recipe, size) for size in (own, 2 * own)]
+        traces = [trace and full_depth(trace) for trace in search.trace([other for other in pair if other is not None])]
+        few, many = traces if len(traces) == 2 else (None, None)
+        if few is not None and many is not None and alike(few, many):
+            yield from ((other, at_shards(few, many, size, world_size=size, replicate_size=1)) for size, other in sizes.items())
+        return
+    # Whole copies are alike from two ranks on; shards of a fixed number of ranks need a trace for each size.
+    stands_for = {size: size if recipe.is_sharded else min(size, own) for size in sizes}
+    wanted = sorted(set(stands_for.values()) & sizes.keys())
+    traced = dict(zip(wanted, search.trace([sizes[size] for size in wanted]), strict=True))
+    for size, other in sizes.items():
+        trace = traced.get(stands_for[size])
+        if trace is not None:
+            shapes = trace.shapes if recipe.is_sharded else replace(trace.shapes, world_size=size, replicate_size=size)
+            yield other, replace(trace, shapes=shapes)
 
 
-def _line(search: Search, recipe: Recipe, per_machine: int) -> tuple[Trace, Trace] | None:
-    """Two traces that differ in the number of shards; a strategy whose shards do not grow with the world needs one for each size."""
-    pair = [changed(recipe, _sized(recipe, size, per_machine)) for size in (4, 8)]
-    if recipe.is_hybrid or not recipe.is_sharded or None in pair:
-        return None
-    few, many = search.trace([other for other in pair if other is not None])
-    return (few, many) if few is not None and many is not None and alike(few, many) else None
-
-
-def _trace(search: Search, other: Recipe, line: tuple[Trace, Trace] | None) -> Trace | None:
-    size = other.world_size
-    if line is not None:
-        return at_shards(*line, size, world_size=size, replicate_size=1)
-    if not other.is_sharded:
-        one = search.trace([other])[0]
-        return None if one is None else replace(one, shapes=replace(one.shapes, world_size=size, replicate_size=size))
-    return search.trace([other])[0]
+def _sized(search: Search, recipe: Recipe, size: int) -> Recipe | None:
+    per_machine = recipe.local_world_size if recipe.launch.num_machines > 1 else search.hardware.devices_per_machine or 8
+    batch = batch_changes(recipe.training.per_device_train_batch_size, recipe.training.gradient_accumulation_steps or 1)
+    return changed(recipe, {"launch.num_processes": size, "launch.num_machines": max(1, size // per_machine), **batch})
 
 
 def _with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

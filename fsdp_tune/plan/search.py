@@ -1,13 +1,14 @@
-"""The best recipe for given GPUs: every layout is traced at three micro-batches, and all others lie on a line through two of them."""
+"""The best recipe for given GPUs: every layout is traced once, at a micro-batch that all others follow from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from fsdp_tune.plan.blend import alike, at_accumulation, at_micro_batch
+from fsdp_tune.plan.blend import at_micro_batch, prime_for
 from fsdp_tune.plan.candidates import Changes, batch_changes, changed, differences, layouts, least_state_bytes, micro_batches
+from fsdp_tune.plan.depth import full_depth
 from fsdp_tune.plan.efficiency import Efficiency
 from fsdp_tune.plan.fits import CONTEXT_BYTES, fit
 from fsdp_tune.plan.hardware import Hardware, known_hardware
@@ -22,9 +23,10 @@ MOST_DEVICES = 1024
 
 
 class Tracer(Protocol):
-    """Traces recipes, in a process of its own and with a cache; None for one whose model refuses it."""
+    """Has recipes traced, all of them at once in processes of their own, and hands the traces over as they come; None for a recipe whose
+    model refuses it."""
 
-    def __call__(self, recipes: Sequence[Recipe]) -> list[Trace | None]: ...
+    def __call__(self, recipes: Sequence[Recipe]) -> Iterator[Trace | None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,54 +52,38 @@ class Search:
         made = plan(recipe, self.hardware, trace, rows=self.rows, efficiency=self.efficiency, recipe_changes=changes)
         return Found(recipe, replace(made, memory=None))
 
-    def layouts(self, base: Recipe, parameters: int, trained: int, *, offload: bool) -> list[Found]:
-        """Every layout that is not hopeless, at every micro-batch up to the first that does not fit."""
+    def layouts(self, base: Recipe, trace: Trace, *, offload: bool) -> list[Found]:
+        """Every layout that is not hopeless, at every micro-batch up to the first that does not fit; `trace` is that of `base`."""
         batches = micro_batches(base)
-        hopeful: list[tuple[Changes, Recipe]] = []
+        counts, prime = trace.counts, prime_for(trace)
+        hopeful: list[Changes] = []
+        traced: list[Recipe] = []
         for changes in layouts(base, offload=offload):
-            recipe = changed(base, changes | batch_changes(*batches[0]))
-            if recipe is not None and least_state_bytes(recipe, parameters, trained) + CONTEXT_BYTES <= self.hardware.usable_bytes:
-                hopeful.append((changes, recipe))
-        self.trace([recipe for changes, _ in hopeful for recipe in self._points(base, changes, batches)])  # at once: one import of torch
+            lean = changed(base, changes | batch_changes(*batches[0]))
+            # With accumulation where any of the batches accumulates.
+            family = changed(base, changes | batch_changes(prime, min(2, batches[0][1])))
+            if lean is None or family is None:
+                continue
+            if least_state_bytes(lean, counts.parameters, counts.trained_parameters) + CONTEXT_BYTES <= self.hardware.usable_bytes:
+                hopeful.append(changes)
+                traced.append(family)
         found: list[Found] = []
-        for changes, _ in hopeful:
+        for changes, at_prime in zip(hopeful, self.trace(traced), strict=True):
             self.progress(_words(changes))
-            found += self._layout(base, changes, batches)
+            if at_prime is not None:
+                found += self._layout(base, changes, full_depth(at_prime), batches)
         return found
 
-    def _layout(self, base: Recipe, changes: Changes, batches: list[tuple[int, int]]) -> list[Found]:
-        points = self._points(base, changes, batches)
-        traces = dict(zip((recipe.training.per_device_train_batch_size for recipe in points), self.trace(points), strict=True))
-        low, high = traces.get(2), traces.get(3)
-        on_a_line = low is not None and high is not None and alike(low, high)
+    def _layout(self, base: Recipe, changes: Changes, at_prime: Trace, batches: list[tuple[int, int]]) -> list[Found]:
         found: list[Found] = []
         for micro, accumulation in batches:
             recipe = changed(base, changes | batch_changes(micro, accumulation))
             if recipe is None:
                 continue
-            own = traces.get(micro)
-            if own is not None:
-                trace = at_accumulation(own, accumulation)
-            elif low is not None and high is not None and on_a_line:
-                trace = at_micro_batch(low, high, micro, accumulation)
-            else:  # a kernel that one size has and the other has not
-                trace = self.trace([recipe])[0]
-            if trace is None:
-                break
-            found.append(self.price(recipe, trace, base))
+            found.append(self.price(recipe, at_micro_batch(at_prime, micro, accumulation), base))
             if found[-1].plan.fits == "no":
                 break
         return found
-
-    def _points(self, base: Recipe, changes: Changes, batches: list[tuple[int, int]]) -> list[Recipe]:
-        """One, two and three sequences a forward, with accumulation where any of the batches accumulates.
-
-        One is by itself: what is the same for every sequence (rotary angles) is then not repeated, so that the program differs.
-        """
-        accumulation = min(2, batches[0][1])
-        sizes = (1, 2, 3) if len(batches) > 1 else (batches[0][0],)
-        recipes = [changed(base, changes | batch_changes(micro, accumulation)) for micro in sizes]
-        return [recipe for recipe in recipes if recipe is not None]
 
 
 def _words(changes: Changes) -> str:
@@ -120,10 +106,9 @@ def rank_recipes(search: Search, base: Recipe, trace: Trace, target: Target) -> 
 
 def best_layouts(search: Search, base: Recipe, trace: Trace) -> list[Found]:
     """All that fit, the fastest first, then the tight ones, then the others by what they lack; offload only where nothing fits without."""
-    counts = trace.counts
-    found = search.layouts(base, counts.parameters, counts.trained_parameters, offload=False)
+    found = search.layouts(base, trace, offload=False)
     if not any(each.plan.fits == "yes" for each in found):
-        found += search.layouts(base, counts.parameters, counts.trained_parameters, offload=True)
+        found += search.layouts(base, trace, offload=True)
     return sorted(found, key=rank)
 
 
@@ -180,7 +165,7 @@ def _lengths(search: Search, base: Recipe, changes: Changes, positions: int | No
     each = base.global_batch_size // base.dp_size
     while positions is None or length <= positions:
         recipe = changed(base, changes | batch_changes(1, each) | {"data.max_length": length})
-        traced = None if recipe is None else search.trace([recipe])[0]
+        traced = None if recipe is None else next(search.trace([recipe]))
         if recipe is None or traced is None:
             break
         found.append(search.price(recipe, traced, base))
@@ -195,7 +180,7 @@ def smallest_hardware(search: Search, base: Recipe, ranked: Sequence[Found]) -> 
     leanest = min((each.recipe for each in ranked), key=lambda recipe: recipe.training.per_device_train_batch_size, default=base)
     lean = changed(leanest, {"fsdp.sharding_strategy": "FULL_SHARD", "fsdp.activation_checkpointing": "full", "fsdp.offload_params": False})
     one = lean and changed(lean, batch_changes(1, base.global_batch_size // base.dp_size))
-    traced = search.trace([one])[0] if one else None
+    traced = next(search.trace([one])) if one else None
     if one is None or traced is None:
         return None
     larger = sorted(known_hardware().values(), key=lambda gpu: gpu.usable_bytes)
@@ -211,7 +196,7 @@ def _more(search: Search, base: Recipe, one: Recipe) -> dict[str, Any] | None:
         per_machine = search.hardware.devices_per_machine or base.local_world_size
         sizes: Changes = {"launch.num_processes": number, "launch.num_machines": max(1, number // per_machine), **batch_changes(1, 1)}
         other = changed(one, sizes)
-        traced = search.trace([other])[0] if other else None
+        traced = next(search.trace([other])) if other else None
         if other is not None and traced is not None and fit(traced, search.hardware).answer == "yes":
             return {"gpu": search.hardware.name, "num_processes": number, "recipe_changes": differences(base, other)}
         number *= 2

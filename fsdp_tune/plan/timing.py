@@ -90,7 +90,7 @@ def op_seconds(trace: Trace, ops: Records, hardware: Hardware, efficiency: Effic
     link = hardware.host_link_bytes_per_second
     if link is None and (kinds == TO_HOST).any():
         raise UnknownFigure(f"the link of {hardware.name} to host memory is not known")
-    moved = (ops["read_bytes"] + ops["written_bytes"]).astype(np.float64)
+    moved = ops["moved_bytes"].astype(np.float64)
     moving = moved / (hardware.bandwidth_bytes_per_second * efficiency.bandwidth)
     copying = moved / 2 / (link or 1.0) / efficiency.bandwidth
     on_host = moved / (HOST_BYTES_PER_SECOND / local_ranks)

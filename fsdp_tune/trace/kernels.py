@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
 from fsdp_tune.plan.trace_format import COLLECTIVES, DTYPES
@@ -49,8 +50,8 @@ class Work:
     name: str
     dtype: int
     flops: float
-    read_bytes: int
-    written_bytes: int
+    moved_bytes: int
+    batch_bytes: int
     launches: int
     scratch_bytes: tuple[int, ...]
 
@@ -59,18 +60,38 @@ def dtype_index(dtype: torch.dtype) -> int:
     return DTYPES.index(_DTYPE_NAMES.get(dtype, "fp8"))
 
 
-def _bytes(tensors: list[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments of an operation, in order; torch's own walk over nested arguments takes ten times as long."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors(value)
+        elif isinstance(value, dict):
+            found += tensors(value.values())
+    return found
 
 
-def work(func: Any, args: Any, kwargs: Any, out: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Work | None:
+def device_type(tensor: torch.Tensor) -> str:
+    """Where a tensor lives; asking a fake tensor for its `device` is an operation of its own."""
+    return tensor.fake_device.type if isinstance(tensor, FakeTensor) else tensor.device.type
+
+
+def _sizes(tensors: list[torch.Tensor]) -> list[int]:
+    return [tensor.numel() * tensor.element_size() for tensor in tensors]
+
+
+def work(
+    func: Any, args: Any, kwargs: Any, out: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor], micro_batch: int
+) -> Work | None:
     """None where nothing is started on the device."""
     name = func._schema.name.split("::")[-1]
     if name in _NO_WORK or not (inputs or outputs):
         return None
-    crossing = {tensor.device.type for tensor in (*inputs, *outputs)}
+    crossing = {device_type(tensor) for tensor in (*inputs, *outputs)}
     if name in ("_to_copy", "copy_") and len(crossing) > 1:
-        target = (outputs or inputs)[0].device.type
+        target = device_type((outputs or inputs)[0])
         name = "copy_to_host" if target == "cpu" else "copy_to_device"
     elif crossing == {"cpu"}:
         name = f"host {name}"
@@ -82,7 +103,10 @@ def work(func: Any, args: Any, kwargs: Any, out: Any, inputs: list[torch.Tensor]
         written = [leaf for leaf in args[0] if isinstance(leaf, torch.Tensor)]
     launches = math.ceil(len(inputs) / _TENSORS_PER_LAUNCH) if name.startswith(("_foreach", "_fused")) else 1
     scratch = _SCRATCH.get(func._overloadpacket)
-    return Work(name, dtype_index(kind), flops, _bytes(inputs), _bytes(written), launches, scratch(*args) if scratch is not None else ())
+    sizes = _sizes(inputs) + _sizes(written)
+    of_batch = sum(size for size in sizes if size % micro_batch == 0)
+    held = scratch(*args) if scratch is not None else ()
+    return Work(name, dtype_index(kind), flops, sum(sizes), of_batch, launches, held)
 
 
 def _flash_backward_scratch(_gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_rest: Any) -> tuple[int, ...]:
@@ -170,7 +194,7 @@ def collective(func: Any, args: Any, inputs: list[torch.Tensor], groups: dict[st
     group = next((found for found in map(_group, args) if found is not None), None)
     largest = max(inputs, key=lambda tensor: tensor.numel() * tensor.element_size())
     index = groups.get(group.group_name, 2) if group is not None else 2
-    return COLLECTIVES.index(kind), index, _bytes([largest]), dtype_index(largest.dtype)
+    return COLLECTIVES.index(kind), index, largest.numel() * largest.element_size(), dtype_index(largest.dtype)
 
 
 def _group(argument: Any) -> dist.ProcessGroup | None:

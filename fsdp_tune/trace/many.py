@@ -1,27 +1,30 @@
-"""Traces many recipes for one import of torch: each in a process of its own, forked after the import.
+"""Traces recipes for another process: one import of torch, as many workers as there are cores, each with torch's caches warm.
 
-    python -m fsdp_tune.trace.many < jobs.json
+    python -m fsdp_tune.trace.many
 
-`jobs.json`: [{"recipe": …, "exact": false, "vocabulary": null, "output": "/cache/KEY.npz"}, …]. For each job, as it ends, one line:
-{"job": 0, "problems": []}. A job whose model is refused has its problems there and writes no file.
+A job is a line on stdin: {"job": 0, "recipe": …, "exact": false, "vocabulary": null, "output": "/cache/KEY.npz"}. As it ends there is
+one on stdout: {"job": 0, "problems": []}. A job whose model is refused has its problems there and writes no file. Jobs are taken until
+stdin ends; what is not done by then is not wanted any more.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
 import sys
 import traceback
+from collections import deque
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.errors import FsdpTuneError, Problem
 from fsdp_tune.recipe.schema import Recipe
 
-AT_ONCE = 2
-"""A trace is bound by Python, and its host may have to prepare data meanwhile."""
+MOST_WORKERS = 8
+STDIN, STDOUT, STDERR = 0, 1, 2
 
 
 def trace_one(job: dict[str, Any]) -> list[Problem]:
@@ -40,47 +43,98 @@ def trace_one(job: dict[str, Any]) -> list[Problem]:
     return []
 
 
-def run_all(jobs: list[dict[str, Any]], at_once: int) -> None:
-    importlib.import_module("fsdp_tune.trace.run")  # before the forks: the import is the long part
-    running: dict[int, tuple[int, int]] = {}
-    for index, job in enumerate(jobs):
-        if len(running) >= at_once:
-            _reap(running)
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(reader)
-            _child(job, writer)
-        os.close(writer)
-        running[child] = (index, reader)
-    while running:
-        _reap(running)
+class Worker:
+    """A forked process that traces one job after the other."""
+
+    def __init__(self, others: list[Worker]) -> None:
+        self.connection: Connection
+        self.connection, theirs = Pipe()  # pyright: ignore[reportAttributeAccessIssue]  what Windows has is not asked for here
+        self.job: int | None = None
+        self.process = os.fork()
+        if self.process == 0:
+            for other in (*others, self):  # else a worker would hold the line of another open
+                other.connection.close()
+            _work(theirs)  # pyright: ignore[reportArgumentType]
+        theirs.close()
+
+    def start(self, job: dict[str, Any]) -> None:
+        self.job = job["job"]
+        self.connection.send(job)
+
+    def result(self) -> dict[str, Any]:
+        """What the job that ended had to say; EOFError when the worker has died."""
+        job, self.job = self.job, None
+        return {"job": job, "problems": self.connection.recv()}
 
 
-def _child(job: dict[str, Any], writer: int) -> None:
-    code = 1
+def _work(connection: Connection) -> None:
+    """Never returns."""
+    os.dup2(STDERR, STDOUT)  # what a model prints is no answer
     try:
-        with contextlib.redirect_stdout(sys.stderr), os.fdopen(writer, "w") as file:
-            json.dump([problem.as_dict() for problem in trace_one(job)], file)
-        code = 0
+        while True:
+            connection.send([problem.as_dict() for problem in trace_one(connection.recv())])
+    except (EOFError, KeyboardInterrupt):
+        pass
     finally:
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(0)
 
 
-def _reap(running: dict[int, tuple[int, int]]) -> None:
-    child, status = os.wait()
-    index, reader = running.pop(child)
-    with os.fdopen(reader) as file:
-        text = file.read()
-    crashed = Problem("trace-failed", f"the process that traced ended with status {os.waitstatus_to_exitcode(status)}")
-    problems: list[dict[str, Any]] = json.loads(text) if text else [crashed.as_dict()]
-    sys.stdout.write(json.dumps({"job": index, "problems": problems}) + "\n")
-    sys.stdout.flush()
+class Server:
+    """Gives jobs to workers, and makes a worker only when a job waits for one."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.waiting: deque[dict[str, Any]] = deque()
+        self.workers: list[Worker] = []
+        self._text = b""
+
+    def run(self) -> None:
+        while True:
+            ready = wait([STDIN, *(worker.connection for worker in self.workers if worker.job is not None)])
+            for worker in [worker for worker in self.workers if worker.connection in ready]:
+                self._answer(worker)
+            if STDIN in ready and not self._read():
+                break
+            self._start()
+        for worker in self.workers:
+            worker.connection.close()
+
+    def _read(self) -> bool:
+        """False when there is nothing more to come."""
+        part = os.read(STDIN, 1 << 16)
+        *lines, self._text = (self._text + part).split(b"\n")
+        self.waiting += map(json.loads, lines)
+        return bool(part)
+
+    def _start(self) -> None:
+        while self.waiting:
+            idle = next((worker for worker in self.workers if worker.job is None), None)
+            if idle is None and len(self.workers) >= self.most:
+                return
+            if idle is None:
+                idle = Worker(self.workers)
+                self.workers.append(idle)
+            idle.start(self.waiting.popleft())
+
+    def _answer(self, worker: Worker) -> None:
+        job = worker.job
+        try:
+            answer = worker.result()
+        except EOFError:
+            self.workers.remove(worker)
+            status = os.waitstatus_to_exitcode(os.waitpid(worker.process, 0)[1])
+            crashed = Problem("trace-failed", f"the process that traced ended with status {status}")
+            answer = {"job": job, "problems": [crashed.as_dict()]}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
 
 
 def main() -> None:
-    run_all(json.load(sys.stdin), AT_ONCE)
+    importlib.import_module("fsdp_tune.trace.run")  # before the forks: the import is the long part
+    Server(min(MOST_WORKERS, len(os.sched_getaffinity(0)))).run()
+    sys.stderr.flush()
+    os._exit(0)  # torch takes half a second to leave, and somebody waits
 
 
 if __name__ == "__main__":

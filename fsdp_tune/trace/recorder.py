@@ -10,56 +10,31 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from fsdp_tune.plan.trace_format import KINDS, PHASES
 from fsdp_tune.trace import kernels
 from fsdp_tune.trace.device import DEVICE, Clock
+from fsdp_tune.trace.place import KIND, PHASE, Allocation, Place
 
-KIND = {name: index for index, name in enumerate(KINDS)}
-PHASE = {name: index for index, name in enumerate(PHASES)}
 # The streams of FSDP2 hold nothing but its buffers.
 _KIND_OF_STREAM = {1: "all-gather buffers", 2: "all-gather buffers", 3: "reduce buffers", 4: "reduce buffers"}
+_ASKS_FOR_DEVICE = torch.ops.prim.device.default
 _OWNED = (PHASE["clip"], PHASE["optimizer"], PHASE["zero_grad"])
-
-
-@dataclass(slots=True)
-class Place:
-    """Where the run is."""
-
-    step: int = -1
-    micro: int = -1
-    phase: int = 0
-    layer: int = -1
-    module: str = ""
-    in_head: bool = False
-
-
-@dataclass(slots=True)
-class Allocation:
-    block: int
-    size: int
-    layer: int
-    stream: int
-    host: bool
-    kind: int
-    held: weakref.ref[Any] | None = None
 
 
 class Recorder(TorchDispatchMode):
     """Enter inside the FakeTensorMode, so that it sees the real operations and not what fake kernels are made of."""
 
-    def __init__(self, clock: Clock, groups: dict[str, int]) -> None:
+    def __init__(self, clock: Clock, groups: dict[str, int], micro_batch: int) -> None:
         super().__init__()
-        self.clock, self.groups = clock, groups
+        self.clock, self.groups, self.micro_batch = clock, groups, micro_batch
         self.place = Place()
         self.events: list[tuple[Any, ...]] = []
         self.ops: list[tuple[Any, ...]] = []
@@ -71,6 +46,11 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, Allocation] = {}
         self._paused = False
         self._hidden = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would wrap every call to keep its compiler out; nothing is compiled here."""
+        return False
 
     # ---- Tensors
 
@@ -103,9 +83,10 @@ class Recorder(TorchDispatchMode):
         known = self._live.get(storage._cdata)
         if known is not None:
             return known
-        if self._paused or tensor.device.type == "meta" or storage.nbytes() == 0:
+        if self._paused or storage.nbytes() == 0:
             return None
-        return self._track(storage, host=tensor.device.type != DEVICE)
+        where = kernels.device_type(tensor)
+        return None if where == "meta" else self._track(storage, host=where != DEVICE)
 
     def _track(self, storage: Any, *, host: bool) -> Allocation:
         allocation = Allocation(-1, 0, -1, 0, host, 0) if self._hidden else self._allocate(storage.nbytes(), host=host)
@@ -167,13 +148,17 @@ class Recorder(TorchDispatchMode):
     # ---- Operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ASKS_FOR_DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # more than half of all calls, and no operation
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         if self._paused:
             return out
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        inputs = kernels.tensors(args)
+        if kwargs:
+            inputs += kernels.tensors(kwargs.values())
+        outputs = kernels.tensors((out,))
         self._note_roles(func, args, kwargs or {})
         owners = self._owners(inputs, outputs)
         for tensor, layer in zip(outputs, owners, strict=True):
@@ -216,7 +201,7 @@ class Recorder(TorchDispatchMode):
             self.mark(kwargs["out"] if "out" in kwargs else args[3], "reduce buffers")
 
     def _operation(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        work = kernels.work(func, args, kwargs, out, inputs, outputs)
+        work = kernels.work(func, args, kwargs, out, inputs, outputs, self.micro_batch)
         if work is None:
             return
         name = self.op_names.setdefault(work.name, len(self.op_names))
@@ -227,8 +212,8 @@ class Recorder(TorchDispatchMode):
                     name,
                     work.dtype,
                     work.flops * share,
-                    round(work.read_bytes * share),
-                    round(work.written_bytes * share),
+                    round(work.moved_bytes * share),
+                    round(work.batch_bytes * share),
                     max(1, round(work.launches * share)),
                 )
             )

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.model.units import decoder_layers
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.trace.recorder import PHASE, Place, Recorder
+from fsdp_tune.trace.place import PHASE, Place
+from fsdp_tune.trace.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,12 @@ from fsdp_tune.trace import autocast, device
 from fsdp_tune.trace.ddp import wrap_traceable
 from fsdp_tune.trace.kernels import CudaAttention
 from fsdp_tune.trace.model import on_fake_device
-from fsdp_tune.trace.recorder import PHASE, Recorder
+from fsdp_tune.trace.place import PHASE
+from fsdp_tune.trace.recorder import Recorder
 from fsdp_tune.trace.scopes import Names, scopes
 
-STEPS = 2  # the first creates the optimizer state; the second is what every later one is
+STEPS = 2
+"""The first creates the optimizer state, from the last micro-batch alone; the second is what every later one is."""
 FAKE_FP16_SCALE = 65536.0
 
 
@@ -59,7 +61,7 @@ def run_step(recipe: Recipe, config: PreTrainedConfig, *, vocabulary: int | None
     attention = CudaAttention()
     mesh = make_mesh(recipe, device.DEVICE)  # outside: a mesh holds the numbers of its ranks, which fake tensors have not
     with FakeTensorMode(allow_non_fake_inputs=True), _packing(packed=recipe.data.packing), _no_garbage(), attention.installed():
-        recorder = Recorder(device.restart(), _groups(mesh))
+        recorder = Recorder(device.restart(), _groups(mesh), recipe.training.per_device_train_batch_size)
         model = on_fake_device(recipe, config, vocabulary, where)
         bare = Names.of(recipe, model)
         sharded = wrap_whole(recipe, model, mesh, where) if recipe.is_sharded else None
@@ -123,7 +125,7 @@ def _train(recipe: Recipe, loaded: Loaded, bare: Names, recorder: Recorder, wher
     loaded.wrapped.train()
     with scopes(bare, recorder):
         for step in range(STEPS):
-            for micro in range(micro_batches):
+            for micro in range(0 if step else micro_batches - 1, micro_batches):
                 place.step, place.micro, place.phase = step, micro, PHASE["forward"]
                 _micro_batch(recipe, loaded, recorder, where, last=micro == micro_batches - 1)
             place.micro = -1

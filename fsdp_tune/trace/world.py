@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from unittest import mock
 
+import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_tune.trace import autocast, device
@@ -19,6 +22,23 @@ def fake_world(size: int) -> Iterator[None]:
     autocast.install()
     dist.init_process_group(f"cpu:fake,{device.DEVICE}:fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        yield
+        with mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks):
+            yield
     finally:
         dist.destroy_process_group()
+
+
+class _Chunks(Sequence[torch.Tensor]):
+    """What `torch.chunk` would give, empty chunks behind it, made when asked for: FSDP2 asks for two of as many as there are ranks."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self.tensor, self.chunks, self.dim = tensor, num_chunks, dim
+
+    def __len__(self) -> int:
+        return self.chunks
+
+    def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
+        length = self.tensor.shape[self.dim]
+        size = -(-length // self.chunks)
+        begin = index * size
+        return self.tensor.narrow(self.dim, begin, min(size, length - begin)) if begin < length else self.tensor.new_empty(0)

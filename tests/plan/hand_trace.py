@@ -40,12 +40,22 @@ class Hand:
         return {"at": self.at, "step": self.step, "micro": micro, "phase": PHASES.index(phase), "layer": -1, "stream": stream}
 
     def op(
-        self, name: str, *, flops: float = 0, moved: int = 0, dtype: str = "bf16", phase: str = "forward", stream: int = 0, micro: int = 0
+        self,
+        name: str,
+        *,
+        flops: float = 0,
+        moved: int = 0,
+        of_batch: int = 0,
+        dtype: str = "bf16",
+        phase: str = "forward",
+        stream: int = 0,
+        micro: int = 0,
     ) -> Hand:
         if name not in self.names:
             self.names.append(name)
         row = self._where(phase, stream, micro)
-        row |= {"name": self.names.index(name), "dtype": DTYPES.index(dtype), "flops": flops, "read_bytes": moved, "kernels": 1}
+        row |= {"name": self.names.index(name), "dtype": DTYPES.index(dtype), "flops": flops, "moved_bytes": moved}
+        row |= {"batch_bytes": of_batch, "kernels": 1}
         self.rows["ops"].append(row)
         return self
 

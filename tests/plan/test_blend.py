@@ -5,17 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fsdp_tune.plan.blend import alike, at_micro_batch, at_shards, blend
+from fsdp_tune.plan.blend import alike, at_micro_batch, at_shards, blend, prime_for
 from fsdp_tune.plan.trace_format import Trace
 from tests.plan.hand_trace import Hand
 
 
 def traced(micro_batch: int, *, shards: int = 8, other: bool = False) -> Trace:
     hand = Hand().hold(0, 4096 // shards, kind="parameters").collective("all_gather", 4096)
-    hand.op("mm", flops=100.0 * micro_batch, moved=50 + 7 * micro_batch).hold(1, 300 + 20 * micro_batch)
+    hand.op("mm", flops=100.0 * micro_batch, moved=50 + 7 * micro_batch, of_batch=7 * micro_batch)
+    hand.hold(1, 20 * micro_batch)
     if other:
         hand.op("mul", moved=1)
-    return hand.hold(1, -(300 + 20 * micro_batch)).trace(micro_batch=micro_batch, shard_size=shards, world_size=shards)
+    return hand.hold(1, -20 * micro_batch).trace(micro_batch=micro_batch, shard_size=shards, world_size=shards)
 
 
 def same(left: Trace, right: Trace) -> bool:
@@ -23,10 +24,15 @@ def same(left: Trace, right: Trace) -> bool:
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 16])
-def test_a_micro_batch_lies_on_the_line_through_two_others(micro_batch: int) -> None:
-    made = at_micro_batch(traced(2), traced(3), micro_batch, 1)
+def test_any_micro_batch_follows_from_one_that_is_a_prime(micro_batch: int) -> None:
+    made = at_micro_batch(traced(prime_for(traced(1))), micro_batch, 4)
     assert same(made, traced(micro_batch))
-    assert made.shapes.micro_batch == micro_batch
+    assert (made.shapes.micro_batch, made.shapes.accumulation) == (micro_batch, 4)
+
+
+def test_a_prime_that_divides_a_size_of_the_model_is_not_taken() -> None:
+    usual = prime_for(traced(1))
+    assert prime_for(Hand().hold(0, 4 * usual).trace()) != usual
 
 
 @pytest.mark.parametrize("shards", [1, 2, 16, 1024])

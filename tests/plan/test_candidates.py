@@ -29,7 +29,7 @@ def test_what_depends_on_a_change_is_resolved_again() -> None:
     "changes",
     [
         {"fsdp.sharding_strategy": "NO_SHARD", "fsdp.offload_params": True},  # contradicts itself
-        {"kernels.loss": "chunked"},  # not in this release
+        {"data.streaming": True},  # not in this release
         {"launch.num_processes": 9, "launch.num_machines": 2},  # does not divide
     ],
 )

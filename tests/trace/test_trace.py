@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fsdp_tune.plan.allocator import rounded
+from fsdp_tune.plan.blend import alike, at_micro_batch, prime_for
 from fsdp_tune.plan.depth import full_depth
 from fsdp_tune.plan.memory import peak_memory
 from fsdp_tune.plan.trace_format import KINDS, Trace
@@ -116,6 +117,31 @@ def test_few_layers_stand_for_all_under_ddp() -> None:
     """Buckets go across layers, so it is the peaks that must agree."""
     recipe = deep(fsdp={"sharding_strategy": "NO_SHARD"})
     _same_peaks(full_depth(trace_of(recipe)), trace_of(recipe, exact=True))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param({"fsdp": {"activation_checkpointing": "selective"}}, id="selective"),
+        pytest.param({"fsdp": {"sharding_strategy": "NO_SHARD"}}, id="DDP", marks=pytest.mark.slow),
+        pytest.param({"fsdp": {"offload_params": True}}, id="offloaded", marks=pytest.mark.slow),
+        pytest.param({"data": {"train": [{"path": "x"}], "max_length": 96, "packing": True}}, id="packed", marks=pytest.mark.slow),
+    ],
+)
+def test_every_micro_batch_follows_from_one_trace_at_a_prime(sections: dict[str, Any]) -> None:
+    """Byte for byte from two sequences on; one alone is a program of its own, with the same peaks."""
+    one = trace_of(deep(2, training=_batches(1), **sections))
+    family = trace_of(deep(2, training=_batches(prime_for(one)), **sections))
+    three, made = trace_of(deep(2, training=_batches(3), **sections)), at_micro_batch(family, 3, 2)
+    assert alike(three, made)
+    for table, columns in {"events": ["bytes"], "ops": ["flops", "moved_bytes"], "collectives": ["bytes"]}.items():
+        for column in columns:
+            assert np.array_equal(getattr(three, table)[column], getattr(made, table)[column]), f"{table}.{column}"
+    _same_peaks(one, at_micro_batch(family, 1, 2))
+
+
+def _batches(micro_batch: int) -> dict[str, int]:
+    return {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": 2}
 
 
 def _same_peaks(one: Trace, other: Trace) -> None:
