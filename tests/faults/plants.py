@@ -240,7 +240,12 @@ PLANTS: tuple[Plant, ...] = (
         "F050",
     ),
     _plant(
-        "a step without targets has loss 0", "worker/trainer", "        if total.item() == 0:\n", "        if total.item() < 0:\n", "F021"
+        "a step without targets has loss 0",
+        "worker/trainer",
+        "        if total.item() == 0:\n",
+        "        if total.item() < 0:\n",
+        "F021",
+        by=("faults/test_numbers.py::step_without_a_single_target_is_an_error_and_no_loss_of_zero",),
     ),
     _plant(
         "out of memory is a failure like others",
@@ -384,6 +389,7 @@ PLANTS: tuple[Plant, ...] = (
         "        state = torch.load(Path(checkpoint) / live_state.rank_file(dist.get_rank()), weights_only=True)\n",
         "        state = torch.load(Path(checkpoint) / live_state.rank_file(dist.get_rank()), weights_only=False)\n",
         "F114",
+        by=("faults/test_worlds.py::code_in_the_state_of_a_rank_is_not_run",),
     ),
     _plant("paths may lead out", "manifest", 'and not name.startswith("/") and ".." not in name.split("/")', "", "F116"),
     _plant(
@@ -402,10 +408,10 @@ PLANTS: tuple[Plant, ...] = (
     ),
     # merge
     _plant(
-        "a merge does not compare digests",
+        "a merge compares only what lies beside the manifest",
         "merge/integrity",
-        "if _entry(path, found) != self._expected[path]]",
-        "if _entry(path, found) is None]",
+        "if path.is_relative_to(weights.root) and _is_weight(path)}",
+        "if path.parent == checkpoint and _is_weight(path)}",
         "F104",
     ),
     _plant(
@@ -452,6 +458,7 @@ PLANTS: tuple[Plant, ...] = (
         "    return ended.problem is not None and not signals and",
         "    return ended.problem is None and not signals and",
         "F041",
+        by=("launch/test_restart.py::a_killed_rank_is_started_again_and_the_user_and_the_metrics_are_told",),
     ),
     _plant(
         "what fails each time is started again",
@@ -686,8 +693,8 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "files are opened when they are read",
         "merge/reader",
-        "is_vouched: bool = False, limit: int = 256)",
-        "is_vouched: bool = False, limit: int = 2)",
+        "limit: int = 256",
+        "limit: int = 2",
         "F110",
     ),
     _plant(
