@@ -12,7 +12,7 @@ from fsdp_tune.plan.fits import CONTEXT_BYTES, Fit, Fits, fit
 from fsdp_tune.plan.hardware import Hardware
 from fsdp_tune.plan.memory import Memory
 from fsdp_tune.plan.mfu import ModelSize, mfu
-from fsdp_tune.plan.timing import StepTime, UnknownFigure, step_time
+from fsdp_tune.plan.timing import HOST_BYTES_PER_SECOND, StepTime, UnknownFigure, step_time
 from fsdp_tune.plan.totals import disk, host_memory, total_steps
 from fsdp_tune.plan.trace_format import Segments, Trace
 from fsdp_tune.recipe.schema import Recipe
@@ -231,6 +231,8 @@ def _assumptions(trace: Trace, hardware: Hardware, efficiency: Efficiency, segme
     ]
     if not efficiency.is_measured:
         said.append(f"nobody has published what {hardware.name} multiplies; the share of its peak is that of cards that were measured")
+    if any(name.startswith("host ") for name in trace.op_names):
+        said.append(f"the host's memory moves {HOST_BYTES_PER_SECOND / 1e9:g} GB/s, shared by the ranks of a machine")
     if hardware.usable_gib is None:
         said.append(f"what CUDA gives of {hardware.name}'s memory is not known: {hardware.memory_gb:g} × 10⁹ bytes are taken")
     return said
