@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from fsdp_tune.data.hub import hub_is_reachable
 from fsdp_tune.errors import FsdpTuneError, usage_error
+from fsdp_tune.model.attention import choose_attention
 from fsdp_tune.recipe.catalogue import architecture
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import run_of
@@ -130,9 +131,10 @@ def model_not_found(name: str, error: Exception) -> FsdpTuneError:
     )
 
 
-def attention(recipe: Recipe) -> str | None:
-    """The kernel to ask transformers for; None lets it take the model's default (sdpa where the model has it)."""
-    return None if recipe.model.attn_implementation == "auto" else recipe.model.attn_implementation
+def attention(recipe: Recipe, config: PreTrainedConfig) -> str | None:
+    """The kernel to ask transformers for; None lets it take the model's default."""
+    chosen = choose_attention(recipe, config).value
+    return None if chosen == "auto" else chosen
 
 
 def storage_dtype(recipe: Recipe) -> torch.dtype:
@@ -143,7 +145,7 @@ def _from_config(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
     # A resized embedding writes its size into the model's config, so each model gets its own.
     own = copy.deepcopy(config)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        own, dtype=storage_dtype(recipe), attn_implementation=attention(recipe), trust_remote_code=recipe.model.trust_remote_code
+        own, dtype=storage_dtype(recipe), attn_implementation=attention(recipe, own), trust_remote_code=recipe.model.trust_remote_code
     )
     return model
 
@@ -180,7 +182,7 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
                 config=copy.deepcopy(config),
                 revision=recipe.model.revision,
                 dtype=storage_dtype(recipe),
-                attn_implementation=attention(recipe),
+                attn_implementation=attention(recipe, config),
                 trust_remote_code=recipe.model.trust_remote_code,
                 low_cpu_mem_usage=True,
             )

@@ -20,6 +20,7 @@ from fsdp_tune.recipe.schema import Recipe
 def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     """Everything that can be said of the model without its weights; problems are collected, not raised."""
     from fsdp_tune.model.build import build_empty, config_or_facts, embedding_rows, generation_config
+    from fsdp_tune.model.kernels import choose_kernels
 
     problems: list[Problem] = []
     notices: list[Notice] = []
@@ -42,6 +43,8 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
         }
         problems += _limits(recipe, model, found)
         found |= _wrapping(recipe, model)
+        chosen = choose_kernels(recipe, model, str(recipe.launch.device))
+        found["kernels"] = {key: {"value": choice.value, "reason": choice.reason} for key, choice in chosen.items()}
     except FsdpTuneError as error:
         problems += error.problems
     except (ValueError, ImportError) as error:

@@ -15,6 +15,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.model.build import build_empty, build_full, build_with_buffers
+from fsdp_tune.model.choice import Choice
+from fsdp_tune.model.compiled import compile_layers
+from fsdp_tune.model.kernels import install_kernels
 from fsdp_tune.model.recompute import recompute_activations
 from fsdp_tune.model.slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
 from fsdp_tune.model.step import decayed_names
@@ -50,6 +53,8 @@ class Loaded:
     """By how much loading raised this rank's peak resident host memory."""
     way: str
     """How the weights came: see `load`."""
+    kernels: dict[str, Choice]
+    """By recipe key."""
 
 
 Way = Literal["own", "slices", "rank 0", "checkpoint"]
@@ -66,14 +71,17 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     mesh = make_mesh(recipe, device.type)
     if not recipe.fsdp.cpu_ram_efficient_loading or recipe.fsdp.version == 1:
         model = build_full(recipe, config, vocabulary=vocabulary)
-        return wrap_whole(recipe, model, mesh, device, before_kib)
+        return wrap_whole(recipe, model, mesh, device, before_kib, compiles=recipe.kernels.compile)
     model = build_empty(recipe, config, vocabulary=vocabulary)
     way, files = _choose(recipe, model, local_rank)
     source = build_full(recipe, config, vocabulary=vocabulary) if way == "rank 0" and dist.get_rank() == 0 else None
     # Buffers that are in no state dict (rotary frequencies) have values that only the constructor knows.
     buffers = dict(build_with_buffers(recipe, config).named_buffers()) if way != "rank 0" else {}
     size = _size(model)
+    kernels = install_kernels(recipe, model, device.type)
     recomputed = recompute_activations(recipe, model)
+    if recipe.kernels.compile:
+        compile_layers(recipe, model)
     units = plan_units(recipe, model)
     wrapped = wrap(recipe, model, units, mesh, device) if recipe.is_sharded else model
     model.to_empty(device="cpu" if recipe.fsdp.offload_params else device)
@@ -88,7 +96,7 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     if not recipe.is_sharded:
         wrapped = wrap(recipe, model, units, mesh, device)
     growth = (_peak_resident_kib() - before_kib) * KIB
-    return Loaded(model, wrapped, units, mesh, tuple(recomputed), size, growth, way)
+    return Loaded(model, wrapped, units, mesh, tuple(recomputed), size, growth, way, kernels)
 
 
 def _choose(recipe: Recipe, model: PreTrainedModel, local_rank: int) -> tuple[Way, WeightFiles | None]:
@@ -100,10 +108,18 @@ def _choose(recipe: Recipe, model: PreTrainedModel, local_rank: int) -> tuple[Wa
     return ("slices", files) if files is not None and fits(model, files) else ("rank 0", None)
 
 
-def wrap_whole(recipe: Recipe, model: PreTrainedModel, mesh: Any, device: torch.device, before_kib: int = 0) -> Loaded:
-    """A model that has all its weights on this rank, recomputed and wrapped as the recipe says; the planner's trace starts here."""
+def wrap_whole(
+    recipe: Recipe, model: PreTrainedModel, mesh: Any, device: torch.device, before_kib: int = 0, *, compiles: bool = False
+) -> Loaded:
+    """A model that has all its weights on this rank, recomputed and wrapped as the recipe says; the planner's trace starts here.
+
+    The trace leaves `compiles` out: it records operations, which a compiled layer hides.
+    """
     size = _size(model)
+    kernels = install_kernels(recipe, model, device.type)
     recomputed = recompute_activations(recipe, model)
+    if compiles:
+        compile_layers(recipe, model)
     units = plan_units(recipe, model)
     if not recipe.is_sharded and any(p.device != device for p in model.parameters()):
         nn.Module.to(model, device)
@@ -111,7 +127,7 @@ def wrap_whole(recipe: Recipe, model: PreTrainedModel, mesh: Any, device: torch.
     if recipe.is_sharded and recipe.fsdp.version == 2:
         _move_buffers(model, device)
     growth = (_peak_resident_kib() - before_kib) * KIB
-    return Loaded(model, wrapped, units, mesh, tuple(recomputed), size, growth, "own")
+    return Loaded(model, wrapped, units, mesh, tuple(recomputed), size, growth, "own", kernels)
 
 
 def _size(model: nn.Module) -> ModelSize:

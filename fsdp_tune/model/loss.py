@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from fsdp_tune.model.head import loss_kernel_of
+
 IGNORE_INDEX = -100
 
 
@@ -41,14 +43,34 @@ def summed_token_loss(logits: torch.Tensor, labels: torch.Tensor, label_smoothin
     )
 
 
+def model_inputs(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What a model's forward takes of a batch. `cu_seq_lens` [examples + 1] int32, where it is there, tells the kernels with
+    variable lengths where examples end in the batch laid out as one line; without it they read position ids, of one row alone."""
+    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name not in ("labels", "cu_seq_lens")}
+    if (ends := batch.get("cu_seq_lens")) is not None:
+        # The longest example is not known without asking the device; the kernels take a bound.
+        longest = batch["input_ids"].shape[1]
+        inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    return inputs
+
+
 def micro_batch_loss(
-    model: torch.nn.Module, batch: dict[str, torch.Tensor], label_smoothing: float = 0.0
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], label_smoothing: float = 0.0, gradient_scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One forward: (summed loss in fp32, auxiliary loss or zero). `batch` has input_ids, labels and perhaps position_ids."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    outputs: Any = model(**inputs, use_cache=False)
-    loss = summed_token_loss(outputs.logits, batch["labels"], label_smoothing)
-    auxiliary = getattr(outputs, "aux_loss", None)
+    """One forward: (summed loss in fp32, auxiliary loss or zero). `batch` has input_ids, labels and perhaps position_ids
+    and cu_seq_lens.
+
+    `gradient_scale` is what the caller multiplies the summed loss with before it differentiates.
+    """
+    inputs = model_inputs(batch)
+    if loss_kernel_of(model) == "full":
+        outputs: Any = model(**inputs, use_cache=False)
+        loss = summed_token_loss(outputs.logits, batch["labels"], label_smoothing)
+        auxiliary = getattr(outputs, "aux_loss", None)
+    else:
+        targets = shift_labels(batch["labels"])
+        options = {"targets": targets, "label_smoothing": label_smoothing, "gradient_scale": gradient_scale}
+        loss, auxiliary = model(**inputs, use_cache=False, **options)
     return loss, auxiliary if isinstance(auxiliary, torch.Tensor) else torch.zeros_like(loss)
 
 

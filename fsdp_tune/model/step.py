@@ -75,8 +75,9 @@ def forward_backward(
     `share` turns the sum of token losses into this rank's part of the step's loss; `auxiliary` is the weight of a mixture
     of experts' own loss, the share included; `loss_scale` is fp16's.
     """
+    scale = share if loss_scale is None else share * loss_scale
     with compute_context(recipe, batch["input_ids"].device.type):
-        loss_sum, auxiliary_loss = micro_batch_loss(wrapped, batch, label_smoothing)
+        loss_sum, auxiliary_loss = micro_batch_loss(wrapped, batch, label_smoothing, scale)
     loss = loss_sum * share
     if auxiliary:
         loss = loss + auxiliary * auxiliary_loss

@@ -36,9 +36,6 @@ NOT_YET = (
     NotYet("parallelism.cp_size", (1,), "context parallelism", "leave it at 1"),
     NotYet("parallelism.sp_size", (1,), "sequence parallelism", "leave it at 1"),
     NotYet("fsdp.activation_checkpointing", ("none", "selective", "full"), "automatic choice of it", "write none, selective or full"),
-    NotYet("kernels.loss", ("auto", "full"), "a loss without logits in memory", "leave it at auto"),
-    NotYet("kernels.liger", ("auto", False), "Liger's kernels", "leave it at auto"),
-    NotYet("kernels.compile", (False,), "torch.compile", "leave it out"),
     NotYet("checkpoint.mirror", (None,), "a second copy of checkpoints", "leave it out, and copy complete checkpoint directories"),
     NotYet("training.optim", _OPTIMIZERS, "sharded version of that optimizer", "leave it out (adamw_torch_fused)"),
     NotYet(

@@ -239,10 +239,6 @@ class _Work:
             self.decide("data.cache_dir", str(_cache_directory()), "the user's cache")
         if recipe.merge.dtype == "auto":
             self.decide("merge.dtype", recipe.compute_dtype, "the compute dtype")
-        if recipe.kernels.loss == "auto":
-            self.decide("kernels.loss", "full", "the only loss of this release")
-        if recipe.kernels.liger == "auto":
-            self.decide("kernels.liger", value=False, reason="this release has no Liger kernels")
 
 
 def _cache_directory() -> Path:

@@ -139,6 +139,8 @@ def version_1_limits(recipe: Recipe) -> Finding | None:
     forward = recipe.fsdp.forward_prefetch
     if type(forward) is int:
         return _needs_2("fsdp.forward_prefetch", f"`fsdp.forward_prefetch: {forward}` (units ahead)")
+    if recipe.kernels.compile:
+        return _needs_2("kernels.compile", "`kernels.compile: true`")
     if recipe.fsdp.activation_checkpointing_offload:
         return _needs_2("fsdp.activation_checkpointing_offload", "`fsdp.activation_checkpointing_offload: true`")
     reshard = recipe.fsdp.reshard_after_forward
@@ -225,6 +227,21 @@ def cpu_limits(recipe: Recipe) -> Finding | None:
     return None
 
 
+def liger_needs_a_gpu(recipe: Recipe) -> Finding | None:
+    """Liger is Triton code; its loss rounds the gradients of the logits before fp16's loss scale reaches them."""
+    kernels = recipe.kernels
+    asked = [(key, value) for key, value in (("kernels.liger", kernels.liger), ("kernels.loss", kernels.loss)) if value in (True, "liger")]
+    if asked and recipe.launch.device in {"cpu", "mps"}:
+        key, value = asked[0]
+        message = f"`{key}: {str(value).lower()}` cannot run on `launch.device: {recipe.launch.device}`: Liger's kernels are for GPUs"
+        hint = "leave it at auto" if key == "kernels.liger" else "write `chunked`, which holds no logits either"
+        return Finding("contradiction", (key, "launch.device"), message, hint)
+    if kernels.loss == "liger" and recipe.precision.mixed_precision == "fp16":
+        message = "`kernels.loss: liger` rounds gradients before fp16's loss scale reaches them, and most of them to zero"
+        return Finding("contradiction", ("kernels.loss", "precision.mixed_precision"), message, "write `chunked`, or train in bf16")
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     model_source,
     config_names_its_type,
@@ -242,6 +259,7 @@ RULES: tuple[Rule, ...] = (
     output_dir_template,
     environment_is_plain,
     cpu_limits,
+    liger_needs_a_gpu,
     *TRAINING_RULES,
 )
 

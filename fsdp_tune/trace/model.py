@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdp_tune.model.build import build_empty
+from fsdp_tune.model.build import attention, build_empty
 from fsdp_tune.recipe.schema import Recipe
 
 # Packages of their own, which the planning machine rarely has; their memory is that of torch's flash attention.
@@ -36,7 +36,7 @@ def period(recipe: Recipe, config: PreTrainedConfig) -> int:
 
 def on_fake_device(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None, device: torch.device) -> PreTrainedModel:
     """Call under a FakeTensorMode: every parameter and buffer gets a fake storage on `device`; ties stay ties."""
-    if recipe.model.attn_implementation in _FLASH:
+    if attention(recipe, config) in _FLASH:
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attn_implementation": "sdpa"})})
     model = build_empty(recipe, config, vocabulary=vocabulary)
     made: dict[int, Any] = {}

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from fsdp_tune.data.collate import collate
+from fsdp_tune.data.collate import collate, cumulative_lengths
 from fsdp_tune.data.order import rank_micro_batches
 from fsdp_tune.data.store import Int64, Row, RowStore
 from fsdp_tune.errors import FailedError, Problem
@@ -79,6 +79,8 @@ class Collator:
     multiple_of: int
     max_length: int | None = None
     """Rounding up to `multiple_of` stops here: a model may have no positions beyond."""
+    variable_lengths: bool = False
+    """Batches with position ids carry `cu_seq_lens` too: the attention kernel goes by it."""
 
     def __call__(self, items: Sequence[Row | None]) -> Batch:
         rows = [row for row in items if row is not None]
@@ -87,8 +89,11 @@ class Collator:
         except Exception as error:
             named = ", ".join(str(row.row_id) for row in rows)
             raise UnreadableRow(f"rows {named} cannot be made a batch: {type(error).__name__}: {error}") from error
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if self.variable_lengths and "position_ids" in tensors:
+            tensors["cu_seq_lens"] = torch.from_numpy(cumulative_lengths(rows, arrays["input_ids"].shape[1]))
         return Batch(
-            {name: torch.from_numpy(array) for name, array in arrays.items()},
+            tensors,
             tuple(row.row_id for row in rows),
             sum(len(row.input_ids) for row in rows),
             sum(length * length for row in rows for length in row.lengths),

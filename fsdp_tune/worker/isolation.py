@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_tune.data.store import Row, RowStore
 from fsdp_tune.errors import FailedError, failed_error
+from fsdp_tune.model.loss import model_inputs
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.worker.dataset import Collator
@@ -42,9 +43,9 @@ def packing_deviation(recipe: Recipe, wrapped: nn.Module, row: Row, collator: Co
     logits: list[torch.Tensor] = []
     for input_ids in (row.input_ids, changed_ids):
         batch = collator([Row(input_ids, row.labels, row.lengths, row.row_id)])
-        tensors = {name: tensor.to(device) for name, tensor in batch.tensors.items() if name != "labels"}
+        tensors = {name: tensor.to(device) for name, tensor in batch.tensors.items()}
         with compute_context(recipe, device.type):
-            logits.append(wrapped(**tensors, use_cache=False).logits[0, first : len(input_ids)].float())
+            logits.append(wrapped(**model_inputs(tensors), use_cache=False).logits[0, first : len(input_ids)].float())
     wrapped.train(was_training)
     return float((logits[0] - logits[1]).norm() / logits[0].norm())
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.load import Loaded
+from fsdp_tune.model.loss import model_inputs
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.worker.agree import gather
@@ -29,9 +30,9 @@ def first_bad_module(recipe: Recipe, loaded: Loaded, batch: Batch, device: torch
     # Leaves before their parents: the innermost module is the one to look at.
     handles = [module.register_forward_hook(watch(name)) for name, module in loaded.model.named_modules() if name]
     try:
-        tensors = {name: tensor.to(device) for name, tensor in batch.tensors.items() if name != "labels"}
+        tensors = {name: tensor.to(device) for name, tensor in batch.tensors.items()}
         with torch.no_grad(), compute_context(recipe, device.type):
-            loaded.wrapped(**tensors, use_cache=False)
+            loaded.wrapped(**model_inputs(tensors), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()

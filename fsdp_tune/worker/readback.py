@@ -18,6 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_tune.errors import FailedError, Problem
 from fsdp_tune.fsdp import expected
+from fsdp_tune.model.compiled import is_compiled
+from fsdp_tune.model.head import loss_kernel_of
+from fsdp_tune.model.liger import modules_of_liger
 from fsdp_tune.model.load import Loaded
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.units import MIB
@@ -57,6 +60,10 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
     report["activation_checkpointing"] = _recomputed(loaded.model)
     report["recomputed_layers"] = len([m for m in loaded.model.modules() if _recomputes(m)])
     report["tied"] = _tied(loaded.model)
+    report["kernels"] = {key: {"value": choice.value, "reason": choice.reason} for key, choice in loaded.kernels.items()}
+    report["loss_kernel"] = loss_kernel_of(wrapped)
+    report["liger_modules"] = modules_of_liger(loaded.model)
+    report["compiled_layers"] = sum(is_compiled(module) for module in loaded.model.modules())
     report["peak_growth_bytes"] = loaded.peak_growth_bytes
     report["weights_loaded_by"] = loaded.way
     report["model_bytes"] = loaded.size.parameter_bytes

@@ -17,7 +17,9 @@ from fsdp_tune.data.prepare import Prepared
 from fsdp_tune.data.store import Int64, RowStore
 from fsdp_tune.errors import failed_error
 from fsdp_tune.launch.run_files import RESUME_NAME
+from fsdp_tune.model.attention import has_variable_lengths
 from fsdp_tune.model.build import model_config
+from fsdp_tune.model.kernels import kernels_line
 from fsdp_tune.model.load import Loaded, load
 from fsdp_tune.model.step import LossScale
 from fsdp_tune.recipe.schema import Recipe
@@ -29,6 +31,7 @@ from fsdp_tune.worker.agree import all_or_none, from_rank0
 from fsdp_tune.worker.arguments import training_arguments
 from fsdp_tune.worker.callbacks import RunCallback
 from fsdp_tune.worker.checkpoint import Checkpointer, Saved, trainer_state_facts
+from fsdp_tune.worker.compiling import CompileReport
 from fsdp_tune.worker.dataset import Collator, MicroBatches
 from fsdp_tune.worker.heartbeat import Heartbeat
 from fsdp_tune.worker.metrics import MetricsFile
@@ -52,6 +55,7 @@ def build_trainer(
     heartbeat.beat("loading the model")
     device = torch.device(device_type, rank.local_index) if device_type != "cpu" else torch.device("cpu")
     loaded = load(recipe, model_config(recipe), device, vocabulary=prepared.vocabulary_size, local_rank=rank.local_index)
+    say(kernels_line(loaded.kernels))
     _start_from_checkpoint(recipe, loaded)
     # Ranks draw different dropout masks; the rule is one line, so that any run can be repeated.
     torch.manual_seed(live_state.seed_for_rank(recipe.training.seed, 0))
@@ -62,15 +66,22 @@ def build_trainer(
         train=train,
         evals={label: RowStore(path) for label, path in prepared.evals.items()},
         sampler=_sampler(recipe, train, rank),
-        collator=Collator(prepared.pad_token_id, recipe.data.pad_to_multiple_of, recipe.data.max_length),
+        collator=Collator(
+            prepared.pad_token_id,
+            recipe.data.pad_to_multiple_of,
+            recipe.data.max_length,
+            variable_lengths=has_variable_lengths(loaded.kernels["model.attn_implementation"].value),
+        ),
         metrics=MetricsFile(run, resume_step=resume.step if resume else None, enabled=rank.is_first),
         heartbeat=heartbeat,
         scale=LossScale() if recipe.precision.mixed_precision == "fp16" else None,
         run=run,
     )
     callback = RunCallback(run, wish, say, is_first=rank.is_first)
-    trainer = FsdpTrainer(parts, arguments, [*_extra_callbacks(recipe), callback])
-    callback.trainer = trainer
+    compiling = [CompileReport(say)] if recipe.kernels.compile else []
+    trainer = FsdpTrainer(parts, arguments, [*_extra_callbacks(recipe), *compiling, callback])
+    for each in (callback, *compiling):
+        each.trainer = trainer
     # A tracker that hangs must be cut off before the supervisor takes the rank for one that hangs.
     patience_seconds = min(trackers.LIMIT_SECONDS, parse_seconds(recipe.launch.hang_timeout) / 2)
     trackers.guard_trackers(trainer, _tracker_reporter(trainer, say), patience_seconds)

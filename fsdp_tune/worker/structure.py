@@ -19,9 +19,19 @@ def structure_differences(recipe: Recipe, loaded: Loaded, report: dict[str, Any]
     wanted = 0 if recipe.fsdp.activation_checkpointing == "none" else math.ceil(len(layers) / recipe.fsdp.activation_checkpointing_every)
     if report["recomputed_layers"] != wanted:
         found.append(f"recomputed_layers: the recipe means {wanted} of {len(layers)}, the run has {report['recomputed_layers']}")
-    kernel = recipe.model.attn_implementation
-    if kernel not in ("auto", report["attention"]):
+    asked = recipe.model.attn_implementation
+    kernel = asked if asked != "auto" else loaded.kernels["model.attn_implementation"].value
+    if kernel != report["attention"]:
         found.append(f"attention: the recipe means {kernel!r}, the run has {report['attention']!r}")
+    wanted_loss = recipe.kernels.loss if recipe.kernels.loss != "auto" else loaded.kernels["kernels.loss"].value
+    if report["loss_kernel"] != wanted_loss:
+        found.append(f"loss: the recipe means {wanted_loss!r}, the run has {report['loss_kernel']!r}")
+    wanted_liger = loaded.kernels["kernels.liger"].value == "true"
+    if wanted_liger != bool(report["liger_modules"]):
+        found.append(f"liger: the recipe means {wanted_liger}, the run has {report['liger_modules']} modules of Liger's")
+    wanted_compiled = len(layers) if recipe.kernels.compile else 0
+    if report["compiled_layers"] != wanted_compiled:
+        found.append(f"compiled_layers: the recipe means {wanted_compiled} of {len(layers)}, the run has {report['compiled_layers']}")
     return found + _frozen(recipe, loaded)
 
 

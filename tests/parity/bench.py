@@ -73,7 +73,7 @@ class Bench:
         run = runs.write_run(self.new_folder(), case.recipe(str(self.model(case.architecture))), self.store, packed=case.packed)
         if case.resumed != "no":
             runs.resume_from(run, self.run(case.donor()))
-        runs.train(self.pool, run, case.ranks, worker)
+        runs.train(self.pool, run, case.ranks, worker or (runs.run_with_kernels if case.kernels else None))
         return run
 
 

@@ -35,15 +35,18 @@ class Case:
     precision: str = "no"
     fsdp: tuple[tuple[str, Any], ...] = ()
     """Further keys of `fsdp:`."""
+    kernels: tuple[tuple[str, Any], ...] = ()
+    """Keys of `kernels:`."""
 
     def __str__(self) -> str:
         default = Case()
         named = [
             f"{field.name} {getattr(self, field.name)}"
             for field in dataclasses.fields(self)
-            if field.name not in ("architecture", "ranks", "strategy", "fsdp") and getattr(self, field.name) != getattr(default, field.name)
+            if field.name not in ("architecture", "ranks", "strategy", "fsdp", "kernels")
+            and getattr(self, field.name) != getattr(default, field.name)
         ]
-        named += [f"{key} {value}" for key, value in self.fsdp]
+        named += [f"{key} {value}" for key, value in (*self.fsdp, *self.kernels)]
         return ", ".join([self.architecture, f"{self.ranks} ranks", self.strategy, *named])
 
     @property
@@ -72,6 +75,7 @@ class Case:
             "model": {"name_or_path": model},
             "data": {"packing": self.packed},
             "fsdp": fsdp,
+            "kernels": dict(self.kernels),
             "precision": {"mixed_precision": self.precision},
             "training": {
                 "per_device_train_batch_size": GLOBAL_BATCH_SIZE // self.ranks // self.accumulation,
@@ -85,6 +89,34 @@ class Case:
         ranks = self.ranks if self.resumed == "same" else {1: 2, 2: 4, 4: 2}[self.ranks]
         return Case(self.architecture, ranks, packed=self.packed, precision=self.precision)
 
+
+_IN_SLICES = (("loss", "chunked"),)
+CHUNKED = [
+    Case(packed=True, kernels=_IN_SLICES),
+    Case("gpt2", kernels=_IN_SLICES),  # its head is its embedding
+    Case("gpt2", strategy="NO_SHARD", accumulation=4, kernels=_IN_SLICES),
+    Case("gpt2", version=1, kernels=_IN_SLICES),
+    Case("gemma", strategy="SHARD_GRAD_OP", kernels=_IN_SLICES),
+    Case(version=1, accumulation=4, kernels=_IN_SLICES),
+    Case("gpt2", wrap="none", kernels=_IN_SLICES),
+    Case("gpt2", wrap="size", offload=True, kernels=_IN_SLICES),
+    Case(wrap="size", kernels=_IN_SLICES),
+    Case(wrap="names", recomputation="full", kernels=_IN_SLICES),
+    Case("qwen3", ranks=4, strategy="HYBRID_SHARD", accumulation=4, recomputation="selective", kernels=_IN_SLICES),
+    Case("mixtral", resumed="other", packed=True, kernels=_IN_SLICES),
+]
+"""The loss in slices of a few tokens."""
+_COMPILED = (("compile", True),)
+COMPILED = [
+    Case(packed=True, recomputation="full", kernels=_COMPILED),
+    Case("qwen3", packed=True, recomputation="selective", kernels=(*_COMPILED, *_IN_SLICES)),
+    Case("gpt2", strategy="NO_SHARD", accumulation=4, kernels=_COMPILED),
+    Case("gemma", ranks=4, strategy="HYBRID_SHARD", kernels=_COMPILED),
+    Case(recomputation="full", fsdp=(("activation_checkpointing_every", 2),), kernels=_COMPILED),
+    Case("mixtral", resumed="same", kernels=_COMPILED),
+    Case(wrap="none", offload=True, kernels=_COMPILED),
+]
+"""Layers traced and differentiated as the compiler does it, and then run operation by operation."""
 
 _SWITCHES: dict[str, tuple[Any, ...]] = {
     "architecture": ("llama", "gpt2", "qwen3", "gemma", "mixtral"),
@@ -123,6 +155,8 @@ def singles() -> list[Case]:
         Case(fsdp=(("cpu_ram_efficient_loading", False),)),
         Case(fsdp=(("state_dict_type", "FULL_STATE_DICT"),)),
         Case(ranks=4, fsdp=(("reshard_after_forward", 2),)),
+        *CHUNKED,
+        *COMPILED,
     ]
     return cases
 
@@ -146,6 +180,8 @@ FAST = frozenset(
         Case(version=1),
         Case(resumed="same"),
         Case(resumed="other"),
+        *CHUNKED[:5],
+        *COMPILED[:2],
     ]
 )
 """What every run of the tests includes; the rest is for scripts/test-parity."""

@@ -111,6 +111,17 @@ def run_worker(path: str) -> dict[str, Any]:
     return outcome
 
 
+def run_with_kernels(path: str, *, backend: str = "aot_eager") -> dict[str, Any]:
+    """On a rank: the worker, its chunked loss a few tokens at a time (the models are so small that one slice would do), and
+    compiled layers without the minute that the C++ compiler takes."""
+    from unittest.mock import patch
+
+    torch._dynamo.reset()  # ranks live on from case to case, and with them what was compiled
+    slices = patch("fsdp_tune.model.linear_loss.SLICE_ELEMENTS", 13 * VOCABULARY)
+    with slices, patch("fsdp_tune.model.compiled.BACKEND", backend):
+        return run_worker(path)
+
+
 def lines(run: RunDir) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.metrics_jsonl.read_text().splitlines()]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -31,6 +33,19 @@ def test_run_follows_the_reference(case: Case, bench: Bench, record_property) ->
     assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize(
+    "case", [Case(packed=True, kernels=(("compile", True),)), Case("gpt2", recomputation="full", kernels=(("compile", True),))], ids=str
+)
+def test_machine_code_follows_the_reference(case: Case, bench: Bench, record_property) -> None:
+    run = bench.fresh_run(case, functools.partial(runs.run_with_kernels, backend="inductor"))
+    found = deviation(run, bench.reference(case.architecture, packed=case.packed))
+    record_property("parity", found.row("compiled by inductor", case))
+    assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
+
+
 def slow(case: Case) -> object:
     return pytest.param(case, id=str(case), marks=[pytest.mark.slow])
 
@@ -43,13 +58,16 @@ HALF_PRECISION = [
     Case(version=1),
     Case("qwen3", packed=True, recomputation="selective"),
     Case("gemma", offload=True, resumed="other"),
+    Case("gpt2", kernels=(("loss", "chunked"),)),
+    Case("gpt2", strategy="NO_SHARD", kernels=(("loss", "chunked"),)),
 ]
+HALF_PRECISION_FAST = (HALF_PRECISION[0], HALF_PRECISION[-2])
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=str(case), marks=[] if case == Case() else pytest.mark.slow) for case in HALF_PRECISION]
+    "case", [pytest.param(case, id=str(case), marks=[] if case in HALF_PRECISION_FAST else pytest.mark.slow) for case in HALF_PRECISION]
 )
 def test_half_precision_run_is_as_near_to_fp32_as_one_device_in_bf16(case: Case, precision: str, bench: Bench, record_property) -> None:
     """Loss and gradient norm of the steps and the parameters, root mean square, against fp32. fp16 rounds eight times finer

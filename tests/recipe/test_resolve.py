@@ -55,7 +55,6 @@ def refused(
         ("fsdp: {sharding_strategy: SHARD_GRAD_OP}", "fsdp.reshard_after_forward", False, "SHARD_GRAD_OP"),
         ("", "data.num_proc", 16, "min(16, 64 cores)"),
         ("", "data.eval_packing", False, "data.packing"),
-        ("", "kernels.loss", "full", "the only loss of this release"),
     ],
 )
 def test_an_open_value_is_decided_with_its_reason(extra: str, key: str, value: object, reason: str) -> None:
@@ -94,6 +93,8 @@ def test_nothing_is_left_open_that_resolve_decides() -> None:
         "data.overlong",
         "data.append_eos",
         "fsdp.min_num_params",
+        "kernels.loss",
+        "kernels.liger",
         "launch.main_process_port",
     ]
 

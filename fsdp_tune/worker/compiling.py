@@ -1,0 +1,37 @@
+"""How long the compiler took, as an event, and out of the steps' time; and a warning when it starts again late in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from fsdp_tune.model.compiled import CompileClock
+
+if TYPE_CHECKING:
+    from fsdp_tune.worker.trainer import FsdpTrainer
+
+EXPECTED_GRAPHS = 3
+"""One for the first width of a batch, one for any width, one for evaluation, which keeps nothing for a backward."""
+
+
+class CompileReport(TrainerCallback):
+    """Looks after each step whether the compiler has been at work. `say` prints a plain line on rank 0."""
+
+    trainer: FsdpTrainer
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._clock = CompileClock()
+        self._seconds, self._graphs = 0.0, 0
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        seconds, graphs = self._clock.seconds - self._seconds, self._clock.graphs
+        if graphs == self._graphs:
+            return
+        self._seconds, self._graphs = self._clock.seconds, graphs
+        self.trainer.lines.leave_out(seconds)
+        self.trainer.parts.metrics.event("compiled", state.global_step, seconds=seconds, graphs=graphs)
+        again = f"; {graphs} graphs by now, where {EXPECTED_GRAPHS} were expected" if graphs > EXPECTED_GRAPHS else ""
+        self._say(f"compiled in {seconds:.1f} s, in step {state.global_step}{again}")

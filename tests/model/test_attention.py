@@ -1,0 +1,148 @@
+"""Which attention kernel `auto` takes, and that kernels with variable lengths are told where examples end."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
+
+from fsdp_tune.data.store import RowStore
+from fsdp_tune.model.attention import choose_attention, has_variable_lengths
+from fsdp_tune.model.build import build_empty, build_full
+from fsdp_tune.model.choice import Choice
+from fsdp_tune.model.loss import micro_batch_loss, model_inputs
+from fsdp_tune.worker.dataset import Collator
+from tests.model.families import FAMILIES
+from tests.model.recipes import recipe_of
+from tests.parity.store import make_store
+
+
+def choice(
+    family: str = "llama",
+    *,
+    installed: tuple[int, ...] = (),
+    device: str = "cuda",
+    precision: str = "bf16",
+    capability: tuple[int, int] = (9, 0),
+    packing: bool = False,
+    asked: str = "auto",
+    **fields: Any,
+) -> Choice:
+    """The choice on a machine with these versions of FlashAttention."""
+    base = recipe_of(family, data={"train": [{"path": "x"}], "packing": packing}, precision={"mixed_precision": precision})
+    model = base.model.model_copy(update={"attn_implementation": asked})
+    recipe = base.model_copy(update={"launch": base.launch.model_copy(update={"device": device}), "model": model})
+    known = {key: value for key, value in {**FAMILIES[family], **fields}.items() if key != "model_type"}
+    config = AutoConfig.for_model(FAMILIES[family]["model_type"], **known)
+    with (
+        patch("fsdp_tune.model.attention.is_flash_attn_2_available", lambda: 2 in installed),
+        patch("fsdp_tune.model.attention.is_flash_attn_3_available", lambda: 3 in installed),
+        patch.object(torch.cuda, "get_device_capability", lambda: capability),
+    ):
+        return choose_attention(recipe, config)
+
+
+@pytest.mark.parametrize(
+    ("given", "kernel", "reason"),
+    [
+        ({}, "sdpa", "flash-attn is not installed"),
+        ({"packing": True}, "sdpa", "block-diagonal mask"),
+        ({"installed": (2,)}, "flash_attention_2", "flash-attn is installed; flash-attn-3 is not"),
+        ({"installed": (3,)}, "flash_attention_3", "FlashAttention 3 is installed"),
+        ({"installed": (2, 3)}, "flash_attention_3", "FlashAttention 3 is installed"),
+        ({"installed": (2, 3), "packing": True}, "flash_attention_3", "FlashAttention 3 is installed"),
+        ({"installed": (2, 3), "capability": (8, 0)}, "flash_attention_2", "needs a Hopper GPU"),
+        ({"installed": (3,), "capability": (8, 0)}, "sdpa", "needs a Hopper GPU"),
+        ({"installed": (2, 3), "attention_dropout": 0.1}, "flash_attention_2", "no dropout"),
+        ({"installed": (2, 3), "device": "cpu"}, "sdpa", "the device is cpu"),
+        ({"installed": (2, 3), "precision": "no"}, "sdpa", "bf16 and fp16 only"),
+        ({"installed": (2,), "head_dim": 512}, "sdpa", "512 wide"),
+        ({"installed": (2,), "family": "bloom"}, "eager", "has no other"),
+        ({"installed": (2, 3), "asked": "eager"}, "eager", "the recipe says so"),
+    ],
+    ids=str,
+)
+def test_auto_takes_the_fastest_that_is_right(given: dict[str, Any], kernel: str, reason: str) -> None:
+    found = choice(**given)
+    assert found.value == kernel
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_flash_every_model_gets_what_transformers_would_give_it(family: str) -> None:
+    recipe = recipe_of(family)
+    model = build_empty(recipe)
+    assert model.config._attn_implementation == choose_attention(recipe, model.config).value
+
+
+def by_lengths(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, scaling: float, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """What a kernel with variable lengths computes: causal attention inside each stretch of the batch laid out as one line."""
+    assert attention_mask is None
+    assert torch.equal(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
+    ends = kwargs["cu_seq_lens_q"].tolist()
+    assert max(end - start for start, end in itertools.pairwise(ends)) <= kwargs["max_length_q"] == kwargs["max_length_k"]
+    rows, heads, width, size = query.shape
+    lines = [each.transpose(1, 2).reshape(1, rows * width, -1, size).transpose(1, 2) for each in (query, key, value)]
+    groups = heads // key.shape[1]
+    lines[1:] = [each.repeat_interleave(groups, dim=1) for each in lines[1:]]
+    assert ends[-1] == rows * width
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(*(each[:, :, start:end] for each in lines), is_causal=True, scale=scaling)
+        for start, end in itertools.pairwise(ends)
+    ]
+    return torch.cat(parts, dim=2).transpose(1, 2).reshape(rows, width, heads, size), None
+
+
+@pytest.fixture
+def flash_on_cpu() -> Any:
+    """A kernel of that kind, under a name that transformers has not."""
+    AttentionInterface.register("by_lengths", by_lengths)
+    AttentionMaskInterface.register("by_lengths", lambda *args, **kwargs: None)
+    yield
+    del AttentionInterface._global_mapping["by_lengths"]
+    del AttentionMaskInterface._global_mapping["by_lengths"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+def test_examples_of_several_packed_rows_are_told_apart_by_lengths(family: str, flash_on_cpu: None, tmp_path: Any) -> None:
+    packed = RowStore(make_store(tmp_path / "store") / "train-packed")
+    batch = Collator(pad_token_id=0, multiple_of=8, variable_lengths=True)([packed[0], packed[5], packed[9]])
+    masked, told = (
+        build_full(recipe_of({"from_config": FAMILIES[family], "attn_implementation": kernel})) for kernel in ("sdpa", "by_lengths")
+    )
+    with torch.no_grad():
+        one, other = masked(**model_inputs(without_lengths(batch.tensors))).logits, told(**model_inputs(batch.tensors)).logits
+        loss, found = micro_batch_loss(masked, without_lengths(batch.tensors))[0], micro_batch_loss(told, batch.tensors)[0]
+    seen = torch.tensor([[at < sum(packed[index].lengths) for at in range(one.shape[1])] for index in (0, 5, 9)])
+    assert float((one - other)[seen].abs().max()) <= 1e-5
+    assert float(found) == pytest.approx(float(loss), rel=1e-5)
+
+
+def without_lengths(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name != "cu_seq_lens"}
+
+
+def test_lengths_go_with_packed_batches_only(tmp_path: Any) -> None:
+    store = make_store(tmp_path / "store")
+    collator = Collator(pad_token_id=0, multiple_of=8, variable_lengths=True)
+    assert "cu_seq_lens" not in collator([RowStore(store / "train")[0]]).tensors
+    assert "cu_seq_lens" not in collator([None]).tensors
+    row = RowStore(store / "train-packed")[0]
+    assert collator([row]).tensors["cu_seq_lens"].dtype == torch.int32
+    assert "cu_seq_lens" not in Collator(pad_token_id=0, multiple_of=8)([row]).tensors
+
+
+def test_which_kernels_go_by_lengths() -> None:
+    assert [has_variable_lengths(name) for name in ("flash_attention_2", "flash_attention_3", "sdpa", "eager", None)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]

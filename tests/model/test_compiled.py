@@ -1,0 +1,113 @@
+"""Decoder layers compiled one by one: the same gradients, one graph for all of them, and no new one once two widths have been seen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch._dynamo
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from fsdp_tune.fsdp import environment
+from fsdp_tune.model.build import build_full
+from fsdp_tune.model.compiled import CompileClock, compile_layers, is_compiled
+from fsdp_tune.model.loss import micro_batch_loss
+from fsdp_tune.model.recompute import recompute_activations
+from fsdp_tune.worker.compiling import EXPECTED_GRAPHS, CompileReport
+from tests.model.families import FAMILIES
+from tests.model.recipes import recipe_of
+
+# torch's own, while it looks whether a hidden state is a leaf
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def without_machine_code() -> Iterator[None]:
+    """The graphs are what is counted; `aot_eager` makes the same ones and runs their operations as they are."""
+    torch._dynamo.reset()
+    with patch("fsdp_tune.model.compiled.BACKEND", "aot_eager"):
+        yield
+    torch._dynamo.reset()
+
+
+def batch(width: int) -> dict[str, torch.Tensor]:
+    """Two packed rows."""
+    ids = torch.arange(2 * width).remainder(257).view(2, width)
+    return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(width).remainder(11).expand(2, width).contiguous()}
+
+
+def loss_and_gradient(model: Any, width: int) -> tuple[float, torch.Tensor]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss, _ = micro_batch_loss(model, batch(width))
+    loss.backward()
+    return float(loss.detach()), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize(
+    ("family", "way"), [("llama", "none"), ("llama", "full"), ("llama", "selective"), ("gpt2", "full"), ("gemma", "none")]
+)
+def test_one_graph_serves_all_layers_and_every_width(family: str, way: str) -> None:
+    """GPT-2 has dropout: compiled or not, recomputed or not, the masks are the same."""
+    fields = {**FAMILIES[family], "n_layer" if family == "gpt2" else "num_hidden_layers": 4}
+    recipe = recipe_of({"from_config": fields}, fsdp={"activation_checkpointing": way}, kernels={"compile": True})
+    plain = build_full(recipe).train()
+    compiled = copy.deepcopy(plain)
+    for model in (plain, compiled):
+        recompute_activations(recipe, model)
+    names = compile_layers(recipe, compiled)
+    assert len(names) == 4
+    assert [name for name, module in compiled.named_modules() if is_compiled(module)] == names
+    assert not any(is_compiled(module) for module in plain.modules())
+    clock = CompileClock()
+    graphs: list[int] = []
+    for width in (24, 32, 40, 24, 48, 32, 56):
+        (loss, true), (found_loss, found) = (loss_and_gradient(model, width) for model in (plain, compiled))
+        assert found_loss == pytest.approx(loss, rel=1e-6)
+        assert float((found - true).norm() / true.norm()) <= 1e-6
+        graphs.append(clock.graphs)
+    assert graphs == [1, *[2] * 6], "the second width makes it a variable"
+    compiled.eval()
+    with torch.no_grad():
+        for width in (24, 40, 64):
+            micro_batch_loss(compiled, batch(width))
+    assert clock.graphs == EXPECTED_GRAPHS
+    assert clock.seconds > 0
+
+
+def test_compiling_is_an_event_and_no_part_of_a_step() -> None:
+    events: list[dict[str, Any]] = []
+    left_out: list[float] = []
+    said: list[str] = []
+    report = CompileReport(said.append)
+    metrics = SimpleNamespace(event=lambda event, step, **details: events.append({"event": event, "step": step, **details}))
+    report.trainer = SimpleNamespace(parts=SimpleNamespace(metrics=metrics), lines=SimpleNamespace(leave_out=left_out.append))  # type: ignore[assignment]
+
+    def step(number: int, graphs: int, seconds: float) -> None:
+        with patch.object(CompileClock, "graphs", graphs):
+            report._clock.seconds += seconds
+            report.on_step_end(TrainingArguments(use_cpu=True), TrainerState(global_step=number), TrainerControl())
+
+    step(1, 1, 20.0)
+    step(2, 1, 0.0)
+    step(3, 2, 10.0)
+    step(9, 5, 1.0)
+    assert events == [
+        {"event": "compiled", "step": 1, "seconds": 20.0, "graphs": 1},
+        {"event": "compiled", "step": 3, "seconds": 10.0, "graphs": 2},
+        {"event": "compiled", "step": 9, "seconds": 1.0, "graphs": 5},
+    ]
+    assert left_out == [20.0, 10.0, 1.0]
+    assert "5 graphs by now, where 3 were expected" in said[-1]
+    assert not any("expected" in line for line in said[:-1])
+
+
+def test_what_was_compiled_is_kept_beside_the_prepared_data() -> None:
+    recipe = recipe_of("llama", data={"train": [{"path": "x"}], "cache_dir": "/cache"}, kernels={"compile": True})
+    assert environment(recipe)["TORCHINDUCTOR_CACHE_DIR"] == "/cache/compiled"
+    assert "TORCHINDUCTOR_CACHE_DIR" not in environment(recipe_of("llama"))

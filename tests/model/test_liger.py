@@ -1,0 +1,154 @@
+"""When Liger's kernels are taken, and what they compute.
+
+The package needs a GPU; with `TRITON_INTERPRET=1`, and liger-kernel and triton importable, its kernels run here, slowly.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.model import liger
+from fsdp_tune.model.build import build_empty, build_full
+from fsdp_tune.model.kernels import choose_kernels, choose_loss, kernels_line
+from fsdp_tune.model.liger import choose_liger, liger_summed_loss, modules_of_liger, put_liger_into
+from fsdp_tune.model.linear_loss import Logits, LossOptions, summed_linear_loss
+from fsdp_tune.recipe.schema import Recipe
+from tests.model.recipes import recipe_of
+
+INTERPRETED = pytest.mark.skipif(
+    not (liger.is_installed() and os.environ.get("TRITON_INTERPRET") == "1"), reason="needs liger-kernel, triton and TRITON_INTERPRET=1"
+)
+
+
+@pytest.fixture(autouse=True)
+def interpreter_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hands a kernel Python's own floats, which have no `.to`, and knows no function of CUDA's libdevice."""
+    if INTERPRETED.args[0]:
+        return
+    import numpy as np
+    import triton.language as tl
+    from liger_kernel.ops import cross_entropy, geglu, rms_norm
+    from triton.runtime import interpreter
+
+    original = interpreter._implicit_cvt
+
+    def convert(argument: Any) -> Any:
+        if not isinstance(argument, float):
+            return original(argument)
+        return tl.tensor(interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32), tl.float32)
+
+    monkeypatch.setattr(interpreter, "_implicit_cvt", convert)
+    monkeypatch.setattr(rms_norm, "rsqrt", lambda x: tl.rsqrt(x))  # looked up when called: the interpreter replaces it
+    for module in (cross_entropy, geglu):
+        monkeypatch.setattr(module, "tanh", lambda x: 2 * tl.sigmoid(2 * x) - 1)
+
+
+def recipe_with(family: str = "llama", **kernels: Any) -> Recipe:
+    base = recipe_of(family)
+    return base.model_copy(update={"kernels": base.kernels.model_copy(update=kernels)})
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "installed", "family", "value", "reason"),
+    [
+        ("auto", "cuda", True, "llama", "true", "knows this model"),
+        (True, "cuda", True, "llama", "true", "the recipe says so"),
+        (False, "cuda", True, "llama", "false", "the recipe says so"),
+        ("auto", "cpu", True, "llama", "false", "the device is cpu"),
+        ("auto", "cuda", False, "llama", "false", "pip install liger-kernel"),
+        ("auto", "cuda", True, "gpt2", "false", "no kernels for models of type `gpt2`"),
+    ],
+)
+def test_auto_takes_liger_where_it_is_and_can(asked: Any, device: str, installed: bool, family: str, value: str, reason: str) -> None:
+    model = build_empty(recipe_of(family))
+    with patch.object(liger, "is_installed", lambda: installed), patch.object(liger, "_functions", lambda: {"llama": None}):
+        found = choose_liger(recipe_with(family, liger=asked), model, device)
+    assert found.value == value
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize(
+    ("installed", "family", "kernels", "code"),
+    [
+        (False, "llama", {"liger": True}, "liger-not-installed"),
+        (True, "gpt2", {"liger": True}, "liger-lacks-model"),
+        (False, "llama", {"loss": "liger"}, "liger-not-installed"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(installed: bool, family: str, kernels: dict[str, Any], code: str) -> None:
+    model = build_empty(recipe_of(family))
+    with (
+        patch.object(liger, "is_installed", lambda: installed),
+        patch.object(liger, "_functions", lambda: {"llama": None}),
+        pytest.raises(FsdpTuneError) as raised,
+    ):
+        choose_kernels(recipe_with(family, **kernels), model, "cuda")
+    assert raised.value.problems[0].code == code
+    assert raised.value.problems[0].hint
+
+
+def test_line_names_every_kernel_and_why() -> None:
+    line = kernels_line(choose_kernels(recipe_with(loss="full"), build_empty(recipe_of("llama")), "cpu"))
+    assert "attn_implementation sdpa (" in line
+    assert "loss full," in line
+    assert "liger false (Liger's kernels are for GPUs, and the device is cpu)" in line
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    "options", [LossOptions(), LossOptions(Logits(0.25, softcap=5.0), label_smoothing=0.1, gradient_scale=0.01)], ids=str
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_loss_of_liger_is_ours(options: LossOptions, bias: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(*shape, generator=draw).requires_grad_() for shape in ((40, 16), (53, 16), *([(53,)] if bias else []))]
+    targets = torch.randint(0, 53, (40,), generator=draw)
+    targets[::5] = -100
+    losses = [function(*leaves, *([] if bias else [None]), targets, options) for function in (summed_linear_loss, liger_summed_loss)]  # type: ignore[arg-type]
+    ours, theirs = (torch.autograd.grad(loss * options.gradient_scale, leaves) for loss in losses)
+    assert losses[1].dtype == torch.float32
+    assert float(losses[1].detach()) == pytest.approx(float(losses[0].detach()), rel=1e-6)
+    assert all(float((one - other).norm() / one.norm()) <= 1e-5 for one, other in zip(ours, theirs, strict=True))
+
+
+@INTERPRETED
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+def test_model_with_liger_gives_the_same_gradients_and_leaves_the_next_model_alone(family: str) -> None:
+    recipe = recipe_of(family)
+    plain = build_full(recipe).train()
+    other = copy.deepcopy(plain)
+    module = sys.modules[type(plain).__module__]
+    rotary = module.apply_rotary_pos_emb
+    ids = torch.arange(32).view(2, 16)
+
+    def run(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(input_ids=ids, position_ids=torch.arange(16).expand(2, 16), use_cache=False).logits
+        logits.square().mean().backward()
+        return logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    true = run(plain)
+    try:
+        put_liger_into(other)
+        assert modules_of_liger(other) == 3 * 2 + 1 + (2 * 2 if family == "qwen3" else 0), (
+            "two norms and a gated MLP a layer, and the last norm"
+        )
+        found = run(other)
+        assert modules_of_liger(build_empty(recipe)) == 0
+    finally:
+        module.apply_rotary_pos_emb = rotary
+    assert all(float((one - two).norm() / one.norm()) <= 1e-5 for one, two in zip(true, found, strict=True))
+
+
+def test_choice_of_the_loss_does_not_ask_for_liger() -> None:
+    """`auto` stays with the loss that is tested on every device."""
+    recipe = recipe_of("llama", data={"train": [{"path": "x"}], "max_length": 1 << 20})
+    with patch.object(liger, "is_installed", lambda: True):
+        assert choose_loss(recipe, build_empty(recipe)).value == "chunked"
