@@ -1,0 +1,119 @@
+"""`plan` as a verb: the own answer first, then the ranking; what the options ask for reaches trace, file and document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fsdp_tune.bridge import tracing
+from fsdp_tune.cli.app import app
+from fsdp_tune.plan.trace_format import Trace
+from fsdp_tune.recipe.schema import Recipe
+from tests.plan.test_search import ModelTracer
+
+STATE_GIB = 80
+
+
+class FakeTracing(ModelTracer):
+    """Traces of a model of a given size, in the place of the child; says how it was made and what it was asked."""
+
+    made: list[FakeTracing]
+    state_gib = STATE_GIB
+
+    def __init__(self, _cache: Path, *, exact: bool, vocabulary: int | None) -> None:
+        super().__init__(self.state_gib)
+        self.exact, self.vocabulary, self.is_closed = exact, vocabulary, False
+        self.asked: list[Recipe] = []
+        FakeTracing.made.append(self)
+
+    def ask(self, recipes: Sequence[Recipe]) -> list[int]:
+        self.asked += recipes
+        return list(range(len(self.asked) - len(recipes), len(self.asked)))
+
+    def result(self, key: int) -> Trace:
+        return self.trace(self.asked[key])
+
+    def __call__(self, recipes: Sequence[Recipe]) -> Any:
+        return [self.result(key) for key in self.ask(recipes)]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeTracing]:
+    monkeypatch.setattr(tracing, "Tracing", FakeTracing)
+    monkeypatch.setattr(FakeTracing, "made", [], raising=False)
+    return FakeTracing
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    data: dict[str, Any] = {
+        "model": {"from_config": {"model_type": "llama"}, "tokenizer": "builtin:arithmetic"},
+        "data": {"train": [{"path": "builtin:arithmetic"}], "max_length": 128, "cache_dir": str(tmp_path / "cache")},
+        "training": {"global_batch_size": 64, "per_device_train_batch_size": 1, "max_steps": 10},
+    }
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps(data))
+    return str(file)
+
+
+def planned(recipe: str, *options: str, gpus: int = 8) -> Result:
+    done = CliRunner().invoke(app, ["plan", recipe, "--gpu", "A100-40GB", "--num-gpus", str(gpus), *options])
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def test_the_answer_comes_before_the_ranking_and_the_child_is_ended(recipe: str, fake: type[FakeTracing]) -> None:
+    lines = planned(recipe).stdout.splitlines()
+    first = {word: next(index for index, line in enumerate(lines) if word in line) for word in ("fits: yes", "ranked recipes", "more GPUs")}
+    assert first["fits: yes"] == 0
+    assert first["ranked recipes"] < first["more GPUs"]
+    assert [each.is_closed for each in fake.made] == [True]
+
+
+def test_json_is_one_document_with_the_ranking(recipe: str) -> None:
+    document = json.loads(planned(recipe, "--json").stdout)
+    assert document["fits"] == "yes"
+    assert len(document["alternatives"]) > 1
+    assert document["scaling"]
+    assert document["best_because"]
+
+
+def test_no_search_asks_for_one_trace(recipe: str, fake: type[FakeTracing]) -> None:
+    document = json.loads(planned(recipe, "--json", "--no-search").stdout)
+    assert document["alternatives"] == []
+    assert len(fake.made[0].asked) == 1
+
+
+@pytest.mark.parametrize("options", [(), ("--exact",)])
+def test_exact_is_asked_of_the_trace(recipe: str, fake: type[FakeTracing], options: tuple[str, ...]) -> None:
+    planned(recipe, "--no-search", *options)
+    assert fake.made[0].exact is bool(options)
+
+
+@pytest.mark.parametrize(("target", "key"), [("cheapest", "launch.num_processes"), ("largest-context", "data.max_length")])
+def test_a_target_changes_what_is_first(recipe: str, tmp_path: Path, target: str, key: str, fake: type[FakeTracing]) -> None:
+    fake.state_gib = 16
+    best = tmp_path / "best.yaml"
+    first = json.loads(planned(recipe, "--json", "--target", target, "--write", str(best)).stdout)["alternatives"][0]
+    fake.state_gib = STATE_GIB
+    assert key in first["recipe_changes"]
+    assert f"{key.split('.')[1]}: {first['recipe_changes'][key]}" in best.read_text()
+
+
+def test_what_fits_nowhere_names_the_smallest_hardware_that_does(
+    recipe: str, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even offload helps: the activations of one sequence are too many."""
+    monkeypatch.setattr("tests.plan.test_search.KEPT", {"none": 80, "selective": 70, "full": 60})
+    document = json.loads(planned(recipe, "--json").stdout)
+    assert {each["fits"] for each in document["alternatives"]} == {"no"}
+    assert document["best_because"] is None
+    assert (document["smallest_hardware"]["gpu"], document["smallest_hardware"]["num_processes"]) == ("H100-SXM", 8)

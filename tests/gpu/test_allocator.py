@@ -1,0 +1,55 @@
+"""What our allocator reserves for a real run's allocations is what CUDA's did; on the CPU the reader of a record is played by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fsdp_tune.units import MIB
+from tests.gpu.conftest import IS_SMALL
+from tests.gpu.snapshot import replay
+
+pytestmark = pytest.mark.gpu
+
+
+def entry(action: str, address: int, size: int = 0, stream: int = 0) -> dict[str, object]:
+    return {"action": action, "addr": address, "size": size, "stream": stream}
+
+
+def test_a_record_is_replayed_in_order_and_by_stream() -> None:
+    """A block that is asked back and not yet free is not used again; another stream has memory of its own."""
+    record = [
+        entry("segment_alloc", 1, 20 * MIB),
+        entry("alloc", 1, 4 * MIB, 7),
+        entry("free_requested", 1, 4 * MIB, 7),
+        entry("alloc", 2, 14 * MIB, 7),
+        entry("free_completed", 1, 4 * MIB, 7),
+        entry("alloc", 3, 4 * MIB, 9),
+        entry("free_completed", 99, MIB, 9),
+    ]
+    made = replay(record, expandable=False)
+    assert made.peak_allocated_bytes == 18 * MIB
+    assert made.allocated_bytes == 18 * MIB
+    assert made.reserved_bytes == (20 + 20) * MIB
+
+
+@pytest.mark.skipif(IS_SMALL, reason="torch records its allocator on CUDA alone")
+@pytest.mark.parametrize("setting", ["expandable_segments:False", "expandable_segments:True"])
+def test_what_is_reserved_is_what_cuda_reserved(setting: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.snapshot"],
+        env=os.environ | {"PYTORCH_ALLOC_CONF": setting},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    run = json.loads(done.stdout)
+    print(f"{setting}: {run}")
+    assert run["allocations"] > 100
+    assert run["replayed_allocated"] == run["allocated"]
+    assert run["replayed_reserved"] == run["reserved"]
