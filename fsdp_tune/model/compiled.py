@@ -29,7 +29,11 @@ def compile_layers(recipe: Recipe, model: PreTrainedModel) -> list[str]:
 
     Sizes that change from batch to batch cost a second graph, the first time that they do; from then on they are variables in it.
     """
+    from torch._dynamo import config as dynamo
+
     layers = decoder_layers(model, recipe.layer_classes)
+    # Under DDP the compiler would cut a layer's graph at the buckets, and cannot where it recomputes; the layers are cut enough.
+    dynamo.optimize_ddp = False
     for _, layer in layers:
         layer.forward = torch.compile(layer.forward, backend=BACKEND)  # type: ignore[method-assign]
     return [name for name, _ in layers]

@@ -27,8 +27,21 @@ _ATTENTION_OPS = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,  # other accelerators
+    aten._flash_attention_forward.default,
 }
+# On a GPU, ties may fall otherwise the second time, and a token then goes to other experts in the backward than in the forward.
+_ROUTING_OPS = {aten.topk.default}
 _MATMUL_OPS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+
+
+def _is_attention(op: Any) -> bool:
+    """torch's own, or the forward of the flash-attn packages, whose operators are `flash_attn::_flash_attn_varlen_forward`,
+    `flash_attn_3::fwd` and the like."""
+    if op in _ATTENTION_OPS:
+        return True
+    namespace, _, name = str(getattr(op, "_schema", None) and op._schema.name).partition("::")
+    return namespace.startswith("flash_attn") and name.endswith(("forward", "fwd"))
 
 
 class _SaveAttentionAndEverySecondMatmul:
@@ -38,7 +51,7 @@ class _SaveAttentionAndEverySecondMatmul:
         self.matmuls = {False: 0, True: 0}
 
     def __call__(self, context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        if op in _ATTENTION_OPS:
+        if op in _ROUTING_OPS or _is_attention(op):
             return CheckpointPolicy.MUST_SAVE
         if op in _MATMUL_OPS:
             self.matmuls[context.is_recompute] += 1

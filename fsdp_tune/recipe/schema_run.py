@@ -13,11 +13,11 @@ from fsdp_tune.recipe.kinds import Auto, Device, Duration, Port, Section, Size, 
 
 class Kernels(Section):
     loss: Literal["auto", "full", "chunked", "liger"] = "auto"
-    """full materialises the logits; chunked and liger do not."""
+    """full holds the logits, tokens × vocabulary; chunked and liger do not; auto = chunked where they exceed 512 MiB in fp32."""
     liger: bool | Auto = "auto"
-    """Liger's kernels for norms, rotary embeddings and activations."""
+    """Liger's kernels for norms, rotary embeddings and gated MLPs; auto = on CUDA, where liger-kernel is installed."""
     compile: bool = False
-    """torch.compile for every decoder layer."""
+    """torch.compile for every decoder layer by itself; FSDP2 and DDP."""
 
 
 class CheckpointSection(Section):

@@ -49,9 +49,13 @@ def loss_and_gradient(model: Any, width: int) -> tuple[float, torch.Tensor]:
     return float(loss.detach()), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize(
-    ("family", "way"), [("llama", "none"), ("llama", "full"), ("llama", "selective"), ("gpt2", "full"), ("gemma", "none")]
-)
+SLOW = [
+    pytest.param(family, way, marks=pytest.mark.slow)
+    for family, way in (("llama", "none"), ("llama", "selective"), ("gpt2", "full"), ("gemma", "none"))
+]
+
+
+@pytest.mark.parametrize(("family", "way"), [("llama", "full"), *SLOW])
 def test_one_graph_serves_all_layers_and_every_width(family: str, way: str) -> None:
     """GPT-2 has dropout: compiled or not, recomputed or not, the masks are the same."""
     fields = {**FAMILIES[family], "n_layer" if family == "gpt2" else "num_hidden_layers": 4}

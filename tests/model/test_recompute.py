@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_tune.model.build import build_full
 from fsdp_tune.model.loss import micro_batch_loss
-from fsdp_tune.model.recompute import checkpointed_layers, recompute_activations
+from fsdp_tune.model.recompute import _SaveAttentionAndEverySecondMatmul, checkpointed_layers, recompute_activations
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
@@ -106,6 +109,31 @@ def test_selective_recomputation_keeps_attention_and_half_of_the_products() -> N
     again_full, again_selective = (found["products"] - none["products"] for found in (full, selective))
     assert again_full == 2 * 6, "seven products a layer, of which the backward does not need the last"
     assert again_selective == again_full // 2
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """Of a package that is not installed."""
+
+    _schema: Any
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("flash_attn::_flash_attn_varlen_forward", True),
+        ("flash_attn_3::fwd", True),
+        ("flash_attn::_flash_attn_backward", False),
+        ("aten::_flash_attention_forward", True),
+        ("aten::topk", True),
+        ("aten::silu", False),
+    ],
+)
+def test_selective_recomputation_knows_the_flash_packages(name: str, kept: bool) -> None:
+    namespace, _, operator = name.partition("::")
+    op: Any = getattr(torch.ops.aten, operator).default if namespace == "aten" else Operator(SimpleNamespace(name=name))
+    decision = _SaveAttentionAndEverySecondMatmul()(SimpleNamespace(is_recompute=False), op)
+    assert (decision == CheckpointPolicy.MUST_SAVE) == kept
 
 
 def test_recomputation_saves_memory() -> None:
