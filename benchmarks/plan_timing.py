@@ -1,27 +1,22 @@
 """Step time: every published measurement that a recipe can express, predicted, against what was measured.
 
-    python benchmarks/plan_timing.py timing_measurements.csv architectures.json [--cache DIR] [--write]
-
-Constants were fitted on `TUNED_ON` alone; the figures that a plan quotes are those of the other sources. `--write` puts them into
-fsdp_tune/plan/accuracy.json. Not used, and why, is printed too.
+Constants were fitted on `TUNED_ON` alone; the figures that a plan quotes are those of the other sources. Not used, and why, is
+printed too.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import math
 import re
 import statistics
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.plan.accuracy import TABLE
 from fsdp_tune.plan.efficiency import FITTED
 from fsdp_tune.plan.hardware import Hardware, find_hardware
 from fsdp_tune.plan.mfu import flops_per_token
@@ -93,6 +88,7 @@ def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
             "tokenizer": "builtin:arithmetic",
             "dtype": _STORED[row["dtype_params"]],
         },
+        "kernels": {"loss": "full"},
         "data": {"train": [{"path": "builtin:arithmetic"}], "max_length": length},
         "fsdp": {"sharding_strategy": strategy, "activation_checkpointing": row["activation_checkpointing"]},
         "precision": {"mixed_precision": mixed if mixed in ("bf16", "fp16") else "no", "reduce_dtype": reduce_dtype(row)},
@@ -200,15 +196,10 @@ def report(rows: Sequence[Row], errors: dict[str, float]) -> dict[str, Any]:
     return quoted
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measurements", type=Path)
-    parser.add_argument("architectures", type=Path)
-    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "fsdp-tune-traces"))
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
-    rows, left_out = read_rows(options.measurements, options.architectures)
-    traces = traced(rows, options.cache)
+def bench(measurements: Path, architectures: Path, cache: Path) -> dict[str, Any]:
+    """Prints every row, and the errors by part and source; returns what a plan quotes."""
+    rows, left_out = read_rows(measurements, architectures)
+    traces = traced(rows, cache)
     errors: dict[str, float] = {}
     for row in rows:
         if row.id not in traces:
@@ -219,18 +210,12 @@ def main() -> None:
         print(f"{row.id} {row.source:42} {shape} {row.metric:22} {value:12.4g} {row.measured:12.4g} {errors[row.id]:+7.1f} %")
     print(f"constants fitted: {len(FITTED)} ({', '.join(FITTED)}), on {', '.join(TUNED_ON)}")
     quoted = report(rows, errors)
-    finish(left_out, quoted, write=options.write)
+    print_left_out(left_out)
+    return quoted
 
 
-def finish(left_out: dict[str, list[str]], quoted: dict[str, Any], *, write: bool) -> None:
-    """What was not used, and why; with `write`, the medians for plans to quote."""
+def print_left_out(left_out: dict[str, list[str]]) -> None:
+    """What was not used, and why."""
     print("not used:")
     for reason, ids in sorted(left_out.items(), key=lambda item: -len(item[1])):
         print(f"  {len(ids):3}  {reason}")
-    if write:
-        table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
-        TABLE.write_text(json.dumps(table | quoted, indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
