@@ -9,16 +9,18 @@ padding of uneven shards stays below a row of a shard.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fsdp_tune.plan.trace_format import Records, Shapes, Trace
 
-_SIZES = {"events": ("bytes",), "ops": ("flops", "moved_bytes", "batch_bytes"), "collectives": ("bytes",)}
+_SIZES = {"events": ("bytes",), "ops": ("flops", "moved_bytes", "batch_bytes", "slice_bytes"), "collectives": ("bytes",)}
 _PRIMES = (7919, 7907, 7901, 7883, 7879, 7877, 7873, 7867)
 _SAME = {
     "events": ("at", "phase", "layer", "stream", "block", "kind", "host"),
-    "ops": ("at", "phase", "layer", "stream", "name", "dtype"),
+    "ops": ("at", "phase", "layer", "stream", "name", "dtype", "in_slice"),
     "collectives": ("at", "phase", "stream", "kind", "group", "unit"),
     "waits": ("at", "stream", "source", "until"),
 }
@@ -55,10 +57,16 @@ def blend(first: Trace, second: Trace, weight: float, shapes: Shapes) -> Trace:
 def prime_for(trace: Trace) -> int:
     """A micro-batch to trace a layout of this trace's model at, so that `at_micro_batch` makes any other of it.
 
-    A prime that is no factor of any size in the trace: of the model's dimensions, of the rows' length.
+    A prime that is no factor of any size in the trace (the model's dimensions, the rows' length), and neither is its `slice_for`.
     """
     sizes = np.unique(np.abs(trace.events["bytes"]))
-    return next(prime for prime in _PRIMES if not (sizes % prime == 0).any())
+    free = [not (sizes % prime == 0).any() for prime in _PRIMES]
+    return next(prime for prime, *unused in zip(_PRIMES, free, free[1:], strict=False) if all(unused))
+
+
+def slice_for(micro_batch: int) -> int:
+    """Tokens of a slice of the loss in a trace at `prime_for`: the next prime. 0 for any other micro-batch."""
+    return _PRIMES[_PRIMES.index(micro_batch) + 1] if micro_batch in _PRIMES[:-1] else 0
 
 
 def at_micro_batch(traced: Trace, micro_batch: int, accumulation: int) -> Trace:
@@ -66,15 +74,28 @@ def at_micro_batch(traced: Trace, micro_batch: int, accumulation: int) -> Trace:
 
     Traced with accumulation, it stands for a step without it too: its time leaves the second micro-batch out, and its memory is that of one
     that accumulates, which has gradients at hand a little earlier. One sequence alone is a program of its own in a few places (rotary
-    tables are not repeated), which move neither peak.
+    tables are not repeated), which move neither peak. Of a loss in slices there is one in the trace and in what is made of it, with the
+    work of all.
     """
-    prime = traced.shapes.micro_batch
-    tables: dict[str, Records] = {name: getattr(traced, name).copy() for name in _SIZES}
-    for name, column in (("events", "bytes"), ("ops", "flops"), ("ops", "batch_bytes"), ("collectives", "bytes")):
-        values = tables[name][column]
-        tables[name][column] = np.where(values % prime == 0, values // prime * micro_batch, values)
-    tables["ops"]["moved_bytes"] += tables["ops"]["batch_bytes"] - traced.ops["batch_bytes"]
-    return replace(traced, **tables, shapes=replace(traced.shapes, micro_batch=micro_batch, accumulation=accumulation))
+    prime, slice_prime = traced.shapes.micro_batch, slice_for(traced.shapes.micro_batch)
+    tokens = micro_batch * traced.shapes.tokens
+    slice_tokens = min(tokens, traced.facts.get("slice_tokens") or tokens)
+    slices = tokens / slice_tokens
+
+    def sized(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        in_batch = np.where(values % prime == 0, values // prime * micro_batch, values)
+        return np.where((values % slice_prime == 0) & (values % prime != 0), values // slice_prime * slice_tokens, in_batch)
+
+    events, ops, collectives = traced.events.copy(), traced.ops.copy(), traced.collectives.copy()
+    for table, column in ((events, "bytes"), (ops, "flops"), (ops, "batch_bytes"), (ops, "slice_bytes"), (collectives, "bytes")):
+        table[column] = sized(table[column])
+    same = traced.ops["moved_bytes"] - traced.ops["batch_bytes"] - traced.ops["slice_bytes"]
+    times = np.where(ops["in_slice"], slices, 1.0)
+    ops["flops"] *= times
+    ops["moved_bytes"] = np.rint((same + ops["slice_bytes"]) * times) + ops["batch_bytes"]
+    ops["kernels"] = np.ceil(ops["kernels"] * times)
+    shapes = replace(traced.shapes, micro_batch=micro_batch, accumulation=accumulation)
+    return replace(traced, events=events, ops=ops, collectives=collectives, shapes=shapes)
 
 
 def at_shards(few: Trace, many: Trace, shard_size: int, *, world_size: int, replicate_size: int) -> Trace:

@@ -18,6 +18,7 @@ from fsdp_tune.recipe.rules import RULES
 from fsdp_tune.recipe.schema import Recipe
 
 Changes = dict[str, Any]
+LOSSES = ("full", "chunked")
 CHECKPOINTING = ("none", "selective", "full")
 ON_ONE_MACHINE = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 OVER_MACHINES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD")
@@ -77,11 +78,11 @@ def layouts(recipe: Recipe, *, offload: bool) -> Iterator[Changes]:
         for checkpointing in CHECKPOINTING:
             changes: Changes = {"fsdp.sharding_strategy": strategy, "fsdp.activation_checkpointing": checkpointing}
             changes["fsdp.offload_params"] = offload
-            if recipe.kernels.loss == "auto":  # which one it is would depend on the micro-batch
-                changes["kernels.loss"] = "full"
             if coarse:
                 changes["fsdp.auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
-            yield changes
+            # `auto` decides by the number of tokens: both are tried, the one in slices where there is more than one.
+            for loss in LOSSES if recipe.kernels.loss == "auto" else (recipe.kernels.loss,):
+                yield changes | {"kernels.loss": loss}
 
 
 def micro_batches(recipe: Recipe) -> list[tuple[int, int]]:

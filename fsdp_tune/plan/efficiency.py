@@ -1,7 +1,7 @@
 """How much of a card's figures a training step reaches: every constant of the timing model, and where it comes from.
 
 Three kinds. Measured by others: the best matrix multiplication of each card (`matmul_tflops` of hardware.yaml), attention (the
-FlashAttention papers). Assumed: fixed costs of kernels and of the host. Fitted: `FITTED` lists them; benchmarks/plan_timing.py prints how
+FlashAttention papers). Assumed: fixed costs of kernels and of the host. Fitted: `FITTED` lists them; benchmarks/plan.py prints how
 many, on which sources, and the errors on sources that they were not fitted on.
 """
 
@@ -38,7 +38,7 @@ FITTED = {
     "BANDWIDTH_SHARE": "what elementwise kernels reach of the memory's bandwidth",
     "OVERLAP_COST": "what a second of communication costs the compute beside it: NCCL's kernels take units and bandwidth",
 }
-"""Fitted on the sources that benchmarks/plan_timing.py names, each source with the same weight."""
+"""Fitted on the sources that benchmarks/plan.py names, each source with the same weight."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,9 +76,10 @@ class Search:
 
     def _layout(self, base: Recipe, changes: Changes, at_prime: Trace, batches: list[tuple[int, int]]) -> list[Found]:
         found: list[Found] = []
+        in_slices = base.kernels.loss == "auto" and at_prime.facts.get("slice_tokens")
         for micro, accumulation in batches:
             recipe = changed(base, changes | batch_changes(micro, accumulation))
-            if recipe is None:
+            if recipe is None or (in_slices and micro * base.data.max_length <= in_slices):
                 continue
             found.append(self.price(recipe, at_micro_batch(at_prime, micro, accumulation), base))
             if found[-1].plan.fits == "no":

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from fsdp_tune.atomic import write_file
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 Records = npt.NDArray[Any]
 
@@ -63,13 +63,16 @@ OP = np.dtype(
         ("flops", "f8"),
         ("moved_bytes", "i8"),
         ("batch_bytes", "i8"),
+        ("slice_bytes", "i8"),
+        ("in_slice", "?"),
         ("kernels", "i4"),
     ]
 )
 """One call of the dispatcher that starts work on the device (views and metadata are left out). `name` indexes Trace.op_names
 (`mm`, `_foreach_mul_`, `copy_to_host` …), `dtype` indexes DTYPES: that of the multiplication for flops, else of the output.
 `flops` counts a multiply-add as two, zero for elementwise work. `moved_bytes` are read and written; `batch_bytes` are
-those of them in tensors whose size is a multiple of the micro-batch (`blend.at_micro_batch`). `kernels`: launches, above one for
+those of them in tensors whose size is a multiple of the micro-batch, `slice_bytes` of a slice of the loss, and `in_slice` is what every
+slice does (`blend.at_micro_batch`). `kernels`: launches, above one for
 foreach operations."""
 
 DTYPES = ("fp32", "bf16", "fp16", "fp64", "int64", "int32", "bool", "uint8", "fp8")

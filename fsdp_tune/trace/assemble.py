@@ -16,6 +16,7 @@ from fsdp_tune.model.units import decoder_layers
 from fsdp_tune.plan.trace_format import COLLECTIVE, EVENT, OP, WAIT, Counts, Shapes, Trace, Unit
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.trace.device import STREAMS
+from fsdp_tune.trace.slices import most_tokens
 from fsdp_tune.trace.step import STEPS, Run
 
 
@@ -52,6 +53,7 @@ def assemble(recipe: Recipe, config: PreTrainedConfig, run: Run, counts: Counts,
         period=period,
         facts={
             "attention": sorted(run.attention),
+            "slice_tokens": most_tokens(counts.vocabulary) if run.loaded.kernels["kernels.loss"].value == "chunked" else None,
             "torch": metadata.version("torch"),
             "transformers": metadata.version("transformers"),
             "python": platform.python_version(),

@@ -52,6 +52,7 @@ class Work:
     flops: float
     moved_bytes: int
     batch_bytes: int
+    slice_bytes: int
     launches: int
     scratch_bytes: tuple[int, ...]
 
@@ -83,7 +84,14 @@ def _sizes(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def work(
-    func: Any, args: Any, kwargs: Any, out: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor], micro_batch: int
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    out: Any,
+    inputs: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+    micro_batch: int,
+    slice_tokens: int,
 ) -> Work | None:
     """None where nothing is started on the device."""
     name = func._schema.name.split("::")[-1]
@@ -105,8 +113,9 @@ def work(
     scratch = _SCRATCH.get(func._overloadpacket)
     sizes = _sizes(inputs) + _sizes(written)
     of_batch = sum(size for size in sizes if size % micro_batch == 0)
+    of_slice = sum(size for size in sizes if size % slice_tokens == 0) if slice_tokens else 0
     held = scratch(*args) if scratch is not None else ()
-    return Work(name, dtype_index(kind), flops, sum(sizes), of_batch, launches, held)
+    return Work(name, dtype_index(kind), flops, sum(sizes), of_batch, of_slice, launches, held)
 
 
 def _flash_backward_scratch(_gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_rest: Any) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_tune.plan.blend import slice_for
 from fsdp_tune.trace import kernels
 from fsdp_tune.trace.device import DEVICE, Clock
 from fsdp_tune.trace.place import KIND, PHASE, Allocation, Place
@@ -35,6 +36,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self, clock: Clock, groups: dict[str, int], micro_batch: int) -> None:
         super().__init__()
         self.clock, self.groups, self.micro_batch = clock, groups, micro_batch
+        self.slice_tokens = slice_for(micro_batch)
+        self.in_slice = False
         self.place = Place()
         self.events: list[tuple[Any, ...]] = []
         self.ops: list[tuple[Any, ...]] = []
@@ -201,7 +204,7 @@ class Recorder(TorchDispatchMode):
             self.mark(kwargs["out"] if "out" in kwargs else args[3], "reduce buffers")
 
     def _operation(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        work = kernels.work(func, args, kwargs, out, inputs, outputs, self.micro_batch)
+        work = kernels.work(func, args, kwargs, out, inputs, outputs, self.micro_batch, self.slice_tokens)
         if work is None:
             return
         name = self.op_names.setdefault(work.name, len(self.op_names))
@@ -214,6 +217,8 @@ class Recorder(TorchDispatchMode):
                     work.flops * share,
                     round(work.moved_bytes * share),
                     round(work.batch_bytes * share),
+                    round(work.slice_bytes * share),
+                    self.in_slice,
                     max(1, round(work.launches * share)),
                 )
             )

@@ -15,8 +15,9 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import optimizer as optim
 from transformers import PreTrainedConfig, masking_utils
 
 from fsdp_tune.model.load import Loaded, wrap_whole
@@ -33,6 +34,7 @@ from fsdp_tune.trace.model import on_fake_device
 from fsdp_tune.trace.place import PHASE
 from fsdp_tune.trace.recorder import Recorder
 from fsdp_tune.trace.scopes import Names, scopes
+from fsdp_tune.trace.slices import one_slice
 
 STEPS = 2
 """The first creates the optimizer state, from the last micro-batch alone; the second is what every later one is."""
@@ -69,7 +71,8 @@ def run_step(recipe: Recipe, config: PreTrainedConfig, *, vocabulary: int | None
         with recorder.recording(), torch.autograd.set_multithreading_enabled(False):
             _loaded(recorder, model if sharded is None else sharded.wrapped, bare)
             loaded = sharded or wrap_traceable(recipe, model, where, recorder, bare)
-            _train(recipe, loaded, bare, recorder, where)
+            with one_slice(recorder), _foreach():
+                _train(recipe, loaded, bare, recorder, where)
         return Run(recorder, loaded, attention.used, traced_micro_batches(recipe), len(bare.layers))
 
 
@@ -88,6 +91,13 @@ def _packing(*, packed: bool) -> Iterator[None]:
         yield
         return
     with mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
+        yield
+
+
+@contextlib.contextmanager
+def _foreach() -> Iterator[None]:
+    """On CUDA torch's optimizers work on lists of plain tensors at once, with temporaries of their size; a fake tensor is a plain one."""
+    with mock.patch.object(optim, "_foreach_supported_types", [*optim._foreach_supported_types, FakeTensor]):
         yield
 
 

@@ -46,6 +46,8 @@ class Hand:
         flops: float = 0,
         moved: int = 0,
         of_batch: int = 0,
+        of_slice: int = 0,
+        in_slice: bool = False,
         dtype: str = "bf16",
         phase: str = "forward",
         stream: int = 0,
@@ -55,7 +57,7 @@ class Hand:
             self.names.append(name)
         row = self._where(phase, stream, micro)
         row |= {"name": self.names.index(name), "dtype": DTYPES.index(dtype), "flops": flops, "moved_bytes": moved}
-        row |= {"batch_bytes": of_batch, "kernels": 1}
+        row |= {"batch_bytes": of_batch, "slice_bytes": of_slice, "in_slice": in_slice, "kernels": 1}
         self.rows["ops"].append(row)
         return self
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from fsdp_tune.plan.blend import alike, at_micro_batch, at_shards, blend, prime_for
+from fsdp_tune.plan.blend import alike, at_micro_batch, at_shards, blend, prime_for, slice_for
 from fsdp_tune.plan.trace_format import Trace
 from tests.plan.hand_trace import Hand
 
@@ -33,6 +35,22 @@ def test_any_micro_batch_follows_from_one_that_is_a_prime(micro_batch: int) -> N
 def test_a_prime_that_divides_a_size_of_the_model_is_not_taken() -> None:
     usual = prime_for(traced(1))
     assert prime_for(Hand().hold(0, 4 * usual).trace()) != usual
+
+
+def test_a_slice_of_the_loss_stands_for_all_slices() -> None:
+    """In memory one at a time; in work as many as the tokens make, the constant part (the weight's gradient) each time."""
+    prime = prime_for(traced(1))
+    hand = Hand().hold(0, 10 * slice_for(prime)).hold(1, 4 * prime)
+    hand.op("mm", flops=2.0 * slice_for(prime), moved=100 + slice_for(prime), of_slice=slice_for(prime), in_slice=True)
+    hand.op("mul", moved=100)
+    family = replace(hand.trace(micro_batch=prime, tokens=64), facts={"slice_tokens": 128})
+    few, many = at_micro_batch(family, 1, 1), at_micro_batch(family, 8, 1)
+    assert few.events["bytes"].tolist() == [640, 4], "all 64 tokens are one slice"
+    assert many.events["bytes"].tolist() == [1280, 32]
+    assert many.ops["flops"].tolist() == [2.0 * 512, 0.0]
+    assert many.ops["moved_bytes"].tolist() == [4 * (100 + 128), 100]
+    assert many.ops["kernels"].tolist() == [4, 1]
+    assert few.ops["kernels"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("shards", [1, 2, 16, 1024])

@@ -104,9 +104,16 @@ def test_micro_batches_end_with_the_first_that_does_not_fit() -> None:
 
 def test_a_layout_is_traced_once_whatever_micro_batches_are_tried() -> None:
     ranking, tracer = ranked(8)
-    assert len(tracer.seen) == 9
+    assert len(tracer.seen) == 9 * 2, "with whole logits and in slices"
     assert len({recipe.training.per_device_train_batch_size for recipe in tracer.seen}) == 1
     assert len({each.recipe.training.per_device_train_batch_size for each in ranking.ranked}) > 1
+
+
+def test_an_open_loss_is_tried_whole_and_in_slices() -> None:
+    recipe, tracer = resolved(kernels={"loss": "auto"}), ModelTracer(8)
+    recipe = recipe.model_copy(update={"kernels": recipe.kernels.model_copy(update={"loss": "auto"})})
+    rank_recipes(Search(A100, tracer), recipe, tracer.trace(recipe), "fastest")
+    assert {each.kernels.loss for each in tracer.seen} == {"full", "chunked"}
 
 
 def test_cheapest_takes_fewer_gpus_where_communication_costs() -> None:

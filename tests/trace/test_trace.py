@@ -140,6 +140,25 @@ def test_every_micro_batch_follows_from_one_trace_at_a_prime(sections: dict[str,
     _same_peaks(one, at_micro_batch(family, 1, 2))
 
 
+def short_slices() -> None:
+    """So that a few sequences make several slices."""
+    from fsdp_tune.model import linear_loss
+
+    linear_loss.SLICE_ELEMENTS = 1 << 15
+
+
+def test_a_loss_in_slices_at_every_micro_batch_follows_from_one_slice() -> None:
+    """The same peaks, multiplications and kernels as that of a step with all its slices; what is moved but for the last, shorter one."""
+    sections = {"kernels": {"loss": "chunked"}}
+    one = trace_of(deep(2, training=_batches(1), **sections), change=short_slices)
+    family = trace_of(deep(2, training=_batches(prime_for(one)), **sections), change=short_slices)
+    four, made = trace_of(deep(2, training=_batches(4), **sections), change=short_slices), at_micro_batch(family, 4, 2)
+    assert len(made.ops) < len(four.ops), "one slice stands for four"
+    _same_peaks(four, made)
+    for column, near in (("flops", 1e-9), ("kernels", 1e-9), ("moved_bytes", 0.05)):
+        assert made.ops[column].sum() == pytest.approx(four.ops[column].sum(), rel=near), column
+
+
 def _batches(micro_batch: int) -> dict[str, int]:
     return {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": 2}
 
