@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fsdp_tune.errors import FailedError, FsdpTuneError, Notice, Problem, Where, failed_error
 from fsdp_tune.merge.dcp import read_dcp
+from fsdp_tune.merge.page_cache import PageCache
 from fsdp_tune.merge.peft_names import is_peft
 from fsdp_tune.merge.pickled import read_pickled
 from fsdp_tune.merge.reader import SourceFiles
@@ -37,13 +38,13 @@ class Contents:
     notices: tuple[Notice, ...]
 
 
-def read_contents(stack: ExitStack, selection: Selection, *, allow_incomplete: bool) -> Contents:
+def read_contents(stack: ExitStack, selection: Selection, pages: PageCache, *, allow_incomplete: bool) -> Contents:
     """Opens every checkpoint of the selection; `stack` closes their files."""
     sources: list[Source] = []
     left_out: dict[str, str] = {}
     notices: list[Notice] = []
     for weights in selection.weights:
-        files = stack.enter_context(SourceFiles(weights.root, is_vouched=weights.manifest is not None))
+        files = stack.enter_context(SourceFiles(weights.root, is_vouched=weights.manifest is not None, pages=pages))
         tensors, others = read_tensors(files, weights.format)
         if others:
             names = ", ".join(others[:_SHOWN])

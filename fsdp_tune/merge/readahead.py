@@ -12,12 +12,10 @@ from types import TracebackType
 from typing import Self
 
 from fsdp_tune.merge.contents import Source
-from fsdp_tune.merge.reader import SourceFiles
+from fsdp_tune.merge.reader import AHEAD_BYTES, SourceFiles
 from fsdp_tune.merge.tensors import Packed
 
 WINDOW_BYTES = 128 << 20
-# Linux reads at most max(read_ahead_kb, max_sectors_kb) for one request, and forgets the rest of it.
-_PIECE_BYTES = 256 << 10
 
 
 class ReadAhead:
@@ -55,8 +53,8 @@ class ReadAhead:
                     start, length = (
                         (place.offset, place.length_bytes) if isinstance(place, Packed) else (place.storage_start, place.storage_bytes)
                     )
-                    for at in range(start, start + length, _PIECE_BYTES):
-                        yield tensor.files, place.file, at, min(_PIECE_BYTES, start + length - at)
+                    for at in range(start, start + length, AHEAD_BYTES):
+                        yield tensor.files, place.file, at, min(AHEAD_BYTES, start + length - at)
 
     def _run(self) -> None:
         asked_bytes = 0

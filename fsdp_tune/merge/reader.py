@@ -11,17 +11,22 @@ from typing import Self
 
 from fsdp_tune.errors import FsdpTuneError, Where, failed_error
 from fsdp_tune.manifest import is_inside
+from fsdp_tune.merge.page_cache import PageCache
+
+AHEAD_BYTES = 256 << 10
 
 
 class SourceFiles:
     """Opens each file of a checkpoint once. `pread` needs no position, so threads share descriptors.
 
     At most `limit` files stay open: a checkpoint of a thousand ranks has more files than a process may open.
-    `is_vouched`: a manifest has digests of the files, so that the checksums in them add nothing.
+    `is_vouched`: a manifest has digests of the files, so that the checksums in them add nothing. `pages`: where another
+    reads the same files.
     """
 
-    def __init__(self, root: Path, *, is_vouched: bool = False, limit: int = 256) -> None:
+    def __init__(self, root: Path, *, is_vouched: bool = False, limit: int = 256, pages: PageCache | None = None) -> None:
         self.root, self.is_vouched = root, is_vouched
+        self._pages = pages or PageCache()
         self._limit = limit
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
@@ -33,7 +38,8 @@ class SourceFiles:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self._lock:
-            for descriptor in self._open.values():
+            for name, descriptor in self._open.items():
+                self._pages.closing(self.root / name, descriptor)
                 os.close(descriptor)
             self._open.clear()
 
@@ -60,12 +66,12 @@ class SourceFiles:
                 if got == 0:
                     raise unreadable(self.root / name, f"it ends at byte {offset + done}, where {len(buffer) - done} more bytes are due")
                 done += got
+            self._pages.copied(self.root / name, descriptor, offset, done)
 
     def will_need(self, name: str, offset: int, count: int) -> None:
         """Asks the kernel to read ahead. A file that is not there is for the one who reads it to report."""
-        if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError, FsdpTuneError), self._lease(name) as descriptor:
-                os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_WILLNEED)
+        with contextlib.suppress(FsdpTuneError), self._lease(name) as descriptor:
+            will_need(descriptor, offset, count)
 
     @contextlib.contextmanager
     def _lease(self, name: str):
@@ -84,7 +90,9 @@ class SourceFiles:
     def _make_room(self) -> None:
         if len(self._open) >= self._limit:
             for name in [name for name in self._open if not self._users.get(name)][: self._limit // 2]:
-                os.close(self._open.pop(name))
+                descriptor = self._open.pop(name)
+                self._pages.closing(self.root / name, descriptor)
+                os.close(descriptor)
 
     def _open_file(self, name: str) -> int:
         if not is_inside(name):
@@ -97,7 +105,9 @@ class SourceFiles:
         try:
             if path.is_symlink() and not path.resolve().is_relative_to(_owned_by(self.root.resolve())):
                 raise failed_error("merge-path-traversal", f"`{name}` is a link that leads out of the checkpoint", where=Where(str(path)))
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._pages.opened(path, descriptor, is_read_twice=self.is_vouched)
+            return descriptor
         except FileNotFoundError as error:
             raise failed_error(
                 "merge-shard-missing",
@@ -107,6 +117,14 @@ class SourceFiles:
             ) from error
         except OSError as error:
             raise unreadable(path, error.strerror or str(error)) from error
+
+
+def will_need(descriptor: int, offset: int, count: int) -> None:
+    """Asks the kernel to read ahead, piece by piece: of one request it reads max(read_ahead_kb, max_sectors_kb) and forgets the rest."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            for at in range(offset, offset + count, AHEAD_BYTES):
+                os.posix_fadvise(descriptor, at, min(AHEAD_BYTES, offset + count - at), os.POSIX_FADV_WILLNEED)
 
 
 def _owned_by(root: Path) -> Path:

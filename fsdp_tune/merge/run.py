@@ -18,6 +18,7 @@ from fsdp_tune.merge.contents import read_contents
 from fsdp_tune.merge.integrity import ManifestCheck
 from fsdp_tune.merge.layout import Layout, plan_layout
 from fsdp_tune.merge.model_check import Child, compare_parameters, load_and_run
+from fsdp_tune.merge.page_cache import PageCache
 from fsdp_tune.merge.record import Facts, write_companions, write_record
 from fsdp_tune.merge.settings import DtypeOption, Settings, Verify, settle
 from fsdp_tune.merge.source import Choice, Selection, select
@@ -113,7 +114,8 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | N
         leftovers = place.bring_back(target)
     place.check_existing(target, overwrite=options.overwrite)
     with ExitStack() as stack:
-        contents = read_contents(stack, selection, allow_incomplete=options.allow_incomplete)
+        pages = PageCache()
+        contents = read_contents(stack, selection, pages, allow_incomplete=options.allow_incomplete)
         asked = AdapterOptions(options.adapter, options.adapter_config, options.base)
         contents, companions, adapter = adapt(stack, contents, selection, asked)
         if adapter is not None:
@@ -125,7 +127,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | N
             if options.adapter
             else plan_layout(ordered, settings.dtype, settings.max_shard_bytes)
         )
-        copy = Copy(contents.sources, selection, companions, layout, tied, settings, adapter, options.base is not None)
+        copy = Copy(contents.sources, selection, companions, layout, tied, settings, adapter, options.base is not None, pages)
         with place.writing_to(target):
             place.check_space(target, layout)
             leftovers += place.clear_leftovers(target)
@@ -169,6 +171,7 @@ class Copy:
     settings: Settings
     adapter: Adapter | None
     has_base: bool
+    pages: PageCache
 
     @property
     def needs_parameter_list(self) -> bool:
@@ -188,7 +191,7 @@ def _copy(copy: Copy, stage: Path, show: Progress) -> tuple[Written, list[Notice
     with ExitStack() as stack:
         folder = copy.companions.folder
         child = stack.enter_context(Child("names", folder)) if folder is not None and copy.needs_parameter_list else None
-        check = stack.enter_context(ManifestCheck(copy.selection.weights, thread_count()))
+        check = stack.enter_context(ManifestCheck(copy.selection.weights, thread_count(), copy.pages))
         bar = stack.enter_context(show("merging", copy.layout.total_size_bytes, "bytes"))
         try:
             written = write_tensors(copy.sources, copy.layout, stage, read_back=read_back, advance=bar.advance)

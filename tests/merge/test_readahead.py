@@ -23,7 +23,7 @@ def source(tmp_path, monkeypatch):
     save_dcp({"model": {f"t{index}": torch.randn(1000) for index in range(4)}}, tmp_path / SHARDS)
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(SourceFiles, "will_need", lambda self, file, at, count: asked.append((at, count)))
-    monkeypatch.setattr(readahead, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(readahead, "AHEAD_BYTES", 1000)
     with SourceFiles(tmp_path / SHARDS) as files:
         tensors, _ = read_dcp(files)
         yield Source({tensor.name: tensor for tensor in tensors}), asked
