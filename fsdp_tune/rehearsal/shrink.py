@@ -122,6 +122,8 @@ def small_recipe(recipe: Recipe, config: Mapping[str, Any], folder: Path, *, ran
     document = small.document
     document |= {"name": f"{recipe.name or 'recipe'}-rehearsal", "output_dir": str(folder / "run")}
     _model(small, recipe, config, reach)
+    if device == "cpu":
+        _kernels(small)
     _data(small, recipe, folder, reach)
     _training(small, recipe, ranks, steps)
     _sharding(small, recipe, device)
@@ -173,6 +175,18 @@ def _model(small: Small, recipe: Recipe, config: Mapping[str, Any], reach: Reach
     if recipe.model.attn_implementation.startswith("flash"):
         model["attn_implementation"] = "auto"
         small.changes.append(f"attention: transformers' default, since {recipe.model.attn_implementation} needs a GPU")
+
+
+_CPU_KERNELS = (("liger", True, "auto"), ("loss", "liger", "chunked"), ("compile", True, False))
+"""Key, what takes a GPU (or a C++ compiler and its minutes), and what is rehearsed."""
+
+
+def _kernels(small: Small) -> None:
+    kernels = small.document["kernels"]
+    for key, value, instead in _CPU_KERNELS:
+        if kernels[key] == value:
+            kernels[key] = instead
+            small.changes.append(f"kernels.{key}: {str(instead).lower()} instead of {str(value).lower()} on the CPU")
 
 
 def _data(small: Small, recipe: Recipe, folder: Path, reach: Reach) -> None:

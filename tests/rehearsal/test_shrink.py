@@ -76,6 +76,15 @@ def test_every_recipe_of_the_catalogue_shrinks_to_a_valid_one(name: str, tmp_pat
     assert (again.world_size, again.launch.device, again.launch.num_machines) == (ranks, "cpu", 1)
 
 
+def test_kernels_of_gpus_are_rehearsed_without(tmp_path: Path) -> None:
+    recipe = resolved({"kernels": {"liger": True, "loss": "liger", "compile": True}})
+    small = shrunk(recipe, tmp_path)
+    assert small.document["kernels"] == {"loss": "chunked"}, "the others are at their defaults again"
+    assert sum(change.startswith("kernels.") for change in small.changes) == 3
+    assert not any(change.startswith("kernels.") for change in shrunk(resolved({}), tmp_path).changes)
+    assert shrunk(recipe, tmp_path, device="cuda").document["kernels"]["compile"] is True
+
+
 def test_what_is_within_reach_is_used(tmp_path: Path) -> None:
     recipe = resolved({"data": {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl", "max_rows": 7}], "eval": {"fraction": 0.01}}})
     data = shrunk(recipe, tmp_path).document["data"]
