@@ -1,4 +1,4 @@
-"""Gives the pages of a cold checkpoint back to the system as soon as they have been used.
+"""Gives the pages of a cold checkpoint, and of what is made of it, back to the system as soon as they have been used.
 
 A merge reads every byte once. Left alone it pushes what others have cached out of memory, and each new page costs: on a
 virtual machine whose host takes free memory back, more than the disk does (2 GiB read cold, pages kept: 2.6 s, of which
@@ -61,7 +61,13 @@ class PageCache:
             file = self._files[path]
             done = _grown(file, offset, offset + count) if file.is_cold else []
             done = [run for run in done if _is_digested(file, run)]
-        _give_back(descriptor, done)
+        give_back(descriptor, done)
+
+    @property
+    def is_cold(self) -> bool:
+        """Some of the files that were opened come from the disk."""
+        with self._changed:
+            return any(file.is_cold for file in self._files.values())
 
     def closing(self, path: Path, descriptor: int) -> None:
         """The copy reads no more of this file."""
@@ -69,7 +75,7 @@ class PageCache:
             file = self._files[path]
             done = [*file.runs.items(), *file.waiting] if file.is_cold else []
             file.runs, file.waiting = {}, []
-        _give_back(descriptor, done)
+        give_back(descriptor, done)
 
     def digested(self, path: Path, descriptor: int, end: int, count: int) -> None:
         """The file's digest has come to `end`, by `count` bytes. Returns when the copy is near enough to read from the cache."""
@@ -79,7 +85,7 @@ class PageCache:
             self._digested_bytes += count
             ready = [run for run in file.waiting if run[1] <= end]
             file.waiting = [run for run in file.waiting if run[1] > end]
-        _give_back(descriptor, ready)
+        give_back(descriptor, ready)
         with self._changed:
             while file.is_cold and self._is_copying and self._digested_bytes > self._copied_bytes + LEAD_BYTES:
                 self._changed.wait()
@@ -132,7 +138,8 @@ def _is_digested(file: _File, run: tuple[int, int]) -> bool:
     return False
 
 
-def _give_back(descriptor: int, runs: list[tuple[int, int]]) -> None:
+def give_back(descriptor: int, runs: list[tuple[int, int]]) -> None:
+    """Pages of (start, end) leave the cache, those alone that nobody else uses and that are on the disk."""
     for start, end in runs:
         first = max(0, start - _FOLIO_BYTES)
         os.posix_fadvise(descriptor, first, end - first, os.POSIX_FADV_DONTNEED)

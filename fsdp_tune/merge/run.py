@@ -194,7 +194,9 @@ def _copy(copy: Copy, stage: Path, show: Progress) -> tuple[Written, list[Notice
         check = stack.enter_context(ManifestCheck(copy.selection.weights, thread_count(), copy.pages))
         bar = stack.enter_context(show("merging", copy.layout.total_size_bytes, "bytes"))
         try:
-            written = write_tensors(copy.sources, copy.layout, stage, read_back=read_back, advance=bar.advance)
+            written = write_tensors(
+                copy.sources, copy.layout, stage, read_back=read_back, gives_back=copy.pages.is_cold, advance=bar.advance
+            )
         except FailedError:
             check.finish()  # a file that is not what was saved explains whatever else went wrong in it
             raise

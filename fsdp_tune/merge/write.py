@@ -87,10 +87,12 @@ def thread_count() -> int:
     return max(2, min(MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2))
 
 
-def write_tensors(sources: Sequence[Source], layout: Layout, stage: Path, *, read_back: bool, advance: Callable[[int], None]) -> Written:
+def write_tensors(
+    sources: Sequence[Source], layout: Layout, stage: Path, *, read_back: bool, gives_back: bool, advance: Callable[[int], None]
+) -> Written:
     """Fills `stage` with the files of `layout`. With several `sources`, each tensor becomes their mean.
 
-    `advance(n)` is called from several threads with bytes as they are written.
+    `advance(n)` is called from several threads with bytes as they are written. `gives_back`: the output leaves the page cache.
     """
     for file in layout.files:
         with DISK.open(stage / file.name) as handle:
@@ -100,7 +102,7 @@ def write_tensors(sources: Sequence[Source], layout: Layout, stage: Path, *, rea
         with DISK.open(stage / "model.safetensors.index.json") as handle:
             DISK.write(handle, layout.index)
     placed = [tensor for file in layout.files for tensor in file.tensors]
-    with Flusher(stage) as flusher, ReadAhead(sources, [tensor.name for tensor in placed]) as ahead:
+    with Flusher(stage, gives_back=gives_back) as flusher, ReadAhead(sources, [tensor.name for tensor in placed]) as ahead:
         work = _Work(sources, stage, read_back, advance, flusher, ahead)
         with ThreadPoolExecutor(thread_count(), thread_name_prefix="merge") as pool:
             try:
@@ -149,6 +151,7 @@ def _copy(work: _Work, placed: Placed) -> None:
             where=Where(str(work.stage / placed.file)),
             hint="the disk or the memory of this machine is faulty: write to another disk",
         )
+    work.flusher.finished(placed.file, placed.first_byte, placed.first_byte + placed.size_bytes)
 
 
 def _copy_values(work: _Work, placed: Placed, tensors: Sequence[SourceTensor]) -> xxhash.xxh3_128:

@@ -70,6 +70,21 @@ def test_what_was_written_is_synced_as_it_grows(tmp_path, monkeypatch):
     assert synced == ["a", "a", "a"]
 
 
+def test_what_is_on_the_disk_and_finished_leaves_the_page_cache(tmp_path, monkeypatch):
+    given_back: list[list[tuple[int, int]]] = []
+    monkeypatch.setattr(flush, "FLUSH_BYTES", 100)
+    monkeypatch.setattr(flush, "give_back", lambda descriptor, runs: given_back.append(runs))
+    (tmp_path / "a").write_bytes(b"x" * 500)
+    with Flusher(tmp_path, gives_back=True) as flusher:
+        flusher.finished("a", 8, 70)
+        flusher.wrote("a", 100)
+    assert given_back == [[(8, 70)]]
+    with Flusher(tmp_path) as flusher:
+        flusher.finished("a", 8, 70)
+        flusher.wrote("a", 100)
+    assert given_back == [[(8, 70)], []]
+
+
 def test_a_disk_that_fails_to_sync_ends_the_copy(tmp_path, monkeypatch):
     monkeypatch.setattr(flush, "FLUSH_BYTES", 1)
     with pytest.raises(FileNotFoundError), Flusher(tmp_path) as flusher:
