@@ -118,7 +118,7 @@ class _Splice:
             parts.append(_alone(position, begin, shift))
             shifts = np.repeat(shift + turns * (sweep.end - sweep.begin), end - begin)
             copies = np.repeat(turns[::-1] if sweep.downward else turns, end - begin)
-            parts.append((np.tile(np.arange(begin, end), len(turns)), shifts, copies))
+            parts.append((np.tile(np.arange(begin, end, dtype=np.int64), len(turns)), shifts, copies))
             position = end
         parts.append(_alone(position, len(table), int(self.shifts[-1])))
         rows, shifts, copies = (np.concatenate(column) for column in zip(*parts, strict=True))

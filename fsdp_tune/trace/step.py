@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import optimizer as optim
+from torch.optim.optimizer import _foreach_supported_types
 from transformers import PreTrainedConfig, masking_utils
 
 from fsdp_tune.model.load import Loaded, wrap_whole
@@ -97,7 +97,7 @@ def _packing(*, packed: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _foreach() -> Iterator[None]:
     """On CUDA torch's optimizers work on lists of plain tensors at once, with temporaries of their size; a fake tensor is a plain one."""
-    with mock.patch.object(optim, "_foreach_supported_types", [*optim._foreach_supported_types, FakeTensor]):
+    with mock.patch("torch.optim.optimizer._foreach_supported_types", [*_foreach_supported_types, FakeTensor]):
         yield
 
 
