@@ -30,8 +30,7 @@ _ATTENTION_OPS = {
     aten._scaled_dot_product_fused_attention_overrideable.default,  # other accelerators
     aten._flash_attention_forward.default,
 }
-# On a GPU, ties may fall otherwise the second time, and a token then goes to other experts in the backward than in the forward.
-_ROUTING_OPS = {aten.topk.default}
+# Not top-k, which torchtitan keeps: transformers' routers divide its values in place, and what is kept must not change.
 _MATMUL_OPS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 
 
@@ -51,7 +50,7 @@ class _SaveAttentionAndEverySecondMatmul:
         self.matmuls = {False: 0, True: 0}
 
     def __call__(self, context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        if op in _ROUTING_OPS or _is_attention(op):
+        if _is_attention(op):
             return CheckpointPolicy.MUST_SAVE
         if op in _MATMUL_OPS:
             self.matmuls[context.is_recompute] += 1

@@ -132,10 +132,10 @@ class Checkpointer:
         try:
             saved.size_bytes = self._size_bytes = self._write(snapshot, self.run.checkpoint(snapshot.step))
             saved.left = self._rotate(snapshot.step)
-        except FsdpTuneError as error:
-            saved.error = with_free_space(error, self.run.path, self._size_bytes)
         except Exception as error:  # noqa: BLE001  an error of the disk or of torch: it becomes the save's outcome
-            saved.error = failed_error("save-failed", f"checkpoint-{snapshot.step}: {type(error).__name__}: {error}")
+            told = f"checkpoint-{snapshot.step}: {type(error).__name__}: {error}"
+            failure = error if isinstance(error, FsdpTuneError) else failed_error("save-failed", told)
+            saved.error = with_free_space(failure, self.run.path, self._size_bytes)
         saved.seconds = time.monotonic() - started
 
     def probe(self, trainer: str, own: dict[str, Any]) -> float:

@@ -125,7 +125,7 @@ class Operator:
         ("flash_attn_3::fwd", True),
         ("flash_attn::_flash_attn_backward", False),
         ("aten::_flash_attention_forward", True),
-        ("aten::topk", True),
+        ("aten::topk", False),
         ("aten::silu", False),
     ],
 )

@@ -91,7 +91,7 @@ def no_prefetch() -> AbstractContextManager[Any]:
 
 
 def other_attention() -> AbstractContextManager[Any]:
-    return patch("fsdp_tune.model.build.attention", lambda recipe: "sdpa")
+    return patch("fsdp_tune.model.build.attention", lambda recipe, config: "sdpa")
 
 
 def stored_in_bf16() -> AbstractContextManager[Any]:
