@@ -78,11 +78,7 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     # Buffers that are in no state dict (rotary frequencies) have values that only the constructor knows.
     buffers = dict(build_with_buffers(recipe, config).named_buffers()) if way != "rank 0" else {}
     size = _size(model)
-    kernels = install_kernels(recipe, model, device.type)
-    recomputed = recompute_activations(recipe, model)
-    if recipe.kernels.compile:
-        compile_layers(recipe, model)
-    units = plan_units(recipe, model)
+    kernels, recomputed, units = _change(recipe, model, device, compiles=recipe.kernels.compile)
     wrapped = wrap(recipe, model, units, mesh, device) if recipe.is_sharded else model
     model.to_empty(device="cpu" if recipe.fsdp.offload_params else device)
     # Materialising gives each name a tensor of its own; transformers knows which of them are one.
@@ -108,6 +104,17 @@ def _choose(recipe: Recipe, model: PreTrainedModel, local_rank: int) -> tuple[Wa
     return ("slices", files) if files is not None and fits(model, files) else ("rank 0", None)
 
 
+def _change(
+    recipe: Recipe, model: PreTrainedModel, device: torch.device, *, compiles: bool
+) -> tuple[dict[str, Choice], list[str], UnitPlan]:
+    """What is done to a bare model before it is wrapped, each after what it goes around: (kernels, recomputed layers, units)."""
+    kernels = install_kernels(recipe, model, device.type)
+    recomputed = recompute_activations(recipe, model)
+    if compiles:
+        compile_layers(recipe, model)
+    return kernels, recomputed, plan_units(recipe, model)
+
+
 def wrap_whole(
     recipe: Recipe, model: PreTrainedModel, mesh: Any, device: torch.device, before_kib: int = 0, *, compiles: bool = False
 ) -> Loaded:
@@ -116,11 +123,7 @@ def wrap_whole(
     The trace leaves `compiles` out: it records operations, which a compiled layer hides.
     """
     size = _size(model)
-    kernels = install_kernels(recipe, model, device.type)
-    recomputed = recompute_activations(recipe, model)
-    if compiles:
-        compile_layers(recipe, model)
-    units = plan_units(recipe, model)
+    kernels, recomputed, units = _change(recipe, model, device, compiles=compiles)
     if not recipe.is_sharded and any(p.device != device for p in model.parameters()):
         nn.Module.to(model, device)
     wrapped = wrap(recipe, model, units, mesh, device)

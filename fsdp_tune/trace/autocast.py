@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_map
 
 from fsdp_tune.trace.device import DEVICE
@@ -48,11 +49,11 @@ _weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 @functools.cache
-def install() -> list[torch.library.Library]:
+def install() -> list[Library]:
     """Once a process; what it returns must live as long."""
-    fallback = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
-    fallback.fallback(torch.library.fallthrough_kernel)
-    library = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
+    fallback = Library("_", "IMPL", "AutocastPrivateUse1")
+    fallback.fallback(fallthrough_kernel)
+    library = Library("aten", "IMPL", "AutocastPrivateUse1")
     for name in _LOWER:
         library.impl(name, functools.partial(_run, _overload(name), None))
     for name in _FP32:
