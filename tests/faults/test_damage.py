@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import shutil
@@ -10,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import xxhash
 
-from fsdp_tune.manifest import MANIFEST_NAME
+from fsdp_tune.manifest import FORMAT_VERSION, MANIFEST_NAME
 from fsdp_tune.run_dir import Checkpoint, RunDir, checkpoint_to_start_from, inspect_checkpoint, latest_checkpoint
 from tests.faults import ranks
 from tests.faults.conftest import Count
@@ -137,13 +137,13 @@ def manifest_edit(run: RunDir, edit: Callable[[dict], object]) -> None:
     del document["digest"]
     edit(document)
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
-    document["digest"] = hashlib.blake2b(canonical.encode(), digest_size=32).hexdigest()
+    document["digest"] = xxhash.xxh3_128(canonical.encode()).hexdigest()
     path.write_text(json.dumps(document))
 
 
 MANIFESTS: dict[str, Callable[[dict], object]] = {
     "of another kind": lambda m: m.update(kind="something else"),
-    "of a newer format": lambda m: m.update(format_version=2),
+    "of a newer format": lambda m: m.update(format_version=FORMAT_VERSION + 1),
     "of another step": lambda m: m["facts"].update(step=7),
     "a digest edited": lambda m: m["files"]["trainer_state.json"].update(digest="0" * 64),
     "a size edited": lambda m: m["files"]["trainer_state.json"].update(size_bytes=1),
