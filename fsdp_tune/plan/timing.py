@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from fsdp_tune.plan.buckets import in_buckets
 from fsdp_tune.plan.collectives import Topology, Volume, collective_seconds, sent_bytes
 from fsdp_tune.plan.depth import full_depth
 from fsdp_tune.plan.efficiency import MASKED_SHARE, Efficiency, efficiency_of
@@ -51,24 +52,40 @@ def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Effic
     shapes = trace.shapes
     topology = Topology(shapes.world_size, machines, shapes.shard_size, shapes.replicate_size)
     ops, collectives, waits = (trace.steady(table) for table in (trace.ops, trace.collectives, trace.waits))
+    collectives = in_buckets(trace, collectives)
     durations = op_seconds(trace, ops, hardware, efficiency, topology.local_size)
     transfers = _transfer_seconds(collectives, topology, hardware)
-    # The traced micro-batches are the first ones and the last; those that were left out are like the second of them.
-    repeated, times = min(1, shapes.traced_micro_batches - 1), 1 + shapes.accumulation - shapes.traced_micro_batches
-    clocks = _Clocks(len(trace.streams), repeated, times)
     on_host = (op_kinds(trace, ops) == ON_HOST).tolist()
-    clocks.run(_work(ops, durations, on_host, collectives, transfers, waits), efficiency)
-    weights = np.where(collectives["micro"] == repeated, times, 1)
+
+    def simulated(which: npt.NDArray[np.bool_]) -> _Clocks:
+        clocks = _Clocks(len(trace.streams))
+        clocks.run(_work(ops, durations, on_host, collectives[which], transfers[which], waits), efficiency)
+        return clocks
+
+    # The traced micro-batches are the first one and the last; those that were left out are like the last without what it alone sends.
+    like, times = min(1, shapes.traced_micro_batches - 1), shapes.accumulation - shapes.traced_micro_batches
+    everywhere = ~_only_in_last(collectives, like)
+    whole = simulated(np.ones(len(collectives), bool))
+    middle = whole if everywhere.all() or not times else simulated(everywhere)
+    sums = _Sums.of([(each, 1) for each in whole.sums.values()] + [(middle.sums.get(like, _Sums()), times)])
+    weights = 1 + np.where((collectives["micro"] == like) & everywhere, times, 0)
     talking = float((transfers * weights).sum())
     return StepTime(
-        step_seconds=clocks.end + (times - 1) * clocks.micro_seconds(repeated) + efficiency.overlap_cost * talking,
-        phases={name: seconds for name, seconds in clocks.phases.items() if seconds},
-        compute_seconds=clocks.compute,
+        step_seconds=whole.end + times * middle.micro_seconds(like) + efficiency.overlap_cost * talking,
+        phases={name: seconds for name, seconds in sums.phases.items() if seconds},
+        compute_seconds=sums.compute,
         communication_seconds=talking,
-        exposed_seconds=clocks.exposed,
-        issue_seconds=clocks.host_bound,
+        exposed_seconds=sums.exposed,
+        issue_seconds=sums.host_bound,
         volume=_volume(collectives, topology, weights.tolist()),
     )
+
+
+def _only_in_last(collectives: Records, last: int) -> npt.NDArray[np.bool_]:
+    """What the last micro-batch sends and the first does not: sums over ranks or copies that wait for the whole gradient."""
+    kinds = collectives["kind"].astype(np.int64) * len(GROUPS) + collectives["group"]
+    of_last = collectives["micro"] == last
+    return of_last & ~np.isin(kinds, kinds[collectives["micro"] == 0]) if last else np.zeros(len(collectives), bool)
 
 
 def op_kinds(trace: Trace, ops: Records) -> npt.NDArray[np.int8]:
@@ -178,17 +195,35 @@ def _work(ops: Records, durations: Seconds, on_host: list[bool], collectives: Re
 
 
 @dataclass(slots=True)
-class _Clocks:
-    """When each stream is free, and when what was issued to it was done; sums count micro-batch `repeated` `times` times."""
+class _Sums:
+    """Of the compute stream, in one micro-batch or in all."""
 
-    streams: int
-    repeated: int
-    times: int
-    end: float = 0.0
     compute: float = 0.0
     exposed: float = 0.0
     host_bound: float = 0.0
     phases: dict[str, float] = field(default_factory=dict[str, float])
+
+    @staticmethod
+    def of(parts: list[tuple[_Sums, int]]) -> _Sums:
+        """Each part as often as it says; -1 takes it out."""
+        total = _Sums()
+        for part, times in parts:
+            total.compute += times * part.compute
+            total.exposed += times * part.exposed
+            total.host_bound += times * part.host_bound
+            for phase, seconds in part.phases.items():
+                total.phases[phase] = total.phases.get(phase, 0.0) + times * seconds
+        return total
+
+
+@dataclass(slots=True)
+class _Clocks:
+    """When each stream is free, and when what was issued to it was done."""
+
+    streams: int
+    end: float = 0.0
+    sums: dict[int, _Sums] = field(default_factory=dict[int, _Sums])
+    """By micro-batch; -1: outside of them."""
     _micro_ends: dict[int, float] = field(default_factory=dict[int, float])
     _compute_end: float = 0.0
 
@@ -221,12 +256,12 @@ class _Clocks:
 
     def _account(self, item: _Work, start: float, ready: float) -> None:
         """Of the compute stream: at work, waiting for other streams (until `ready`), or for the host."""
-        times = self.times if item.micro == self.repeated else 1
         finished, phase = start + item.seconds, PHASES[item.phase]
-        self.compute += times * item.seconds
-        self.host_bound += times * max(0.0, start - max(ready, self._compute_end))
-        self.exposed += times * max(0.0, min(start, ready) - self._compute_end)
-        self.phases[phase] = self.phases.get(phase, 0.0) + times * (finished - self._compute_end)
+        sums = self.sums.setdefault(item.micro, _Sums())
+        sums.compute += item.seconds
+        sums.host_bound += max(0.0, start - max(ready, self._compute_end))
+        sums.exposed += max(0.0, min(start, ready) - self._compute_end)
+        sums.phases[phase] = sums.phases.get(phase, 0.0) + finished - self._compute_end
         self._compute_end = self._micro_ends[item.micro] = finished
 
     def micro_seconds(self, micro: int) -> float:

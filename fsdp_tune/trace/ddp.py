@@ -1,4 +1,4 @@
-"""DDP under fake tensors: its reducer is C++ that reads values, in two places."""
+"""DDP under fake tensors: its reducer is C++ that reads values, in two places, and reduces everything at once until it has seen a step."""
 
 from __future__ import annotations
 
@@ -12,25 +12,36 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.model.load import Loaded, wrap_whole
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.trace.device import STREAMS
 from fsdp_tune.trace.recorder import Recorder
 from fsdp_tune.trace.scopes import Names
 
+COMPUTE, ALL_REDUCE = STREAMS.index("compute"), STREAMS.index("all-reduce")
+
 
 def wrap_traceable(recipe: Recipe, model: PreTrainedModel, where: torch.device, recorder: Recorder, bare: Names) -> Loaded:
-    """Reduces each bucket by a collective that the recorder sees. Call while it records.
+    """Writes each gradient's sum over the ranks down as it becomes ready. Call while the recorder records.
 
-    Gradients lie in buckets, which DDP takes when it wraps and never gives back. They are written down parameter by
-    parameter, since a bucket goes across layers; the bytes are the same, and so they are when real runs order the buckets
-    anew after the first step.
+    Gradients lie in buckets, which DDP takes when it wraps and never gives back. A bucket goes across layers, so both its
+    memory and its sum are written down parameter by parameter: the bytes are the same, and `plan.buckets` makes of the sums
+    the buckets of a run's later steps, at whatever depth.
     """
     with mock.patch.object(distributed, "_verify_param_shape_across_processes"), recorder.hidden():  # the first reads values
         loaded = wrap_whole(recipe, model, None, where)
     wrapped: Any = loaded.wrapped
-    wrapped.register_comm_hook(None, _reduce_bucket)
+    wrapped.register_comm_hook(recorder, _all_is_ready)
     wrapped.reducer = _Reducer(wrapped.reducer)
+
+    def ready(parameter: torch.Tensor) -> None:
+        if wrapped.require_backward_grad_sync:
+            recorder.clock.wait(ALL_REDUCE, COMPUTE, recorder.clock.now)
+            with recorder.on_stream(ALL_REDUCE):
+                dist.all_reduce(parameter.grad)
+
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             recorder.hold(parameter.numel() * parameter.element_size(), "gradients", bare.layer_of(name))
+            parameter.register_post_accumulate_grad_hook(ready)
     return loaded
 
 
@@ -45,13 +56,13 @@ class _Reducer:
         return False
 
 
-def _reduce_bucket(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP's own hook waits for a future that the fake process group does not give."""
-    dist.all_reduce(bucket.buffer())
+def _all_is_ready(recorder: Recorder, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """In the place of the one bucket's sum. As in a run, the optimizer's stream waits for all sums."""
+    recorder.clock.wait(COMPUTE, ALL_REDUCE, recorder.clock.now)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 
 
 # DDP compares the objects, and this module's annotations are strings.
-_reduce_bucket.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+_all_is_ready.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}

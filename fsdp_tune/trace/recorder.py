@@ -66,6 +66,15 @@ class Recorder(TorchDispatchMode):
         finally:
             self._hidden = False
 
+    @contextlib.contextmanager
+    def on_stream(self, stream: int) -> Iterator[None]:
+        """Collectives inside are of this stream; nothing inside allocates."""
+        self.clock.streams.append(stream)
+        try:
+            yield
+        finally:
+            self.clock.streams.pop()
+
     def hold(self, size: int, kind: str, layer: int) -> None:
         """Memory that is taken now and kept, which no tensor of ours stands for."""
         with self._at_layer(layer):

@@ -108,6 +108,22 @@ def test_a_trace_with_accumulation_stands_for_a_step_without() -> None:
     assert timed(hand.trace(accumulation=1, traced_micro_batches=2)).step_seconds == pytest.approx(2.0)
 
 
+SUM = collective_seconds("all_reduce", 100 * GIB, Group(8, 1), A100) or 0.0
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 5])
+def test_what_only_the_last_micro_batch_sends_is_sent_once_a_step(accumulation: int) -> None:
+    """DDP sums its gradients over the ranks in the last micro-batch alone, however many there are."""
+    hand = Hand().op("mm", flops=FLOPS, micro=0).op("mm", flops=FLOPS, micro=1)
+    hand.wait(1, 0).collective("all_reduce", 100 * GIB, group="world", phase="backward", micro=1).wait(0, 1)
+    hand.op("_fused_adamw_", flops=FLOPS, micro=-1, phase="optimizer")
+    made = timed(hand.trace(accumulation=accumulation, traced_micro_batches=2, shard_size=1, replicate_size=8))
+    assert made.step_seconds == pytest.approx(accumulation + SUM + 1)
+    assert made.communication_seconds == pytest.approx(SUM)
+    assert made.exposed_seconds == pytest.approx(SUM)
+    assert made.volume.machine_link_bytes == round(2 * 7 / 8 * 100 * GIB)
+
+
 def test_volume_counts_every_micro_batch_and_splits_by_link() -> None:
     hand = Hand().collective("all_gather", 16_000, micro=0).collective("reduce_scatter", 16_000, micro=0)
     alone = timed(hand.trace()).volume

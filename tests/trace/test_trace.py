@@ -10,9 +10,10 @@ import pytest
 
 from fsdp_tune.plan.allocator import rounded
 from fsdp_tune.plan.blend import alike, at_micro_batch, prime_for
+from fsdp_tune.plan.buckets import in_buckets
 from fsdp_tune.plan.depth import full_depth
 from fsdp_tune.plan.memory import peak_memory
-from fsdp_tune.plan.trace_format import KINDS, Trace
+from fsdp_tune.plan.trace_format import COLLECTIVES, KINDS, PHASES, Trace
 from fsdp_tune.recipe.schema import Recipe
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
@@ -112,11 +113,22 @@ def test_few_layers_stand_for_all(layers: int, sections: dict[str, Any]) -> None
     _same_peaks(spliced, exact)
 
 
-@pytest.mark.slow
-def test_few_layers_stand_for_all_under_ddp() -> None:
-    """Buckets go across layers, so it is the peaks that must agree."""
-    recipe = deep(fsdp={"sharding_strategy": "NO_SHARD"})
-    _same_peaks(full_depth(trace_of(recipe)), trace_of(recipe, exact=True))
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_few_layers_stand_for_all_under_ddp(accumulation: int) -> None:
+    """Everything that is sent, bucket by bucket, and the peaks."""
+    training = {"gradient_accumulation_steps": accumulation}
+    recipe = deep(fsdp={"sharding_strategy": "NO_SHARD"}, training=training)
+    exact, shallow = trace_of(recipe, exact=True), trace_of(recipe)
+    spliced = full_depth(shallow)
+    assert shallow.traced_layers < exact.traced_layers
+    for each in (exact, spliced):
+        sums = each.steady(each.collectives)
+        sums = sums[(sums["kind"] == COLLECTIVES.index("all_reduce")) & (sums["phase"] == PHASES.index("backward"))]
+        assert sums["bytes"].sum() == exact.counts.parameter_bytes, "each gradient is summed over the ranks, once a step"
+        assert set(sums["micro"].tolist()) == {min(accumulation, 2) - 1}, "in the last micro-batch"
+    sent = [in_buckets(each, each.steady(each.collectives))["bytes"].tolist() for each in (exact, spliced)]
+    assert sent[0] == sent[1]
+    _same_peaks(spliced, exact)
 
 
 @pytest.mark.parametrize(
