@@ -43,6 +43,15 @@ MachineRankOption = Annotated[
 IgnorePlanOption = Annotated[
     bool, typer.Option("--ignore-plan", help="Start also what the planner says cannot fit on this machine's GPUs.")
 ]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="steps=FIRST:LAST",
+        help="Record these steps: RUN/profile gets a Chrome trace of each rank, and what the steps were made of.",
+        show_default=False,
+    ),
+]
 
 
 def train(
@@ -58,6 +67,7 @@ def train(
     machine_rank: MachineRankOption = None,
     trust_remote_code: TrustOption = False,
     ignore_plan: IgnorePlanOption = False,
+    profile: ProfileOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Fine-tune a model as a recipe says, and merge the result into an ordinary model directory.
@@ -73,8 +83,10 @@ def train(
     """
     with command(json_output) as screen, stopping_cleanly():
         from fsdp_tune.launch.accelerate import launch_plan, machine_rank_of
+        from fsdp_tune.launch.profiled import parse_profile
         from fsdp_tune.run_dir import RunDir
 
+        profiled = parse_profile(profile) if profile is not None else None
         loaded, resolution = resolved_recipe(screen, chosen_recipe(recipe, config), overrides or [], name, assume=dry_run or no_start)
         check_trust(resolution.recipe, trust_remote_code)
         run = RunDir(Path(resolution.recipe.output_dir))
@@ -94,7 +106,7 @@ def train(
             return
         from fsdp_tune.cli.train_job import Job
 
-        job = Job(screen, loaded, resolution, plan, ignore_plan=ignore_plan)
+        job = Job(screen, loaded, resolution, plan, ignore_plan=ignore_plan, profile=profiled)
         if rank > 0:
             job.follow()
         else:

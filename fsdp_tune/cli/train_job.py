@@ -18,6 +18,7 @@ from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTune
 if TYPE_CHECKING:
     from fsdp_tune.data.prepare import Prepared
     from fsdp_tune.launch.accelerate import LaunchPlan
+    from fsdp_tune.launch.profiled import ProfiledSteps
     from fsdp_tune.launch.resume import Start
     from fsdp_tune.launch.verdict import Ended
     from fsdp_tune.plan.predict import Plan
@@ -36,6 +37,7 @@ class Job:
     plan: LaunchPlan
     ignore_plan: bool = False
     """Starts also what the planner says cannot fit."""
+    profile: ProfiledSteps | None = None
 
     @property
     def recipe(self) -> Recipe:
@@ -269,6 +271,7 @@ class Inputs:
             data=self.data.to_json(),
             start=self.start,
             save_model=lambda directory: save_model_files(directory, self.facts, self.tokenizer),
+            profile=job.profile,
         )
         write_run(job.plan.run, files)
         if self.predicted is not None:

@@ -15,6 +15,8 @@ from fsdp_tune.launch.environment import masked
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.units import format_bytes, format_seconds
 
+SHOWN_PHASE_SECONDS = 0.1
+
 
 def show_dry_run(screen: Screen, resolution: Resolution, plan: LaunchPlan) -> None:
     """The resolved recipe, why each open key has its value, the exact command and the environment."""
@@ -86,6 +88,14 @@ class StepView:
             self._screen.say(
                 f"the live model is what the recipe says; training to step {self._total}" + (f" from step {step}" if step else "")
             )
+        elif name == "first_step":
+            phases: dict[str, float] = line["phase_seconds"]
+            named = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items() if seconds >= SHOWN_PHASE_SECONDS)
+            self._screen.say(f"first step {sum(phases.values()):.1f} s after the launch ({named})")
+        elif name == "profiled":
+            for row in profile_table(line["seconds"], line["steps"]):
+                self._screen.say(row)
+            self._screen.say(f"profile: {line['trace']} (open it in https://ui.perfetto.dev)")
         elif name == "checkpoint_saved":
             self._screen.say(f"checkpoint-{step} saved: {format_bytes(line['size_bytes'])} in {format_seconds(line['seconds'])}")
         elif name == "checkpoint_failed":
@@ -104,9 +114,13 @@ class StepView:
             f"lr {_number(line.get('learning_rate'), '.2e')}",
             f"{_number(line.get('tokens_per_second_per_device'), ',.0f')} tokens/s/device",
         ]
+        if line.get("mfu") is not None:
+            parts.append(f"MFU {line['mfu']:.0%}")
         memory = line.get("peak_reserved_gib") or line.get("peak_host_gib")
         if memory is not None:
             parts.append(f"{_number(memory, '.2f')} GiB")
+        if shares := _shares(line):
+            parts.append(f"({shares})")
         self._bar.at(step, "  ".join(parts))
         if not self._screen.is_live:
             left = self._seconds_left(step)
@@ -118,6 +132,27 @@ class StepView:
             return None
         began, first = self._began
         return (time.monotonic() - began) / (step - first) * (self._total - step)
+
+
+def _shares(line: dict[str, Any]) -> str:
+    """What of a step is not forward and backward, in percent."""
+    step_seconds = line.get("step_seconds")
+    if not step_seconds:
+        return ""
+    named = (("data", "data_wait_seconds"), ("communication", "exposed_communication_seconds"), ("optimizer", "optimizer_seconds"))
+    return ", ".join(f"{name} {line[key] / step_seconds:.0%}" for name, key in named if line.get(key) is not None)
+
+
+def profile_table(seconds: dict[str, dict[str, float]], steps: int) -> list[str]:
+    """Milliseconds a step of rank 0: a row for each phase, and one for all of them."""
+    columns = list(next(iter(seconds.values())))
+    whole = {column: sum(share[column] for share in seconds.values()) for column in columns}
+    titles = f"{'profile':<10}" + "".join(f"{column.replace('_', '-'):>16}" for column in columns)
+    rows = [
+        f"{phase:<10}" + "".join(f"{share[column] / steps * 1000:>13.2f} ms" for column in columns)
+        for phase, share in {**seconds, "step": whole}.items()
+    ]
+    return [titles, *rows]
 
 
 def _is_eval_of_a_set(name: str) -> bool:

@@ -17,6 +17,7 @@ from fsdp_tune.atomic import DISK, staged_directory, write_file, write_json
 from fsdp_tune.errors import usage_error
 from fsdp_tune.fsdp import accelerate_config
 from fsdp_tune.launch.accelerate import LaunchPlan
+from fsdp_tune.launch.profiled import ProfiledSteps
 from fsdp_tune.launch.resume import Start
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import Checkpoint, RunDir
@@ -39,6 +40,7 @@ class RunFiles:
     start: Start
     save_model: Callable[[Path], None]
     """Writes config, generation config and tokenizer into a directory, so that a merge needs no network."""
+    profile: ProfiledSteps | None = None
 
 
 def write_run(run: RunDir, files: RunFiles) -> None:
@@ -84,7 +86,9 @@ def _write_files(run: RunDir, files: RunFiles) -> None:
     write_file(run.accelerate_yaml, yaml.safe_dump(accelerate_config(files.recipe), sort_keys=False))
     write_json(run.environment_json, dict(files.environment))
     write_file(run.data_json, files.data)
-    write_json(run.launch_json, files.plan.to_json() | {"started_at": time.time(), "reasons": dict(files.reasons)})
+    profile = [files.profile.first, files.profile.last] if files.profile else None
+    launch = {"started_at": time.time(), "reasons": dict(files.reasons), "profile": profile}
+    write_json(run.launch_json, files.plan.to_json() | launch)
     write_resume(run, files.start.checkpoint, digests_checked=files.start.digests_checked)
     write_file(run.recipe_json, files.recipe.model_dump_json(by_alias=True, indent=2) + "\n")
 

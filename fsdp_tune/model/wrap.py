@@ -91,6 +91,15 @@ def ignored_parameters(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
     return {p for name in ignored_module_names(recipe, model) for p in model.get_submodule(name).parameters()}
 
 
+def fsdp_groups(module: FSDPModule) -> list[Any]:
+    """The parameter groups of one FSDP2 unit (torch 2.13 keeps a list, 2.11 a single one)."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
+    return list(groups)
+
+
 def set_prefetch(recipe: Recipe, in_forward_order: Sequence[nn.Module]) -> None:
     """Explicit depths; without them FSDP2 gathers one unit ahead in the backward, and in the forward as the CPU issues."""
     forward, backward = recipe.fsdp.forward_prefetch, recipe.fsdp.backward_prefetch

@@ -15,6 +15,7 @@ from fsdp_tune.worker.isolation import ALLOWED, not_isolated, packed_row, packin
 from fsdp_tune.worker.readback import ReadBackError, optimizer_state_difference, read_back
 from fsdp_tune.worker.resume import trainer_state_json
 from fsdp_tune.worker.signals import SAVE_AND_FAIL, WISHES, StopWish
+from fsdp_tune.worker.startup import startup_seconds
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
@@ -85,6 +86,9 @@ class RunCallback(TrainerCallback):
         difference = optimizer_state_difference(trainer.parts.recipe, trainer.optimizer)
         if difference is not None:
             raise failed_error("readback-differs", difference, hint="the run was stopped after step 1")
+        heartbeat = trainer.parts.heartbeat
+        heartbeat.beat("training", trainer.state.global_step)
+        trainer.parts.metrics.event("first_step", trainer.state.global_step, phase_seconds=startup_seconds(heartbeat))
         if trainer.parts.recipe.checkpoint.probe:
             trainer.parts.heartbeat.beat("probing a save", trainer.state.global_step)
             seconds = trainer.checkpointer.probe(trainer_state_json(trainer), trainer.own_state())

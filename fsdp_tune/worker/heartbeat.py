@@ -40,6 +40,10 @@ class Heartbeat:
         self._rank = rank
         self._written = 0.0
         self._phase = self._told_phase = ""
+        self._phase_began = time.monotonic()
+        self.began_at = time.time()
+        self.phase_seconds: dict[str, float] = {}
+        """How long the training thread was in each phase, the one that lasts left out."""
         self._ticks = 0
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -73,7 +77,11 @@ class Heartbeat:
 
     def mark(self, phase: str) -> None:
         """As `beat`, without touching the file: cheap enough for every part of every step."""
-        self._phase = phase
+        if phase != self._phase:
+            now = time.monotonic()
+            if self._phase:
+                self.phase_seconds[self._phase] = self.phase_seconds.get(self._phase, 0.0) + now - self._phase_began
+            self._phase, self._phase_began = phase, now
         self._ticks += 1
 
     def tick(self) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import time
+from collections.abc import Callable
 from typing import IO, Any
 
 import torch
@@ -194,6 +195,10 @@ class Lines:
         self.tokens = 0
         """Non-padding tokens of all ranks since the start of the run."""
         self.last_loss: float | None = None
+        self.shares: Callable[[], dict[str, float | None]] | None = None
+        """Tells where the time of the line's last step went; asked when the device has passed it."""
+        self.checkpoint_stall_seconds = 0.0
+        """For which saves that ended since the last line have held up the training."""
         self._time = time.monotonic()
         self._step = 0
 
@@ -214,6 +219,7 @@ class Lines:
         self.last_loss = totals["loss_sum"] / totals["supervised_tokens"]
         self.sums.reset()
         self.start(step)
+        stall_seconds, self.checkpoint_stall_seconds = self.checkpoint_stall_seconds, 0.0
         speed = totals["tokens"] / seconds / dist.get_world_size()
         return {
             "loss": self.last_loss,
@@ -224,6 +230,8 @@ class Lines:
             "tokens_per_second_per_device": speed,
             "step_seconds": seconds / steps,
             "data_wait_seconds": totals["data_wait_seconds"] / steps,
+            **(self.shares() if self.shares is not None else {}),
+            "checkpoint_stall_seconds": stall_seconds,
             "mfu": mfu(self._model, totals["attended_length"], speed, self._peak_flops) if self._model else None,
             **memory(self._device),
         }

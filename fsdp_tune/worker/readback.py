@@ -22,6 +22,7 @@ from fsdp_tune.model.compiled import is_compiled
 from fsdp_tune.model.head import loss_kernel_of
 from fsdp_tune.model.liger import modules_of_liger
 from fsdp_tune.model.load import Loaded
+from fsdp_tune.model.wrap import fsdp_groups
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.units import MIB
 from fsdp_tune.worker.agree import gather
@@ -93,20 +94,11 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 def _offloads(wrapped: nn.Module, kind: str) -> bool:
     if kind == "fsdp2":
-        groups = [group for module in wrapped.modules() if isinstance(module, FSDPModule) for group in _groups(module)]
+        groups = [group for module in wrapped.modules() if isinstance(module, FSDPModule) for group in fsdp_groups(module)]
         return any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups)
     if kind == "fsdp1":
         return bool(getattr(wrapped.cpu_offload, "offload_params", False))
     return False
-
-
-def _groups(module: FSDPModule) -> list[Any]:
-    """The parameter groups of one FSDP2 unit (torch 2.13 keeps a list, 2.11 a single one)."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
-    return list(groups)
 
 
 def _fsdp2(loaded: Loaded) -> dict[str, Any]:
@@ -117,7 +109,7 @@ def _fsdp2(loaded: Loaded) -> dict[str, Any]:
         if not isinstance(module, FSDPModule):
             continue
         state: Any = module._get_fsdp_state()
-        for group in _groups(module):
+        for group in fsdp_groups(module):
             tensors = [parameter.sharded_param for parameter in group.fsdp_params]
             placements.update(str([str(p) for p in tensor.placements]) for tensor in tensors)
             units.append(

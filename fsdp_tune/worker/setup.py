@@ -16,6 +16,7 @@ from fsdp_tune.data.order import epoch_order
 from fsdp_tune.data.prepare import Prepared
 from fsdp_tune.data.store import Int64, RowStore
 from fsdp_tune.errors import failed_error
+from fsdp_tune.launch.profiled import profile_of
 from fsdp_tune.launch.run_files import RESUME_NAME
 from fsdp_tune.model.attention import has_variable_lengths
 from fsdp_tune.model.build import model_config
@@ -35,9 +36,11 @@ from fsdp_tune.worker.compiling import CompileReport
 from fsdp_tune.worker.dataset import Collator, MicroBatches
 from fsdp_tune.worker.heartbeat import Heartbeat
 from fsdp_tune.worker.metrics import MetricsFile
+from fsdp_tune.worker.profiling import Profile
 from fsdp_tune.worker.rank import Rank
 from fsdp_tune.worker.resume import VISIBLE_SECONDS, agreed_checkpoint
 from fsdp_tune.worker.rotation import remove_leftovers
+from fsdp_tune.worker.shares import StepShares
 from fsdp_tune.worker.signals import StopWish
 from fsdp_tune.worker.state import Live
 from fsdp_tune.worker.trainer import FsdpTrainer, Parts
@@ -79,8 +82,12 @@ def build_trainer(
     )
     callback = RunCallback(run, wish, say, is_first=rank.is_first)
     compiling = [CompileReport(say)] if recipe.kernels.compile else []
-    trainer = FsdpTrainer(parts, arguments, [*_extra_callbacks(recipe), *compiling, callback])
-    for each in (callback, *compiling):
+    shares = StepShares(loaded.wrapped, device)
+    profiled = profile_of(run)
+    profiling = [Profile(run, profiled, rank.index)] if profiled else []
+    trainer = FsdpTrainer(parts, arguments, [*_extra_callbacks(recipe), shares, *profiling, *compiling, callback])
+    trainer.lines.shares = shares.take
+    for each in (callback, *compiling, *profiling):
         each.trainer = trainer
     # A tracker that hangs must be cut off before the supervisor takes the rank for one that hangs.
     patience_seconds = min(trackers.LIMIT_SECONDS, parse_seconds(recipe.launch.hang_timeout) / 2)
@@ -169,6 +176,7 @@ def _tracker_reporter(trainer: FsdpTrainer, say: Callable[[str], None]) -> Calla
 def _reporter(trainer: FsdpTrainer, recipe: Recipe, say: Callable[[str], None]) -> Callable[[Saved], None]:
     def report(saved: Saved) -> None:
         if saved.error is None:
+            trainer.lines.checkpoint_stall_seconds += saved.stall_seconds
             trainer.parts.metrics.event(
                 "checkpoint_saved", saved.step, seconds=saved.seconds, stall_seconds=saved.stall_seconds, size_bytes=saved.size_bytes
             )

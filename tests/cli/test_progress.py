@@ -74,12 +74,15 @@ def test_a_step_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
         view.show(STEP)
         view.show({**STEP, "step": 40, "loss": "nan", "grad_norm": None})
         view.show({"step": 40, "eval_loss": 1.5, "eval_a_loss": 1.0, "eval_b_loss": 2.0})
+        shares = {"step_seconds": 2.0, "data_wait_seconds": 0.02, "exposed_communication_seconds": None, "optimizer_seconds": 0.1}
+        view.show({**STEP, "step": 60, "mfu": 0.412, **shares})
         view.show({"event": "loss_scale_backed_off", "step": 41, "time": 1.0, "loss_scale": 512})
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"step 20/100  loss 2\.5000  grad norm 1\.250  lr 1\.00e-04  1,234 tokens/s/device  0\.50 GiB  .* left", lines[1])
     assert lines[2].startswith("step 40/100  loss nan  grad norm -")
     assert lines[3] == "step 40: eval loss 1.5000 (a 1.0000, b 2.0000)"
-    assert lines[4] == "step 41: loss scale backed off (loss_scale 512)"
+    assert "tokens/s/device  MFU 41%  0.50 GiB  (data 1%, optimizer 5%)" in lines[4]
+    assert lines[5] == "step 41: loss scale backed off (loss_scale 512)"
 
 
 def test_the_account_of_the_data_is_a_line_a_set_the_training_set_first() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -69,6 +70,13 @@ def test_a_gpu_that_is_not_there_is_exit_2_with_the_way_out(cli: Cli, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("steps", ["10:13", "steps=0:3", "steps=5:4", "steps=a", ""])
+def test_a_profile_of_no_steps_is_exit_2(cli: Cli, tmp_path: Path, steps: str) -> None:
+    done = cli("train", *SHORT, "--profile", steps, "--json")
+    assert (done.returncode, errors(done)) == (2, ["profile-not-understood"])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_remote_code_needs_the_person_at_the_command_line(cli: Cli) -> None:
     remote = ("--set", "model.from_config=null", "--set", "model.name_or_path=someone/model", "--set", "model.trust_remote_code=true")
     refused = cli("train", *SHORT, *remote, "--dry-run", "--json")
@@ -105,8 +113,12 @@ def test_two_machines_run_one_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_a_run_ends_with_a_model_and_everything_in_its_place(cli: Cli, tmp_path: Path) -> None:
-    done = cli("train", *SHORT, "--json")
+    done = cli("train", *SHORT, "--json", "--profile", "steps=3:4")
     assert done.returncode == 0, done.stderr
+    assert re.search(r"first step [\d.]+ s after the launch \(launching .*importing .*loading the model", done.stderr)
+    assert re.search(r"step 6/6 .*\(data \d+%, communication \d+%, optimizer \d+%\)", done.stderr)
+    assert re.search(r"forward +[\d.]+ ms", done.stderr)
+    assert (tmp_path / "run" / "profile" / "steps-3-4" / "rank-0001.trace.json.gz").exists()
     ended = document(done)
     run = RunDir(tmp_path / "run")
     assert {name: ended[name] for name in ("run_dir", "steps", "exit_reason", "checkpoint", "merged")} == {

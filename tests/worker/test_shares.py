@@ -1,0 +1,93 @@
+"""Where a step's time goes is measured on the steps that are logged, and told once."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_tune.worker.shares import StepShares
+from tests.parity import runs
+from tests.parity.bench import Bench
+from tests.parity.cases import Case
+
+
+class Group:
+    """Stands for FSDP2's parameter group: four calls, each of which takes a while."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def unshard(self, async_op: bool = False) -> str:
+        time.sleep(0.002)
+        self.calls.append(f"unshard {async_op}")
+        return "gathered"
+
+    def wait_for_unshard(self) -> None:
+        self.calls.append("wait")
+
+    def post_backward(self, *unused: Any) -> None:
+        self.calls.append(f"reduce {len(unused)}")
+
+    def finalize_backward(self) -> None:
+        self.calls.append("end")
+
+
+def step(shares: StepShares, number: int, work: Any) -> None:
+    args, control = SimpleNamespace(logging_steps=3), SimpleNamespace()
+    shares.on_step_begin(args, SimpleNamespace(global_step=number - 1, max_steps=7), control)  # type: ignore[arg-type]
+    work()
+    state = SimpleNamespace(global_step=number, max_steps=7)
+    shares.on_pre_optimizer_step(args, state, control)  # type: ignore[arg-type]
+    time.sleep(0.001)
+    shares.on_optimizer_step(args, state, control)  # type: ignore[arg-type]
+    shares.on_step_end(args, state, control)  # type: ignore[arg-type]
+
+
+def test_only_a_step_that_is_logged_is_measured_and_the_calls_do_what_they_did() -> None:
+    group = Group()
+    with patch("fsdp_tune.worker.shares.FSDPModule", nn.Module), patch("fsdp_tune.worker.shares.fsdp_groups", lambda _: [group]):
+        shares = StepShares(nn.Identity(), torch.device("cpu"))
+    told = {}
+    for number in range(1, 8):
+        answers: list[str] = []
+        step(shares, number, lambda answers=answers: (answers.append(group.unshard(async_op=True)), group.post_backward(1, 2)))
+        assert answers == ["gathered"]
+        group.unshard()  # an evaluation
+        told[number] = shares.take()
+    assert group.calls[:3] == ["unshard True", "reduce 2", "unshard False"]
+    measured = [number for number, share in told.items() if share["optimizer_seconds"] is not None]
+    assert measured == [3, 6, 7], "each third, and the last"
+    for number in measured:
+        communication = told[number]["exposed_communication_seconds"]
+        assert communication is not None
+        assert communication >= 0.002
+        assert told[number]["optimizer_seconds"] >= 0.001  # type: ignore[operator]
+    assert told[1] == {"optimizer_seconds": None, "exposed_communication_seconds": None}
+
+
+@pytest.mark.ranks
+def test_lines_of_a_run_say_what_was_no_computing(bench: Bench) -> None:
+    lines = [line for line in runs.lines(bench.run(Case())) if "loss" in line]
+    assert lines
+    for line in lines:
+        assert 0 < line["optimizer_seconds"] < line["step_seconds"]
+        assert 0 < line["exposed_communication_seconds"] < line["step_seconds"]
+    events = [line for line in runs.lines(bench.run(Case())) if line.get("event") == "checkpoint_saved"]
+    stalls = [line["checkpoint_stall_seconds"] for line in lines]
+    assert 0 < sum(stalls) <= sum(event["stall_seconds"] for event in events)
+    [first] = [line for line in runs.lines(bench.run(Case())) if line.get("event") == "first_step"]
+    assert list(first["phase_seconds"])[:3] == ["launching", "starting Python", "starting"]
+    assert {"importing", "loading the model", "forward", "backward", "optimizer step"} <= set(first["phase_seconds"])
+
+
+@pytest.mark.ranks
+def test_what_ddp_waits_inside_autograd_is_not_guessed(bench: Bench) -> None:
+    lines = [line for line in runs.lines(bench.run(Case(strategy="NO_SHARD"))) if "loss" in line]
+    assert {line["exposed_communication_seconds"] for line in lines} == {None}
+    assert all(line["optimizer_seconds"] > 0 for line in lines)
