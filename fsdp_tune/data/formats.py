@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from fsdp_tune.data.json_rows import kind_of
+from fsdp_tune.data.store import IGNORE_INDEX
 
 COLUMNS = {
     "text": ("text",),
@@ -18,6 +19,15 @@ COLUMNS = {
     "tokenized": ("input_ids",),
 }
 """The columns that a format needs, and by which it is found."""
+LOSS_ON = {
+    "text": ("all",),
+    "prompt_completion": ("completion", "all"),
+    "alpaca": ("completion", "all"),
+    "messages": ("assistant", "last_assistant", "all"),
+    "sharegpt": ("assistant", "last_assistant", "all"),
+    "tokenized": ("labels",),
+}
+"""What can be trained in each format; the first is what `auto` means."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_OF_SHAREGPT = {
@@ -31,7 +41,6 @@ ROLE_OF_SHAREGPT = {
     "tool": "tool",
     "observation": "tool",
 }
-IGNORE_INDEX = -100
 
 # Stanford Alpaca's two prompts, letter by letter: github.com/tatsu-lab/stanford_alpaca, train.py, PROMPT_DICT.
 STANFORD_WITH_INPUT = (
@@ -99,7 +108,7 @@ class Settings:
             case "alpaca":
                 return self._alpaca(row)
             case "messages":
-                return self._chat(_messages(row, "messages", "role", "content"), row)
+                return self._chat(_messages(row, "messages"), row)
             case "sharegpt":
                 return self._chat(_sharegpt(row), row)
             case _:
@@ -107,7 +116,7 @@ class Settings:
 
     def _prompt_completion(self, row: dict[str, Any]) -> Text | Chat:
         if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):  # both are chats, as in TRL
-            asked, answered = _messages(row, "prompt", "role", "content"), _messages(row, "completion", "role", "content")
+            asked, answered = _messages(row, "prompt"), _messages(row, "completion")
             trained = tuple(message["role"] == "assistant" for message in answered)
             return self._checked_chat([*asked, *answered], (*(False for _ in asked), *trained), row)
         completion = _text(row, "completion")
@@ -190,32 +199,36 @@ def _numbers(row: dict[str, Any], column: str, length: int | None = None) -> lis
     return numbers
 
 
-def _messages(row: dict[str, Any], column: str, role_key: str, text_key: str) -> list[dict[str, Any]]:
+def _turns(row: dict[str, Any], column: str) -> list[Any]:
     value: object = row.get(column)
     if not isinstance(value, list) or not value:
         raise RowError(
             f"column `{column}` holds {'an empty list' if value == [] else kind_of(cast(object, value))} and not a list of messages"
         )
-    return [_message(message, index, role_key, text_key) for index, message in enumerate(cast(list[Any], value), 1)]
+    return cast(list[Any], value)
 
 
-def _message(value: object, index: int, role_key: str, text_key: str) -> dict[str, Any]:
+def _messages(row: dict[str, Any], column: str) -> list[dict[str, Any]]:
+    return [_message(message, index) for index, message in enumerate(_turns(row, column), 1)]
+
+
+def _message(value: object, index: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RowError(f"message {index} is {kind_of(value)} and not an object")
     message = {key: part for key, part in cast(dict[str, Any], value).items() if part is not None}  # Arrow fills gaps with null
-    role = message.get(role_key)
+    role = message.get("role")
     if role not in ROLES:
         raise RowError(f"message {index} has the unknown role `{role}`; known: {', '.join(ROLES)}")
-    content = message.get(text_key)
+    content = message.get("content")
     if content is None and message.get("tool_calls"):
-        return message | {text_key: ""}
+        return message | {"content": ""}
     if isinstance(content, list):
         content = _joined_parts(cast(list[Any], content), index)
     if not isinstance(content, str):
-        raise RowError(f"message {index}: `{text_key}` holds {kind_of(content)} and not text")
+        raise RowError(f"message {index}: `content` holds {kind_of(content)} and not text")
     if role == "assistant" and not content.strip() and not message.get("tool_calls"):
         raise RowError(f"message {index}: the answer is empty")
-    return message | {text_key: content}
+    return message | {"content": content}
 
 
 def _joined_parts(parts: list[Any], index: int) -> str:
@@ -229,14 +242,9 @@ def _joined_parts(parts: list[Any], index: int) -> str:
 
 
 def _sharegpt(row: dict[str, Any]) -> list[dict[str, Any]]:
-    value: object = row.get("conversations")
-    if not isinstance(value, list) or not value:
-        raise RowError(
-            f"column `conversations` holds {'an empty list' if value == [] else kind_of(cast(object, value))} and not a list of messages"
-        )
-    turns = cast(list[Any], value)
+    turns = _turns(row, "conversations")
     if isinstance(turns[0], dict) and "role" in turns[0]:
-        return _messages(row, "conversations", "role", "content")
+        return _messages(row, "conversations")
     messages: list[dict[str, Any]] = []
     for index, turn in enumerate(turns, 1):
         if not isinstance(turn, dict):
@@ -244,7 +252,7 @@ def _sharegpt(row: dict[str, Any]) -> list[dict[str, Any]]:
         speaker, text = cast(dict[str, Any], turn).get("from"), cast(dict[str, Any], turn).get("value")
         if speaker not in ROLE_OF_SHAREGPT:
             raise RowError(f"message {index} is from the unknown speaker `{speaker}`; known: {', '.join(ROLE_OF_SHAREGPT)}")
-        messages.append(_message({"role": ROLE_OF_SHAREGPT[speaker], "content": text}, index, "role", "content"))
+        messages.append(_message({"role": ROLE_OF_SHAREGPT[speaker], "content": text}, index))
     system = row.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})

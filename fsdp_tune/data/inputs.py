@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_tune.data.encoder import Encoder
-from fsdp_tune.data.formats import COLUMNS, RowError, Settings, matching_formats
+from fsdp_tune.data.formats import COLUMNS, LOSS_ON, RowError, Settings, matching_formats
 from fsdp_tune.data.json_rows import BadRow
 from fsdp_tune.data.sources import Source, find_source
 from fsdp_tune.data.templates import BUNDLED, resolve_template
@@ -17,15 +17,6 @@ from fsdp_tune.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema_data import DataSource
 
-LOSS_ON = {
-    "text": ("all",),
-    "prompt_completion": ("completion", "all"),
-    "alpaca": ("completion", "all"),
-    "messages": ("assistant", "last_assistant", "all"),
-    "sharegpt": ("assistant", "last_assistant", "all"),
-    "tokenized": ("labels",),
-}
-"""What can be trained in each format; the first is what `auto` means."""
 TRAIN = "train"
 
 
@@ -113,11 +104,15 @@ def select(row: dict[str, Any], entry: DataSource, name: str) -> dict[str, Any]:
             close = difflib.get_close_matches(old, row, n=1)
             hint = f"did you mean `{close[0]}`?" if close else f"it has: {', '.join(row) or 'none'}"
             raise usage_error("no-such-column", f"{name} has no column `{old}`", hint=hint, where=Where(name))
-    kept = {column: row[column] for column in entry.columns} if entry.columns else dict(row)
-    renamed = {entry.rename_columns.get(column, column): value for column, value in kept.items()}
-    if len(renamed) != len(kept):
+    renamed = _renamed(row, entry)
+    if len(renamed) != len(entry.columns or row):
         raise usage_error("column-twice", f"{name}: after `rename_columns` two columns have one name", where=Where(name))
     return renamed
+
+
+def _renamed(row: dict[str, Any], entry: DataSource) -> dict[str, Any]:
+    kept = {column: row[column] for column in entry.columns} if entry.columns else row
+    return {entry.rename_columns.get(column, column): value for column, value in kept.items()}
 
 
 def _settings(recipe: Recipe, source: Source, columns: Sequence[str], encoder: Encoder) -> Settings:
@@ -201,8 +196,7 @@ def _select_quietly(row: dict[str, Any], entry: DataSource) -> dict[str, Any]:
     missing = next((column for column in (*(entry.columns or ()), *entry.rename_columns) if column not in row), None)
     if missing is not None:
         raise RowError(f"it has no column `{missing}`")
-    kept = {column: row[column] for column in entry.columns} if entry.columns else row
-    return {entry.rename_columns.get(column, column): value for column, value in kept.items()}
+    return _renamed(row, entry)
 
 
 def _check_same_columns(opened: Input, name: str, values: dict[str, Any]) -> None:

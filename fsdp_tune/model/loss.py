@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from fsdp_tune.data.store import IGNORE_INDEX
 from fsdp_tune.model.head import loss_kernel_of
-
-IGNORE_INDEX = -100
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
