@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from fsdp_tune.manifest import Manifest, damage, read_manifest
 
@@ -76,6 +78,13 @@ class RunDir:
     def metrics_jsonl(self) -> Path:
         return self.path / "metrics.jsonl"
 
+    def metrics(self) -> list[dict[str, Any]]:
+        """The objects of metrics.jsonl, oldest first: losses, evaluations and events; [] where there is no such file."""
+        try:
+            return json_objects(self.metrics_jsonl.read_bytes())
+        except FileNotFoundError:
+            return []
+
     @property
     def lock(self) -> Path:
         return self.path / "run.lock"
@@ -130,6 +139,19 @@ class RunDir:
     @property
     def is_used(self) -> bool:
         return self.recipe_json.exists()
+
+
+def json_objects(raw: bytes) -> list[dict[str, Any]]:
+    """The objects of a JSON Lines file; a line that is none (torn by a crash) is left out."""
+    found: list[dict[str, Any]] = []
+    for line in raw.split(b"\n"):
+        try:
+            value: Any = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            found.append(cast(dict[str, Any], value))
+    return found
 
 
 def checkpoint_step(path: Path) -> int | None:

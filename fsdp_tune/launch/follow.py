@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+from fsdp_tune.run_dir import json_objects
 
 
 class Follower:
@@ -21,7 +22,6 @@ class Follower:
         self._offset = len(self._known)
 
     def read(self) -> list[dict[str, Any]]:
-        """Lines that are no JSON object (torn by a crash) are left out."""
         identity = self._stat()
         if identity is None:
             self._identity, self._offset = None, 0
@@ -35,7 +35,7 @@ class Follower:
             fresh = file.read()
         end = fresh.rfind(b"\n") + 1
         self._offset += end
-        return [line for raw in fresh[:end].split(b"\n") if (line := _object(raw)) is not None]
+        return json_objects(fresh[:end])
 
     def _stat(self) -> tuple[int, int] | None:
         try:
@@ -60,11 +60,3 @@ def _known_lines_bytes(old: bytes, new: bytes) -> int:
             break
         length += len(line)
     return length
-
-
-def _object(raw: bytes) -> dict[str, Any] | None:
-    try:
-        value: Any = json.loads(raw)
-    except ValueError:
-        return None
-    return cast(dict[str, Any], value) if isinstance(value, dict) else None

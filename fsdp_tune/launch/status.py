@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 
@@ -14,7 +13,7 @@ from fsdp_tune.launch.lock import is_held, read_owner
 from fsdp_tune.launch.processes import is_alive
 from fsdp_tune.launch.ranks import read_heartbeat, read_outcome, read_verdict
 from fsdp_tune.launch.resume import read_resolved
-from fsdp_tune.run_dir import RunDir, latest_checkpoint
+from fsdp_tune.run_dir import RunDir, json_objects, latest_checkpoint
 from fsdp_tune.units import format_seconds
 
 TAIL_BYTES = 1 << 18
@@ -114,7 +113,7 @@ def last_lines(path: Path) -> list[dict[str, Any]]:
     try:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            return _objects(file.read())
+            return json_objects(file.read())
     except FileNotFoundError:
         return []
 
@@ -125,16 +124,4 @@ def _started(path: Path) -> list[dict[str, Any]]:
     if lines or not path.exists():
         return lines
     with open(path, "rb") as file:
-        return [line for line in _objects(file.read(TAIL_BYTES)) if line.get("event") == "train_started"]
-
-
-def _objects(raw: bytes) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for line in raw.split(b"\n"):
-        try:
-            value: Any = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            found.append(cast(dict[str, Any], value))
-    return found
+        return [line for line in json_objects(file.read(TAIL_BYTES)) if line.get("event") == "train_started"]

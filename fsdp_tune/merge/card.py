@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune import __version__
-from fsdp_tune.merge.source import read_metrics
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import RunDir
 
@@ -58,7 +57,7 @@ def model_card(
 
 def _last_values(run: RunDir, step: int) -> list[tuple[str, str]]:
     """The curves' last values at or before the merged step."""
-    lines = [line for line in read_metrics(run.metrics_jsonl) if isinstance(line.get("step"), int) and line["step"] <= step]
+    lines = [line for line in run.metrics() if isinstance(line.get("step"), int) and line["step"] <= step]
     rows: list[tuple[str, str]] = []
     for key, label in (("loss", "Training loss"), ("eval_loss", "Evaluation loss"), ("tokens", "Tokens trained on")):
         values = [line[key] for line in lines if isinstance(line.get(key), (int, float))]

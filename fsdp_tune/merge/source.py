@@ -221,7 +221,7 @@ def _best(run: RunDir, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:
     step, metric = state.get("best_global_step"), state.get("best_metric")
     if isinstance(step, int) and step in by_step:
         return by_step[step], f"the best by the trainer's metric ({metric}) among {len(complete)} complete checkpoints"
-    losses = {line["step"]: line["eval_loss"] for line in _eval_lines(run.metrics_jsonl) if line.get("step") in by_step}
+    losses = {line["step"]: line["eval_loss"] for line in _eval_lines(run) if line.get("step") in by_step}
     if not losses:
         raise usage_error(
             "merge-no-best",
@@ -233,25 +233,8 @@ def _best(run: RunDir, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:
     return by_step[chosen], f"the lowest eval_loss ({losses[chosen]:.6g}) among {len(complete)} complete checkpoints"
 
 
-def _eval_lines(path: Path) -> list[dict[str, Any]]:
-    return [line for line in read_metrics(path) if isinstance(line.get("eval_loss"), (int, float))]
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The objects of metrics.jsonl; a torn last line is no line."""
-    found: list[dict[str, Any]] = []
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return found
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
+def _eval_lines(run: RunDir) -> list[dict[str, Any]]:
+    return [line for line in run.metrics() if isinstance(line.get("eval_loss"), (int, float))]
 
 
 def _read_object(path: Path) -> dict[str, Any]:

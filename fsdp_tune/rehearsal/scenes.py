@@ -6,7 +6,6 @@ Torch-free: the scenes are commands, run as a user runs them, and the files that
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import time
@@ -176,13 +175,8 @@ def _demand(answer: Answer) -> None:
         raise _Failed(answer.why)
 
 
-def metrics(run: RunDir) -> list[dict[str, Any]]:
-    """Every line of metrics.jsonl: losses, evaluations and events."""
-    return [json.loads(line) for line in run.metrics_jsonl.read_text(encoding="utf-8").splitlines()]
-
-
 def _loss_lines(run: RunDir) -> list[dict[str, Any]]:
-    return [line for line in metrics(run) if "loss" in line]
+    return [line for line in run.metrics() if "loss" in line]
 
 
 def _digests(directory: Path) -> dict[str, str]:

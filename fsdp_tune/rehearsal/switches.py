@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.rehearsal.commands import fsdp_tune, torch_script
-from fsdp_tune.rehearsal.scenes import Check, metrics
+from fsdp_tune.rehearsal.scenes import Check
 from fsdp_tune.rehearsal.shrink import Small
 from fsdp_tune.run_dir import RunDir
 
@@ -142,7 +142,7 @@ def _train(base: Small, switch: Switch, run: RunDir) -> str | None:
 
 
 def _compared(run: RunDir, reference: dict[str, Any]) -> tuple[bool, str]:
-    written = metrics(run)
+    written = run.metrics()
     lines = [line for line in written if "loss" in line]
     eval_loss = next((line["eval_loss"] for line in reversed(written) if "eval_loss" in line), None)
     if [line["supervised_tokens"] for line in lines] != reference["supervised_tokens"]:
@@ -159,7 +159,7 @@ def _compared(run: RunDir, reference: dict[str, Any]) -> tuple[bool, str]:
 
 def _scattered(run: RunDir) -> tuple[bool, str]:
     """A run in half precision against fp32, beside one device in bf16; steps that the loss scale skipped are skipped there too."""
-    written = metrics(run)
+    written = run.metrics()
     lines = [line for line in written if "loss" in line]
     skipped = sorted(line["step"] for line in written if line.get("event") == "loss_scale_backed_off")
     request = {"run": str(run.path), "skipped": skipped}
