@@ -26,12 +26,11 @@ def environment(recipe: Recipe) -> dict[str, str]:
 
     `launch.json` records them; each rank removes what else carries their prefixes and sets exactly these.
     """
-    uses_fsdp = recipe.fsdp.sharding_strategy != "NO_SHARD"
     # What was compiled once is not compiled again by the next run.
     compiled = {"TORCHINDUCTOR_CACHE_DIR": f"{recipe.data.cache_dir}/compiled"} if recipe.kernels.compile else {}
     return {
         **compiled,
-        "ACCELERATE_USE_FSDP": str(uses_fsdp).lower(),
+        "ACCELERATE_USE_FSDP": str(recipe.is_sharded).lower(),
         "ACCELERATE_MIXED_PRECISION": "no",  # our own MixedPrecisionPolicy casts; Accelerate must not wrap forward in autocast
         "FSDP_VERSION": str(recipe.fsdp.version),
         "FSDP_CPU_RAM_EFFICIENT_LOADING": str(recipe.fsdp.cpu_ram_efficient_loading).lower(),

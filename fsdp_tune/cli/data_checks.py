@@ -63,13 +63,11 @@ def _find_sources(recipe: Recipe, found: DataFacts) -> None:
     """Without a tokenizer the rows cannot be judged, but a missing file is missing."""
     from fsdp_tune.data.sources import find_source
 
-    evals = recipe.data.eval if isinstance(recipe.data.eval, list) else []
-    for group, entries in (("train", recipe.data.train), ("eval", evals)):
-        for index, entry in enumerate(entries):
-            try:
-                find_source(entry, f"data.{group}[{index}]")
-            except FsdpTuneError as error:
-                found.take(error)
+    for key, entry in recipe.data.sources:
+        try:
+            find_source(entry, key)
+        except FsdpTuneError as error:
+            found.take(error)
 
 
 def _first_rows(opened: Input, found: DataFacts) -> None:

@@ -17,7 +17,7 @@ from fsdp_tune.data.json_rows import BadRow, NumberedRow
 from fsdp_tune.data.readers import read_rows
 from fsdp_tune.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.manifest import digest_file
-from fsdp_tune.recipe.schema_data import DataSource
+from fsdp_tune.recipe.schema_data import BUILDERS, DataSource
 
 KIND_OF_SUFFIX = {
     ".jsonl": "lines",
@@ -29,7 +29,6 @@ KIND_OF_SUFFIX = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-KIND_OF_BUILDER = {"json": "json", "parquet": "parquet", "csv": "csv", "text": "text", "arrow": "arrow"}
 COMPRESSED = {".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip", ".7z": "7z x", ".tar": "tar xf"}
 SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -87,7 +86,7 @@ def find_source(entry: DataSource, key: str) -> Source:
     if is_builtin(entry.path):
         builtin_rows(entry.path, entry.split)
         return Source(entry, key, (entry.path,))
-    if entry.path in KIND_OF_BUILDER and not Path(entry.path).exists():
+    if entry.path in BUILDERS and not Path(entry.path).exists():
         return _builder_source(entry, key)
     path = Path(entry.path).expanduser()
     if path.is_dir():
@@ -110,7 +109,7 @@ def _builder_source(entry: DataSource, key: str) -> Source:
         return _dataset_source(entry, key, load_from_hub(entry, where))
     _refuse(entry, where, "split", given=entry.split != "train")
     base = Path(entry.data_dir or "")
-    return _file_source(entry, key, _expand([str(base / pattern) for pattern in patterns], where), KIND_OF_BUILDER[entry.path])
+    return _file_source(entry, key, _expand([str(base / pattern) for pattern in patterns], where), entry.path)
 
 
 def _directory_source(entry: DataSource, key: str, path: Path) -> Source:

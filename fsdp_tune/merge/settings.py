@@ -10,13 +10,12 @@ from pydantic import ValidationError
 
 from fsdp_tune.errors import Where, failed_error, usage_error
 from fsdp_tune.merge.source import Selection
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema import Merge, Recipe
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.units import parse_bytes
 
 Verify = Literal["quick", "full", "none"]
 DtypeOption = Literal["keep", "bf16", "fp16", "fp32"]
-DEFAULT_MAX_SHARD = "5GB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ def settle(
             )
         output = run.adapter if adapter else run.merged
     if recipe is None:
-        return Settings(output, dtype or "keep", max_shard_bytes or parse_bytes(DEFAULT_MAX_SHARD), verify or "quick", None)
+        return Settings(output, dtype or "keep", max_shard_bytes or parse_bytes(Merge().max_shard_size), verify or "quick", None)
     wanted = recipe.merge.dtype
     own = recipe.compute_dtype if wanted == "auto" else wanted
     return Settings(

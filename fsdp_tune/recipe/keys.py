@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from fsdp_tune.recipe.kinds import Says, Section
+from fsdp_tune.recipe.scalars import enumerated
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.training_fields import TRAINING_FIELDS, owner_of
 
@@ -48,14 +49,6 @@ def dotted(path: Sequence[str | int]) -> str:
     return text
 
 
-def field_name(section: type[Section], name: str) -> str | None:
-    """The attribute behind a key as it is written (`async` is `async_`)."""
-    for attribute, field in section.model_fields.items():
-        if (field.alias or attribute) == name:
-            return attribute
-    return None
-
-
 def sections_in(annotation: Any) -> list[type[Section]]:
     """The sections that a type may hold, through unions, lists and Annotated."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
@@ -87,7 +80,7 @@ def field_at(path: Sequence[str | int]) -> FieldInfo | None:
 
 def words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """What a type takes, for a sentence that ends in `takes …`."""
-    return _join(_parts(annotation, metadata))
+    return enumerated(_parts(annotation, metadata))
 
 
 def _parts(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
@@ -107,7 +100,7 @@ def _parts(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
         return ["a mapping"]
     if isinstance(annotation, type) and issubclass(annotation, Section):
         names = [f"`{field.alias or name}`" for name, field in annotation.model_fields.items()]
-        return [f"a mapping with {_join(names, 'and')}" if len(names) < 5 else "a mapping of its keys"]
+        return [f"a mapping with {enumerated(names, 'and')}" if len(names) < 5 else "a mapping of its keys"]
     return [_SCALAR_WORDS.get(cast(object, annotation), "another value")]
 
 
@@ -130,11 +123,6 @@ def choices(annotation: Any) -> list[str]:
     return [choice for argument in get_args(annotation) for choice in choices(argument)]
 
 
-def _join(parts: Sequence[str], word: str = "or") -> str:
-    unique = list(dict.fromkeys(parts))
-    return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])} {word} {unique[-1]}"
-
-
 def closest(name: str, candidates: Sequence[str]) -> str | None:
     lowered = {candidate.lower(): candidate for candidate in candidates}
     found = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=CLOSE)
@@ -149,7 +137,7 @@ def unknown_key_hint(path: Sequence[str | int]) -> str | None:
         return "a token is never a key: set HF_TOKEN, or log in with `hf auth login`"
     homes = _homes(name, parent)
     if homes:
-        return f"belongs under {_join([f'`{home}:`' if home else 'the top of the recipe' for home in homes])}"
+        return f"belongs under {enumerated([f'`{home}:`' if home else 'the top of the recipe' for home in homes])}"
     if (owner := owner_of(name)) is not None:
         return owner
     siblings = [key.path[-1] for key in all_keys() if key.path[:-1] == parent]
@@ -160,7 +148,7 @@ def unknown_key_hint(path: Sequence[str | int]) -> str | None:
     if near := closest(name, list(elsewhere)):
         return f"did you mean `{elsewhere[near]}`?"
     place = f"`{'.'.join(parent)}`" if parent else "the top of a recipe"
-    return f"{place} takes {_join([f'`{sibling}`' for sibling in siblings], 'and')}" if siblings and len(siblings) <= 15 else None
+    return f"{place} takes {enumerated([f'`{sibling}`' for sibling in siblings], 'and')}" if siblings and len(siblings) <= 15 else None
 
 
 def _homes(name: str, parent: tuple[str, ...]) -> list[str]:

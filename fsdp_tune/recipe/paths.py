@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from fsdp_tune.recipe.findings import Finding
-from fsdp_tune.recipe.rules import BUILDERS, OUTPUT_FIELDS
+from fsdp_tune.recipe.rules import OUTPUT_FIELDS
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema_data import BUILDERS
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -50,8 +51,7 @@ def _objections(recipe: Recipe, path: Path, cwd: Path) -> list[tuple[str, str]]:
 
 def _local_directories(recipe: Recipe, cwd: Path) -> list[Path]:
     """Directories that the recipe reads from."""
-    evals = recipe.data.eval if isinstance(recipe.data.eval, list) else []
-    named = [source.path for source in (*recipe.data.train, *evals)]
+    named = [source.path for _, source in recipe.data.sources]
     return [path.resolve() for path in (Path(cwd, name) for name in named) if path.is_dir() and path.resolve() != cwd.resolve()]
 
 

@@ -24,10 +24,6 @@ def default_of(field: FieldInfo) -> Any:
     return field.get_default(call_default_factory=True)
 
 
-def _required(field: FieldInfo) -> bool:
-    return field.is_required()
-
-
 def reference_yaml() -> str:
     """All keys as a YAML document of the defaults, each with its meaning; itself a valid mapping of the schema's shape."""
     lines = [_HEAD.rstrip()]
@@ -50,7 +46,7 @@ def reference_yaml() -> str:
 
 
 def _source_line(key: Key) -> str:
-    default = "required" if _required(key.field) else _yaml(default_of(key.field))
+    default = "required" if key.field.is_required() else _yaml(default_of(key.field))
     return f"{default}  {key.field.description or ''} [{field_words(key.field)}]"
 
 
@@ -69,7 +65,7 @@ def surface_lines() -> list[str]:
     """One line a key: `key · type · default`, in the order of the schema; then what `training:` passes on."""
     lines: list[str] = []
     for key in all_keys():
-        default = "required" if _required(key.field) else "section" if _is_section(key) else json.dumps(default_of(key.field))
+        default = "required" if key.field.is_required() else "section" if _is_section(key) else json.dumps(default_of(key.field))
         lines.append(f"{key.name} · {field_words(key.field)} · {default}")
     for name, field in _passed_fields().items():
         lines.append(f"training.{name} · {field_in_words(field)} · {json.dumps(field.default)} (transformers)")

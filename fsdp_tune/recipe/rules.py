@@ -10,10 +10,10 @@ import re
 
 from fsdp_tune.recipe.findings import Finding, Rule, given
 from fsdp_tune.recipe.scalars import shown
-from fsdp_tune.recipe.schema import RESHARDS, DataSource, Recipe
+from fsdp_tune.recipe.schema import RESHARDS, Recipe
+from fsdp_tune.recipe.schema_data import BUILDERS
 from fsdp_tune.recipe.training_rules import TRAINING_RULES
 
-BUILDERS = ("json", "parquet", "csv", "text", "arrow")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(?:^|_)(?:API_?)?KEY(?:$|_)|ACCESS_KEY|PRIVATE_KEY", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OURS = ("FSDP_", "ACCELERATE_", "PET_", "TORCHELASTIC_", "PARALLELISM_CONFIG_", "FSDP_TUNE_")
@@ -59,17 +59,8 @@ def some_training_data(recipe: Recipe) -> Finding | None:
     return Finding("no-data", ("data.train", "data"), "the recipe names no training data: `data.train` is missing or empty", hint)
 
 
-def _sources(recipe: Recipe) -> list[tuple[str, DataSource]]:
-    evals = recipe.data.eval if isinstance(recipe.data.eval, list) else []
-    return [
-        (f"data.{name}[{index}]", source)
-        for name, group in (("train", recipe.data.train), ("eval", evals))
-        for index, source in enumerate(group)
-    ]
-
-
 def builders_have_files(recipe: Recipe) -> Finding | None:
-    for key, source in _sources(recipe):
+    for key, source in recipe.data.sources:
         if source.path in BUILDERS and source.data_files is None:
             return Finding("missing-key", (f"{key}.path",), f"`path: {source.path}` reads files: `{key}.data_files` is missing")
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 Value = str | int | float | bool | None
 
@@ -81,3 +82,9 @@ def shown(text: str) -> str:
     """`printable`, and cut where it is long."""
     safe = printable(text)
     return safe if len(safe) <= SHOWN_CHARACTERS else f"{safe[:SHOWN_CHARACTERS]}…"
+
+
+def enumerated(parts: Sequence[str], word: str = "or") -> str:
+    """["a", "b", "a", "c"] → `a, b or c`."""
+    unique = list(dict.fromkeys(parts))
+    return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])} {word} {unique[-1]}"

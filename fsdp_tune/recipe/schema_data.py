@@ -48,6 +48,10 @@ class Model(Section):
     tokens: Tokens = Tokens()
 
 
+BUILDERS = ("json", "parquet", "csv", "text", "arrow")
+"""Names of `datasets` that stand for files of a kind, which `data_files` then names."""
+
+
 class DataSource(Section):
     path: Text
     """What exists on disk is local; json | parquet | csv | text | arrow = builder with `data_files`; `builtin:NAME`; else a hub id."""
@@ -154,3 +158,10 @@ class Data(Section):
     """Processes that tokenise; auto = min(16, cores)."""
     cache_dir: Text | None = None
     """Prepared data; null = $XDG_CACHE_HOME/fsdp-tune."""
+
+    @property
+    def sources(self) -> list[tuple[str, DataSource]]:
+        """Every source with the place where it stands (`data.train[0]`), training first; a share held out is none."""
+        evals = self.eval if isinstance(self.eval, list) else []
+        groups = (("data.train", self.train), ("data.eval", evals))
+        return [(f"{name}[{index}]", source) for name, group in groups for index, source in enumerate(group)]

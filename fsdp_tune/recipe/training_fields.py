@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from fsdp_tune.recipe.scalars import enumerated
 from fsdp_tune.recipe.schema import Training
 
 
@@ -139,7 +140,7 @@ def field_in_words(field: TrainingField) -> str:
             parts.extend(f"`{value}`" for value in TRAINING_FIELDS.enums[kind])
         else:
             parts.append(_WORDS.get(kind, f"a {'mapping' if kind == 'dict' else kind}"))
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} or {parts[-1]}"
+    return enumerated(parts)
 
 
 def complaint(name: str, value: object) -> str | None:
