@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp_tune.cores import available_cores
 from fsdp_tune.recipe.resolve import Machine
 
 NVML_SUCCESS = 0
@@ -46,11 +47,6 @@ def this_machine(wanted: str, environment: Mapping[str, str] | None = None) -> M
         if facts.get("device") is not None:
             return Machine(str(facts["device"]), int(facts["device_count"]), cores, facts.get("device_name"))
     return Machine(devices[0].kind, len(devices), cores, devices[0].name) if devices else Machine(None, 0, cores, None)
-
-
-def available_cores() -> int:
-    """Cores that this process may use: a container or `taskset` allows fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def visible_devices(environment: Mapping[str, str]) -> list[Device]:

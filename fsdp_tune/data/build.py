@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fsdp_tune.atomic import write_file
+from fsdp_tune.cores import available_cores
 from fsdp_tune.data.account import rows_named, set_account
 from fsdp_tune.data.encoder import Encoder
 from fsdp_tune.data.findings import data_notices, refuse_bad_rows, refuse_empty_set, refuse_nothing
@@ -119,7 +119,7 @@ def _tokenise_all(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], wri
 
 def _processes(recipe: Recipe) -> int:
     wanted = recipe.data.num_proc
-    return min(MOST_PROCESSES, len(os.sched_getaffinity(0))) if wanted == "auto" else wanted
+    return min(MOST_PROCESSES, available_cores()) if wanted == "auto" else wanted
 
 
 def _write_bad_rows(stage: Path, bad: Sequence[tuple[int, BadRow]], names: Sequence[str]) -> None:

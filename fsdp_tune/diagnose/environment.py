@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from fsdp_tune import __version__
+from fsdp_tune.cores import available_cores
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "huggingface_hub", "peft", "bitsandbytes"),
@@ -46,7 +47,7 @@ def host() -> dict[str, Any]:
         "architecture": platform.machine(),
         "executable": sys.executable,
         "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "usable_cores": available_cores(),
         "memory_bytes": memory.get("MemTotal"),
         "memory_available_bytes": memory.get("MemAvailable"),
         "memory_limit_bytes": _container_limit_bytes(),

@@ -8,7 +8,6 @@ its digest compared with what was meant.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -20,12 +19,13 @@ import numpy as np
 import xxhash
 
 from fsdp_tune.atomic import DISK
+from fsdp_tune.cores import available_cores
 from fsdp_tune.errors import Where, failed_error
 from fsdp_tune.merge.contents import Source
 from fsdp_tune.merge.flush import Flusher
 from fsdp_tune.merge.gather import BUFFER_BYTES, TensorReader
 from fsdp_tune.merge.geometry import Box, boxes
-from fsdp_tune.merge.layout import Layout, Placed
+from fsdp_tune.merge.layout import INDEX_NAME, Layout, Placed
 from fsdp_tune.merge.low_rank import HELD_BYTES, Budget, Delta, held_bytes, kind_of
 from fsdp_tune.merge.readahead import ReadAhead
 from fsdp_tune.merge.tensors import SourceTensor
@@ -84,7 +84,7 @@ class _Stopped(Exception):
 
 
 def thread_count() -> int:
-    return max(2, min(MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2))
+    return max(2, min(MOST_THREADS, available_cores()))
 
 
 def write_tensors(
@@ -99,7 +99,7 @@ def write_tensors(
             DISK.write(handle, file.header)
             handle.truncate(file.size_bytes)
     if layout.index is not None:
-        with DISK.open(stage / "model.safetensors.index.json") as handle:
+        with DISK.open(stage / INDEX_NAME) as handle:
             DISK.write(handle, layout.index)
     placed = [tensor for file in layout.files for tensor in file.tensors]
     with Flusher(stage, gives_back=gives_back) as flusher, ReadAhead(sources, [tensor.name for tensor in placed]) as ahead:
