@@ -96,7 +96,7 @@ def publish(stage: Path, final: Path, *, replace: bool = False) -> None:
     """Renames a finished directory into place. With `replace`, the old one stays until the new one is there.
 
     Between the two renames of a replacement `final` is briefly absent; the old one is then beside it under
-    a stage name, and `recover` brings it back.
+    a stage name, and the next one to write there brings it back (`merge.output.bring_back`, `worker.rotation`).
     """
     DISK.fsync_dir(stage)
     if replace and final.exists():

@@ -78,11 +78,6 @@ class LaunchPlan:
             "python": sys.executable,
         }
 
-    def command_line(self) -> str:
-        """The command as a shell would take it, with the variables that we set in front."""
-        settings = [f"{name}={shlex.quote(masked(name, value))}" for name, value in sorted(self.settings.items())]
-        return " ".join([*settings, *self.quoted_argv()])
-
     def quoted_argv(self) -> list[str]:
         return [shlex.quote(mask_text(word)) for word in self.argv]
 

@@ -65,19 +65,9 @@ _TRAJECTORY_FIELDS = frozenset(
 _SPLIT_FIELDS = frozenset({"per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size"})
 _FREE_FIELDS = frozenset(
     {"per_device_eval_batch_size", "report_to", "push_to_hub", "metric_for_best_model", "greater_is_better", "load_best_model_at_end"}
-    | {"dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"}
-    | {
-        "dataloader_multiprocessing_context",
-        "tf32",
-        "torch_empty_cache_steps",
-        "skip_memory_metrics",
-        "project",
-        "use_cache",
-        "debug",
-        "full_determinism",
-    }
+    | {"dataloader_num_workers", "dataloader_prefetch_factor", "tf32", "project", "debug", "full_determinism"}
 )
-_FREE_PREFIXES = ("logging_", "save_", "eval_", "log_", "hub_", "trackio_", "ddp_")
+_FREE_PREFIXES = ("logging_", "save_", "eval_", "hub_", "trackio_")
 
 
 def class_of(key: str) -> ChangeClass:

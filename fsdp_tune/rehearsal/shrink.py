@@ -48,9 +48,7 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
     The vocabulary stays too, so that the recipe's own tokenizer fits. Layer types that alternate are each kept once.
     """
-    small = {
-        name: value for name, value in config.items() if name not in ("architectures", "transformers_version", "_name_or_path", "dtype")
-    }
+    small = {name: value for name, value in config.items() if name not in NOT_COPIED}
     hidden, heads = _first(config, HIDDEN_KEYS), _first(config, HEAD_KEYS)
     layers = _kept_layers(config)
     _change(small, LAYER_KEYS, lambda _: len(layers))
@@ -244,6 +242,8 @@ def _training(small: Small, recipe: Recipe, ranks: int, steps: int) -> None:
 def _sharding(small: Small, recipe: Recipe, device: str) -> None:
     fsdp = small.document["fsdp"]
     small.document["parallelism"] |= {"dp_replicate_size": "auto", "dp_shard_size": "auto"}
+    if recipe.fsdp.activation_checkpointing == "auto":
+        small.changes.append("fsdp.activation_checkpointing: auto decides for the small model, which as a rule recomputes nothing")
     given = recipe.fsdp.reshard_after_forward
     fsdp["reshard_after_forward"] = None
     if isinstance(given, int) and not isinstance(given, bool):
