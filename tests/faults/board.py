@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.faults.plants import PLANTS, Plant
-from tests.faults.table import GROUPS, PROMISES, REFUSED, ROWS, SURVIVED, Row
+from tests.faults.scoreboard import MISSING, NOT_RUN, STUCK, WRONG, Board, Standing
+from tests.faults.table import ROWS, Row
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCUMENT = ROOT / "docs" / "faults.md"
@@ -38,16 +39,6 @@ class Seen:
     skipped: int = 0
     stuck: bool = False
     counts: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    row: Row
-    state: str
-    """survived, refused, wrong, stuck, not run (all its tests are slow) or missing."""
-    cases: int
-    is_red: bool
-    """A planted bug turned it red."""
 
 
 def pytest_command(*arguments: str) -> list[str]:
@@ -177,78 +168,23 @@ def plant_all(plants: Sequence[Plant], *, fast: bool) -> dict[str, list[str]]:
     return red
 
 
-def judge(seen: dict[str, Seen], red: dict[str, list[str]]) -> list[Verdict]:
-    verdicts: list[Verdict] = []
-    for row in ROWS:
+def judge(rows: Sequence[Row], seen: dict[str, Seen], red: dict[str, list[str]]) -> dict[str, Standing]:
+    standings: dict[str, Standing] = {}
+    for row in rows:
         found = [seen[test] for test in row.tests if test in seen]
         passed = sum(one.passed for one in found)
         state = row.ends
         if not row.tests:
-            state = "missing"
+            state = MISSING
         elif any(one.stuck for one in found):
-            state = "stuck"
+            state = STUCK
         elif any(one.failed for one in found):
-            state = "wrong"
+            state = WRONG
         elif not passed:
-            state = "not run"
+            state = NOT_RUN
         inner = sum(sum(one.counts.values()) for one in found)
-        verdicts.append(Verdict(row, state, passed + inner, row.id in red))
-    return verdicts
-
-
-def lines_of(verdicts: Sequence[Verdict], seen: dict[str, Seen], red: dict[str, list[str]], what: str) -> list[str]:
-    """The scoreboard, as Markdown that reads well in a terminal too. `what`: which tests were run, and for how long."""
-    lines = [what, ""]
-    lines += ["| | rows | cases | survived | refused clearly | wrong | stuck | with a planted bug |", "|---|---|---|---|---|---|---|---|"]
-    by_id = {verdict.row.id: verdict for verdict in verdicts}
-
-    def line(name: str, rows: Sequence[Row]) -> str:
-        mine = [by_id[row.id] for row in rows]
-        states = Counter(verdict.state for verdict in mine)
-        held = [verdict for verdict in mine if verdict.state not in ("missing", "not run")]
-        cells = [name, f"{len(held)} of {len(mine)}", str(sum(verdict.cases for verdict in held))]
-        cells += [str(states[state]) for state in (SURVIVED, REFUSED, "wrong", "stuck")]
-        return "| " + " | ".join([*cells, str(sum(verdict.is_red for verdict in held))]) + " |"
-
-    lines += [line(name, rows) for name, rows in GROUPS.items()]
-    lines += [line("**all**", ROWS), ""]
-    counts: Counter[str] = Counter()
-    for one in seen.values():
-        counts.update(one.counts)
-    lines += [f"- kill points: {sum(number for kind, number in counts.items() if kind.startswith('kill_points')):,}"]
-    lines += [f"- {kind.replace('_', ' ')}: {number:,}" for kind, number in sorted(counts.items())]
-    lines += [f"- planted bugs: {len({name for names in red.values() for name in names})} of {len(PLANTS)} seen, by {len(red)} rows"]
-    lines += [""]
-    missing = [verdict.row for verdict in verdicts if verdict.state == "missing"]
-    lines += ["Not implemented:", "", *(f"- {row.id} ({row.injection}): {row.absent}" for row in missing), ""]
-    if idle := [verdict.row.id for verdict in verdicts if verdict.state == "not run"]:
-        lines += [f"Not run, since all their tests are slow: {', '.join(idle)}.", ""]
-    unplanted = [verdict.row.id for verdict in verdicts if verdict.state != "missing" and not verdict.is_red]
-    lines += [f"Held by tests, without a planted bug: {', '.join(unplanted) or 'none'}."]
-    return lines
-
-
-HEAD = """# Faults, as measured
-
-Written by `scripts/test-faults --write`, on CPU ranks over gloo. Each row of the catalogue (`tests/faults/table.py`) does one thing
-to the tool and runs the tests that say what must hold then. *Survived*: the run ends as if nothing had happened, or by the
-documented stop. *Refused clearly*: one error with its reason and exit code, everything as it was. *Wrong*: a test failed.
-*Stuck*: it did not end. A planted bug (`tests/faults/plants.py`) is one line changed in a copy of the tool; the tests of its rows
-must then fail, or they prove nothing.
-"""
-
-
-def document(board: Sequence[str], verdicts: Sequence[Verdict], red: dict[str, list[str]]) -> str:
-    parts = [HEAD, *board, "", "## Promises", ""]
-    for number, promise in PROMISES.items():
-        ids = [verdict.row.id for verdict in verdicts if verdict.row.promise == number and verdict.state != "missing"]
-        parts.append(f"{number}. {promise}: {', '.join(ids)}")
-    for name, rows in GROUPS.items():
-        parts += ["", f"## {name}", "", "| | what is done | | cases | planted bug |", "|---|---|---|---|---|"]
-        for verdict in (verdict for verdict in verdicts if verdict.row in rows):
-            cells = [verdict.row.id, verdict.row.injection, verdict.state, str(verdict.cases or ""), "; ".join(red.get(verdict.row.id, []))]
-            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(parts) + "\n"
+        standings[row.id] = Standing(state, passed + inner, tuple(red.get(row.id, ())))
+    return standings
 
 
 def main() -> int:
@@ -256,32 +192,41 @@ def main() -> int:
     parser.add_argument("--fast", action="store_true", help="leave out the slow tests")
     parser.add_argument("--no-plants", action="store_true", help="plant no bugs")
     parser.add_argument("--only-plants", action="store_true", help="plant the bugs, and run no other tests; for the rows that are named")
-    parser.add_argument("--write", action="store_true", help="write docs/faults.md")
+    parser.add_argument("--write", action="store_true", help="write docs/faults.md; where rows are named, replace what it says of them")
     parser.add_argument("rows", nargs="*", metavar="F001", help="these rows only")
     options = parser.parse_args()
+    if options.write and options.only_plants:
+        parser.error("--write needs the tests too")
     started = time.monotonic()
     chosen = [row for row in ROWS if not options.rows or row.id in options.rows]
     plants = [plant for plant in PLANTS if set(plant.rows) & {row.id for row in chosen}]
     seen = {} if options.only_plants else run_tests((test for row in chosen for test in row.tests), fast=options.fast)
     red = {} if options.no_plants else plant_all(plants, fast=options.fast)
-    verdicts = [verdict for verdict in judge(seen, red) if verdict.row in chosen or not options.rows]
-    if options.rows:
-        for verdict in verdicts:
-            print(f"{verdict.row.id}  {verdict.state}  {verdict.cases} cases  {'; '.join(red.get(verdict.row.id, []))}")
-    else:
-        which = "The fast tests alone" if options.fast else "All tests, fast and slow"
-        planted = "no bug was planted" if options.no_plants else "each bug was planted"
-        board = lines_of(verdicts, seen, red, f"{which}; {planted}; {(time.monotonic() - started) / 60:.0f} minutes.")
-        print("\n".join(["", *board]))
-        if options.write:
-            DOCUMENT.write_text(document(board, verdicts, red), encoding="utf-8")
+    counts = sum((one.counts for one in seen.values()), Counter[str]())
+    board = Board([_what(options, time.monotonic() - started)], judge(chosen, seen, red), counts)
+    for row, one in board.standings.items() if options.rows else ():
+        print(f"{row}  {one.state}  {one.cases} cases  {'; '.join(one.planted)}")
+    if options.write and options.rows:
+        board, later = Board.read(DOCUMENT.read_text(encoding="utf-8")), board
+        board.run_again(later)
+    if options.write or not options.rows:
+        print("\n".join(["", *board.summary()]))
+    if options.write:
+        DOCUMENT.write_text(board.page(), encoding="utf-8")
     # Without the slow tests a bug may well go unseen.
     whole = not options.fast and not options.no_plants
     caught = {row: set(names) for row, names in red.items()}
     blind = [plant.name for plant in plants if whole and any(plant.name not in caught.get(row, ()) for row in plant.rows)]
     if blind:
         print(f"planted bugs that were not seen everywhere: {', '.join(blind)}")
-    return 1 if blind or any(verdict.state in ("wrong", "stuck") for verdict in verdicts) else 0
+    return 1 if blind or any(one.state in (WRONG, STUCK) for one in board.standings.values()) else 0
+
+
+def _what(options: argparse.Namespace, seconds: float) -> str:
+    which = "the fast tests alone" if options.fast else "all tests, fast and slow"
+    planted = "no bug was planted" if options.no_plants else "each bug was planted"
+    rows = ", ".join(options.rows) or "The whole catalogue"
+    return f"{rows}: {which}; {planted}; {seconds / 60:.0f} minutes."
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.faults.plants import PLANTS, Plant
+from tests.faults.scoreboard import MISSING, WRONG, Board, Standing
 from tests.faults.table import COSTS, PROMISES, REFUSED, ROWS, SURVIVED, Row
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -56,3 +58,17 @@ def test_every_promise_has_a_plant_and_every_plant_names_rows_with_tests() -> No
     assert {row for plant in PLANTS for row in plant.rows} <= {row.id for row in ROWS if row.tests}
     planted = {rows[row].promise for plant in PLANTS for row in plant.rows}
     assert planted == set(PROMISES)
+
+
+def test_the_page_of_the_scoreboard_is_its_record() -> None:
+    """What is read back is what was written; rows that are run again replace theirs, and no other."""
+    standings = {row.id: Standing(row.ends, 3, (f"a bug of {row.id}", "another")) if row.tests else Standing(MISSING) for row in ROWS}
+    board = Board(["The whole catalogue: 60 minutes."], standings, Counter(kill_points_of_a_save=240, corruptions=1_100))
+    assert Board.read(board.page()) == board
+    assert "- kill points: 240" in board.page()
+    board.run_again(Board(["F041: 2 minutes."], {"F041": Standing(WRONG, 1)}, Counter(rank_kills_in_a_row=20, corruptions=7)))
+    again = Board.read(board.page())
+    assert again.standings["F041"] == Standing(WRONG, 1)
+    assert {id for id, one in again.standings.items() if one != standings[id]} <= {"F041"}
+    assert again.counts == {"kill_points_of_a_save": 240, "corruptions": 1_100, "rank_kills_in_a_row": 20}
+    assert again.what == ["The whole catalogue: 60 minutes.", "F041: 2 minutes."]
