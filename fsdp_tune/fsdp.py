@@ -15,12 +15,6 @@ from fsdp_tune.recipe.schema import Recipe
 OWNED_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
-def reshards_after_forward(recipe: Recipe) -> bool | int:
-    """ZeRO-3 frees a unit's gathered parameters after its forward; ZeRO-2 keeps them until its backward."""
-    explicit = recipe.fsdp.reshard_after_forward
-    return recipe.fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") if explicit is None else explicit
-
-
 def environment(recipe: Recipe) -> dict[str, str]:
     """The variables that transformers and Accelerate read before any object of ours exists (DESIGN §7, 7 and 21).
 
@@ -54,7 +48,7 @@ def accelerate_config(recipe: Recipe) -> dict[str, Any]:
         "enable_cpu_affinity": False,
         "fsdp_config": {
             "fsdp_version": recipe.fsdp.version,
-            "fsdp_reshard_after_forward": bool(reshards_after_forward(recipe)),
+            "fsdp_reshard_after_forward": bool(recipe.reshards_after_forward),
             "fsdp_offload_params": recipe.fsdp.offload_params,
             "fsdp_cpu_ram_efficient_loading": recipe.fsdp.cpu_ram_efficient_loading,
             "fsdp_state_dict_type": recipe.fsdp.state_dict_type,
@@ -87,7 +81,7 @@ def plugin_kwargs(recipe: Recipe) -> dict[str, Any]:
         "cpu_ram_efficient_loading": False,
     }
     if recipe.fsdp.version == 2:
-        return common | {"reshard_after_forward": bool(reshards_after_forward(recipe))}
+        return common | {"reshard_after_forward": bool(recipe.reshards_after_forward)}
     prefetch = recipe.fsdp.backward_prefetch
     return common | {
         "reshard_after_forward": recipe.fsdp.sharding_strategy,

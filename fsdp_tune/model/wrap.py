@@ -17,7 +17,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from fsdp_tune.fsdp import reshards_after_forward
 from fsdp_tune.model.build import TORCH_DTYPE
 from fsdp_tune.model.units import UnitPlan, ignored_module_names
 from fsdp_tune.recipe.schema import Recipe
@@ -25,13 +24,12 @@ from fsdp_tune.recipe.schema import Recipe
 
 def make_mesh(recipe: Recipe, device_type: str) -> DeviceMesh | None:
     """The mesh of the resolved sizes: [shard], or [replicate, shard] for the hybrid strategies; None for plain DDP."""
-    strategy = recipe.fsdp.sharding_strategy
-    if strategy == "NO_SHARD":
+    if not recipe.is_sharded:
         return None
     shard, replicate = recipe.parallelism.dp_shard_size, recipe.parallelism.dp_replicate_size
     assert isinstance(shard, int), "sizes are resolved before a rank starts"
     assert isinstance(replicate, int), "sizes are resolved before a rank starts"
-    if strategy.startswith("HYBRID"):
+    if recipe.is_hybrid:
         return init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
     return init_device_mesh(device_type, (shard,), mesh_dim_names=("dp_shard",))
 
@@ -52,7 +50,7 @@ def offload_policy(recipe: Recipe, device_type: str) -> OffloadPolicy:
 
 def wrap(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
     """Shards `model` in place and returns what the forward is called on (the same module under FSDP2)."""
-    if recipe.fsdp.sharding_strategy == "NO_SHARD":
+    if not recipe.is_sharded:
         return _wrap_ddp(model, device)
     assert mesh is not None
     if recipe.fsdp.version == 1:
@@ -75,7 +73,7 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
     ignored = ignored_parameters(recipe, model)
     if ignored:
         options["ignored_params"] = ignored
-    reshard = reshards_after_forward(recipe)
+    reshard = recipe.reshards_after_forward
     for group in units.groups:
         modules = [model.get_submodule(name) for name in group]
         keep = group in units.keeps_gathered

@@ -228,8 +228,10 @@ class Recipe(Section):
         return self.fsdp.sharding_strategy in {"HYBRID_SHARD", "HYBRID_SHARD_ZERO2"}
 
     @property
-    def reshards_after_forward(self) -> bool:
-        return RESHARDS[self.fsdp.sharding_strategy]
+    def reshards_after_forward(self) -> bool | int:
+        """Whether a unit frees what it gathered after its forward (ZeRO-3) or keeps it until its backward; a number: keeps 1/n of it."""
+        explicit = self.fsdp.reshard_after_forward
+        return RESHARDS[self.fsdp.sharding_strategy] if explicit is None else explicit
 
     @property
     def compute_dtype(self) -> ComputeDtype:
