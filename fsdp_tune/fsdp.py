@@ -25,6 +25,7 @@ def environment(recipe: Recipe) -> dict[str, str]:
     return {
         **compiled,
         "ACCELERATE_USE_FSDP": str(recipe.is_sharded).lower(),
+        "ACCELERATE_CPU_AFFINITY": str(recipe.launch.enable_cpu_affinity).lower(),
         "ACCELERATE_MIXED_PRECISION": "no",  # our own MixedPrecisionPolicy casts; Accelerate must not wrap forward in autocast
         "FSDP_VERSION": str(recipe.fsdp.version),
         "FSDP_CPU_RAM_EFFICIENT_LOADING": str(recipe.fsdp.cpu_ram_efficient_loading).lower(),
@@ -45,7 +46,7 @@ def accelerate_config(recipe: Recipe) -> dict[str, Any]:
         "debug": False,
         "distributed_type": "FSDP",
         "downcast_bf16": "no",
-        "enable_cpu_affinity": False,
+        "enable_cpu_affinity": recipe.launch.enable_cpu_affinity,
         "fsdp_config": {
             "fsdp_version": recipe.fsdp.version,
             "fsdp_reshard_after_forward": bool(recipe.reshards_after_forward),

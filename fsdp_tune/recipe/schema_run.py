@@ -44,6 +44,8 @@ class Launch(Section):
     """cuda | xpu | npu | mps | cpu; auto NEVER falls to cpu: that must be written."""
     num_cpu_threads_per_process: Whole | Auto = "auto"
     """auto = cores / local ranks."""
+    enable_cpu_affinity: bool = False
+    """Binds each rank to the cores beside its GPU (NUMA), as in accelerate; CUDA, with nvidia-ml-py installed."""
     main_process_ip: Text | None = None
     """Address of machine 0; null = Slurm's or Kubernetes' own."""
     main_process_port: Port | Auto = "auto"

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.fsdp import accelerate_config
 from fsdp_tune.launch.accelerate import LaunchPlan, by_hand, check_port, launch_plan
 from fsdp_tune.launch.arguments import FREE, check_extra
 from fsdp_tune.launch.environment import clean, is_secret, mask_text, masked
@@ -152,6 +153,14 @@ def test_variables_of_the_recipe_reach_the_ranks(tmp_path: Path) -> None:
     made = plan(tmp_path, "launch.env={NCCL_SOCKET_IFNAME: ib0}")
     assert made.env["NCCL_SOCKET_IFNAME"] == "ib0"
     assert made.to_json()["environment"]["NCCL_SOCKET_IFNAME"] == "ib0"
+
+
+@pytest.mark.parametrize(("asked", "set_to"), [("true", "true"), ("false", "false")])
+def test_affinity_is_the_recipes_whatever_the_shell_says(tmp_path: Path, asked: str, set_to: str) -> None:
+    """Accelerate's PartialState reads the variable; `accelerate launch` sets it by the option in its config file."""
+    made = plan(tmp_path, f"launch.enable_cpu_affinity={asked}", inherited={"ACCELERATE_CPU_AFFINITY": "1"})
+    assert made.env["ACCELERATE_CPU_AFFINITY"] == set_to
+    assert accelerate_config(resolved(tmp_path, f"launch.enable_cpu_affinity={asked}"))["enable_cpu_affinity"] is (asked == "true")
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD", "HF_AUTH", "GITHUB_TOKEN", "KEY"])
