@@ -10,7 +10,6 @@ from fsdp_tune.errors import FsdpTuneError, Problem
 # name → whether a value follows. They change neither what is trained nor which processes run.
 FREE: dict[str, bool] = {
     "debug": False,
-    "enable_cpu_affinity": False,
     "log_dir": True,
     "monitor_interval": True,
     "rdzv_conf": True,
@@ -28,6 +27,7 @@ OWNER: dict[str, str] = {
     "main_process_port": "`launch.main_process_port`",
     "same_network": "`launch.main_process_ip`",
     "num_cpu_threads_per_process": "`launch.num_cpu_threads_per_process`",
+    "enable_cpu_affinity": "`launch.enable_cpu_affinity`",
     "max_restarts": "`launch.max_restarts`",
     "mixed_precision": "`precision.mixed_precision`",
     "fp8_*": "`precision.fp8_recipe`",

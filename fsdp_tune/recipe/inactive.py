@@ -76,6 +76,7 @@ INACTIVE = (
         "`training.push_to_hub` is false",
     ),
     Inactive(("launch.main_process_ip",), lambda recipe: recipe.launch.num_machines == 1, "there is one machine"),
+    Inactive(("launch.enable_cpu_affinity",), lambda recipe: recipe.launch.device not in {"auto", "cuda"}, "only CUDA ranks are bound"),
     Inactive(("merge.adapter",), lambda recipe: recipe.lora is None, "there is no `lora:`"),
     Inactive(("model.revision",), lambda recipe: recipe.model.name_or_path is None, "there is no `model.name_or_path`"),
 )

@@ -183,7 +183,7 @@ def test_hub_tokens_are_masked_wherever_they_stand(tail: str) -> None:
 
 
 def test_free_arguments_pass_and_keep_their_order(tmp_path: Path) -> None:
-    extra = ("--monitor-interval", "0.5", "--rdzv_conf=timeout=60", "--tee", "3", "--enable_cpu_affinity")
+    extra = ("--monitor-interval", "0.5", "--rdzv_conf=timeout=60", "--tee", "3", "--debug")
     argv = plan(tmp_path, extra=extra).argv
     start = argv.index("--monitor-interval")
     assert argv[start : start + len(extra)] == extra
@@ -202,6 +202,7 @@ def test_free_arguments_pass_and_keep_their_order(tmp_path: Path) -> None:
         ("--gpu_ids", "CUDA_VISIBLE_DEVICES"),
         ("--dynamo_backend", "kernels.compile"),
         ("--cpu", "launch.device"),
+        ("--enable_cpu_affinity", "launch.enable_cpu_affinity"),
         ("-m", "the run itself"),
         ("--parallelism_config_tp_size", "section `parallelism:`"),
     ],

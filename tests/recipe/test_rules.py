@@ -131,6 +131,7 @@ INACTIVE_EXAMPLES = [
     "training: {hub_model_id: a/b}",
     "precision: {fp8_recipe: tensorwise}",
     "launch: {main_process_ip: 10.0.0.1}",
+    "launch: {device: cpu, enable_cpu_affinity: true}",
     "merge: {adapter: both}",
 ]
 
