@@ -142,13 +142,16 @@ def _made(
     calibrate: Path | None,
 ) -> tuple[Plan, Recipe | None]:
     """The plan of the recipe, shown as soon as it is there, and then the ranking; with the recipe that is ranked first."""
+    from fsdp_tune.cli.plan_auto import in_words
     from fsdp_tune.cli.plan_job import PlanJob
     from fsdp_tune.cli.plan_view import show_errors, show_plan, show_ranking, show_scaling
 
     with PlanJob(screen, recipe, hardware, exact=exact) as job:
         if calibrate is not None:
             job.calibrate(calibrate)
-        made = job.plan_it()
+        decided = job.decide()
+        screen.notices(decided.notices)
+        made = replace(job.plan_it(), decided=in_words(decided))
         show_plan(screen, made)
         best = None
         if target is not None:
@@ -172,5 +175,7 @@ def _write_best(screen: Screen, path: Path, written: dict[str, Any], made: Plan,
         raise usage_error("nothing-fits", f"no recipe fits {made.num_processes} × {made.gpu}, so there is none to write")
     if path.exists():
         raise usage_error("output-exists", f"{path} is there already", ways_out=("another name for `--write`",))
+    if written.get("fsdp", {}).get("activation_checkpointing") == "auto":  # another micro-batch might have it decide otherwise
+        written["fsdp"]["activation_checkpointing"] = best.fsdp.activation_checkpointing
     write_file(path, best_recipe_text(written, made))
     screen.say(f"the best recipe is {path}")

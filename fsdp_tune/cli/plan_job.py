@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fsdp_tune.plan.efficiency import Efficiency
     from fsdp_tune.plan.hardware import Hardware
     from fsdp_tune.plan.predict import Plan
+    from fsdp_tune.plan.recomputation import Decided
     from fsdp_tune.plan.trace_format import Trace
     from fsdp_tune.recipe.schema import Recipe
 
@@ -55,6 +56,17 @@ class PlanJob:
 
     def __exit__(self, *_: object) -> None:
         self.tracing.close()
+
+    def decide(self) -> Decided:
+        """What the recipe leaves to a plan, for this GPU; the job goes on with it. FsdpTuneError where the recipe cannot be traced."""
+        from fsdp_tune.cli.plan_auto import one_trace
+        from fsdp_tune.plan.recomputation import Budget, Decided, is_open, least_recomputation
+
+        found = Decided(self.recipe, {})
+        if is_open(self.recipe):
+            found = least_recomputation(self.recipe, Budget.of(self.hardware), one_trace(self.tracing))
+            self.recipe = found.recipe
+        return found
 
     def trace(self) -> Trace:
         """Of the recipe itself; FsdpTuneError where its model is not found or refuses the trace."""

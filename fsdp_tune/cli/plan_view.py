@@ -18,6 +18,8 @@ def show_plan(screen: Screen, plan: Plan) -> None:
         f"{plan.recipe} on {plan.num_processes} × {plan.gpu}, {_machines(plan.num_machines)}: fits: {plan.fits} ({plan.fits_because})"
     )
     screen.say(f"batch: {plan.batch}")
+    for key, what in plan.decided.items():
+        screen.say(f"{key}: {what}")
     largest = max(plan.components.values(), default=0.0)
     rows = [(name, f"{size:.2f}", bar(size, largest)) for name, size in plan.components.items()]
     screen.table(f"memory of one GPU at the peak: {plan.where}", ["component", "GiB", ""], rows)

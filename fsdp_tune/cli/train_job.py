@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,7 @@ class Job:
             return
         check_port(self.recipe)
         inputs = self.check_inputs(start)
+        job = inputs.job
         if overwrite and run.is_used:
             self.screen.say(f"the old run is now {move_aside(run)}")
         if start.is_new:
@@ -67,9 +68,9 @@ class Job:
                 inputs.write()
             self.screen.log_directory = run.logs
             if no_start:
-                self.print_commands()
+                job.print_commands()
             else:
-                self.conclude(self.supervise())
+                job.conclude(job.supervise())
 
     def surroundings(self) -> list[Notice]:
         """What lies about on this machine and would have steered a bare `accelerate launch`; it does not steer this one."""
@@ -87,6 +88,7 @@ class Job:
         from fsdp_tune.bridge.model_files import check_vocabulary
         from fsdp_tune.bridge.tokenizer import load_encoder
         from fsdp_tune.cli.checks import model_facts
+        from fsdp_tune.cli.plan_auto import in_words
         from fsdp_tune.cli.train_plan import plan_of, predicted_line, refuse_what_cannot_fit
         from fsdp_tune.cli.train_view import data_lines, model_line
         from fsdp_tune.data.prepare import prepare
@@ -105,7 +107,7 @@ class Job:
             except FsdpTuneError as error:
                 raise FsdpTuneError(*looking.result().problems, *error.problems, exit_code=error.exit_code) from error
             model = looking.result()
-            predicted, unplanned = planning.result()
+            decided, predicted, unplanned = planning.result()
         screen.notices([*model.notices, *data.as_notices(), *unplanned])
         # What the package itself knows of well-known models is good enough to plan with, never to train.
         packaged = [f"`{recipe.model.name_or_path}` is out of reach, and not in the cache"] if model.facts.get("packaged") else []
@@ -114,10 +116,11 @@ class Job:
         check_vocabulary(model.facts, recipe.model.tokenizer, data.vocabulary_size, may_grow=recipe.model.resize_embeddings)
         check_data(start, data.key)
         refuse_what_cannot_fit(predicted, ignore_plan=self.ignore_plan)
-        planned = [predicted_line(predicted)] if predicted else []
+        planned = [*(f"{key}: {what}" for key, what in in_words(decided).items()), *([predicted_line(predicted)] if predicted else [])]
         for line in (model_line(model.facts), *data_lines(data.report, reused=data.reused), batch_arithmetic(recipe), *planned):
             screen.say(line)
-        return Inputs(self, start, model.facts, encoder.tokenizer, data, predicted)
+        resolution = replace(self.resolution, recipe=decided.recipe, reasons=self.resolution.reasons | decided.reasons)
+        return Inputs(replace(self, resolution=resolution), start, model.facts, encoder.tokenizer, data, predicted)
 
     def supervise(self) -> Ended:
         """Runs the ranks of this machine to their end, restarts included."""
@@ -244,6 +247,7 @@ class Inputs:
     """Everything that was checked, ready to be written."""
 
     job: Job
+    """With a recipe that leaves nothing open any more."""
     start: Start
     facts: dict[str, Any]
     tokenizer: Any

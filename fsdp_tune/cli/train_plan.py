@@ -1,12 +1,13 @@
 """The plan beside a training: made while the data is prepared, and set against what was measured when the run has ended.
 
-Only on CUDA, and on a card of the table: on a CPU there is no card to run out of, and nothing to predict with.
+Only on CUDA, and on a card of the table: on a CPU there is no card to run out of, and nothing to predict with. What a recipe leaves to a
+plan (`fsdp.activation_checkpointing: auto`) is decided everywhere.
 """
 
 from __future__ import annotations
 
 import json
-import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.errors import FsdpTuneError, Notice, usage_error
@@ -14,29 +15,37 @@ from fsdp_tune.errors import FsdpTuneError, Notice, usage_error
 if TYPE_CHECKING:
     from fsdp_tune.cli.output import Screen
     from fsdp_tune.plan.predict import Plan
+    from fsdp_tune.plan.recomputation import Decided
     from fsdp_tune.recipe.schema import Recipe
     from fsdp_tune.run_dir import RunDir
 
 
-def plan_of(screen: Screen, recipe: Recipe) -> tuple[Plan | None, list[Notice]]:
-    """The plan of a resolved recipe on this machine's card, and why there is none. A trace that fails stops no training."""
-    if recipe.launch.device != "cuda":
-        return None, []
-    from fsdp_tune.bridge.devices import visible_devices
-    from fsdp_tune.plan.hardware import detect
+def plan_of(screen: Screen, recipe: Recipe) -> tuple[Decided, Plan | None, list[Notice]]:
+    """A resolved recipe with what it leaves to a plan, its plan on this machine's card, and why there is none.
 
-    devices = visible_devices(os.environ)
-    hardware = detect(devices[0].name) if devices else None
+    A trace that fails stops no training.
+    """
+    from fsdp_tune.cli.plan_auto import budget_of, card_of, decided, in_words
+    from fsdp_tune.plan.hardware import detect
+    from fsdp_tune.plan.recomputation import Decided, is_open
+
+    card = card_of(recipe)
+    found = decided(recipe, budget_of(recipe, card)) if is_open(recipe) else Decided(recipe, {})
+    if recipe.launch.device != "cuda":
+        return found, None, list(found.notices)
+    hardware = detect(card.name) if card is not None else None
     if hardware is None:
-        name = devices[0].name if devices else "this machine's card"
-        return None, [Notice("not-planned", f"{name} is not in the table of GPUs, so nothing is predicted")]
+        name = card.name if card is not None else "this machine's card"
+        why = f"{name} is not in the table of GPUs, so nothing is predicted"
+        return found, None, [*found.notices, Notice("not-planned", why)]
     from fsdp_tune.cli.plan_job import PlanJob
 
     try:
-        with PlanJob(screen, recipe, hardware) as job:
-            return job.plan_it(), []
+        with PlanJob(screen, found.recipe, hardware) as job:
+            return found, replace(job.plan_it(), decided=in_words(found)), list(found.notices)
     except (FsdpTuneError, ValueError) as error:
-        return None, [Notice("not-planned", f"the step could not be traced, so nothing is predicted: {error}")]
+        why = f"the step could not be traced, so nothing is predicted: {error}"
+        return found, None, [*found.notices, Notice("not-planned", why)]
 
 
 def refuse_what_cannot_fit(plan: Plan | None, *, ignore_plan: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,6 +49,7 @@ def validate(
         machine = this_machine("cpu" if loaded.recipe.launch.device != "auto" else "auto")
         resolution = resolve(loaded.recipe, machine, cwd=Path.cwd(), assume="cuda", positions=loaded.positions)
         checked = _check(resolution, offline=offline)
+        resolution = _decided(resolution, checked, offline=offline)
         notices = [*loaded.notices, *resolution.notices, *checked.notices]
         checked.problems = [pinned(problem, loaded.positions) for problem in checked.problems]
         checked.problems.extend(_as_error(notice) for notice in notices if strict and notice.strict)
@@ -92,6 +94,25 @@ def _check(resolution: Resolution, *, offline: bool) -> _Checked:
         except FsdpTuneError as error:
             checked.problems.extend(error.problems)
     return checked
+
+
+def _decided(resolution: Resolution, checked: _Checked, *, offline: bool) -> Resolution:
+    """What the recipe leaves to a plan, where this machine has the ranks' memory and the model is there; else it is left open."""
+    from fsdp_tune.cli.plan_auto import budget_of, card_of, decided
+    from fsdp_tune.plan.recomputation import KEY, is_open
+
+    recipe = resolution.recipe
+    if not is_open(recipe) or checked.problems or not checked.model:
+        return resolution
+    budget = budget_of(recipe, card_of(recipe))
+    if budget is None:
+        checked.unchecked.append(
+            f"`{KEY}: auto`: this machine does not have the run's memory; `fsdp-tune plan --gpu NAME` decides for a card"
+        )
+        return resolution
+    found = decided(recipe, budget, offline=offline)
+    checked.notices.extend(found.notices)
+    return replace(resolution, recipe=found.recipe, reasons=resolution.reasons | found.reasons)
 
 
 def _as_error(notice: Notice) -> Problem:

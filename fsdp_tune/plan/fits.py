@@ -46,9 +46,14 @@ def workspace_bytes(hardware: Hardware) -> int:
 
 def fit(trace: Trace, hardware: Hardware, *, segments: Segments = "expandable") -> Fit:
     """yes: with `SPARE` to spare. no: even were the prediction `TOO_HIGH` too high. tight: between."""
+    return fit_into(trace, hardware.usable_bytes, segments=segments, workspace_bytes=workspace_bytes(hardware))
+
+
+def fit_into(trace: Trace, usable: int, *, segments: Segments = "expandable", workspace_bytes: int = 0) -> Fit:
+    """`fit` where nothing but the memory of a process is known, in bytes."""
     outside = CONTEXT_BYTES + (NCCL_BYTES if trace.shapes.world_size > 1 else 0)
-    memory = peak_memory(trace, segments=segments, workspace_bytes=workspace_bytes(hardware))
-    usable, reserved, allocated = hardware.usable_bytes, memory.peak_reserved_bytes, memory.peak_allocated_bytes
+    memory = peak_memory(trace, segments=segments, workspace_bytes=workspace_bytes)
+    reserved, allocated = memory.peak_reserved_bytes, memory.peak_allocated_bytes
     most, least = reserved * (1 + SPARE) + outside, allocated / (1 + TOO_HIGH) + outside
     if most <= usable:
         answer, because = "yes", f"{_gib(most)} with {SPARE:.0%} to spare, of {_gib(usable)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fsdp_tune.plan.accuracy import accuracy
@@ -54,6 +54,8 @@ class Plan:
     assumptions: list[str]
     recipe_changes: dict[str, Any]
     """Key → value, against the recipe that was asked for; empty for itself."""
+    decided: dict[str, str] = field(default_factory=dict[str, str])
+    """What the recipe leaves to a plan: key → the value, and why."""
     alternatives: tuple[Plan, ...] = ()
     scaling: tuple[dict[str, Any], ...] = ()
     best_because: str | None = None

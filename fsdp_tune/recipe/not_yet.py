@@ -35,7 +35,6 @@ NOT_YET = (
     NotYet("parallelism.tp_size", (1,), "tensor parallelism", "leave it at 1"),
     NotYet("parallelism.cp_size", (1,), "context parallelism", "leave it at 1"),
     NotYet("parallelism.sp_size", (1,), "sequence parallelism", "leave it at 1"),
-    NotYet("fsdp.activation_checkpointing", ("none", "selective", "full"), "automatic choice of it", "write none, selective or full"),
     NotYet("checkpoint.mirror", (None,), "a second copy of checkpoints", "leave it out, and copy complete checkpoint directories"),
     NotYet("training.optim", _OPTIMIZERS, "sharded version of that optimizer", "leave it out (adamw_torch_fused)"),
     NotYet(

@@ -173,6 +173,8 @@ class _Work:
         fsdp = self.recipe.fsdp
         if fsdp.reshard_after_forward is None:
             self.decide("fsdp.reshard_after_forward", self.recipe.reshards_after_forward, f"{fsdp.sharding_strategy}")
+        if fsdp.activation_checkpointing == "auto":
+            self.reasons["fsdp.activation_checkpointing"] = "decided by a plan, for the memory of the ranks that the run has"
         if fsdp.version == 1 and self.data["launch"]["device"] == "cpu" and fsdp.cpu_ram_efficient_loading:
             self.decide("fsdp.cpu_ram_efficient_loading", value=False, reason="FSDP1 on the CPU cannot send rank 0's weights")
 

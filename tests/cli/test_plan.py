@@ -25,7 +25,7 @@ class FakeTracing(ModelTracer):
     made: list[FakeTracing]
     state_gib = STATE_GIB
 
-    def __init__(self, _cache: Path, *, exact: bool, vocabulary: int | None) -> None:
+    def __init__(self, _cache: Path, *, exact: bool = False, vocabulary: int | None = None, offline: bool = False) -> None:
         super().__init__(self.state_gib)
         self.exact, self.vocabulary, self.is_closed = exact, vocabulary, False
         self.asked: list[Recipe] = []
@@ -40,6 +40,12 @@ class FakeTracing(ModelTracer):
 
     def __call__(self, recipes: Sequence[Recipe]) -> Any:
         return [self.result(key) for key in self.ask(recipes)]
+
+    def __enter__(self) -> FakeTracing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self.is_closed = True

@@ -14,6 +14,7 @@ from fsdp_tune.errors import ExitCode, FsdpTuneError
 from fsdp_tune.launch.accelerate import launch_plan
 from fsdp_tune.plan.hardware import find_hardware
 from fsdp_tune.plan.predict import Plan, plan
+from fsdp_tune.plan.recomputation import Decided
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.units import GIB
 from tests.plan.hand_trace import Hand
@@ -26,11 +27,12 @@ def planned(size_gib: int) -> Plan:
 
 def test_a_cpu_run_is_not_planned_and_starts_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a child was started"))
-    assert plan_of(Screen(json_output=True), resolved(launch={"device": "cpu"})) == (None, [])
+    recipe = resolved(launch={"device": "cpu"})
+    assert plan_of(Screen(json_output=True), recipe) == (Decided(recipe, {}), None, [])
 
 
 def test_an_unknown_card_is_told_and_stops_nothing() -> None:
-    made, notices = plan_of(Screen(json_output=True), resolved())  # this machine's card, whatever it is, is not faked here
+    _, made, notices = plan_of(Screen(json_output=True), resolved())  # this machine's card, whatever it is, is not faked here
     assert made is None
     assert [notice.code for notice in notices] == ["not-planned"]
 

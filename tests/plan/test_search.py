@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from fsdp_tune.plan.hardware import Hardware, find_hardware
-from fsdp_tune.plan.recomputation import least_recomputation
 from fsdp_tune.plan.scaling import scaling_table
 from fsdp_tune.plan.search import Ranking, Search, Target, rank_recipes, smallest_hardware
 from fsdp_tune.plan.trace_format import Trace
@@ -155,18 +154,6 @@ def test_an_unknown_time_still_ranks_what_fits() -> None:
     assert ranking.ranked[0].plan.step_seconds is None
     assert ranking.ranked[0].plan.fits == "yes"
     assert any("no known peak in bf16" in text for text in ranking.ranked[0].plan.unknown)
-
-
-@pytest.mark.parametrize(("state_gib", "kind"), [(80, "none"), (240, "selective"), (270, "full"), (1000, "full")])
-def test_the_least_recomputation_that_fits_is_found(state_gib: int, kind: str) -> None:
-    found = least_recomputation(Search(A100, ModelTracer(state_gib)), resolved(fsdp={"activation_checkpointing": "full"}))
-    assert found is not None
-    assert found.recipe.fsdp.activation_checkpointing == kind
-    assert found.plan.fits == ("no" if state_gib == 1000 else "yes")
-
-
-def test_a_model_that_cannot_be_traced_has_no_recomputation_to_choose() -> None:
-    assert least_recomputation(Search(A100, lambda recipes: iter([None] * len(recipes))), resolved()) is None
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])

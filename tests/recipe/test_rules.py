@@ -177,7 +177,6 @@ NOT_YET_EXAMPLES = {
     "parallelism.tp_size": "parallelism: {tp_size: 2}",
     "parallelism.cp_size": "parallelism: {cp_size: 2}",
     "parallelism.sp_size": "parallelism: {sp_size: 2}",
-    "fsdp.activation_checkpointing": "fsdp: {activation_checkpointing: auto}",
     "checkpoint.mirror": "checkpoint: {mirror: /x}",
     "training.push_to_hub": "training: {push_to_hub: true}",
 }

@@ -1,0 +1,134 @@
+"""`fsdp.activation_checkpointing: auto` through the verbs: the ranks get what was decided, the recipe keeps what was written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fsdp_tune.bridge import devices, tracing
+from fsdp_tune.bridge.devices import Device
+from fsdp_tune.cli.app import app
+from fsdp_tune.cli.plan_auto import budget_of, card_of
+from fsdp_tune.diagnose import environment
+from fsdp_tune.plan.hardware import find_hardware
+from fsdp_tune.units import GIB
+from tests.cli.conftest import Cli, document
+from tests.cli.test_plan import FakeTracing
+from tests.plan.recipes import resolved
+
+KEY = "fsdp.activation_checkpointing"
+STATE_GIB = 4
+"""Of which each of two ranks holds a half, besides 4, 2 or 0.5 GiB of activations."""
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeTracing]:
+    monkeypatch.setattr(tracing, "Tracing", FakeTracing)
+    monkeypatch.setattr(FakeTracing, "made", [], raising=False)
+    monkeypatch.setattr(FakeTracing, "state_gib", STATE_GIB)
+    return FakeTracing
+
+
+def host_with(monkeypatch: pytest.MonkeyPatch, memory: int | None, limit: int | None = None) -> None:
+    known = environment.host() | {"memory_bytes": memory, "memory_limit_bytes": limit}
+    monkeypatch.setattr(environment, "host", lambda: known)
+
+
+def run(*arguments: str) -> Result:
+    keys = (f"{KEY}=auto", "data.max_length=64", "training.per_device_train_batch_size=1")
+    return CliRunner().invoke(app, [*arguments, "--config", "gpt2_smoke", *(word for key in keys for word in ("--set", key))])
+
+
+@pytest.mark.parametrize(("memory_gib", "kind"), [pytest.param(16, "none", marks=pytest.mark.slow), (12, "selective")])
+def test_a_run_on_the_cpu_recomputes_as_little_as_fits_the_memory_of_the_host(
+    memory_gib: int, kind: str, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    host_with(monkeypatch, memory_gib * GIB)
+    done = run("train", "--no-start", "--set", f"output_dir={tmp_path / 'run'}")
+    assert done.exit_code == 0, done.output
+    written: dict[str, Any] = json.loads((tmp_path / "run" / "recipe.json").read_text())
+    assert written["fsdp"]["activation_checkpointing"] == kind
+    assert "activation_checkpointing=auto" in "".join(path.read_text() for path in (tmp_path / "run").glob("*.yaml"))
+    assert f"{KEY}: {kind} (the least that fits the host's memory, shared by 2 ranks: " in done.output
+    assert [each.is_closed for each in fake.made] == [True]
+
+
+def test_validate_decides_where_the_machine_has_the_ranks_memory(fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch) -> None:
+    host_with(monkeypatch, 8 * GIB)
+    found = json.loads(run("validate", "--json").stdout)
+    assert found["resolved"]["fsdp"]["activation_checkpointing"] == "full"
+    assert "the host's memory" in found["reasons"][KEY]
+    assert fake.made
+
+
+@pytest.mark.slow
+def test_validate_leaves_it_open_for_a_card_that_is_not_here(fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "visible_devices", lambda _: [])
+    found = json.loads(run("validate", "--json", "--set", "launch.device=cuda", "--set", "launch.num_processes=2").stdout)
+    assert found["resolved"]["fsdp"]["activation_checkpointing"] == "auto"
+    assert any("plan --gpu" in line for line in found["unchecked"])
+    assert fake.made == []
+
+
+@pytest.mark.parametrize(("gpu", "kind"), [("A100-40GB", "none"), ("RTX3090", "selective")])
+def test_plan_decides_for_the_card_that_is_named(gpu: str, kind: str, fake: type[FakeTracing]) -> None:
+    fake.state_gib = 36
+    found = json.loads(run("plan", "--gpu", gpu, "--num-gpus", "2", "--no-search", "--json").stdout)
+    assert found["decided"][KEY].startswith(f"{kind} (the least that fits {gpu}")
+    assert found["fits"] == "yes"
+
+
+def test_the_written_recipe_leaves_nothing_open(fake: type[FakeTracing], tmp_path: Path) -> None:
+    fake.state_gib = 36
+    best = tmp_path / "best.yaml"
+    assert run("plan", "--gpu", "RTX3090", "--num-gpus", "2", "--write", str(best)).exit_code == 0
+    assert "activation_checkpointing: auto" not in best.read_text()
+    assert "activation_checkpointing: " in best.read_text()
+
+
+@pytest.mark.parametrize(
+    ("card", "usable"),
+    [
+        (Device("cuda", "NVIDIA A100-SXM4-40GB", memory_bytes=1), find_hardware("A100-40GB").usable_bytes),
+        (Device("cuda", "NVIDIA Nobody's", memory_bytes=7 * GIB), 7 * GIB),
+        (Device("cuda", "AMD GPU"), None),
+    ],
+)
+def test_the_budget_of_a_card_is_the_tables_or_the_drivers_or_unknown(card: Device, usable: int | None) -> None:
+    found = budget_of(resolved(), card)
+    assert (found.usable_bytes if found else None) == usable
+
+
+def test_the_budget_of_a_cpu_rank_is_its_share_of_what_the_container_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = resolved(gpus=4, launch={"device": "cpu"})
+    host_with(monkeypatch, 64 * GIB, limit=16 * GIB)
+    found = budget_of(recipe, card_of(recipe))
+    assert found is not None
+    assert found.usable_bytes == 4 * GIB
+    host_with(monkeypatch, None)
+    assert budget_of(recipe, None) is None
+
+
+@pytest.mark.slow
+def test_a_real_run_decides_trains_and_resumes_with_what_it_decided(cli: Cli, tmp_path: Path) -> None:
+    keys = (
+        f"{KEY}=auto",
+        "training.save_steps=1",
+        "training.save_strategy=steps",
+        "output_dir=run",
+        "data.cache_dir=cache",
+    )
+    words = [word for key in keys for word in ("--set", key)]
+    done = cli("train", "--config", "gpt2_smoke", *words, "--set", "training.max_steps=2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert document(done)["exit_reason"] == "finished"
+    assert f"{KEY}: none (the least that fits the host's memory" in done.stderr
+    readback = json.loads((tmp_path / "run" / "readback.json").read_text())
+    assert readback["activation_checkpointing"] == "none"
+    assert list((tmp_path / "cache" / "traces").glob("*.npz")), "the step was traced once, and the next command finds it"
+    again = cli("train", "--config", "gpt2_smoke", *words, "--set", "training.max_steps=3", "--resume", "auto", "--json")
+    assert again.returncode == 0, again.stderr
