@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_tune.model.adamw import AdamW
 from fsdp_tune.model.step import parameter_groups
 from fsdp_tune.recipe.schema import Recipe, Training
 from fsdp_tune.recipe.training_fields import training_value
@@ -20,6 +21,7 @@ def build_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str])
     """Over the trained parameters of `wrapped`; weight decay on those whose names are in `decayed`."""
     training = recipe.training
     kind, options = optimizer_of(training)
+    kind = AdamW if options.get("fused") else kind
     return kind(parameter_groups(wrapped, float(training_value(training, "weight_decay")), decayed), **options)
 
 

@@ -125,9 +125,9 @@ def other_order_on_one_rank() -> AbstractContextManager[Any]:
 
 def moments_in_bf16() -> AbstractContextManager[Any]:
     """The optimizer's state after step 1 is not what the recipe means."""
-    import torch
+    from fsdp_tune.model.adamw import AdamW
 
-    original = torch.optim.AdamW.step
+    original = AdamW.step
 
     def step(self: Any, *arguments: Any, **options: Any) -> Any:
         value = original(self, *arguments, **options)
@@ -136,7 +136,7 @@ def moments_in_bf16() -> AbstractContextManager[Any]:
                 state[name] = state[name].bfloat16()
         return value
 
-    return patch.object(torch.optim.AdamW, "step", step)
+    return patch.object(AdamW, "step", step)
 
 
 SABOTAGE: dict[str, Callable[[], AbstractContextManager[Any]]] = {
