@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_tune.model.build import TORCH_DTYPE
 from fsdp_tune.model.loss import micro_batch_loss
+from fsdp_tune.model.packed import packing_known
 from fsdp_tune.recipe.schema import Recipe
 
 NORM_PIECE = 1 << 14
@@ -76,14 +77,15 @@ def forward_backward(
     of experts' own loss, the share included; `loss_scale` is fp16's.
     """
     scale = share if loss_scale is None else share * loss_scale
-    with compute_context(recipe, batch["input_ids"].device.type):
-        loss_sum, auxiliary_loss = micro_batch_loss(wrapped, batch, label_smoothing, scale)
-    loss = loss_sum * share
-    if auxiliary:
-        loss = loss + auxiliary * auxiliary_loss
-    if loss_scale is not None:
-        loss = loss * loss_scale
-    loss.backward()
+    with packing_known(is_packed="position_ids" in batch):  # in the backward too: recomputation runs layers again
+        with compute_context(recipe, batch["input_ids"].device.type):
+            loss_sum, auxiliary_loss = micro_batch_loss(wrapped, batch, label_smoothing, scale)
+        loss = loss_sum * share
+        if auxiliary:
+            loss = loss + auxiliary * auxiliary_loss
+        if loss_scale is not None:
+            loss = loss * loss_scale
+        loss.backward()
     return loss.detach(), loss_sum.detach()
 
 
@@ -96,10 +98,14 @@ def total_norm(parameters: Iterable[nn.Parameter], flat_group: dist.ProcessGroup
     are the ranks that hold the others.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = defaultdict(list)
+    by_layout: dict[Any, list[torch.Tensor]] = {}  # few layouts, many gradients
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
-            by_groups[_shard_groups(gradient)].append(gradient.to_local())
+            layout = (gradient.device_mesh, gradient.placements)
+            if layout not in by_layout:
+                by_layout[layout] = by_groups[_shard_groups(gradient)]
+            by_layout[layout].append(gradient.to_local())
         elif gradient is not None:
             by_groups[() if flat_group is None else (flat_group,)].append(gradient)
     if not by_groups:

@@ -7,6 +7,7 @@ without labels, because every rank must take part in the collectives; the filler
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -35,17 +36,15 @@ class Batch:
     row_ids: tuple[int, ...]
     tokens: int
     """Tokens that are not padding, fillers left out."""
+    supervised_tokens: int
+    """Targets: labelled tokens that are not the first of their row."""
     attended: int = 0
     """Σ length² over the examples: what each of them attends to, packed or not."""
 
     def pin_memory(self) -> Batch:
         """Called by the loader's pinning thread, which knows no other way into a type of ours."""
         tensors = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
-        return Batch(tensors, self.row_ids, self.tokens, self.attended)
-
-    @property
-    def supervised_tokens(self) -> int:
-        return int((self.tensors["labels"][:, 1:] != IGNORE_INDEX).sum())
+        return dataclasses.replace(self, tensors=tensors)
 
 
 class UnreadableRow(FailedError):
@@ -96,6 +95,7 @@ class Collator:
             tensors,
             tuple(row.row_id for row in rows),
             sum(len(row.input_ids) for row in rows),
+            int(np.count_nonzero(arrays["labels"][:, 1:] != IGNORE_INDEX)),
             sum(length * length for row in rows for length in row.lengths),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,13 +28,18 @@ class GradientGate:
     """Says where the first non-finite value arose; collective."""
     skipped_steps: int = 0
 
+    @functools.cached_property
+    def _trained(self) -> list[nn.Parameter]:
+        """Looked for once: to walk the tree of modules at each step takes longer than the norm of a small model."""
+        return [p for p in self.wrapped.parameters() if p.requires_grad]
+
     def pass_or_skip(self, step: int, max_norm: float | None) -> torch.Tensor:
         """Clips in place and returns the norm before clipping, the fp16 scale taken out.
 
         A norm that is not finite never reaches the optimizer: the step is skipped (fp16's own back-off, or
         `on_nonfinite: skip`) or the run ends with FailedError (exit 4).
         """
-        parameters = [p for p in self.wrapped.parameters() if p.grad is not None]
+        parameters = [p for p in self._trained if p.grad is not None]
         norm = total_norm(parameters, flat_shard_group(self.wrapped))
         factor = 1.0
         if self.scale is not None:
@@ -64,7 +70,7 @@ class GradientGate:
                 raise _non_finite(message)
             self.metrics.event("step_skipped", step, reason=message)
         self.skipped_steps += 1
-        for parameter in self.wrapped.parameters():
+        for parameter in self._trained:
             parameter.grad = None
 
 

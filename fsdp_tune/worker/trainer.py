@@ -99,6 +99,9 @@ class FsdpTrainer(Trainer):
                 self.parts.scale.load_state_dict(own["loss_scale"])
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
+        self.wrapped.train()
+        # The Trainer zeroes through the model, which would walk its modules at each step for what the optimizer has in a list.
+        self.wrapped.zero_grad = self.optimizer.zero_grad
         self.callback_handler.train_dataloader = train_dataloader
         self.lines.start(self.state.global_step)
         return self.wrapped, train_dataloader
@@ -117,18 +120,15 @@ class FsdpTrainer(Trainer):
     # ---- Data
 
     def get_train_dataloader(self) -> DataLoader[Batch]:
-        pin = self.args.dataloader_pin_memory
+        pin, prefetch = self.args.dataloader_pin_memory, self.args.dataloader_prefetch_factor
         workers = self.args.dataloader_num_workers
-        prefetch = self.args.dataloader_prefetch_factor
         return loader(self.parts.train, self.parts.sampler, self.parts.collator, workers=workers, pin_memory=pin, prefetch=prefetch)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         self.parts.sampler.set_epoch(kwargs["epoch"])
         super()._run_epoch(*args, **kwargs)
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
-    ) -> tuple[list[Batch], torch.Tensor]:
+    def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device) -> tuple[list[Batch], int]:
         """The micro-batches of one step, and the supervised tokens of that step over all ranks."""
         started = time.monotonic()
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
@@ -136,9 +136,9 @@ class FsdpTrainer(Trainer):
         mine = sum(batch.supervised_tokens for batch in batches)
         self.lines.sums.add_batch(sum(batch.tokens for batch in batches), mine, waited, sum(batch.attended for batch in batches))
         # On the host: the batches are there, so neither the device nor its queue is asked.
-        total = torch.tensor(float(mine), dtype=torch.float64)
-        dist.all_reduce(total)
-        if total.item() == 0:
+        summed = torch.tensor(float(mine), dtype=torch.float64)
+        dist.all_reduce(summed)
+        if (total := int(summed.item())) == 0:
             raise failed_error(
                 "step-without-targets",
                 f"step {self.state.global_step + 1}: no token of the global batch is supervised, so there is no loss",
@@ -153,7 +153,8 @@ class FsdpTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         batch: Batch = inputs
-        model.train()
+        if not model.training:
+            model.train()
         self._batches_done += 1
         self._reduce_between_replicas(last=self._batches_done == len(self._batches))
         tensors = {name: tensor.to(self.args.device, non_blocking=True) for name, tensor in batch.tensors.items()}

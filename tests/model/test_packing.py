@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers import masking_utils, modeling_flash_attention_utils
 
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.model.build import build_full
 from fsdp_tune.model.inspect import facts
 from fsdp_tune.model.loss import micro_batch_loss, shift_labels
+from fsdp_tune.model.packed import packing_known
 from fsdp_tune.worker.dataset import Batch, Collator
 from fsdp_tune.worker.isolation import ALLOWED, packed_row, packing_deviation
 from tests.model.families import FAMILIES
@@ -55,6 +57,21 @@ def test_logits_of_a_packed_example_are_those_of_it_alone(family: str, kernel: s
             difference = (logits[start : start + len(example.input_ids)] - alone).abs().max() / alone.abs().max()
             assert float(difference) <= 1e-5
             start += len(example.input_ids)
+
+
+@pytest.mark.parametrize("rows", [[0], [0, 5, 9]])
+def test_what_the_host_knows_is_what_transformers_would_find(rows: list[int], packed: RowStore) -> None:
+    find = masking_utils.find_packed_sequence_indices
+    batch = batch_of([packed[row] for row in rows])
+    positions = batch.tensors["position_ids"]
+    with packing_known(is_packed=True):
+        assert torch.equal(masking_utils.find_packed_sequence_indices(positions), find(positions))
+    alone = batch_of(examples_of(packed[0])[:1])
+    assert "position_ids" not in alone.tensors
+    with packing_known(is_packed=False):
+        assert masking_utils.find_packed_sequence_indices(torch.arange(8)[None]) is find(torch.arange(8)[None]) is None
+        assert modeling_flash_attention_utils._is_packed_sequence(torch.arange(8)[None], 1) is False
+    assert not modeling_flash_attention_utils._is_packed_sequence(torch.arange(8)[None], 1)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
