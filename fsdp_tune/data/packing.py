@@ -3,6 +3,10 @@
 Best-fit decreasing takes the longest example first and puts it where it leaves the least room (Johnson 1974: at most
 11/9 of the fewest rows, plus 4). Examples of one length are placed together, and rows with the same room left are
 kept together, so the work is a sort plus one step for each pair of length and room that meet.
+
+Where no example is very short, that leaves a little room in every row: 1.2 % of GSM8K at 1,024 tokens. So rows are also
+filled one by one, longest example first, and closed by the one or two examples that leave no room, found among all lengths
+at once by a look at bit masks (0.1 % there). Of the two packings, the one with fewer rows is taken.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ import numpy as np
 from fsdp_tune.data.store import Int64
 
 BLOCK_BITS = 1024
+CLOSING_TOKENS = 64
+"""A row may be closed with less than so many tokens of room; if no two examples do that, the longest that fits is placed first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +35,43 @@ def one_a_row(segments: Int64) -> Packed:
 
 
 def best_fit(segments: Int64, capacity: int) -> Packed:
-    """Whole segments, none longer than `capacity` tokens; the same input always gives the same rows."""
-    lengths = segments[:, 1]
-    order = np.argsort(-lengths, kind="stable")
-    row_of = np.empty(len(order), np.int64)
+    """Whole segments, none longer than `capacity` tokens, in at most as many rows as best-fit decreasing takes.
+
+    The same input always gives the same rows.
+    """
+    order = np.argsort(-segments[:, 1], kind="stable")
+    runs = _runs(segments[order, 1])
+    packings = (_closed(runs, capacity, len(order)), _decreasing(runs, capacity, len(order)))
+    rows, row_of = min(packings, key=lambda packing: packing[0])
+    by_row = np.argsort(row_of, kind="stable")
+    return Packed(segments[order[by_row]], np.searchsorted(row_of[by_row], np.arange(rows + 1)))
+
+
+def _decreasing(runs: list[tuple[int, int]], capacity: int, examples: int) -> tuple[int, Int64]:
+    """Best-fit decreasing: how many rows, and the row of every example, the longest first."""
+    row_of = np.empty(examples, np.int64)
     rooms = _Rooms(capacity)
     at = 0
-    for length, count in _runs(lengths[order]):
+    for length, count in runs:
         end = at + count
         while at < end:
             at = rooms.place(length, end - at, row_of, at)
-    by_row = np.argsort(row_of, kind="stable")
-    return Packed(segments[order[by_row]], np.searchsorted(row_of[by_row], np.arange(rooms.opened + 1)))
+    return rooms.opened, row_of
+
+
+def _closed(runs: list[tuple[int, int]], capacity: int, examples: int) -> tuple[int, Int64]:
+    """Row by row, each closed by what leaves no room: the same two answers."""
+    row_of = np.empty(examples, np.int64)
+    waiting = _Waiting(runs, capacity)
+    row = 0
+    while waiting.longest:
+        room = capacity
+        while chosen := waiting.choose(room):
+            for length in chosen:
+                row_of[waiting.take(length)] = row
+            room -= sum(chosen)
+        row += 1
+    return row, row_of
 
 
 def wrapped(segments: Int64, capacity: int) -> Packed:
@@ -117,6 +148,60 @@ class _Rooms:
             block, bit = divmod(room, BLOCK_BITS)
             self._blocks[block] |= 1 << bit
             self._top |= 1 << block
+
+
+class _Waiting:
+    """Examples that are in no row yet, by length. Sums of two lengths are looked up in a mask and its mirror image."""
+
+    def __init__(self, runs: list[tuple[int, int]], capacity: int) -> None:
+        ends = np.cumsum([count for _, count in runs]).tolist()
+        self._places = {length: (end - count, end) for (length, count), end in zip(runs, ends, strict=True)}
+        """Length → the examples that have it: from, to."""
+        self._end = capacity + 1
+        self._mask = self._mirror = 0
+        for length in self._places:
+            self._flip(length)
+
+    def _flip(self, length: int) -> None:
+        """Bit n of the mask, and bit `end - n` of the mirror, are set where examples of length n wait."""
+        self._mask ^= 1 << length
+        self._mirror ^= 1 << (self._end - length)
+
+    @property
+    def longest(self) -> int:
+        """0 where none waits."""
+        return max(0, self._mask.bit_length() - 1)
+
+    def take(self, length: int) -> int:
+        """The place of an example of that length, which then waits no longer."""
+        at, end = self._places[length]
+        self._places[length] = (at + 1, end)
+        if at + 1 == end:
+            self._flip(length)
+        return at
+
+    def choose(self, room: int) -> tuple[int, ...]:
+        """Lengths to put into that room next: what closes the row if one or two examples can, else the longest that fits."""
+        if room <= 2 * self.longest:
+            for total in range(room, max(0, room - CLOSING_TOKENS), -1):
+                if self._mask >> total & 1:
+                    return (total,)
+                if pair := self._pair(total):
+                    return pair
+        fitting = self._mask & ((2 << room) - 1)
+        return (fitting.bit_length() - 1,) if fitting else ()
+
+    def _pair(self, total: int) -> tuple[int, int] | None:
+        """The two most equal lengths with that sum: short examples are needed to the end."""
+        pairs = self._mask & (self._mirror >> (self._end - total))
+        least = total - total // 2
+        at, end = self._places.get(least, (0, 0))
+        alone = 2 * least == total and end - at == 1
+        longer = pairs >> (least + alone)
+        if not longer:
+            return None
+        length = least + alone + (longer & -longer).bit_length() - 1
+        return length, total - length
 
 
 def _runs(lengths: Int64) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ from fsdp_tune.manifest import Manifest
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema_data import DataSource
 
-DATA_FORMAT = 1
+DATA_FORMAT = 2
 """Raised whenever the same input would give other rows or another layout: old caches are then left alone."""
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_tune.data.packing import Packed, best_fit, one_a_row, wrapped
+from fsdp_tune.data.packing import Packed, _decreasing, _runs, best_fit, one_a_row, wrapped
 from fsdp_tune.data.store import Int64
 
 
@@ -40,13 +40,36 @@ lengths_and_capacity = st.integers(1, 40).flatmap(
 
 
 @given(lengths_and_capacity)
-def test_best_fit_is_the_textbook_algorithm(case: tuple[list[int], int]) -> None:
+def test_best_fit_keeps_examples_whole_in_no_more_rows_than_the_textbook_algorithm(case: tuple[list[int], int]) -> None:
     lengths, capacity = case
     segments = segments_of(lengths)
     packed = best_fit(segments, capacity)
     sizes = row_sizes(packed)
     assert sorted(map(tuple, packed.segments.tolist())) == sorted(map(tuple, segments.tolist())), "each example once, whole"
-    assert sorted(capacity - size for size in sizes) == textbook_rooms(lengths, capacity)
+    assert max(sizes) <= capacity
+    assert len(sizes) <= len(textbook_rooms(lengths, capacity))
+
+
+@given(lengths_and_capacity)
+def test_best_fit_decreasing_is_the_textbook_algorithm(case: tuple[list[int], int]) -> None:
+    lengths, capacity = case
+    decreasing = np.array(sorted(lengths, reverse=True), np.int64)
+    rows, row_of = _decreasing(_runs(decreasing), capacity, len(lengths))
+    sizes = np.bincount(row_of, weights=decreasing, minlength=rows)
+    assert sorted((capacity - sizes).astype(int).tolist()) == textbook_rooms(lengths, capacity)
+
+
+def test_rows_are_closed_where_no_example_is_short() -> None:
+    """Best-fit decreasing alone fills 98.8, 99.4 and 99.7 % of these rows."""
+    draw = np.random.default_rng(0)
+    lengths = np.clip(draw.gamma(8.0, 19.0, 7_500).astype(np.int64), 40, 512)
+    fill = {}
+    for capacity in (512, 1024, 2048):
+        packed = best_fit(segments_of(lengths.tolist()), capacity)
+        fill[capacity] = lengths.sum() / ((len(packed.rows) - 1) * capacity)
+    assert fill[2048] > 0.998
+    assert fill[1024] > 0.996
+    assert fill[512] > 0.99
 
 
 @given(lengths_and_capacity)
