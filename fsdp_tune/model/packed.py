@@ -6,9 +6,8 @@ Each such question waits until the device has done all that was queued, so that 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from transformers import masking_utils, modeling_flash_attention_utils
@@ -17,12 +16,14 @@ from transformers import masking_utils, modeling_flash_attention_utils
 @contextmanager
 def packing_known(*, is_packed: bool) -> Iterator[None]:
     """Inside, a model takes `is_packed` for the answer: whether position ids begin again at 0 in some row of the batch."""
-    with ExitStack() as stack:
-        find = mock.patch.object(masking_utils, "find_packed_sequence_indices", example_numbers if is_packed else _none)
-        stack.enter_context(find)
-        if not is_packed:
-            stack.enter_context(mock.patch.object(modeling_flash_attention_utils, "_is_packed_sequence", _no))
+    find, ask = masking_utils.find_packed_sequence_indices, modeling_flash_attention_utils._is_packed_sequence
+    masking_utils.find_packed_sequence_indices = example_numbers if is_packed else _none
+    if not is_packed:
+        modeling_flash_attention_utils._is_packed_sequence = _no
+    try:
         yield
+    finally:
+        masking_utils.find_packed_sequence_indices, modeling_flash_attention_utils._is_packed_sequence = find, ask
 
 
 def example_numbers(position_ids: torch.Tensor) -> torch.Tensor:
