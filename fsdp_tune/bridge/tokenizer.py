@@ -37,13 +37,11 @@ class LoadedTokenizer:
     """What was chosen for the user (a padding token)."""
 
 
-def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer with its end, padding and added tokens and its chat template as the recipe wants them."""
-    return open_tokenizer(recipe).tokenizer
-
-
 def open_tokenizer(recipe: Recipe) -> LoadedTokenizer:
-    """`load_tokenizer` with the notices. Exit 2: not found, hub out of reach, no end-of-sequence token."""
+    """The tokenizer with its end, padding and added tokens and its chat template as the recipe wants them.
+
+    Exit 2: not found, hub out of reach, no end-of-sequence token.
+    """
     name = recipe.model.tokenizer or recipe.model.name_or_path
     if name is None:
         raise usage_error(

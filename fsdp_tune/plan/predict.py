@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fsdp_tune.plan.accuracy import accuracy
@@ -139,10 +139,6 @@ def plan(
         assumptions=_assumptions(trace, hardware, efficiency, segments),
         recipe_changes=recipe_changes or {},
     )
-
-
-def with_search(found: Plan, alternatives: tuple[Plan, ...], because: str | None) -> Plan:
-    return replace(found, alternatives=alternatives, best_because=because)
 
 
 def _memory(found: Fit) -> dict[str, Any]:

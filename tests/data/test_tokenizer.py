@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.bridge.tokenizer import TokenizerEncoder, load_encoder, load_tokenizer, open_tokenizer
+from fsdp_tune.bridge.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
 from fsdp_tune.data import hub
 from fsdp_tune.data.builtin import builtin_rows, builtin_tokenizer
 from fsdp_tune.data.chat import ChatTokens, render_chat
@@ -28,6 +28,10 @@ def recipe(tokenizer: Path | str | None = BUILTIN, *, tokens: dict[str, Any] | N
     return Recipe.model_validate({"model": model, "data": {"chat_template": template}})
 
 
+def tokenizer_of(wanted: Recipe) -> Any:
+    return open_tokenizer(wanted).tokenizer
+
+
 def saved(folder: Path, **special: Any) -> Path:
     """An ordinary tokenizer directory with the special tokens given, and no others."""
     from transformers import PreTrainedTokenizerFast
@@ -38,7 +42,7 @@ def saved(folder: Path, **special: Any) -> Path:
 
 def problem(wanted: Recipe) -> Problem:
     with pytest.raises(FsdpTuneError) as caught:
-        load_tokenizer(wanted)
+        tokenizer_of(wanted)
     assert caught.value.exit_code == 2
     (found,) = caught.value.problems
     return found
@@ -52,7 +56,7 @@ def tokenised(chat: Chat, template: str, encoder: TokenizerEncoder) -> ChatToken
 def test_the_builtin_tokenizer_is_an_ordinary_one_when_saved(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = load_tokenizer(recipe())
+    tokenizer = tokenizer_of(recipe())
     tokenizer.save_pretrained(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 384, "bos_token_id": null, "eos_token_id": null}')
     again = AutoTokenizer.from_pretrained(str(tmp_path))
@@ -115,13 +119,13 @@ def test_a_tokenizer_that_has_padding_says_nothing() -> None:
 def test_no_end_of_sequence_is_an_error_and_naming_one_mends_it(tmp_path: Path) -> None:
     path = saved(tmp_path)
     assert problem(recipe(path)).code == "no-eos"
-    tokenizer = load_tokenizer(recipe(path, tokens={"eos": "<|end|>", "pad": "<|pad|>"}))
+    tokenizer = tokenizer_of(recipe(path, tokens={"eos": "<|end|>", "pad": "<|pad|>"}))
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|end|>", "<|pad|>")
 
 
 def test_tokens_are_added_and_can_be_end_and_padding() -> None:
-    before = len(load_tokenizer(recipe()))
-    tokenizer = load_tokenizer(recipe(tokens={"add": ["<|new|>", "<|end2|>"], "eos": "<|end2|>"}))
+    before = len(tokenizer_of(recipe()))
+    tokenizer = tokenizer_of(recipe(tokens={"add": ["<|new|>", "<|end2|>"], "eos": "<|end2|>"}))
     assert len(tokenizer) == before + 2
     assert tokenizer.eos_token_id == before + 1
     assert len(tokenizer("<|new|>").input_ids) == 1
@@ -134,9 +138,9 @@ def test_a_token_that_is_not_there_gets_the_close_matches() -> None:
 
 
 def test_the_recipes_template_is_put_into_the_tokenizer_that_is_saved(tmp_path: Path) -> None:
-    assert load_tokenizer(recipe(template="chatml")).chat_template == BUNDLED["chatml"]
+    assert tokenizer_of(recipe(template="chatml")).chat_template == BUNDLED["chatml"]
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
-    assert load_tokenizer(recipe(template=str(tmp_path / "mine.jinja"))).chat_template == "{{ messages }}"
+    assert tokenizer_of(recipe(template=str(tmp_path / "mine.jinja"))).chat_template == "{{ messages }}"
     assert problem(recipe(template="missing.jinja")).code == "no-such-template"
 
 
@@ -156,7 +160,7 @@ def test_a_run_directory_gives_the_tokenizer_of_its_model(tmp_path: Path) -> Non
     saved(tmp_path / "run" / "model", eos_token="<|endoftext|>", pad_token="<|pad|>")
     (tmp_path / "run" / "checkpoint-5").mkdir()
     for path in (tmp_path / "run", tmp_path / "run" / "checkpoint-5"):
-        assert load_tokenizer(recipe(path)).eos_token == "<|endoftext|>"
+        assert tokenizer_of(recipe(path)).eos_token == "<|endoftext|>"
 
 
 def test_what_is_not_there_is_told_apart_from_what_is_out_of_reach(tmp_path: Path) -> None:
@@ -184,7 +188,7 @@ def test_no_network_is_known_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_encoder_is_the_tokenizer_without_special_tokens_and_travels() -> None:
     encoder = pickle.loads(pickle.dumps(load_encoder(recipe())))
     texts = ["one plus two", "", "x<|endoftext|>"]
-    assert encoder.encode(texts) == load_tokenizer(recipe())(texts, add_special_tokens=False)["input_ids"]
+    assert encoder.encode(texts) == tokenizer_of(recipe())(texts, add_special_tokens=False)["input_ids"]
     assert encoder.digest == load_encoder(recipe()).digest
 
 

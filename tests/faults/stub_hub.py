@@ -49,7 +49,7 @@ def main(names: list[str]) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
-    from fsdp_tune.bridge.tokenizer import load_tokenizer
+    from fsdp_tune.bridge.tokenizer import open_tokenizer
     from fsdp_tune.errors import FsdpTuneError
     from fsdp_tune.recipe.schema import Recipe
 
@@ -57,7 +57,7 @@ def main(names: list[str]) -> None:
     for name in names:
         try:
             with patch("time.sleep"):  # the libraries wait half a minute between their attempts
-                load_tokenizer(Recipe.model_validate({"model": {"tokenizer": f"org/{name}"}}))
+                open_tokenizer(Recipe.model_validate({"model": {"tokenizer": f"org/{name}"}}))
         except FsdpTuneError as error:
             problems[name] = error.problems[0].code, error.problems[0].message
     print(json.dumps({"problems": problems, "authorised_requests": Hub.authorised}))
