@@ -1,0 +1,45 @@
+"""The pages that say where a thing stands: what they name is there, and the sizes are those of the tree."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import tomllib
+from pathlib import Path
+
+import pytest
+
+PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*|[\w-]+\.py)`")
+IN_A_RUN = ("RUN/", "logs/")
+OF_OTHERS = "## Beside the models of the field"
+ROW = re.compile(r"^\| `?\(?([\w ]+)\)?`? \| [\d,]+ \| ([\d,]+) \|", re.MULTILINE)
+TOLERANCE = 0.15
+
+
+def page(repository: Path) -> str:
+    return (repository / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["docs/architecture.md", "CONTRIBUTING.md", "AGENTS.md"])
+def test_every_path_that_is_named_exists(repository: Path, name: str) -> None:
+    text = (repository / name).read_text(encoding="utf-8")
+    before, _, after = text.partition(OF_OTHERS)
+    mine = before + after[after.find("\n## ") :] if after else before
+    named = {path for path in PATH.findall(mine) if not path.startswith(IN_A_RUN)}
+    assert named
+    assert [path for path in sorted(named) if not any((root / path).exists() for root in (repository, repository / "fsdp_tune"))] == []
+
+
+def test_every_layer_is_on_the_page(repository: Path) -> None:
+    contracts = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    layers = [name for layer in contracts[0]["layers"] for name in re.findall(r"\w+", layer)]
+    table = page(repository).partition("## Layers")[2].partition("## Three ways")[0]
+    assert [name for name in layers if f"`{name}/`" not in table and f"`{name}.py`" not in table] == []
+
+
+def test_the_sizes_are_those_of_the_tree(repository: Path) -> None:
+    """Within a share, so that not every change has to write them anew: `scripts/house` does when they have drifted."""
+    sizes = {folder.strip("()"): row[1] for folder, row in runpy.run_path(str(repository / "scripts" / "house"))["sizes"]().items()}
+    written = {folder: int(lines.replace(",", "")) for folder, lines in ROW.findall(page(repository))}
+    assert written.keys() == sizes.keys()
+    assert {folder: sizes[folder] for folder, lines in written.items() if abs(lines - sizes[folder]) > TOLERANCE * lines} == {}
