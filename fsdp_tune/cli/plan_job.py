@@ -82,6 +82,21 @@ class PlanJob:
 
         return plan(self.recipe, self.hardware, self.trace(), rows=self.rows, tokens=self.tokens, efficiency=self.efficiency)
 
+    def plan_once(self) -> Plan:
+        """`plan_it`, or what it said before of the same recipe on the same card; without a timeline then."""
+        from fsdp_tune.bridge.tracing import trace_key
+        from fsdp_tune.plan.kept import keep_plan, kept_plan, plan_key
+
+        assert self.rows is None, "a plan that knows the data is not kept"
+        cache = self._cache() / "plans"
+        trace = trace_key(self.recipe, exact=self.exact, vocabulary=self.vocabulary)
+        key = plan_key(self.recipe, self.hardware, self.efficiency, trace)
+        found = kept_plan(cache, key, self.recipe)
+        if found is None:
+            found = self.plan_it()
+            keep_plan(cache, key, found)
+        return found
+
     def _search(self) -> Search:
         def traced(recipes: Sequence[Recipe]) -> Iterator[Trace | None]:
             keys = self.tracing.ask(recipes)

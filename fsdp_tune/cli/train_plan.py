@@ -42,7 +42,7 @@ def plan_of(screen: Screen, recipe: Recipe) -> tuple[Decided, Plan | None, list[
 
     try:
         with PlanJob(screen, found.recipe, hardware) as job:
-            return found, replace(job.plan_it(), decided=in_words(found)), list(found.notices)
+            return found, replace(job.plan_once(), decided=in_words(found)), list(found.notices)
     except (FsdpTuneError, ValueError) as error:
         why = f"the step could not be traced, so nothing is predicted: {error}"
         return found, None, [*found.notices, Notice("not-planned", why)]
