@@ -1,14 +1,11 @@
-"""Reads the headers of safetensors files, distrusting every number in them (format: https://github.com/huggingface/safetensors)."""
+"""Tensors of safetensors files, one or many behind an index; the headers are read by `bridge.safetensors_header`."""
 
 from __future__ import annotations
 
 import json
-import math
-import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from fsdp_tune.bridge import safetensors_header as header
 from fsdp_tune.errors import FsdpTuneError, Where, failed_error
 from fsdp_tune.manifest import is_inside
 from fsdp_tune.merge.dtypes import OF_SAFETENSORS, DType
@@ -16,8 +13,8 @@ from fsdp_tune.merge.layout import INDEX_NAME, SINGLE_NAME
 from fsdp_tune.merge.reader import SourceFiles
 from fsdp_tune.merge.tensors import Chunk, Extent, Shape, SourceTensor, row_major
 
-MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 MAX_INDEX_BYTES = 100_000_000
+_ITEM_BYTES = {name: dtype.item_bytes for name, dtype in OF_SAFETENSORS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,50 +30,13 @@ class Entry:
 
 def read_header(files: SourceFiles, file: str) -> list[Entry]:
     """The tensors of one file, in the order of their bytes. FailedError for holes, overlaps, duplicates and wrong sizes."""
-    size_bytes = files.size_bytes(file)
-    if size_bytes < 8:
-        raise _damaged(files, file, "it is too short")
-    (length,) = struct.unpack("<Q", files.read(file, 0, 8))
-    if length > min(MAX_HEADER_BYTES, size_bytes - 8):
-        raise _damaged(files, file, f"its header claims {length:,} bytes")
     try:
-        header = json.loads(files.read(file, 8, length), object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(files, file, f"its header is no JSON object ({error})") from error
-    if not isinstance(header, dict):
-        raise _damaged(files, file, "its header is no JSON object")
-    base = 8 + length
-    entries = [_entry(files, file, name, value, base) for name, value in header.items() if name != "__metadata__"]
-    entries.sort(key=lambda entry: (entry.first_byte, entry.size_bytes))
-    at = base
-    for entry in entries:
-        if entry.first_byte != at:
-            raise _damaged(
-                files, file, f"`{entry.name}` begins at byte {entry.first_byte:,} where byte {at:,} is due (a hole or an overlap)"
-            )
-        at += entry.size_bytes
-    if at != size_bytes:
-        raise _damaged(files, file, f"it is {size_bytes:,} bytes long where its header describes {at:,}")
-    return entries
-
-
-def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise ValueError("a name occurs twice")
-    return value
-
-
-def _entry(files: SourceFiles, file: str, name: str, value: Any, base: int) -> Entry:
-    try:
-        dtype, shape, (start, end) = OF_SAFETENSORS[value["dtype"]], tuple(value["shape"]), value["data_offsets"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(files, file, f"the header of `{name}` is not understood") from error
-    if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
-        raise _damaged(files, file, f"the header of `{name}` is not understood")
-    if end - start != math.prod(shape) * dtype.item_bytes:  # Python's integers do not overflow
-        raise _damaged(files, file, f"`{name}` of shape {list(shape)} cannot be {end - start:,} bytes long")
-    return Entry(name, dtype, shape, base + start, end - start)
+        found = header.read_header(lambda at, count: files.read(file, at, count), files.size_bytes(file), _ITEM_BYTES)
+    except header.DamagedHeader as error:
+        raise _damaged(files, file, str(error)) from error
+    if unknown := next((entry for entry in found if entry.dtype not in OF_SAFETENSORS), None):
+        raise _damaged(files, file, f"the header of `{unknown.name}` is not understood")
+    return [Entry(entry.name, OF_SAFETENSORS[entry.dtype], entry.shape, entry.first_byte, entry.size_bytes) for entry in found]
 
 
 def read_safetensors(files: SourceFiles, single: str = SINGLE_NAME) -> list[SourceTensor]:
@@ -101,7 +61,7 @@ def read_index(files: SourceFiles) -> dict[str, str]:
     if size_bytes > MAX_INDEX_BYTES:
         raise _damaged(files, INDEX_NAME, f"it is {size_bytes:,} bytes long")
     try:
-        weight_map = json.loads(files.read(INDEX_NAME, 0, size_bytes), object_pairs_hook=_without_duplicates)["weight_map"]
+        weight_map = json.loads(files.read(INDEX_NAME, 0, size_bytes), object_pairs_hook=header.without_duplicates)["weight_map"]
         pairs = list(weight_map.items())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _damaged(files, INDEX_NAME, f"it is no index ({error})") from error

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +24,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
+from fsdp_tune.bridge.safetensors_header import DamagedHeader, read_header
 from fsdp_tune.errors import FsdpTuneError, Where, failed_error
 from fsdp_tune.recipe.schema import Recipe
 
 BUFFER_BYTES = 16 << 20
-MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -81,29 +79,24 @@ def find_weight_files(recipe: Recipe) -> WeightFiles | None:
         paths = {path for path in map(file, sorted(names)) if path is not None}
     if not paths:
         return None
-    return WeightFiles({name: stored for path in sorted(paths) for name, stored in _read_header(path)})
+    return WeightFiles({name: stored for path in sorted(paths) for name, stored in _tensors_of(path)})
 
 
-def _read_header(path: Path) -> Iterator[tuple[str, Stored]]:
+def _tensors_of(path: Path) -> Iterator[tuple[str, Stored]]:
     """FailedError for a header that is damaged; tensors of a type that torch has no name for here are left out."""
-    size_bytes = path.stat().st_size
-    try:
-        with open(path, "rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > min(MAX_HEADER_BYTES, size_bytes - 8):
-                raise _damaged(path, "its header is longer than the file")
-            header: dict[str, Any] = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
-            if 8 + length + end > size_bytes:
-                raise _damaged(path, f"it ends before `{name}` does")
-            if (dtype := DTYPES.get(entry["dtype"])) is not None:
-                if math.prod(shape) * dtype.itemsize != end - start:
-                    raise _damaged(path, f"`{name}` of shape {list(shape)} cannot be {end - start:,} bytes long")
-                yield name, Stored(path, dtype, shape, 8 + length + start)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, "its header is not understood") from error
+    with open(path, "rb") as file:
+
+        def read(at: int, count: int) -> bytes:
+            file.seek(at)
+            return file.read(count)
+
+        try:
+            entries = read_header(read, path.stat().st_size, {name: dtype.itemsize for name, dtype in DTYPES.items()})
+        except DamagedHeader as error:
+            raise _damaged(path, str(error)) from error
+    for entry in entries:
+        if (dtype := DTYPES.get(entry.dtype)) is not None:
+            yield entry.name, Stored(path, dtype, entry.shape, entry.first_byte)
 
 
 def _damaged(path: Path, why: str) -> FsdpTuneError:

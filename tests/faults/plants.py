@@ -416,7 +416,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     _plant(
         "holes in a file are skipped",
-        "merge/safetensors_file",
+        "bridge/safetensors_header",
         "        if entry.first_byte != at:\n",
         "        if entry.first_byte < 0:\n",
         "F117",

@@ -105,12 +105,22 @@ def test_what_the_files_do_not_hold_as_it_is_goes_another_way(tmp_path):
     assert not fits(Holder({**STATE, "matrix": torch.zeros(10, 7)}), weights)
 
 
+def in_one_place(data: bytes) -> bytes:
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    first, second, *_ = (name for name in header if name != "__metadata__")
+    raw = json.dumps(header | {second: header[first]}).encode()
+    return struct.pack("<Q", len(raw)) + raw + data[8 + length :]
+
+
 DAMAGE = {
     "cut in the values": lambda data: data[:-5],
     "cut in the header": lambda data: data[:40],
     "empty": lambda _: b"",
     "header without end": lambda data: struct.pack("<Q", 2**40) + data[8:],
     "no JSON": lambda data: data[:8] + b"x" * 20 + data[28:],
+    "two tensors in one place": in_one_place,
+    "longer than its header says": lambda data: data + b"\0" * 8,
     "a shape that does not fit": lambda data: data.replace(b'"shape":[7,10]', b'"shape":[9,10]'),
 }
 

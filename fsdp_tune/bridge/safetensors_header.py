@@ -1,0 +1,85 @@
+"""The header of a safetensors file, distrusting every number in it: for ranks that load their part, and for merges.
+
+The format is https://github.com/huggingface/safetensors: eight bytes of length, a JSON object, and the tensors' bytes
+without a hole. What an element type is called in torch or numpy is the caller's business.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+
+
+class DamagedHeader(ValueError):
+    """Its text says what is wrong; the caller knows the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file; `dtype` is safetensors' name, `first_byte` counts from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    first_byte: int
+    size_bytes: int
+
+
+def read_header(read: Callable[[int, int], bytes], size_bytes: int, item_bytes: Mapping[str, int]) -> list[Entry]:
+    """The tensors of a file of `size_bytes`, in the order of their bytes. `read(offset, count)` gives its bytes.
+
+    `item_bytes`: bytes of an element, by the name of its type; shapes of other types are not held against their bytes.
+    DamagedHeader for holes, overlaps, duplicates and wrong sizes.
+    """
+    if size_bytes < 8:
+        raise DamagedHeader("it is too short")
+    (length,) = struct.unpack("<Q", read(0, 8))
+    if length > min(MAX_HEADER_BYTES, size_bytes - 8):
+        raise DamagedHeader(f"its header claims {length:,} bytes")
+    header = _object(read(8, length))
+    base = 8 + length
+    entries = [_entry(name, value, base, item_bytes) for name, value in header.items() if name != "__metadata__"]
+    entries.sort(key=lambda entry: (entry.first_byte, entry.size_bytes))
+    at = base
+    for entry in entries:
+        if entry.first_byte != at:
+            raise DamagedHeader(f"`{entry.name}` begins at byte {entry.first_byte:,} where byte {at:,} is due (a hole or an overlap)")
+        at += entry.size_bytes
+    if at != size_bytes:
+        raise DamagedHeader(f"it is {size_bytes:,} bytes long where its header describes {at:,}")
+    return entries
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        header: Any = json.loads(raw, object_pairs_hook=without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise DamagedHeader(f"its header is no JSON object ({error})") from error
+    if not isinstance(header, dict):
+        raise DamagedHeader("its header is no JSON object")
+    return cast("dict[str, Any]", header)
+
+
+def without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return value
+
+
+def _entry(name: str, value: Any, base: int, item_bytes: Mapping[str, int]) -> Entry:
+    try:
+        dtype, shape, (start, end) = str(value["dtype"]), tuple(value["shape"]), value["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedHeader(f"the header of `{name}` is not understood") from error
+    if any(type(number) is not int or number < 0 for number in (*shape, start, end)) or end < start:
+        raise DamagedHeader(f"the header of `{name}` is not understood")
+    if dtype in item_bytes and end - start != math.prod(shape) * item_bytes[dtype]:  # Python's integers do not overflow
+        raise DamagedHeader(f"`{name}` of shape {list(shape)} cannot be {end - start:,} bytes long")
+    return Entry(name, dtype, shape, base + start, end - start)
