@@ -90,7 +90,7 @@ class Job:
         from fsdp_tune.cli.checks import model_facts
         from fsdp_tune.cli.plan_auto import in_words
         from fsdp_tune.cli.train_plan import plan_of, predicted_line, refuse_what_cannot_fit
-        from fsdp_tune.cli.train_view import data_lines, model_line
+        from fsdp_tune.cli.train_view import data_lines, kernels_line, model_line
         from fsdp_tune.data.prepare import prepare
         from fsdp_tune.launch.resume import check_data
         from fsdp_tune.recipe.world import batch_arithmetic
@@ -117,7 +117,13 @@ class Job:
         check_data(start, data.key)
         refuse_what_cannot_fit(predicted, ignore_plan=self.ignore_plan)
         planned = [*(f"{key}: {what}" for key, what in in_words(decided).items()), *([predicted_line(predicted)] if predicted else [])]
-        for line in (model_line(model.facts), *data_lines(data.report, reused=data.reused), batch_arithmetic(recipe), *planned):
+        for line in (
+            model_line(model.facts),
+            kernels_line(model.facts),
+            *data_lines(data.report, reused=data.reused),
+            batch_arithmetic(recipe),
+            *planned,
+        ):
             screen.say(line)
         resolution = replace(self.resolution, recipe=decided.recipe, reasons=self.resolution.reasons | decided.reasons)
         return Inputs(replace(self, resolution=resolution), start, model.facts, encoder.tokenizer, data, predicted)

@@ -43,6 +43,12 @@ def model_line(facts: dict[str, Any]) -> str:
     return f"model: {facts['architecture']}, {total:,} parameters ({share}), {facts['layers']} × {classes}"
 
 
+def kernels_line(facts: dict[str, Any]) -> str:
+    """Which kernels the model runs on, each with the reason why."""
+    chosen: dict[str, dict[str, str]] = facts["kernels"]
+    return "kernels: " + "; ".join(f"{key.split('.')[-1]} {choice['value']} ({choice['reason']})" for key, choice in chosen.items())
+
+
 def data_lines(report: dict[str, Any], *, reused: bool) -> list[str]:
     """One line for each set: how much of it is trained, and what was cut."""
     lines: list[str] = []

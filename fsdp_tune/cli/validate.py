@@ -140,6 +140,8 @@ def _show(screen: Screen, loaded: Loaded, resolution: Resolution, checked: _Chec
     from fsdp_tune.recipe.world import batch_arithmetic
 
     rows = [(key, _value(value_of, resolution, key), reason) for key, reason in resolution.reasons.items() if "[" not in key]
+    kernels: dict[str, dict[str, str]] = checked.model.get("kernels", {})
+    rows += [(key, choice["value"], choice["reason"]) for key, choice in kernels.items()]
     screen.table("decided for you", ["key", "value", "because"], rows)
     if checked.model:
         layers = f"{checked.model['layers']} layers ({', '.join(checked.model['layer_classes'])})"

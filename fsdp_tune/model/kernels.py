@@ -79,8 +79,3 @@ def install_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) ->
         put_loss_into_head(model, logits_of(model), _LOSSES[loss], loss)
     return chosen
 
-
-def kernels_line(chosen: dict[str, Choice]) -> str:
-    """`kernels: attn_implementation sdpa (…), loss full (…), …`; what the recipe says itself without a reason."""
-    parts = [(key.rpartition(".")[2], choice) for key, choice in chosen.items()]
-    return "kernels: " + ", ".join(f"{name} {c.value}" + ("" if c.reason == WRITTEN else f" ({c.reason})") for name, c in parts)

@@ -20,7 +20,6 @@ from fsdp_tune.launch.profiled import profile_of
 from fsdp_tune.launch.run_files import RESUME_NAME
 from fsdp_tune.model.attention import has_variable_lengths
 from fsdp_tune.model.build import model_config
-from fsdp_tune.model.kernels import kernels_line
 from fsdp_tune.model.load import Loaded, load
 from fsdp_tune.model.step import LossScale
 from fsdp_tune.recipe.schema import Recipe
@@ -58,7 +57,6 @@ def build_trainer(
     heartbeat.beat("loading the model")
     device = torch.device(device_type, rank.local_index) if device_type != "cpu" else torch.device("cpu")
     loaded = load(recipe, model_config(recipe), device, vocabulary=prepared.vocabulary_size, local_rank=rank.local_index)
-    say(kernels_line(loaded.kernels))
     _start_from_checkpoint(recipe, loaded)
     # Ranks draw different dropout masks; the rule is one line, so that any run can be repeated.
     torch.manual_seed(live_state.seed_for_rank(recipe.training.seed, 0))

@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_tune.cli import progress
 from fsdp_tune.cli.output import Screen
-from fsdp_tune.cli.train_view import StepView, data_lines
+from fsdp_tune.cli.train_view import StepView, data_lines, kernels_line
 
 STEP = {"step": 20, "loss": 2.5, "grad_norm": 1.25, "learning_rate": 1e-4, "tokens_per_second_per_device": 1234.5, "peak_host_gib": 0.5}
 
@@ -83,6 +83,15 @@ def test_a_step_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3] == "step 40: eval loss 1.5000 (a 1.0000, b 2.0000)"
     assert "tokens/s/device  MFU 41%  0.50 GiB  (data 1%, optimizer 5%)" in lines[4]
     assert lines[5] == "step 41: loss scale backed off (loss_scale 512)"
+
+
+def test_every_kernel_is_told_with_its_reason() -> None:
+    kernels = {
+        "model.attn_implementation": {"value": "sdpa", "reason": "flash-attn is not installed"},
+        "kernels.loss": {"value": "full", "reason": "the recipe says so"},
+    }
+    line = kernels_line({"kernels": kernels})
+    assert line == "kernels: attn_implementation sdpa (flash-attn is not installed); loss full (the recipe says so)"
 
 
 def test_the_account_of_the_data_is_a_line_a_set_the_training_set_first() -> None:

@@ -17,7 +17,7 @@ import torch
 from fsdp_tune.errors import FsdpTuneError
 from fsdp_tune.model import liger
 from fsdp_tune.model.build import build_empty, build_full
-from fsdp_tune.model.kernels import choose_kernels, choose_loss, kernels_line
+from fsdp_tune.model.kernels import choose_kernels, choose_loss
 from fsdp_tune.model.liger import choose_liger, liger_summed_loss, modules_of_liger, put_liger_into
 from fsdp_tune.model.linear_loss import Logits, LossOptions, summed_linear_loss
 from fsdp_tune.recipe.schema import Recipe
@@ -95,11 +95,17 @@ def test_what_cannot_be_had_is_refused(installed: bool, family: str, kernels: di
     assert raised.value.problems[0].hint
 
 
-def test_line_names_every_kernel_and_why() -> None:
-    line = kernels_line(choose_kernels(recipe_with(loss="full"), build_empty(recipe_of("llama")), "cpu"))
-    assert "attn_implementation sdpa (" in line
-    assert "loss full," in line
-    assert "liger false (Liger's kernels are for GPUs, and the device is cpu)" in line
+def test_every_kernel_is_chosen_with_a_reason() -> None:
+    chosen = choose_kernels(recipe_with(loss="full"), build_empty(recipe_of("llama")), "cpu")
+    assert {key: choice.value for key, choice in chosen.items()} == {
+        "model.attn_implementation": "sdpa",
+        "kernels.loss": "full",
+        "kernels.liger": "false",
+        "kernels.compile": "false",
+    }
+    assert chosen["kernels.loss"].reason == "the recipe says so"
+    assert chosen["kernels.liger"].reason == "Liger's kernels are for GPUs, and the device is cpu"
+    assert all(choice.reason for choice in chosen.values())
 
 
 @INTERPRETED
