@@ -1,0 +1,335 @@
+"""What a step costs: ours, a bare `fully_shard` loop, transformers' Trainer, TRL's SFTTrainer, and the tutorial that pads every row.
+
+    python benchmarks/step.py overhead [--contenders ours,bare,hf] [--rounds 7] [--steps 20]
+    python benchmarks/step.py compute
+    python benchmarks/step.py gsm8k --gsm8k train.jsonl --trl-python VENV/bin/python
+
+Each contender is two CPU ranks over gloo, one thread each, that live through the whole measurement and stand still while another one
+runs: the rounds go in turn, and the order moves on by one each time. Ours is the worker, started by `accelerate launch` on a run
+directory that `fsdp-tune train --no-start` wrote. `overhead` has tiny layers, `compute` 34 million parameters and 512 tokens a rank;
+both have full rows, fp32, clipping, fused AdamW and a line every ten steps. In `gsm8k` rows differ in length: ours and TRL pack to
+512 tokens, the tutorial pads to them.
+
+CPU time is that of a rank's whole process. Wall time is divided by how much slower than usual a fixed matrix product was beside that
+round. Medians over the rounds; ratios are medians of the ratios round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from step_ranks import ADDRESS, AUTHORITY, NAME, WORLD_SIZE
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+HERE = Path(__file__).resolve().parent
+START_SECONDS = 150
+LOGGING_STEPS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    model: dict[str, Any]
+    batch: int
+    max_length: int
+    contenders: tuple[str, ...]
+    packing: bool = False
+    rows: int = 512
+    """Made ones, all of `max_length` tokens; GSM8K has its own."""
+
+
+def _llama(hidden: int, layers: int, vocabulary: int, positions: int) -> dict[str, Any]:
+    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 32}
+    sizes = {"intermediate_size": hidden * 11 // 4, "vocab_size": vocabulary, "max_position_embeddings": positions}
+    return {"model_type": "llama", **shape, **sizes, "tie_word_embeddings": False}
+
+
+SIZES = {
+    "overhead": Size(_llama(64, 16, 512, 128), 2, 64, ("ours", "bare", "hf", "trl")),
+    "compute": Size(_llama(512, 8, 8192, 512), 1, 512, ("ours", "bare", "hf", "trl")),
+    "gsm8k": Size(_llama(256, 4, 8192, 512), 2, 512, ("ours", "padding", "trl"), packing=True),
+}
+
+
+# ---- What the contenders are given
+
+
+def write_rows(size: Size, gsm8k: Path | None, folder: Path) -> float:
+    """`rows.jsonl` with `input_ids`, and a tokenizer's directory beside it; returns the tokens of a row, cut at `max_length`."""
+    vocabulary = size.model["vocab_size"]
+    if gsm8k is None:
+        write_tokenizer(folder / "tokenizer", Tokenizer(models.WordLevel({f"<{number}>": number for number in range(vocabulary)}, "<0>")))
+        draw = np.random.default_rng(0)
+        rows = [[*draw.integers(3, vocabulary, size.max_length - 1).tolist(), 0] for _ in range(size.rows)]
+    else:
+        tokenizer, texts = learn_tokenizer(gsm8k, vocabulary)
+        write_tokenizer(folder / "tokenizer", tokenizer)
+        rows = [[*encoded.ids, 0] for encoded in tokenizer.encode_batch(texts)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8")
+    return statistics.mean(min(len(row), size.max_length) for row in rows)
+
+
+def learn_tokenizer(gsm8k: Path, vocabulary: int) -> tuple[Tokenizer, list[str]]:
+    """A byte-level BPE trained on the very file, and the file's texts: question and answer."""
+    found = [json.loads(line) for line in gsm8k.read_text(encoding="utf-8").splitlines()]
+    texts = [f"{row['question']}\n{row['answer']}" for row in found]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=["<0>"], initial_alphabet=alphabet))
+    return tokenizer, texts
+
+
+def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
+    """A directory as transformers reads it; token 0 ends a text and pads."""
+    directory.mkdir()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<0>", "pad_token": "<0>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def recipe_of(size: Size, inputs: Path, output: Path) -> dict[str, Any]:
+    return {
+        "model": {"from_config": size.model, "tokenizer": str(inputs / "tokenizer"), "attn_implementation": "sdpa"},
+        "data": {
+            "train": [{"path": str(inputs / "rows.jsonl")}],
+            "format": "tokenized",
+            "max_length": size.max_length,
+            "overlong": "truncate",
+            "packing": size.packing,
+            "cache_dir": str(output.parent / "cache"),
+        },
+        "precision": {"mixed_precision": "no"},
+        "kernels": {"loss": "full"},
+        "training": {
+            "per_device_train_batch_size": size.batch,
+            "max_steps": 1_000_000,
+            "learning_rate": 1.0e-4,
+            "weight_decay": 0.1,
+            "logging_steps": LOGGING_STEPS,
+            "save_strategy": "no",
+            "report_to": [],
+        },
+        "checkpoint": {"probe": False},
+        "launch": {"device": "cpu", "num_processes": WORLD_SIZE, "num_cpu_threads_per_process": 1},
+        "output_dir": str(output),
+    }
+
+
+# ---- The contenders
+
+
+@dataclass
+class Contender:
+    name: str
+    processes: list[subprocess.Popen[bytes]]
+    log: Path
+    pipes: dict[int, Connection] = field(default_factory=dict[int, Connection])
+    cpu_seconds: list[float] = field(default_factory=list[float])
+    """Of a step, mean of the ranks, for each round."""
+    wall_seconds: list[float] = field(default_factory=list[float])
+    tokens_per_row: float = 0.0
+
+    def round(self, steps: int, slowness: float) -> None:
+        for pipe in self.pipes.values():
+            pipe.send(steps)
+        took = [pipe.recv() for pipe in self.pipes.values()]
+        self.wall_seconds.append(max(wall for wall, _ in took) / steps / slowness)
+        self.cpu_seconds.append(statistics.mean(cpu for _, cpu in took) / steps)
+
+    def last_words(self) -> str:
+        logs = [self.log, *sorted(self.log.parent.glob(f"{self.name}/logs/*.log"))]
+        return "\n".join(path.read_text(errors="replace")[-2000:] for path in logs)
+
+    def end(self) -> None:
+        for pipe in self.pipes.values():
+            pipe.send(0)
+        for process in self.processes:
+            process.wait(60)
+
+
+def start_ours(size: Size, folder: Path, environment: dict[str, str]) -> Contender:
+    from fsdp_tune.launch.accelerate import launch_plan
+    from fsdp_tune.recipe.schema import Recipe
+    from fsdp_tune.run_dir import RunDir
+
+    file, run = folder / "ours.json", RunDir(folder / "ours")
+    file.write_text(json.dumps(recipe_of(size, folder, run.path)), encoding="utf-8")  # JSON is YAML
+    writes = [sys.executable, "-m", "fsdp_tune", "train", "--config", str(file), "--no-start", "--ignore-plan"]
+    subprocess.run(writes, check=True, env=environment, stdout=subprocess.DEVNULL)
+    recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
+    plan = launch_plan(recipe, run, worker_module="step_ranks", inherited=environment | {NAME: "ours"})
+    contender = Contender("ours", [], folder / "ours.log")
+    with contender.log.open("wb") as log:
+        contender.processes.append(subprocess.Popen(plan.argv, env=plan.env, stdout=log, stderr=log, start_new_session=True))
+    contender.tokens_per_row = mean_length(json.loads(run.data_json.read_text(encoding="utf-8"))["train"])
+    return contender
+
+
+def mean_length(store: str) -> float:
+    from fsdp_tune.data.store import RowStore
+
+    return float(RowStore(store).lengths.mean())
+
+
+def start_other(name: str, size: Size, folder: Path, environment: dict[str, str], python: str) -> Contender:
+    contender = Contender(name, [], folder / f"{name}.log")
+    (folder / name).mkdir()
+    task = {
+        "contender": name,
+        "model": size.model,
+        "batch": size.batch,
+        "max_length": size.max_length,
+        "packing": size.packing,
+        "logging_steps": LOGGING_STEPS,
+        "rows": str(folder / "rows.jsonl"),
+        "tokenizer": str(folder / "tokenizer"),
+        "folder": str(folder / name),
+        "rendezvous": str(folder / f"{name}.meeting"),
+    }
+    (folder / f"{name}.json").write_text(json.dumps(task), encoding="utf-8")
+    for rank in range(WORLD_SIZE):
+        command = [python, str(HERE / "step_ranks.py"), str(folder / f"{name}.json"), str(rank)]
+        with contender.log.open("ab") as log:
+            started = subprocess.Popen(command, env=environment | {NAME: name}, stdout=log, stderr=log, start_new_session=True)
+        contender.processes.append(started)
+    return contender
+
+
+def meet(listener: Listener, contenders: list[Contender]) -> None:
+    """Waits until every rank of every contender stands at its gate."""
+    deadline, by_name, unknown = time.monotonic() + START_SECONDS, {one.name: one for one in contenders}, list[Connection]()
+    accepted = 0
+    while any(len(one.pipes) < WORLD_SIZE for one in contenders):
+        for one in contenders:
+            if any(process.poll() is not None for process in one.processes) or (
+                time.monotonic() > deadline and len(one.pipes) < WORLD_SIZE
+            ):
+                raise SystemExit(f"{one.name} has {len(one.pipes)} of {WORLD_SIZE} ranks ready\n{one.last_words()}")
+        if accepted < WORLD_SIZE * len(contenders) and wait([listener._listener._socket], 0.2):  # type: ignore[attr-defined]
+            unknown.append(listener.accept())
+            accepted += 1
+        for pipe in wait(unknown, 0.2):
+            assert isinstance(pipe, Connection)
+            unknown.remove(pipe)
+            with contextlib.suppress(EOFError):  # whose process has ended is seen above
+                name, rank = pipe.recv()
+                by_name[name].pipes[rank] = pipe
+
+
+# ---- Measurement
+
+
+class Speedometer:
+    """How fast the machine is now: a fixed product of matrices."""
+
+    def __init__(self) -> None:
+        self._matrix = np.random.default_rng(0).standard_normal((600, 600)).astype(np.float32)
+        self.seconds: list[float] = []
+        self()
+        self.usual_seconds = self()
+
+    def __call__(self) -> float:
+        started = time.perf_counter()
+        for _ in range(12):
+            self._matrix @ self._matrix
+        self.seconds.append(time.perf_counter() - started)
+        return self.seconds[-1]
+
+
+def measure(contenders: list[Contender], rounds: int, steps: int) -> Speedometer:
+    speed = Speedometer()
+    for number in range(rounds + 1):  # the first finds cold caches
+        order = contenders[number % len(contenders) :] + contenders[: number % len(contenders)]
+        for one in order:
+            one.round(steps, speed() / speed.usual_seconds)
+    for one in contenders:
+        del one.cpu_seconds[0], one.wall_seconds[0]
+    return speed
+
+
+def report(contenders: list[Contender], size: Size, speed: Speedometer, against: str) -> None:
+    base = next((one for one in contenders if one.name == against), contenders[0])
+    spread = (max(speed.seconds) - min(speed.seconds)) / statistics.median(speed.seconds)
+    print(f"the fixed product took {statistics.median(speed.seconds):.3f} s; fastest to slowest differ by {spread:.0%}")
+    print(f"| | CPU ms a step and rank | wall ms | CPU / {base.name} | wall / {base.name} | real tokens / s | tokens/s / {base.name} |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for one in contenders:
+        cpu, wall = statistics.median(one.cpu_seconds), statistics.median(one.wall_seconds)
+        cpu_ratio, wall_ratio = ratio(one.cpu_seconds, base.cpu_seconds), ratio(one.wall_seconds, base.wall_seconds)
+        tokens = one.tokens_per_row * size.batch * WORLD_SIZE
+        gain = one.tokens_per_row / base.tokens_per_row / wall_ratio
+        milliseconds = f"{1000 * cpu:.1f} | {1000 * wall:.1f}"
+        print(f"| {one.name} | {milliseconds} | {cpu_ratio:.3f} | {wall_ratio:.3f} | {tokens / wall:,.0f} | {gain:.2f} |")
+
+
+def ratio(one: list[float], other: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(one, other, strict=True))
+
+
+def run(options: argparse.Namespace, folder: Path) -> None:
+    size = SIZES[options.size]
+    names: list[str] = options.contenders.split(",") if options.contenders else list(size.contenders)
+    if "trl" in names and options.trl_python is None:
+        print("trl: not installed (--trl-python names an interpreter that has it)")
+        names.remove("trl")
+    address = str(folder / "gate")
+    tokens_per_row = write_rows(size, options.gsm8k, folder)
+    paths = os.pathsep.join([str(HERE.parent), str(HERE)])  # this checkout's, whichever is installed
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths, ADDRESS: address}
+    contenders: list[Contender] = []
+    with Listener(address, "AF_UNIX", backlog=16, authkey=AUTHORITY) as listener:
+        try:
+            for name in names:
+                python = options.trl_python if name == "trl" else sys.executable
+                ours = name == "ours"
+                one = start_ours(size, folder, environment) if ours else start_other(name, size, folder, environment, python)
+                contenders.append(one)
+            meet(listener, contenders)
+            for one in contenders:
+                told = folder / one.name / "tokens_per_row"
+                one.tokens_per_row = one.tokens_per_row or (float(told.read_text()) if told.exists() else tokens_per_row)
+            speed = measure(contenders, options.rounds, options.steps)
+            report(contenders, size, speed, "bare" if "bare" in names else "ours")
+            for one in contenders:
+                one.end()
+        finally:
+            for process in (process for one in contenders for process in one.processes if process.poll() is None):
+                os.killpg(process.pid, 9)
+            if options.keep:
+                shutil.copytree(folder, options.keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("gate"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=sorted(SIZES))
+    parser.add_argument("--contenders", help="some of ours,bare,hf,trl,padding")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=20, help="of each contender in each round")
+    parser.add_argument("--trl-python", help="an interpreter that can import trl")
+    parser.add_argument("--gsm8k", type=Path, help="GSM8K's train.jsonl (question, answer)")
+    parser.add_argument("--keep", type=Path, help="where run directory and logs are copied to")
+    options = parser.parse_args()
+    if options.size == "gsm8k" and options.gsm8k is None:
+        parser.error("--gsm8k FILE is needed")
+    with tempfile.TemporaryDirectory(prefix="benchmark-step-") as folder:
+        started = time.monotonic()
+        run(options, Path(folder))
+        print(f"{time.monotonic() - started:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()
