@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from step import SIZES, learn_tokenizer, write_tokenizer
+from step_inputs import SIZES, learn_tokenizer, write_tokenizer
 
 if TYPE_CHECKING:
     from fsdp_tune.data.prepare import Prepared

@@ -1,0 +1,101 @@
+"""What the contenders of `step.py` are given: sizes, rows, a tokenizer, and the recipe that says the same to ours."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from step_ranks import WORLD_SIZE
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+LOGGING_STEPS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    model: dict[str, Any]
+    batch: int
+    max_length: int
+    contenders: tuple[str, ...]
+    packing: bool = False
+    rows: int = 512
+    """Made ones, all of `max_length` tokens; GSM8K has its own."""
+
+
+def _llama(hidden: int, layers: int, vocabulary: int, positions: int) -> dict[str, Any]:
+    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 32}
+    sizes = {"intermediate_size": hidden * 11 // 4, "vocab_size": vocabulary, "max_position_embeddings": positions}
+    return {"model_type": "llama", **shape, **sizes, "tie_word_embeddings": False}
+
+
+SIZES = {
+    "overhead": Size(_llama(64, 16, 512, 128), 2, 64, ("ours", "bare", "hf", "trl")),
+    "compute": Size(_llama(512, 8, 8192, 512), 1, 512, ("ours", "bare", "hf", "trl")),
+    "gsm8k": Size(_llama(256, 4, 8192, 512), 2, 512, ("ours", "padding", "trl"), packing=True),
+}
+
+
+def write_rows(size: Size, gsm8k: Path | None, folder: Path) -> float:
+    """`rows.jsonl` with `input_ids`, and a tokenizer's directory beside it; returns the tokens of a row, cut at `max_length`."""
+    vocabulary = size.model["vocab_size"]
+    if gsm8k is None:
+        write_tokenizer(folder / "tokenizer", Tokenizer(models.WordLevel({f"<{number}>": number for number in range(vocabulary)}, "<0>")))
+        draw = np.random.default_rng(0)
+        rows = [[*draw.integers(3, vocabulary, size.max_length - 1).tolist(), 0] for _ in range(size.rows)]
+    else:
+        tokenizer, texts = learn_tokenizer(gsm8k, vocabulary)
+        write_tokenizer(folder / "tokenizer", tokenizer)
+        rows = [[*encoded.ids, 0] for encoded in tokenizer.encode_batch(texts)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8")
+    return statistics.mean(min(len(row), size.max_length) for row in rows)
+
+
+def learn_tokenizer(gsm8k: Path, vocabulary: int) -> tuple[Tokenizer, list[str]]:
+    """A byte-level BPE trained on the very file, and the file's texts: question and answer."""
+    found = [json.loads(line) for line in gsm8k.read_text(encoding="utf-8").splitlines()]
+    texts = [f"{row['question']}\n{row['answer']}" for row in found]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=["<0>"], initial_alphabet=alphabet))
+    return tokenizer, texts
+
+
+def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
+    """A directory as transformers reads it; token 0 ends a text and pads."""
+    directory.mkdir()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<0>", "pad_token": "<0>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def recipe_of(size: Size, inputs: Path, output: Path) -> dict[str, Any]:
+    return {
+        "model": {"from_config": size.model, "tokenizer": str(inputs / "tokenizer"), "attn_implementation": "sdpa"},
+        "data": {
+            "train": [{"path": str(inputs / "rows.jsonl")}],
+            "format": "tokenized",
+            "max_length": size.max_length,
+            "overlong": "truncate",
+            "packing": size.packing,
+            "cache_dir": str(output.parent / "cache"),
+        },
+        "precision": {"mixed_precision": "no"},
+        "kernels": {"loss": "full"},
+        "training": {
+            "per_device_train_batch_size": size.batch,
+            "max_steps": 1_000_000,
+            "learning_rate": 1.0e-4,
+            "weight_decay": 0.1,
+            "logging_steps": LOGGING_STEPS,
+            "save_strategy": "no",
+            "report_to": [],
+        },
+        "checkpoint": {"probe": False},
+        "launch": {"device": "cpu", "num_processes": WORLD_SIZE, "num_cpu_threads_per_process": 1},
+        "output_dir": str(output),
+    }
