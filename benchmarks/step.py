@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 from step_inputs import LOGGING_STEPS, SIZES, Size, recipe_of, write_rows
-from step_ranks import ADDRESS, AUTHORITY, NAME, WORLD_SIZE
+from step_ranks import ADDRESS, AUTHORITY, NAME, WARM_UP_STEPS, WORLD_SIZE
 
 HERE = Path(__file__).resolve().parent
 START_SECONDS = 150
@@ -198,7 +198,8 @@ def run(options: argparse.Namespace, folder: Path) -> None:
     address = str(folder / "gate")
     tokens_per_row = write_rows(size, options.gsm8k, folder)
     paths = os.pathsep.join([str(HERE.parent), str(HERE)])  # this checkout's, whichever is installed
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths, ADDRESS: address}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
+    environment |= {ADDRESS: address, WARM_UP_STEPS: str(options.steps)}
     contenders: list[Contender] = []
     with Listener(address, "AF_UNIX", backlog=16, authkey=AUTHORITY) as listener:
         try:

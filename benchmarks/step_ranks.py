@@ -19,7 +19,7 @@ from typing import Any
 
 WORLD_SIZE = 2
 AUTHORITY = b"benchmark"
-ADDRESS, NAME = "STEP_BENCHMARK_ADDRESS", "STEP_BENCHMARK_NAME"
+ADDRESS, NAME, WARM_UP_STEPS = "STEP_BENCHMARK_ADDRESS", "STEP_BENCHMARK_NAME", "STEP_BENCHMARK_WARM_UP_STEPS"
 
 
 class Gate:
@@ -27,7 +27,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._to_controller = Client(os.environ[ADDRESS], "AF_UNIX", authkey=AUTHORITY)
-        self._left = 10  # until everything is allocated, and the first line is logged
+        self._left = int(os.environ[WARM_UP_STEPS])
         self._started: tuple[float, float] | None = None
 
     def __call__(self) -> None:
