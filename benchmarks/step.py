@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -52,11 +53,11 @@ class Contender:
     wall_seconds: list[float] = field(default_factory=list[float])
     tokens_per_row: float = 0.0
 
-    def round(self, steps: int, slowness: float) -> None:
+    def round(self, steps: int) -> None:
         for pipe in self.pipes.values():
             pipe.send(steps)
         took = [pipe.recv() for pipe in self.pipes.values()]
-        self.wall_seconds.append(max(wall for wall, _ in took) / steps / slowness)
+        self.wall_seconds.append(max(wall for wall, _ in took) / steps)
         self.cpu_seconds.append(statistics.mean(cpu for _, cpu in took) / steps)
 
     def last_words(self) -> str:
@@ -148,8 +149,6 @@ class Speedometer:
     def __init__(self) -> None:
         self._matrix = np.random.default_rng(0).standard_normal((600, 600)).astype(np.float32)
         self.seconds: list[float] = []
-        self()
-        self.usual_seconds = self()
 
     def __call__(self) -> float:
         started = time.perf_counter()
@@ -161,12 +160,16 @@ class Speedometer:
 
 def measure(contenders: list[Contender], rounds: int, steps: int) -> Speedometer:
     speed = Speedometer()
+    beside: dict[str, list[float]] = {one.name: [] for one in contenders}
     for number in range(rounds + 1):  # the first finds cold caches
         order = contenders[number % len(contenders) :] + contenders[: number % len(contenders)]
         for one in order:
-            one.round(steps, speed() / speed.usual_seconds)
+            beside[one.name].append(speed())
+            one.round(steps)
+    usual = statistics.median(speed.seconds)
     for one in contenders:
-        del one.cpu_seconds[0], one.wall_seconds[0]
+        one.wall_seconds = [wall * usual / product for wall, product in zip(one.wall_seconds, beside[one.name], strict=True)][1:]
+        del one.cpu_seconds[0]
     return speed
 
 
@@ -233,6 +236,7 @@ def main() -> None:
     parser.add_argument("--gsm8k", type=Path, help="GSM8K's train.jsonl (question, answer)")
     parser.add_argument("--keep", type=Path, help="where run directory and logs are copied to")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the contenders end too
     if options.size == "gsm8k" and options.gsm8k is None:
         parser.error("--gsm8k FILE is needed")
     with tempfile.TemporaryDirectory(prefix="benchmark-step-") as folder:
