@@ -102,11 +102,11 @@ class _Replayed:
 def _replay(events: Records, segments: Segments, capacity_bytes: int | None) -> _Replayed:
     allocator = CachingAllocator(expandable=segments == "expandable", capacity_bytes=capacity_bytes)
     blocks: dict[int, Block] = {}
-    allocated, reserved = np.zeros(len(events), np.int64), np.zeros(len(events), np.int64)
+    allocated: list[int] = []
+    reserved: list[int] = []
     full = False
-    done = 0
     columns: list[list[int]] = [events[name].tolist() for name in ("block", "bytes", "stream")]
-    for index, (block, size, stream) in enumerate(zip(*columns, strict=True)):
+    for block, size, stream in zip(*columns, strict=True):
         if size > 0:
             try:
                 blocks[block] = allocator.allocate(size, stream)
@@ -115,11 +115,10 @@ def _replay(events: Records, segments: Segments, capacity_bytes: int | None) -> 
                 break
         else:
             allocator.free(blocks.pop(block))
-        allocated[index], reserved[index] = allocator.allocated_bytes, allocator.reserved_bytes
-        done = index + 1
-    return _Replayed(
-        allocated[:done], reserved[:done], allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.retries, full
-    )
+        allocated.append(allocator.allocated_bytes)
+        reserved.append(allocator.reserved_bytes)
+    levels = np.array(allocated, np.int64), np.array(reserved, np.int64)
+    return _Replayed(*levels, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.retries, full)
 
 
 def _with_workspace(trace: Trace, workspace_bytes: int) -> Records:

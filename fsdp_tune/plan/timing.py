@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -162,8 +163,7 @@ def _columns(table: Records, *names: str) -> list[tuple[int, ...]]:
     return list(zip(*(table[name].tolist() for name in names), strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(NamedTuple):
     """Something that is issued to a stream; a wait when `source` is there."""
 
     at: int
