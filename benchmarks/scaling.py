@@ -31,7 +31,7 @@ from fsdp_tune.run_dir import RunDir
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
 RANKS = (1, 2, 4, 8)
-STEPS, WARMUP_STEPS = 9, 3
+STEPS, WARMUP_STEPS = 7, 3
 MICRO_BATCH = 2
 TOKENS = 128
 SMALL = {
@@ -73,6 +73,7 @@ def measure(strategy: str, ranks: int, folder: Path) -> Measured:
     seconds = statistics.median(line["step_seconds"] for line in lines)
     talking = [line["exposed_communication_seconds"] for line in lines]
     return {
+        "steps": len(lines),
         "samples_per_second": MICRO_BATCH * ranks / seconds,
         "peak_host_gib": max(line["peak_host_gib"] for line in lines),
         "communication": None if None in talking else statistics.median(talking) / seconds,
@@ -116,13 +117,14 @@ def table(measured: dict[str, Measured], predicted: dict[tuple[str, int], tuple[
 
 def page(rows: list[str], results: dict[str, Any]) -> str:
     """docs/scaling.md."""
+    fewest = min(run["steps"] for run in results["runs"].values())
     return f"""# Scaling: the table of the tutorials
 
 Written by `python benchmarks/scaling.py --write`, at commit {results["commit"]}, with {results["versions"]}.
 
 Left, measured: `fsdp-tune train` over gloo, a Llama of 25 million parameters in fp32, {MICRO_BATCH} rows of {TOKENS} tokens a rank,
 one thread a rank, on a machine with {results["cores"]} cores: **with more ranks than cores the cores are oversubscribed**, and samples a
-second say nothing about scaling any more. Medians of {STEPS - WARMUP_STEPS} steps. A rank's memory is its whole process: Python, torch and
+second say nothing about scaling any more. Medians of {fewest} steps or more. A rank's memory is its whole process: Python, torch and
 transformers are more than half a GiB of it. Communication is the share of a step that the computing thread spends in FSDP2's collectives
 and waits; on a CPU nothing overlaps, and with too few cores it is mostly waiting for ranks that have not had their turn. DDP's waits are
 inside torch's reducer and cannot be seen.
