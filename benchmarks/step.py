@@ -152,7 +152,7 @@ class Speedometer:
 
     def __call__(self) -> float:
         started = time.perf_counter()
-        for _ in range(12):
+        for _ in range(60):
             self._matrix @ self._matrix
         self.seconds.append(time.perf_counter() - started)
         return self.seconds[-1]
@@ -164,8 +164,9 @@ def measure(contenders: list[Contender], rounds: int, steps: int) -> Speedometer
     for number in range(rounds + 1):  # the first finds cold caches
         order = contenders[number % len(contenders) :] + contenders[: number % len(contenders)]
         for one in order:
-            beside[one.name].append(speed())
+            before = speed()
             one.round(steps)
+            beside[one.name].append((before + speed()) / 2)
     usual = statistics.median(speed.seconds)
     for one in contenders:
         one.wall_seconds = [wall * usual / product for wall, product in zip(one.wall_seconds, beside[one.name], strict=True)][1:]
@@ -181,15 +182,19 @@ def report(contenders: list[Contender], size: Size, speed: Speedometer, against:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for one in contenders:
         cpu, wall = statistics.median(one.cpu_seconds), statistics.median(one.wall_seconds)
-        cpu_ratio, wall_ratio = ratio(one.cpu_seconds, base.cpu_seconds), ratio(one.wall_seconds, base.wall_seconds)
+        cpu_ratios, wall_ratios = ratios(one.cpu_seconds, base.cpu_seconds), ratios(one.wall_seconds, base.wall_seconds)
         tokens = one.tokens_per_row * size.batch * WORLD_SIZE
-        gain = one.tokens_per_row / base.tokens_per_row / wall_ratio
-        milliseconds = f"{1000 * cpu:.1f} | {1000 * wall:.1f}"
-        print(f"| {one.name} | {milliseconds} | {cpu_ratio:.3f} | {wall_ratio:.3f} | {tokens / wall:,.0f} | {gain:.2f} |")
+        gain = one.tokens_per_row / base.tokens_per_row / statistics.median(wall_ratios)
+        told = [f"{1000 * cpu:.1f}", f"{1000 * wall:.1f}", median_and_range(cpu_ratios), median_and_range(wall_ratios)]
+        print("|", " | ".join([one.name, *told, f"{tokens / wall:,.0f}", f"{gain:.2f}"]), "|")
 
 
-def ratio(one: list[float], other: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(one, other, strict=True))
+def ratios(one: list[float], other: list[float]) -> list[float]:
+    return [a / b for a, b in zip(one, other, strict=True)]
+
+
+def median_and_range(found: list[float]) -> str:
+    return f"{statistics.median(found):.3f} ({min(found):.2f} to {max(found):.2f})"
 
 
 def run(options: argparse.Namespace, folder: Path) -> None:
