@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from fsdp_tune.cores import available_cores
 from fsdp_tune.errors import FsdpTuneError, Problem
 from fsdp_tune.recipe.schema import Recipe
 
@@ -132,7 +133,7 @@ class Server:
 
 def main() -> None:
     importlib.import_module("fsdp_tune.trace.run")  # before the forks: the import is the long part
-    Server(min(MOST_WORKERS, len(os.sched_getaffinity(0)))).run()
+    Server(min(MOST_WORKERS, available_cores())).run()
     sys.stderr.flush()
     os._exit(0)  # torch takes half a second to leave, and somebody waits
 
