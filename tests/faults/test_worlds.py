@@ -90,7 +90,8 @@ def test_code_in_the_state_of_a_rank_is_not_run(tmp_path: Path, forks: ForkServe
     files = manifest.files | {"rng_state_1.pth": digest_file(checkpoint / "rng_state_1.pth")}
     (checkpoint / MANIFEST_NAME).write_text(Manifest(manifest.kind, files, manifest.facts).to_json())
     assert verified_steps(RunDir(run)) == [ranks.FIRST]
-    ends = forks.run(2, ranks.come_back, [run])
+    nobody = 2
+    ends = forks.run(2, ranks.come_back_late, checkpoint, nobody, 0.0, False, 0.0)  # no save after it: the other rank would wait in it
     assert ends[1].code == 1
     assert "weights_only" in ends[1].text.lower() or "unpickl" in ends[1].text.lower()
     assert not sentinel.exists()
