@@ -126,8 +126,8 @@ Left, measured: `fsdp-tune train` over gloo, a Llama of 25 million parameters in
 one thread a rank, on a machine with {results["cores"]} cores: **with more ranks than cores the cores are oversubscribed**, and samples a
 second say nothing about scaling any more. Medians of {fewest} steps or more. A rank's memory is its whole process: Python, torch and
 transformers are more than half a GiB of it, which hides what sharding saves at this size. Communication is the
-share of a step that the computing thread spends in FSDP2's collectives and waits; on a CPU nothing overlaps, and with too few cores it is mostly waiting for ranks that have not had their turn. DDP's waits are
-inside torch's reducer and cannot be seen.
+share of a step that the computing thread spends in FSDP2's collectives and waits; on a CPU nothing overlaps, and with too few
+cores it is mostly waiting for ranks that have not had their turn. DDP's waits are inside torch's reducer and cannot be seen.
 
 Right, predicted: `{LARGE}` (rows of 4,096 tokens, 2 a GPU, everything recomputed, bf16) on one machine with as many
 {GPU}. Samples are rows; GiB is reserved memory with CUDA's context and NCCL; communication is the share of a step that the compute
