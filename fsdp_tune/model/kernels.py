@@ -78,4 +78,3 @@ def install_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) ->
     if loss != "full":
         put_loss_into_head(model, logits_of(model), _LOSSES[loss], loss)
     return chosen
-
