@@ -142,11 +142,14 @@ class StepView:
 
 def _shares(line: dict[str, Any]) -> str:
     """What of a step is not forward and backward, in percent."""
-    step_seconds = line.get("step_seconds")
-    if not step_seconds:
-        return ""
-    named = (("data", "data_wait_seconds"), ("communication", "exposed_communication_seconds"), ("optimizer", "optimizer_seconds"))
-    return ", ".join(f"{name} {line[key] / step_seconds:.0%}" for name, key in named if line.get(key) is not None)
+    named = (
+        ("data", "data_wait_seconds", "step_seconds"),
+        ("communication", "exposed_communication_seconds", "last_step_seconds"),
+        ("optimizer", "optimizer_seconds", "last_step_seconds"),
+    )
+    return ", ".join(
+        f"{name} {line[part] / line[whole]:.0%}" for name, part, whole in named if line.get(part) is not None and line.get(whole)
+    )
 
 
 def profile_table(seconds: dict[str, dict[str, float]], steps: int) -> list[str]:

@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from fsdp_tune.model.wrap import fsdp_groups
 
-OPTIMIZER, COMMUNICATION = "optimizer", "communication"
+STEP, OPTIMIZER, COMMUNICATION = "step", "optimizer", "communication"
 # What FSDP2 does on the stream that computes. On CUDA an all-gather runs beside it, and only the wait for it is in these;
 # on a CPU the call itself is.
 _COMMUNICATING = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
@@ -55,6 +55,7 @@ class StepShares(TrainerCallback):
         self._watch = Stopwatch(device)
         self._spans: dict[str, list[tuple[Moment, Moment]]] = defaultdict(list)
         self._is_measuring = False
+        self._step_began: Moment | None = None
         self._optimizer_began: Moment | None = None
         groups = [group for module in wrapped.modules() if isinstance(module, FSDPModule) for group in fsdp_groups(module)]
         self._sees_communication = bool(groups)
@@ -83,6 +84,7 @@ class StepShares(TrainerCallback):
         sums = {kind: sum(self._watch.seconds(*span) for span in spans) for kind, spans in self._spans.items()}
         self._spans.clear()
         return {
+            "last_step_seconds": sums.get(STEP),
             "optimizer_seconds": sums.get(OPTIMIZER),
             "exposed_communication_seconds": sums.get(COMMUNICATION) if self._sees_communication else None,
         }
@@ -90,14 +92,17 @@ class StepShares(TrainerCallback):
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         step = state.global_step + 1
         self._is_measuring = step % max(int(args.logging_steps), 1) == 0 or step == state.max_steps
+        self._step_began = self._watch.now() if self._is_measuring else None
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._optimizer_began = self._watch.now() if self._is_measuring else None
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._optimizer_began is not None:
-            self._spans[OPTIMIZER].append((self._optimizer_began, self._watch.now()))
-            self._optimizer_began = None
+        if self._optimizer_began is not None and self._step_began is not None:
+            ended = self._watch.now()
+            self._spans[OPTIMIZER].append((self._optimizer_began, ended))
+            self._spans[STEP].append((self._step_began, ended))
+            self._step_began = self._optimizer_began = None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._is_measuring = False  # an evaluation gathers too

@@ -74,7 +74,8 @@ def test_a_step_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
         view.show(STEP)
         view.show({**STEP, "step": 40, "loss": "nan", "grad_norm": None})
         view.show({"step": 40, "eval_loss": 1.5, "eval_a_loss": 1.0, "eval_b_loss": 2.0})
-        shares = {"step_seconds": 2.0, "data_wait_seconds": 0.02, "exposed_communication_seconds": None, "optimizer_seconds": 0.1}
+        shares = {"step_seconds": 2.0, "data_wait_seconds": 0.02}
+        shares |= {"last_step_seconds": 1.0, "exposed_communication_seconds": None, "optimizer_seconds": 0.05}
         view.show({**STEP, "step": 60, "mfu": 0.412, **shares})
         view.show({"event": "loss_scale_backed_off", "step": 41, "time": 1.0, "loss_scale": 512})
     lines = capsys.readouterr().out.splitlines()
