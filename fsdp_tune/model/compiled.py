@@ -21,7 +21,7 @@ BACKEND = "inductor"
 
 
 def choose_compile(recipe: Recipe) -> Choice:
-    return Choice("true" if recipe.kernels.compile else "false", WRITTEN if "compile" in recipe.kernels.model_fields_set else "the default")
+    return Choice("true", WRITTEN) if recipe.kernels.compile else Choice("false", "not asked for")
 
 
 def compile_layers(recipe: Recipe, model: PreTrainedModel) -> list[str]:

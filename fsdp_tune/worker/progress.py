@@ -19,6 +19,8 @@ WINDOW_SECONDS = 2.0
 """Shorter spans hold too few samples of `Heartbeat.waited_seconds`."""
 SLOW_RATIO = 1.5
 RECOVERED_RATIO = 1.2
+NOTICED_SECONDS = 0.05
+"""A step, behind the others: less is nothing that anybody would look for, and on busy cores it is chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class Progress(TrainerCallback):
         """Once when a rank falls behind, and again only after it had recovered or when it is another one."""
         if found.ratio < RECOVERED_RATIO:
             self._told = None
-        if found.ratio < SLOW_RATIO or found.rank == self._told:
+        if found.ratio < SLOW_RATIO or found.behind_seconds < NOTICED_SECONDS or found.rank == self._told:
             return
         self._told = found.rank
         ratio = round(min(found.ratio, 1000.0), 2)

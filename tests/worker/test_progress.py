@@ -17,7 +17,8 @@ from fsdp_tune.errors import FailedError
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.worker import heartbeat as heartbeats
 from fsdp_tune.worker.heartbeat import Heartbeat, is_waiting
-from fsdp_tune.worker.progress import slowest
+from fsdp_tune.worker.metrics import MetricsFile
+from fsdp_tune.worker.progress import Progress, Slowest, slowest
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
@@ -139,6 +140,15 @@ def test_the_slowest_is_compared_with_the_median_of_the_others() -> None:
     assert (found.rank, found.ratio, found.behind_seconds) == (1, 4.0, 2.0)
     assert slowest([1.0, 1.0], steps=1).ratio == 1.0
     assert slowest([0.0, 3.0], steps=1).ratio == float("inf")
+
+
+@pytest.mark.parametrize(("behind_seconds", "told"), [(0.02, 0), (0.2, 1)])
+def test_a_rank_is_slow_only_where_the_others_wait_for_long_enough_to_be_noticed(run: RunDir, behind_seconds: float, told: int) -> None:
+    metrics = MetricsFile(run, resume_step=None, enabled=True)
+    progress = Progress(Heartbeat(run, 0), metrics)
+    progress._tell(Slowest(1, 2.5, behind_seconds), 10)
+    metrics.close()
+    assert len(run.metrics_jsonl.read_text().splitlines()) == told
 
 
 def run_with_a_slow_rank(path: str) -> dict[str, Any]:
