@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import fsdp_tune
 from fsdp_tune.errors import FsdpTuneError, Problem
+from fsdp_tune.plan.kept import state_of
 from fsdp_tune.plan.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
 
@@ -163,12 +164,8 @@ def _configuration(recipe: Recipe) -> str:
 def _sources() -> str:
     """The package's own code that a trace runs, by size and time of change."""
     root = Path(fsdp_tune.__file__).parent
-    digest = hashlib.sha256()
-    for part in ("trace", "model", "recipe"):
-        for path in sorted((root / part).rglob("*.py")):
-            state = path.stat()
-            digest.update(f"{path.name} {state.st_size} {state.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
+    states = "".join(state_of(root / part) for part in ("trace", "model", "recipe"))
+    return hashlib.sha256(states.encode()).hexdigest()
 
 
 def _versions() -> list[str]:

@@ -36,7 +36,7 @@ def read_run(path: Path, hardware: Hardware) -> Measured:
     try:
         recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
         devices: list[dict[str, Any]] = json.loads(run.environment_json.read_text(encoding="utf-8")).get("devices", [])
-        lines = [json.loads(line) for line in run.metrics_jsonl.read_text(encoding="utf-8").splitlines()]
+        lines = run.metrics()
     except (OSError, ValueError) as error:
         raise usage_error("calibrate-no-run", f"{path} is no run that can be learnt from: {error}") from error
     found = detect(devices[0].get("name")) if devices and recipe.launch.device == "cuda" else None

@@ -23,12 +23,14 @@ def plan_key(recipe: Recipe, hardware: Hardware, efficiency: Efficiency | None, 
     data: dict[str, Any] = recipe.model_dump(mode="json", by_alias=True)
     for name in _UNSEEN:
         data.pop(name)
-    parts = [json.dumps(data, sort_keys=True), repr(hardware), repr(efficiency), trace]
-    for path in sorted(_OWN.iterdir()):
-        if path.is_file():
-            state = path.stat()
-            parts.append(f"{path.name} {state.st_size} {state.st_mtime_ns}")
+    parts = [json.dumps(data, sort_keys=True), repr(hardware), repr(efficiency), trace, state_of(_OWN)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def state_of(folder: Path) -> str:
+    """The files under a folder of the package, by size and time of change: what was computed with others is computed anew."""
+    states = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".pyc"]
+    return "".join(f"{path.name} {state.st_size} {state.st_mtime_ns}\n" for path, state in states)
 
 
 def kept_plan(cache: Path, key: str, recipe: Recipe) -> Plan | None:
