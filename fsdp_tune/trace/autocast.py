@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 import torch
-from torch.library import Library, fallthrough_kernel
+from torch import library
 from torch.utils._pytree import tree_map
 
 from fsdp_tune.trace.device import DEVICE
@@ -49,16 +49,16 @@ _weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 @functools.cache
-def install() -> list[Library]:
+def install() -> list[library.Library]:
     """Once a process; what it returns must live as long."""
-    fallback = Library("_", "IMPL", "AutocastPrivateUse1")
-    fallback.fallback(fallthrough_kernel)
-    library = Library("aten", "IMPL", "AutocastPrivateUse1")
+    fallback = library.Library("_", "IMPL", "AutocastPrivateUse1")
+    fallback.fallback(library.fallthrough_kernel)
+    casts = library.Library("aten", "IMPL", "AutocastPrivateUse1")
     for name in _LOWER:
-        library.impl(name, functools.partial(_run, _overload(name), None))
+        casts.impl(name, functools.partial(_run, _overload(name), None))
     for name in _FP32:
-        library.impl(name, functools.partial(_run, _overload(name), torch.float32))
-    return [fallback, library]
+        casts.impl(name, functools.partial(_run, _overload(name), torch.float32))
+    return [fallback, casts]
 
 
 def forget_weights() -> None:

@@ -20,9 +20,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from fsdp_tune.data.collate import collate, cumulative_lengths
 from fsdp_tune.data.order import rank_micro_batches
-from fsdp_tune.data.store import Int64, Row, RowStore
+from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row, RowStore
 from fsdp_tune.errors import FailedError, Problem
-from fsdp_tune.model.loss import IGNORE_INDEX
 from fsdp_tune.worker.signals import ignore_stop_signals
 
 FILLER = -1
