@@ -7,6 +7,7 @@ Stage names start with `.` and end in `.stage-<pid>`, so that leftovers can be t
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -24,8 +25,21 @@ class Disk:
     def open(self, path: Path, mode: str = "wb") -> IO[bytes]:
         return open(path, mode)
 
+    def open_direct(self, path: Path) -> IO[bytes]:
+        """For reading and writing past the page cache, in whole pages at addresses of whole pages.
+
+        OSError(EINVAL) where the system or the file system has no such thing.
+        """
+        if not hasattr(os, "O_DIRECT"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+        return open(path, "r+b", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_DIRECT))
+
     def write(self, file: IO[bytes], data: bytes | memoryview) -> None:
-        file.write(data)
+        """All of `data`, also to a file without a buffer, of which the kernel may take less at once."""
+        view = memoryview(data)
+        left = view.cast("B") if view.nbytes else b""
+        while left:
+            left = left[file.write(left) :]
 
     def fsync(self, file: IO[bytes]) -> None:
         file.flush()

@@ -63,12 +63,6 @@ class PageCache:
             done = [run for run in done if _is_digested(file, run)]
         give_back(descriptor, done)
 
-    @property
-    def is_cold(self) -> bool:
-        """Some of the files that were opened come from the disk."""
-        with self._changed:
-            return any(file.is_cold for file in self._files.values())
-
     def closing(self, path: Path, descriptor: int) -> None:
         """The copy reads no more of this file."""
         with self._changed:

@@ -25,7 +25,7 @@ from fsdp_tune.merge.source import Choice, Selection, select
 from fsdp_tune.merge.ties import Tied, find_ties
 from fsdp_tune.merge.verify import check_bytes_on_disk, check_headers
 from fsdp_tune.merge.weights import PEFT_NAME
-from fsdp_tune.merge.write import Source, Written, thread_count, write_tensors
+from fsdp_tune.merge.write import THREADS, Source, Written, write_tensors
 
 _SHOWN = 20
 
@@ -191,12 +191,10 @@ def _copy(copy: Copy, stage: Path, show: Progress) -> tuple[Written, list[Notice
     with ExitStack() as stack:
         folder = copy.companions.folder
         child = stack.enter_context(Child("names", folder)) if folder is not None and copy.needs_parameter_list else None
-        check = stack.enter_context(ManifestCheck(copy.selection.weights, thread_count(), copy.pages))
+        check = stack.enter_context(ManifestCheck(copy.selection.weights, THREADS, copy.pages))
         bar = stack.enter_context(show("merging", copy.layout.total_size_bytes, "bytes"))
         try:
-            written = write_tensors(
-                copy.sources, copy.layout, stage, read_back=read_back, gives_back=copy.pages.is_cold, advance=bar.advance
-            )
+            written = write_tensors(copy.sources, copy.layout, stage, read_back=read_back, advance=bar.advance)
         except FailedError:
             check.finish()  # a file that is not what was saved explains whatever else went wrong in it
             raise

@@ -1,37 +1,33 @@
 """The engine: a few threads bring tensors together and write them to their places; memory is a few buffers, whatever the model.
 
 Per thread: a buffer for values as read, one for values as written, one for what is in between (`gather.BUFFER_BYTES`
-each), and one for sums, which costs memory only where something is added up. Every tensor is read back from the output and
-its digest compared with what was meant.
+each), one for sums, which costs memory only where something is added up, and a block that goes to the disk (`sink`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import xxhash
 
 from fsdp_tune.atomic import DISK
-from fsdp_tune.cores import available_cores
 from fsdp_tune.errors import Where, failed_error
 from fsdp_tune.merge.contents import Source
-from fsdp_tune.merge.flush import Flusher
 from fsdp_tune.merge.gather import BUFFER_BYTES, TensorReader
 from fsdp_tune.merge.geometry import Box, boxes
 from fsdp_tune.merge.layout import INDEX_NAME, Layout, Placed
 from fsdp_tune.merge.low_rank import HELD_BYTES, Budget, Delta, held_bytes, kind_of
 from fsdp_tune.merge.readahead import ReadAhead
+from fsdp_tune.merge.sink import TensorSink, allocate, block_buffer, takes_direct_writes
 from fsdp_tune.merge.tensors import SourceTensor
 from fsdp_tune.merge.values import Array, NonFinite, all_finite, convert, count_non_finite, is_checked
 
-MOST_THREADS = 4
+THREADS = 4  # whatever the cores: a thread that waits for the disk needs none
 _SUM_BYTES = 4 * BUFFER_BYTES  # the 16-bit floats of a buffer, in float64
 
 
@@ -49,11 +45,12 @@ class _Buffers:
     out: Array
     scratch: Array
     sum: Array
+    block: memoryview
 
     @classmethod
     def make(cls) -> _Buffers:
         raw, out, scratch = (np.empty(BUFFER_BYTES, np.uint8) for _ in range(3))
-        return cls(raw, out, scratch, np.empty(_SUM_BYTES, np.uint8))
+        return cls(raw, out, scratch, np.empty(_SUM_BYTES, np.uint8), block_buffer())
 
 
 @dataclass(slots=True)
@@ -63,8 +60,8 @@ class _Work:
     sources: Sequence[Source]
     stage: Path
     read_back: bool
+    is_direct: bool
     advance: Callable[[int], None]
-    flusher: Flusher
     ahead: ReadAhead
     budget: Budget = field(default_factory=lambda: Budget(HELD_BYTES))
     stop: threading.Event = field(default_factory=threading.Event)
@@ -83,28 +80,20 @@ class _Stopped(Exception):
     """Another thread failed, or the user pressed Ctrl-C."""
 
 
-def thread_count() -> int:
-    return max(2, min(MOST_THREADS, available_cores()))
-
-
-def write_tensors(
-    sources: Sequence[Source], layout: Layout, stage: Path, *, read_back: bool, gives_back: bool, advance: Callable[[int], None]
-) -> Written:
+def write_tensors(sources: Sequence[Source], layout: Layout, stage: Path, *, read_back: bool, advance: Callable[[int], None]) -> Written:
     """Fills `stage` with the files of `layout`. With several `sources`, each tensor becomes their mean.
 
-    `advance(n)` is called from several threads with bytes as they are written. `gives_back`: the output leaves the page cache.
+    `advance(n)` is called from several threads with bytes as they are gathered. `read_back`: samples of all that was
+    written are compared with what was meant.
     """
-    for file in layout.files:
-        with DISK.open(stage / file.name) as handle:
-            DISK.write(handle, file.header)
-            handle.truncate(file.size_bytes)
+    is_direct = _create(layout, stage)
     if layout.index is not None:
         with DISK.open(stage / INDEX_NAME) as handle:
             DISK.write(handle, layout.index)
     placed = [tensor for file in layout.files for tensor in file.tensors]
-    with Flusher(stage, gives_back=gives_back) as flusher, ReadAhead(sources, [tensor.name for tensor in placed]) as ahead:
-        work = _Work(sources, stage, read_back, advance, flusher, ahead)
-        with ThreadPoolExecutor(thread_count(), thread_name_prefix="merge") as pool:
+    with ReadAhead(sources, [tensor.name for tensor in placed]) as ahead:
+        work = _Work(sources, stage, read_back, is_direct, advance, ahead)
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="merge") as pool:
             try:
                 futures = [pool.submit(_copy, work, tensor) for tensor in placed]
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -139,39 +128,49 @@ class _Part:
             self.delta.finish()
 
 
+def _create(layout: Layout, stage: Path) -> bool:
+    """The files at their full size, with their headers. Returns whether they can be written past the page cache."""
+    is_direct = True
+    for file in layout.files:
+        path = stage / file.name
+        with DISK.open(path) as handle:
+            is_direct = is_direct and takes_direct_writes(path)
+            allocate(handle, file.size_bytes)
+            DISK.write(handle, file.header)
+    return is_direct
+
+
 def _copy(work: _Work, placed: Placed) -> None:
     tensors = [source.tensors[placed.name] for source in work.sources]
-    with work.budget.hold(sum(held_bytes(tensor) for tensor in tensors)):
-        digest = _copy_values(work, placed, tensors)
-    work.written.digests[placed.name] = digest.hexdigest()
-    if work.read_back and _digest_of_output(work, placed, work.buffers.raw) != digest.digest():
-        raise failed_error(
-            "merge-written-differs",
-            f"`{placed.name}` reads back otherwise than it was written",
-            where=Where(str(work.stage / placed.file)),
-            hint="the disk or the memory of this machine is faulty: write to another disk",
-        )
-    work.flusher.finished(placed.file, placed.first_byte, placed.first_byte + placed.size_bytes)
+    path = work.stage / placed.file
+    with TensorSink(path, placed.first_byte, placed.size_bytes, work.buffers.block, is_direct=work.is_direct) as sink:
+        with work.budget.hold(sum(held_bytes(tensor) for tensor in tensors)):
+            digest = _copy_values(work, placed, tensors, sink)
+        work.written.digests[placed.name] = digest.hexdigest()
+        if sink.digest.digest() != digest.digest() or (work.read_back and not sink.reads_back()):
+            raise failed_error(
+                "merge-written-differs",
+                f"`{placed.name}` reads back otherwise than it was written",
+                where=Where(str(path)),
+                hint="the disk or the memory of this machine is faulty: write to another disk",
+            )
 
 
-def _copy_values(work: _Work, placed: Placed, tensors: Sequence[SourceTensor]) -> xxhash.xxh3_128:
-    """The digest of what was written."""
+def _copy_values(work: _Work, placed: Placed, tensors: Sequence[SourceTensor], sink: TensorSink) -> xxhash.xxh3_128:
+    """The digest of what was meant."""
     buffers = work.buffers
     parts = [_Part.make(tensor, buffers) for tensor in tensors]
     digest, counts = xxhash.xxh3_128(), NonFinite()
     read_bytes = sum(tensor.dtype.item_bytes for tensor in tensors)
-    with _output(work.stage / placed.file) as handle:
-        handle.seek(placed.first_byte)
-        for box in _boxes(placed, tensors):
-            if work.stop.is_set():
-                raise _Stopped
-            values = _values(placed, parts, box, buffers, counts)
-            raw = values.view(np.uint8).data
-            digest.update(raw)
-            DISK.write(handle, raw)
-            work.advance(len(raw))
-            work.flusher.wrote(placed.file, len(raw))
-            work.ahead.has_read(box.elements * read_bytes)
+    for box in _boxes(placed, tensors):
+        if work.stop.is_set():
+            raise _Stopped
+        values = _values(placed, parts, box, buffers, counts)
+        raw = values.view(np.uint8).data
+        digest.update(raw)
+        sink.write(raw)
+        work.advance(len(raw))
+        work.ahead.has_read(box.elements * read_bytes)
     for part in parts:
         part.finish()
     if counts:
@@ -238,23 +237,3 @@ def _the_same(placed: Placed, parts: Sequence[_Part], box: Box, values: Array, b
                 f"the checkpoints cannot be averaged: `{placed.name}` is {placed.dtype.name}, which has no mean, and differs between them",
             )
     return values
-
-
-@contextlib.contextmanager
-def _output(path: Path) -> Iterator[IO[bytes]]:
-    with DISK.open(path, "r+b") as handle:
-        yield handle
-
-
-def _digest_of_output(work: _Work, placed: Placed, buffer: Array) -> bytes:
-    digest = xxhash.xxh3_128()
-    with open(work.stage / placed.file, "rb", buffering=0) as handle:
-        handle.seek(placed.first_byte)
-        left = placed.size_bytes
-        while left:
-            got = handle.readinto(buffer.data[: min(left, BUFFER_BYTES)])
-            if not got:
-                break
-            digest.update(buffer.data[:got])
-            left -= got
-    return digest.digest()

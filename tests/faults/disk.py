@@ -17,7 +17,7 @@ from fsdp_tune import atomic
 from fsdp_tune.atomic import Disk
 from tests.faults.forks import KILLED
 
-OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmtree", "fsync_dir")
+OPERATIONS = ("open", "open_direct", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmtree", "fsync_dir")
 How = Literal["before", "after", "torn", "error"]
 TEARABLE = ("write", "rmtree")
 """Operations that can be cut in the middle; the others are done or not."""

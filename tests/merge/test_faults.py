@@ -25,7 +25,7 @@ from tests.merge.checkpoints import SHARDS, contents, make_run, merged_tensors, 
 
 STATE = {f"layer.{index}.weight": torch.randn(50, 40) for index in range(4)}
 OPTIONS = MergeOptions(dtype="keep", max_shard_bytes=17_000)
-OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmtree", "fsync_dir")
+OPERATIONS = ("open", "open_direct", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmtree", "fsync_dir")
 KILLED = 77
 
 

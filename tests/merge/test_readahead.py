@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from fsdp_tune.merge import flush, readahead
+from fsdp_tune.merge import readahead
 from fsdp_tune.merge.contents import Source
 from fsdp_tune.merge.dcp import read_dcp
-from fsdp_tune.merge.flush import Flusher
 from fsdp_tune.merge.readahead import ReadAhead
 from fsdp_tune.merge.reader import SourceFiles
 from tests.merge.checkpoints import SHARDS, save_dcp
@@ -57,38 +55,6 @@ def test_it_stops_when_the_copy_stops(source, monkeypatch):
     with ReadAhead([wanted], ["t0"]):
         pass
     assert time.monotonic() - started < 5
-
-
-def test_what_was_written_is_synced_as_it_grows(tmp_path, monkeypatch):
-    synced: list[str] = []
-    monkeypatch.setattr(flush, "FLUSH_BYTES", 100)
-    monkeypatch.setattr(flush.DISK, "fsync", lambda file: synced.append(Path(file.name).name), raising=False)
-    (tmp_path / "a").write_bytes(b"x")
-    with Flusher(tmp_path) as flusher:
-        for _ in range(5):
-            flusher.wrote("a", 60)
-    assert synced == ["a", "a", "a"]
-
-
-def test_what_is_on_the_disk_and_finished_leaves_the_page_cache(tmp_path, monkeypatch):
-    given_back: list[list[tuple[int, int]]] = []
-    monkeypatch.setattr(flush, "FLUSH_BYTES", 100)
-    monkeypatch.setattr(flush, "give_back", lambda descriptor, runs: given_back.append(runs))
-    (tmp_path / "a").write_bytes(b"x" * 500)
-    with Flusher(tmp_path, gives_back=True) as flusher:
-        flusher.finished("a", 8, 70)
-        flusher.wrote("a", 100)
-    assert given_back == [[(8, 70)]]
-    with Flusher(tmp_path) as flusher:
-        flusher.finished("a", 8, 70)
-        flusher.wrote("a", 100)
-    assert given_back == [[(8, 70)], []]
-
-
-def test_a_disk_that_fails_to_sync_ends_the_copy(tmp_path, monkeypatch):
-    monkeypatch.setattr(flush, "FLUSH_BYTES", 1)
-    with pytest.raises(FileNotFoundError), Flusher(tmp_path) as flusher:
-        flusher.wrote("not there", 60)
 
 
 def test_reading_ahead_of_a_file_that_is_gone_is_no_error(tmp_path):
