@@ -12,6 +12,8 @@ from fsdp_tune.manifest import Manifest, damage, read_manifest
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 CHECKPOINT_KIND = "fsdp-tune checkpoint"
+SHARD_FOLDER = "pytorch_model_fsdp_0"
+"""The sharded weights of a checkpoint: Accelerate's name, so that its tools find them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,13 @@ class RunDir:
     @property
     def launch_json(self) -> Path:
         return self.path / "launch.json"
+
+    def launch(self) -> dict[str, Any]:
+        """What launch.json says; {} for a run whose ranks were started by hand."""
+        try:
+            return json.loads(self.launch_json.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
 
     @property
     def accelerate_yaml(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,10 +24,7 @@ def rows_of_step(run: RunDir, recipe: Recipe, step: int) -> str | None:
     except (OSError, ValueError, FsdpTuneError):
         return None
     size = recipe.global_batch_size
-    whole, rest = divmod(len(store), size)
-    drops_last = bool(recipe.training.model_extra and recipe.training.model_extra.get("dataloader_drop_last"))
-    steps_per_epoch = whole + (1 if rest and not drops_last else 0)
-    epoch, index = divmod(step - 1, max(steps_per_epoch, 1))
+    epoch, index = divmod(step - 1, max(math.ceil(len(store) / size), 1))
     order = epoch_order(
         store.lengths,
         seed=recipe.training.seed if recipe.training.data_seed is None else recipe.training.data_seed,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 
@@ -34,8 +33,5 @@ def parse_profile(text: str) -> ProfiledSteps:
 
 
 def profile_of(run: RunDir) -> ProfiledSteps | None:
-    """What launch.json says; a run that was started by hand may have none."""
-    if not run.launch_json.exists():
-        return None
-    asked = json.loads(run.launch_json.read_text(encoding="utf-8")).get("profile")
+    asked = run.launch().get("profile")
     return ProfiledSteps(*asked) if asked else None

@@ -21,7 +21,8 @@ from fsdp_tune.merge.peft_names import PREFIX, PeftNames, is_peft, name_in_file,
 from fsdp_tune.merge.reader import SourceFiles
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.tensors import SourceTensor
-from fsdp_tune.merge.weights import SHARD_FOLDER, Format, Weights, find_weights
+from fsdp_tune.merge.weights import Format, Weights, find_weights
+from fsdp_tune.run_dir import SHARD_FOLDER
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from fsdp_tune.errors import Where, failed_error, usage_error
 from fsdp_tune.merge.dtypes import DType
 from fsdp_tune.merge.layout import INDEX_NAME
 from fsdp_tune.merge.source import Selection
-from fsdp_tune.merge.weights import SHARD_FOLDER
+from fsdp_tune.run_dir import SHARD_FOLDER
 
 CONFIG_NAME = "config.json"
 _FILES = re.compile(

@@ -9,8 +9,8 @@ from pathlib import Path
 from fsdp_tune.manifest import Manifest
 from fsdp_tune.merge.dcp import METADATA_NAME
 from fsdp_tune.merge.layout import INDEX_NAME, SINGLE_NAME
+from fsdp_tune.run_dir import SHARD_FOLDER
 
-SHARD_FOLDER = "pytorch_model_fsdp_0"
 PICKLE_NAME = "pytorch_model_fsdp.bin"
 PEFT_NAME = "adapter_model.safetensors"
 PEFT_PICKLE_NAME = "adapter_model.bin"

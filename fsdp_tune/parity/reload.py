@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.parity.reference import evaluate
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run_dir import SHARD_FOLDER, RunDir
 
 ROWS = 4
 FP32_TOLERANCE = 1e-5
@@ -38,7 +38,7 @@ def checkpoint_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     state: dict[str, Any] = {}
-    reader = FileSystemReader(checkpoint / "pytorch_model_fsdp_0")
+    reader = FileSystemReader(checkpoint / SHARD_FOLDER)
     _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     tensors: dict[str, torch.Tensor] = state["model"]
     return tensors

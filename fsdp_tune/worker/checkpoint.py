@@ -21,12 +21,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_tune import __version__
 from fsdp_tune.atomic import DISK, STAGE_MARK, publish
 from fsdp_tune.errors import FsdpTuneError, failed_error
 from fsdp_tune.manifest import MANIFEST_NAME, FileEntry, Manifest, damage
-from fsdp_tune.run_dir import CHECKPOINT_KIND, RunDir
+from fsdp_tune.run_dir import CHECKPOINT_KIND, SHARD_FOLDER, RunDir
 from fsdp_tune.worker import state as live_state
 from fsdp_tune.worker.agree import all_or_none, from_rank0, gather
 from fsdp_tune.worker.rotation import rotate
@@ -210,7 +211,7 @@ class Checkpointer:
                     stage / live_state.FULL_OPTIMIZER_FILE, moments, {"format": "pt"}
                 )
         else:
-            entries |= self._write_sharded({"model": snapshot.model}, stage, live_state.MODEL_DIRECTORY)
+            entries |= self._write_sharded({"model": snapshot.model}, stage, SHARD_FOLDER)
             entries |= self._write_sharded({"optimizer": {"state": snapshot.optimizer}}, stage, live_state.OPTIMIZER_DIRECTORY)
         name = live_state.rank_file(rank)
         entries[name] = write_torch(stage / name, snapshot.rank)
@@ -263,6 +264,10 @@ def _detached(snapshot: Snapshot) -> Snapshot:
             return DTensor.from_local(
                 copy(local), _cpu_mesh(value.device_mesh), value.placements, run_check=False, shape=value.shape, stride=value.stride()
             )
+        if is_traceable_wrapper_subclass(value):  # torchao's `to` ignores `copy`: what is in host memory would be shared
+            names, rest = value.__tensor_flatten__()
+            inner = {name: getattr(value, name).detach().to("cpu", copy=True) for name in names}
+            return type(value).__tensor_unflatten__(inner, rest, value.size(), value.stride())
         if isinstance(value, torch.Tensor):
             return value.detach().to("cpu", copy=True)
         return value

@@ -111,12 +111,10 @@ class MicroBatches(BatchSampler):
         world_size: int,
         micro_batch: int,
         accumulation: int,
-        drop_last: bool = False,
     ) -> None:
         """`order(epoch)` gives a permutation of `range(rows)` that depends on nothing else."""
         self._order, self._rows = order, rows
         self._rank, self._world_size, self.micro_batch, self._accumulation = rank, world_size, micro_batch, accumulation
-        self._drop_last = drop_last
         self.epoch = 0
 
     @property
@@ -142,16 +140,13 @@ class MicroBatches(BatchSampler):
 
     def __len__(self) -> int:
         whole, rest = divmod(self._rows, self.global_batch)
-        last = math.ceil(rest / (self._world_size * self.micro_batch)) if rest and not self._drop_last else 0
+        last = math.ceil(rest / (self._world_size * self.micro_batch))
         return whole * self._accumulation + last
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order(self.epoch)
         for start in range(0, self._rows, self.global_batch):
-            rows = order[start : start + self.global_batch]
-            if len(rows) < self.global_batch and self._drop_last:
-                return
-            yield from self._split(rows)
+            yield from self._split(order[start : start + self.global_batch])
 
     def _split(self, rows: Int64) -> Iterator[list[int]]:
         micro_batches = rank_micro_batches(rows, dp_rank=self._rank, dp_size=self._world_size, micro_batch_size=self.micro_batch)

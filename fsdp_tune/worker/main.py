@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import sys
 import time
 import traceback
@@ -96,8 +95,7 @@ def _deadline(run: RunDir, recipe: Recipe, started: float) -> float | None:
     """When `launch.max_runtime` ends, counted from the start of the launcher; on the monotonic clock, which nobody sets anew."""
     if recipe.launch.max_runtime is None:
         return None
-    launch: dict[str, Any] = json.loads(run.launch_json.read_text(encoding="utf-8")) if run.launch_json.exists() else {}
-    gone_seconds = time.time() - float(launch.get("started_at", started))
+    gone_seconds = time.time() - float(run.launch().get("started_at", started))
     return time.monotonic() + parse_seconds(recipe.launch.max_runtime) - gone_seconds
 
 

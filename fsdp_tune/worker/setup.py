@@ -154,7 +154,6 @@ def _sampler(recipe: Recipe, store: RowStore, rank: Rank) -> MicroBatches:
         world_size=rank.world_size,
         micro_batch=recipe.training.per_device_train_batch_size,
         accumulation=recipe.training.gradient_accumulation_steps or 1,
-        drop_last=bool(recipe.training.model_extra and recipe.training.model_extra.get("dataloader_drop_last")),
     )
 
 

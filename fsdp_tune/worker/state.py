@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,10 +25,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_tune.errors import failed_error
 from fsdp_tune.model.step import plain_name
+from fsdp_tune.run_dir import SHARD_FOLDER
 from fsdp_tune.worker.storage import RestrictedReader
 
-MODEL_DIRECTORY = "pytorch_model_fsdp_0"  # Accelerate's names, so that its tools find them
-OPTIMIZER_DIRECTORY = "optimizer_0"
+OPTIMIZER_DIRECTORY = "optimizer_0"  # Accelerate's name, as SHARD_FOLDER is
 FULL_MODEL_FILE = "model.safetensors"
 FULL_OPTIMIZER_FILE = "optimizer.safetensors"
 
@@ -103,8 +104,8 @@ def load_model(live: Live, directory: Path) -> None:
         _refuse_missing(missing.missing_keys, live, directory)
         return
     state = model_state(Live(live.wrapped, live.optimizer, full=False))
-    _check_names(state, directory / MODEL_DIRECTORY, "model")
-    dcp.load({"model": state}, storage_reader=RestrictedReader(directory / MODEL_DIRECTORY))
+    _check_names(state, directory / SHARD_FOLDER, "model")
+    dcp.load({"model": state}, storage_reader=RestrictedReader(directory / SHARD_FOLDER))
     set_model_state_dict(live.wrapped, state, options=StateDictOptions(strict=False))
 
 
@@ -145,10 +146,23 @@ def load_optimizer(live: Live, directory: Path) -> None:
                 parameter, kind = name.rsplit("::", 1)
                 state["state"][parameter][kind] = _like(file.get_tensor(name), state["state"][parameter][kind])
     else:
-        dcp.load({"optimizer": {"state": state["state"]}}, storage_reader=RestrictedReader(directory / OPTIMIZER_DIRECTORY))
+        _load_sharded(state["state"], directory)
     set_optimizer_state_dict(live.wrapped, live.optimizer, state)
     for group, values in zip(live.optimizer.param_groups, hyper, strict=True):
         group.update(values)
+
+
+def _load_sharded(state: dict[str, dict[str, Any]], directory: Path) -> None:
+    try:
+        dcp.load({"optimizer": {"state": state}}, storage_reader=RestrictedReader(directory / OPTIMIZER_DIRECTORY))
+    except CheckpointException as error:  # a BaseException, and the same on every rank
+        if not any("block boundary" in str(cause) for cause, _ in error.failures.values()):  # torchao's words
+            raise
+        raise failed_error(
+            "optimizer-blocks-cut",
+            f"{directory}: the optimizer's state is in blocks with a scale each, and {dist.get_world_size()} ranks would cut them",
+            ways_out=("resume on as many ranks as wrote it", "a `block_size` that divides a row fits any number of ranks, in a new run"),
+        ) from error
 
 
 def _like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -25,12 +25,10 @@ def order_of(rows: int):
     return order
 
 
-def samplers(rows: int, split: tuple[int, int, int], *, drop_last: bool = False) -> list[MicroBatches]:
+def samplers(rows: int, split: tuple[int, int, int]) -> list[MicroBatches]:
     ranks, micro_batch, accumulation = split
     return [
-        MicroBatches(
-            order_of(rows), rows, rank=rank, world_size=ranks, micro_batch=micro_batch, accumulation=accumulation, drop_last=drop_last
-        )
+        MicroBatches(order_of(rows), rows, rank=rank, world_size=ranks, micro_batch=micro_batch, accumulation=accumulation)
         for rank in range(ranks)
     ]
 
@@ -56,14 +54,6 @@ def test_every_split_of_a_global_batch_gives_the_same_steps(rows: int, epoch: in
     first, *others = (steps(rows, split, epoch) for split in SPLITS)
     assert all(other == first for other in others)
     assert sorted(row for step in first for row in step) == list(range(rows)), "each row once an epoch"
-
-
-@given(rows=st.integers(1, 60), split=st.sampled_from(SPLITS))
-def test_dropping_the_last_batch_drops_only_it(rows: int, split: tuple[int, int, int]) -> None:
-    for sampler in samplers(rows, split, drop_last=True):
-        batches = list(sampler)
-        assert len(batches) == len(sampler) == rows // 8 * split[2]
-        assert all(row != FILLER for batch in batches for row in batch)
 
 
 def test_epochs_have_orders_of_their_own_that_do_not_change() -> None:
