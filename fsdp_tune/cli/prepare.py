@@ -85,8 +85,9 @@ def show_data(screen: Screen, data: Prepared, *, with_example: bool = True) -> N
         ]
         for name, account in report["sets"].items()
     ]
-    columns = ["set", "rows", "examples", "tokens", "trained", "trained each", "tokens each", "of max_length"]
+    columns = ["set", "rows", "examples", "tokens", "trained", "trained each ¹", "tokens each ¹", "of max_length"]
     screen.table(f"data ({'from the cache' if data.reused else 'prepared'}: {data.path})", columns, rows)
+    screen.say("¹ of an example: least / median / most")
     for line in _lines(report):
         screen.say(line)
     if with_example:
@@ -95,13 +96,15 @@ def show_data(screen: Screen, data: Prepared, *, with_example: bool = True) -> N
 
 def _lines(report: dict[str, Any]) -> list[str]:
     kinds = [f"{given['path']}: {given['format']}, loss on {given['loss_on']}" for given in report["inputs"]]
-    left_out = report["rows_bad"]["rows"] + report["rows_untrained"]["rows"]
+    dropped = sum(account[why]["rows"] for account in report["sets"].values() for why in ("dropped_too_long", "dropped_nothing_left"))
+    left_out = report["rows_bad"]["rows"] + report["rows_untrained"]["rows"] + dropped
     eos, bos = report["eos"], report["bos"]
     cut = sum(account["truncated"] for account in report["sets"].values())
+    before_the_cut = ", before the cut" if cut else ""
     return [
         *kinds,
-        f"{report['rows_read']:,} rows read, {report['rows_kept']:,} kept, {left_out:,} left out, {cut:,} cut at max_length",
-        f"end of sequence `{eos['token']}` trained in {eos['supervised']:,} of {eos['examples']:,} examples",
+        f"{report['rows_read']:,} rows read, {left_out:,} left out, {cut:,} cut at max_length",
+        f"end of sequence `{eos['token']}` trained in {eos['supervised']:,} of {eos['examples']:,} examples{before_the_cut}",
         "beginning of sequence: none in this tokenizer"
         if bos is None
         else f"beginning of sequence once in {bos['once']:,} of {bos['examples']:,} examples, more often in {bos['more']:,}",

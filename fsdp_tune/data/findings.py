@@ -72,6 +72,10 @@ def _row_notices(report: dict[str, Any], bad_rows_name: str) -> Iterator[Notice]
         yield Notice("rows-untrained", f"{untrained:,} of {read:,} rows have no token to train and were left out", hint=first)
 
 
+def _counted(rows: dict[str, Any]) -> str:
+    return f"{rows['rows']:,} {'row' if rows['rows'] == 1 else 'rows'}"
+
+
 def _first(rows: dict[str, Any]) -> str:
     return f"the first: {', '.join(rows['first'][:3])}"
 
@@ -79,14 +83,15 @@ def _first(rows: dict[str, Any]) -> str:
 def _length_notices(recipe: Recipe, report: dict[str, Any]) -> Iterator[Notice]:
     limit = f"data.max_length ({recipe.data.max_length} tokens)"
     for name, account in report["sets"].items():
-        if account["truncated"]:
-            yield Notice("rows-truncated", f"{name}: {account['truncated']:,} rows were cut at {limit}; their ends are not trained")
-        for key, what in (
-            ("dropped_too_long", f"are longer than {limit}"),
-            ("dropped_nothing_left", "lost all that is trained in the cut"),
+        cut = {"rows": account["truncated"], "first": account["first_truncated"]}
+        if cut["rows"]:
+            yield Notice("rows-truncated", f"{name}: {_counted(cut)} cut at {limit}: what stood behind is not trained", hint=_first(cut))
+        for key, why in (
+            ("dropped_too_long", f"longer than {limit}"),
+            ("dropped_nothing_left", f"all that is trained stood behind {limit}"),
         ):
-            if count := account[key]["rows"]:
-                yield Notice("rows-dropped", f"{name}: {count:,} rows {what} and were left out", hint=_first(account[key]))
+            if account[key]["rows"]:
+                yield Notice("rows-dropped", f"{name}: {_counted(account[key])} left out: {why}", hint=_first(account[key]))
     train = report["sets"]["train"]
     if recipe.data.packing and train["fill"] < POOR_FILL and train["rows"] > 1:
         fill = f"packed rows are filled to {100 * train['fill']:.0f} % only"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from fsdp_tune.data.json_rows import kind_of
@@ -58,6 +58,14 @@ class RowError(ValueError):
     """One row that cannot be used; its text is the reason. The caller knows file and line."""
 
 
+class _ColumnError(Exception):
+    """What is wrong with a column, until its name in the file is known."""
+
+    def __init__(self, column: str, what: str) -> None:
+        super().__init__(column, what)
+        self.column, self.what = column, what
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
     """`prompt` + `completion`, joined as they are; the completion is trained, the prompt where `train_prompt`."""
@@ -97,9 +105,17 @@ class Settings:
     separator: str
     append_eos: bool
     vocabulary_size: int
+    names_in_file: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of columns that the recipe renames: people look for the old name in their file."""
 
     def example(self, row: dict[str, Any]) -> Example:
         """RowError when the row does not hold what the format needs."""
+        try:
+            return self._example(row)
+        except _ColumnError as error:
+            raise RowError(f"column `{self.names_in_file.get(error.column, error.column)}` {error.what}") from error
+
+    def _example(self, row: dict[str, Any]) -> Example:
         match self.format:
             case "text":
                 return Text("", _text(row, "text"), train_prompt=False)
@@ -151,16 +167,16 @@ class Settings:
             try:
                 tools = json.loads(tools)
             except ValueError as error:
-                raise RowError(f"column `tools` holds text that is no JSON: {error}") from error
+                raise _ColumnError("tools", f"holds text that is no JSON: {error}") from error
         return Chat(messages, None if self.loss_on == "all" else trained, tools or None)
 
     def _ids(self, row: dict[str, Any]) -> Ids:
         ids = _numbers(row, "input_ids")
         outside = next((number for number in ids if not 0 <= number < self.vocabulary_size), None)
         if outside is not None:
-            raise RowError(f"column `input_ids` holds {outside}, and the tokenizer has {self.vocabulary_size} tokens")
+            raise _ColumnError("input_ids", f"holds {outside}, and the tokenizer has {self.vocabulary_size} tokens")
         if not all(_numbers(row, "attention_mask", len(ids)) if row.get("attention_mask") is not None else ()):
-            raise RowError("column `attention_mask` holds zeros: leave the padding out of `input_ids`")
+            raise _ColumnError("attention_mask", "holds zeros: leave the padding out of `input_ids`")
         for column in ("completion_mask", "assistant_masks"):
             if row.get(column) is not None:
                 return Ids(ids, [mask != 0 for mask in _numbers(row, column, len(ids))])
@@ -169,9 +185,10 @@ class Settings:
         labels = _numbers(row, "labels", len(ids))
         wrong = next((at for at, label in enumerate(labels) if label not in (IGNORE_INDEX, ids[at])), None)
         if wrong is not None:
-            raise RowError(
-                f"column `labels` holds {labels[wrong]} at position {wrong} where `input_ids` holds {ids[wrong]}: "
-                "labels are the same ids, or -100 where not trained, and not shifted"
+            raise _ColumnError(
+                "labels",
+                f"holds {labels[wrong]} at position {wrong} where `input_ids` holds {ids[wrong]}: "
+                "labels are the same ids, or -100 where not trained, and not shifted",
             )
         return Ids(ids, [label != IGNORE_INDEX for label in labels])
 
@@ -185,26 +202,27 @@ def _text(row: dict[str, Any], column: str) -> str:
         raise RowError(f"it has no column `{column}`")
     value = row[column]
     if not isinstance(value, str):
-        raise RowError(f"column `{column}` holds {kind_of(value)} and not text")
+        raise _ColumnError(column, f"holds {kind_of(value)} and not text")
     return value
 
 
 def _numbers(row: dict[str, Any], column: str, length: int | None = None) -> list[int]:
     value: object = row.get(column)
-    if not isinstance(value, list) or not all(type(number) is int for number in cast(list[Any], value)):
-        raise RowError(f"column `{column}` holds {kind_of(cast(object, value))} and not a list of whole numbers")
-    numbers = cast(list[int], value)
+    if not isinstance(value, list):
+        raise _ColumnError(column, f"holds {kind_of(value)} and not a list of whole numbers")
+    numbers = cast(list[Any], value)
+    wrong = next((at for at, number in enumerate(numbers) if type(number) is not int), None)
+    if wrong is not None:
+        raise _ColumnError(column, f"holds {kind_of(numbers[wrong])} at position {wrong}: it takes whole numbers alone")
     if length is not None and len(numbers) != length:
-        raise RowError(f"column `{column}` holds {len(numbers)} numbers, and `input_ids` {length}")
+        raise _ColumnError(column, f"holds {len(numbers)} numbers, and `input_ids` {length}")
     return numbers
 
 
 def _turns(row: dict[str, Any], column: str) -> list[Any]:
     value: object = row.get(column)
     if not isinstance(value, list) or not value:
-        raise RowError(
-            f"column `{column}` holds {'an empty list' if value == [] else kind_of(cast(object, value))} and not a list of messages"
-        )
+        raise _ColumnError(column, f"holds {'an empty list' if value == [] else kind_of(cast(object, value))} and not a list of messages")
     return cast(list[Any], value)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,20 +94,26 @@ def _first_columns(source: Source) -> tuple[str, ...]:
             break
     if bad:
         raise FsdpTuneError(*(bad_row_problem(source.names[file], row) for file, row in bad[:5]))
-    raise usage_error("no-rows", f"`{source.entry.path}` holds no rows", where=Where(source.names[0], key=source.key))
+    raise usage_error("no-rows", "it holds no rows", where=Where(source.names[0], key=source.key))
 
 
 def select(row: dict[str, Any], entry: DataSource, name: str) -> dict[str, Any]:
     """The row with the columns that the entry keeps, under their new names. Exit 2 when a column is not there."""
     for old in (*(entry.columns or ()), *entry.rename_columns):
         if old not in row:
-            close = difflib.get_close_matches(old, row, n=1)
-            hint = f"did you mean `{close[0]}`?" if close else f"it has: {', '.join(row) or 'none'}"
-            raise usage_error("no-such-column", f"{name} has no column `{old}`", hint=hint, where=Where(name))
+            raise usage_error("no-such-column", f"it has no column `{old}`", hint=_other_columns(old, row), where=Where(name))
     renamed = _renamed(row, entry)
     if len(renamed) != len(entry.columns or row):
-        raise usage_error("column-twice", f"{name}: after `rename_columns` two columns have one name", where=Where(name))
+        raise usage_error("column-twice", "after `rename_columns` two columns have one name", where=Where(name))
     return renamed
+
+
+def _other_columns(wanted: str, row: Collection[str]) -> str:
+    only = next(iter(row)) if len(row) == 1 else ""
+    if sign := next((sign for sign in ";|\t," if sign in only), None):
+        return f"its one column is `{only}`: fields are separated by `,` in .csv files and by tabs in .tsv files, not by `{sign}`"
+    close = difflib.get_close_matches(wanted, row, n=1)
+    return f"did you mean `{close[0]}`?" if close else f"it has: {', '.join(row) or 'none'}"
 
 
 def _renamed(row: dict[str, Any], entry: DataSource) -> dict[str, Any]:
@@ -134,7 +140,8 @@ def _settings(recipe: Recipe, source: Source, columns: Sequence[str], encoder: E
         raise usage_error("loss-on", f"`loss_on: {wanted}` does not fit `{entry.path}`: {format_} rows {says}", where=where)
     append_eos = format_ != "tokenized" if data.append_eos == "auto" else data.append_eos
     loss_on = possible[0] if wanted == "auto" else wanted
-    return Settings(format_, loss_on, template, data.separator, append_eos, encoder.vocabulary_size)
+    names = {new: old for old, new in entry.rename_columns.items()}
+    return Settings(format_, loss_on, template, data.separator, append_eos, encoder.vocabulary_size, names)
 
 
 def _format(wanted: str, source: Source, columns: Sequence[str]) -> str:
@@ -195,7 +202,7 @@ def _select_quietly(row: dict[str, Any], entry: DataSource) -> dict[str, Any]:
         return row
     missing = next((column for column in (*(entry.columns or ()), *entry.rename_columns) if column not in row), None)
     if missing is not None:
-        raise RowError(f"it has no column `{missing}`")
+        raise RowError(f"it has no column `{missing}`; it has {', '.join(row) or 'none'}")
     return _renamed(row, entry)
 
 
@@ -205,7 +212,7 @@ def _check_same_columns(opened: Input, name: str, values: dict[str, Any]) -> Non
     if not all(column in values for column in needed):
         raise usage_error(
             "columns-differ",
-            f"{name} has the columns {', '.join(values)}, and {opened.source.names[0]} has {', '.join(opened.columns)}",
+            f"its columns are {', '.join(values)}, and those of {opened.source.names[0]} are {', '.join(opened.columns)}",
             where=Where(name),
             hint="give files with other columns an entry of their own",
         )

@@ -39,11 +39,15 @@ def json_row(number: int, text: str) -> NumberedRow | BadRow:
 
 
 def document_rows(text: str, path: Path) -> Iterator[NumberedRow | BadRow]:
-    """The elements of one JSON list, each with the line it begins on. Exit 2 where the list itself is broken."""
+    """The elements of one JSON list, each with the line it begins on, or counted where all stand on one line.
+
+    Exit 2 where the list itself is broken.
+    """
     at = _skip(text, 0)
     assert text[at] == "[", "the caller has looked"
     at = _skip(text, at + 1)
     line, counted = 1, 0
+    on_one_line, row = "\n" not in text.strip(), 0
     closed = text[at : at + 1] == "]"
     while not closed:
         line, counted = line + text.count("\n", counted, at), at
@@ -53,7 +57,8 @@ def document_rows(text: str, path: Path) -> Iterator[NumberedRow | BadRow]:
             raise _broken(path, text, error.pos, _no_json(error)) from error
         except (ValueError, RecursionError) as error:
             raise _broken(path, text, at, _why(error)) from error
-        yield _checked(line, value, text[at:end])
+        row += 1
+        yield _checked(row if on_one_line else line, value, text[at:end])
         at = _skip(text, end)
         closed = text[at : at + 1] == "]"
         if not closed:
@@ -104,7 +109,7 @@ def _broken(path: Path, text: str, at: int, why: str) -> FsdpTuneError:
 
 
 def _no_json(error: json.JSONDecodeError) -> str:
-    return f"no JSON: {error.msg[:1].lower()}{error.msg[1:]}"
+    return f"no JSON: {error.msg[:1].lower()}{error.msg[1:].removesuffix(' at')}"
 
 
 def _why(error: BaseException) -> str:

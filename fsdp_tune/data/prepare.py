@@ -100,10 +100,15 @@ def _training_content(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input])
 
 def _content(inputs: Sequence[Input], *, train: bool) -> list[Any]:
     return [
-        [opened.set_name, opened.overlong, asdict(opened.settings), opened.columns, _entry(opened.entry), opened.source.content()]
+        [opened.set_name, opened.overlong, _settings(opened), opened.columns, _entry(opened.entry), opened.source.content()]
         for opened in inputs
         if (opened.set_name == TRAIN) == train
     ]
+
+
+def _settings(opened: Input) -> dict[str, Any]:
+    """What decides tokens. The names that columns have in the file are in messages alone, and `_entry` holds them already."""
+    return {name: value for name, value in asdict(opened.settings).items() if name != "names_in_file"}
 
 
 def _entry(entry: DataSource) -> dict[str, Any]:

@@ -111,11 +111,29 @@ def _json(file: io.BufferedReader, path: Path) -> Rows:
     yield from document_rows(text, path)
 
 
+class _Lines:
+    """Lines of a file; `ended` once more were wanted than there are, which no row that is whole does."""
+
+    def __init__(self, text: io.TextIOWrapper) -> None:
+        self._text, self.ended = text, False
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._text.readline()
+        if not line:
+            self.ended = True
+            raise StopIteration
+        return line
+
+
 def _csv(file: io.BufferedReader, path: Path, delimiter: str = ",") -> Rows:
     csv.field_size_limit(MAX_ROW_BYTES)
     # Bytes that are not UTF-8 become lone surrogates, so that the rows that hold them can be named and the rest read.
     with io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="") as text:
-        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        lines = _Lines(text)
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
         header: list[str] | None = None
         while True:
             line = reader.line_num + 1
@@ -124,6 +142,10 @@ def _csv(file: io.BufferedReader, path: Path, delimiter: str = ",") -> Rows:
             except StopIteration:
                 return
             except csv.Error as error:
+                if lines.ended:  # skipping this row would leave out all that follow, as one
+                    rest = f"lines {line} to {reader.line_num} are one field"
+                    hint = 'close it; a quote inside a field is written `""`'
+                    raise _unreadable(path, f"a quote that begins here is never closed: {rest}", hint, line) from error
                 yield BadRow(line, f"no CSV: {error}")
                 continue
             if header is None:

@@ -91,12 +91,13 @@ class Cut:
     segments: Int64
     """[m, 2] start, length."""
     supervised: Int64
-    truncated: int
+    truncated: Int64
+    """[k, 2] origins of rows whose end was cut off; a row that is drawn twice is one row."""
     split: int
     dropped: Int64
-    """[k, 2] origins of examples that `overlong: drop` left out."""
+    """[k, 2] origins of rows that `overlong: drop` left out."""
     emptied: Int64
-    """[k, 2] origins of examples of which nothing that is trained was left."""
+    """[k, 2] origins of rows of which nothing that is trained was left."""
 
 
 def cut(examples: Examples, overlong: Sequence[str], max_length: int, trained: Mask) -> Cut:
@@ -119,10 +120,10 @@ def cut(examples: Examples, overlong: Sequence[str], max_length: int, trained: M
     return Cut(
         segments=np.stack([starts, sizes], axis=1)[useful],
         supervised=supervised[useful],
-        truncated=int(np.count_nonzero(long & (modes == "truncate"))),
+        truncated=np.unique(examples.origins[long & (modes == "truncate")], axis=0),
         split=int(np.count_nonzero(long & (modes == "split"))),
-        dropped=examples.origins[~keep],
-        emptied=examples.origins[emptied],
+        dropped=np.unique(examples.origins[~keep], axis=0),
+        emptied=np.unique(examples.origins[emptied], axis=0),
     )
 
 

@@ -143,7 +143,8 @@ def test_tokenized_rows_say_what_is_trained() -> None:
     [
         ({"input_ids": [1, 100]}, "`input_ids` holds 100, and the tokenizer has 100 tokens"),
         ({"input_ids": [1, -1]}, "holds -1"),
-        ({"input_ids": [1.0]}, "not a list of whole numbers"),
+        ({"input_ids": 1}, "not a list of whole numbers"),
+        ({"input_ids": [1, "a"]}, "holds text at position 1: it takes whole numbers alone"),
         ({"input_ids": [1, 2], "labels": [2, -100]}, "at position 0 where `input_ids` holds 1: labels are the same ids"),
         ({"input_ids": [1, 2], "labels": [1]}, "holds 1 numbers, and `input_ids` 2"),
         ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "leave the padding out"),

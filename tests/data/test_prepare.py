@@ -140,7 +140,7 @@ def test_completions_that_the_cut_removed_are_left_out_and_all_of_them_is_an_err
     long, short = {"prompt": "x" * 100, "completion": " y"}, {"prompt": "x", "completion": " y"}
     found = prepared(tmp_path, write_jsonl(tmp_path / "rows.jsonl", [short, long]), max_length=50)
     assert found.train_rows == 1
-    assert "1 rows lost all that is trained" in told(found)["rows-dropped"]
+    assert "1 row left out: all that is trained stood behind" in told(found)["rows-dropped"]
     assert problems(tmp_path / "other", write_jsonl(tmp_path / "long.jsonl", [long]), max_length=50)[0].code == "no-supervised-tokens"
 
 
@@ -148,7 +148,8 @@ def test_cut_rows_are_counted_and_do_not_train_an_end(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": " " + "b" * 30}])
     found = prepared(tmp_path, rows, max_length=10)
     assert shown(found) == ["a[ bbbbbbbb]"]
-    assert "1 rows were cut" in told(found)["rows-truncated"]
+    assert "1 row cut at data.max_length (10 tokens)" in told(found)["rows-truncated"]
+    assert next(notice for notice in found.notices if notice["code"] == "rows-truncated")["hint"] == f"the first: {rows}:1"
 
 
 def test_text_is_split_by_default_and_an_end_stands_once(tmp_path: Path) -> None:
@@ -207,6 +208,23 @@ def test_columns_are_kept_and_renamed(tmp_path: Path) -> None:
     assert twice[0].code == "column-twice"
 
 
+def test_a_bad_row_is_told_by_the_names_that_its_file_has(tmp_path: Path) -> None:
+    good = {"question": "a ", "answer": "b"}
+    rows = write_jsonl(tmp_path / "rows.jsonl", [good, {"question": "a ", "answer": None}, {"question": "a ", "anser": "b"}])
+    *found, _ = problems(tmp_path, {"path": str(rows), "rename_columns": {"question": "prompt", "answer": "completion"}})
+    assert [(problem.where.line, problem.message) for problem in found] == [
+        (2, "column `answer` holds null and not text"),
+        (3, "it has no column `answer`; it has question, anser"),
+    ]
+
+
+def test_a_csv_with_other_separators_is_told_apart_from_a_wrong_name(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text("question;answer\na;b\n")
+    (found,) = problems(tmp_path, {"path": str(rows), "rename_columns": {"question": "prompt", "answer": "completion"}})
+    assert "not by `;`" in (found.hint or "")
+
+
 def test_two_formats_are_an_error_that_names_both(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"instruction": "a", "output": "b", "text": "c"}])
     (found,) = problems(tmp_path, rows)
@@ -231,8 +249,8 @@ def test_files_with_other_columns_are_named(tmp_path: Path) -> None:
     write_jsonl(folder / "b.jsonl", [{"text": "x"}])
     (found,) = problems(tmp_path, folder)
     assert found.code == "columns-differ"
-    assert "b.jsonl has the columns text" in found.message
-    assert "a.jsonl has prompt, completion" in found.message
+    assert found.where.source == str(folder / "b.jsonl")
+    assert found.message == f"its columns are text, and those of {folder / 'a.jsonl'} are prompt, completion"
 
 
 def test_all_entries_that_are_wrong_are_told_at_once(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_rows_carry_the_line_that_they_stand_on(tmp_path: Path) -> None:
 
 
 BAD_LINES = {
-    '{"text": "cut': ("no JSON: unterminated string starting at", 10),
+    '{"text": "cut': ("no JSON: unterminated string starting", 10),
     '{"text": a}': ("no JSON: expecting value", 10),
     "7": ("a row is an object, and this is a number", 1),
     '["a"]': ("a row is an object, and this is a list", 1),
@@ -121,7 +121,7 @@ def test_a_list_gives_rows_with_the_lines_on_which_they_begin(tmp_path: Path) ->
     path.write_text("[]")
     assert read(path, "json") == []
     path.write_text('[{"a": 1}, 5]')
-    assert bad(path, "json") == [BadRow(1, "a row is an object, and this is a number", 1)]
+    assert bad(path, "json") == [BadRow(2, "a row is an object, and this is a number", 1)]
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,12 @@ def test_a_broken_list_is_refused_at_its_line_and_column(tmp_path: Path, text: s
     assert (found.where.line, found.where.column) == (line, column)
 
 
+def test_rows_of_a_list_on_one_line_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('[{"a": 1}, 7, {"a": 2}]\n')
+    assert [row.number if isinstance(row, BadRow) else row[0] for row in read(path, "json")] == [1, 2, 3]
+
+
 def test_one_object_over_several_lines_is_refused_with_the_way_out(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text('{\n "data": []\n}')
@@ -156,14 +162,20 @@ def test_csv_reads_quotes_and_newlines_inside_fields(tmp_path: Path) -> None:
 
 def test_csv_names_lines_that_do_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    path.write_bytes(b'a,b\n1,2\n1,2,3\n"x" y,2\ncaf\xe9,2\n3,4\n"open,5\n6,7\n')
+    path.write_bytes(b'a,b\n1,2\n1,2,3\n"x" y,2\ncaf\xe9,2\n3,4\n')
     assert [(row.number, row.reason) for row in bad(path, "csv")] == [
         (3, "3 fields where the first line names 2 columns"),
         (4, "no CSV: ',' expected after '\"'"),
         (5, "not UTF-8"),
-        (7, "no CSV: unexpected end of data"),
     ]
     assert good(path, "csv") == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
+
+
+def test_a_quote_that_is_never_closed_is_not_one_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('a,b\n1,2\n"open,5\n6,7\n8,9\n')
+    found = problem(path, "csv")
+    assert (found.where.line, found.message) == (3, "cannot be read: a quote that begins here is never closed: lines 3 to 5 are one field")
 
 
 def test_csv_with_a_column_named_twice_is_refused(tmp_path: Path) -> None:

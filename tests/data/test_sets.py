@@ -32,7 +32,7 @@ def test_truncate_keeps_the_beginning_and_counts() -> None:
     found = cut_at(4, examples_of(3, 10, 4), "truncate")
     assert found.segments.tolist() == [[0, 3], [3, 4], [13, 4]]
     assert found.supervised.tolist() == [2, 3, 3]
-    assert (found.truncated, found.split, len(found.dropped)) == (1, 0, 0)
+    assert (found.truncated.tolist(), found.split, len(found.dropped)) == ([[0, 2]], 0, 0)
 
 
 def test_split_cuts_into_pieces_and_loses_nothing_but_first_tokens() -> None:
