@@ -3,12 +3,14 @@
     python benchmarks/step.py overhead [--contenders ours,bare,hf] [--rounds 7] [--steps 20]
     python benchmarks/step.py compute
     python benchmarks/step.py gsm8k --gsm8k train.jsonl --trl-python VENV/bin/python
+    python benchmarks/step.py gpu --json FILE
 
 Each contender is two CPU ranks over gloo, one thread each, that live through the whole measurement and stand still while another one
 runs: the rounds go in turn, and the order moves on by one each time. Ours is the worker, started by `accelerate launch` on a run
 directory that `fsdp-tune train --no-start` wrote. `overhead` has tiny layers, `compute` 34 million parameters and 512 tokens a rank;
 both have full rows, fp32, clipping, fused AdamW and a line every ten steps. In `gsm8k` rows differ in length: ours and TRL pack to
-512 tokens, the tutorial pads to them.
+512 tokens, the tutorial pads to them. `gpu` is one rank on a GPU, which all contenders share: 1.2 billion parameters, 4,096 tokens, bf16
+over fp32 weights; there wall time is what it is, since the machine's speed is not the GPU's.
 
 CPU time is that of a rank's whole process. Wall time is divided by how much slower than usual a fixed matrix product was beside that
 round. Medians over the rounds; ratios are medians of the ratios round by round.
@@ -30,10 +32,11 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from step_inputs import LOGGING_STEPS, SIZES, Size, recipe_of, write_rows
-from step_ranks import ADDRESS, AUTHORITY, NAME, WARM_UP_STEPS, WORLD_SIZE
+from step_ranks import ADDRESS, AUTHORITY, NAME, WARM_UP_STEPS
 
 HERE = Path(__file__).resolve().parent
 START_SECONDS = 150
@@ -100,6 +103,11 @@ def start_other(name: str, size: Size, folder: Path, environment: dict[str, str]
     (folder / name).mkdir()
     task = {
         "contender": name,
+        "world_size": size.world_size,
+        "device": size.device,
+        "dtype": "float32",
+        "compute_dtype": "bfloat16" if size.precision == "bf16" else "float32",
+        "recompute": False,
         "model": size.model,
         "batch": size.batch,
         "max_length": size.max_length,
@@ -111,7 +119,7 @@ def start_other(name: str, size: Size, folder: Path, environment: dict[str, str]
         "rendezvous": str(folder / f"{name}.meeting"),
     }
     (folder / f"{name}.json").write_text(json.dumps(task), encoding="utf-8")
-    for rank in range(WORLD_SIZE):
+    for rank in range(size.world_size):
         command = [python, str(HERE / "step_ranks.py"), str(folder / f"{name}.json"), str(rank)]
         with contender.log.open("ab") as log:
             started = subprocess.Popen(command, env=environment | {NAME: name}, stdout=log, stderr=log, start_new_session=True)
@@ -119,17 +127,17 @@ def start_other(name: str, size: Size, folder: Path, environment: dict[str, str]
     return contender
 
 
-def meet(listener: Listener, contenders: list[Contender]) -> None:
+def meet(listener: Listener, contenders: list[Contender], world_size: int) -> None:
     """Waits until every rank of every contender stands at its gate."""
     deadline, by_name, unknown = time.monotonic() + START_SECONDS, {one.name: one for one in contenders}, list[Connection]()
     accepted = 0
-    while any(len(one.pipes) < WORLD_SIZE for one in contenders):
+    while any(len(one.pipes) < world_size for one in contenders):
         for one in contenders:
             if any(process.poll() is not None for process in one.processes) or (
-                time.monotonic() > deadline and len(one.pipes) < WORLD_SIZE
+                time.monotonic() > deadline and len(one.pipes) < world_size
             ):
-                raise SystemExit(f"{one.name} has {len(one.pipes)} of {WORLD_SIZE} ranks ready\n{one.last_words()}")
-        if accepted < WORLD_SIZE * len(contenders) and wait([listener._listener._socket], 0.2):  # type: ignore[attr-defined]
+                raise SystemExit(f"{one.name} has {len(one.pipes)} of {world_size} ranks ready\n{one.last_words()}")
+        if accepted < world_size * len(contenders) and wait([listener._listener._socket], 0.2):  # type: ignore[attr-defined]
             unknown.append(listener.accept())
             accepted += 1
         for pipe in wait(unknown, 0.2):
@@ -158,7 +166,7 @@ class Speedometer:
         return self.seconds[-1]
 
 
-def measure(contenders: list[Contender], rounds: int, steps: int) -> Speedometer:
+def measure(contenders: list[Contender], rounds: int, steps: int, *, corrected: bool) -> Speedometer:
     speed = Speedometer()
     beside: dict[str, list[float]] = {one.name: [] for one in contenders}
     for number in range(rounds + 1):  # the first finds cold caches
@@ -169,8 +177,9 @@ def measure(contenders: list[Contender], rounds: int, steps: int) -> Speedometer
             beside[one.name].append((before + speed()) / 2)
     usual = statistics.median(speed.seconds)
     for one in contenders:
-        one.wall_seconds = [wall * usual / product for wall, product in zip(one.wall_seconds, beside[one.name], strict=True)][1:]
-        del one.cpu_seconds[0]
+        if corrected:
+            one.wall_seconds = [wall * usual / product for wall, product in zip(one.wall_seconds, beside[one.name], strict=True)]
+        del one.wall_seconds[0], one.cpu_seconds[0]
     return speed
 
 
@@ -183,10 +192,21 @@ def report(contenders: list[Contender], size: Size, speed: Speedometer, against:
     for one in contenders:
         cpu, wall = statistics.median(one.cpu_seconds), statistics.median(one.wall_seconds)
         cpu_ratios, wall_ratios = ratios(one.cpu_seconds, base.cpu_seconds), ratios(one.wall_seconds, base.wall_seconds)
-        tokens = one.tokens_per_row * size.batch * WORLD_SIZE
+        tokens = one.tokens_per_row * size.batch * size.world_size
         gain = one.tokens_per_row / base.tokens_per_row / statistics.median(wall_ratios)
         told = [f"{1000 * cpu:.1f}", f"{1000 * wall:.1f}", median_and_range(cpu_ratios), median_and_range(wall_ratios)]
         print("|", " | ".join([one.name, *told, f"{tokens / wall:,.0f}", f"{gain:.2f}"]), "|")
+
+
+def figures(contenders: list[Contender], size: Size) -> dict[str, dict[str, Any]]:
+    return {
+        one.name: {
+            "wall_seconds": one.wall_seconds,
+            "cpu_seconds": one.cpu_seconds,
+            "tokens_per_step": one.tokens_per_row * size.batch * size.world_size,
+        }
+        for one in contenders
+    }
 
 
 def ratios(one: list[float], other: list[float]) -> list[float]:
@@ -216,12 +236,16 @@ def run(options: argparse.Namespace, folder: Path) -> None:
                 ours = name == "ours"
                 one = start_ours(size, folder, environment) if ours else start_other(name, size, folder, environment, python)
                 contenders.append(one)
-            meet(listener, contenders)
+            meet(listener, contenders, size.world_size)
             for one in contenders:
                 told = folder / one.name / "tokens_per_row"
                 one.tokens_per_row = one.tokens_per_row or (float(told.read_text()) if told.exists() else tokens_per_row)
-            speed = measure(contenders, options.rounds, options.steps)
+            speed = measure(contenders, options.rounds, options.steps, corrected=size.device == "cpu")
             report(contenders, size, speed, "bare" if "bare" in names else "ours")
+            if options.json:
+                from fsdp_tune.atomic import write_json
+
+                write_json(options.json, figures(contenders, size))
             for one in contenders:
                 one.end()
         finally:
@@ -239,6 +263,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of each contender in each round")
     parser.add_argument("--trl-python", help="an interpreter that can import trl")
     parser.add_argument("--gsm8k", type=Path, help="GSM8K's train.jsonl (question, answer)")
+    parser.add_argument("--json", type=Path, help="where the figures of each round are written")
     parser.add_argument("--keep", type=Path, help="where run directory and logs are copied to")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the contenders end too

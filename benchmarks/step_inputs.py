@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from step_ranks import WORLD_SIZE
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 LOGGING_STEPS = 10
@@ -24,10 +23,15 @@ class Size:
     packing: bool = False
     rows: int = 512
     """Made ones, all of `max_length` tokens; GSM8K has its own."""
+    world_size: int = 2
+    device: str = "cpu"
+    precision: str = "no"
+    """Of fp32 weights: `no` or `bf16`."""
 
 
-def _llama(hidden: int, layers: int, vocabulary: int, positions: int) -> dict[str, Any]:
-    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 32}
+def _llama(hidden: int, layers: int, vocabulary: int, positions: int, head_dim: int = 32) -> dict[str, Any]:
+    heads = hidden // head_dim
+    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
     sizes = {"intermediate_size": hidden * 11 // 4, "vocab_size": vocabulary, "max_position_embeddings": positions}
     return {"model_type": "llama", **shape, **sizes, "tie_word_embeddings": False}
 
@@ -35,6 +39,8 @@ def _llama(hidden: int, layers: int, vocabulary: int, positions: int) -> dict[st
 SIZES = {
     "overhead": Size(_llama(64, 16, 512, 128), 2, 64, ("ours", "bare", "hf", "trl")),
     "compute": Size(_llama(512, 8, 8192, 512), 1, 512, ("ours", "bare", "hf", "trl")),
+    "gpu": Size(_llama(2048, 16, 32000, 4096, 128), 1, 4096, ("ours", "bare"), rows=64, world_size=1, device="cuda", precision="bf16"),
+    "gpu-tiny": Size(_llama(64, 2, 512, 128), 1, 64, ("ours", "bare"), world_size=1),
     "gsm8k": Size(_llama(256, 4, 8192, 512), 2, 512, ("ours", "padding", "trl"), packing=True),
 }
 
@@ -84,7 +90,7 @@ def recipe_of(size: Size, inputs: Path, output: Path) -> dict[str, Any]:
             "packing": size.packing,
             "cache_dir": str(output.parent / "cache"),
         },
-        "precision": {"mixed_precision": "no"},
+        "precision": {"mixed_precision": size.precision},
         "kernels": {"loss": "full"},
         "training": {
             "per_device_train_batch_size": size.batch,
@@ -96,6 +102,6 @@ def recipe_of(size: Size, inputs: Path, output: Path) -> dict[str, Any]:
             "report_to": [],
         },
         "checkpoint": {"probe": False},
-        "launch": {"device": "cpu", "num_processes": WORLD_SIZE, "num_cpu_threads_per_process": 1},
+        "launch": {"device": size.device, "num_processes": size.world_size, "num_cpu_threads_per_process": 1},
         "output_dir": str(output),
     }

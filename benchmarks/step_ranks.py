@@ -1,4 +1,4 @@
-"""The rank processes of `step.py`: one contender, two ranks of it; each runs so many steps when it is told to, and says what they took.
+"""The rank processes of `step.py`: one contender, all ranks of it; each runs so many steps when it is told to, and says what they took.
 
     step_ranks.py TASK.json RANK   a contender of others: bare, hf, trl, padding
     -m step_ranks RUN_DIR          ours: the worker as `accelerate launch` starts it
@@ -17,7 +17,6 @@ from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
-WORLD_SIZE = 2
 AUTHORITY = b"benchmark"
 ADDRESS, NAME, WARM_UP_STEPS = "STEP_BENCHMARK_ADDRESS", "STEP_BENCHMARK_NAME", "STEP_BENCHMARK_WARM_UP_STEPS"
 
@@ -34,6 +33,7 @@ class Gate:
         self._left -= 1
         if self._left:
             return
+        finish_queue()
         if self._started is None:
             self._to_controller.send((os.environ[NAME], int(os.environ["RANK"])))
         else:
@@ -44,6 +44,41 @@ class Gate:
             sys.stdout.flush()
             os._exit(0)
         self._started = time.perf_counter(), time.process_time()
+
+
+class Stopwatch:
+    """In the gate's place where a loop runs alone: times the steps after the first ones, writes what they took, and ends the process."""
+
+    def __init__(self, result: str, steps: int, warm_up_steps: int) -> None:
+        self._result, self._steps, self._warm_up_steps = Path(result), steps, warm_up_steps
+        self._count, self._started = 0, 0.0
+
+    def __call__(self) -> None:
+        self._count += 1
+        if self._count == self._warm_up_steps:
+            finish_queue()
+            self._started = time.perf_counter()
+        elif self._count == self._warm_up_steps + self._steps:
+            finish_queue()
+            step_seconds = (time.perf_counter() - self._started) / self._steps
+            self._result.write_text(json.dumps({"step_seconds": step_seconds, **peaks()}), encoding="utf-8")
+            sys.stdout.flush()
+            os._exit(0)
+
+
+def finish_queue() -> None:
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def peaks() -> dict[str, float | None]:
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return {"allocated_gib": None, "reserved_gib": None}
+    return {"allocated_gib": torch.cuda.max_memory_allocated() / 2**30, "reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
 
 
 def gate_callback() -> Any:
@@ -83,10 +118,17 @@ def join(task: dict[str, Any], rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE), "LOCAL_WORLD_SIZE": str(WORLD_SIZE)}
+    size, device = task["world_size"], task["device"]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # Accelerate asks for them; the ranks have met already
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{task['rendezvous']}", rank=rank, world_size=WORLD_SIZE, timeout=timedelta(minutes=30))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        own: dict[str, Any] = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", rank)}
+    else:
+        torch.set_num_threads(1)
+        own = {"backend": "gloo"}
+    meeting = f"file://{task['rendezvous']}"
+    dist.init_process_group(init_method=meeting, rank=rank, world_size=size, timeout=timedelta(minutes=30), **own)
 
 
 def rows_of(task: dict[str, Any]) -> list[list[int]]:
@@ -99,44 +141,41 @@ def new_model(task: dict[str, Any]) -> Any:
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(**task["model"])
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
+    with torch.device(task["device"]):
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, task["dtype"]), attn_implementation="sdpa").train()
 
 
 def bare(task: dict[str, Any], rank: int) -> None:
-    """The loop that one would write by hand: `fully_shard` with the same units, a loss weighted by tokens, clipping, AdamW, a schedule."""
+    """The loop that one would write by hand: `fully_shard` with the same units, a loss weighted by tokens, clipping, AdamW, a schedule.
+
+    `dtype`: of the stored weights; `compute_dtype`: what the units are cast to; `recompute`: every decoder layer.
+    """
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model = new_model(task)
-    options: dict[str, Any] = {
-        "mesh": init_device_mesh("cpu", (WORLD_SIZE,)),
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
-    }
-    for layer in model.model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model.model.embed_tokens, **options)
-    fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)
-    fully_shard(model, **options)
+    size, device = task["world_size"], task["device"]
+    model = sharded(task)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 1_000_000))
-    rows, batch, gate = torch.tensor(rows_of(task)), task["batch"], Gate()
-    logged = torch.zeros((), dtype=torch.float64)
+    rows, batch = torch.tensor(rows_of(task)), task["batch"]
+    gate = Stopwatch(task["result"], task["steps"], task["warm_up_steps"]) if "result" in task else Gate()
+    logged = torch.zeros((), dtype=torch.float64, device=device)
     for step in range(1, 1_000_000):
-        order = torch.arange(step * batch, (step + 1) * batch) * WORLD_SIZE + rank
+        order = torch.arange(step * batch, (step + 1) * batch) * size + rank
         ids = rows[order % len(rows)]
         targets = F.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
         tokens = (targets != -100).sum().double()
         dist.all_reduce(tokens)
+        share = size / tokens.item()
+        ids, targets = ids.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         logits = model(input_ids=ids, use_cache=False).logits.float()
         loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1), ignore_index=-100, reduction="sum")
-        (loss * (WORLD_SIZE / tokens)).float().backward()
-        logged += loss.detach() / tokens
+        (loss * share).float().backward()
+        logged += loss.detach() * (share / size)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -146,6 +185,27 @@ def bare(task: dict[str, Any], rank: int) -> None:
             print(step, logged.item() / task["logging_steps"], norm.full_tensor().item(), flush=True)
             logged.zero_()
         gate()
+
+
+def sharded(task: dict[str, Any]) -> Any:
+    """The model with FSDP2's units: layers, embedding, norm with the head, and the root."""
+    import torch
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = new_model(task)
+    compute = getattr(torch, task["compute_dtype"])
+    policy = MixedPrecisionPolicy(param_dtype=None if compute == torch.float32 else compute, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mesh": init_device_mesh(task["device"], (task["world_size"],)), "mp_policy": policy}
+    for number, layer in enumerate(model.model.layers):
+        if task["recompute"]:
+            model.model.layers[number] = layer = checkpoint_wrapper(layer)
+        fully_shard(layer, **options)
+    fully_shard(model.model.embed_tokens, **options)
+    fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)
+    fully_shard(model, **options)
+    return model
 
 
 def options_of(task: dict[str, Any]) -> dict[str, Any]:

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from typing import Any
 
 import pytest
 import torch
 
 from tests.gpu.conftest import DEVICE, IS_SMALL, Train, loss_lines, readback
+from tests.gpu.models import DRY, KERNELS, LLAMA, gpt2
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU")]
 
 STEPS = 20 if IS_SMALL else 200
-WIDTH = {"n_embd": 32, "n_layer": 2, "n_head": 2} if IS_SMALL else {"n_embd": 768, "n_layer": 16, "n_head": 12}
-GPT2: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 384, "n_positions": 64, **WIDTH}
-DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 384,
-    "hidden_size": 256,
-    "intermediate_size": 688,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-KERNELS = ["sdpa", "eager", "flex_attention", "flash_attention_2"]
+GPT2 = gpt2(small=IS_SMALL)
 
 
 def curve(train: Train, precision: str, record_property) -> list[float]:

@@ -1,0 +1,399 @@
+"""Starts what `gpu.py` measures: the real worker on one rank, or a loop by hand, each in a process of its own.
+
+What every run imports is imported once, before CUDA is touched, and each run is a fork of that: it begins after a second instead of
+eight. Where CUDA does not survive the fork (a library asked for it while it was imported), runs are fresh interpreters. A run that is
+out of memory, crashes or hangs ends alone, and what it says is its row.
+
+Weights are drawn on the card, because a host takes half a minute to draw eight billion; and no run saves its last step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+POLL_SECONDS = 0.02
+PROBE_SECONDS = 90.0
+LAST_WORDS = 400
+"""Characters of a log that a row holds."""
+
+
+# ---- Recipes and rows
+
+
+def example_lengths(tokens: int, examples: int) -> list[int]:
+    """Of a row that is full: `examples` of unequal length."""
+    parts = np.arange(1, examples + 1)
+    lengths = (tokens * parts // parts.sum()).tolist()
+    return [*lengths[:-1], tokens - sum(lengths[:-1])]
+
+
+def write_rows(folder: Path, tokens: int, rows: int, vocabulary: int, examples: int = 1) -> Path:
+    """A store of prepared rows, all of `tokens` tokens: each example counts up in steps of its own, which a model can learn."""
+    from fsdp_tune.data.store import STORE_KIND, StoreWriter
+    from fsdp_tune.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
+
+    store = folder / f"rows-{tokens}-{rows}-{vocabulary}-{examples}"
+    if store.exists():
+        return store
+    store.mkdir(parents=True)
+    draw = np.random.default_rng(0)
+    lengths = np.array(example_lengths(tokens, examples) * rows, np.int64)
+    texts = [(draw.integers(vocabulary) + draw.integers(1, 4) * np.arange(length)) % vocabulary for length in lengths]
+    writer = StoreWriter(store)
+    count = len(lengths)
+    origins = np.stack([np.zeros(count, np.int64), np.arange(1, count + 1)], axis=1)
+    writer.add(np.concatenate(texts).astype(np.int32), np.ones(tokens * rows, np.uint8), lengths, origins)
+    writer.finish_pool()
+    writer.add_set("train", np.stack([np.cumsum(lengths) - lengths, lengths], axis=1), np.arange(0, count + 1, examples))
+    files = {name: digest_file(store / name) for name in list_files(store)}
+    (store / MANIFEST_NAME).write_text(Manifest(STORE_KIND, files, {"files": ["made"]}).to_json(), encoding="utf-8")
+    return store
+
+
+def resolved(tree: dict[str, Any], file: Path, device: str, name: str | None) -> Any:
+    """The recipe of a tree of keys, read and checked like a user's file. FsdpTuneError where it is refused."""
+    from fsdp_tune.cores import available_cores
+    from fsdp_tune.recipe.loader import load_recipe
+    from fsdp_tune.recipe.resolve import Machine, resolve
+
+    file.write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML
+    machine = Machine("cuda", 1, available_cores(), name) if device == "cuda" else Machine(None, 0, available_cores(), None)
+    return resolve(load_recipe(str(file)).recipe, machine, cwd=file.parent).recipe
+
+
+def write_run(recipe: Any, folder: Path, store: Path, vocabulary: int) -> None:
+    """What a rank reads of a run directory."""
+    from fsdp_tune.data.prepare import Prepared
+    from fsdp_tune.run_dir import RunDir
+
+    run = RunDir(folder)
+    run.logs.mkdir(parents=True)
+    run.recipe_json.write_text(recipe.model_dump_json(by_alias=True), encoding="utf-8")
+    rows = len(np.fromfile(store / "train" / "rows.int64", "<i8")) - 1
+    where = {"key": "made", "path": str(store), "train": str(store / "train"), "evals": {}}
+    what: dict[str, Any] = {"train_rows": rows, "vocabulary_size": vocabulary, "pad_token_id": 0, "report": {}, "notices": []}
+    run.data_json.write_text(Prepared(**where, **what).to_json(), encoding="utf-8")
+
+
+# ---- Processes
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a job ended: nothing is said where all went well."""
+
+    reason: str | None
+    seconds: float
+
+
+def run_job(job: dict[str, Any], seconds: float, *, forks: bool) -> Ended:
+    """Does `job` (see `do`) in a process of its own, which is killed with its children after `seconds`."""
+    started = time.monotonic()
+    log = Path(job["log"])
+    log.parent.mkdir(parents=True, exist_ok=True)
+    pid = _fork(job, log) if forks else _spawn(job, log)
+    code: int | None = None
+    while code is None and time.monotonic() - started < seconds:
+        code = _code(pid)
+        if code is None:
+            time.sleep(POLL_SECONDS)
+    if code is None:
+        _kill(pid)
+        return Ended(f"killed after {seconds:.0f} s", time.monotonic() - started)
+    took = time.monotonic() - started
+    if code == 0:
+        return Ended(None, took)
+    return Ended(_told(job) or f"exit code {code}: {_end_of(log)}", took)
+
+
+def _code(pid: int) -> int | None:
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def _kill(pid: int) -> None:
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def _end_of(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
+    return lines[-1][-LAST_WORDS:] if lines else "it said nothing"
+
+
+def _told(job: dict[str, Any]) -> str | None:
+    """Of a worker: the problem in its outcome file."""
+    if job["kind"] != "worker":
+        return None
+    from fsdp_tune.run_dir import RunDir
+
+    file = RunDir(Path(job["run"])).rank_outcome(0)
+    problem = json.loads(file.read_text(encoding="utf-8")).get("problem") if file.exists() else None
+    return str(problem["message"])[:LAST_WORDS] if problem else None
+
+
+def _fork(job: dict[str, Any], log: Path) -> int:
+    pid = os.fork()
+    if pid:
+        os.setpgid(pid, pid)  # here too: the kill must not come before the child's own call
+        return pid
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        code = do(job)
+    except BaseException:  # noqa: BLE001  a child must never return into its parent's code
+        os.write(2, traceback.format_exc().encode())  # whatever stands in for sys.stderr
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _spawn(job: dict[str, Any], log: Path) -> int:
+    with log.open("ab") as out:
+        command = [sys.executable, str(Path(__file__).resolve()), json.dumps(job)]
+        return subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, stdin=subprocess.DEVNULL).pid
+
+
+# ---- What a process does
+
+
+def warm_up() -> None:
+    """Imports what every run imports; touches no device."""
+
+
+def do(job: dict[str, Any]) -> int:
+    from fsdp_tune.launch.leash import die_with_parent
+
+    die_with_parent()
+    return {"worker": worker, "bare": bare, "ceilings": ceilings, "probe": probe}[job["kind"]](job)
+
+
+def worker(job: dict[str, Any]) -> int:
+    """`python -m fsdp_tune.worker RUN`, as the launcher starts it; `draw`: weights are drawn on the device."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", **_meeting(), **job.get("environment", {})}
+    from fsdp_tune.worker import __main__ as entry
+    from fsdp_tune.worker import setup
+
+    if job["device"] == "cpu":
+        import torch
+
+        torch.set_num_threads(1)
+    if job["draw"]:
+        _draw_on_the_device()
+    setup.close = lambda trainer: trainer.parts.metrics.close()
+    return entry.main([job["run"]])
+
+
+def _meeting() -> dict[str, str]:
+    with socket.socket() as probe_socket:
+        probe_socket.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe_socket.getsockname()[1])}
+
+
+def _draw_on_the_device() -> None:
+    from fsdp_tune.model import load as loading
+    from fsdp_tune.worker import setup
+
+    loading._choose = lambda *_: ("checkpoint", None)  # "the weights come later"
+    original: Callable[..., Any] = setup.load
+
+    def load(*arguments: Any, **named: Any) -> Any:
+        loaded = original(*arguments, **named)
+        draw(loaded.model)
+        return loaded
+
+    setup.load = load
+
+
+def draw(model: Any) -> None:
+    """Weights as transformers draws them, in place: matrices normal, norms 1, biases 0."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if parameter.ndim >= 2:
+                local.normal_(0.0, 0.02)
+            else:
+                local.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def bare(job: dict[str, Any]) -> int:
+    """The loop by hand of `step.py`, alone on the device."""
+    os.environ |= {"WORLD_SIZE": "1", **_meeting()}
+    import step_ranks
+
+    step_ranks.join(job, 0)
+    step_ranks.bare(job, 0)
+    return 0
+
+
+def ceilings(job: dict[str, Any]) -> int:
+    """What the device reaches at best: a bf16 product of large matrices, and a copy."""
+    import torch
+
+    device, size = job["device"], 8192 if job["device"] == "cuda" else 512
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    product = _median_seconds(lambda: one @ other, device)
+    source = torch.randn((1 << 30) if device == "cuda" else (1 << 22), device=device)
+    target = torch.empty_like(source)
+    copy = _median_seconds(lambda: target.copy_(source), device)
+    found = {"product_tflops": 2 * size**3 / product / 1e12, "copy_gb_s": 2 * source.nbytes / copy / 1e9, "size": size}
+    Path(job["result"]).write_text(json.dumps(found), encoding="utf-8")
+    return 0
+
+
+def _median_seconds(act: Callable[[], Any], device: str, rounds: int = 12) -> float:
+    import torch
+
+    seconds: list[float] = []
+    for _ in range(rounds):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        act()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[2:])
+
+
+def probe(job: dict[str, Any]) -> int:
+    """Whether the device answers here, and what it is."""
+    import torch
+
+    torch.ones(8, device="cuda").sum().item()
+    free, total = torch.cuda.mem_get_info()
+    name, capability = torch.cuda.get_device_name(0), list(torch.cuda.get_device_capability(0))
+    found = {"name": name, "capability": capability, "free_gib": free / 2**30, "total_gib": total / 2**30}
+    found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    Path(job["result"]).write_text(json.dumps(found), encoding="utf-8")
+    return 0
+
+
+# ---- What was measured
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of a finished worker."""
+
+    lines: list[dict[str, Any]]
+    """Those with a loss."""
+    events: list[dict[str, Any]]
+    readback: dict[str, Any]
+
+    def median(self, key: str) -> float | None:
+        """Over the lines but the first, whose steps warm up."""
+        values = [line[key] for line in self.lines[1:] if line.get(key) is not None]
+        return statistics.median(values) if values else None
+
+    def most(self, key: str) -> float | None:
+        return max((line[key] for line in self.lines if line.get(key) is not None), default=None)
+
+    def figures(self) -> dict[str, Any]:
+        compiled = [event for event in self.events if event["event"] == "compiled"]
+        return {
+            "step_seconds": self.median("step_seconds"),
+            "tokens_per_second": self.median("tokens_per_second_per_device"),
+            "mfu": self.median("mfu"),
+            "allocated_gib": self.most("peak_allocated_gib"),
+            "reserved_gib": self.most("peak_reserved_gib"),
+            "host_gib": self.most("peak_host_gib"),
+            "last_loss": self.lines[-1]["loss"],
+            **({"compile_seconds": sum(e["seconds"] for e in compiled), "graphs": compiled[-1]["graphs"]} if compiled else {}),
+        }
+
+
+def measured(folder: Path) -> Measured:
+    from fsdp_tune.run_dir import RunDir
+
+    run = RunDir(folder)
+    every = [json.loads(line) for line in run.metrics_jsonl.read_text(encoding="utf-8").splitlines()]
+    readback: dict[str, Any] = json.loads(run.readback_json.read_text(encoding="utf-8"))
+    return Measured([line for line in every if "loss" in line], [line for line in every if "event" in line], readback)
+
+
+@dataclass
+class Runner:
+    """Runs recipes one after another on one device; `left` tells the seconds that are left for all that is to come."""
+
+    folder: Path
+    device: str
+    device_name: str | None
+    forks: bool
+    left: Callable[[], float]
+    at_most_seconds: float = 100.0
+    count: int = field(default=0)
+
+    def __call__(self, tree: dict[str, Any], *, draw: bool = True, examples: int = 1, rows: int = 64) -> Measured | str:
+        """What a run of the recipe measured, or why there is none."""
+        from fsdp_tune.errors import FsdpTuneError
+
+        if (seconds := self._seconds()) is None:
+            return "not run: the time was up"
+        self.count += 1
+        try:
+            recipe = resolved(tree, self.folder / f"recipe-{self.count}.json", self.device, self.device_name)
+        except FsdpTuneError as error:
+            return f"not available: {error.problems[0].message}"
+        vocabulary = int(recipe.model.from_config["vocab_size"])
+        run = self.folder / f"run-{self.count}"
+        write_run(recipe, run, write_rows(self.folder, recipe.data.max_length, rows, vocabulary, examples), vocabulary)
+        job = {"kind": "worker", "run": str(run), "draw": draw, "device": self.device, "log": str(self.folder / f"run-{self.count}.log")}
+        return ended.reason if (ended := run_job(job, seconds, forks=self.forks)).reason else measured(run)
+
+    def job(self, kind: str, **details: Any) -> dict[str, Any] | str:
+        """What another kind of process wrote, or why there is nothing."""
+        if (seconds := self._seconds()) is None:
+            return "not run: the time was up"
+        self.count += 1
+        base = self.folder / f"{kind}-{self.count}"
+        job = {"kind": kind, "device": self.device, "result": f"{base}.json", "log": f"{base}.log", "folder": str(base), **details}
+        ended = run_job(job, seconds, forks=self.forks)
+        return ended.reason or json.loads(Path(job["result"]).read_text(encoding="utf-8"))
+
+    def _seconds(self) -> float | None:
+        left = self.left()
+        return min(left, self.at_most_seconds) if left > 5 else None
+
+
+def find_device(folder: Path) -> tuple[dict[str, Any], bool]:
+    """The device's facts, and whether runs may be forks. SystemExit where there is no device."""
+    reasons: list[str] = []
+    for forks in (True, False):
+        job = {"kind": "probe", "device": "cuda", "result": str(folder / "device.json"), "log": str(folder / f"probe-{forks}.log")}
+        ended = run_job(job, PROBE_SECONDS, forks=forks)
+        if ended.reason is None:
+            return json.loads(Path(job["result"]).read_text(encoding="utf-8")), forks
+        reasons.append(ended.reason)
+    raise SystemExit(f"no CUDA device answers ({reasons[-1]}); `--device cpu --tiny` plays everything small")
+
+
+def main(arguments: Sequence[str]) -> int:
+    return do(json.loads(arguments[0]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
