@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, defaultdict
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,11 +44,24 @@ MANY_RANKS = 64
 
 
 class DtypeAudit(TorchDispatchMode):
-    """Counts floating-point dtypes by kind of operator while it is active."""
+    """Counts floating-point dtypes by kind of operator while it is active. Nothing is compiled in it.
+
+    A function that the compiler first meets under a dispatch mode is marked as one to leave alone, for good and without a word:
+    the layers of `kernels.compile: true` would stay as they are in every later step too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._uncompiled = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._uncompiled.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kind = _KINDS.get(func.overloadpacket.__name__)

@@ -12,8 +12,9 @@ from fsdp_tune.model.compiled import CompileClock
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
 
-EXPECTED_GRAPHS = 3
-"""One for the first width of a batch, one for any width, one for evaluation, which keeps nothing for a backward."""
+EXPECTED_GRAPHS = 4
+"""One for the first width of a batch, one for any width, one for the short last batch of an epoch, and one for evaluation, which keeps
+nothing for a backward."""
 
 
 class CompileReport(TrainerCallback):
