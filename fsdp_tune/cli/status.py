@@ -60,4 +60,6 @@ def show(screen: Screen, facts: dict[str, Any]) -> None:
         screen.say(f"merged model: {facts['merged']}")
     if facts["problem"]:
         screen.say(f"ended with: {facts['problem']}")
+    for way in facts["ways_on"]:
+        screen.say(f"  {way}")
     screen.say(f"logs: {facts['logs']}")

@@ -101,8 +101,9 @@ def train(
         )
         if dry_run:
             from fsdp_tune.cli.train_view import show_dry_run
+            from fsdp_tune.launch.resume import decide
 
-            show_dry_run(screen, resolution, plan)
+            show_dry_run(screen, resolution, plan, decide(run, resolution.recipe, resume, overwrite=overwrite, digests=False))
             return
         from fsdp_tune.cli.train_job import Job
 

@@ -52,6 +52,8 @@ class Job:
         run = self.plan.run
         start = decide(run, self.recipe, resume, overwrite=overwrite)
         self.screen.notices([*self.surroundings(), *start.notices])
+        for change in start.trajectory_changes:
+            self.screen.say(f"from step {start.step} on {change}")
         if start.is_finished:
             self.nothing_to_do()
             return
@@ -155,6 +157,7 @@ class Job:
         """Merges a finished run; tells the next command for any other. Ends the command with the run's exit code."""
         from fsdp_tune.cli.train_plan import predicted_and_measured
         from fsdp_tune.cli.train_view import final_document
+        from fsdp_tune.launch.resume import ways_on
         from fsdp_tune.run_dir import latest_checkpoint
 
         run = self.plan.run
@@ -174,7 +177,7 @@ class Job:
                 + (f"; the model is in {merged}" if merged else f"; `fsdp-tune merge-checkpoint {run.path}` merges it")
             )
             return
-        ways = self.ways_on(checkpoint.path if checkpoint else None)
+        ways = ways_on(run, checkpoint)
         if ended.problem is not None:
             problem = Problem(
                 ended.problem.code, ended.problem.message, ended.problem.where, ended.problem.hint, (*ended.problem.ways_out, *ways)
@@ -184,17 +187,6 @@ class Job:
         for way in ways:
             self.screen.say(f"  {way}")
         raise typer.Exit(EXIT_CODE_OF_REASON[ended.reason])
-
-    def ways_on(self, checkpoint: Path | None) -> tuple[str, ...]:
-        run = self.plan.run.path
-        if not run.is_dir():
-            return ()
-        if checkpoint is None:
-            return (f"`fsdp-tune train … --resume auto` begins again at step 0 in {run}",)
-        return (
-            f"`fsdp-tune train … --resume auto` goes on from {checkpoint.name}",
-            f"`fsdp-tune merge-checkpoint {run}` makes a model of {checkpoint.name}",
-        )
 
     def merge(self) -> Path:
         from fsdp_tune.cli.merge_checkpoint import byte_progress

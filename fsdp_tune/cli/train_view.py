@@ -12,22 +12,30 @@ from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.progress import Bar
 from fsdp_tune.launch.accelerate import LaunchPlan
 from fsdp_tune.launch.environment import masked
+from fsdp_tune.launch.resume import Start
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.units import format_bytes, format_seconds
 
 SHOWN_PHASE_SECONDS = 0.1
 
 
-def show_dry_run(screen: Screen, resolution: Resolution, plan: LaunchPlan) -> None:
-    """The resolved recipe, why each open key has its value, the exact command and the environment."""
+def show_dry_run(screen: Screen, resolution: Resolution, plan: LaunchPlan, start: Start) -> None:
+    """The resolved recipe, why each open key has its value, where the run begins, the exact command and the environment."""
     recipe = resolution.recipe.model_dump(mode="json", by_alias=True)
     launch = plan.to_json()
-    screen.document({"recipe": recipe, "reasons": resolution.reasons, **launch})
+    screen.notices(start.notices)
+    begins = {"step": start.step, "checkpoint": str(start.checkpoint.path) if start.checkpoint else None}
+    changes = [change.as_dict() for change in start.trajectory_changes]
+    screen.document({"recipe": recipe, "reasons": resolution.reasons, "begins": begins, "changes": changes, **launch})
     screen.say("# the recipe as resolved")
     screen.say(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=140).rstrip())
     screen.say("\n# why")
     for key, reason in sorted(resolution.reasons.items()):
         screen.say(f"#   {key}: {reason}")
+    screen.say("\n# where it begins")
+    screen.say(f"#   {'already finished, ' if start.is_finished else ''}step {start.step} in {plan.run.path}")
+    for change in start.trajectory_changes:
+        screen.say(f"#   from step {start.step} on {change}")
     screen.say("\n# the environment that is set" + (f"; removed: {', '.join(plan.removed)}" if plan.removed else ""))
     for name, value in sorted(plan.settings.items()):
         screen.say(f"{name}={masked(name, value)}")

@@ -40,9 +40,17 @@ class Start:
     data_key: str | None = field(default=None)
     """Content key of the data that the steps so far were trained on; None for a new run."""
 
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self.checkpoint.step if self.checkpoint else 0
 
-def decide(run: RunDir, recipe: Recipe, resume: str | None, *, overwrite: bool) -> Start:
-    """Reads only. FsdpTuneError (exit 2) with the ways out where the directory must not be used so."""
+
+def decide(run: RunDir, recipe: Recipe, resume: str | None, *, overwrite: bool, digests: bool = True) -> Start:
+    """Reads only. FsdpTuneError (exit 2) with the ways out where the directory must not be used so.
+
+    `digests` False leaves the bytes of checkpoints unread, for an answer at once.
+    """
     if run.path.is_symlink() and not run.path.exists():
         raise usage_error("bad-output-dir", f"{run.path} is a link that leads nowhere", hint="remove it, or name another `output_dir`")
     _refuse_open_directory(run)
@@ -57,7 +65,7 @@ def decide(run: RunDir, recipe: Recipe, resume: str | None, *, overwrite: bool) 
     if resume in (None, NEVER):
         return _fresh(run, overwrite=overwrite)
     if resume == AUTO:
-        return _newest(run, recipe)
+        return _newest(run, recipe, digests=digests and recipe.checkpoint.verify == "digest")
     return _explicit(run, recipe, Path(resume))
 
 
@@ -98,14 +106,13 @@ def _refuse_foreign(run: RunDir) -> None:
         )
 
 
-def _newest(run: RunDir, recipe: Recipe) -> Start:
+def _newest(run: RunDir, recipe: Recipe, *, digests: bool) -> Start:
     if not run.is_used:
         _refuse_foreign(run)
         return Start()
     old = read_resolved(run)
     changes = compare(old, recipe)
     trajectory = check(changes)
-    digests = recipe.checkpoint.verify == "digest"
     checkpoint, rejected = latest_checkpoint(run, digests=digests)
     notices = [Notice("checkpoint-rejected", f"{bad.path.name} is not used: {bad.reason}") for bad in rejected]
     if checkpoint is None:
@@ -150,6 +157,18 @@ def _explicit(run: RunDir, recipe: Recipe, path: Path) -> Start:
 
 def _same(left: Path, right: Path) -> bool:
     return left.resolve() == right.resolve()
+
+
+def ways_on(run: RunDir, checkpoint: Checkpoint | None) -> tuple[str, ...]:
+    """The next commands for a run that has stopped before its end."""
+    if not run.path.is_dir():
+        return ()
+    if checkpoint is None:
+        return (f"`fsdp-tune train … --resume auto` begins again at step 0 in {run.path}",)
+    return (
+        f"`fsdp-tune train … --resume auto` goes on from {checkpoint.path.name}",
+        f"`fsdp-tune merge-checkpoint {run.path}` makes a model of {checkpoint.path.name}",
+    )
 
 
 def read_resolved(run: RunDir) -> Recipe:

@@ -111,10 +111,9 @@ def _note_changes(run: RunDir, start: Start) -> None:
     """Leaves the changes of the trajectory in metrics.jsonl, at the step where they begin; rank 0 keeps lines up to that step."""
     if not start.trajectory_changes:
         return
-    step = start.checkpoint.step if start.checkpoint else 0
     event = {
         "event": "recipe_changed",
-        "step": step,
+        "step": start.step,
         "time": time.time(),
         "changes": [change.as_dict() for change in start.trajectory_changes],
     }

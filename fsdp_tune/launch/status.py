@@ -9,15 +9,18 @@ from typing import Any
 
 import psutil
 
+from fsdp_tune.errors import ExitReason
 from fsdp_tune.launch.lock import is_held, read_owner
 from fsdp_tune.launch.processes import is_alive
 from fsdp_tune.launch.ranks import read_heartbeat, read_outcome, read_verdict
-from fsdp_tune.launch.resume import read_resolved
-from fsdp_tune.run_dir import RunDir, json_objects, latest_checkpoint
+from fsdp_tune.launch.resume import read_resolved, ways_on
+from fsdp_tune.run_dir import Checkpoint, RunDir, json_objects, latest_checkpoint
 from fsdp_tune.units import format_seconds
 
 TAIL_BYTES = 1 << 18
 """Of metrics.jsonl; lines are a few hundred bytes."""
+RUNNING, BUSY, NOT_STARTED = "running", "starting or merging", "not started"
+_GOES_ON = (RUNNING, BUSY, NOT_STARTED)
 RECENT_SECONDS = 60.0
 """A sign of life this young, from a machine whose processes we cannot see, counts as life."""
 
@@ -33,9 +36,10 @@ def run_status(run: RunDir) -> dict[str, Any]:
     owner = read_owner(run)
     lines = last_lines(run.metrics_jsonl)
     logged = next((line for line in reversed(lines) if "loss" in line), None)
+    state = _state(run, ranks, verdict)
     return {
         "run_dir": str(run.path),
-        "state": _state(run, ranks, verdict),
+        "state": state,
         "owner": str(owner) if owner is not None and is_held(run) else None,
         "step": max((line["step"] for line in lines if isinstance(line.get("step"), int)), default=None),
         "total_steps": next((line["total_steps"] for line in _started(run.metrics_jsonl) if "total_steps" in line), None),
@@ -46,21 +50,28 @@ def run_status(run: RunDir) -> dict[str, Any]:
         "rejected_checkpoints": [{"path": str(bad.path), "reason": bad.reason} for bad in rejected],
         "merged": str(run.merged) if run.merged.is_dir() else None,
         "problem": verdict["problem"]["message"] if verdict is not None and verdict.get("problem") else next(iter(problems), None),
+        "ways_on": [] if state in _GOES_ON else _ways_on(run, state, checkpoint),
         "logs": str(run.logs),
     }
 
 
 def _state(run: RunDir, ranks: list[dict[str, Any]], verdict: dict[str, Any] | None) -> str:
     if any(rank["state"] == "live" for rank in ranks):
-        return "running"
+        return RUNNING
     if is_held(run):
-        return "starting or merging"
+        return BUSY
     if verdict is not None:
         return str(verdict["exit_reason"])
     reasons = {str(rank["state"]) for rank in ranks if rank["exit_code"] is not None}
     if reasons:  # started by hand: no supervisor judged it
         return reasons.pop() if len(reasons) == 1 else " and ".join(sorted(reasons))
-    return "died without a word" if any(rank["pid"] for rank in ranks) else "not started"
+    return "died without a word" if any(rank["pid"] for rank in ranks) else NOT_STARTED
+
+
+def _ways_on(run: RunDir, state: str, checkpoint: Checkpoint | None) -> list[str]:
+    if state != ExitReason.FINISHED.value:
+        return list(ways_on(run, checkpoint))
+    return [] if run.merged.is_dir() else [f"`fsdp-tune merge-checkpoint {run.path}` makes a model of it"]
 
 
 def _rank_status(run: RunDir, rank: int) -> dict[str, Any]:
@@ -78,7 +89,7 @@ def _rank_status(run: RunDir, rank: int) -> dict[str, Any]:
         "rank": rank,
         "state": state,
         "exit_code": outcome.exit_code if outcome else None,
-        "phase": beat.phase if beat else None,
+        "phase": beat.phase if beat and outcome is None else None,
         "step": beat.step if beat else 0,
         "pid": beat.pid if beat else None,
         "age": format_seconds(age_seconds) if age_seconds is not None else None,

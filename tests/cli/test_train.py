@@ -48,6 +48,19 @@ def test_a_dry_run_prints_recipe_command_and_environment(cli: Cli, tmp_path: Pat
     assert "removed: RANK" in done.stdout
 
 
+def test_a_dry_run_answers_as_the_run_would(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.json").write_text(json.dumps(document(cli("train", *SHORT, "--dry-run", "--json"))["recipe"]))
+    used = cli("train", *SHORT, "--dry-run", "--json")
+    assert (used.returncode, errors(used)) == (2, ["run-directory-used"])
+    resumed = (*SHORT, "--resume", "auto", "--dry-run", "--json")
+    shown = document(cli("train", *resumed, "--set", "training.learning_rate=1e-4"))
+    assert shown["begins"] == {"step": 0, "checkpoint": None}
+    assert [change["key"] for change in shown["changes"]] == ["training.learning_rate"]
+    refused = cli("train", *resumed, "--set", "data.max_length=16")
+    assert (refused.returncode, errors(refused)) == (2, ["resume-refused"])
+
+
 def test_arguments_for_accelerate_stand_behind_two_dashes(cli: Cli) -> None:
     shown = document(cli("train", *SHORT, "--dry-run", "--json", "--", "--monitor_interval", "0.5"))
     assert "--monitor_interval" in shown["argv"]

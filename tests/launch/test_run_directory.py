@@ -299,6 +299,9 @@ def test_status_of_a_finished_run(fresh: RunDir, tmp_path: Path) -> None:
         str(path),
     )
     assert [rank["state"] for rank in facts["ranks"]] == ["finished", "finished"]
+    assert facts["ways_on"] == [f"`fsdp-tune merge-checkpoint {fresh.path}` makes a model of it"]
+    fresh.merged.mkdir()
+    assert run_status(fresh)["ways_on"] == []
 
 
 def test_status_of_a_run_that_was_never_started(fresh: RunDir, tmp_path: Path) -> None:
@@ -311,8 +314,11 @@ def test_status_tells_how_killed_ranks_ended(fresh: RunDir, tmp_path: Path) -> N
     used(fresh, tmp_path)
     verdict = {"exit_code": 5, "exit_reason": "lost_rank", "step": 7, "time": 0.0, "problem": {"message": "rank 1 was killed by SIGKILL"}}
     (fresh.logs / "outcome.json").write_text(json.dumps(verdict))
+    assert ["begins again at step 0" in way for way in run_status(fresh)["ways_on"]] == [True]
+    checkpoint(fresh, 6)
     facts = run_status(fresh)
     assert (facts["state"], facts["problem"]) == ("lost_rank", "rank 1 was killed by SIGKILL")
+    assert ["--resume auto` goes on from checkpoint-6" in way for way in facts["ways_on"]] == [True, False]
 
 
 def test_status_does_not_take_a_reused_pid_for_a_rank(fresh: RunDir, tmp_path: Path) -> None:
