@@ -57,9 +57,10 @@ class StepShares(TrainerCallback):
         self._is_measuring = False
         self._step_began: Moment | None = None
         self._optimizer_began: Moment | None = None
-        groups = [group for module in wrapped.modules() if isinstance(module, FSDPModule) for group in fsdp_groups(module)]
+        # Modules that make one unit together (norm and head) share their group: timed twice, it would count twice.
+        groups = {id(group): group for module in wrapped.modules() if isinstance(module, FSDPModule) for group in fsdp_groups(module)}
         self._sees_communication = bool(groups)
-        for group in groups:
+        for group in groups.values():
             for name in _COMMUNICATING:
                 setattr(group, name, self._timed(getattr(group, name)))
 
