@@ -195,7 +195,8 @@ def _data(small: Small, recipe: Recipe, folder: Path, reach: Reach) -> None:
         small.document["data"] = data = {name: value for name, value in data.items() if name in keep}
         data["train"] = [{"path": "builtin:arithmetic", "split": "train", "max_rows": ROWS}]
         data["eval"] = [{"path": "builtin:arithmetic", "split": "test", "max_rows": EVAL_ROWS, "label": "held_out"}]
-        small.changes.append("data: the package's own, since not all of the recipe's is within reach")
+        why = "that tokenizer reads nothing else" if reach.data else "not all of the recipe's is within reach"
+        small.changes.append(f"data: the package's own, since {why}")
     else:
         for source in data["train"]:
             source["max_rows"] = min(source["max_rows"] or ROWS, ROWS)

@@ -90,6 +90,8 @@ def test_what_is_within_reach_is_used(tmp_path: Path) -> None:
     data = shrunk(recipe, tmp_path).document["data"]
     assert [(Path(source["path"]).name, source["max_rows"]) for source in data["train"]] == [("a.jsonl", 400), ("b.jsonl", 7)]
     assert data["eval"] == {"rows": 16}
+    without_tokenizer = shrunk(recipe, tmp_path, reach=Reach(tokenizer=False))
+    assert "data: the package's own, since that tokenizer reads nothing else" in without_tokenizer.changes
 
 
 def test_rows_that_fit_the_real_length_are_not_lost_to_the_small_one(tmp_path: Path) -> None:
