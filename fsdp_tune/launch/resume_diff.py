@@ -6,6 +6,7 @@ steps already taken rest on. A key in no table is refused, so that a new key is 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -125,5 +126,5 @@ def _leaves(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    text = str(value)
+    text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)  # as the recipe spells them
     return text if len(text) <= 80 else text[:77] + "…"

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fsdp_tune.errors import Problem, Where
-from fsdp_tune.recipe.keys import choices, closest, dotted, element_words, field_at, field_words, unknown_key_hint
+from fsdp_tune.recipe.keys import choices, closest, dotted, element_words, field_at, field_words, sections_in, unknown_key_hint
 from fsdp_tune.recipe.scalars import printable, shown
 from fsdp_tune.recipe.schema import Training
 from fsdp_tune.recipe.schema_data import EVAL_TAGS
@@ -83,7 +83,11 @@ def wrong_value(tree: MappingNode, path: Path, reason: str | None = None) -> Pro
     node, field = node_at(tree, path), field_at(path)
     in_list = bool(path) and isinstance(path[-1], int)
     takes = "another value" if field is None else element_words(field.annotation) if in_list else field_words(field)
-    hint = _source_hint(path, node) or _value_hint(node, takes, choices(field.annotation) if field is not None else [])
+    hint = (
+        _source_hint(path, node)
+        or _section_hint(path, node)
+        or _value_hint(node, takes, choices(field.annotation) if field is not None else [])
+    )
     where = where_of(tree, path)
     if isinstance(node, ScalarNode) and node.value is None and node.plain:
         message = f"`{dotted(path)}` has no value; it takes {takes}"
@@ -99,6 +103,18 @@ def _source_hint(path: Path, node: Node | None) -> str | None:
         return None
     source = f"{{path: {shown(node.text)}}}"
     return f"write `{source}`" if len(path) == 3 else f"write `[{source}]`"
+
+
+def _section_hint(path: Path, node: Node | None) -> str | None:
+    """The value of one key where the section belongs that holds it: `precision: bf16`, `model: gpt2`."""
+    field = field_at(path)
+    if field is None or not isinstance(node, ScalarNode) or not isinstance(node.value, str):
+        return None
+    for section in sections_in(field.annotation):
+        for name, inner in section.model_fields.items():
+            if node.value in choices(inner.annotation) or (path, name) == (("model",), "name_or_path"):
+                return f"write `{dotted(path)}: {{{inner.alias or name}: {shown(node.text)}}}`"
+    return None
 
 
 def given(node: Node | None) -> str:

@@ -26,6 +26,7 @@ _SCALAR_WORDS: dict[object, str] = {
     Any: "a value",
 }
 CLOSE = 0.72
+AS_CLOSE = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,13 @@ def closest(name: str, candidates: Sequence[str]) -> str | None:
     return lowered[found[0]] if found else None
 
 
+def _closest_ones(name: str, candidates: Sequence[str]) -> list[str]:
+    """The closest, and what is as close: `per_device_batch_size` is of training as much as of evaluation."""
+    near = difflib.get_close_matches(name.lower(), candidates, n=3, cutoff=CLOSE)
+    ratios = [difflib.SequenceMatcher(None, one, name.lower()).ratio() for one in near]
+    return sorted(one for one, ratio in zip(near, ratios, strict=True) if ratio > ratios[0] - AS_CLOSE)
+
+
 def unknown_key_hint(path: Sequence[str | int]) -> str | None:
     """For a key that does not exist: the section where that name is known, else the closest spelling."""
     *parent_path, name = [part for part in path if isinstance(part, str)]
@@ -142,8 +150,8 @@ def unknown_key_hint(path: Sequence[str | int]) -> str | None:
         return owner
     siblings = [key.path[-1] for key in all_keys() if key.path[:-1] == parent]
     siblings += [field for field in TRAINING_FIELDS.fields if owner_of(field) is None] if parent == ("training",) else []
-    if near := closest(name, siblings):
-        return f"did you mean `{'.'.join((*parent, near))}`?"
+    if near := _closest_ones(name, siblings):
+        return f"did you mean {enumerated([f'`{dotted((*parent, one))}`' for one in near])}?"
     elsewhere = {key.path[-1]: key.name for key in all_keys()} | {field: f"training.{field}" for field in TRAINING_FIELDS.fields}
     if near := closest(name, list(elsewhere)):
         return f"did you mean `{elsewhere[near]}`?"

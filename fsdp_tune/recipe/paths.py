@@ -97,9 +97,9 @@ class _Paths:
         if not _can_only_be_a_path(name):
             return name
         if must_exist:
-            self.findings.append(
-                Finding("not-found", (key,), f"`{key}` is `{name}`, and there is no `{path}`", _START.format(cwd=self.cwd))
-            )
+            told = f"`{key}` is `{name}`, and there is no `{path}`"
+            hint = _START.format(cwd=self.cwd) if not Path(name).expanduser().is_absolute() else None
+            self.findings.append(Finding("not-found", (key,), told, hint))
         return str(path)
 
     def source(self, source: dict[str, Any], key: str) -> None:

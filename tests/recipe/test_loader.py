@@ -17,6 +17,12 @@ from tests.recipe.loading import MINIMAL, load, load_with, one_problem, problems
         ("fsdp: {offload_parms: true}", "3:8", "unknown key `fsdp.offload_parms`", "did you mean `fsdp.offload_params`?"),
         ("training: {learning_rat: 1}", "3:12", "unknown key `training.learning_rat`", "did you mean `training.learning_rate`?"),
         ("training: {max_stps: 1}", "3:12", "unknown key `training.max_stps`", "did you mean `training.max_steps`?"),
+        (
+            "training: {per_device_batch_size: 4}",
+            "3:12",
+            "unknown key `training.per_device_batch_size`",
+            "did you mean `training.per_device_eval_batch_size` or `training.per_device_train_batch_size`?",
+        ),
         ("training: {sharding_strategy: FULL_SHARD}", "3:12", "unknown key `training.sharding_strategy`", "belongs under `fsdp:`"),
         ("offload_params: true", "3:1", "unknown key `offload_params`", "belongs under `fsdp:`"),
         ("max_steps: 5", "3:1", "unknown key `max_steps`", "belongs under `training:`"),
@@ -41,6 +47,11 @@ def test_an_unknown_key_says_where_it_belongs(extra: str, place: str, message: s
     ("extra", "message", "hint"),
     [
         ("fsdp: {version: 3}", "`fsdp.version` is `3`; it takes `1` or `2`", None),
+        (
+            "precision: bf16",
+            "`precision` is `bf16`; it takes a mapping with `mixed_precision`, `reduce_dtype` and `fp8_recipe`",
+            "write `precision: {mixed_precision: bf16}`",
+        ),
         ("fsdp: {version: true}", "`fsdp.version` is `true`; it takes `1` or `2`", None),
         ("fsdp: {version: 2.0}", "`fsdp.version` is `2.0`; it takes `1` or `2`", None),
         (
