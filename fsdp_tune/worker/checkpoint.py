@@ -32,9 +32,10 @@ from fsdp_tune.worker import state as live_state
 from fsdp_tune.worker.agree import all_or_none, from_rank0, gather
 from fsdp_tune.worker.rotation import rotate
 from fsdp_tune.worker.state import Live
-from fsdp_tune.worker.storage import hashing_writer, with_free_space, write_safetensors, write_torch
+from fsdp_tune.worker.storage import hashing_writer, reason_of, with_free_space, write_safetensors, write_torch
 
 TRAINER_STATE = "trainer_state.json"
+SAVE_HINT = "free space, or mend the file system of `output_dir`; checkpoints that were complete stay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +135,8 @@ class Checkpointer:
             saved.size_bytes = self._size_bytes = self._write(snapshot, self.run.checkpoint(snapshot.step))
             saved.left = self._rotate(snapshot.step)
         except Exception as error:  # noqa: BLE001  an error of the disk or of torch: it becomes the save's outcome
-            told = f"checkpoint-{snapshot.step}: {type(error).__name__}: {error}"
-            failure = error if isinstance(error, FsdpTuneError) else failed_error("save-failed", told)
+            told = f"checkpoint-{snapshot.step} could not be written: {reason_of(error)}"
+            failure = error if isinstance(error, FsdpTuneError) else failed_error("save-failed", told, hint=SAVE_HINT)
             saved.error = with_free_space(failure, self.run.path, self._size_bytes)
         saved.seconds = time.monotonic() - started
 
@@ -226,7 +227,8 @@ class Checkpointer:
             dcp.save(state, storage_writer=writer, process_group=self._group)
         except CheckpointException as error:  # a BaseException, which no `except Exception` on the way would see
             rank, (cause, _) = next(iter(error.failures.items()))
-            raise failed_error("save-failed", f"{directory}, rank {rank}: {type(cause).__name__}: {cause}") from error
+            told = f"rank {rank} could not write its part of {directory}: {reason_of(cause)}"
+            raise failed_error("save-failed", told, hint=SAVE_HINT) from error
         return {f"{directory}/{name}": entry for name, entry in files.entries.items()}
 
 

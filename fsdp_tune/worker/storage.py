@@ -204,6 +204,11 @@ def write_torch(path: Path, value: Any) -> FileEntry:
     return stream.entry()
 
 
+def reason_of(error: BaseException) -> str:
+    """In the system's words where it is the system's error; the class and text of any other."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+
+
 def with_free_space(error: FsdpTuneError, folder: Path, needed_bytes: int) -> FsdpTuneError:
     """Where the disk is full, the same error with how much is free, and how much a checkpoint takes (0: not known)."""
     problem = error.problems[0]

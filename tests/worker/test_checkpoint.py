@@ -177,7 +177,9 @@ def test_run_whose_last_step_cannot_be_saved_fails(bench: Bench) -> None:
     worker = functools.partial(run_with_broken_disk, rank=1, operation="write", first=1, last=10**9)
     outcomes = bench.pool.run(2, functools.partial(worker, str(run.path)))
     assert {outcome["exit_code"] for outcome in outcomes} == {1}
-    assert "No space left" in outcomes[0]["problem"]["message"]
+    problem = outcomes[0]["problem"]
+    assert problem["message"].startswith("rank 1 could not write its part of pytorch_model_fsdp_0: No space left on device; ")
+    assert "free space" in problem["hint"]
     assert steps(run) == []
 
 
