@@ -12,7 +12,8 @@ from fsdp_tune.merge.tensors import Shape, SourceTensor
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-_HEADER_ALIGNMENT_BYTES = 8
+PAGE_BYTES = 4096  # direct I/O needs offset, length and address in whole blocks of the disk; none has larger ones
+_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def _plan_file(name: str, shard: Sequence[tuple[SourceTensor, DType]]) -> Output
         ends.append((at, end))
         at = end
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    raw += b" " * (-len(raw) % _HEADER_ALIGNMENT_BYTES)
+    raw += b" " * (-(_LENGTH_BYTES + len(raw)) % PAGE_BYTES)  # tensors of whole pages then begin and end with one
     head = struct.pack("<Q", len(raw)) + raw
     placed = tuple(
         Placed(tensor.name, dtype, tensor.shape, name, len(head) + start, end - start)

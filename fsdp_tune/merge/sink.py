@@ -17,13 +17,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+import numpy as np
 import xxhash
 
 from fsdp_tune.atomic import DISK
+from fsdp_tune.merge.layout import PAGE_BYTES
+from fsdp_tune.merge.values import Array
 
-PAGE_BYTES = 4096  # direct I/O needs offset, length and address in whole blocks of the disk; none has larger ones
 BLOCK_BYTES = 4 << 20
 SAMPLE_BYTES = 64 << 10
+_WORD_BYTES = 16  # the widest element
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,9 @@ def pieces(first_byte: int, size_bytes: int) -> Iterator[Piece]:
         yield Piece(pages_end, end - pages_end, is_paged=False)
 
 
-def block_buffer() -> memoryview:
+def block_buffer() -> Array:
     """Room for one piece, at an address that direct I/O takes."""
-    return memoryview(mmap.mmap(-1, BLOCK_BYTES))
+    return np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), np.uint8)
 
 
 class TensorSink:
@@ -68,7 +71,7 @@ class TensorSink:
     `digest` is over what was handed to the disk.
     """
 
-    def __init__(self, path: Path, first_byte: int, size_bytes: int, block: memoryview, *, is_direct: bool) -> None:
+    def __init__(self, path: Path, first_byte: int, size_bytes: int, block: Array, *, is_direct: bool) -> None:
         self.digest = xxhash.xxh3_128()
         self._path, self._block, self._is_direct = path, block, is_direct
         self._pieces = pieces(first_byte, size_bytes)
@@ -84,30 +87,41 @@ class TensorSink:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._files.close()
 
-    def write(self, data: memoryview) -> None:
-        while len(data):
-            if self._piece is None:
-                self._piece, self._filled_bytes = next(self._pieces), 0
-            start = self._filled_bytes
-            count = min(len(data), self._piece.size_bytes - start)
-            self._block[start : start + count] = data[:count]
+    def room(self, size_bytes: int) -> Array | None:
+        """Where the next bytes may be made, so that `write` need not copy them; None where they belong to two pieces."""
+        piece, start = self._current(), self._filled_bytes
+        return self._block[start : start + size_bytes] if start % _WORD_BYTES == 0 and start + size_bytes <= piece.size_bytes else None
+
+    def write(self, data: Array) -> None:
+        while data.size:
+            piece, start = self._current(), self._filled_bytes
+            count = min(data.size, piece.size_bytes - start)
+            place = self._block[start : start + count]
+            if place.ctypes.data != data.ctypes.data:
+                np.copyto(place, data[:count])
             self._filled_bytes, data = start + count, data[count:]
-            if self._filled_bytes == self._piece.size_bytes:
-                self._put(self._piece)
+            if self._filled_bytes == piece.size_bytes:
+                self._put(piece)
                 self._piece = None
+
+    def _current(self) -> Piece:
+        """The piece under way; bytes beyond the last one are a bug of the caller."""
+        if self._piece is None:
+            self._piece, self._filled_bytes = next(self._pieces), 0
+        return self._piece
 
     def reads_back(self) -> bool:
         """Whether a sample of every piece lies where it was put: from the disk itself what went past the cache."""
         for sample in self._samples:
             handle = self._handle(sample.is_paged)
             handle.flush()
-            found = self._block[: sample.size_bytes]
+            found = self._block.data[: sample.size_bytes]
             if os.preadv(handle.fileno(), [found], sample.offset) != len(found) or xxhash.xxh3_128_digest(found) != sample.digest:
                 return False
         return True
 
     def _put(self, piece: Piece) -> None:
-        raw = self._block[: piece.size_bytes]
+        raw = self._block.data[: piece.size_bytes]
         self.digest.update(raw)
         handle = self._handle(piece.is_paged)
         handle.seek(piece.offset)

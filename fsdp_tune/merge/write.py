@@ -45,7 +45,7 @@ class _Buffers:
     out: Array
     scratch: Array
     sum: Array
-    block: memoryview
+    block: Array
 
     @classmethod
     def make(cls) -> _Buffers:
@@ -165,11 +165,10 @@ def _copy_values(work: _Work, placed: Placed, tensors: Sequence[SourceTensor], s
     for box in _boxes(placed, tensors):
         if work.stop.is_set():
             raise _Stopped
-        values = _values(placed, parts, box, buffers, counts)
-        raw = values.view(np.uint8).data
-        digest.update(raw)
+        raw = _values(placed, parts, box, buffers, counts, sink).view(np.uint8)
+        digest.update(raw.data)
         sink.write(raw)
-        work.advance(len(raw))
+        work.advance(raw.size)
         work.ahead.has_read(box.elements * read_bytes)
     for part in parts:
         part.finish()
@@ -183,12 +182,14 @@ def _boxes(placed: Placed, tensors: Sequence[SourceTensor]) -> Iterator[Box]:
     return boxes(placed.shape, BUFFER_BYTES // widest)
 
 
-def _values(placed: Placed, parts: Sequence[_Part], box: Box, buffers: _Buffers, counts: NonFinite) -> Array:
+def _values(placed: Placed, parts: Sequence[_Part], box: Box, buffers: _Buffers, counts: NonFinite, sink: TensorSink) -> Array:
     """One box of the output: read, averaged where there are several sources, checked, converted where asked."""
     dtype = parts[0].tensor.dtype
+    size_bytes = box.elements * dtype.item_bytes
     # An update reads its factors through the buffers, so it comes first.
     deltas = [part.delta.of(box) for part in parts if part.delta is not None]
-    values = buffers.raw[: box.elements * dtype.item_bytes].view(dtype.numpy)
+    room = sink.room(size_bytes) if dtype == placed.dtype else None
+    values = (buffers.raw[:size_bytes] if room is None else room).view(dtype.numpy)
     parts[0].reader.read(box, values)
     if deltas or (len(parts) > 1 and dtype.converts):
         values = _sum(parts, deltas, box, values, buffers)

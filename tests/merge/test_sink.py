@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from fsdp_tune.atomic import Disk
 from fsdp_tune.errors import FsdpTuneError
 from fsdp_tune.merge import sink
+from fsdp_tune.merge.layout import PAGE_BYTES
 from fsdp_tune.merge.run import MergeOptions, merge_checkpoint
-from fsdp_tune.merge.sink import PAGE_BYTES, TensorSink, allocate, block_buffer, pieces, takes_direct_writes
+from fsdp_tune.merge.sink import TensorSink, allocate, block_buffer, pieces, takes_direct_writes
 from tests.merge.checkpoints import SHARDS, merged_tensors, same_bits, save_dcp
 
 BLOCK_BYTES = 4 * PAGE_BYTES
@@ -42,7 +44,7 @@ def put(file: tuple[Path, bool], first_byte: int, data: bytes, portion_bytes: in
     path, is_direct = file
     with TensorSink(path, first_byte, len(data), block_buffer(), is_direct=is_direct) as target:
         for at in range(0, len(data), portion_bytes):
-            target.write(memoryview(data[at : at + portion_bytes]))
+            target.write(np.frombuffer(data[at : at + portion_bytes], np.uint8))
         return target.reads_back(), target.digest.digest()
 
 
@@ -191,3 +193,23 @@ def test_room_for_the_whole_file_is_taken_before_the_first_byte(tmp_path):
         with pytest.raises(OSError, match=r"No space|too large"):
             allocate(handle, 1 << 55)
     assert taken_bytes in (0, 3 << 20)  # 0: a file system that cannot
+
+
+@pytest.mark.parametrize(("first_byte", "least_in_place"), [(0, 20), (137, 1), (PAGE_BYTES - 16, 20)])
+def test_bytes_made_in_place_and_bytes_copied_there_are_the_same(first_byte, least_in_place, file):
+    """Made in place where an element could lie there, copied where its address would be odd or two pieces share it."""
+    path, is_direct = file
+    data, at = np.frombuffer(os.urandom(9 * PAGE_BYTES + 48), np.uint8), 0
+    in_place = 0
+    with TensorSink(path, first_byte, data.size, block_buffer(), is_direct=is_direct) as target:
+        while at < data.size:
+            portion = data[at : at + 1008]
+            room = target.room(portion.size)
+            if room is not None:
+                np.copyto(room, portion)
+                in_place += 1
+            target.write(portion if room is None else room)
+            at += portion.size
+        assert target.reads_back()
+    assert in_place >= least_in_place
+    assert path.read_bytes()[first_byte : first_byte + data.size] == data.tobytes()
