@@ -159,3 +159,11 @@ def test_what_is_no_file_never_blocks(tmp_path: Path, kind: str) -> None:
     assert caught.value.exit_code == 2
     assert caught.value.problems[0].code in {"recipe-not-readable", "recipe-not-found"}
     assert time.monotonic() - started < 1.0
+
+
+def test_a_recipe_that_is_not_there_names_the_one_that_is(tmp_path: Path) -> None:
+    (tmp_path / "llama.yaml").write_text("model: {}")
+    for name, hint in (("lama.yaml", f"did you mean `{tmp_path / 'llama.yaml'}`?"), ("other.yaml", "recipes copy")):
+        with pytest.raises(FsdpTuneError) as caught:
+            read_text(tmp_path / name)
+        assert hint in (caught.value.problems[0].hint or "")
