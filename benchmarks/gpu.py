@@ -13,8 +13,7 @@ the root of this repository, with the wheels in WHEELS:
     python3 -m pip install -q --no-index --no-deps --target /tmp/site WHEELS/*.whl
     PYTHONPATH=$PWD:/tmp/site python3 benchmarks/gpu.py --output OUT
 
-`--needs` prints the packages of pyproject.toml that the Python at hand lacks. Of the datasets library only the name must be importable
-for `prepare`; this command makes its rows itself and does not need it.
+`--needs` prints the packages of pyproject.toml that the Python at hand lacks; what these need in turn travels too.
 """
 
 from __future__ import annotations

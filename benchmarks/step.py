@@ -9,7 +9,7 @@ Each contender is two CPU ranks over gloo, one thread each, that live through th
 runs: the rounds go in turn, and the order moves on by one each time. Ours is the worker, started by `accelerate launch` on a run
 directory that `fsdp-tune train --no-start` wrote. `overhead` has tiny layers, `compute` 34 million parameters and 512 tokens a rank;
 both have full rows, fp32, clipping, fused AdamW and a line every ten steps. In `gsm8k` rows differ in length: ours and TRL pack to
-512 tokens, the tutorial pads to them. `gpu` is one rank on a GPU, which all contenders share: 1.2 billion parameters, 4,096 tokens, bf16
+512 tokens, the tutorial pads to them. `gpu` is one rank on a GPU, which all contenders share: 0.95 billion parameters, 4,096 tokens, bf16
 over fp32 weights; there wall time is what it is, since the machine's speed is not the GPU's.
 
 CPU time is that of a rank's whole process. Wall time is divided by how much slower than usual a fixed matrix product was beside that
@@ -225,7 +225,8 @@ def run(options: argparse.Namespace, folder: Path) -> None:
         names.remove("trl")
     address = str(folder / "gate")
     tokens_per_row = write_rows(size, options.gsm8k, folder)
-    paths = os.pathsep.join([str(HERE.parent), str(HERE)])  # this checkout's, whichever is installed
+    inherited = filter(None, [os.environ.get("PYTHONPATH")])
+    paths = os.pathsep.join([str(HERE.parent), str(HERE), *inherited])  # this checkout's, whichever is installed
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
     environment |= {ADDRESS: address, WARM_UP_STEPS: str(options.steps)}
     contenders: list[Contender] = []
