@@ -57,7 +57,7 @@ def show(screen: Screen, facts: dict[str, Any]) -> None:
     for bad in facts["rejected_checkpoints"]:
         screen.say(f"not complete: {bad['path']}: {bad['reason']}")
     if facts["merged"]:
-        screen.say(f"merged model: {facts['merged']}")
+        screen.say(f"merged model{'' if facts['state'] == 'finished' else ', of an earlier end'}: {facts['merged']}")
     if facts["problem"]:
         screen.say(f"ended with: {facts['problem']}")
     for way in facts["ways_on"]:

@@ -165,9 +165,10 @@ def ways_on(run: RunDir, checkpoint: Checkpoint | None) -> tuple[str, ...]:
         return ()
     if checkpoint is None:
         return (f"`fsdp-tune train … --resume auto` begins again at step 0 in {run.path}",)
+    replacing = " --overwrite" if run.merged.is_dir() else ""  # of an earlier end
     return (
         f"`fsdp-tune train … --resume auto` goes on from {checkpoint.path.name}",
-        f"`fsdp-tune merge-checkpoint {run.path}` makes a model of {checkpoint.path.name}",
+        f"`fsdp-tune merge-checkpoint {run.path}{replacing}` makes a model of {checkpoint.path.name}",
     )
 
 

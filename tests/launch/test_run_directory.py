@@ -319,6 +319,8 @@ def test_status_tells_how_killed_ranks_ended(fresh: RunDir, tmp_path: Path) -> N
     facts = run_status(fresh)
     assert (facts["state"], facts["problem"]) == ("lost_rank", "rank 1 was killed by SIGKILL")
     assert ["--resume auto` goes on from checkpoint-6" in way for way in facts["ways_on"]] == [True, False]
+    fresh.merged.mkdir()  # of an earlier, shorter end: only `--overwrite` replaces it
+    assert f"merge-checkpoint {fresh.path} --overwrite" in run_status(fresh)["ways_on"][1]
 
 
 def test_status_does_not_take_a_reused_pid_for_a_rank(fresh: RunDir, tmp_path: Path) -> None:
