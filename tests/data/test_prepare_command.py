@@ -65,3 +65,12 @@ def test_bad_data_end_in_exit_2_with_the_line(recipe: Path, tmp_path: Path) -> N
     assert done.exit_code == 2
     first = json.loads(done.stdout)["errors"][0]
     assert (first["file"], first["line"], first["code"]) == (str(rows), 2, "bad-row")
+
+
+def test_rows_that_the_cut_emptied_are_counted_as_left_out(recipe: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "one plus " * times, "completion": " two"}) + "\n" for times in (1, 99, 2)))
+    done = CliRunner().invoke(app, [str(recipe), "--set", f"data.train=[{{path: {rows}}}]", "--set", "data.eval=null"])
+    assert "3 rows read, 1 left out, 1 cut at max_length" in done.output
+    assert f"the first: {rows}:2" in done.output
+    assert "trained in 3 of 3 examples, before the cut" in done.output
