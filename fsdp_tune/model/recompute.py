@@ -84,10 +84,11 @@ def recompute_activations(recipe: Recipe, model: PreTrainedModel) -> list[str]:
 
 
 def _checkpointed(layer: nn.Module, *, selective: bool, to_host: bool) -> Callable[..., Any]:
-    original = layer.forward
+    layer.recomputed_forward = layer.forward  # type: ignore[assignment]  # the compiler may put its own there
 
-    @functools.wraps(original)
+    @functools.wraps(layer.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        original: Any = layer.recomputed_forward
         if not (layer.training and torch.is_grad_enabled()):
             return original(*args, **kwargs)
         options: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}

@@ -8,13 +8,26 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.model.compiled import CompileClock
+from fsdp_tune.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
 
-EXPECTED_GRAPHS = 4
+GRAPHS_OF_A_LAYER = 4
 """One for the first width of a batch, one for any width, one for the short last batch of an epoch, and one for evaluation, which keeps
 nothing for a backward."""
+
+
+def expected_graphs(recipe: Recipe) -> int:
+    """At most; layers of a kind share theirs, and one that is recomputed is of another kind than one that is not.
+
+    Where inputs go to the host the graph ends inside what is recomputed, and a forward and its repetition get one each.
+    """
+    fsdp = recipe.fsdp
+    if fsdp.activation_checkpointing == "none":
+        return GRAPHS_OF_A_LAYER
+    kinds = (2 if fsdp.activation_checkpointing_every > 1 else 1) * (2 if fsdp.activation_checkpointing_offload else 1)
+    return kinds * GRAPHS_OF_A_LAYER
 
 
 class CompileReport(TrainerCallback):
@@ -34,5 +47,6 @@ class CompileReport(TrainerCallback):
         self._seconds, self._graphs = self._clock.seconds, graphs
         self.trainer.lines.leave_out(seconds)
         self.trainer.parts.metrics.event("compiled", state.global_step, seconds=seconds, graphs=graphs)
-        again = f"; {graphs} graphs by now, where {EXPECTED_GRAPHS} were expected" if graphs > EXPECTED_GRAPHS else ""
+        expected = expected_graphs(self.trainer.parts.recipe)
+        again = f"; {graphs} graphs by now, where {expected} were expected" if graphs > expected else ""
         self._say(f"compiled in {seconds:.1f} s, in step {state.global_step}{again}")

@@ -14,13 +14,14 @@ import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from fsdp_tune.errors import FsdpTuneError
 from fsdp_tune.fsdp import environment
-from fsdp_tune.model.build import build_full
+from fsdp_tune.model.build import build_empty, build_full
 from fsdp_tune.model.compiled import CompileClock, compile_layers, is_compiled
 from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.model.recompute import recompute_activations
 from fsdp_tune.worker.audit import DtypeAudit
-from fsdp_tune.worker.compiling import EXPECTED_GRAPHS, CompileReport
+from fsdp_tune.worker.compiling import GRAPHS_OF_A_LAYER, CompileReport, expected_graphs
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
@@ -82,7 +83,7 @@ def test_one_graph_serves_all_layers_and_every_width(family: str, way: str) -> N
     with torch.no_grad():
         for width in (24, 40, 64):
             micro_batch_loss(compiled, batch(width))
-    assert clock.graphs == EXPECTED_GRAPHS - 1, "all batches had as many rows"
+    assert clock.graphs == GRAPHS_OF_A_LAYER - 1, "all batches had as many rows"
     assert clock.seconds > 0
 
 
@@ -119,7 +120,9 @@ def test_compiling_is_an_event_and_no_part_of_a_step() -> None:
     said: list[str] = []
     report = CompileReport(said.append)
     metrics = SimpleNamespace(event=lambda event, step, **details: events.append({"event": event, "step": step, **details}))
-    report.trainer = SimpleNamespace(parts=SimpleNamespace(metrics=metrics), lines=SimpleNamespace(leave_out=left_out.append))  # type: ignore[assignment]
+    report.trainer = SimpleNamespace(
+        parts=SimpleNamespace(metrics=metrics, recipe=recipe_of("llama")), lines=SimpleNamespace(leave_out=left_out.append)
+    )  # type: ignore[assignment]
 
     def step(number: int, graphs: int, seconds: float) -> None:
         with patch.object(CompileClock, "graphs", graphs):
@@ -136,8 +139,38 @@ def test_compiling_is_an_event_and_no_part_of_a_step() -> None:
         {"event": "compiled", "step": 9, "seconds": 1.0, "graphs": 5},
     ]
     assert left_out == [20.0, 10.0, 1.0]
-    assert f"5 graphs by now, where {EXPECTED_GRAPHS} were expected" in said[-1]
+    assert f"5 graphs by now, where {GRAPHS_OF_A_LAYER} were expected" in said[-1]
     assert not any("expected" in line for line in said[:-1])
+
+
+def test_layers_of_two_kinds_make_twice_the_graphs() -> None:
+    every_second = {"activation_checkpointing": "full", "activation_checkpointing_every": 2}
+    assert expected_graphs(recipe_of("llama", fsdp=every_second)) == 2 * GRAPHS_OF_A_LAYER
+
+
+def test_layers_whose_inputs_go_to_the_host_are_compiled_inside() -> None:
+    """torch's compiler gives up on a function that changes how tensors are saved, and runs it as it is."""
+    fields = {**FAMILIES["llama"], "num_hidden_layers": 2}
+    to_host = {"activation_checkpointing": "full", "activation_checkpointing_offload": True}
+    recipe = recipe_of({"from_config": fields}, fsdp=to_host, kernels={"compile": True})
+    plain = build_full(recipe).train()
+    compiled = copy.deepcopy(plain)
+    for model in (plain, compiled):
+        recompute_activations(recipe, model)
+    names = compile_layers(recipe, compiled)
+    assert [name for name, module in compiled.named_modules() if is_compiled(module)] == names
+    clock = CompileClock()
+    (loss, true), (found_loss, found) = (loss_and_gradient(model, 24) for model in (plain, compiled))
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert float((found - true).norm() / true.norm()) <= 1e-6
+    assert clock.graphs == 1
+
+
+def test_policy_that_cannot_look_into_machine_code_is_refused() -> None:
+    to_host = {"activation_checkpointing": "selective", "activation_checkpointing_offload": True}
+    recipe = recipe_of("llama", fsdp=to_host, kernels={"compile": True})
+    with pytest.raises(FsdpTuneError, match="selective"):
+        compile_layers(recipe, build_empty(recipe))
 
 
 def test_what_was_compiled_is_kept_beside_the_prepared_data() -> None:

@@ -9,6 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp_tune.run_dir import RunDir
+from fsdp_tune.worker.compiling import expected_graphs
+from fsdp_tune.worker.main import read_recipe
 from tests.parity import runs
 from tests.parity.architectures import resized
 from tests.parity.bench import Bench
@@ -16,6 +19,7 @@ from tests.parity.cases import FAST, Case, pairwise, singles
 from tests.parity.compare import deviation, relative, spread
 from tests.parity.store import VOCABULARY
 
+STEPS_OF_AN_EPOCH = 6
 SINGLES = singles()
 PAIRWISE = pairwise(SINGLES)
 
@@ -28,22 +32,42 @@ def marked(case: Case) -> object:
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", [marked(case) for case in SINGLES + PAIRWISE])
 def test_run_follows_the_reference(case: Case, bench: Bench, record_property) -> None:
-    found = deviation(bench.run(case), bench.reference(case.architecture, packed=case.packed))
+    run = bench.run(case)
+    found = deviation(run, bench.reference(case.architecture, packed=case.packed))
     record_property("parity", found.row("fp32 against the reference", case))
     assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
+    if ("compile", True) in case.kernels:
+        check_compiled(case, run)
+
+
+def check_compiled(case: Case, run: RunDir) -> None:
+    """The layers that trained were machine code, and after the first epoch nothing more was compiled."""
+    graphs = [(line["step"], line["graphs"]) for line in runs.lines(run) if line.get("event") == "compiled"]
+    looked_at = 1 if case.packed else 0  # before the first step, whether packed examples see each other
+    assert looked_at < graphs[-1][1] <= expected_graphs(read_recipe(run)), graphs
+    assert graphs[-1][0] <= STEPS_OF_AN_EPOCH + (runs.SAVED_STEP if case.resumed != "no" else 0), graphs
+
+
+_COMPILED = (("compile", True),)
+MACHINE_CODE = [
+    Case(packed=True, kernels=_COMPILED),
+    Case("gpt2", recomputation="full", kernels=_COMPILED),
+    Case("gpt2", strategy="NO_SHARD", accumulation=4, kernels=_COMPILED),
+    Case("qwen3", packed=True, recomputation="selective", kernels=_COMPILED),
+    Case(recomputation="full", fsdp=(("activation_checkpointing_offload", True),), kernels=_COMPILED),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize(
-    "case", [Case(packed=True, kernels=(("compile", True),)), Case("gpt2", recomputation="full", kernels=(("compile", True),))], ids=str
-)
+@pytest.mark.parametrize("case", MACHINE_CODE, ids=str)
 def test_machine_code_follows_the_reference(case: Case, bench: Bench, record_property) -> None:
     run = bench.fresh_run(case, functools.partial(runs.run_with_kernels, backend="inductor"))
     found = deviation(run, bench.reference(case.architecture, packed=case.packed))
     record_property("parity", found.row("compiled by inductor", case))
     assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
+    check_compiled(case, run)
 
 
 def slow(case: Case) -> object:
