@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdp_tune.recipe.optimizer_arguments import state_bits, state_dtype
 from fsdp_tune.recipe.schema import Recipe
 
 # Variables of these prefixes steer transformers and Accelerate behind our back; a rank starts without any of them.
@@ -112,6 +113,7 @@ def expected(recipe: Recipe) -> dict[str, Any]:
     sizes = {"shard": recipe.parallelism.dp_shard_size, "replicate": recipe.parallelism.dp_replicate_size}
     compute = _COMPUTE[recipe.precision.mixed_precision]
     storage = _STORAGE[recipe.model.dtype]
+    bits = state_bits(recipe.training)
     wrapper = {1: "fsdp1", 2: "fsdp2"}[recipe.fsdp.version] if meaning["mesh"] else "ddp"
     # A resolved recipe has the resolver's own word here; only a number of ranks says more than the strategy does.
     explicit = recipe.fsdp.reshard_after_forward
@@ -138,7 +140,8 @@ def expected(recipe: Recipe) -> dict[str, Any]:
         "parameter_dtype": storage,
         "compute_dtype": storage if recipe.precision.mixed_precision == "no" else compute,
         "reduce_dtype": _STORAGE[recipe.precision.reduce_dtype] if meaning["mesh"] else storage,
-        "optimizer_state_dtype": storage,
+        # Where a rank's part is small or no whole number of blocks, the moments are as wide as the parameter.
+        "optimizer_state_dtype": f"{bits}-bit" if bits else _STORAGE[state_dtype(recipe.training, recipe.model.dtype)],
         "offload_params": recipe.fsdp.offload_params,
         "activation_checkpointing": recipe.fsdp.activation_checkpointing,
         "global_batch_size": recipe.global_batch_size,

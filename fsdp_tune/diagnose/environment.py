@@ -20,7 +20,7 @@ from fsdp_tune.cores import available_cores
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "huggingface_hub", "peft", "bitsandbytes"),
-    *("flash-attn", "liger-kernel", "triton", "numpy", "ml_dtypes", "pydantic", "typer", "tensorboard", "wandb"),
+    *("flash-attn", "liger-kernel", "torchao", "triton", "numpy", "ml_dtypes", "pydantic", "typer", "tensorboard", "wandb"),
 )
 # https://github.com/huggingface/accelerate: commands/config/config_args.py, default_config_file
 _ACCELERATE_DEFAULTS = ("default_config.yaml", "default_config.json")

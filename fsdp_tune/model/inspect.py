@@ -21,6 +21,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     """Everything that can be said of the model without its weights; problems are collected, not raised."""
     from fsdp_tune.model.build import build_empty, config_or_facts, embedding_rows, generation_config
     from fsdp_tune.model.kernels import choose_kernels
+    from fsdp_tune.model.torchao_adamw import demand_optimizer
 
     problems: list[Problem] = []
     notices: list[Notice] = []
@@ -43,6 +44,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
         }
         problems += _limits(recipe, model, found)
         found |= _wrapping(recipe, model)
+        demand_optimizer(recipe)
         chosen = choose_kernels(recipe, model, str(recipe.launch.device))
         found["kernels"] = {key: {"value": choice.value, "reason": choice.reason} for key, choice in chosen.items()}
     except FsdpTuneError as error:

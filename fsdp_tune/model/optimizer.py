@@ -5,14 +5,25 @@ The planner creates the same one, so that its state and its temporaries are what
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_tune.model.adamw import AdamW
+from fsdp_tune.model.build import TORCH_DTYPE
+from fsdp_tune.model.lean_adamw import LeanAdamW
 from fsdp_tune.model.step import parameter_groups
+from fsdp_tune.model.torchao_adamw import torchao_class, with_plain_rates
+from fsdp_tune.recipe.optimizer_arguments import (
+    BLOCK,
+    DEFAULT_BLOCK,
+    STOCHASTIC,
+    optimizer_arguments,
+    optimizer_name,
+    state_bits,
+    state_dtype,
+)
 from fsdp_tune.recipe.schema import Recipe, Training
 from fsdp_tune.recipe.training_fields import training_value
 
@@ -21,32 +32,34 @@ def build_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str])
     """Over the trained parameters of `wrapped`; weight decay on those whose names are in `decayed`."""
     training = recipe.training
     kind, options = optimizer_of(training)
-    kind = AdamW if options.get("fused") else kind
-    return kind(parameter_groups(wrapped, float(training_value(training, "weight_decay")), decayed), **options)
+    groups = parameter_groups(wrapped, float(training_value(training, "weight_decay")), decayed)
+    if state_bits(training) is not None:
+        return with_plain_rates(kind)(groups, **options)
+    if not options.get("fused"):
+        return kind(groups, **options)
+    given = optimizer_arguments(training)
+    if not given:
+        return AdamW(groups, **options)
+    kept_in = TORCH_DTYPE[state_dtype(training, recipe.model.dtype)]
+    return LeanAdamW(groups, **options, state_dtype=kept_in, rounds_parameters=given.get(STOCHASTIC, False), seed=training.seed)
 
 
-def optimizer_of(training: Training) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
+def optimizer_of(training: Training) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Class and keyword arguments of `training.optim`, as `Trainer.get_optimizer_cls_and_kwargs` gives them."""
-    name = training_value(training, "optim") or "adamw_torch_fused"
-    given = _optim_args(training_value(training, "optim_args"))
+    name = optimizer_name(training)
     options: dict[str, Any] = {"lr": training.learning_rate}
-    if name in ("adamw_torch_fused", "adamw_torch"):
-        betas = (training_value(training, "adam_beta1"), training_value(training, "adam_beta2"))
-        fused = {"fused": True} if name == "adamw_torch_fused" else {}
-        return torch.optim.AdamW, {**options, "betas": betas, "eps": training_value(training, "adam_epsilon"), **fused}
-    kind, numbers, switches = _OTHERS[name]
-    options |= {key: float(given[key]) for key in numbers if key in given}
-    options |= {key: given[key].lower() in ("true", "1", "yes") for key in switches if key in given}
-    return kind, options
+    given = optimizer_arguments(training)
+    if name in _OTHERS:
+        return _OTHERS[name], options | given
+    options["betas"] = (training_value(training, "adam_beta1"), training_value(training, "adam_beta2"))
+    options["eps"] = training_value(training, "adam_epsilon")
+    if bits := state_bits(training):
+        return torchao_class(bits), {**options, BLOCK: given.get(BLOCK, DEFAULT_BLOCK), STOCHASTIC: given.get(STOCHASTIC, False)}
+    return torch.optim.AdamW, options | ({"fused": True} if name == "adamw_torch_fused" else {})
 
 
-_OTHERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...], tuple[str, ...]]] = {
-    "sgd": (torch.optim.SGD, ("momentum", "dampening", "weight_decay"), ("nesterov",)),
-    "adagrad": (torch.optim.Adagrad, ("lr_decay", "weight_decay", "eps"), ()),
-    "rmsprop": (torch.optim.RMSprop, ("momentum", "alpha", "eps", "weight_decay"), ("centered",)),
+_OTHERS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
 }
-
-
-def _optim_args(text: str | None) -> dict[str, str]:
-    """`momentum=0.9, nesterov=true` of `training.optim_args`."""
-    return dict(part.split("=", 1) for part in text.replace(" ", "").split(",")) if text else {}

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from fsdp_tune.plan.memory import Memory
 from fsdp_tune.plan.trace_format import Trace
+from fsdp_tune.recipe.optimizer_arguments import state_bytes
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.training_fields import training_value
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-OPTIMIZER_STATES = {"sgd": 0, "adagrad": 1, "rmsprop": 1}
-"""Tensors of a parameter's size that an optimizer keeps; AdamW, the default, keeps two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +27,11 @@ class Disk:
 def disk(recipe: Recipe, trace: Trace, tokens: int | None) -> Disk:
     """`tokens`: of the prepared data, where it is known."""
     counts, size = trace.counts, DTYPE_BYTES[recipe.model.dtype]
-    states = OPTIMIZER_STATES.get(str(training_value(recipe.training, "optim")), 2)
     kept = recipe.training.save_total_limit
     best = 1 if training_value(recipe.training, "load_best_model_at_end") or recipe.training.early_stopping else 0
     merged = counts.parameters * DTYPE_BYTES.get(recipe.merge.dtype, size) if recipe.merge.at_end else 0
     return Disk(
-        checkpoint_bytes=counts.parameter_bytes + states * counts.trained_parameters * size,
+        checkpoint_bytes=counts.parameter_bytes + round(state_bytes(recipe.training, size) * counts.trained_parameters),
         most_checkpoints=None if kept is None else kept + best + 1,
         merged_bytes=merged,
         cache_bytes=None if tokens is None else 8 * tokens,

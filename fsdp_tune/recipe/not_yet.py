@@ -23,7 +23,10 @@ class NotYet:
 
 
 # Optimizers that work on each element alone, so that a shard is updated like the whole. None: transformers' default.
-_OPTIMIZERS = (None, "adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop")
+_OPTIMIZERS = (None, "adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop", "adamw_torch_8bit", "adamw_torch_4bit")
+_BITSANDBYTES_TOO = {"adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit"}
+_ALL_OPTIMIZERS = TRAINING_FIELDS.enums["OptimizerNames"]
+_BITSANDBYTES = tuple(name for name in _ALL_OPTIMIZERS if name.startswith("paged_") or "bnb" in name or name in _BITSANDBYTES_TOO)
 # The schedule is computed from the step, also on resume.
 _SCHEDULES = tuple(name for name in TRAINING_FIELDS.enums["SchedulerType"] if name not in {"reduce_lr_on_plateau", "greedy"})
 
@@ -36,7 +39,13 @@ NOT_YET = (
     NotYet("parallelism.cp_size", (1,), "context parallelism", "leave it at 1"),
     NotYet("parallelism.sp_size", (1,), "sequence parallelism", "leave it at 1"),
     NotYet("checkpoint.mirror", (None,), "a second copy of checkpoints", "leave it out, and copy complete checkpoint directories"),
-    NotYet("training.optim", _OPTIMIZERS, "sharded version of that optimizer", "leave it out (adamw_torch_fused)"),
+    NotYet(
+        "training.optim",
+        tuple(name for name in (None, *_ALL_OPTIMIZERS) if name not in _BITSANDBYTES),
+        "bitsandbytes under FSDP (it counts blocks by a parameter's whole size, and its kernels take no DTensor)",
+        "write `adamw_torch_8bit` (torchao), which keeps each rank's part in blocks",
+    ),
+    NotYet("training.optim", (*_OPTIMIZERS, *_BITSANDBYTES), "sharded version of that optimizer", "leave it out (adamw_torch_fused)"),
     NotYet(
         "training.lr_scheduler_type", _SCHEDULES, "schedule that depends on losses", "write linear, cosine or another function of the step"
     ),

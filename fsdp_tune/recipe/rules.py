@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from fsdp_tune.recipe.findings import Finding, Rule, given
+from fsdp_tune.recipe.optimizer_rules import OPTIMIZER_RULES, rounds_by_chance
 from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schema import RESHARDS, Recipe
 from fsdp_tune.recipe.schema_data import BUILDERS
@@ -251,15 +252,17 @@ RULES: tuple[Rule, ...] = (
     environment_is_plain,
     cpu_limits,
     liger_needs_a_gpu,
+    *OPTIMIZER_RULES,
     *TRAINING_RULES,
 )
 
 
 def pure_bf16(recipe: Recipe) -> Finding | None:
-    if recipe.model.dtype != "bf16":
+    if recipe.model.dtype != "bf16" or rounds_by_chance(recipe):
         return None
     message = "`model.dtype: bf16` trains bf16 weights without fp32 masters: updates below 1/256 of a weight are lost"
-    return Finding("pure-bf16", ("model.dtype",), message, "`fp32` keeps master weights, for 2 more bytes per parameter and state")
+    hint = '`training.optim_args: "bf16_stochastic_round=true"` keeps them on average; `fp32` keeps master weights, for 2 more bytes each'
+    return Finding("pure-bf16", ("model.dtype",), message, hint)
 
 
 REMARKS: tuple[Rule, ...] = (pure_bf16,)

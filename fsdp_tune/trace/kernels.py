@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import flop_registry
 
 from fsdp_tune.plan.trace_format import COLLECTIVES, DTYPES
@@ -55,6 +57,12 @@ class Work:
     slice_bytes: int
     launches: int
     scratch_bytes: tuple[int, ...]
+
+
+@functools.cache
+def is_made_of_others(kind: type) -> bool:
+    """A tensor that holds tensors (DTensor, torchao's blocks): what is done to it is done to those."""
+    return is_traceable_wrapper_subclass_type(kind)
 
 
 def dtype_index(dtype: torch.dtype) -> int:

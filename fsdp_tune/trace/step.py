@@ -24,6 +24,7 @@ from fsdp_tune.model.load import Loaded, wrap_whole
 from fsdp_tune.model.loss import auxiliary_loss_weight
 from fsdp_tune.model.optimizer import build_optimizer
 from fsdp_tune.model.step import clip_factor, flat_shard_group, forward_backward, plain_name, scale_gradients, total_norm
+from fsdp_tune.model.torchao_adamw import parts_of
 from fsdp_tune.model.wrap import make_mesh
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.training_fields import training_value
@@ -98,6 +99,19 @@ def _packing(*, packed: bool) -> Iterator[None]:
 def _foreach() -> Iterator[None]:
     """On CUDA torch's optimizers work on lists of plain tensors at once, with temporaries of their size; a fake tensor is a plain one."""
     with mock.patch("torch.optim.optimizer._foreach_supported_types", [*_foreach_supported_types, FakeTensor]):
+        yield
+
+
+@contextlib.contextmanager
+def _tables_on_device() -> Iterator[None]:
+    """torch makes a tensor of a list on the host and copies it past our device's fake kernels."""
+    real = torch.tensor
+
+    def tensor(data: Any, *, dtype: Any = None, device: Any = None) -> torch.Tensor:
+        made = real(data, dtype=dtype)
+        return made if device is None else torch.empty_like(made, device=device)
+
+    with mock.patch.object(torch, "tensor", tensor):
         yield
 
 
@@ -189,11 +203,12 @@ def _update(recipe: Recipe, loaded: Loaded, recorder: Recorder, optimizer: torch
     del norm
     del parameters
     place.phase, place.layer = PHASE["optimizer"], -1
-    optimizer.step()
+    with torch.compiler.set_stance("force_eager"), _tables_on_device():  # torchao's would be compiled, which hides what it does
+        optimizer.step()
     for state in optimizer.state.values():
         for value in state.values():
-            if isinstance(value, torch.Tensor):
-                recorder.mark(value, "optimizer state")
+            for part in parts_of(value) if isinstance(value, torch.Tensor) else ():
+                recorder.mark(part, "optimizer state")
     place.phase, place.layer = PHASE["zero_grad"], -1
     optimizer.zero_grad(set_to_none=True)
     gc.collect()

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_tune.recipe.optimizer_rules import rounds_by_chance
 from fsdp_tune.recipe.schema import Recipe
 
 # Operator name → what it is part of. Only what decides about numerics is listed; the rest is elementwise.
@@ -87,7 +88,7 @@ def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
 def warnings_of(recipe: Recipe, report: dict[str, dict[str, int]]) -> list[str]:
     """What in the trace loses precision that a recipe's reader may not expect."""
     found: list[str] = []
-    if recipe.model.dtype == "bf16":
+    if recipe.model.dtype == "bf16" and not rounds_by_chance(recipe):
         found.append("master weights are bf16: an update smaller than 1/256 of a weight is lost (model.dtype: fp32 keeps it)")
     for kind, what in (("norm", "norms"), ("loss", "the loss")):
         low = [dtype for dtype in report.get(kind, {}) if dtype in LOW]

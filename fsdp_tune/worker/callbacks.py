@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from fsdp_tune.errors import ExitReason, failed_error
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.worker.agree import StopVote, gather
 from fsdp_tune.worker.isolation import ALLOWED, not_isolated, packed_row, packing_deviation
-from fsdp_tune.worker.readback import ReadBackError, optimizer_state_difference, read_back
+from fsdp_tune.worker.readback import ReadBackError, optimizer_state_difference, optimizer_state_kinds, read_back
 from fsdp_tune.worker.resume import trainer_state_json
 from fsdp_tune.worker.signals import SAVE_AND_FAIL, WISHES, StopWish
 from fsdp_tune.worker.startup import startup_seconds
@@ -86,6 +87,10 @@ class RunCallback(TrainerCallback):
         difference = optimizer_state_difference(trainer.parts.recipe, trainer.optimizer)
         if difference is not None:
             raise failed_error("readback-differs", difference, hint="the run was stopped after step 1")
+        if self._is_first:
+            path = self._run.readback_json
+            document = json.loads(path.read_text(encoding="utf-8"))
+            write_json(path, {**document, "optimizer_state_bytes": optimizer_state_kinds(trainer.optimizer)})
         heartbeat = trainer.parts.heartbeat
         heartbeat.beat("training", trainer.state.global_step)
         trainer.parts.metrics.event("first_step", trainer.state.global_step, phase_seconds=startup_seconds(heartbeat))

@@ -22,7 +22,9 @@ from fsdp_tune.model.compiled import is_compiled
 from fsdp_tune.model.head import loss_kernel_of
 from fsdp_tune.model.liger import modules_of_liger
 from fsdp_tune.model.load import Loaded
+from fsdp_tune.model.torchao_adamw import blocks_fit, kept_as, parts_of
 from fsdp_tune.model.wrap import fsdp_groups
+from fsdp_tune.recipe.optimizer_arguments import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.units import MIB
 from fsdp_tune.worker.agree import gather
@@ -273,9 +275,23 @@ class ReadBackError(FailedError):
 
 
 def optimizer_state_difference(recipe: Recipe, optimizer: torch.optim.Optimizer) -> str | None:
-    """After step 1: the dtype of the optimizer's moments against what the recipe means."""
-    wanted = expected(recipe)["optimizer_state_dtype"]
-    dtypes = {
-        _name(v.dtype) for state in optimizer.state.values() for key, v in state.items() if isinstance(v, torch.Tensor) and key != "step"
-    }
-    return f"optimizer_state_dtype: the recipe means {wanted!r}, the run has {_only(dtypes)!r}" if dtypes and dtypes != {wanted} else None
+    """After step 1: what the optimizer's moments are kept as, against what the recipe means."""
+    meaning = expected(recipe)
+    in_blocks, block = state_bits(recipe.training), optimizer_arguments(recipe.training).get(BLOCK, DEFAULT_BLOCK)
+    for parameter, state in optimizer.state.items():
+        wide = in_blocks and not blocks_fit(parameter, block)
+        wanted = meaning["parameter_dtype"] if wide else meaning["optimizer_state_dtype"]
+        for kind, value in state.items():
+            if isinstance(value, torch.Tensor) and kind != "step" and kept_as(value) != wanted:
+                return f"optimizer_state_dtype: the recipe means {wanted!r}, the run has {kept_as(value)!r}"
+    return None
+
+
+def optimizer_state_kinds(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """What moments are kept as on this rank → bytes."""
+    found: Counter[str] = Counter()
+    for state in optimizer.state.values():
+        for kind, value in state.items():
+            if isinstance(value, torch.Tensor) and kind != "step":
+                found[kept_as(value)] += sum(part.numel() * part.element_size() for part in parts_of(value))
+    return dict(sorted(found.items()))

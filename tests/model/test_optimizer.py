@@ -10,10 +10,10 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from fsdp_tune.model.optimizer import build_optimizer, optimizer_of
-from fsdp_tune.recipe.not_yet import NOT_YET
+from fsdp_tune.recipe.optimizer_arguments import WORDS
 from tests.model.recipes import recipe_of
 
-OPTIMIZERS = next(row.works for row in NOT_YET if row.key == "training.optim")
+OPTIMIZERS = (None, *WORDS)
 ARGUMENTS = {
     "sgd": "momentum=0.9,nesterov=true",
     "adagrad": "lr_decay=0.1,eps=1e-5",

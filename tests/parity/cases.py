@@ -37,16 +37,20 @@ class Case:
     """Further keys of `fsdp:`."""
     kernels: tuple[tuple[str, Any], ...] = ()
     """Keys of `kernels:`."""
+    stored: str = "fp32"
+    """`model.dtype`."""
+    training: tuple[tuple[str, Any], ...] = ()
+    """Keys of `training:`."""
 
     def __str__(self) -> str:
         default = Case()
         named = [
             f"{field.name} {getattr(self, field.name)}"
             for field in dataclasses.fields(self)
-            if field.name not in ("architecture", "ranks", "strategy", "fsdp", "kernels")
+            if field.name not in ("architecture", "ranks", "strategy", "fsdp", "kernels", "training")
             and getattr(self, field.name) != getattr(default, field.name)
         ]
-        named += [f"{key} {value}" for key, value in (*self.fsdp, *self.kernels)]
+        named += [f"{key} {value}" for key, value in (*self.fsdp, *self.kernels, *self.training)]
         return ", ".join([self.architecture, f"{self.ranks} ranks", self.strategy, *named])
 
     @property
@@ -72,7 +76,7 @@ class Case:
         if self.wrap == "names":
             fsdp["modules_to_wrap"] = [_LAYERS.get(self.architecture, "model.layers.*")]
         return {
-            "model": {"name_or_path": model},
+            "model": {"name_or_path": model, "dtype": self.stored},
             "data": {"packing": self.packed},
             "fsdp": fsdp,
             "kernels": dict(self.kernels),
@@ -80,6 +84,7 @@ class Case:
             "training": {
                 "per_device_train_batch_size": GLOBAL_BATCH_SIZE // self.ranks // self.accumulation,
                 "gradient_accumulation_steps": self.accumulation,
+                **dict(self.training),
             },
             "launch": {"num_processes": self.ranks},
         }
@@ -87,7 +92,7 @@ class Case:
     def donor(self) -> Case:
         """The run whose checkpoint a resumed case starts from: another sharding, perhaps other ranks, the same trajectory."""
         ranks = self.ranks if self.resumed == "same" else {1: 2, 2: 4, 4: 2}[self.ranks]
-        return Case(self.architecture, ranks, packed=self.packed, precision=self.precision)
+        return Case(self.architecture, ranks, packed=self.packed, precision=self.precision, stored=self.stored, training=self.training)
 
 
 _IN_SLICES = (("loss", "chunked"),)

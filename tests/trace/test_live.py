@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.model.torchao_adamw import parts_of
 from fsdp_tune.plan.trace_format import PHASES
 from fsdp_tune.recipe.schema import Recipe
 from tests.parity import runs
@@ -23,8 +24,10 @@ CASES = {
     "llama, offloaded": Case(offload=True),
     "llama, four ranks in two copies": Case(ranks=4, strategy="HYBRID_SHARD"),
     "llama, bf16": Case(precision="bf16"),
+    "llama, 8-bit state": Case("llama-64", training=(("optim", "adamw_torch_8bit"), ("optim_args", "block_size=64"))),
+    "llama, bf16 state": Case(training=(("optim_args", "state_dtype=bf16"),)),
 }
-FAST = list(CASES)[:2]
+FAST = [*list(CASES)[:2], "llama, 8-bit state"]
 
 
 def _local(tensor: Any) -> Any:
@@ -39,7 +42,8 @@ def run_watched(path: str) -> dict[str, Any]:
     clip, log = FsdpTrainer._clip_grad_norm, FsdpTrainer._maybe_log_save_evaluate
 
     def storages(tensors: Any) -> list[int]:
-        unique = {_local(t).untyped_storage().data_ptr(): _local(t).untyped_storage().nbytes() for t in tensors if _local(t).numel()}
+        parts = [part.untyped_storage() for t in tensors for part in parts_of(t) if part.numel()]
+        unique = {part.data_ptr(): part.nbytes() for part in parts}
         return list(unique.values())
 
     def watched_clip(trainer: Any, *args: Any, **kwargs: Any) -> Any:

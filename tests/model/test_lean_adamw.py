@@ -1,0 +1,177 @@
+"""Fewer bits of state and of weights: what rounding by chance keeps on average, and what rounding to the nearest loses."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_tune.model import lean_adamw
+from fsdp_tune.model.inspect import facts
+from fsdp_tune.model.lean_adamw import LeanAdamW
+from fsdp_tune.model.optimizer import build_optimizer
+from fsdp_tune.model.rounding import round_by_chance, rounding_key
+from tests.model.recipes import recipe_of
+
+
+def nearest(values: torch.Tensor, _start: int, _key: tuple[int, int]) -> torch.Tensor:
+    """The planted bug."""
+    return values.to(torch.bfloat16)
+
+
+# ---- The rounding
+
+
+def test_what_bf16_holds_stays_and_what_is_not_finite_too() -> None:
+    exact = torch.randn(10_000).bfloat16().float()
+    odd = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-40, float("nan")])
+    every_nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # CUDA's own NaN would carry into a zero
+    for step in range(5):
+        key = rounding_key(0, step)
+        assert torch.equal(round_by_chance(exact, 0, key).float(), exact)
+        assert torch.equal(round_by_chance(odd, 0, key)[:4].float(), odd[:4])
+        assert round_by_chance(odd, 0, key)[5].isnan()
+        assert round_by_chance(every_nan, 0, key).isnan().all()
+
+
+def test_a_value_goes_to_one_of_its_two_neighbours_and_its_mean_stays() -> None:
+    for value in (1.001, -1.001, 0.3, 3e-39):
+        below = torch.tensor(value).view(torch.int32).bitwise_and(-0x10000).view(torch.float32)
+        above = below.view(torch.int32).add(0x10000).view(torch.float32)
+        values = torch.full((1 << 16,), value)
+        rounded = round_by_chance(values, 0, rounding_key(7)).float()
+        assert set(rounded.tolist()) == {float(below), float(above)}
+        share = (rounded == above).double().mean().item()
+        wanted = (value - float(below)) / float(above - below)
+        assert share == pytest.approx(wanted, abs=0.008)  # four standard deviations
+
+
+def test_chances_are_of_the_place_not_of_the_piece_and_differ_by_key() -> None:
+    values = torch.rand(5_000)
+    whole = round_by_chance(values, 1 << 33, rounding_key(1, 2))
+    begin, end = values.split([1234, 3766])
+    parts = torch.cat([round_by_chance(part, (1 << 33) + at, rounding_key(1, 2)) for at, part in ((0, begin), (1234, end))])
+    assert torch.equal(whole, parts)
+    for other in (round_by_chance(values, 0, rounding_key(1, 2)), round_by_chance(values, 1 << 33, rounding_key(2, 1))):
+        assert 0.2 < (other != whole).double().mean().item() < 0.45  # a third of uniform pairs differ
+
+
+def test_neighbouring_places_and_steps_are_not_alike() -> None:
+    half = torch.full((1 << 14,), 1.0 + 2**-8)
+    draws = torch.stack([round_by_chance(half, 0, rounding_key(0, step)).float() > 1.0 for step in range(32)]).double()
+    assert abs(draws.mean().item() - 0.5) < 0.005
+    centred = draws - 0.5
+    for first, second in ((centred[:, 1:], centred[:, :-1]), (centred[1:], centred[:-1])):
+        assert abs((first * second).mean().item()) < 0.0025  # four standard deviations of no correlation are 0.0014
+
+
+# ---- The optimizer
+
+
+def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(24, 16).to(dtype)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, scale: float = 1.0) -> nn.Module:
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * scale
+        optimizer.step()
+    return model
+
+
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
+
+
+def lean(model: nn.Module, state_dtype: torch.dtype, **options: Any) -> LeanAdamW:
+    return LeanAdamW(model.parameters(), state_dtype=state_dtype, **{"rounds_parameters": False, "seed": 0} | OPTIONS | options)
+
+
+@pytest.mark.parametrize("piece", [1 << 24, 128])  # whole vectors: a tail is computed without fused multiply-add
+def test_in_fp32_it_is_torchs_own_to_the_bit(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lean_adamw, "PIECE", piece)
+    ours, theirs = linear(), linear()
+    trained(ours, lean(ours, torch.float32), 5)
+    trained(theirs, torch.optim.AdamW(theirs.parameters(), **OPTIONS), 5)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_updates_too_small_for_bf16_are_lost_to_the_nearest_and_kept_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of 1 and a learning rate of 1e-4: half of bf16's last place there is 2e-3, twenty steps."""
+
+    def after(steps: int, *, rounds: bool) -> torch.Tensor:
+        weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+        optimizer = LeanAdamW([weight], state_dtype=torch.float32, rounds_parameters=rounds, seed=0, lr=1e-4, weight_decay=0.0, fused=True)
+        for _ in range(steps):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        return weight.detach().float()
+
+    assert torch.equal(after(100, rounds=False), torch.ones(4096))  # AdamW on bf16 weights, as everybody has it
+    assert after(100, rounds=True).mean().item() == pytest.approx(1 - 100 * 1e-4, rel=2e-4)
+    monkeypatch.setattr(lean_adamw, "round_by_chance", nearest)
+    assert torch.equal(after(100, rounds=True), torch.ones(4096))
+
+
+def test_a_second_moment_in_bf16_stands_still_to_the_nearest_and_decays_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """β₂ = 0.999 takes 0.1 % a step; half of bf16's last place is 0.2 to 0.4 %."""
+
+    def ratio(state_dtype: torch.dtype) -> float:
+        """Second moment after 500 steps without gradient, over that before them."""
+        weight = nn.Parameter(torch.zeros(4096))
+        optimizer = LeanAdamW([weight], state_dtype=state_dtype, rounds_parameters=False, seed=0, lr=0.0, fused=True)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        moment = optimizer.state[weight]["exp_avg_sq"]
+        before = moment.double().mean().item()
+        weight.grad = torch.zeros_like(weight)
+        for _ in range(500):
+            optimizer.step()
+        return optimizer.state[weight]["exp_avg_sq"].double().mean().item() / before
+
+    assert ratio(torch.float32) == pytest.approx(0.999**500, rel=1e-4)
+    assert ratio(torch.bfloat16) == pytest.approx(0.999**500, rel=0.01)
+    monkeypatch.setattr(lean_adamw, "round_by_chance", nearest)
+    assert ratio(torch.bfloat16) == 1.0
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_state_keeps_its_dtype_and_its_bits_through_a_state_dict(stored: torch.dtype) -> None:
+    """torch's own load_state_dict casts moments to the parameter's dtype."""
+    kept_in = torch.bfloat16 if stored == torch.float32 else torch.float32
+    model = linear(stored)
+    optimizer = lean(model, kept_in, rounds_parameters=True)
+    trained(model, optimizer, 3)
+    twin = copy.deepcopy(model)
+    restored = lean(twin, kept_in, rounds_parameters=True)
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for parameter in twin.parameters():
+        assert restored.state[parameter]["exp_avg"].dtype == restored.state[parameter]["exp_avg_sq"].dtype == kept_in
+    trained(model, optimizer, 3)
+    trained(twin, restored, 3)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_the_recipe_decides() -> None:
+    def built(text: str | None, dtype: str = "fp32", **training: Any) -> Any:
+        model = linear(torch.bfloat16 if dtype == "bf16" else torch.float32)
+        return build_optimizer(recipe_of(model={"dtype": dtype}, training={"optim_args": text, **training}), model, frozenset())
+
+    assert type(built(None)).__name__ == "AdamW"
+    lean_state = built("state_dtype=bf16", seed=7)
+    assert (lean_state.state_dtype, lean_state.rounds_parameters, lean_state.seed) == (torch.bfloat16, False, 7)
+    rounded = built("bf16_stochastic_round=true", "bf16")
+    assert (rounded.state_dtype, rounded.rounds_parameters) == (torch.bfloat16, True)
+    assert built("bf16_stochastic_round=true, state_dtype=fp32", "bf16").state_dtype == torch.float32
+
+
+def test_without_torchao_validate_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (problem,) = facts(recipe_of(training={"optim": "adamw_torch_8bit"}))["problems"]
+    assert problem["code"] == "torchao-not-installed"
+    assert problem["hint"] == "`pip install torchao`"

@@ -1,0 +1,145 @@
+"""Optimizer state of fewer bits and bf16 weights that are rounded by chance, each held against what it replaces.
+
+What is measured is the spread (root mean square over the steps, `compare.Spread`) around one device in fp32.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.parity import runs
+from tests.parity.bench import Bench
+from tests.parity.cases import Case
+from tests.parity.compare import Spread, spread
+
+BF16_STATE = Case(training=(("optim_args", "state_dtype=bf16"),))
+ROUNDED = Case(stored="bf16", training=(("optim_args", "bf16_stochastic_round=true"),))
+EIGHT_BITS = Case("llama-64", training=(("optim", "adamw_torch_8bit"),))
+FOUR_BITS = Case("llama-64", training=(("optim", "adamw_torch_4bit"), ("optim_args", "block_size=128")))
+WITHOUT_EMBEDDING = replace(EIGHT_BITS, strategy="NO_SHARD")
+SECTION = "fewer bits of state or weights against fp32, beside one device that computes in bf16"
+
+
+def slow(case: Case) -> object:
+    return pytest.param(case, id=str(case), marks=[pytest.mark.slow])
+
+
+def spread_of(case: Case, bench: Bench) -> Spread:
+    return spread(runs.trajectory(bench.run(case)), bench.reference(case.architecture, packed=case.packed))
+
+
+def of_bf16(case: Case, bench: Bench) -> Spread:
+    """How far one device scatters that computes in bf16 and keeps everything in fp32."""
+    alone = bench.reference(case.architecture, packed=case.packed, precision="bf16")
+    return spread(alone, bench.reference(case.architecture, packed=case.packed))
+
+
+def bits(case: Case, bench: Bench) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in runs.loss_lines(bench.run(case))]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "case",
+    [
+        BF16_STATE,
+        slow(replace(BF16_STATE, architecture="gpt2", strategy="NO_SHARD")),
+        slow(replace(BF16_STATE, architecture="mixtral", ranks=4, strategy="HYBRID_SHARD")),
+        slow(replace(BF16_STATE, offload=True, accumulation=4)),
+        slow(replace(BF16_STATE, fsdp=(("state_dict_type", "FULL_STATE_DICT"),))),
+        slow(replace(BF16_STATE, resumed="other")),
+    ],
+    ids=str,
+)
+def test_bf16_state_scatters_less_than_computing_in_bf16(case: Case, bench: Bench, record_property) -> None:
+    """Measured: a tenth of it in the loss, a third in the parameters."""
+    found, limit = spread_of(case, bench), of_bf16(case, bench)
+    record_property("parity", found.row(SECTION, case, limit))
+    assert found.loss <= limit.loss / 3, (found, limit)
+    assert found.grad_norm <= limit.grad_norm / 3, (found, limit)
+    assert found.parameters <= limit.parameters, (found, limit)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "case",
+    [
+        ROUNDED,
+        slow(replace(ROUNDED, architecture="gpt2", strategy="NO_SHARD")),
+        slow(replace(ROUNDED, ranks=4, strategy="HYBRID_SHARD")),
+        slow(replace(ROUNDED, resumed="other")),
+    ],
+    ids=str,
+)
+def test_bf16_weights_rounded_by_chance_follow_fp32_weights(case: Case, bench: Bench, record_property) -> None:
+    """Measured: twice to three times the loss's spread of computing in bf16. The parameters are off by their own last place."""
+    found, limit = spread_of(case, bench), of_bf16(case, bench)
+    record_property("parity", found.row(SECTION, case, limit))
+    assert found.loss <= 5 * limit.loss, (found, limit)
+    assert found.grad_norm <= 5 * limit.grad_norm, (found, limit)
+    assert found.parameters <= 0.1, found
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_bf16_weights_rounded_to_the_nearest_scatter_four_times_as_far(architecture: str, bench: Bench, record_property) -> None:
+    """What rounding by chance is for; measured: eighteen times, and nine."""
+    nearest = Case(architecture, stored="bf16")
+    lost, kept = spread_of(nearest, bench), spread_of(replace(ROUNDED, architecture=architecture), bench)
+    record_property("parity", lost.row(SECTION, nearest, of_bf16(nearest, bench)))
+    assert lost.loss > 4 * kept.loss, (lost, kept)
+    assert lost.parameters > kept.parameters, (lost, kept)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("case", "loss", "parameters"),
+    [
+        pytest.param(EIGHT_BITS, 1.5e-3, 0.2, id=str(EIGHT_BITS)),  # measured 5.2e-4 and 0.10
+        pytest.param(FOUR_BITS, 1.5e-2, 0.5, id=str(FOUR_BITS), marks=pytest.mark.slow),  # 5.4e-3 and 0.26
+        # Here no embedding is in blocks, and the deviation is a thirtieth of the first: 1.6e-5 and 0.016.
+        pytest.param(WITHOUT_EMBEDDING, 5e-5, 0.05, id=str(WITHOUT_EMBEDDING), marks=pytest.mark.slow),
+    ],
+)
+def test_state_in_blocks_follows_fp32_state(case: Case, loss: float, parameters: float, bench: Bench, record_property) -> None:
+    """The bounds are three times what was measured, and two to three."""
+    found = spread_of(case, bench)
+    record_property("parity", found.row(SECTION, case, of_bf16(case, bench)))
+    assert 1e-6 < found.loss <= loss, found  # nearer, and nothing would be in blocks
+    assert found.parameters <= parameters, found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("case", "kinds"), [(BF16_STATE, {"bfloat16"}), (EIGHT_BITS, {"8-bit", "float32"})], ids=str)
+def test_readback_tells_what_the_state_is_kept_as(case: Case, kinds: set[str], bench: Bench) -> None:
+    found = json.loads(bench.run(case).readback_json.read_text())["optimizer_state_bytes"]
+    assert found.keys() == kinds
+    if case is BF16_STATE:  # two moments of two bytes
+        run = json.loads(bench.run(case).readback_json.read_text())
+        assert found["bfloat16"] == run["local_bytes"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", [ROUNDED, EIGHT_BITS, slow(BF16_STATE), slow(FOUR_BITS)], ids=str)
+def test_resumed_run_is_bitwise_the_uninterrupted_one(case: Case, bench: Bench) -> None:
+    assert bits(replace(case, resumed="same"), bench) == bits(case, bench)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_blocks_that_divide_a_row_are_read_on_other_ranks(ranks: int, bench: Bench) -> None:
+    case = replace(EIGHT_BITS, ranks=ranks, resumed="other", training=(*EIGHT_BITS.training, ("optim_args", "block_size=64")))
+    found = spread(runs.trajectory(bench.run(case)), runs.trajectory(bench.run(case.donor())))
+    assert found.loss <= 2e-3, found
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_blocks_that_other_ranks_would_cut_are_refused_by_name(bench: Bench) -> None:
+    with pytest.raises(AssertionError, match="2 ranks would cut them"):
+        bench.run(replace(EIGHT_BITS, ranks=2, resumed="other"))

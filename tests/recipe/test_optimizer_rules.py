@@ -1,0 +1,66 @@
+"""`training.optim` and `training.optim_args`: what is taken, and what is refused with its line."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_tune.recipe.optimizer_arguments import optimizer_arguments, state_bytes, state_dtype
+from tests.recipe.loading import load_with, one_problem, problems
+
+HEAD = "model: {name_or_path: gpt2DTYPE}\ndata: {train: [{path: a}]}\n"
+
+
+def refused(extra: str, dtype: str = "fp32") -> object:
+    return one_problem(problems(HEAD.replace("DTYPE", f", dtype: {dtype}") + extra))
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ('training: {optim_args: "state_dtype=bf8"}', "`state_dtype` is `bf8`; it takes `fp32` or `bf16`"),
+        ('training: {optim_args: "state_dtype"}', "`state_dtype` has no value"),
+        ('training: {optim_args: "stat_dtype=bf16"}', "`stat_dtype`, which `training.optim: adamw_torch_fused` does not know"),
+        ('training: {optim: adamw_torch, optim_args: "state_dtype=bf16"}', "`training.optim: adamw_torch` does not know"),
+        ('training: {optim: sgd, optim_args: "momentum=much"}', "`momentum` is `much`; it takes a number"),
+        ('training: {optim: adamw_torch_8bit, optim_args: "block_size=100"}', "it takes a power of two from 16 on"),
+        ('training: {optim_args: "bf16_stochastic_round=true"}', "`model.dtype` is fp32"),
+        ('training: {optim_args: "state_dtype=bf16"}\nfsdp: {version: 1}', "`state_dtype` needs FSDP2"),
+        ("training: {optim: adamw_torch_8bit}\nfsdp: {version: 1}", "needs FSDP2"),
+        ("training: {optim: adamw_torch_8bit}\nfsdp: {state_dict_type: FULL_STATE_DICT}", "writes plain tensors"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_line(extra: str, words: str) -> None:
+    problem = refused(extra)
+    assert words in problem.message  # type: ignore[attr-defined]
+    assert problem.where.line == 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "HYBRID_SHARD"])
+def test_torchaos_rounding_would_let_copies_drift(strategy: str) -> None:
+    extra = f'training: {{optim: adamw_torch_8bit, optim_args: "bf16_stochastic_round=true"}}\nfsdp: {{sharding_strategy: {strategy}}}'
+    assert "would drift apart" in refused(extra, "bf16").message  # type: ignore[attr-defined]
+
+
+def test_words_become_values() -> None:
+    def training(extra: str) -> object:
+        return load_with(f"training: {{{extra}}}").recipe.training
+
+    assert optimizer_arguments(training("optim: sgd, optim_args: 'momentum=0.9, nesterov=Yes'")) == {"momentum": 0.9, "nesterov": True}  # type: ignore[arg-type]
+    assert state_dtype(training("optim_args: state_dtype=bf16"), "fp32") == "bf16"  # type: ignore[arg-type]
+    assert state_dtype(training(""), "bf16") == "bf16"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("extra", "wanted"),
+    [
+        ("", 8),
+        ("optim_args: state_dtype=bf16", 4),
+        ("optim: adamw_torch_8bit", 2 * (1 + 4 / 256)),
+        ("optim: adamw_torch_4bit, optim_args: block_size=128", 2 * (0.5 + 4 / 128)),
+        ("optim: sgd", 0),
+        ("optim: sgd, optim_args: momentum=0.9", 4),
+        ("optim: rmsprop", 4),
+    ],
+)
+def test_bytes_of_state_of_a_parameter(extra: str, wanted: float) -> None:
+    assert state_bytes(load_with(f"training: {{{extra}}}").recipe.training, 4) == wanted
