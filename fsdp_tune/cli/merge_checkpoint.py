@@ -169,11 +169,11 @@ def show_result(screen: Screen, result: MergeResult) -> None:
     """What was merged, why that, where it is, and how fast it went."""
     screen.notices(result.notices)
     screen.document(result.as_dict())
-    rate = f"{result.size_bytes / 1e9 / result.seconds:.2f} GB/s" if result.seconds > 0 else ""
-    screen.say(f"merged {result.source}: {result.reason}")
+    rate = result.size_bytes / 1e9 / max(result.seconds, 1e-3)
+    screen.say(f"merged {result.source}{f': {result.reason}' if result.is_choice else ''}")
     screen.say(
         f"{result.tensors:,} tensors, {result.parameters:,} parameters, {result.dtype}, {format_bytes(result.size_bytes)} "
-        f"in {format_seconds(result.seconds)} ({rate}), verified: {result.verified}"
+        f"in {format_seconds(result.seconds)}{f' ({rate:.2f} GB/s)' if rate >= 0.01 else ''}, verified: {result.verified}"
     )
     screen.say(f"the {'adapter' if result.adapter is not None and result.adapter.is_exported else 'model'} is in {result.output}")
 

@@ -154,21 +154,20 @@ def _find_base(config: AdapterConfig, options: AdapterOptions) -> tuple[str, Pat
             where=Where(str(config.path)),
             ways_out=("give the model: `--base MODEL`", "write the adapter alone: `--adapter`"),
         )
-    return name, fetch_model(name, revision=None if options.base else config.revision)
+    return name, fetch_model(name) if options.base else fetch_model(name, revision=config.revision, named_in=config.path)
 
 
 def _read_base(stack: ExitStack, folder: Path) -> dict[str, SourceTensor]:
     found = find_weights(folder)
-    if found is None or found[1] in (Format.PEFT, Format.PEFT_PICKLE):
+    if found is None or found.format in (Format.PEFT, Format.PEFT_PICKLE):
         raise usage_error(
             "merge-adapter-base",
             "the base holds no weights that can be read (safetensors are)",
             where=Where(str(folder)),
             hint="give a model directory with `model.safetensors`, or its index and parts: `--base MODEL`",
         )
-    root, kind = found
-    files = stack.enter_context(SourceFiles(root))
-    tensors, _ = read_tensors(files, kind)
+    files = stack.enter_context(SourceFiles(found.root))
+    tensors, _ = read_tensors(files, found.format, found.file)
     if missing := missing_parts(files, tensors):
         raise as_error(missing)
     return {tensor.name: tensor for tensor in tensors}

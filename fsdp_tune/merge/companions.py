@@ -103,23 +103,38 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def fetch_model(base: str, *, revision: str | None) -> Path:
-    """The directory of a model, its weights too; downloaded if it is a name on the hub that the cache does not have."""
-    return Path(base) if Path(base).is_dir() else _download(base, [*_SMALL, "*.safetensors", INDEX_NAME], revision=revision)
+def fetch_model(base: str, *, revision: str | None = None, named_in: Path | None = None) -> Path:
+    """The directory of a model, its weights too; downloaded if it is a name on the hub that the cache does not have.
+
+    `named_in`: the file that says which model, where the user did not.
+    """
+    if Path(base).is_dir():
+        return Path(base)
+    return _download(base, [*_SMALL, "*.safetensors", INDEX_NAME], revision=revision, named_in=named_in)
 
 
-def _download(base: str, wanted: Sequence[str], *, revision: str | None = None) -> Path:
+def _download(base: str, wanted: Sequence[str], *, revision: str | None = None, named_in: Path | None = None) -> Path:
     """What is `wanted` of a model on the hub (or in its cache)."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    where = Where(str(named_in)) if named_in is not None else Where()
+    if base.startswith((".", "/", "~")):
+        raise usage_error("merge-base", f"there is no directory `{base}`", where=where, hint="give the model's directory: `--base DIR`")
     try:
         return Path(snapshot_download(base, revision=revision, allow_patterns=list(wanted)))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        if isinstance(error, HFValidationError):
+            why = "it is no name that a model on the hub can have (ORG/NAME)"
+        elif isinstance(error, LocalEntryNotFoundError):
+            why = "the hub cannot be reached, and its cache on this machine does not hold the model"
+        else:
+            why = f"the hub does not give it: {str(error).strip().splitlines()[0]}"
         raise usage_error(
             "merge-base",
-            f"`{base}` is no directory here, and the hub does not give it ({type(error).__name__})",
-            hint="give the path of a local copy, or check the name, the network and `hf auth login`",
+            f"`{base}` is no directory here, and {why}",
+            where=where,
+            hint="give a local copy of the model: `--base DIR`; or check the name, the network and `hf auth login`",
         ) from error
 
 

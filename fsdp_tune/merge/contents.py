@@ -15,7 +15,7 @@ from fsdp_tune.merge.reader import SourceFiles
 from fsdp_tune.merge.safetensors_file import read_safetensors
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.tensors import Packed, SourceTensor
-from fsdp_tune.merge.weights import FILE_OF, Format, Weights
+from fsdp_tune.merge.weights import Format, Weights
 
 _SHOWN = 5
 
@@ -45,7 +45,7 @@ def read_contents(stack: ExitStack, selection: Selection, pages: PageCache, *, a
     notices: list[Notice] = []
     for weights in selection.weights:
         files = stack.enter_context(SourceFiles(weights.root, is_vouched=weights.manifest is not None, pages=pages))
-        tensors, others = read_tensors(files, weights.format)
+        tensors, others = read_tensors(files, weights.format, weights.file)
         if others:
             names = ", ".join(others[:_SHOWN])
             notices.append(
@@ -70,13 +70,13 @@ def read_contents(stack: ExitStack, selection: Selection, pages: PageCache, *, a
     return Contents(tuple(sources), ordered, left_out, tuple(notices))
 
 
-def read_tensors(files: SourceFiles, kind: Format) -> tuple[list[SourceTensor], list[str]]:
-    """(tensors, names of entries that are none) of the files of one directory."""
+def read_tensors(files: SourceFiles, kind: Format, file: str) -> tuple[list[SourceTensor], list[str]]:
+    """(tensors, names of entries that are none) of one set of weights, `file` and what belongs to it."""
     if kind is Format.DCP:
         return read_dcp(files)
     if kind in (Format.PICKLE, Format.PEFT_PICKLE):
-        return read_pickled(files, FILE_OF[kind])
-    return read_safetensors(files, FILE_OF[kind]), []
+        return read_pickled(files, file)
+    return read_safetensors(files, file), []
 
 
 def missing_parts(files: SourceFiles, tensors: Sequence[SourceTensor]) -> dict[str, Problem]:

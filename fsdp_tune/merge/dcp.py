@@ -12,11 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.errors import FsdpTuneError, Where, failed_error
+from fsdp_tune.errors import FsdpTuneError, Where, failed_error, usage_error
 from fsdp_tune.merge.archive import StoredTensor, extent, open_archive, read_pickle
 from fsdp_tune.merge.cover import gap_or_overlap, without_replicas
 from fsdp_tune.merge.dtypes import DTYPES, DType
-from fsdp_tune.merge.names import model_names
+from fsdp_tune.merge.names import OPTIMIZER_ROOTS, model_names
 from fsdp_tune.merge.pickles import Allowed, Record, Refused, load
 from fsdp_tune.merge.reader import SourceFiles
 from fsdp_tune.merge.tensors import Chunk, Extent, Packed, Shape, SourceTensor
@@ -104,6 +104,13 @@ def _tensors(metadata: Any, files: SourceFiles) -> tuple[list[SourceTensor], lis
         else:
             tensors.append(_tensor(files, key, name, entry, places))
     if not tensors:
+        if any(key.partition(".")[0] in OPTIMIZER_ROOTS for key in entries):
+            raise usage_error(
+                "merge-optimizer-state",
+                "this is the state of an optimizer, not a model",
+                where=Where(str(files.root)),
+                hint="give the folder of the weights, which lies beside it, or the checkpoint that holds both",
+            )
         raise Refused("it lists no tensor of a model")
     return tensors, others
 

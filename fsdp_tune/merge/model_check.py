@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -78,9 +78,16 @@ def compare_parameters(answer: dict[str, Any] | str, layout: Layout, tied: Mappi
             "merge-other-model",
             f"the checkpoint does not hold the parameters of this model: {'; '.join(found)}",
             where=Where(str(folder)),
-            hint="is it the model that was trained (`--base`)? Names of torchtitan and torchtune are not transformers' (docs/merge.md)",
+            hint=_hint(extra, wanted),
         )
     return []
+
+
+def _hint(extra: Sequence[str], wanted: Collection[str]) -> str:
+    levels = {name.partition(".")[0] for name in extra}
+    if len(levels) == 1 and all(name.partition(".")[2] in wanted for name in extra):
+        return f"the unknown names are this model's with `{levels.pop()}.` before them: save the state dict of the model itself"
+    return "is it the model that was trained (`--base`)? Names of torchtitan and torchtune are not transformers' (docs/merge.md)"
 
 
 def load_and_run(stage: Path, *, allow_nonfinite: bool) -> list[Notice]:

@@ -10,12 +10,10 @@ from fsdp_tune.merge.pickles import Refused
 # What wrappers put into names: FSDP1, activation checkpointing, torch.compile. The model itself never uses them.
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 MODEL_ROOTS = ("model", "state_dict", "module")
+OPTIMIZER_ROOTS = frozenset({"optimizer", "optim", "optimizers"})
 # torchtitan, torchtune and most loops save these beside a model that lies flat at the top.
-OTHER_ROOTS = frozenset(
+OTHER_ROOTS = OPTIMIZER_ROOTS | frozenset(
     {
-        "optimizer",
-        "optim",
-        "optimizers",
         "lr_scheduler",
         "scheduler",
         "dataloader",

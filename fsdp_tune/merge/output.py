@@ -94,9 +94,10 @@ def check_space(target: Path, layout: Layout) -> None:
     if free_bytes < needed_bytes:
         raise failed_error(
             "merge-disk-full",
-            f"the merged model needs {format_bytes(needed_bytes)} and {format_bytes(free_bytes)} are free",
+            f"the merged model needs {format_bytes(layout.size_bytes)}, and {format_bytes(_SPARE_BYTES)} for what stands beside it; "
+            f"{format_bytes(free_bytes)} are free",
             where=Where(str(folder)),
-            hint="free space, or give an `--output` on another disk",
+            hint="free space, or merge to another disk: `fsdp-tune merge-checkpoint SRC --output DIR`",
         )
 
 

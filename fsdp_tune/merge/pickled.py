@@ -1,4 +1,4 @@
-"""Reads `pytorch_model_fsdp.bin`, Accelerate's FULL_STATE_DICT: one `torch.save` archive of the whole model."""
+"""Reads one `torch.save` archive of a whole model: Accelerate's FULL_STATE_DICT, transformers' and everybody's own."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def read_pickled(files: SourceFiles, file: str) -> tuple[list[SourceTensor], lis
         state = read_pickle(archive)
         if not isinstance(state, dict):
             raise Refused("it holds no mapping from names to tensors")
-        if isinstance(state.get("model"), dict):
-            state = state["model"]
+        for wrapper in ("model", "state_dict"):  # as torchtune's and most trainers', and as Lightning's
+            if isinstance(state.get(wrapper), dict):
+                state = state[wrapper]
         names = model_names([key for key in state if isinstance(key, str)], None, "")
         tensors: list[SourceTensor] = []
         for key, name in names.items():
@@ -33,7 +34,7 @@ def read_pickled(files: SourceFiles, file: str) -> tuple[list[SourceTensor], lis
             "merge-damaged-pickle",
             f"it cannot be used: {refused}",
             where=Where(str(files.root / file)),
-            hint="copy it anew from where it was written; a file that asks to run code is not one that Accelerate wrote",
+            hint="copy it anew from where it was written; a file that asks to run code is not only a state dict",
         ) from refused
     taken = {tensor.name for tensor in tensors}
     return tensors, [name for name in names.values() if name not in taken]

@@ -21,7 +21,7 @@ from fsdp_tune.merge.model_check import Child, compare_parameters, load_and_run
 from fsdp_tune.merge.page_cache import PageCache
 from fsdp_tune.merge.record import Facts, write_companions, write_record
 from fsdp_tune.merge.settings import DtypeOption, Settings, Verify, settle
-from fsdp_tune.merge.source import Choice, Selection, select
+from fsdp_tune.merge.source import NAMED, Choice, Selection, select
 from fsdp_tune.merge.ties import Tied, find_ties
 from fsdp_tune.merge.verify import check_bytes_on_disk, check_headers
 from fsdp_tune.merge.weights import PEFT_NAME
@@ -81,6 +81,11 @@ class MergeResult:
     verified: Verify
     adapter: Adapter | None = None
     notices: tuple[Notice, ...] = field(default=())
+
+    @property
+    def is_choice(self) -> bool:
+        """There were others to merge; `reason` says why this one."""
+        return self.reason != NAMED
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -250,7 +255,7 @@ def _missing(companions: Companions) -> Iterator[Notice]:
         yield Notice(
             "merge-bare",
             f"the output is without {what}: the source holds none",
-            hint="give `--base MODEL` to take them from the model that was trained",
+            hint=f"give `--base MODEL` to take {'it' if len(companions.missing) == 1 else 'them'} from the model that was trained",
         )
 
 

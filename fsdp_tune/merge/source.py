@@ -10,8 +10,11 @@ from typing import Any
 from fsdp_tune.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.manifest import MANIFEST_NAME
 from fsdp_tune.merge.dcp import METADATA_NAME
-from fsdp_tune.merge.weights import FILE_OF, Format, Weights, find_weights
+from fsdp_tune.merge.layout import SINGLE_NAME
+from fsdp_tune.merge.weights import PICKLE_ENDINGS, Found, Weights, find_weights, is_of_one_rank
 from fsdp_tune.run_dir import Checkpoint, Rejected, RunDir, checkpoint_step, complete_checkpoints, inspect_checkpoint
+
+NAMED = "it is what was named"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,6 @@ def select(source: Path, choice: Choice) -> Selection:
             where=Where(str(source)),
             hint="give a run directory, a `checkpoint-N`, or a folder of `.distcp` shards",
         )
-    if source.is_file() and source.name in FILE_OF.values():
-        source = source.parent
     found = find_weights(source)
     if found is None and _is_run(source):
         return _select_in_run(RunDir(source.resolve()), choice)
@@ -62,13 +63,13 @@ def select(source: Path, choice: Choice) -> Selection:
         )
     if found is None:
         raise _nothing_to_merge(source)
-    root, kind = found
-    owner = _own_checkpoint(root)
+    owner = _own_checkpoint(found.root)
     if owner is None:
-        return Selection((Weights(root, kind, root, checkpoint_step(root) or checkpoint_step(root.parent)),), "it is what was named", None)
-    weights, notices = _accept(owner, root, kind, allow_incomplete=choice.allow_incomplete)
+        step = checkpoint_step(found.root) or checkpoint_step(found.root.parent)
+        return Selection((Weights(*found, found.root, step),), NAMED, None)
+    weights, notices = _accept(owner, found, allow_incomplete=choice.allow_incomplete)
     run = RunDir(owner.parent)
-    return Selection((weights,), "it is what was named", run if run.is_used else None, notices)
+    return Selection((weights,), NAMED, run if run.is_used else None, notices)
 
 
 def _is_run(source: Path) -> bool:
@@ -83,11 +84,11 @@ def _own_checkpoint(root: Path) -> Path | None:
     return None
 
 
-def _accept(path: Path, root: Path, kind: Format, *, allow_incomplete: bool) -> tuple[Weights, tuple[Notice, ...]]:
+def _accept(path: Path, found: Found, *, allow_incomplete: bool) -> tuple[Weights, tuple[Notice, ...]]:
     """A checkpoint of ours counts only with its manifest; `--allow-incomplete` takes it and says what is missing."""
     verdict = inspect_checkpoint(path, digests=False)
     if isinstance(verdict, Checkpoint):
-        return Weights(root, kind, path, verdict.step, verdict.manifest), ()
+        return Weights(*found, path, verdict.step, verdict.manifest), ()
     if not allow_incomplete:
         raise incomplete(path, verdict.reason)
     notice = Notice(
@@ -96,7 +97,7 @@ def _accept(path: Path, root: Path, kind: Format, *, allow_incomplete: bool) -> 
         Where(str(path)),
         "its tensors are checked only as far as torch's own checksums go",
     )
-    return Weights(root, kind, path, checkpoint_step(path)), (notice,)
+    return Weights(*found, path, checkpoint_step(path)), (notice,)
 
 
 def incomplete(path: Path, reason: str) -> FsdpTuneError:
@@ -109,7 +110,7 @@ def incomplete(path: Path, reason: str) -> FsdpTuneError:
 
 
 def _nothing_to_merge(source: Path) -> FsdpTuneError:
-    local = sorted(path.name for path in source.glob("pytorch_model_fsdp*_rank*.bin")) if source.is_dir() else []
+    local = sorted(path.name for path in (source.iterdir() if source.is_dir() else [source]) if is_of_one_rank(path))
     if local:
         return usage_error(
             "merge-local-state",
@@ -117,8 +118,16 @@ def _nothing_to_merge(source: Path) -> FsdpTuneError:
             where=Where(str(source)),
             hint="load it there and save it with SHARDED_STATE_DICT",
         )
-    inside = sorted(source.iterdir()) if source.is_dir() else []
-    below = sorted((path for path in inside if find_weights(path)), key=lambda path: checkpoint_step(path) or 0)
+    if source.is_file():
+        return usage_error(
+            "merge-nothing-found",
+            "this file is of no kind that is read",
+            where=Where(str(source)),
+            hint=f"of files, what `torch.save` wrote ({', '.join(PICKLE_ENDINGS)}) and safetensors by the name `{SINGLE_NAME}` are read; "
+            "of all else give the directory",
+        )
+    inside = sorted(source.iterdir())
+    below = sorted((path for path in inside if path.is_dir() and find_weights(path)), key=lambda path: checkpoint_step(path) or 0)
     wanted = f"give a run directory, a `checkpoint-N`, or the folder that holds `{METADATA_NAME}` and the `.distcp` files"
     return usage_error(
         "merge-nothing-found",
@@ -183,7 +192,7 @@ def _one_step(run: RunDir, choice: Choice, complete: list[Checkpoint], rejected:
         raise usage_error(
             "merge-no-such-step", f"the run has no checkpoint of step {choice.step} (complete: {steps})", where=Where(str(run.path))
         )
-    weights, notices = _accept(path, *found, allow_incomplete=choice.allow_incomplete)
+    weights, notices = _accept(path, found, allow_incomplete=choice.allow_incomplete)
     return Selection((weights,), "its step was asked for", run, notices)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from fsdp_tune.manifest import Manifest
 from fsdp_tune.merge.dcp import METADATA_NAME
@@ -12,6 +14,8 @@ from fsdp_tune.merge.layout import INDEX_NAME, SINGLE_NAME
 from fsdp_tune.run_dir import SHARD_FOLDER
 
 PICKLE_NAME = "pytorch_model_fsdp.bin"
+OLD_PICKLE_NAME = "pytorch_model.bin"  # transformers before safetensors
+PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 PEFT_NAME = "adapter_model.safetensors"
 PEFT_PICKLE_NAME = "adapter_model.bin"
 
@@ -33,27 +37,46 @@ FILE_OF = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """One set of weights. `root` holds the files; `manifest` lists them relative to `checkpoint`, where there is one."""
+class Found(NamedTuple):
+    """One set of weights: `file` in `root` is the one that is opened first."""
 
     root: Path
     format: Format
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What was found, and the checkpoint that it belongs to; `manifest` lists its files, where there is one."""
+
+    root: Path
+    format: Format
+    file: str
     checkpoint: Path
     step: int | None = None
     manifest: Manifest | None = None
 
 
-def find_weights(folder: Path) -> tuple[Path, Format] | None:
-    """(directory of the files, format) of the one model under `folder`, by what is there and not by its name."""
-    shards = folder / SHARD_FOLDER
-    if (folder / METADATA_NAME).is_file():
-        return folder.resolve(), Format.DCP
-    if shards.is_dir() or folder.name == SHARD_FOLDER:
-        return (shards if shards.is_dir() else folder).resolve(), Format.DCP
-    if (folder / INDEX_NAME).is_file():
-        return folder.resolve(), Format.SAFETENSORS
-    for kind, name in FILE_OF.items():
-        if (folder / name).is_file():
-            return folder.resolve(), kind
+def is_of_one_rank(file: Path) -> bool:
+    """LOCAL_STATE_DICT by Accelerate's names: plain tensors that are pieces of the model's."""
+    return re.search(r"_rank\d+$", file.stem) is not None
+
+
+def find_weights(place: Path) -> Found | None:
+    """The one model that `place` is or holds: a directory by what is in it and not by its name, a file by its ending."""
+    if place.is_file():
+        kind = next((kind for kind, name in FILE_OF.items() if name == place.name), None)
+        if kind is None and place.suffix in PICKLE_ENDINGS and not is_of_one_rank(place):
+            kind = Format.PICKLE
+        return Found(place.parent.resolve(), kind, place.name) if kind is not None else None
+    shards = place / SHARD_FOLDER
+    if (place / METADATA_NAME).is_file():
+        return Found(place.resolve(), Format.DCP, METADATA_NAME)
+    if shards.is_dir() or place.name == SHARD_FOLDER:
+        return Found((shards if shards.is_dir() else place).resolve(), Format.DCP, METADATA_NAME)
+    if (place / INDEX_NAME).is_file():
+        return Found(place.resolve(), Format.SAFETENSORS, SINGLE_NAME)
+    for kind, name in (*FILE_OF.items(), (Format.PICKLE, OLD_PICKLE_NAME)):
+        if (place / name).is_file():
+            return Found(place.resolve(), kind, name)
     return None

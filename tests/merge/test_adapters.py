@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_tune.errors import FailedError, FsdpTuneError
 from fsdp_tune.merge import gather, low_rank, write
+from fsdp_tune.merge.companions import fetch_model
 from fsdp_tune.merge.peft_names import PREFIX as PEFT_PREFIX
 from fsdp_tune.merge.peft_names import sort_names
 from tests.merge import peft
@@ -104,6 +106,22 @@ def test_the_merged_model_loads_and_computes_what_the_adapter_did(llama, tmp_pat
         beside(llama.get_submodule(module), parts)
     tokens = torch.arange(9)[None]
     torch.testing.assert_close(loaded(tokens).logits, llama.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("base", "why"),
+    [
+        ("./nowhere", "there is no directory `./nowhere`"),
+        ("a/b/c", "no name that a model on the hub can have"),
+        ("org/not-here", "does not hold the model"),
+    ],
+)
+def test_a_base_that_cannot_be_had_is_told_with_the_file_that_names_it(base, why, tmp_path):
+    with pytest.raises(FsdpTuneError, match=re.escape(why)) as caught:
+        fetch_model(base, named_in=tmp_path / "adapter_config.json")
+    assert caught.value.exit_code == 2
+    assert str(caught.value.problems[0].where).endswith("adapter_config.json")
+    assert "--base DIR" in str(caught.value.problems[0].hint)
 
 
 def test_a_base_in_the_cache_of_the_hub_is_read_through_its_links(llama, tmp_path, merge):

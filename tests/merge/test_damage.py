@@ -360,21 +360,33 @@ def test_a_run_without_a_complete_checkpoint_says_why(place, tmp_path):
     assert "checkpoint-1: it has no manifest" in error.problems[0].message
 
 
-@pytest.mark.parametrize("make", ["absent", "empty directory", "text file", "rank files", "shards without metadata"])
+@pytest.mark.parametrize(
+    "make", ["absent", "empty directory", "text file", "rank files", "a rank's file", "an optimizer", "shards without metadata"]
+)
 def test_what_is_no_checkpoint_is_told_what_it_is(make, tmp_path):
     source = tmp_path / "thing"
     if make == "text file":
         source.write_text("hello")
     elif make != "absent":
         source.mkdir()
-    if make == "rank files":
+    if make in ("rank files", "a rank's file"):
         (source / "pytorch_model_fsdp_0_rank0.bin").write_bytes(b"x")
+    if make == "a rank's file":
+        source /= "pytorch_model_fsdp_0_rank0.bin"
+    if make == "an optimizer":
+        save_dcp({"optimizer": {"state": {"a.weight": {"exp_avg": torch.ones(3)}}}}, source)
     if make == "shards without metadata":
         (source / SHARDS).mkdir()
         (source / SHARDS / "__0_0.distcp").write_bytes(b"x")
     error = fails(source, tmp_path)
     assert error.exit_code == (1 if make == "shards without metadata" else 2)
     assert error.problems[0].hint
+    assert error.problems[0].code in {
+        "absent": "merge-source-not-found",
+        "rank files": "merge-local-state",
+        "a rank's file": "merge-local-state",
+        "an optimizer": "merge-optimizer-state",
+    }.get(make, error.problems[0].code)
 
 
 def weights(tensors: dict[str, torch.Tensor], *, names: bool) -> list[tuple[str, str, tuple[int, ...], bytes]]:

@@ -196,6 +196,19 @@ def test_accelerates_pickle_of_the_whole_model_is_merged(tmp_path, merge):
     assert any("not a tensor" in notice.message for notice in result.notices)
 
 
+@pytest.mark.parametrize("wrapper", [None, "model", "state_dict"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "last.ckpt", "ckpt-100.pt"])
+def test_what_torch_save_wrote_is_merged_by_any_name(name, wrapper, tmp_path, merge):
+    """Beside it lies what other trainers leave there, which is not read."""
+    (tmp_path / "other").mkdir()
+    path = tmp_path / "other" / name
+    torch.save({wrapper: WEIGHTS, "epoch": 3, "optimizer": {"state": {}}} if wrapper else WEIGHTS, path)
+    torch.save({"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": []}, tmp_path / "other" / "optimizer.pt")
+    assert_weights(merge(path).output, WEIGHTS)
+    with pytest.raises(FsdpTuneError, match="holds no tensor"):
+        merge(tmp_path / "other" / "optimizer.pt", output=tmp_path / "no")
+
+
 def test_strides_of_every_kind_are_merged(tmp_path, merge):
     """DCP saves dense tensors with their own strides: transposed, channels last, permuted."""
     state = {

@@ -138,3 +138,11 @@ def test_another_model_as_base_is_refused(tmp_path, merge):
         merge(tmp_path / "c", base=str(model_directory(small_llama(), tmp_path / "base")))
     assert caught.value.exit_code == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_names_that_only_lie_one_level_deeper_are_explained(tmp_path, merge):
+    model = small_gpt2()
+    save_dcp({"net": model.state_dict()}, tmp_path / "c" / SHARDS)
+    with pytest.raises(FsdpTuneError, match="does not hold the parameters of this model") as caught:
+        merge(tmp_path / "c", base=str(model_directory(model, tmp_path / "base")))
+    assert "this model's with `net.` before them" in str(caught.value.problems[0].hint)
