@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from typing import Any
 
 import pytest
@@ -171,7 +172,9 @@ def test_the_recipe_decides() -> None:
 
 
 def test_without_torchao_validate_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (problem,) = facts(recipe_of(training={"optim": "adamw_torch_8bit"}))["problems"]
+    recipe = recipe_of(training={"optim": "adamw_torch_8bit"})
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "torchao" else real(name, *rest))
+    (problem,) = facts(recipe)["problems"]
     assert problem["code"] == "torchao-not-installed"
     assert problem["hint"] == "`pip install torchao`"
