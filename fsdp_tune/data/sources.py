@@ -17,6 +17,7 @@ from fsdp_tune.data.json_rows import BadRow, NumberedRow
 from fsdp_tune.data.readers import read_rows
 from fsdp_tune.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.manifest import digest_file
+from fsdp_tune.recipe.paths import can_only_be_a_path
 from fsdp_tune.recipe.schema_data import BUILDERS, DataSource
 
 KIND_OF_SUFFIX = {
@@ -94,7 +95,7 @@ def find_source(entry: DataSource, key: str) -> Source:
     if path.exists() or glob.has_magic(entry.path):
         _refuse(entry, where, "split", given=entry.split != "train")
         return _file_source(entry, key, _expand([str(path)], where), None)
-    if _looks_local(entry.path):
+    if can_only_be_a_path(entry.path):
         raise _not_found(entry.path, where)
     dataset = load_from_hub(entry, where)
     return _dataset_source(entry, key, dataset)
@@ -194,10 +195,6 @@ def _names_split(path: Path, words: tuple[str, ...]) -> bool:
 
 def _is_hidden(path: Path, root: Path) -> bool:
     return any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
-
-
-def _looks_local(path: str) -> bool:
-    return path.startswith((".", "/", "~")) or path.count("/") > 1 or _kind(Path(path)) is not None or Path(path).suffix in COMPRESSED
 
 
 def _not_found(pattern: str, where: Where) -> FsdpTuneError:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from fsdp_tune.data.hub import hub_is_reachable, unreachable
 from fsdp_tune.errors import usage_error
+from fsdp_tune.recipe.paths import can_only_be_a_path
 
 MAX_TEMPLATE_BYTES = 1 << 20
 BUNDLED = {
@@ -32,10 +33,10 @@ def resolve_template(name: str) -> str:
     path = Path(name).expanduser()
     if path.is_file():
         return _read(path)
-    if path.suffix in {".jinja", ".jinja2", ".j2"} or path.is_absolute() or name.startswith("."):
-        raise usage_error("no-such-template", f"there is no chat template file `{name}`", hint=f"bundled ones: {', '.join(BUNDLED)}")
     if path.is_dir():
         return _from_files(name, path / "chat_template.jinja", path / "tokenizer_config.json")
+    if can_only_be_a_path(name):
+        raise usage_error("no-such-template", f"there is no chat template file `{name}`", hint=f"bundled ones: {', '.join(BUNDLED)}")
     return _from_hub(name)
 
 

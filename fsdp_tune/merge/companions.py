@@ -13,6 +13,7 @@ from fsdp_tune.errors import Where, failed_error, usage_error
 from fsdp_tune.merge.dtypes import DType
 from fsdp_tune.merge.layout import INDEX_NAME
 from fsdp_tune.merge.source import Selection
+from fsdp_tune.recipe.paths import can_only_be_a_path
 from fsdp_tune.run_dir import SHARD_FOLDER
 
 CONFIG_NAME = "config.json"
@@ -119,7 +120,7 @@ def _download(base: str, wanted: Sequence[str], *, revision: str | None = None, 
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     where = Where(str(named_in)) if named_in is not None else Where()
-    if base.startswith((".", "/", "~")):
+    if can_only_be_a_path(base):
         raise usage_error("merge-base", f"there is no directory `{base}`", where=where, hint="give the model's directory: `--base DIR`")
     try:
         return Path(snapshot_download(base, revision=revision, allow_patterns=list(wanted)))

@@ -94,7 +94,7 @@ class _Paths:
         if path.exists():
             self.reasons[key] = "found on this machine"
             return str(path.resolve())
-        if not _can_only_be_a_path(name):
+        if not can_only_be_a_path(name):
             return name
         if must_exist:
             told = f"`{key}` is `{name}`, and there is no `{path}`"
@@ -123,9 +123,12 @@ class _Paths:
 
 
 _START = "relative paths start at {cwd}"
-_FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".jinja", ".gz")
+FILE_ENDINGS = (
+    *(".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".jinja", ".jinja2", ".j2"),
+    *(".gz", ".zst", ".bz2", ".xz", ".zip", ".7z", ".tar"),
+)
 
 
-def _can_only_be_a_path(name: str) -> bool:
+def can_only_be_a_path(name: str) -> bool:
     """A hub id is `name` or `owner/name`, without these."""
-    return name.startswith(("/", "./", "../", "~")) or name.endswith(_FILE_ENDINGS) or name.count("/") > 1 or glob.has_magic(name)
+    return name.startswith(("/", ".", "~")) or name.endswith(FILE_ENDINGS) or name.count("/") > 1 or glob.has_magic(name)

@@ -8,8 +8,9 @@ import pytest
 
 from fsdp_tune.data import hub_dataset
 from fsdp_tune.data.json_rows import BadRow
-from fsdp_tune.data.sources import Source, find_source
+from fsdp_tune.data.sources import COMPRESSED, KIND_OF_SUFFIX, Source, find_source
 from fsdp_tune.errors import FsdpTuneError, Problem
+from fsdp_tune.recipe.paths import can_only_be_a_path
 from fsdp_tune.recipe.schema_data import DataSource
 from tests.data.support import write_jsonl
 
@@ -127,3 +128,9 @@ def test_builtin_rows_and_unknown_ones() -> None:
         source("builtin:poems")
     with pytest.raises(FsdpTuneError, match="has no split `dev`"):
         source("builtin:arithmetic", split="dev")
+
+
+@pytest.mark.parametrize("ending", [*KIND_OF_SUFFIX, *COMPRESSED, ".jsonl.gz"])
+def test_what_is_read_by_its_ending_is_never_looked_up_on_the_hub(ending):
+    assert can_only_be_a_path(f"rows{ending}")
+    assert not can_only_be_a_path("owner/rows")

@@ -112,7 +112,7 @@ def test_the_merged_model_loads_and_computes_what_the_adapter_did(llama, tmp_pat
     ("base", "why"),
     [
         ("./nowhere", "there is no directory `./nowhere`"),
-        ("a/b/c", "no name that a model on the hub can have"),
+        ("bad name", "no name that a model on the hub can have"),
         ("org/not-here", "does not hold the model"),
     ],
 )
