@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdp_tune.errors import usage_error
 from fsdp_tune.model.choice import WRITTEN, Choice
 from fsdp_tune.model.units import decoder_layers
 from fsdp_tune.recipe.schema import Recipe
@@ -28,25 +27,15 @@ def choose_compile(recipe: Recipe) -> Choice:
 def compile_layers(recipe: Recipe, model: PreTrainedModel) -> list[str]:
     """Returns the names. Call after everything that replaces a layer's forward, and before wrapping.
 
-    FsdpTuneError (exit 2) for what the compiler cannot serve.
-
     Sizes that change from batch to batch cost a second graph, the first time that they do; from then on they are variables in it.
     """
     from torch._dynamo import config as dynamo
 
-    to_host = recipe.fsdp.activation_checkpointing_offload
-    if to_host and recipe.fsdp.activation_checkpointing == "selective":
-        raise usage_error(
-            "contradiction",
-            "`kernels.compile: true` with `fsdp.activation_checkpointing_offload: true` compiles what is recomputed as one piece, "
-            "into which `fsdp.activation_checkpointing: selective` cannot look",
-            ways_out=("--set fsdp.activation_checkpointing=full", "--set fsdp.activation_checkpointing_offload=false"),
-        )
     layers = decoder_layers(model, recipe.layer_classes)
     # Under DDP the compiler would cut a layer's graph at the buckets, and cannot where it recomputes; the layers are cut enough.
     dynamo.optimize_ddp = False
     # The compiler leaves a function alone that moves what it saves to the host. There it gets what is recomputed, and no more.
-    inside = "recomputed_forward" if to_host else "forward"
+    inside = "recomputed_forward" if recipe.fsdp.activation_checkpointing_offload else "forward"
     for _, layer in layers:
         name = inside if hasattr(layer, inside) else "forward"
         setattr(layer, name, torch.compile(getattr(layer, name), backend=BACKEND))

@@ -234,6 +234,19 @@ def liger_needs_a_gpu(recipe: Recipe) -> Finding | None:
     return None
 
 
+def compiled_offload_is_of_whole_layers(recipe: Recipe) -> Finding | None:
+    """What goes to the host is saved outside the compiled part of a layer, and a policy for its operators would have to look inside."""
+    fsdp = recipe.fsdp
+    if recipe.kernels.compile and fsdp.activation_checkpointing_offload and fsdp.activation_checkpointing == "selective":
+        message = (
+            "`kernels.compile: true` with `fsdp.activation_checkpointing_offload: true` compiles what is recomputed as one piece, "
+            "into which `fsdp.activation_checkpointing: selective` cannot look"
+        )
+        keys = ("fsdp.activation_checkpointing", "fsdp.activation_checkpointing_offload", "kernels.compile")
+        return Finding("contradiction", keys, message, "write `full`, or leave `activation_checkpointing_offload` out")
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     model_source,
     config_names_its_type,
@@ -252,6 +265,7 @@ RULES: tuple[Rule, ...] = (
     environment_is_plain,
     cpu_limits,
     liger_needs_a_gpu,
+    compiled_offload_is_of_whole_layers,
     *OPTIMIZER_RULES,
     *TRAINING_RULES,
 )

@@ -14,12 +14,12 @@ import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from fsdp_tune.errors import FsdpTuneError
 from fsdp_tune.fsdp import environment
-from fsdp_tune.model.build import build_empty, build_full
+from fsdp_tune.model.build import build_full
 from fsdp_tune.model.compiled import CompileClock, compile_layers, is_compiled
 from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.model.recompute import recompute_activations
+from fsdp_tune.recipe.rules import compiled_offload_is_of_whole_layers
 from fsdp_tune.worker.audit import DtypeAudit
 from fsdp_tune.worker.compiling import GRAPHS_OF_A_LAYER, CompileReport, expected_graphs
 from tests.model.families import FAMILIES
@@ -168,9 +168,11 @@ def test_layers_whose_inputs_go_to_the_host_are_compiled_inside() -> None:
 
 def test_policy_that_cannot_look_into_machine_code_is_refused() -> None:
     to_host = {"activation_checkpointing": "selective", "activation_checkpointing_offload": True}
-    recipe = recipe_of("llama", fsdp=to_host, kernels={"compile": True})
-    with pytest.raises(FsdpTuneError, match="selective"):
-        compile_layers(recipe, build_empty(recipe))
+    compiled, plain = (recipe_of("llama", fsdp=to_host, kernels={"compile": each}) for each in (True, False))
+    found = compiled_offload_is_of_whole_layers(compiled)
+    assert found is not None
+    assert "selective" in found.message
+    assert compiled_offload_is_of_whole_layers(plain) is None
 
 
 def test_what_was_compiled_is_kept_beside_the_prepared_data() -> None:
