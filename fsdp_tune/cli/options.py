@@ -1,7 +1,8 @@
-"""Options that several verbs share, so that one word means one thing everywhere."""
+"""Options that several verbs share, so that one word means one thing everywhere, and the recipe that they name."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,6 +10,9 @@ import typer
 from fsdp_tune.errors import usage_error
 
 if TYPE_CHECKING:
+    from fsdp_tune.cli.output import Screen
+    from fsdp_tune.recipe.loader import LoadedRecipe
+    from fsdp_tune.recipe.resolve import Resolution
     from fsdp_tune.recipe.schema import Recipe
 
 ConfigArg = Annotated[
@@ -62,3 +66,19 @@ def check_trust(recipe: Recipe, trust_remote_code: bool) -> None:
             f"the recipe wants to run Python code from the repository of {recipe.model.name_or_path} (`model.trust_remote_code`)",
             hint="read that code; if you trust it, add `--trust-remote-code`",
         )
+
+
+def resolved_recipe(
+    screen: Screen, source: str, overrides: list[str], name: str | None, *, assume: bool
+) -> tuple[LoadedRecipe, Resolution]:
+    """Loads and resolves; `assume` stands in a GPU where this machine has none, for commands that start nothing here."""
+    from fsdp_tune.bridge.devices import this_machine
+    from fsdp_tune.recipe.loader import load_recipe
+    from fsdp_tune.recipe.resolve import resolve
+
+    loaded = load_recipe(source, overrides, name=name)
+    screen.notices(loaded.notices)
+    machine = this_machine(loaded.recipe.launch.device)
+    resolution = resolve(loaded.recipe, machine, cwd=Path.cwd(), assume="cuda" if assume else None, positions=loaded.positions)
+    screen.notices(resolution.notices)
+    return loaded, resolution

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -16,6 +17,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
@@ -196,3 +198,19 @@ def _write(stream: TextIO, text: str) -> None:
             raise
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())
+
+
+@contextmanager
+def stopping_cleanly() -> Iterator[None]:
+    """A scheduler's signal while no ranks run ends the command through its error boundary; the supervisor has handlers of its own."""
+
+    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the shape of a handler
+        name = signal.Signals(number).name
+        raise FsdpTuneError(Problem("stopped", f"stopped by {name} while no rank was running"), exit_code=ExitCode.PREEMPTED)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

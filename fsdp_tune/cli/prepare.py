@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, NameOption, SetOption, TrustOption, check_trust, chosen_recipe
-from fsdp_tune.cli.output import Screen, command, printable
-from fsdp_tune.cli.train import stopping_cleanly
+from fsdp_tune.cli.output import Screen, command, printable, stopping_cleanly
 
 if TYPE_CHECKING:
     from fsdp_tune.data.prepare import Prepared

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, SetOption, chosen_recipe
-from fsdp_tune.cli.output import Screen, command
-from fsdp_tune.cli.train import resolved_recipe, stopping_cleanly
+from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, SetOption, chosen_recipe, resolved_recipe
+from fsdp_tune.cli.output import Screen, command, stopping_cleanly
 from fsdp_tune.errors import FsdpTuneError, failed_error, usage_error
 
 if TYPE_CHECKING:

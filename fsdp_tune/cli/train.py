@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, NameOption, SetOption, TrustOption, check_trust, chosen_recipe
-from fsdp_tune.cli.output import Screen, command
-from fsdp_tune.errors import ExitCode, FsdpTuneError, Problem
-
-if TYPE_CHECKING:
-    from fsdp_tune.recipe.loader import Loaded
-    from fsdp_tune.recipe.resolve import Resolution
+from fsdp_tune.cli.options import (
+    ConfigArg,
+    ConfigOption,
+    JsonOption,
+    NameOption,
+    SetOption,
+    TrustOption,
+    check_trust,
+    chosen_recipe,
+    resolved_recipe,
+)
+from fsdp_tune.cli.output import command, stopping_cleanly
 
 ResumeOption = Annotated[
     str | None,
@@ -112,33 +113,3 @@ def train(
             job.follow()
         else:
             job.lead(resume, overwrite=overwrite, no_start=no_start)
-
-
-def resolved_recipe(screen: Screen, source: str, overrides: list[str], name: str | None, *, assume: bool) -> tuple[Loaded, Resolution]:
-    """Loads and resolves; `assume` stands in a GPU where this machine has none, for commands that start nothing here."""
-    from fsdp_tune.bridge.devices import this_machine
-    from fsdp_tune.recipe.loader import load_recipe
-    from fsdp_tune.recipe.resolve import resolve
-
-    loaded = load_recipe(source, overrides, name=name)
-    screen.notices(loaded.notices)
-    machine = this_machine(loaded.recipe.launch.device)
-    resolution = resolve(loaded.recipe, machine, cwd=Path.cwd(), assume="cuda" if assume else None, positions=loaded.positions)
-    screen.notices(resolution.notices)
-    return loaded, resolution
-
-
-@contextlib.contextmanager
-def stopping_cleanly() -> Iterator[None]:
-    """A scheduler's signal while no ranks run ends the command through its error boundary; the supervisor has handlers of its own."""
-
-    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the shape of a handler
-        name = signal.Signals(number).name
-        raise FsdpTuneError(Problem("stopped", f"stopped by {name} while no rank was running"), exit_code=ExitCode.PREEMPTED)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

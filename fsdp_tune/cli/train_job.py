@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fsdp_tune.launch.resume import Start
     from fsdp_tune.launch.verdict import Ended
     from fsdp_tune.plan.predict import Plan
-    from fsdp_tune.recipe.loader import Loaded
+    from fsdp_tune.recipe.loader import LoadedRecipe
     from fsdp_tune.recipe.resolve import Resolution
     from fsdp_tune.recipe.schema import Recipe
 
@@ -32,7 +32,7 @@ class Job:
     """One `train` on one machine."""
 
     screen: Screen
-    loaded: Loaded
+    loaded: LoadedRecipe
     resolution: Resolution
     plan: LaunchPlan
     ignore_plan: bool = False

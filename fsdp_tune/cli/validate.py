@@ -17,7 +17,7 @@ from fsdp_tune.errors import FsdpTuneError, Notice, Problem
 if TYPE_CHECKING:
     from fsdp_tune.cli.checks import ModelFacts
     from fsdp_tune.cli.data_checks import DataFacts
-    from fsdp_tune.recipe.loader import Loaded
+    from fsdp_tune.recipe.loader import LoadedRecipe
     from fsdp_tune.recipe.resolve import Resolution
 
 StrictOption = Annotated[bool, typer.Option("--strict", help="Count keys that have no effect as errors.")]
@@ -119,7 +119,7 @@ def _as_error(notice: Notice) -> Problem:
     return Problem(notice.code, notice.message, notice.where, notice.hint)
 
 
-def _document(loaded: Loaded, resolution: Resolution, checked: _Checked) -> dict[str, Any]:
+def _document(loaded: LoadedRecipe, resolution: Resolution, checked: _Checked) -> dict[str, Any]:
     from fsdp_tune.recipe.world import batch_arithmetic
 
     return {
@@ -135,7 +135,7 @@ def _document(loaded: Loaded, resolution: Resolution, checked: _Checked) -> dict
     }
 
 
-def _show(screen: Screen, loaded: Loaded, resolution: Resolution, checked: _Checked) -> None:
+def _show(screen: Screen, loaded: LoadedRecipe, resolution: Resolution, checked: _Checked) -> None:
     from fsdp_tune.recipe.not_yet import value_of
     from fsdp_tune.recipe.world import batch_arithmetic
 

@@ -21,7 +21,7 @@ from fsdp_tune.merge.model_check import Child, compare_parameters, load_and_run
 from fsdp_tune.merge.page_cache import PageCache
 from fsdp_tune.merge.record import Facts, write_companions, write_record
 from fsdp_tune.merge.settings import DtypeOption, Settings, Verify, settle
-from fsdp_tune.merge.source import NAMED, Choice, Selection, select
+from fsdp_tune.merge.source import NAMED, Choice, Selection, select_checkpoint
 from fsdp_tune.merge.ties import Tied, find_ties
 from fsdp_tune.merge.verify import check_bytes_on_disk, check_headers
 from fsdp_tune.merge.weights import PEFT_NAME
@@ -112,7 +112,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | N
     """
     started = time.monotonic()
     show = progress or _no_progress
-    selection = select(source, Choice(options.step, options.best, options.average, options.allow_incomplete))
+    selection = select_checkpoint(source, Choice(options.step, options.best, options.average, options.allow_incomplete))
     settings = settle(selection, options.output, options.dtype, options.max_shard_bytes, options.verify, adapter=options.adapter)
     target = place.check_output(settings.output, selection)
     with place.writing_to(target):

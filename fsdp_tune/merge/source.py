@@ -41,7 +41,7 @@ class Choice:
         return self.step is not None or self.best or self.average is not None
 
 
-def select(source: Path, choice: Choice) -> Selection:
+def select_checkpoint(source: Path, choice: Choice) -> Selection:
     """Finds the weights under `source`: a run directory, a checkpoint of any tool, or the folder of its shards."""
     if (choice.step is not None) + choice.best + (choice.average is not None) > 1:
         raise usage_error("merge-two-choices", "`--step`, `--best` and `--average` exclude each other", hint="give one of them")

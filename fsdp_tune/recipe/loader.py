@@ -30,7 +30,7 @@ KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedRecipe:
     recipe: Recipe
     """As written, with defaults; `auto` and null are decided by `recipe.resolve`."""
     notices: tuple[Notice, ...]
@@ -42,13 +42,13 @@ class Loaded:
     """`fsdp.version` → where that key is written; what stands at its default is absent."""
 
 
-def load_recipe(source: str, overrides: Sequence[str] = (), *, name: str | None = None) -> Loaded:
+def load_recipe(source: str, overrides: Sequence[str] = (), *, name: str | None = None) -> LoadedRecipe:
     """`source` is a path or a catalogue name, `name` overrides the recipe's. FsdpTuneError carries all problems, by line."""
     path = find_recipe(source)
     return parse_recipe(read_text(path), path, overrides, name=name)
 
 
-def parse_recipe(text: str, path: Path, overrides: Sequence[str] = (), *, name: str | None = None) -> Loaded:
+def parse_recipe(text: str, path: Path, overrides: Sequence[str] = (), *, name: str | None = None) -> LoadedRecipe:
     """`load_recipe` after reading; `path` is what errors cite, and its stem the default name."""
     tree, problems = _compose_mapping(text, str(path))
     notices, wrong = translate(tree)
@@ -70,7 +70,7 @@ def parse_recipe(text: str, path: Path, overrides: Sequence[str] = (), *, name: 
         notices.extend(as_notice(finding, positions, strict=False) for rule in REMARKS if (finding := rule(recipe)))
     if problems or recipe is None:
         raise FsdpTuneError(*sorted(problems, key=_order))
-    return Loaded(recipe, tuple(sorted(notices, key=_order)), path, text, tuple(overrides), positions)
+    return LoadedRecipe(recipe, tuple(sorted(notices, key=_order)), path, text, tuple(overrides), positions)
 
 
 def _compose_mapping(text: str, source: str) -> tuple[MappingNode, list[Problem]]:

@@ -51,7 +51,7 @@ def resolve(
     """Fills everything that is open. FsdpTuneError carries all problems that need the machine or the number of ranks.
 
     `assume` is the device that stands in where the machine has none (`cuda` for `validate`, `plan` and `--dry-run`, which start
-    nothing); without it a recipe that needs a device which is not there is an error. `positions` (of `Loaded`) give the lines.
+    nothing); without it a recipe that needs a device which is not there is an error. `positions` (of `LoadedRecipe`) give the lines.
     """
     work = _Work(recipe, machine, assume, positions or {})
     work.launch()

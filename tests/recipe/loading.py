@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.errors import FsdpTuneError, Problem
-from fsdp_tune.recipe.loader import Loaded, parse_recipe
+from fsdp_tune.recipe.loader import LoadedRecipe, parse_recipe
 
 MINIMAL = "model: {name_or_path: gpt2}\ndata: {train: [{path: some/set}]}\n"
 
 
-def load(text: str, *overrides: str) -> Loaded:
+def load(text: str, *overrides: str) -> LoadedRecipe:
     return parse_recipe(text, Path("recipe.yaml"), overrides)
 
 
-def load_with(extra: str, *overrides: str) -> Loaded:
+def load_with(extra: str, *overrides: str) -> LoadedRecipe:
     """A recipe with a model and data, and `extra` after it (from line 3 on)."""
     return load(MINIMAL + extra, *overrides)
 
