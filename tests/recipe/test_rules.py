@@ -19,6 +19,12 @@ CONTRADICTIONS = [
     ("fsdp:\n  forward_prefetch: 2\n  version: 1", "version_1_limits", 4, "line 5"),
     ("fsdp:\n  version: 1\n  activation_checkpointing_offload: true\n  activation_checkpointing: full", "version_1_limits", 5, "line 4"),
     ("fsdp:\n  version: 1\nkernels:\n  compile: true", "version_1_limits", 6, "line 4"),
+    (
+        "fsdp: {activation_checkpointing: selective, activation_checkpointing_offload: true}\nkernels: {compile: true}",
+        "compiled_offload_is_of_whole_layers",
+        3,
+        "line 4",
+    ),
     ("launch: {device: cpu}\nkernels: {liger: true}", "liger_needs_a_gpu", 4, "for GPUs"),
     ("launch: {device: cpu}\nkernels: {loss: liger}", "liger_needs_a_gpu", 4, "for GPUs"),
     ("precision: {mixed_precision: fp16}\nkernels: {loss: liger}", "liger_needs_a_gpu", 4, "loss scale"),
