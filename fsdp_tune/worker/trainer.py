@@ -188,8 +188,8 @@ class FsdpTrainer(Trainer):
             for warning in warnings:
                 self.parts.metrics.event("precision_warning", self.state.global_step, message=warning)
 
-    def _locate_nonfinite(self) -> str:
-        return nonfinite.describe(self.parts.recipe, self.parts.loaded, self._batches, self.parts.train, self.args.device)
+    def _locate_nonfinite(self, batches: list[Batch]) -> str:
+        return nonfinite.describe(self.parts.recipe, self.parts.loaded, batches, self.parts.train, self.args.device)
 
     def _reduce_between_replicas(self, *, last: bool) -> None:
         """Under HSDP every micro-batch reduces inside a replica; only the last one crosses between replicas."""
@@ -197,10 +197,11 @@ class FsdpTrainer(Trainer):
             self.wrapped.set_requires_all_reduce(last)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        return self.gate.pass_or_skip(self.state.global_step + 1, self.args.max_grad_norm)
+        return self.gate.pass_or_skip(self.state.global_step + 1, self.args.max_grad_norm, self.optimizer, self._batches)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return self.gate.pass_or_skip(self.state.global_step + 1, None) if grad_norm is None else grad_norm
+        step, batches = self.state.global_step + 1, self._batches
+        return self.gate.pass_or_skip(step, None, self.optimizer, batches) if grad_norm is None else grad_norm
 
     # ---- Logging, evaluation, saving
 
@@ -210,6 +211,8 @@ class FsdpTrainer(Trainer):
         step = self.state.global_step
         tr_loss.zero_()  # the Trainer's own sum; ours is weighted by tokens
         self.parts.heartbeat.beat("training", step)
+        if self.control.should_log or self.control.should_evaluate:
+            self.gate.settle()
         if self.control.should_log and step > self._globalstep_last_logged:
             self._globalstep_last_logged = step
             self._log_line(step, None if grad_norm is None else float(grad_norm), kwargs.get("learning_rate"))
@@ -224,11 +227,7 @@ class FsdpTrainer(Trainer):
     def _log_line(self, step: int, grad_norm: float | None, learning_rate: float | None) -> None:
         line = self.lines.line(step, grad_norm, learning_rate)
         self.state.num_input_tokens_seen = self.lines.tokens
-        if self.parts.scale is not None:
-            line["loss_scale"] = self.parts.scale.scale
-        if self.gate.skipped_steps:
-            line["skipped_steps"] = self.gate.skipped_steps
-        self.log(line)
+        self.log(line | self.gate.facts())
         for event, message in self._watch.events(line["loss"], grad_norm):
             self.parts.metrics.event(event, step, message=message)
 
@@ -268,7 +267,8 @@ class FsdpTrainer(Trainer):
             restore_model(self.checkpointer.live, str(self.checkpointer.run.checkpoint(self.state.best_global_step)))
 
     def own_state(self) -> dict[str, Any]:
-        """What only this rank knows, for its file in a checkpoint."""
+        """What only this rank knows, for its file in a checkpoint; the last thing that is asked before one is made."""
+        self.gate.settle()
         scale = self.parts.scale.state_dict() if self.parts.scale else None
         return {"sums": self.lines.sums.state(), "loss_scale": scale, "unwritten": list(self.parts.metrics.unwritten)}
 

@@ -234,8 +234,8 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "numbers that are none are used",
         "worker/gradients",
-        "        if not bool(torch.isfinite(norm)):\n",
-        "        if bool(torch.isinf(norm)) and bool(torch.isnan(norm)):\n",
+        "not math.isfinite(norm := self._landing.read()):\n",
+        "math.isinf(norm := self._landing.read()) and math.isnan(norm):\n",
         "F049",
         "F050",
     ),
