@@ -216,19 +216,23 @@ def why_first(ranked: Sequence[Found], target: Target) -> str | None:
         return None
     fitting = [each for each in ranked if each.plan.fits == first.fits]
     what = {"fastest": "fastest", "cheapest": "cheapest", "largest-context": "longest"}[target]
+    if first.step_seconds is None and target != "largest-context":
+        what = f"leanest, as no speed of {first.gpu} is known,"
     said = [f"the {what} of {len(fitting)} that fit" if first.fits == "yes" else "nothing fits with memory to spare; this one is tight"]
     others = [each for each in fitting[1:] if _layout_of(each) != _layout_of(ranked[0])]
     if others and first.step_seconds is not None and others[0].plan.step_seconds is not None:
         slower = _device_seconds(others[0]) / _device_seconds(ranked[0]) - 1
         said.append(f"{slower:.0%} less time for a token than the next layout, {_name(others[0].recipe)}")
     recipe = ranked[0].recipe
-    cheaper = _less_recomputation(recipe)
-    refused = [each for each in ranked if each.plan.fits == "no" and each.recipe.fsdp.activation_checkpointing in cheaper]
-    if cheaper and refused:
+    possible = {each.recipe.fsdp.activation_checkpointing for each in ranked if each.plan.fits == "yes"}
+    cheaper = [kind for kind in _less_recomputation(recipe) if kind not in possible]
+    refused = [each for each in ranked if each.recipe.fsdp.activation_checkpointing in cheaper]
+    if refused:
         least = min(refused, key=lambda each: each.plan.device_gib)
         without = least.recipe.fsdp.activation_checkpointing
-        needed = f"{least.plan.device_gib:.1f} GiB of {least.plan.usable_gib:.1f}"
-        said.append(f"with recomputation {without} not even one that is leaner fits ({_name(least.recipe)} needs {needed})")
+        needed = f"{_name(least.recipe)} needs {least.plan.device_gib:.1f} GiB of {least.plan.usable_gib:.1f}"
+        answer = "it is tight at best" if least.plan.fits == "tight" else "not even one that is leaner fits"
+        said.append(f"with recomputation {without} {answer} ({needed})")
     return "; ".join(said)
 
 

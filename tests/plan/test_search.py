@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -84,7 +85,18 @@ def test_recomputation_is_taken_where_nothing_fits_without_it() -> None:
     assert first.recipe.fsdp.activation_checkpointing != "none"
     assert first.plan.fits == "yes"
     assert ranking.because is not None
-    assert "not even one that is leaner fits" in ranking.because
+    assert "with recomputation selective it is tight at best (SHARD_GRAD_OP, recomputation selective, 1 a GPU needs 37.4 GiB" in ranking.because
+
+
+def test_the_reason_of_the_first_claims_nothing_that_the_ranking_denies() -> None:
+    ranking, _ = ranked(80, hardware=replace(A100, bf16_tflops=None))
+    assert ranking.because is not None
+    assert "the leanest, as no speed of A100-40GB is known, of" in ranking.because
+    for state_gib in (80, 200, 230, 260):
+        ranking, _ = ranked(state_gib)
+        for each in ranking.ranked:
+            denied = {"yes": "", "tight": "not even one", "no": "nothing"}[each.plan.fits]
+            assert f"with recomputation {each.recipe.fsdp.activation_checkpointing} {denied}" not in (ranking.because or "")
 
 
 def test_offload_is_tried_only_where_nothing_fits_without() -> None:
