@@ -679,8 +679,8 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "shards of a checkpoint are not looked for",
         "merge/weights",
-        "    if shards.is_dir() or folder.name == SHARD_FOLDER:\n",
-        "    if folder.name == SHARD_FOLDER:\n",
+        "    if shards.is_dir() or place.name == SHARD_FOLDER:\n",
+        "    if place.name == SHARD_FOLDER:\n",
         "F105",
     ),
     _plant(
