@@ -14,7 +14,7 @@ from fsdp_tune.merge.geometry import Box, intersection
 from fsdp_tune.merge.tensors import Chunk, Extent, Shape, SourceTensor, is_row_major, row_major
 from fsdp_tune.merge.values import Array
 
-BUFFER_BYTES = 512 << 10  # stays in a core's cache from the read to the write; 4 MiB costs half as much time again
+BUFFER_BYTES = 2 << 20  # smaller ones cost calls (512 KiB: half as much time again), larger ones leave the core's cache
 _FEW_BYTES = 64 << 10
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _WASTE = 4  # a strided read may fetch at most this many times what it needs

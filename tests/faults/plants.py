@@ -686,7 +686,7 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "a buffer holds a whole tensor",
         "merge/gather",
-        "BUFFER_BYTES = 512 << 10 ",
+        "BUFFER_BYTES = 2 << 20 ",
         "BUFFER_BYTES = 512 << 20 ",
         "F108",
     ),
