@@ -12,6 +12,8 @@ from fsdp_tune.launch.ranks import Heartbeat, Outcome, read_heartbeat, read_outc
 from fsdp_tune.launch.verdict import GOOD_CODES, Death
 from fsdp_tune.run_dir import RunDir
 
+UNSEEN_SECONDS = 10.0
+"""The agent starts its ranks together. One that was never seen so long after another began and ended between two looks."""
 OTHERS_LOOK_SECONDS = 60.0
 """Ranks of other machines are looked at through the shared directory, which may show their files late."""
 
@@ -28,6 +30,7 @@ class RankWatch:
         self._changed: dict[int, float] = dict.fromkeys(ranks, time.monotonic())
         self._ended: dict[int, float] = {}
         self._outcome_seen: dict[int, float] = {}
+        self._first_seen: float | None = None
         self.processes: dict[int, psutil.Process] = {}
         self.outcomes: dict[int, Outcome] = {}
         self.deaths: list[Death] = []
@@ -39,6 +42,8 @@ class RankWatch:
         now = time.monotonic()
         if len(self.processes) < len(self._ranks):
             self.processes.update(find_ranks(launcher_pid, self._ranks))
+            if self.processes and self._first_seen is None:
+                self._first_seen = now
         for rank in self._ranks:
             beat = read_heartbeat(self._run, rank)
             if beat is not None:
@@ -46,7 +51,7 @@ class RankWatch:
                     self._changed[rank] = now
                 self._beats[rank] = beat
             process = self.processes.get(rank)
-            is_gone = process is not None and not is_alive(process)
+            is_gone = not is_alive(process) if process is not None else self._was_missed(rank, now)
             self.read_outcome(rank)  # after asking whether it is gone: an outcome is the last act
             if is_gone and rank not in self._ended:
                 self._ended[rank] = now
@@ -54,6 +59,9 @@ class RankWatch:
                     self.deaths.append(Death(rank, time.time()))
         if self.failed_at is None and (self.deaths or any(outcome.exit_code not in GOOD_CODES for outcome in self.outcomes.values())):
             self.failed_at = now
+
+    def _was_missed(self, rank: int, now: float) -> bool:
+        return self._first_seen is not None and now - self._first_seen > UNSEEN_SECONDS and rank not in self._beats
 
     def read_outcome(self, rank: int) -> None:
         if rank not in self.outcomes:

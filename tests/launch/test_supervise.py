@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from fsdp_tune.errors import ExitCode, ExitReason
-from fsdp_tune.launch import hang, supervise
+from fsdp_tune.launch import hang, supervise, watch
 from fsdp_tune.launch.accelerate import LaunchPlan
 from fsdp_tune.launch.supervise import Event, Logged, Said, Supervisor
 from fsdp_tune.launch.verdict import Ended
@@ -179,6 +179,19 @@ def test_a_rank_that_dies_before_it_can_report_shows_its_exception(plan_of: Plan
     assert ended.problem is not None
     assert "rank 1 ended with exit code 1 before it could report: RuntimeError: no such library" in ended.problem.message
     assert "launcher.log" in (ended.problem.hint or "")
+
+
+def test_a_rank_that_begins_and_ends_between_two_looks_is_missed(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine so busy that the rank is gone before it is seen: without it the other one, deaf to signals, would be waited for."""
+    see = watch.find_ranks
+    monkeypatch.setattr(watch, "find_ranks", lambda pid, wanted: {rank: found for rank, found in see(pid, wanted).items() if rank != 1})
+    monkeypatch.setattr(watch, "UNSEEN_SECONDS", 0.5)
+    began = time.monotonic()
+    ended, _ = drive(plan_of({"0": [["ignore-signals"], ["sleep", 300]], "1": [["raise", "no such library"]]}), hang_timeout_seconds=250.0)
+    assert time.monotonic() - began < 200
+    assert ended.exit_code == ExitCode.FAILED
+    assert ended.problem is not None
+    assert "rank 1 ended with exit code 1 before it could report: RuntimeError: no such library" in ended.problem.message
 
 
 def test_a_rank_that_stands_still_is_a_hang_and_is_named_with_its_place(plan_of: PlanOf, run: RunDir) -> None:
