@@ -38,14 +38,6 @@ class Piece:
     is_paged: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    offset: int
-    size_bytes: int
-    digest: bytes
-    is_paged: bool
-
-
 def pieces(first_byte: int, size_bytes: int) -> Iterator[Piece]:
     """The pages that lie whole in a tensor, in blocks; before and behind them what shares a page with a neighbour."""
     end = first_byte + size_bytes
@@ -77,7 +69,7 @@ class TensorSink:
         self._pieces = pieces(first_byte, size_bytes)
         self._piece: Piece | None = None
         self._filled_bytes = 0
-        self._samples: list[_Sample] = []
+        self._samples: list[tuple[Piece, bytes]] = []
         self._files = ExitStack()
         self._handles: dict[bool, IO[bytes]] = {}
 
@@ -112,11 +104,11 @@ class TensorSink:
 
     def reads_back(self) -> bool:
         """Whether a sample of every piece lies where it was put: from the disk itself what went past the cache."""
-        for sample in self._samples:
+        for sample, digest in self._samples:
             handle = self._handle(sample.is_paged)
             handle.flush()
             found = self._block.data[: sample.size_bytes]
-            if os.preadv(handle.fileno(), [found], sample.offset) != len(found) or xxhash.xxh3_128_digest(found) != sample.digest:
+            if os.preadv(handle.fileno(), [found], sample.offset) != len(found) or xxhash.xxh3_128_digest(found) != digest:
                 return False
         return True
 
@@ -130,7 +122,7 @@ class TensorSink:
         places = max(1, len(raw) // SAMPLE_BYTES)
         start = len(self._samples) % places * SAMPLE_BYTES
         part = raw[start : start + SAMPLE_BYTES]
-        self._samples.append(_Sample(piece.offset + start, len(part), xxhash.xxh3_128_digest(part), piece.is_paged))
+        self._samples.append((Piece(piece.offset + start, len(part), piece.is_paged), xxhash.xxh3_128_digest(part)))
 
     def _handle(self, is_paged: bool) -> IO[bytes]:  # noqa: FBT001  a key, not a switch
         if is_paged not in self._handles:

@@ -130,14 +130,15 @@ class _Part:
 
 def _create(layout: Layout, stage: Path) -> bool:
     """The files at their full size, with their headers. Returns whether they can be written past the page cache."""
-    is_direct = True
+    is_direct: bool | None = None
     for file in layout.files:
         path = stage / file.name
         with DISK.open(path) as handle:
-            is_direct = is_direct and takes_direct_writes(path)
+            if is_direct is None:  # they all lie in one directory
+                is_direct = takes_direct_writes(path)
             allocate(handle, file.size_bytes)
             DISK.write(handle, file.header)
-    return is_direct
+    return bool(is_direct)
 
 
 def _copy(work: _Work, placed: Placed) -> None:

@@ -79,9 +79,14 @@ def with_plain_rates(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
     return PlainRates
 
 
+def _local(tensor: torch.Tensor) -> Any:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors of this rank that a tensor of optimizer state is made of."""
-    local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = _local(tensor)
     if is_traceable_wrapper_subclass(local):
         return [getattr(local, name) for name in local.__tensor_flatten__()[0]]
     return [local]
@@ -89,11 +94,11 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def kept_as(tensor: torch.Tensor) -> str:
     """`8-bit`, `4-bit`, or the name of a dtype."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = _local(tensor)
     return _BLOCKS.get(type(local).__name__, str(local.dtype).removeprefix("torch."))
 
 
 def blocks_fit(tensor: torch.Tensor, block: int) -> bool:
     """Whether torchao keeps this rank's part of a parameter in blocks."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = _local(tensor)
     return local.numel() >= SMALLEST and local.numel() % block == 0

@@ -19,7 +19,7 @@ STATE_DTYPE, STOCHASTIC, BLOCK = "state_dtype", "bf16_stochastic_round", "block_
 DEFAULT_BLOCK = 256
 """transformers' for both, where torchao has 128 for 4 bits."""
 
-_TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
+TRUE_WORDS, _FALSE_WORDS = ("true", "1", "yes"), ("false", "0", "no")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Word:
 
 
 def _switch(text: str) -> bool:
-    if text.lower() not in _TRUE + _FALSE:
+    if text.lower() not in TRUE_WORDS + _FALSE_WORDS:
         raise ValueError(text)
-    return text.lower() in _TRUE
+    return text.lower() in TRUE_WORDS
 
 
 def _state_dtype(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdp_tune.recipe.findings import Finding, Rule
 from fsdp_tune.recipe.keys import closest
-from fsdp_tune.recipe.optimizer_arguments import STATE_DTYPE, STOCHASTIC, TORCHAO_OPTIMIZERS, WORDS, optimizer_name, pairs_of
+from fsdp_tune.recipe.optimizer_arguments import STATE_DTYPE, STOCHASTIC, TORCHAO_OPTIMIZERS, TRUE_WORDS, WORDS, optimizer_name, pairs_of
 from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schema import Recipe
 
@@ -38,7 +38,7 @@ def _given(recipe: Recipe) -> dict[str, str]:
 
 def rounds_by_chance(recipe: Recipe) -> bool:
     """Whether bf16 weights keep, on average, what is smaller than their last place."""
-    return _given(recipe).get(STOCHASTIC, "false").lower() in ("true", "1", "yes")
+    return _given(recipe).get(STOCHASTIC, "false").lower() in TRUE_WORDS
 
 
 def stochastic_rounding_has_something_to_round(recipe: Recipe) -> Finding | None:
