@@ -12,6 +12,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 
+def local_part(tensor: torch.Tensor) -> Any:
+    """What of a tensor this rank holds: a plain tensor, or one of a library's own kinds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class AdamW(torch.optim.AdamW):
     """`state` holds DTensors where parameters are DTensors, as in torch: checkpoints do not know the difference."""
 
@@ -19,5 +24,5 @@ class AdamW(torch.optim.AdamW):
         """Fills the lists that the kernel takes: parameters, gradients, moments, steps; torch gives them by position."""
         is_complex: bool = super()._init_group(group, *lists)
         for tensors in lists:
-            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+            tensors[:] = [local_part(tensor) for tensor in tensors]
         return is_complex

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fsdp_tune.model.adamw import local_part
 from fsdp_tune.model.rounding import round_by_chance, rounding_key
 
 PIECE = 1 << 24
@@ -93,8 +94,7 @@ class LeanAdamW(torch.optim.AdamW):
 
 def _flat(tensor: Any) -> torch.Tensor:
     """This rank's part, in memory order. A view: what is written to it is kept."""
-    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().view(-1)
+    return local_part(tensor).detach().view(-1)
 
 
 def _first_place(parameter: torch.Tensor) -> int:

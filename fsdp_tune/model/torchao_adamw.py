@@ -12,10 +12,10 @@ import importlib.util
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_tune.errors import usage_error
+from fsdp_tune.model.adamw import local_part
 from fsdp_tune.recipe.optimizer_arguments import TORCHAO_OPTIMIZERS, optimizer_name
 from fsdp_tune.recipe.schema import Recipe
 
@@ -79,14 +79,9 @@ def with_plain_rates(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
     return PlainRates
 
 
-def _local(tensor: torch.Tensor) -> Any:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors of this rank that a tensor of optimizer state is made of."""
-    local = _local(tensor)
+    local = local_part(tensor)
     if is_traceable_wrapper_subclass(local):
         return [getattr(local, name) for name in local.__tensor_flatten__()[0]]
     return [local]
@@ -94,11 +89,11 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def kept_as(tensor: torch.Tensor) -> str:
     """`8-bit`, `4-bit`, or the name of a dtype."""
-    local = _local(tensor)
+    local = local_part(tensor)
     return _BLOCKS.get(type(local).__name__, str(local.dtype).removeprefix("torch."))
 
 
 def blocks_fit(tensor: torch.Tensor, block: int) -> bool:
     """Whether torchao keeps this rank's part of a parameter in blocks."""
-    local = _local(tensor)
+    local = local_part(tensor)
     return local.numel() >= SMALLEST and local.numel() % block == 0

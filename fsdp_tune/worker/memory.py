@@ -5,13 +5,13 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fsdp_tune.diagnose.oom import Host, Moment, host_problem, sizes_in
 from fsdp_tune.errors import Problem
+from fsdp_tune.model.adamw import local_part
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.units import KIB
 from fsdp_tune.worker.heartbeat import Heartbeat
@@ -62,7 +62,7 @@ def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
     """Of the local parts that lie on `device`; storage that two tensors share counts once."""
     storages: dict[int, int] = {}
     for tensor in tensors:
-        local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         if local.device.type == device.type:
             storage = local.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_tune.errors import FailedError, Problem
 from fsdp_tune.fsdp import expected
+from fsdp_tune.model.adamw import local_part
 from fsdp_tune.model.compiled import is_compiled
 from fsdp_tune.model.head import loss_kernel_of
 from fsdp_tune.model.liger import modules_of_liger
@@ -52,7 +53,7 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
         "attention": getattr(loaded.model.config, "_attn_implementation", None),
         "parameters": loaded.size.parameters,
         "trained_parameters": loaded.size.trained_parameters,
-        "local_bytes": sum(_local(p).numel() * p.element_size() for _, p in parameters),
+        "local_bytes": sum(local_part(p).numel() * p.element_size() for _, p in parameters),
         "frozen_dtypes": sorted({str(_name(p.dtype)) for _, p in parameters if not p.requires_grad}),
         "tokens_per_step_at_most": trainer.parts.sampler.global_batch * recipe.data.max_length,
         "data_order_digest": trainer.parts.sampler.digest(),
@@ -88,10 +89,6 @@ def _name(dtype: torch.dtype | None) -> str | None:
 def _only(values: set[Any]) -> Any:
     """The one value, or all of them, sorted, where there must be one and are several."""
     return next(iter(values)) if len(values) == 1 else sorted(map(str, values))
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _offloads(wrapped: nn.Module, kind: str) -> bool:
