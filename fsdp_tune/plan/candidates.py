@@ -16,12 +16,11 @@ from fsdp_tune.recipe.not_yet import refused, value_of
 from fsdp_tune.recipe.resolve import Machine, resolve
 from fsdp_tune.recipe.rules import RULES
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.strategies import STRATEGIES, ShardingStrategy
 
 Changes = dict[str, Any]
 LOSSES = ("full", "chunked")
 CHECKPOINTING = ("none", "selective", "full")
-ON_ONE_MACHINE = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-OVER_MACHINES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD")
 _BATCH = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
 
 
@@ -68,12 +67,13 @@ def differences(recipe: Recipe, other: Recipe) -> Changes:
 
 def layouts(recipe: Recipe, *, offload: bool) -> Iterator[Changes]:
     """Strategy and recomputation, the fast ones first. Offload goes with sharding, where it is a way out and never a gain."""
-    strategies = OVER_MACHINES if recipe.launch.num_machines > 1 else ON_ONE_MACHINE
+    # Copies on one machine spare no link that is slower than the others.
+    names: list[ShardingStrategy] = [name for name, row in STRATEGIES.items() if recipe.launch.num_machines > 1 or not row.is_hybrid]
     if recipe.world_size == 1:
-        strategies = (recipe.fsdp.sharding_strategy,)
+        names = [recipe.fsdp.sharding_strategy]
     coarse = recipe.fsdp.auto_wrap_policy == "NO_WRAP"
-    for strategy in strategies:
-        if offload and strategy == "NO_SHARD":
+    for strategy in names:
+        if offload and not STRATEGIES[strategy].is_sharded:
             continue
         for checkpointing in CHECKPOINTING:
             changes: Changes = {"fsdp.sharding_strategy": strategy, "fsdp.activation_checkpointing": checkpointing}

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from fsdp_tune.errors import Notice, Problem
 from fsdp_tune.recipe.keys import dotted
 from fsdp_tune.recipe.scalars import shown
+from fsdp_tune.recipe.strategies import STRATEGIES
 from fsdp_tune.recipe.translation import Change, Path, Translation, at, changed, node_text, text_node
 from fsdp_tune.recipe.yaml_tree import Entry, ListNode, MappingNode, ScalarNode, Value, entries_of, plain_value
 
-STRATEGY_NUMBERS = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD", 4: "HYBRID_SHARD", 5: "HYBRID_SHARD_ZERO2"}
-"""torch.distributed.fsdp.ShardingStrategy, as `accelerate config` numbers them."""
+STRATEGY_NUMBERS: dict[int, str] = {row.number: name for name, row in STRATEGIES.items()}
 PREFETCH_NUMBERS = {1: "BACKWARD_PRE", 2: "BACKWARD_POST", 3: "NO_PREFETCH"}
 DTYPE_NAMES: dict[Value, Value] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -166,7 +166,7 @@ def _option_string(work: Translation, place: Path) -> None:
         work.refuse(entry.where, "fsdp", f"`{dotted(place)}` takes keys, such as `sharding_strategy: FULL_SHARD`", hint)
     for word in words:
         name = word.upper()
-        if name in STRATEGY_NUMBERS.values():
+        if name in STRATEGIES:
             work.put(("fsdp", "sharding_strategy"), Entry(entry.where, text_node(name, entry.node.where)), dotted(place))
             work.say(entry.where, "fsdp.sharding_strategy", f"`{word}` in `{dotted(place)}` is now `fsdp.sharding_strategy: {name}`")
         elif name == "OFFLOAD":
@@ -180,7 +180,7 @@ def _option_string(work: Translation, place: Path) -> None:
                 f"`auto_wrap` in `{dotted(place)}` is not needed: decoder layers are wrapped by default",
             )
         else:
-            known = ", ".join([*(name.lower() for name in STRATEGY_NUMBERS.values()), "auto_wrap", "offload"])
+            known = ", ".join([*(name.lower() for name in STRATEGIES), "auto_wrap", "offload"])
             work.refuse(entry.where, "fsdp", f"`{shown(word)}` is no option of `{dotted(place)}`", f"options are {known}")
 
 

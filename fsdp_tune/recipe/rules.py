@@ -11,8 +11,9 @@ import re
 from fsdp_tune.recipe.findings import Finding, Rule, given
 from fsdp_tune.recipe.optimizer_rules import OPTIMIZER_RULES, rounds_by_chance
 from fsdp_tune.recipe.scalars import shown
-from fsdp_tune.recipe.schema import RESHARDS, Recipe
+from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema_data import BUILDERS
+from fsdp_tune.recipe.strategies import STRATEGIES
 from fsdp_tune.recipe.training_rules import TRAINING_RULES
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(?:^|_)(?:API_?)?KEY(?:$|_)|ACCESS_KEY|PRIVATE_KEY", re.IGNORECASE)
@@ -88,9 +89,10 @@ def eval_labels_differ(recipe: Recipe) -> Finding | None:
 
 def reshard_agrees(recipe: Recipe) -> Finding | None:
     asked, strategy = recipe.fsdp.reshard_after_forward, recipe.fsdp.sharding_strategy
-    if asked is None or bool(asked) == RESHARDS[strategy]:
+    reshards = STRATEGIES[strategy].reshards
+    if asked is None or bool(asked) == reshards:
         return None
-    does = "frees the gathered parameters after the forward pass" if RESHARDS[strategy] else "keeps the parameters after the forward pass"
+    does = "frees the gathered parameters after the forward pass" if reshards else "keeps the parameters after the forward pass"
     message = f"`fsdp.reshard_after_forward: {str(asked).lower()}` contradicts `fsdp.sharding_strategy: {strategy}`, which {does}"
     return Finding("contradiction", ("fsdp.reshard_after_forward", "fsdp.sharding_strategy"), message, "remove `reshard_after_forward`")
 

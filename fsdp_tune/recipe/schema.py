@@ -25,13 +25,13 @@ from fsdp_tune.recipe.kinds import (
     RegularExpression,
     RunName,
     Section,
-    ShardingStrategy,
     Text,
     Whole,
     WholeOrZero,
 )
 from fsdp_tune.recipe.schema_data import Data, DataSource, EvalFraction, EvalRows, Mixture, Model, Tokens
 from fsdp_tune.recipe.schema_run import CheckpointSection, Kernels, Launch, Merge
+from fsdp_tune.recipe.strategies import STRATEGIES, ShardingStrategy
 
 __all__ = [
     "CheckpointSection",
@@ -60,14 +60,6 @@ __all__ = [
 ]
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
-RESHARDS: dict[str, bool] = {
-    "FULL_SHARD": True,
-    "HYBRID_SHARD": True,
-    "SHARD_GRAD_OP": False,
-    "HYBRID_SHARD_ZERO2": False,
-    "NO_SHARD": False,
-}
-"""Whether a strategy frees the gathered parameters after the forward pass."""
 
 
 class Parallelism(Section):
@@ -221,17 +213,17 @@ class Recipe(Section):
     @property
     def is_sharded(self) -> bool:
         """False for NO_SHARD, which is plain DDP."""
-        return self.fsdp.sharding_strategy != "NO_SHARD"
+        return STRATEGIES[self.fsdp.sharding_strategy].is_sharded
 
     @property
     def is_hybrid(self) -> bool:
-        return self.fsdp.sharding_strategy in {"HYBRID_SHARD", "HYBRID_SHARD_ZERO2"}
+        return STRATEGIES[self.fsdp.sharding_strategy].is_hybrid
 
     @property
     def reshards_after_forward(self) -> bool | int:
         """Whether a unit frees what it gathered after its forward (ZeRO-3) or keeps it until its backward; a number: keeps 1/n of it."""
         explicit = self.fsdp.reshard_after_forward
-        return RESHARDS[self.fsdp.sharding_strategy] if explicit is None else explicit
+        return STRATEGIES[self.fsdp.sharding_strategy].reshards if explicit is None else explicit
 
     @property
     def compute_dtype(self) -> ComputeDtype:

@@ -1,0 +1,45 @@
+"""One table of strategies: complete, numbered as torch numbers them, and what the read-back expects was not copied from it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from typing import get_args
+
+import pytest
+
+from fsdp_tune import fsdp
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.strategies import STRATEGIES, ShardingStrategy
+
+
+def test_each_name_that_a_recipe_takes_has_its_row() -> None:
+    assert sorted(STRATEGIES) == sorted(get_args(ShardingStrategy))
+
+
+def test_the_numbers_are_those_of_torch() -> None:
+    from torch.distributed.fsdp import ShardingStrategy as Torch
+
+    assert {name: row.number for name, row in STRATEGIES.items()} == {member.name.lstrip("_"): member.value for member in Torch}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_a_live_run_must_look_like_is_the_same_strategy_told_by_hand(name: ShardingStrategy) -> None:
+    row, meaning = STRATEGIES[name], fsdp._MEANING[name]
+    assert row.is_sharded == ("Shard(dim=0)" in meaning["placements"])
+    assert row.is_hybrid == ("Replicate()" in meaning["placements"]) == (len(meaning["mesh"]) == 2)
+    assert row.reshards == bool(meaning["reshard_after_forward"])
+    recipe = Recipe.model_validate(
+        {"model": {"name_or_path": "m"}, "data": {"train": [{"path": "d"}]}, "fsdp": {"sharding_strategy": name}}
+    )
+    assert (recipe.is_sharded, recipe.is_hybrid, recipe.reshards_after_forward) == (row.is_sharded, row.is_hybrid, row.reshards)
+
+
+def test_the_read_back_does_not_know_the_table() -> None:
+    """Made from it, the expectation would follow a wrong row, and the run with it."""
+    tree = ast.parse(inspect.getsource(fsdp))
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert "fsdp_tune.recipe.strategies" not in imported
+    expected = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "expected")
+    settings = {"is_sharded", "is_hybrid", "reshards_after_forward"}  # what `plugin_kwargs` is made from
+    assert settings.isdisjoint(node.attr for node in ast.walk(expected) if isinstance(node, ast.Attribute))
