@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fsdp_tune.plan.trace_format import COLLECTIVES, DTYPES
 
@@ -111,8 +111,7 @@ def work(
         name = "copy_to_host" if target == "cpu" else "copy_to_device"
     elif crossing == {"cpu"}:
         name = f"host {name}"
-    counter = flop_registry.get(func._overloadpacket)
-    flops = float(counter(*args, **kwargs, out_val=out)) if counter is not None else 0.0
+    flops = _flops(func, name, args, kwargs, out)
     kind = (inputs if flops and inputs else outputs or inputs)[0].dtype
     written = outputs or inputs[:1]  # an in-place foreach operation returns nothing
     if name.startswith("_foreach") and not outputs:
@@ -124,6 +123,20 @@ def work(
     of_slice = sum(size for size in sizes if size % slice_tokens == 0) if slice_tokens else 0
     held = scratch(*args) if scratch is not None else ()
     return Work(name, dtype_index(kind), flops, sum(sizes), of_batch, of_slice, launches, held)
+
+
+def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
+    counter = flop_registry.get(func._overloadpacket)
+    if counter is None:
+        return 0.0
+    if not name.startswith("_scaled_dot_product_"):
+        return float(counter(*args, **kwargs, out_val=out))
+    # Before torch 2.12 its counters refuse key heads that several query heads share: counted as if each had its own.
+    count: Callable[..., int] = sdpa_backward_flop_count if name.endswith("_backward") else sdpa_flop_count
+    *gradient, query, key, value = (tensor.shape for tensor in args[: 4 if name.endswith("_backward") else 3])
+    heads = query[1]
+    shared = ((shape[0], heads, *shape[2:]) for shape in (key, value))
+    return float(count(*gradient, query, *shared))
 
 
 def _flash_backward_scratch(_gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_rest: Any) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import traceback
 from collections.abc import Callable
@@ -28,7 +29,8 @@ def run_ranks(world_size: int, function: Callable[[int], None]) -> None:
             ProcessLocalGroup.exception_handle(error)
         finally:
             if dist.is_initialized():
-                dist.destroy_process_group()
+                with contextlib.suppress(AttributeError):  # torch 2.11 looks for its world's `comms`, which a threaded one lacks
+                    dist.destroy_process_group()
 
     threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(world_size)]
     try:
