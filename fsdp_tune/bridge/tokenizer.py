@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fsdp_tune.data.builtin import CHAT_TEMPLATE, EOS, MODEL_MAX_LENGTH, PAD, builtin_tokenizer, is_builtin
-from fsdp_tune.data.hub import hub_is_reachable, unreachable
+from fsdp_tune.data.hub import Wanted, hub_is_reachable
 from fsdp_tune.data.templates import resolve_template
 from fsdp_tune.errors import FsdpTuneError, Notice, usage_error
 from fsdp_tune.recipe.schema import Recipe
@@ -160,46 +160,9 @@ def _directory(name: str) -> Path | None:
 
 
 def _load_problem(error: Exception, name: str, directory: Path | None) -> FsdpTuneError:
-    causes = {type(cause).__name__ for cause in _causes(error)}
-    if directory is None and (answered := _answered(error, name, causes)) is not None:
-        return answered
-    if directory is None and causes & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError"}:
-        return unreachable("the tokenizer", name, KEY)
-    if "GatedRepoError" in causes:
-        return usage_error(
-            "gated", f"`{name}` is gated: your account has no access", hint="ask for access on its page, then `hf auth login`"
-        )
-    if causes & {"RepositoryNotFoundError", "RevisionNotFoundError", "HFValidationError"}:
-        return usage_error(
-            "tokenizer-not-found",
-            f"there is no tokenizer `{name}`, neither on this disk nor, for your account, on the hub",
-            hint=f"correct `{KEY}`, or log in with `hf auth login` if it is private",
-        )
+    asked = None if directory is not None else Wanted("tokenizer", name, KEY, "tokenizer-not-found").problem(error)
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return usage_error("tokenizer-unreadable", f"the tokenizer of `{name}` cannot be loaded: {first_line}")
-
-
-def _answered(error: Exception, name: str, causes: set[str]) -> FsdpTuneError | None:
-    """What the hub said, where it said something else than that there is no such repository, or that it is gated."""
-    responses = [getattr(cause, "response", None) for cause in _causes(error)]
-    statuses = [int(response.status_code) for response in responses if response is not None]
-    again = "try again later, or give a local path"
-    if statuses and (statuses[0] == 429 or statuses[0] >= 500):
-        return usage_error("hub-busy", f"`{name}`: the hub answers {statuses[0]}, again and again", hint=again)
-    if causes & {"RemoteProtocolError", "ReadTimeout", "ReadError"}:
-        return usage_error("hub-busy", f"`{name}`: the hub's answers break off in the middle", hint=again)
-    if statuses and statuses[0] in (401, 403) and not causes & {"GatedRepoError", "RepositoryNotFoundError"}:
-        hint = "`hf auth login` with a token that may read it, or unset HF_TOKEN if the repository is public"
-        return usage_error("hub-refused", f"`{name}`: the hub answers {statuses[0]}: this account or token may not", hint=hint)
-    return None
-
-
-def _causes(error: BaseException | None) -> list[BaseException]:
-    found: list[BaseException] = []
-    while error is not None and error not in found:
-        found.append(error)
-        error = error.__cause__ or error.__context__
-    return found
+    return asked or usage_error("tokenizer-unreadable", f"the tokenizer of `{name}` cannot be loaded: {first_line}")
 
 
 def _set_special_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, name: str) -> list[Notice]:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from fsdp_tune.data.hub import hub_is_reachable, unreachable
-from fsdp_tune.errors import usage_error
+from fsdp_tune.data.hub import Wanted, hub_is_reachable
+from fsdp_tune.errors import FsdpTuneError, usage_error
 from fsdp_tune.recipe.paths import can_only_be_a_path
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -63,20 +63,23 @@ def _from_files(name: str, template: Path | None, config: Path | None) -> str:
 
 def _from_hub(name: str) -> str:
     from huggingface_hub import hf_hub_download  # pyright: ignore[reportUnknownVariableType]  its progress bar is untyped
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    found: dict[str, Path | None] = {}
+    wanted = Wanted("chat template of", name, KEY, "no-such-template", or_else=f" (bundled ones: {', '.join(BUNDLED)})")
+    reachable = hub_is_reachable()
+    found: dict[str, Path] = {}
     for file in ("chat_template.jinja", "tokenizer_config.json"):
         try:
-            found[file] = Path(hf_hub_download(name, file, local_files_only=not hub_is_reachable()))
-        except (EntryNotFoundError, LocalEntryNotFoundError):  # the model has no such file, or the cache has not
-            found[file] = None
-        except (HfHubHTTPError, HFValidationError) as error:
-            raise usage_error(
-                "no-such-template",
-                f"`{name}` is no bundled template, no file and no model on the hub",
-                hint=f"bundled ones: {', '.join(BUNDLED)}",
-            ) from error
-    if not any(found.values()) and not hub_is_reachable():
-        raise unreachable("the chat template of", name, KEY)
-    return _from_files(name, found["chat_template.jinja"], found["tokenizer_config.json"])
+            found[file] = Path(hf_hub_download(name, file, local_files_only=not reachable))
+        except FsdpTuneError:  # a signal that ends the command may arrive here
+            raise
+        except Exception as error:
+            model_has_none = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
+            if model_has_none or (isinstance(error, LocalEntryNotFoundError) and not reachable):
+                continue
+            if (problem := wanted.problem(error)) is None:
+                raise
+            raise problem from error
+    if not found and not reachable:
+        raise wanted.unreachable()
+    return _from_files(name, found.get("chat_template.jinja"), found.get("tokenizer_config.json"))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fsdp_tune.data.hub import Wanted, snapshot
 from fsdp_tune.errors import Where, failed_error, usage_error
 from fsdp_tune.merge.dtypes import DType
 from fsdp_tune.merge.layout import INDEX_NAME
@@ -116,27 +117,10 @@ def fetch_model(base: str, *, revision: str | None = None, named_in: Path | None
 
 def _download(base: str, wanted: Sequence[str], *, revision: str | None = None, named_in: Path | None = None) -> Path:
     """What is `wanted` of a model on the hub (or in its cache)."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     where = Where(str(named_in)) if named_in is not None else Where()
     if can_only_be_a_path(base):
         raise usage_error("merge-base", f"there is no directory `{base}`", where=where, hint="give the model's directory: `--base DIR`")
-    try:
-        return Path(snapshot_download(base, revision=revision, allow_patterns=list(wanted)))
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        if isinstance(error, HFValidationError):
-            why = "it is no name that a model on the hub can have (ORG/NAME)"
-        elif isinstance(error, LocalEntryNotFoundError):
-            why = "the hub cannot be reached, and its cache on this machine does not hold the model"
-        else:
-            why = f"the hub does not give it: {str(error).strip().splitlines()[0]}"
-        raise usage_error(
-            "merge-base",
-            f"`{base}` is no directory here, and {why}",
-            where=where,
-            hint="give a local copy of the model: `--base DIR`; or check the name, the network and `hf auth login`",
-        ) from error
+    return snapshot(Wanted("model", base, "--base", "merge-base", where), wanted, revision=revision)
 
 
 def output_config(config: Mapping[str, Any], dtype: DType | None, changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -601,9 +601,9 @@ PLANTS: tuple[Plant, ...] = (
     ),
     _plant(
         "a hub that is busy is one that cannot be reached",
-        "bridge/tokenizer",
-        "    if directory is None and (answered := _answered(error, name, causes)) is not None:\n",
-        "    if directory is not None and (answered := _answered(error, name, causes)) is not None:\n",
+        "data/hub",
+        "        if kinds & BROKEN_OFF or (status is not None and (status == 429 or status >= 500)):\n",
+        "        if kinds & BROKEN_OFF and (status is not None and (status == 429 or status >= 500)):\n",
         "F027",
     ),
     _plant(

@@ -1,5 +1,5 @@
-"""A hub that answers as the name of the repository says, and what loading a tokenizer from it ends in. Run as a program: the
-libraries read the hub's address when they are imported."""
+"""A hub that answers as the name of the repository says, and what asking it through each door of the package ends in. Run as a
+program: the libraries read the hub's address when they are imported."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from unittest.mock import patch
 
-STATUS = {"missing": 404, "gated": 403, "unauthorised": 401, "forbidden": 403, "busy": 429, "down": 503}
-WORD = {"missing": "RepoNotFound", "gated": "GatedRepo"}
+STATUS = {"missing": 404, "unversioned": 404, "gated": 403, "unauthorised": 401, "forbidden": 403, "busy": 429, "down": 503}
+WORD = {"missing": "RepoNotFound", "unversioned": "RevisionNotFound", "gated": "GatedRepo"}
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -50,17 +52,27 @@ def main(names: list[str]) -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
     from fsdp_tune.bridge.tokenizer import open_tokenizer
+    from fsdp_tune.data.hub import download_model
+    from fsdp_tune.data.templates import resolve_template
     from fsdp_tune.errors import FsdpTuneError
+    from fsdp_tune.merge.companions import fetch_model
     from fsdp_tune.recipe.schema import Recipe
 
-    problems: dict[str, tuple[str, str]] = {}
-    for name in names:
-        try:
-            with patch("time.sleep"):  # the libraries wait half a minute between their attempts
-                open_tokenizer(Recipe.model_validate({"model": {"tokenizer": f"org/{name}"}}))
-        except FsdpTuneError as error:
-            problems[name] = error.problems[0].code, error.problems[0].message
-    print(json.dumps({"problems": problems, "authorised_requests": Hub.authorised}))
+    doors: dict[str, Callable[[str], object]] = {
+        "tokenizer": lambda name: open_tokenizer(Recipe.model_validate({"model": {"tokenizer": name}})),
+        "template": resolve_template,
+        "model": lambda name: download_model(name, "main"),
+        "base": fetch_model,
+    }
+    told: dict[str, dict[str, dict[str, Any]]] = {door: {} for door in doors}
+    for door, ask in doors.items():
+        for name in names:
+            try:
+                with patch("time.sleep"):  # the libraries wait half a minute between their attempts
+                    ask(f"org/{name}")
+            except FsdpTuneError as error:
+                told[door][name] = error.problems[0].as_dict()
+    print(json.dumps({"told": told, "authorised_requests": Hub.authorised}))
 
 
 if __name__ == "__main__":

@@ -148,6 +148,7 @@ RECIPE_AND_INPUT = (
     _row(
         "F026", "t", 11, REFUSED, "no network", "data/test_tokenizer::no_network_is_known_in_seconds",
         "data/test_sources::a_hub_id_out_of_reach_says_what_was_wanted_and_the_ways_out",
+        "bridge/test_hub_doors::without_a_way_to_the_hub_what_was_wanted_is_told_with_the_ways_out",
     ),
     _row("F027", "t", 11, REFUSED, "hub answers 401, 403, 404, 429, 503, cut and slow bodies", "faults/test_strangers::answers_of_the_hub_are_told_apart_and_the_token_is_in_none"),
     _row(

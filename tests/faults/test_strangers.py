@@ -15,8 +15,11 @@ from fsdp_tune.recipe.schema import Recipe
 from tests.conftest import REPOSITORY
 
 SECRET = "hf_" + "s3cret" * 6
+NOT_FOUND = {"tokenizer": "tokenizer-not-found", "template": "no-such-template", "model": "model-not-found", "base": "merge-base"}
+"""Each way by which the package asks the hub, and its code for a repository that is not there."""
 ANSWERS = {
-    "missing": "tokenizer-not-found",
+    "missing": None,
+    "unversioned": None,
     "gated": "gated",
     "unauthorised": "hub-refused",
     "forbidden": "hub-refused",
@@ -27,7 +30,7 @@ ANSWERS = {
 
 
 def test_answers_of_the_hub_are_told_apart_and_the_token_is_in_none(tmp_path: Path) -> None:
-    """A server on this machine that answers for each repository as its name says."""
+    """A server on this machine that answers for each repository as its name says; the same words by whichever way it was asked."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_TOKEN": SECRET, "HF_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
     for proxy in ("http_proxy", "https_proxy", "all_proxy"):
         environment.pop(proxy, None)
@@ -36,8 +39,15 @@ def test_answers_of_the_hub_are_told_apart_and_the_token_is_in_none(tmp_path: Pa
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
-    assert {name: code for name, (code, _) in told["problems"].items()} == ANSWERS
-    assert "the hub answers 429" in told["problems"]["busy"][1]
+    for door, missing in NOT_FOUND.items():
+        problems = told["told"][door]
+        assert {name: problem["code"] for name, problem in problems.items()} == {name: code or missing for name, code in ANSWERS.items()}, (
+            door
+        )
+        assert "the hub answers 429" in problems["busy"]["message"], door
+        assert "neither on this disk nor, for your account, on the hub" in problems["missing"]["message"], door
+        assert "no such revision" in problems["unversioned"]["message"], door
+        assert "/org/gated" in problems["gated"]["hint"], f"{door}: the page on which one asks for access"
     assert told["authorised_requests"] > 0, "the token was sent, and to this server alone"
     assert SECRET not in done.stdout + done.stderr
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]

@@ -112,8 +112,8 @@ def test_the_merged_model_loads_and_computes_what_the_adapter_did(llama, tmp_pat
     ("base", "why"),
     [
         ("./nowhere", "there is no directory `./nowhere`"),
-        ("bad name", "no name that a model on the hub can have"),
-        ("org/not-here", "does not hold the model"),
+        ("bad name", "no name that a repository on the hub can have"),
+        ("org/not-here", "is not in the local cache"),
     ],
 )
 def test_a_base_that_cannot_be_had_is_told_with_the_file_that_names_it(base, why, tmp_path):
@@ -121,7 +121,7 @@ def test_a_base_that_cannot_be_had_is_told_with_the_file_that_names_it(base, why
         fetch_model(base, named_in=tmp_path / "adapter_config.json")
     assert caught.value.exit_code == 2
     assert str(caught.value.problems[0].where).endswith("adapter_config.json")
-    assert "--base DIR" in str(caught.value.problems[0].hint)
+    assert "`--base" in " ".join([str(caught.value.problems[0].hint), *caught.value.problems[0].ways_out])
 
 
 def test_a_base_in_the_cache_of_the_hub_is_read_through_its_links(llama, tmp_path, merge):
