@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from fsdp_tune.errors import FailedError, FsdpTuneError, Notice, Problem, Where, failed_error
 from fsdp_tune.merge.dcp import read_dcp
+from fsdp_tune.merge.lora.names import is_peft
 from fsdp_tune.merge.page_cache import PageCache
-from fsdp_tune.merge.peft_names import is_peft
 from fsdp_tune.merge.pickled import read_pickled
 from fsdp_tune.merge.reader import SourceFiles
 from fsdp_tune.merge.safetensors_file import read_safetensors

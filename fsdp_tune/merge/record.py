@@ -14,12 +14,12 @@ import ml_dtypes
 import numpy as np
 
 from fsdp_tune import __version__
-from fsdp_tune.merge.adapters import Adapter
 from fsdp_tune.merge.card import CARD_NAME, model_card
 from fsdp_tune.merge.companions import CONFIG_NAME, Companions, output_config
 from fsdp_tune.merge.layout import Layout
+from fsdp_tune.merge.lora.adapt import Adapter
+from fsdp_tune.merge.lora.config import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from fsdp_tune.merge.output import RECORD_NAME, put
-from fsdp_tune.merge.peft_config import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from fsdp_tune.merge.settings import Settings
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.write import Written

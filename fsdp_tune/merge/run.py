@@ -12,11 +12,11 @@ from typing import Any, Protocol
 from fsdp_tune.atomic import staged_directory
 from fsdp_tune.errors import FailedError, Notice, Problem, Where
 from fsdp_tune.merge import output as place
-from fsdp_tune.merge.adapters import Adapter, AdapterOptions, adapt
 from fsdp_tune.merge.companions import Companions
 from fsdp_tune.merge.contents import read_contents
 from fsdp_tune.merge.integrity import ManifestCheck
 from fsdp_tune.merge.layout import Layout, plan_layout
+from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
 from fsdp_tune.merge.model_check import Child, compare_parameters, load_and_run
 from fsdp_tune.merge.page_cache import PageCache
 from fsdp_tune.merge.record import Facts, write_companions, write_record

@@ -21,7 +21,7 @@ from fsdp_tune.merge.contents import Source
 from fsdp_tune.merge.gather import BUFFER_BYTES, TensorReader
 from fsdp_tune.merge.geometry import Box, boxes
 from fsdp_tune.merge.layout import INDEX_NAME, Layout, Placed
-from fsdp_tune.merge.low_rank import HELD_BYTES, Budget, Delta, held_bytes, kind_of
+from fsdp_tune.merge.lora.low_rank import HELD_BYTES, Budget, Delta, held_bytes, kind_of
 from fsdp_tune.merge.readahead import ReadAhead
 from fsdp_tune.merge.sink import TensorSink, allocate, block_buffer, takes_direct_writes
 from fsdp_tune.merge.tensors import SourceTensor

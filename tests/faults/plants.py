@@ -699,7 +699,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     _plant(
         "an adapter is added unscaled",
-        "merge/lora",
+        "merge/lora/layers",
         "    scaling = config.scaling(module, rank)\n",
         "    scaling = 1.0 + 0.0 * config.scaling(module, rank)\n",
         "F112",

@@ -15,9 +15,9 @@ from typing import Any
 from fsdp_tune.errors import Notice, Where, usage_error
 from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
 from fsdp_tune.merge.contents import Contents, Source, as_error, missing_parts, must_agree, read_tensors
-from fsdp_tune.merge.lora import Layers, add_layers
-from fsdp_tune.merge.peft_config import CONFIG_NAME, AdapterConfig, find_config
-from fsdp_tune.merge.peft_names import PREFIX, PeftNames, is_peft, name_in_file, sort_names
+from fsdp_tune.merge.lora.config import CONFIG_NAME, AdapterConfig, find_config
+from fsdp_tune.merge.lora.layers import Layers, add_layers
+from fsdp_tune.merge.lora.names import PREFIX, PeftNames, is_peft, name_in_file, sort_names
 from fsdp_tune.merge.reader import SourceFiles
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.tensors import SourceTensor

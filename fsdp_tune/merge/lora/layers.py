@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.errors import FsdpTuneError, Where, failed_error
-from fsdp_tune.merge.peft_config import AdapterConfig
+from fsdp_tune.merge.lora.config import AdapterConfig
 from fsdp_tune.merge.tensors import LowRank, SourceTensor
 from fsdp_tune.merge.ties import embedding_of, is_embedding, is_head, tie_setting
 
