@@ -61,7 +61,6 @@ def weights_of(folder: Path, state: dict[str, torch.Tensor] = STATE, *, files: i
     return found
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="two threads that ask a DTensor at once crash torch 2.11")
 @pytest.mark.parametrize("buffer_bytes", [64, 1 << 20])
 @pytest.mark.parametrize(
     ("mesh_shape", "placements"),
