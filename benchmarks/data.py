@@ -1,11 +1,13 @@
-"""What becomes of GSM8K: how full the rows are, how fast it is tokenised, how long a cached start takes, how long a step waits for rows.
+"""What becomes of GSM8K: how full rows and batches are, how fast it is tokenised, how long a cached start takes, how long a step waits.
 
-    python benchmarks/data.py --gsm8k train.jsonl [--repeat 8] [--part fill,tokenise,wait]
+    python benchmarks/data.py --gsm8k train.jsonl [--repeat 8] [--part fill,budget,budget-wall,tokenise,wait]
 
 The tokenizer is a byte-level BPE of 8,192 tokens, trained on the file. Rows are question, newline, answer, end; all of it is trained.
 `fill` counts slots that hold a real token, over an epoch in the order of a run; for batches of unequal rows it is the share
-after padding to the longest row of a micro-batch. `tokenise` reads the file `--repeat` times over, so that processes are worth
-their start. `wait` trains on two CPU ranks, and reads waiting and step from the run's own lines.
+after padding to the longest row of a micro-batch. `budget` cuts the same steps by rows and by token slots, with as much memory;
+`budget-wall` trains both on two CPU ranks and compares the time of their steps, and their losses. `tokenise` reads the file
+`--repeat` times over, so that processes are worth their start. `wait` trains on two CPU ranks, and reads waiting and step from
+the run's own lines.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
     from fsdp_tune.recipe.schema import Recipe
 
 MICRO_BATCH, RANKS = 8, 2
-PARTS = ("fill", "tokenise", "wait")
+PARTS = ("fill", "budget", "budget-wall", "tokenise", "wait")
+GLOBAL_BATCH, BUDGET_LENGTH = 64, 512
+BUDGET = MICRO_BATCH * BUDGET_LENGTH
 
 
 def recipe_of(folder: Path, rows: Path, **data: Any) -> dict[str, Any]:
@@ -101,6 +105,76 @@ def after_padding(lengths: Any, *, grouped: bool) -> float:
     return float(whole.sum() / (widths.sum() * MICRO_BATCH))
 
 
+# ---- What a budget of token slots makes of it
+
+
+def budget(folder: Path, gsm8k: Path) -> None:
+    """An epoch's whole steps of `GLOBAL_BATCH` sequences over two ranks, as `train` would order and cut them."""
+    from fsdp_tune.data.order import epoch_order, rank_micro_batches
+    from fsdp_tune.data.token_batches import TokenBudget, filling, token_micro_batches
+
+    one_a_row, _ = prepared(resolved(folder, gsm8k, max_length=BUDGET_LENGTH))
+    lengths, slots = lengths_of(one_a_row), TokenBudget(BUDGET, 8, BUDGET_LENGTH)
+
+    def by_slots(rows: Any) -> list[list[Any]]:
+        return [list(ranks) for ranks in token_micro_batches(rows, slots, RANKS)]
+
+    def by_rows(rows: Any) -> list[list[Any]]:
+        mine = [
+            rank_micro_batches(np.arange(len(rows)), dp_rank=rank, dp_size=RANKS, micro_batch_size=MICRO_BATCH) for rank in range(RANKS)
+        ]
+        return [list(ranks) for ranks in zip(*mine, strict=True)]
+
+    ways = {f"{MICRO_BATCH} rows": by_rows, f"{BUDGET:,} slots": by_slots}
+    print("| a micro-batch | order of the rows | real tokens | of what the slower rank takes | micro-batches a step and rank |")
+    print("| --- | --- | --- | --- | --- |")
+    for grouped in (False, True):
+        order = epoch_order(lengths, seed=42, epoch=0, shuffle=True, group_by_length=grouped, global_batch_size=GLOBAL_BATCH)
+        steps = lengths[order[: len(order) // GLOBAL_BATCH * GLOBAL_BATCH]].reshape(-1, GLOBAL_BATCH)
+        for name, cut in ways.items():
+            found = filling(([[rows[taken] for taken in ranks] for ranks in cut(rows)] for rows in steps), slots)
+            least, mean, most = min(found.micro_steps), np.mean(found.micro_steps), max(found.micro_steps)
+            told = f"{least} to {most}, mean {mean:.2f}" if least < most else str(least)
+            alike = "similar lengths together" if grouped else "drawn at random"
+            print(f"| {name} | {alike} | {found.tokens / found.slots:.1%} | {found.tokens / found.held_slots:.1%} | {told} |")
+
+
+def budget_wall(folder: Path, gsm8k: Path) -> None:
+    """Alternating, so that both meet the same machine; of each run the mean of its steps but the first line's."""
+    ways: dict[str, dict[str, Any]] = {
+        f"{MICRO_BATCH} rows": {"per_device_train_batch_size": MICRO_BATCH},
+        f"{BUDGET:,} slots": {"per_device_train_batch_size": MICRO_BATCH, "per_device_train_batch_tokens": BUDGET},
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    losses: dict[str, list[float]] = {}
+    for number in range(2):
+        for name, keys in ways.items():
+            lines = trained(
+                folder, gsm8k, f"{name.replace(' ', '-')}-{number}", keys | {"global_batch_size": GLOBAL_BATCH, "max_steps": 12}
+            )
+            seconds[name].append(float(np.mean([line["step_seconds"] for line in lines[1:]])))
+            losses[name] = [line["loss"] for line in lines]
+    rows, slots = (float(np.median(each)) for each in seconds.values())
+    first, second = losses.values()
+    off = max(abs(a / b - 1) for a, b in zip(first, second, strict=True))
+    told = f"{rows:.2f} s by rows, {slots:.2f} s by slots, {rows / slots:.2f} ×; losses {off:.0e} apart"
+    print(f"a step of {GLOBAL_BATCH} rows on {RANKS} CPU ranks: {told}")
+
+
+def trained(folder: Path, gsm8k: Path, name: str, training: dict[str, Any], **data: Any) -> list[dict[str, Any]]:
+    """The lines with losses of a run by the command."""
+    recipe = recipe_of(folder, gsm8k, max_length=BUDGET_LENGTH, **data)
+    recipe["training"] |= {"logging_steps": 3, "save_strategy": "no", **training}
+    recipe |= {"checkpoint": {"probe": False}, "merge": {"at_end": False}, "output_dir": str(folder / name)}
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps(recipe), encoding="utf-8")
+    command = [sys.executable, "-m", "fsdp_tune", "train", "--config", str(file), "--ignore-plan"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
 # ---- How fast rows are made
 
 
@@ -125,17 +199,9 @@ def tokenise(folder: Path, gsm8k: Path, repeat: int) -> None:
 def wait(folder: Path, gsm8k: Path) -> None:
     """Of a small model on CPU ranks: a step with more in it waits for a smaller part."""
     for workers in (0, 1):
-        recipe = recipe_of(folder, gsm8k, max_length=512, packing=True)
-        recipe["training"] |= {"per_device_train_batch_size": 2, "max_steps": 30, "logging_steps": 10, "save_strategy": "no"}
-        recipe["training"]["dataloader_num_workers"] = workers
-        recipe |= {"checkpoint": {"probe": False}, "merge": {"at_end": False}, "output_dir": str(folder / f"run-{workers}")}
-        file = folder / f"run-{workers}.json"
-        file.write_text(json.dumps(recipe), encoding="utf-8")
-        command = [sys.executable, "-m", "fsdp_tune", "train", "--config", str(file), "--ignore-plan"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-        lines = [json.loads(line) for line in (folder / f"run-{workers}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        told = [(line["data_wait_seconds"], line["step_seconds"]) for line in lines if "loss" in line][1:]
+        training = {"per_device_train_batch_size": 2, "max_steps": 30, "logging_steps": 10, "dataloader_num_workers": workers}
+        lines = trained(folder, gsm8k, f"run-{workers}", training, packing=True)
+        told = [(line["data_wait_seconds"], line["step_seconds"]) for line in lines][1:]
         waited, step = np.array(told).mean(axis=0)
         print(f"dataloader_num_workers {workers}: {1000 * waited:.2f} ms of a step of {1000 * step:.0f} ms, {waited / step:.2%}")
 
@@ -156,6 +222,10 @@ def main() -> None:
         write_tokenizer(folder / "tokenizer", learn_tokenizer(gsm8k, SIZES["gsm8k"].model["vocab_size"])[0])
         if "fill" in parts:
             fill(folder, gsm8k)
+        if "budget" in parts:
+            budget(folder, gsm8k)
+        if "budget-wall" in parts:
+            budget_wall(folder, gsm8k)
         if "tokenise" in parts:
             tokenise(folder, gsm8k, options.repeat)
         if "wait" in parts:

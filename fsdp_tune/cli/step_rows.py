@@ -14,7 +14,7 @@ SHOWN = 8
 
 def rows_of_step(run: RunDir, recipe: Recipe, step: int) -> str | None:
     """`12 (train.jsonl:17), 3 (train.jsonl:5) and 6 more` for a step counted from 1; None where the data cannot be read."""
-    from fsdp_tune.data.order import epoch_order
+    from fsdp_tune.data.order import order_of
     from fsdp_tune.data.prepare import Prepared
     from fsdp_tune.data.store import RowStore
     from fsdp_tune.errors import FsdpTuneError
@@ -25,14 +25,7 @@ def rows_of_step(run: RunDir, recipe: Recipe, step: int) -> str | None:
         return None
     size = recipe.global_batch_size
     epoch, index = divmod(step - 1, max(math.ceil(len(store) / size), 1))
-    order = epoch_order(
-        store.lengths,
-        seed=recipe.training.seed if recipe.training.data_seed is None else recipe.training.data_seed,
-        epoch=epoch,
-        shuffle=recipe.data.shuffle,
-        group_by_length=not recipe.data.packing,
-        global_batch_size=size,
-    )
+    order = order_of(recipe, store.lengths, epoch)
     rows = [int(row) for row in order[index * size : (index + 1) * size]]
     named = [f"{row} ({file}:{line})" for row in rows[:SHOWN] for file, line in store.origins(row)[:1]]
     return ", ".join(named) + (f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else "")

@@ -94,6 +94,7 @@ class Job:
         from fsdp_tune.cli.train_plan import plan_of, predicted_line, refuse_what_cannot_fit
         from fsdp_tune.cli.train_view import data_lines, kernels_line, model_line
         from fsdp_tune.data.prepare import prepare
+        from fsdp_tune.data.token_batches import filling_lines
         from fsdp_tune.launch.resume import check_data
         from fsdp_tune.recipe.world import batch_arithmetic
 
@@ -124,6 +125,7 @@ class Job:
             kernels_line(model.facts),
             *data_lines(data.report, reused=data.reused),
             batch_arithmetic(recipe),
+            *filling_lines(recipe, data),
             *planned,
         ):
             screen.say(line)

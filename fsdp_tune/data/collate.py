@@ -34,7 +34,11 @@ def collate(rows: Sequence[Row], pad_token_id: int, multiple_of: int, *, max_len
 
 
 def padded_width(rows: Sequence[Row], multiple_of: int, max_length: int | None = None) -> int:
-    longest = max((len(row.input_ids) for row in rows), default=1)
+    return padded_length(max((len(row.input_ids) for row in rows), default=1), multiple_of, max_length)
+
+
+def padded_length(longest: int, multiple_of: int, max_length: int | None = None) -> int:
+    """The width of a batch whose longest row has `longest` tokens."""
     width = -(-longest // multiple_of) * multiple_of
     return width if max_length is None else max(longest, min(width, max_length))
 

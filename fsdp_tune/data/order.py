@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_tune.data.store import Int64
+from fsdp_tune.recipe.schema import Recipe
 
 WINDOW_ROWS = 4096
 """Rows among which similar lengths are looked for: wide enough that hardly a token is padding, small against an epoch."""
@@ -37,6 +38,18 @@ def epoch_order(lengths: Int64, *, seed: int, epoch: int, shuffle: bool, group_b
     longest = int(np.argmax(lengths[batches].max(axis=1)))
     batches[[0, longest]] = batches[[longest, 0]]
     return np.concatenate([batches.reshape(-1), order[whole:]])
+
+
+def order_of(recipe: Recipe, lengths: Int64, epoch: int) -> Int64:
+    """The order of the rows of a resolved recipe, from their lengths."""
+    return epoch_order(
+        lengths,
+        seed=recipe.training.seed if recipe.training.data_seed is None else recipe.training.data_seed,
+        epoch=epoch,
+        shuffle=recipe.data.shuffle,
+        group_by_length=not recipe.data.packing,
+        global_batch_size=recipe.global_batch_size,
+    )
 
 
 def rank_micro_batches(batch: Int64, *, dp_rank: int, dp_size: int, micro_batch_size: int) -> list[Int64]:

@@ -95,7 +95,10 @@ def _less_evaluation(recipe: Recipe) -> Iterator[str]:
 
 def _less_activation(recipe: Recipe) -> Iterator[str]:
     size, length = recipe.training.per_device_train_batch_size, recipe.data.max_length
-    if size > 1:
+    budget = recipe.training.per_device_train_batch_tokens
+    if size > 1 and budget is not None:
+        yield f"training.per_device_train_batch_tokens: {size // 2 * length} (now {budget}): the global batch stays, in more micro-batches"
+    elif size > 1:
         yield f"training.per_device_train_batch_size: {size // 2} (now {size}): the global batch stays, in more micro-batches"
     if recipe.fsdp.activation_checkpointing != "full":
         now = recipe.fsdp.activation_checkpointing

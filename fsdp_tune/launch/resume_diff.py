@@ -63,7 +63,9 @@ _TRAJECTORY_FIELDS = frozenset(
     | {"label_smoothing_factor", "neftune_noise_alpha"}
 )
 # The split of a global batch into ranks, micro-batches and accumulation changes no step; the global batch itself is compared.
-_SPLIT_FIELDS = frozenset({"per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size"})
+_SPLIT_FIELDS = frozenset(
+    {"per_device_train_batch_size", "per_device_train_batch_tokens", "gradient_accumulation_steps", "global_batch_size"}
+)
 _FREE_FIELDS = frozenset(
     {"per_device_eval_batch_size", "report_to", "push_to_hub", "metric_for_best_model", "greater_is_better", "load_best_model_at_end"}
     | {"dataloader_num_workers", "dataloader_prefetch_factor", "tf32", "project", "debug", "full_determinism"}

@@ -17,6 +17,7 @@ from fsdp_tune.recipe.resolve import Machine, resolve
 from fsdp_tune.recipe.rules import RULES
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.strategies import STRATEGIES, ShardingStrategy
+from fsdp_tune.recipe.training_rules import TOKENS_KEY
 
 Changes = dict[str, Any]
 LOSSES = ("full", "chunked")
@@ -36,6 +37,9 @@ def changed(recipe: Recipe, changes: Changes) -> Recipe | None:
         data["fsdp"]["reshard_after_forward"] = None
     if "training.gradient_accumulation_steps" in changes and "training.global_batch_size" not in changes:
         data["training"]["global_batch_size"] = None
+        data["training"]["per_device_train_batch_tokens"] = (
+            None  # a plan is of rows of `max_length`, whatever a budget makes of shorter ones
+        )
     wanted = Recipe.model_validate(data)
     if refused(wanted) or any(rule(wanted) for rule in RULES):
         return None
@@ -62,6 +66,10 @@ def differences(recipe: Recipe, other: Recipe) -> Changes:
     found = {key: value_of(other, key) for key in keys if value_of(other, key) != value_of(recipe, key)}
     if other.is_hybrid and other.parallelism.dp_shard_size != recipe.parallelism.dp_shard_size:
         found["parallelism.dp_shard_size"] = other.parallelism.dp_shard_size
+    budget, slots = recipe.training.per_device_train_batch_tokens, other.training.per_device_train_batch_size * other.data.max_length
+    if budget is not None:
+        found = {key: value for key, value in found.items() if key not in _BATCH}
+        return found | ({TOKENS_KEY: slots} if slots != budget else {})
     return found
 
 

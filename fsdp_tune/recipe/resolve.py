@@ -15,7 +15,7 @@ from fsdp_tune.recipe.paths import absolute_paths, output_directory
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.training_fields import training_value
 from fsdp_tune.recipe.training_rules import TRACKERS
-from fsdp_tune.recipe.world import WORLD_RULES, World, mesh_sizes
+from fsdp_tune.recipe.world import WORLD_RULES, World, budget_accumulation, mesh_sizes
 
 ASSUMED_DEVICES = 8
 """Devices per machine that `validate`, `plan` and `--dry-run` assume where none is visible and the recipe names no number."""
@@ -185,9 +185,21 @@ class _Work:
                 message = f"`training.report_to` names {name}, and the package `{TRACKERS[name]}` is not installed"
                 self.complain("tracker-not-installed", ("training.report_to",), message, f"`pip install {TRACKERS[name]}`, or leave it out")
 
+    def _rows_of_budget(self, world: World) -> None:
+        """What a token budget comes to when every row is as long as may be: what memory and time are planned for."""
+        training, longest = self.recipe.training, self.recipe.data.max_length
+        budget = training.per_device_train_batch_tokens
+        assert budget is not None
+        reason = f"the longest rows that {budget:,} token slots hold: {budget:,} / {longest:,}; of shorter ones there are more"
+        self.decide("training.per_device_train_batch_size", budget // longest, reason)
+        steps = budget_accumulation(self.recipe, world)
+        self.decide("training.gradient_accumulation_steps", steps, "at most, when all rows are as long as `data.max_length`")
+
     def training(self, world: World) -> None:
         training = self.recipe.training
-        if training.gradient_accumulation_steps is None:
+        if training.per_device_train_batch_tokens is not None:
+            self._rows_of_budget(world)
+        elif training.gradient_accumulation_steps is None:
             at_once = training.per_device_train_batch_size * world.size
             if training.global_batch_size is None:
                 self.decide("training.gradient_accumulation_steps", 1, "no `training.global_batch_size` is given")
@@ -196,7 +208,8 @@ class _Work:
                 parts = f"{training.global_batch_size} / ({training.per_device_train_batch_size} sequences × {world.size} ranks)"
                 self.decide("training.gradient_accumulation_steps", steps, f"global batch: {parts}")
         if training.per_device_eval_batch_size is None:
-            self.decide("training.per_device_eval_batch_size", training.per_device_train_batch_size, "per_device_train_batch_size")
+            rows = self.data["training"]["per_device_train_batch_size"]
+            self.decide("training.per_device_eval_batch_size", rows, "per_device_train_batch_size")
         if training.data_seed is None:
             self.decide("training.data_seed", training.seed, "training.seed")
         if training.save_total_limit == 0:

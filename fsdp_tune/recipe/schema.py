@@ -137,6 +137,8 @@ class Training(Section):
     """Sequences per optimizer step (a packed row is one); gives gradient_accumulation_steps."""
     per_device_train_batch_size: Whole = 1
     """Sequences of one forward pass on one device."""
+    per_device_train_batch_tokens: Whole | None = None
+    """Token slots of one forward pass on one device, padding included: rows are put together by length; a multiple of data.max_length."""
     per_device_eval_batch_size: Whole | None = None
     """null = per_device_train_batch_size."""
     gradient_accumulation_steps: Whole | None = None
@@ -208,6 +210,9 @@ class Recipe(Section):
     @property
     def global_batch_size(self) -> int:
         """Sequences per optimizer step, of a resolved recipe."""
+        if self.training.per_device_train_batch_tokens is not None:
+            assert self.training.global_batch_size is not None, "a rule asks for it"
+            return self.training.global_batch_size
         return self.training.per_device_train_batch_size * self.dp_size * (self.training.gradient_accumulation_steps or 1)
 
     @property

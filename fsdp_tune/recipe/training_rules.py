@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_tune.recipe.findings import Finding, Rule
+from fsdp_tune.recipe.findings import Finding, Rule, given
 from fsdp_tune.recipe.keys import closest
 from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schema import Recipe
@@ -121,6 +121,41 @@ def trackers_are_known(recipe: Recipe) -> Finding | None:
     return None
 
 
+TOKENS_KEY = "training.per_device_train_batch_tokens"
+
+
+def token_budget_fits(recipe: Recipe) -> Finding | None:
+    """A budget is of whole rows of `max_length`: then a forward of such rows is the largest there is, and that is what is planned."""
+    training, longest = recipe.training, recipe.data.max_length
+    budget = training.per_device_train_batch_tokens
+    if budget is None:
+        return None
+    if recipe.data.packing:
+        message = (
+            f"`{TOKENS_KEY}: {budget}` cuts batches by length, and with `data.packing: true` all rows are as long as `data.max_length`"
+        )
+        return Finding("contradiction", (TOKENS_KEY, "data.packing"), message, "keep one: packing leaves fewer slots to padding")
+    if training.global_batch_size is None:
+        message = (
+            f"`{TOKENS_KEY}: {budget}` says how a step is cut, and nothing says how large it is: `training.global_batch_size` is missing"
+        )
+        return Finding("missing-key", (TOKENS_KEY, "training"), message, "write it, in sequences: the learning rate goes by it")
+    if budget % longest:
+        below, above = budget // longest * longest, -(-budget // longest) * longest
+        small = ": the longest row would not fit" if budget < longest else ""
+        message = f"`{TOKENS_KEY}: {budget}` is no multiple of `data.max_length: {longest}`{small}"
+        hint = f"write {f'{below} or ' if below else ''}{above}"
+        return Finding("indivisible", (TOKENS_KEY, "data.max_length"), message, hint)
+    rows = budget // longest
+    if given(recipe, "training.per_device_train_batch_size") and training.per_device_train_batch_size != rows:
+        message = f"`{TOKENS_KEY}: {budget}` is {rows} rows of {longest} tokens, and more that are shorter; "
+        message += f"`training.per_device_train_batch_size` says {training.per_device_train_batch_size}"
+        return Finding(
+            "contradiction", ("training.per_device_train_batch_size", TOKENS_KEY), message, f"leave one of the two out, or write {rows}"
+        )
+    return None
+
+
 TRAINING_RULES: tuple[Rule, ...] = (
     warmup_ends,
     evaluation_needs_data,
@@ -128,4 +163,5 @@ TRAINING_RULES: tuple[Rule, ...] = (
     best_metric_is_measured,
     schedule_has_its_arguments,
     trackers_are_known,
+    token_budget_fits,
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fsdp_tune.recipe.findings import Finding
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.training_rules import TOKENS_KEY
 
 MESH_KEYS = ("parallelism.dp_replicate_size", "parallelism.dp_shard_size", "fsdp.sharding_strategy", "launch.num_processes")
 BATCH_KEYS = (
@@ -118,6 +119,8 @@ def batch_divides(recipe: Recipe, world: World) -> Finding | None:
     wanted, micro, accumulation = training.global_batch_size, training.per_device_train_batch_size, training.gradient_accumulation_steps
     if wanted is None:
         return None
+    if training.per_device_train_batch_tokens is not None:
+        return _budget_agrees(recipe, world)
     at_once = micro * world.size
     if accumulation is not None and at_once * accumulation != wanted:
         message = f"`training.global_batch_size: {wanted}` is not {micro} sequences × {world.size} ranks × {accumulation} accumulation"
@@ -133,6 +136,24 @@ def batch_divides(recipe: Recipe, world: World) -> Finding | None:
     return None
 
 
+def budget_accumulation(recipe: Recipe, world: World) -> int:
+    """Micro-batches of a step whose rows are as long as `data.max_length`: the most that a step takes under a token budget."""
+    training = recipe.training
+    assert training.global_batch_size is not None
+    assert training.per_device_train_batch_tokens is not None
+    return -(-training.global_batch_size // (training.per_device_train_batch_tokens // recipe.data.max_length * world.size))
+
+
+def _budget_agrees(recipe: Recipe, world: World) -> Finding | None:
+    given, needed = recipe.training.gradient_accumulation_steps, budget_accumulation(recipe, world)
+    if given is None or given == needed:
+        return None
+    message = f"`training.gradient_accumulation_steps: {given}` counts micro-batches, and `{TOKENS_KEY}` decides from step to step how many"
+    message += f" it takes: {needed} at most"
+    keys = ("training.gradient_accumulation_steps", TOKENS_KEY)
+    return Finding("contradiction", keys, message, "leave `gradient_accumulation_steps` out")
+
+
 WORLD_RULES: tuple[WorldRule, ...] = (machines_are_alike, mesh_fits, resharding_divides, batch_divides)
 
 
@@ -140,6 +161,9 @@ def batch_arithmetic(recipe: Recipe) -> str:
     """The line that `plan`, `train` and the report show, of a resolved recipe."""
     training, sequences = recipe.training, recipe.global_batch_size
     steps, tokens = training.gradient_accumulation_steps or 1, sequences * recipe.data.max_length
+    if training.per_device_train_batch_tokens is not None:
+        factors = f"up to {training.per_device_train_batch_tokens:,} token slots × {_count(recipe.dp_size, 'rank')} × {steps} accumulation"
+        return f"{factors} hold {_count(sequences, 'sequence')} a step; × {recipe.data.max_length:,} = {tokens:,} tokens at most"
     factors = f"{_count(training.per_device_train_batch_size, 'sequence')} × {_count(recipe.dp_size, 'rank')} × {steps} accumulation"
     return f"{factors} = {_count(sequences, 'sequence')} a step; × {recipe.data.max_length:,} = {tokens:,} tokens at most"
 

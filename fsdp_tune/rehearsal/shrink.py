@@ -237,6 +237,8 @@ def _training(small: Small, recipe: Recipe, ranks: int, steps: int) -> None:
         "push_to_hub": False,
     }
     batch = micro_batch * ranks * accumulation
+    if recipe.training.per_device_train_batch_tokens is not None:
+        training |= {"global_batch_size": batch, "per_device_train_batch_tokens": micro_batch * small.document["data"]["max_length"]}
     small.changes.append(f"training: {steps} steps of {batch} sequences ({micro_batch} × {ranks} ranks × {accumulation} accumulation)")
 
 

@@ -3,6 +3,10 @@
 The order is cut into global batches first and only then over ranks and micro-batches, so a step sees the same rows
 whatever the world size. In the last, short global batch of an epoch a rank that gets no row runs a filler of padding
 without labels, because every rank must take part in the collectives; the filler adds exactly nothing.
+
+Under a token budget the micro-batches of a step are as many as its rows need. The Trainer counts in steps of a fixed number, for
+resumption, epochs and the end of a step; so a step keeps that number of places, and those that are not needed are empty: the loader
+gives `NOTHING` for them, which nobody computes. How many there are follows from the rows alone, so every rank has the same.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 from fsdp_tune.data.collate import collate, cumulative_lengths
 from fsdp_tune.data.order import rank_micro_batches
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row, RowStore
+from fsdp_tune.data.token_batches import TokenBudget, token_micro_batches
 from fsdp_tune.errors import FailedError, Problem
 from fsdp_tune.worker.signals import ignore_stop_signals
 
@@ -44,6 +49,10 @@ class Batch:
         """Called by the loader's pinning thread, which knows no other way into a type of ours."""
         tensors = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
         return dataclasses.replace(self, tensors=tensors)
+
+
+NOTHING = Batch({}, (), 0, 0)
+"""A place of a step that no micro-batch was needed for, on any rank."""
 
 
 class UnreadableRow(FailedError):
@@ -81,6 +90,8 @@ class Collator:
     """Batches with position ids carry `cu_seq_lens` too: the attention kernel goes by it."""
 
     def __call__(self, items: Sequence[Row | None]) -> Batch:
+        if not items:
+            return NOTHING
         rows = [row for row in items if row is not None]
         try:
             arrays = collate(rows, self.pad_token_id, self.multiple_of, max_length=self.max_length)
@@ -99,8 +110,24 @@ class Collator:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ByTokens:
+    """Global batches are cut by the token slots of a micro-batch, not by its rows."""
+
+    budget: TokenBudget
+    lengths: Int64
+    """Of all rows."""
+    global_batch: int
+
+    def cut(self, rows: Int64, rank: int, world_size: int) -> list[Int64]:
+        return [rows[ranks[rank]] for ranks in token_micro_batches(self.lengths[rows], self.budget, world_size)]
+
+
 class MicroBatches(BatchSampler):
-    """Row numbers of each micro-batch of one rank, for one epoch; FILLER where the last global batch has too few rows."""
+    """Row numbers of each micro-batch of one rank, for one epoch; FILLER where the last global batch has too few rows.
+
+    Of a global batch that is cut by tokens the first places are empty where it needs fewer micro-batches than `accumulation`.
+    """
 
     def __init__(
         self,
@@ -111,14 +138,20 @@ class MicroBatches(BatchSampler):
         world_size: int,
         micro_batch: int,
         accumulation: int,
+        by_tokens: ByTokens | None = None,
     ) -> None:
-        """`order(epoch)` gives a permutation of `range(rows)` that depends on nothing else."""
-        self._order, self._rows = order, rows
+        """`order(epoch)` gives a permutation of `range(rows)` that depends on nothing else.
+
+        With `by_tokens`, `micro_batch` rows of the greatest length fill its budget, and `accumulation` micro-batches of them are enough.
+        """
+        self._order, self._rows, self._by_tokens = order, rows, by_tokens
         self._rank, self._world_size, self.micro_batch, self._accumulation = rank, world_size, micro_batch, accumulation
         self.epoch = 0
 
     @property
     def global_batch(self) -> int:
+        if self._by_tokens is not None:
+            return self._by_tokens.global_batch
         return self._world_size * self.micro_batch * self._accumulation
 
     def digest(self, epoch: int = 0) -> str:
@@ -140,8 +173,10 @@ class MicroBatches(BatchSampler):
 
     def __len__(self) -> int:
         whole, rest = divmod(self._rows, self.global_batch)
-        last = math.ceil(rest / (self._world_size * self.micro_batch))
-        return whole * self._accumulation + last
+        return whole * self._accumulation + self._places(rest)
+
+    def _places(self, rows: int) -> int:
+        return math.ceil(rows / (self._world_size * self.micro_batch))
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order(self.epoch)
@@ -149,6 +184,9 @@ class MicroBatches(BatchSampler):
             yield from self._split(order[start : start + self.global_batch])
 
     def _split(self, rows: Int64) -> Iterator[list[int]]:
+        if self._by_tokens is not None:
+            cut = self._by_tokens.cut(rows, self._rank, self._world_size)
+            return iter([[]] * (self._places(len(rows)) - len(cut)) + [taken.tolist() or [FILLER] for taken in cut])
         micro_batches = rank_micro_batches(rows, dp_rank=self._rank, dp_size=self._world_size, micro_batch_size=self.micro_batch)
         return ([int(row) for row in micro_batch] or [FILLER] for micro_batch in micro_batches)
 

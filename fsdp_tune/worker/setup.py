@@ -6,15 +6,17 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from fsdp_tune.data.order import epoch_order
+from fsdp_tune.data.order import order_of
 from fsdp_tune.data.prepare import Prepared
-from fsdp_tune.data.store import Int64, RowStore
+from fsdp_tune.data.store import RowStore
+from fsdp_tune.data.token_batches import budget_of
 from fsdp_tune.errors import failed_error
 from fsdp_tune.launch.profiled import profile_of
 from fsdp_tune.launch.run_files import RESUME_NAME
@@ -32,7 +34,7 @@ from fsdp_tune.worker.arguments import training_arguments
 from fsdp_tune.worker.callbacks import RunCallback
 from fsdp_tune.worker.checkpoint import Checkpointer, Saved, trainer_state_facts
 from fsdp_tune.worker.compiling import CompileReport
-from fsdp_tune.worker.dataset import Collator, MicroBatches
+from fsdp_tune.worker.dataset import ByTokens, Collator, MicroBatches
 from fsdp_tune.worker.heartbeat import Heartbeat
 from fsdp_tune.worker.metrics import MetricsFile
 from fsdp_tune.worker.profiling import Profile
@@ -134,26 +136,15 @@ def _digest(run: RunDir) -> str:
 
 
 def _sampler(recipe: Recipe, store: RowStore, rank: Rank) -> MicroBatches:
-    seed = recipe.training.seed if recipe.training.data_seed is None else recipe.training.data_seed
-    lengths = store.lengths
-
-    def order(epoch: int) -> Int64:
-        return epoch_order(
-            lengths,
-            seed=seed,
-            epoch=epoch,
-            shuffle=recipe.data.shuffle,
-            group_by_length=not recipe.data.packing,
-            global_batch_size=recipe.global_batch_size,
-        )
-
+    lengths, budget = store.lengths, budget_of(recipe)
     return MicroBatches(
-        order,
+        partial(order_of, recipe, lengths),
         len(store),
         rank=rank.index,
         world_size=rank.world_size,
         micro_batch=recipe.training.per_device_train_batch_size,
         accumulation=recipe.training.gradient_accumulation_steps or 1,
+        by_tokens=ByTokens(budget, lengths, recipe.global_batch_size) if budget else None,
     )
 
 

@@ -120,8 +120,7 @@ class FsdpTrainer(Trainer):
     # ---- Data
 
     def get_train_dataloader(self) -> DataLoader[Batch]:
-        pin, prefetch = self.args.dataloader_pin_memory, self.args.dataloader_prefetch_factor
-        workers = self.args.dataloader_num_workers
+        pin, prefetch, workers = self.args.dataloader_pin_memory, self.args.dataloader_prefetch_factor, self.args.dataloader_num_workers
         return loader(self.parts.train, self.parts.sampler, self.parts.collator, workers=workers, pin_memory=pin, prefetch=prefetch)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -129,7 +128,7 @@ class FsdpTrainer(Trainer):
         super()._run_epoch(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device) -> tuple[list[Batch], int]:
-        """The micro-batches of one step, and the supervised tokens of that step over all ranks."""
+        """The places of one step (a micro-batch in each, or `NOTHING`), and the supervised tokens of that step over all ranks."""
         started = time.monotonic()
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         waited = time.monotonic() - started
@@ -143,7 +142,7 @@ class FsdpTrainer(Trainer):
                 "step-without-targets",
                 f"step {self.state.global_step + 1}: no token of the global batch is supervised, so there is no loss",
             )
-        self._batches, self._batches_done = batches, 0
+        self._batches, self._batches_done = [batch for batch in batches if batch.tensors], 0
         return batches, total
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -153,6 +152,8 @@ class FsdpTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         batch: Batch = inputs
+        if not batch.tensors:
+            return torch.zeros((), device=self.args.device)
         if not model.training:
             model.train()
         self._batches_done += 1
@@ -200,8 +201,7 @@ class FsdpTrainer(Trainer):
         return self.gate.pass_or_skip(self.state.global_step + 1, self.args.max_grad_norm, self.optimizer, self._batches)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        step, batches = self.state.global_step + 1, self._batches
-        return self.gate.pass_or_skip(step, None, self.optimizer, batches) if grad_norm is None else grad_norm
+        return self.gate.pass_or_skip(self.state.global_step + 1, None, self.optimizer, self._batches) if grad_norm is None else grad_norm
 
     # ---- Logging, evaluation, saving
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -186,6 +187,24 @@ def test_a_run_that_is_stopped_saves_goes_on_and_ends_as_if_never_stopped(cli: C
     assert (resumed["exit_reason"], resumed["steps"], resumed["loss"]) == ("finished", 40, whole["loss"])
     steps = [line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line]
     assert steps == list(range(2, 41, 2))
+
+
+BUDGET = ("--set", "training.per_device_train_batch_tokens=1024")
+"""32 rows of `max_length`, as many as the recipe says; its rows are shorter, so that a step takes half as many micro-batches."""
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_token_budget_trains_as_rows_do_and_goes_on_inside_an_epoch(cli: Cli, tmp_path: Path) -> None:
+    by_rows = document(cli("train", *smoke(20, "rows"), "--json"))
+    whole = cli("train", *smoke(20), *BUDGET, "--set", "training.save_steps=10", "--set", "training.dataloader_num_workers=1", "--json")
+    assert re.search(r"1,024 token slots at most: 1 micro-batches a step and rank; \d\d\.\d% of the slots are real tokens", whole.stderr), (
+        whole.stderr
+    )
+    assert document(whole)["loss"] == pytest.approx(by_rows["loss"], rel=1e-5)
+    shutil.rmtree(RunDir(tmp_path / "run").checkpoint(20))  # step 10 is no end of an epoch, which has 8
+    resumed = cli("train", *smoke(20), *BUDGET, "--set", "launch.num_processes=1", "--resume", "auto", "--json")
+    assert document(resumed)["loss"] == pytest.approx(by_rows["loss"], rel=1e-5), resumed.stderr
 
 
 @pytest.mark.ranks

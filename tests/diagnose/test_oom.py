@@ -55,6 +55,12 @@ def test_activations_are_made_fewer_first(tmp_path: Path) -> None:
     ]
 
 
+def test_of_a_token_budget_the_half_is_proposed(tmp_path: Path) -> None:
+    keys = ("data.max_length=512", "training.global_batch_size=64", "training.per_device_train_batch_tokens=2560")
+    assert ways(tmp_path, ACTIVATIONS, *keys)[0] == "training.per_device_train_batch_tokens"
+    assert "training.per_device_train_batch_tokens: 1024 (now 2560)" in str(device_problem(resolved(tmp_path, *keys), ACTIVATIONS).ways_out)
+
+
 def test_state_is_split_before_anything_else_where_it_is_largest(tmp_path: Path) -> None:
     found = ways(tmp_path, MODEL_STATE, "fsdp.sharding_strategy=SHARD_GRAD_OP", "training.per_device_train_batch_size=8")
     assert found == ["fsdp.sharding_strategy", "fsdp.offload_params", "training.per_device_train_batch_size"]

@@ -105,6 +105,12 @@ def test_another_split_of_the_same_global_batch_is_free(tmp_path: Path) -> None:
     assert set(found.values()) == {ChangeClass.FREE}
 
 
+def test_a_token_budget_is_another_split(tmp_path: Path) -> None:
+    keys = ("training.per_device_train_batch_tokens=4096", "data.max_length=2048")
+    found = changes(tmp_path, *keys)
+    assert {kind for key, kind in found.items() if key.startswith("training.")} <= {ChangeClass.FREE}
+
+
 def test_an_explicit_default_is_no_change(tmp_path: Path) -> None:
     assert changes(tmp_path, "training.weight_decay=0.0", "training.max_grad_norm=1.0") == {}
 

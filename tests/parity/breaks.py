@@ -136,6 +136,7 @@ def _repeated_rows(rows: int, *, rank: int, world_size: int, micro_batch: int) -
 BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "mean of each rank": mean_of_each_rank,
     "mean of each micro-batch": mean_of_each_micro_batch,
+    "mean of each micro-batch of a budget": mean_of_each_micro_batch,
     "recomputation forgets the random state": recomputation_forgets_the_random_state,
     "packed examples see each other": packed_examples_see_each_other,
     "gradients summed in bf16": gradients_summed_in_bf16,

@@ -16,6 +16,8 @@ _WRAPS: dict[str, dict[str, Any]] = {
     "names": {"auto_wrap_policy": "MODULE_NAMES_WRAP"},
     "none": {"auto_wrap_policy": "NO_WRAP"},
 }
+LONGEST = 32
+"""`data.max_length` of a case with a token budget: no row is longer."""
 _LAYERS = {"gpt2": "transformer.h.*"}
 
 
@@ -41,6 +43,8 @@ class Case:
     """`model.dtype`."""
     training: tuple[tuple[str, Any], ...] = ()
     """Keys of `training:`."""
+    tokens: int | None = None
+    """Token slots of a micro-batch, instead of rows: a multiple of `LONGEST`."""
 
     def __str__(self) -> str:
         default = Case()
@@ -75,17 +79,19 @@ class Case:
         }
         if self.wrap == "names":
             fsdp["modules_to_wrap"] = [_LAYERS.get(self.architecture, "model.layers.*")]
+        batch: dict[str, Any] = {
+            "per_device_train_batch_size": GLOBAL_BATCH_SIZE // self.ranks // self.accumulation,
+            "gradient_accumulation_steps": self.accumulation,
+        }
+        if self.tokens is not None:
+            batch = {"global_batch_size": GLOBAL_BATCH_SIZE, "per_device_train_batch_tokens": self.tokens}
         return {
             "model": {"name_or_path": model, "dtype": self.stored},
-            "data": {"packing": self.packed},
+            "data": {"packing": self.packed, **({} if self.tokens is None else {"max_length": LONGEST})},
             "fsdp": fsdp,
             "kernels": dict(self.kernels),
             "precision": {"mixed_precision": self.precision},
-            "training": {
-                "per_device_train_batch_size": GLOBAL_BATCH_SIZE // self.ranks // self.accumulation,
-                "gradient_accumulation_steps": self.accumulation,
-                **dict(self.training),
-            },
+            "training": {**batch, **dict(self.training)},
             "launch": {"num_processes": self.ranks},
         }
 
@@ -122,6 +128,17 @@ COMPILED = [
     Case(wrap="none", offload=True, kernels=_COMPILED),
 ]
 """Layers traced and differentiated as the compiler does it, and then run operation by operation."""
+
+BY_TOKENS = [
+    Case(tokens=64, fsdp=(("sync_each_batch", False),)),
+    Case("gpt2", ranks=1, tokens=96),
+    Case(ranks=4, strategy="HYBRID_SHARD", tokens=32),
+    Case(strategy="NO_SHARD", tokens=64),
+    Case(version=1, tokens=64, fsdp=(("sync_each_batch", False),)),
+    Case(tokens=64, resumed="same", training=(("dataloader_num_workers", 1),)),
+    Case(ranks=4, tokens=64, resumed="other"),
+]
+"""As many micro-batches as the rows of a step need; checkpoints are of runs that count rows."""
 
 _SWITCHES: dict[str, tuple[Any, ...]] = {
     "architecture": ("llama", "gpt2", "qwen3", "gemma", "mixtral"),
@@ -162,6 +179,7 @@ def singles() -> list[Case]:
         Case(ranks=4, fsdp=(("reshard_after_forward", 2),)),
         *CHUNKED,
         *COMPILED,
+        *BY_TOKENS,
     ]
     return cases
 
@@ -187,6 +205,7 @@ FAST = frozenset(
         Case(resumed="other"),
         *CHUNKED[:5],
         *COMPILED[:2],
+        BY_TOKENS[0],
     ]
 )
 """What every run of the tests includes; the rest is for scripts/test-parity."""

@@ -17,6 +17,7 @@ from tests.parity.test_matrix import DROPOUT
 SEEN_BY: dict[str, Case] = {
     "mean of each rank": Case(),
     "mean of each micro-batch": Case(accumulation=4),
+    "mean of each micro-batch of a budget": Case(tokens=64),
     "recomputation forgets the random state": replace(DROPOUT, recomputation="full"),
     "packed examples see each other": Case(packed=True),
     "gradients summed in bf16": Case(),

@@ -18,6 +18,19 @@ def test_every_micro_batch_makes_the_same_global_batch() -> None:
         assert differences(other, recipe).keys() <= {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
 
 
+def test_a_token_budget_is_searched_as_its_longest_rows_and_told_in_tokens() -> None:
+    recipe = resolved(gpus=8, global_batch=64, micro_batch=4, training={"per_device_train_batch_tokens": 512})
+    smaller, same = changed(recipe, batch_changes(2, 4)), changed(recipe, batch_changes(4, 2))
+    assert smaller is not None
+    assert same is not None
+    assert (smaller.global_batch_size, same.global_batch_size) == (64, 64)
+    assert differences(recipe, smaller) == {"training.per_device_train_batch_tokens": 256}
+    assert differences(recipe, same) == {}
+    kept = changed(recipe, {"fsdp.sharding_strategy": "SHARD_GRAD_OP"})
+    assert kept is not None
+    assert kept.training == recipe.training
+
+
 def test_what_depends_on_a_change_is_resolved_again() -> None:
     other = changed(resolved(gpus=16, machines=2), {"fsdp.sharding_strategy": "HYBRID_SHARD"})
     assert other is not None

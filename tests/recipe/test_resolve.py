@@ -45,6 +45,15 @@ def refused(
         ("", "training.gradient_accumulation_steps", 1, "no `training.global_batch_size` is given"),
         ("training: {global_batch_size: 16}", "training.gradient_accumulation_steps", 4, "global batch: 16 / (1 sequences × 4 ranks)"),
         ("training: {per_device_train_batch_size: 3}", "training.per_device_eval_batch_size", 3, "per_device_train_batch_size"),
+        (
+            "training: {global_batch_size: 30, per_device_train_batch_tokens: 8192}",
+            *("training.per_device_train_batch_size", 4),
+            "the longest rows that 8,192 token slots hold: 8,192 / 2,048; of shorter ones there are more",
+        ),
+        (
+            "training: {global_batch_size: 30, per_device_train_batch_tokens: 8192}",
+            *("training.gradient_accumulation_steps", 2, "at most, when all rows are as long as `data.max_length`"),
+        ),
         ("training: {seed: 7}", "training.data_seed", 7, "training.seed"),
         ("training: {save_total_limit: 0}", "training.save_total_limit", None, "0 keeps all"),
         ("", "training.eval_strategy", "no", "there is no data.eval"),

@@ -46,6 +46,18 @@ CONTRADICTIONS = [
     ),
     ("training: {report_to: all}", "trackers_are_known", 3, "`all`"),
     ("training: {lr_scheduler_type: cosine_with_min_lr}", "schedule_has_its_arguments", 3, "`min_lr` or `min_lr_rate`"),
+    ("training: {per_device_train_batch_tokens: 2048}", "token_budget_fits", 3, "`training.global_batch_size` is missing"),
+    ("training: {global_batch_size: 8, per_device_train_batch_tokens: 2000}", "token_budget_fits", 3, "the longest row would not fit"),
+    (
+        "training: {global_batch_size: 8, per_device_train_batch_tokens: 6000}",
+        "token_budget_fits",
+        3,
+        "no multiple of `data.max_length: 2048`",
+    ),
+    (
+        "training:\n  global_batch_size: 8\n  per_device_train_batch_tokens: 8192\n  per_device_train_batch_size: 2",
+        *("token_budget_fits", 6, "says 2 (`training.per_device_train_batch_tokens` on line 5)"),
+    ),
     ("training: {lr_scheduler_type: warmup_stable_decay}", "schedule_has_its_arguments", 3, "`num_decay_steps`"),
     ("fsdp:\n  reshard_after_forward: 2\n  version: 1", "version_1_limits", 4, "line 5"),
     ("output_dir: runs/{nmae}", "output_dir_template", 3, "`{nmae}`"),
@@ -106,6 +118,12 @@ WHOLE = [
         "training: {load_best_model_at_end: true, eval_strategy: epoch, save_strategy: steps}",
         "best_model_is_measured",
         "a save with every evaluation",
+    ),
+    (
+        "model: {name_or_path: a}\ndata: {train: [{path: b}], max_length: 512, packing: true}\n"
+        "training: {global_batch_size: 8, per_device_train_batch_tokens: 1024}",
+        "token_budget_fits",
+        "all rows are as long as",
     ),
 ]
 
@@ -169,11 +187,11 @@ def test_every_inactive_row_can_be_active(row: object) -> None:
     texts = [
         "model: {name_or_path: a}\ndata: {train: [{path: b}, {path: c}], eval: {rows: 2}, packing: true}\n"
         f"fsdp: {{activation_checkpointing: full, auto_wrap_policy: {policy}}}\n"
-        "launch: {num_machines: 2}\ntraining: {eval_strategy: steps}"
+        "launch: {num_machines: 2}\ntraining: {eval_strategy: steps}\nprecision: {mixed_precision: fp8}"
         for policy in ("SIZE_BASED_WRAP", "MODULE_NAMES_WRAP\n  , modules_to_wrap: [a]")
     ]
     recipes = [load(text).recipe for text in texts] + [load_with("fsdp: {sharding_strategy: NO_SHARD}").recipe]
-    never_here = {"data.shuffle_buffer_size", "precision.fp8_recipe", "merge.adapter", "training.hub_model_id"}  # not supported yet
+    never_here = {"data.shuffle_buffer_size", "merge.adapter", "training.hub_model_id"}  # not supported yet
     assert row.keys[0] in never_here or not all(row.when(recipe) for recipe in recipes)  # type: ignore[attr-defined]
 
 
@@ -190,7 +208,6 @@ NOT_YET_EXAMPLES = {
     "lora": "lora: {r: 8}",
     "quantization": "quantization: {load: nf4}",
     "data.streaming": "data: {train: [{path: a}], streaming: true}",
-    "precision.mixed_precision": "precision: {mixed_precision: fp8}",
     "parallelism.tp_size": "parallelism: {tp_size: 2}",
     "parallelism.cp_size": "parallelism: {cp_size: 2}",
     "parallelism.sp_size": "parallelism: {sp_size: 2}",

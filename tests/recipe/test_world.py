@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.recipe.rules import RULES
 from fsdp_tune.recipe.world import batch_arithmetic
 from tests.recipe.loading import load_with, one_problem, problems_with
 
@@ -76,6 +77,11 @@ def test_two_copies_on_one_machine_are_noticed() -> None:
             "contradiction",
             "1 sequences × 4 ranks × 3",
         ),
+        (
+            "training: {global_batch_size: 16, per_device_train_batch_tokens: 2048, gradient_accumulation_steps: 3}\n"
+            "launch: {num_processes: 4}",
+            *("contradiction", "decides from step to step how many it takes: 4 at most"),
+        ),
     ],
 )
 def test_what_cannot_work_on_that_world_is_told_with_the_recipe(extra: str, code: str, words: str) -> None:
@@ -104,3 +110,26 @@ def test_the_arithmetic_is_one_line() -> None:
     resolved = resolve(recipe, EIGHT_GPUS, cwd=Path("/")).recipe
     assert batch_arithmetic(resolved) == ("2 sequences × 8 ranks × 8 accumulation = 128 sequences a step; × 4,096 = 524,288 tokens at most")
     assert (resolved.global_batch_size, resolved.training.gradient_accumulation_steps) == (128, 8)
+
+
+BUDGET = "training: {global_batch_size: 30, per_device_train_batch_tokens: 8192}\nlaunch: {num_processes: 4, device: cpu}"
+
+
+def test_a_token_budget_cuts_the_global_batch_on_any_number_of_ranks() -> None:
+    recipe = resolve(load_with(BUDGET).recipe, EIGHT_GPUS, cwd=Path("/")).recipe
+    assert recipe.global_batch_size == 30, "it need not divide by the ranks"
+    assert batch_arithmetic(recipe) == (
+        "up to 8,192 token slots × 4 ranks × 2 accumulation hold 30 sequences a step; × 2,048 = 61,440 tokens at most"
+    )
+
+
+def test_a_resolved_token_budget_resolves_to_itself() -> None:
+    """The ranks, `plan` and `rehearse` read it again, with everything written."""
+    once = resolve(load_with(BUDGET).recipe, EIGHT_GPUS, cwd=Path("/")).recipe
+    assert resolve(once, EIGHT_GPUS, cwd=Path("/")).recipe == once
+    assert not [rule for rule in RULES if rule(once)]
+
+
+def test_a_budget_may_stand_beside_what_it_comes_to() -> None:
+    extra = "training: {global_batch_size: 30, per_device_train_batch_tokens: 8192, per_device_train_batch_size: 4}"
+    assert load_with(extra).recipe.training.per_device_train_batch_size == 4

@@ -14,7 +14,7 @@ from fsdp_tune.recipe.catalogue import catalogue
 from fsdp_tune.recipe.loader import load_recipe
 from fsdp_tune.recipe.resolve import Machine, resolve
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.rehearsal.shrink import EXPERTS, HEADS, HIDDEN_SIZE, Reach, Small, small_config, small_recipe
+from fsdp_tune.rehearsal.shrink import EXPERTS, HEADS, HIDDEN_SIZE, MAX_LENGTH_TOKENS, Reach, Small, small_config, small_recipe
 from tests.model.families import FAMILIES
 
 MACHINE = Machine(None, 0, 2, None)
@@ -40,6 +40,14 @@ def test_any_architecture_shrinks_to_one_that_transformers_builds(facts: dict[st
     without_vocabulary = sum(p.numel() for p in model.parameters()) - 2 * model.config.vocab_size * HIDDEN_SIZE
     assert without_vocabulary < 3_000_000
     assert type(model).__name__ == (facts.get("architectures") or [type(model).__name__])[0]
+
+
+def test_a_token_budget_is_rehearsed_as_one(tmp_path: Path) -> None:
+    recipe = resolved({"training": {"global_batch_size": 64, "per_device_train_batch_tokens": 8192}})
+    training = shrunk(recipe, tmp_path).document["training"]
+    assert (training["per_device_train_batch_tokens"], training["global_batch_size"]) == (2 * MAX_LENGTH_TOKENS, 2 * 2 * 2)
+    small = load_recipe(str(shrunk(recipe, tmp_path).write(tmp_path))).recipe
+    assert resolve(small, MACHINE, cwd=tmp_path, assume="cuda").recipe.training.gradient_accumulation_steps == 2
 
 
 def test_ratios_of_heads_and_inner_size_stay() -> None:

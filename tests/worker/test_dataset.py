@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from fsdp_tune.data.order import epoch_order
 from fsdp_tune.data.store import Row
-from fsdp_tune.worker.dataset import FILLER, Collator, MicroBatches, eval_batches
+from fsdp_tune.data.token_batches import TokenBudget
+from fsdp_tune.worker.dataset import FILLER, NOTHING, ByTokens, Collator, MicroBatches, eval_batches
 
 SPLITS = [(1, 8, 1), (1, 2, 4), (2, 4, 1), (2, 1, 4), (4, 2, 1), (4, 1, 2), (8, 1, 1)]
 """(ranks, micro-batch, accumulation) of one global batch of 8."""
@@ -65,6 +66,36 @@ def test_epochs_have_orders_of_their_own_that_do_not_change() -> None:
     assert orders[0] == orders[2] != orders[1]
 
 
+BUDGET = TokenBudget(slots=128, multiple_of=8, max_length=64)
+
+
+def by_tokens(rows: int, ranks: int) -> list[MicroBatches]:
+    """Of the same global batches of 8 as `samplers`."""
+    lengths = np.arange(1, rows + 1, dtype=np.int64)
+    kinds = {"micro_batch": BUDGET.longest_rows, "accumulation": BUDGET.micro_steps_at_most(8, ranks)}
+    cut = ByTokens(BUDGET, lengths, 8)
+    return [MicroBatches(order_of(rows), rows, rank=rank, world_size=ranks, by_tokens=cut, **kinds) for rank in range(ranks)]
+
+
+@given(rows=st.integers(1, 60), ranks=st.integers(1, 5), epoch=st.integers(0, 2))
+def test_a_budget_gives_the_steps_that_rows_give_and_keeps_ranks_together(rows: int, ranks: int, epoch: int) -> None:
+    each = by_tokens(rows, ranks)
+    for sampler in each:
+        sampler.set_epoch(epoch)
+    places = [list(sampler) for sampler in each]
+    assert {len(mine) for mine in places} == {len(each[0])}, "__len__ must tell the truth, and ranks go in step"
+    for taken in zip(*places, strict=True):
+        assert len({bool(rows_of_rank) for rows_of_rank in taken}) == 1, "a place is empty on every rank or on none"
+    of_rows = steps(rows, (1, 8, 1), epoch)
+    assert (each[0].steps, each[0].global_batch) == (len(of_rows), 8)
+    for step, wanted in enumerate(of_rows):
+        assert sorted(row for sampler in each for row in sampler.rows_of_step(step)) == wanted
+        at = step * BUDGET.micro_steps_at_most(8, ranks)
+        mine = places[0][at : at + BUDGET.micro_steps_at_most(len(wanted), ranks)]
+        assert mine == sorted(mine, key=bool), "empty places come first: a step ends with its last micro-batch, which reduces"
+        assert mine[-1]
+
+
 @given(rows=st.integers(0, 40), ranks=st.integers(1, 5), micro_batch=st.integers(1, 4))
 def test_evaluation_reads_every_row_once_on_any_number_of_ranks(rows: int, ranks: int, micro_batch: int) -> None:
     each = [eval_batches(rows, rank=rank, world_size=ranks, micro_batch=micro_batch) for rank in range(ranks)]
@@ -110,3 +141,15 @@ def test_loader_gives_the_sampler_s_batches_in_its_order(workers: int, tmp_path)
     [sampler] = samplers(40, (1, 2, 4))
     found = [batch.row_ids for batch in loader(store, sampler, Collator(0, 8), workers=workers, pin_memory=False)]
     assert found == [tuple(rows) for rows in sampler]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_empty_place_passes_the_loader_as_nothing(workers: int, tmp_path) -> None:
+    from fsdp_tune.data.store import RowStore
+    from fsdp_tune.worker.dataset import loader
+    from tests.parity.store import make_store
+
+    store = RowStore(make_store(tmp_path / "store") / "train")
+    found = list(loader(store, [[], [0, 1], [FILLER]], Collator(0, 8), workers=workers, pin_memory=False))  # type: ignore[arg-type]
+    assert [bool(batch.tensors) for batch in found] == [False, True, True]
+    assert found[0] == NOTHING

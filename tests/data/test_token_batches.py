@@ -1,0 +1,99 @@
+"""Cutting a global batch by tokens loses no row, keeps the budget, keeps ranks in step, and no cut needs fewer micro-steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_tune.data.collate import collate
+from fsdp_tune.data.order import epoch_order
+from fsdp_tune.data.store import Int32, Int64, Row
+from fsdp_tune.data.token_batches import TokenBudget, filling, token_micro_batches
+
+MAX_LENGTH = 40
+some_lengths = st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=60).map(lambda values: np.array(values, np.int64))
+budgets = st.builds(TokenBudget, st.integers(1, 6).map(lambda rows: rows * MAX_LENGTH), st.sampled_from([1, 8, 64]), st.just(MAX_LENGTH))
+sizes = st.integers(1, 5)
+
+
+def slots_of(lengths: Int64, budget: TokenBudget) -> int:
+    """What the collator makes of such rows."""
+    empty: list[Int32] = [np.zeros(length, np.int32) for length in lengths.tolist()]
+    rows = [Row(ids, ids, (len(ids),), 0) for ids in empty]
+    return collate(rows, 0, budget.multiple_of, max_length=budget.max_length)["input_ids"].size
+
+
+@given(some_lengths, budgets, sizes)
+def test_each_row_is_in_one_micro_batch_that_keeps_the_budget(lengths: Int64, budget: TokenBudget, dp_size: int) -> None:
+    cut = token_micro_batches(lengths, budget, dp_size)
+    assert all(len(ranks) == dp_size for ranks in cut), "every rank takes part in every micro-step"
+    assert sorted(index for ranks in cut for taken in ranks for index in taken) == list(range(len(lengths)))
+    assert all(slots_of(lengths[taken], budget) <= budget.slots for ranks in cut for taken in ranks)
+
+
+@given(some_lengths, budgets, sizes)
+def test_a_rank_has_no_rows_only_where_there_are_too_few(lengths: Int64, budget: TokenBudget, dp_size: int) -> None:
+    cut = token_micro_batches(lengths, budget, dp_size)
+    empty = sum(1 for ranks in cut for taken in ranks if not len(taken))
+    assert empty == max(0, len(cut) * dp_size - len(lengths))
+
+
+@given(some_lengths, budgets, sizes)
+def test_no_step_takes_more_than_rows_of_the_greatest_length_would(lengths: Int64, budget: TokenBudget, dp_size: int) -> None:
+    """The places of a step, the accumulation that is printed and the time that is planned rest on it."""
+    assert len(token_micro_batches(lengths, budget, dp_size)) <= budget.micro_steps_at_most(len(lengths), dp_size)
+
+
+def partitions(rows: list[int]) -> Iterator[list[list[int]]]:
+    if not rows:
+        yield []
+        return
+    for parts in partitions(rows[1:]):
+        yield [[rows[0]], *parts]
+        for at in range(len(parts)):
+            yield [*parts[:at], [rows[0], *parts[at]], *parts[at + 1 :]]
+
+
+@given(st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=6), budgets, st.integers(1, 2))
+def test_no_way_to_cut_the_rows_needs_fewer_micro_steps(lengths: list[int], budget: TokenBudget, dp_size: int) -> None:
+    widths = dict(zip(lengths, budget.widths(np.array(lengths)), strict=True))
+    fits = (parts for parts in partitions(lengths) if all(len(part) * widths[max(part)] <= budget.slots for part in parts))
+    fewest = min(len(parts) for parts in fits)
+    assert len(token_micro_batches(np.array(lengths), budget, dp_size)) == -(-fewest // dp_size)
+
+
+def test_the_cut_is_the_same_for_ever() -> None:
+    """Ranks cut by themselves: with another answer on one of them the others would wait for it."""
+    lengths = np.array([3, 40, 9, 9, 17, 31, 2, 40, 5, 12])
+    cut = token_micro_batches(lengths, TokenBudget(80, 8, 40), 2)
+    assert [[taken.tolist() for taken in ranks] for ranks in cut] == [[[1, 7], [5, 4]], [[9, 2, 3], [8, 0, 6]]]
+
+
+def test_a_row_beyond_the_budget_is_an_error_and_no_endless_loop() -> None:
+    with pytest.raises(ValueError, match="a row of 41 token slots is beyond a budget of 40"):
+        token_micro_batches(np.array([41]), TokenBudget(40, 8, 40), 1)
+
+
+def like_gsm8k(rows: int) -> Int64:
+    """Lengths with GSM8K's median and tail."""
+    return np.clip(np.random.default_rng(0).lognormal(4.9, 0.45, rows), 20, 512).astype(np.int64)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_budget_fills_more_slots_and_takes_fewer_micro_steps_than_as_many_rows(*, grouped: bool) -> None:
+    lengths, budget, dp_size, size = like_gsm8k(4000), TokenBudget(4096, 8, 512), 2, 64
+    order = epoch_order(lengths, seed=1, epoch=0, shuffle=True, group_by_length=grouped, global_batch_size=size)
+    steps = [lengths[order[at : at + size]] for at in range(0, len(order) // size * size, size)]
+    by_tokens = filling(
+        ([[rows[taken] for taken in ranks] for ranks in token_micro_batches(rows, budget, dp_size)] for rows in steps), budget
+    )
+    by_rows = filling(([[rows[at : at + 8], rows[at + 8 : at + 16]] for at in range(0, size, 16)] for rows in steps), budget)
+    assert by_tokens.tokens == by_rows.tokens
+    assert set(by_rows.micro_steps) == {4}
+    assert sum(by_tokens.micro_steps) < 0.6 * sum(by_rows.micro_steps)
+    assert by_tokens.slots < (1.01 if grouped else 0.8) * by_rows.slots
+    assert by_tokens.held_slots < 1.03 * by_tokens.slots, "ranks of a micro-step take about as many slots"
