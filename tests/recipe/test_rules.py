@@ -187,11 +187,11 @@ def test_every_inactive_row_can_be_active(row: object) -> None:
     texts = [
         "model: {name_or_path: a}\ndata: {train: [{path: b}, {path: c}], eval: {rows: 2}, packing: true}\n"
         f"fsdp: {{activation_checkpointing: full, auto_wrap_policy: {policy}}}\n"
-        "launch: {num_machines: 2}\ntraining: {eval_strategy: steps}\nprecision: {mixed_precision: fp8}"
+        "launch: {num_machines: 2}\ntraining: {eval_strategy: steps}"
         for policy in ("SIZE_BASED_WRAP", "MODULE_NAMES_WRAP\n  , modules_to_wrap: [a]")
     ]
     recipes = [load(text).recipe for text in texts] + [load_with("fsdp: {sharding_strategy: NO_SHARD}").recipe]
-    never_here = {"data.shuffle_buffer_size", "merge.adapter", "training.hub_model_id"}  # not supported yet
+    never_here = {"data.shuffle_buffer_size", "precision.fp8_recipe", "merge.adapter", "training.hub_model_id"}  # not supported yet
     assert row.keys[0] in never_here or not all(row.when(recipe) for recipe in recipes)  # type: ignore[attr-defined]
 
 
@@ -208,6 +208,7 @@ NOT_YET_EXAMPLES = {
     "lora": "lora: {r: 8}",
     "quantization": "quantization: {load: nf4}",
     "data.streaming": "data: {train: [{path: a}], streaming: true}",
+    "precision.mixed_precision": "precision: {mixed_precision: fp8}",
     "parallelism.tp_size": "parallelism: {tp_size: 2}",
     "parallelism.cp_size": "parallelism: {cp_size: 2}",
     "parallelism.sp_size": "parallelism: {sp_size: 2}",
