@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +14,8 @@ from fsdp_tune.errors import usage_error
 if TYPE_CHECKING:
     from fsdp_tune.cli.output import Screen
     from fsdp_tune.recipe.loader import LoadedRecipe
-    from fsdp_tune.recipe.resolve import Resolution
+    from fsdp_tune.recipe.overrides import OptionSays
+    from fsdp_tune.recipe.resolve import Machine, Resolution
     from fsdp_tune.recipe.schema import Recipe
 
 ConfigArg = Annotated[
@@ -68,17 +71,41 @@ def check_trust(recipe: Recipe, trust_remote_code: bool) -> None:
         )
 
 
-def resolved_recipe(
-    screen: Screen, source: str, overrides: list[str], name: str | None, *, assume: bool
-) -> tuple[LoadedRecipe, Resolution]:
-    """Loads and resolves; `assume` stands in a GPU where this machine has none, for commands that start nothing here."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The recipe that a command was given: as it is written, and as it is for this machine, with nothing left open."""
+
+    loaded: LoadedRecipe
+    resolution: Resolution
+    machine: Machine
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.resolution.recipe
+
+
+def asked_recipe(
+    screen: Screen,
+    source: str,
+    overrides: Sequence[str] | None = None,
+    *,
+    name: str | None = None,
+    options: Sequence[OptionSays] = (),
+    starts_here: bool = False,
+    strict: bool = False,
+) -> Asked:
+    """Loads and resolves. Shows what loading has to say, less what `strict` makes errors of; the resolution's notices are the caller's.
+
+    A command that `starts_here` needs the devices that the recipe names, and asks torch for those that nothing else shows. Any other
+    has a GPU assumed where this machine shows none, and does not wait for torch.
+    """
     from fsdp_tune.bridge.devices import this_machine
     from fsdp_tune.recipe.loader import load_recipe
     from fsdp_tune.recipe.resolve import resolve
 
-    loaded = load_recipe(source, overrides, name=name)
-    screen.notices(loaded.notices)
-    machine = this_machine(loaded.recipe.launch.device)
-    resolution = resolve(loaded.recipe, machine, cwd=Path.cwd(), assume="cuda" if assume else None, positions=loaded.positions)
-    screen.notices(resolution.notices)
-    return loaded, resolution
+    loaded = load_recipe(source, overrides or (), name=name, options=options)
+    screen.notices([notice for notice in loaded.notices if not (strict and notice.strict)])
+    wanted = loaded.recipe.launch.device
+    machine = this_machine(wanted if starts_here or wanted == "cpu" else "auto")
+    assume = None if starts_here else "cuda"
+    return Asked(loaded, resolve(loaded.recipe, machine, cwd=Path.cwd(), assume=assume, positions=loaded.positions), machine)

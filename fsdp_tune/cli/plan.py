@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, NameOption, SetOption, chosen_recipe
+from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, NameOption, SetOption, asked_recipe, chosen_recipe
 from fsdp_tune.cli.output import Screen, command
 from fsdp_tune.errors import usage_error
 
@@ -105,21 +105,22 @@ def _resolved(
     from fsdp_tune.bridge.devices import this_machine
     from fsdp_tune.plan.hardware import find_hardware
     from fsdp_tune.recipe.loader import load_recipe
-    from fsdp_tune.recipe.resolve import resolve
+    from fsdp_tune.recipe.overrides import OptionSays
 
-    machine = this_machine("auto")
-    hardware = find_hardware(gpu) if gpu is not None else _own_gpu(machine)
+    hardware = find_hardware(gpu) if gpu is not None else _own_gpu(this_machine("auto"))
+    options: list[OptionSays] = []
     if number is not None:
         per_machine = hardware.devices_per_machine or 8
         machines = max(1, -(-number // per_machine))
-        overrides = [*overrides, f"launch.num_processes={number}", f"launch.num_machines={machines}"]
-    loaded = load_recipe(source, overrides, name=name)
+        said = f"--num-gpus {number}"
+        options = [OptionSays(said, f"launch.num_processes={number}"), OptionSays(said, f"launch.num_machines={machines}")]
+    loaded = load_recipe(source, overrides, name=name, options=options)
     written = loaded.recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    loaded = load_recipe(source, [*overrides, "launch.device=cuda"], name=name)
-    screen.notices(loaded.notices)
-    resolution = resolve(loaded.recipe, machine, cwd=Path.cwd(), assume="cuda", positions=loaded.positions)
-    screen.notices(resolution.notices)
-    return resolution.recipe, hardware, written
+    if loaded.recipe.launch.device != "cuda":  # what is planned are GPUs, whatever the recipe runs on here
+        options.append(OptionSays(f"plan for {hardware.name}", "launch.device=cuda"))
+    asked = asked_recipe(screen, source, overrides, name=name, options=options)
+    screen.notices(asked.resolution.notices)
+    return asked.recipe, hardware, written
 
 
 def _own_gpu(machine: Machine) -> Hardware:

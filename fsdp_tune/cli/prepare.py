@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, NameOption, SetOption, TrustOption, check_trust, chosen_recipe
+from fsdp_tune.cli.options import (
+    ConfigArg,
+    ConfigOption,
+    JsonOption,
+    NameOption,
+    SetOption,
+    TrustOption,
+    asked_recipe,
+    check_trust,
+    chosen_recipe,
+)
 from fsdp_tune.cli.output import Screen, command, printable, stopping_cleanly
 
 if TYPE_CHECKING:
@@ -40,25 +50,20 @@ def prepare(
         fsdp-tune prepare my.yaml --download       (before a job on machines without network)
     """
     with command(json_output) as screen, stopping_cleanly():
-        from fsdp_tune.bridge.devices import this_machine
         from fsdp_tune.bridge.tokenizer import load_encoder
         from fsdp_tune.data.prepare import decoded_rows
         from fsdp_tune.data.prepare import prepare as prepare_data
-        from fsdp_tune.recipe.loader import load_recipe
-        from fsdp_tune.recipe.resolve import resolve
 
-        loaded = load_recipe(chosen_recipe(recipe, config), overrides or (), name=name)
-        screen.notices(loaded.notices)
-        machine = this_machine("cpu" if loaded.recipe.launch.device != "auto" else "auto")
-        resolution = resolve(loaded.recipe, machine, cwd=Path.cwd(), assume="cuda", positions=loaded.positions)
-        check_trust(resolution.recipe, trust_remote_code)
+        # What was decided for the ranks is not told: none is started, and the rows are the same for any number of them.
+        asked = asked_recipe(screen, chosen_recipe(recipe, config), overrides, name=name)
+        check_trust(asked.recipe, trust_remote_code)
         if download:
-            _download(screen, resolution.recipe)
-        encoder = load_encoder(resolution.recipe)
+            _download(screen, asked.recipe)
+        encoder = load_encoder(asked.recipe)
         screen.notices(encoder.notices)
-        ranks_are_known = machine.device is not None or loaded.recipe.launch.num_processes != "auto"
+        ranks_are_known = asked.machine.device is not None or asked.loaded.recipe.launch.num_processes != "auto"
         with screen.progress("tokenising", None, "rows") as bar:
-            data = prepare_data(resolution.recipe, encoder, progress=bar, check_rows=ranks_are_known)
+            data = prepare_data(asked.recipe, encoder, progress=bar, check_rows=ranks_are_known)
         screen.notices(data.as_notices())
         rows = decoded_rows(data.train, encoder, show) if show else []
         screen.document(_document(data, rows))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, SetOption, chosen_recipe, resolved_recipe
+from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, SetOption, asked_recipe, chosen_recipe
 from fsdp_tune.cli.output import Screen, command, stopping_cleanly
 from fsdp_tune.errors import FsdpTuneError, failed_error, usage_error
 
@@ -53,10 +53,13 @@ def rehearse(
         from fsdp_tune.rehearsal.scenes import Rehearsal
         from fsdp_tune.rehearsal.switches import comparable, parity_checks
 
-        asked = _asked_recipe(screen, chosen_recipe(recipe, config), overrides or [])
+        found = asked_recipe(screen, chosen_recipe(recipe, config), overrides)
+        screen.notices(found.resolution.notices)
+        asked = found.recipe
         folder = Path(tempfile.mkdtemp(prefix="fsdp-tune-rehearsal-"))
         ranks = num_processes or (HYBRID_RANKS if asked.is_hybrid else RANKS)
-        device = asked.launch.device if any(each.startswith("launch.device=") for each in overrides or []) else "cpu"
+        named = found.loaded.positions.get("launch.device")
+        device = asked.launch.device if named is not None and str(named.source).startswith("--set") else "cpu"
         checks: list[Check] = []
         screen.log_directory = folder
         try:
@@ -76,11 +79,6 @@ def rehearse(
         if failed is not None:
             raise failed_error("rehearsal-failed", f"{failed.name}: {failed.detail}", hint=f"everything that was written is in {folder}")
         screen.say(f"all {len(checks)} checks passed in {sum(check.seconds for check in checks):.0f} s")
-
-
-def _asked_recipe(screen: Screen, source: str, overrides: list[str]) -> Recipe:
-    _, resolution = resolved_recipe(screen, source, overrides, None, assume=True)
-    return resolution.recipe
 
 
 def _shrink(screen: Screen, recipe: Recipe, folder: Path, ranks: int, device: str) -> Small:

@@ -15,9 +15,9 @@ from fsdp_tune.cli.options import (
     NameOption,
     SetOption,
     TrustOption,
+    asked_recipe,
     check_trust,
     chosen_recipe,
-    resolved_recipe,
 )
 from fsdp_tune.cli.output import command, stopping_cleanly
 
@@ -88,10 +88,12 @@ def train(
         from fsdp_tune.run_dir import RunDir
 
         profiled = parse_profile(profile) if profile is not None else None
-        loaded, resolution = resolved_recipe(screen, chosen_recipe(recipe, config), overrides or [], name, assume=dry_run or no_start)
+        starts_here = not (dry_run or no_start)
+        asked = asked_recipe(screen, chosen_recipe(recipe, config), overrides, name=name, starts_here=starts_here)
+        loaded, resolution = asked.loaded, asked.resolution
+        screen.notices(resolution.notices)
         check_trust(resolution.recipe, trust_remote_code)
         run = RunDir(Path(resolution.recipe.output_dir))
-        starts_here = not (dry_run or no_start)
         rank = machine_rank_of(resolution.recipe, machine_rank, os.environ) if starts_here else machine_rank or 0
         plan = launch_plan(
             resolution.recipe,

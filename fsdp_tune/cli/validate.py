@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, NameOption, SetOption, chosen_recipe
+from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, NameOption, SetOption, asked_recipe, chosen_recipe
 from fsdp_tune.cli.output import Screen, command
 from fsdp_tune.errors import FsdpTuneError, Notice, Problem
 
@@ -40,16 +39,12 @@ def validate(
         fsdp-tune validate --config llama7b_full_shard --strict
     """
     with command(json_output) as screen:
-        from fsdp_tune.bridge.devices import this_machine
         from fsdp_tune.recipe.findings import pinned
-        from fsdp_tune.recipe.loader import load_recipe
-        from fsdp_tune.recipe.resolve import resolve
 
-        loaded = load_recipe(chosen_recipe(recipe, config), overrides or (), name=name)
-        machine = this_machine("cpu" if loaded.recipe.launch.device != "auto" else "auto")
-        resolution = resolve(loaded.recipe, machine, cwd=Path.cwd(), assume="cuda", positions=loaded.positions)
-        checked = _check(resolution, offline=offline)
-        resolution = _decided(resolution, checked, offline=offline)
+        asked = asked_recipe(screen, chosen_recipe(recipe, config), overrides, name=name, strict=strict)
+        loaded = asked.loaded
+        checked = _check(asked.resolution, offline=offline)
+        resolution = _decided(asked.resolution, checked, offline=offline)
         notices = [*loaded.notices, *resolution.notices, *checked.notices]
         checked.problems = [pinned(problem, loaded.positions) for problem in checked.problems]
         checked.problems.extend(_as_error(notice) for notice in notices if strict and notice.strict)

@@ -19,7 +19,7 @@ from fsdp_tune.recipe.keys import dotted, field_at, sections_in
 from fsdp_tune.recipe.kinds import check_run_name
 from fsdp_tune.recipe.legacy import settle, take_aliases, translate
 from fsdp_tune.recipe.not_yet import refused
-from fsdp_tune.recipe.overrides import apply_overrides
+from fsdp_tune.recipe.overrides import OptionSays, apply_overrides
 from fsdp_tune.recipe.rules import REMARKS, RULES
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.world import WORLD_RULES, World
@@ -42,18 +42,20 @@ class LoadedRecipe:
     """`fsdp.version` → where that key is written; what stands at its default is absent."""
 
 
-def load_recipe(source: str, overrides: Sequence[str] = (), *, name: str | None = None) -> LoadedRecipe:
+def load_recipe(source: str, overrides: Sequence[str] = (), *, name: str | None = None, options: Sequence[OptionSays] = ()) -> LoadedRecipe:
     """`source` is a path or a catalogue name, `name` overrides the recipe's. FsdpTuneError carries all problems, by line."""
     path = find_recipe(source)
-    return parse_recipe(read_text(path), path, overrides, name=name)
+    return parse_recipe(read_text(path), path, overrides, name=name, options=options)
 
 
-def parse_recipe(text: str, path: Path, overrides: Sequence[str] = (), *, name: str | None = None) -> LoadedRecipe:
+def parse_recipe(
+    text: str, path: Path, overrides: Sequence[str] = (), *, name: str | None = None, options: Sequence[OptionSays] = ()
+) -> LoadedRecipe:
     """`load_recipe` after reading; `path` is what errors cite, and its stem the default name."""
     tree, problems = _compose_mapping(text, str(path))
     notices, wrong = translate(tree)
     problems.extend(wrong)
-    for more_notices, more_problems in (apply_overrides(tree, overrides), settle(tree)):
+    for more_notices, more_problems in (apply_overrides(tree, overrides, options), settle(tree)):
         notices.extend(more_notices)
         problems.extend(more_problems)
     take_aliases(tree)

@@ -1,8 +1,12 @@
-"""`--set a.b=value`: the same scalars and flow values as in the file, merged into its tree; errors cite `--set #2`."""
+"""`--set a.b=value`: the same scalars and flow values as in the file, merged into its tree; errors cite `--set #2`.
+
+An option of a verb that stands for a key (`plan --num-gpus 4`) goes the same way, and errors cite the option.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fsdp_tune.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.recipe.keys import dotted
@@ -14,13 +18,23 @@ from fsdp_tune.recipe.yaml_tree import Entry, ListNode, MappingNode, Node, Scala
 Path = tuple[str, ...]
 
 
-def apply_overrides(tree: MappingNode, overrides: Sequence[str]) -> tuple[list[Notice], list[Problem]]:
-    """Merges every `--set` into `tree`, in order. What is wrong with one of them is a problem and leaves it out."""
+@dataclass(frozen=True, slots=True)
+class OptionSays:
+    """A key that another option than `--set` gives a value."""
+
+    option: str
+    """As the user wrote it: `--num-gpus 4`."""
+    override: str
+    """As `--set` would have it: `launch.num_processes=4`."""
+
+
+def apply_overrides(tree: MappingNode, overrides: Sequence[str], options: Sequence[OptionSays] = ()) -> tuple[list[Notice], list[Problem]]:
+    """Merges every `--set` into `tree`, in order, then every option. What is wrong with one of them is a problem and leaves it out."""
     notices: list[Notice] = []
     problems: list[Problem] = []
     taken: list[tuple[Path, Where]] = []
-    for number, text in enumerate(overrides, start=1):
-        where = Where(f"--set #{number}")
+    given = [(Where(f"--set #{number}"), text) for number, text in enumerate(overrides, start=1)]
+    for where, text in [*given, *((Where(each.option), each.override) for each in options)]:
         try:
             branch = _parse(text, where)
         except FsdpTuneError as error:

@@ -81,6 +81,7 @@ def test_the_answer_comes_before_the_ranking_and_the_child_is_ended(recipe: str,
     first = {word: next(index for index, line in enumerate(lines) if word in line) for word in ("fits: yes", "ranked recipes", "more GPUs")}
     assert first["fits: yes"] == 0
     assert first["ranked recipes"] < first["more GPUs"]
+    assert sum("→" in line and "your recipe, as it is" in line for line in lines[first["ranked recipes"] :]) == 1
     assert [each.is_closed for each in fake.made] == [True]
 
 
@@ -90,12 +91,25 @@ def test_json_is_one_document_with_the_ranking(recipe: str) -> None:
     assert len(document["alternatives"]) > 1
     assert document["scaling"]
     assert document["best_because"]
+    yours = [each for each in document["alternatives"] if each["is_yours"]]
+    assert [(each["recipe_changes"], each["step_seconds"]) for each in yours] == [({}, document["step_seconds"])]
+    assert yours[0]["place"] >= 1
 
 
 def test_no_search_asks_for_one_trace(recipe: str, fake: type[FakeTracing]) -> None:
     document = json.loads(planned(recipe, "--json", "--no-search").stdout)
     assert document["alternatives"] == []
     assert len(fake.made[0].asked) == 1
+
+
+def test_what_contradicts_the_number_of_gpus_names_the_option(recipe: str) -> None:
+    said = ["--gpu", "A100-40GB", "--num-gpus", "3"]
+    done = CliRunner().invoke(app, ["plan", recipe, *said])
+    assert done.exit_code == 2
+    assert "--num-gpus 3" in done.output, "a global batch of 64 sequences has no share for each of 3 GPUs"
+    assert "--set #" not in done.output
+    twice = CliRunner().invoke(app, ["plan", recipe, *said, "--set", "launch.num_processes=4"])
+    assert "set twice: --num-gpus 3 and --set #1" in twice.output
 
 
 @pytest.mark.parametrize("options", [(), ("--exact",)])

@@ -9,12 +9,13 @@ import pytest
 
 from fsdp_tune.errors import FsdpTuneError, Problem
 from fsdp_tune.recipe.loader import LoadedRecipe, parse_recipe
+from fsdp_tune.recipe.overrides import OptionSays
 
 MINIMAL = "model: {name_or_path: gpt2}\ndata: {train: [{path: some/set}]}\n"
 
 
-def load(text: str, *overrides: str) -> LoadedRecipe:
-    return parse_recipe(text, Path("recipe.yaml"), overrides)
+def load(text: str, *overrides: str, options: Sequence[OptionSays] = ()) -> LoadedRecipe:
+    return parse_recipe(text, Path("recipe.yaml"), overrides, options=options)
 
 
 def load_with(extra: str, *overrides: str) -> LoadedRecipe:
@@ -22,15 +23,15 @@ def load_with(extra: str, *overrides: str) -> LoadedRecipe:
     return load(MINIMAL + extra, *overrides)
 
 
-def problems(text: str, *overrides: str) -> tuple[Problem, ...]:
+def problems(text: str, *overrides: str, options: Sequence[OptionSays] = ()) -> tuple[Problem, ...]:
     with pytest.raises(FsdpTuneError) as caught:
-        load(text, *overrides)
+        load(text, *overrides, options=options)
     assert caught.value.exit_code == 2
     return caught.value.problems
 
 
-def problems_with(extra: str, *overrides: str) -> tuple[Problem, ...]:
-    return problems(MINIMAL + extra, *overrides)
+def problems_with(extra: str, *overrides: str, options: Sequence[OptionSays] = ()) -> tuple[Problem, ...]:
+    return problems(MINIMAL + extra, *overrides, options=options)
 
 
 def one_problem(found: Sequence[Problem]) -> Problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fsdp_tune.recipe.overrides import OptionSays
 from tests.recipe.loading import load_with, one_problem, problems_with
 
 
@@ -93,3 +94,14 @@ def test_one_key_is_set_once(overrides: tuple[str, str]) -> None:
 def test_file_and_overrides_are_told_together_the_file_first() -> None:
     found = problems_with("fsdp: {versoin: 2}\n", "training.seed=x", "zzz=1")
     assert [str(problem.where) for problem in found] == ["recipe.yaml:3:8", "--set #1", "--set #2"]
+
+
+def test_an_option_that_stands_for_a_key_is_named_as_it_was_given() -> None:
+    said = OptionSays("--num-gpus 3", "launch.num_processes=3")
+    text = "parallelism: {dp_replicate_size: 2}\nfsdp: {sharding_strategy: HYBRID_SHARD}\n"
+    found = problems_with(text, "training.seed=x", options=[said])
+    assert {str(problem.where) for problem in found} == {"--set #1", "recipe.yaml:3:15"}
+    assert any("on --num-gpus 3" in problem.message for problem in found)
+    twice = one_problem(problems_with("", "launch.num_processes=2", options=[said]))
+    assert (twice.code, twice.where.source) == ("duplicate-key", "--num-gpus 3")
+    assert "--num-gpus 3 and --set #1" in twice.message
