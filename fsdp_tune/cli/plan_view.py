@@ -63,16 +63,16 @@ def show_ranking(screen: Screen, plan: Plan) -> None:
         return
     rows = [
         (
-            str(number),
+            f"{other.place}" if other.recipe_changes else f"{other.place} →",
             changes_in_words(other.recipe_changes),
             other.fits,
             f"{other.device_gib:.1f}",
             "unknown" if other.step_seconds is None else f"{other.step_seconds:.3g}",
             "unknown" if other.tokens_per_second_per_device is None else f"{other.tokens_per_second_per_device:,.0f}",
         )
-        for number, other in enumerate(plan.alternatives, 1)
+        for other in plan.alternatives
     ]
-    screen.table("ranked recipes", ["", "against the recipe", "fits", "GiB", "s/step", "tokens/s/GPU"], rows)
+    screen.table("ranked recipes", ["", "against your recipe", "fits", "GiB", "s/step", "tokens/s/GPU"], rows)
     if plan.best_because:
         screen.say(f"why the first: {plan.best_because}")
     if plan.smallest_hardware is not None:

@@ -149,6 +149,7 @@ def _ranking(plan: Plan) -> str:
         return ""
     rows = [
         (
+            f"{other.place}",
             escape(changes_in_words(other.recipe_changes)),
             f'<span class="{escape(other.fits)}">{escape(other.fits)}</span>',
             f"{other.device_gib:.1f}",
@@ -158,7 +159,7 @@ def _ranking(plan: Plan) -> str:
         for other in plan.alternatives
     ]
     because = f"<p>{escape(plan.best_because)}</p>" if plan.best_because else ""
-    head = ("recipe, against the one asked for", "fits", "GiB", "step", "tokens/s/GPU")
+    head = ("", "against your recipe", "fits", "GiB", "step", "tokens/s/GPU")
     return f"<h2>Ranked recipes</h2>\n{because}\n" + _table(head, rows)
 
 
@@ -193,7 +194,7 @@ def error_in_words(error: dict[str, Any]) -> str:
 def changes_in_words(changes: dict[str, Any]) -> str:
     """`FULL_SHARD, activation_checkpointing full`; the recipe that was asked for has none."""
     if not changes:
-        return "as asked for"
+        return "your recipe, as it is"
     return ", ".join(f"{key.split('.')[1]} {str(value).lower() if isinstance(value, bool) else value}" for key, value in changes.items())
 
 

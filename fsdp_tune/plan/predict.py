@@ -54,6 +54,8 @@ class Plan:
     assumptions: list[str]
     recipe_changes: dict[str, Any]
     """Key → value, against the recipe that was asked for; empty for itself."""
+    place: int | None = None
+    """In a ranking, from 1; the places between those that are shown are of recipes that are not."""
     decided: dict[str, str] = field(default_factory=dict[str, str])
     """What the recipe leaves to a plan: key → the value, and why."""
     alternatives: tuple[Plan, ...] = ()
@@ -71,6 +73,7 @@ class Plan:
 
 
 _SHORT = (
+    "place",
     "recipe_changes",
     "fits",
     "fits_because",
@@ -87,7 +90,7 @@ _SHORT = (
 
 
 def _short(plan: Plan) -> dict[str, Any]:
-    return {name: getattr(plan, name) for name in _SHORT}
+    return {name: getattr(plan, name) for name in _SHORT} | {"is_yours": not plan.recipe_changes}
 
 
 def plan(

@@ -94,27 +94,40 @@ def _words(changes: Changes) -> str:
 @dataclass(frozen=True, slots=True)
 class Ranking:
     ranked: tuple[Found, ...]
-    """The best first; at most `SHOWN`."""
+    """The best first, at most `SHOWN`; the recipe that was asked for is always among them, each with its place among all."""
     because: str | None
 
 
 def rank_recipes(search: Search, base: Recipe, trace: Trace, target: Target) -> Ranking:
     """The recipes for a target, `base` among them; `trace` is that of `base`."""
-    rankings = {"fastest": best_layouts, "cheapest": cheapest, "largest-context": longest}
-    found = rankings[target](search, base, trace)
-    return Ranking(tuple(found[:SHOWN]), why_first(found, target))
+    search_for, order = {"fastest": (best_layouts, rank), "cheapest": (cheapest, _by_cost), "largest-context": (longest, _by_length)}[
+        target
+    ]
+    others = [each for each in search_for(search, base, trace) if not _is_same(each.recipe, base, trace)]
+    found = sorted([search.price(base, trace, base), *others], key=order)
+    placed = [Found(each.recipe, replace(each.plan, place=place)) for place, each in enumerate(found, 1)]
+    cut = next(each for each in placed if not each.plan.recipe_changes)
+    shown = placed[:SHOWN] if cut in placed[:SHOWN] else [*placed[: SHOWN - 1], cut]
+    return Ranking(tuple(shown), why_first(found, target))
+
+
+def _is_same(recipe: Recipe, base: Recipe, trace: Trace) -> bool:
+    """Whether a candidate is the recipe that was asked for, whose loss may be left to the number of tokens."""
+    changes = differences(base, recipe)
+    loss = changes.pop("kernels.loss", None)
+    return not changes and loss in (None, "chunked" if trace.facts.get("slice_tokens") else "full")
 
 
 def best_layouts(search: Search, base: Recipe, trace: Trace) -> list[Found]:
-    """All that fit, the fastest first, then the tight ones, then the others by what they lack; offload only where nothing fits without."""
+    """All layouts; with offload only where nothing fits without."""
     found = search.layouts(base, trace, offload=False)
     if not any(each.plan.fits == "yes" for each in found):
         found += search.layouts(base, trace, offload=True)
-    return sorted(found, key=rank)
+    return found
 
 
 def rank(found: Found) -> tuple[int, float, float]:
-    """What fits before what is tight; then by time for a token, of all devices; then by memory."""
+    """What fits before what is tight, and that before what lacks least; then by time for a token, of all devices; then by memory."""
     made = found.plan
     order = ("yes", "tight", "no").index(made.fits)
     if order == 2:
@@ -124,7 +137,7 @@ def rank(found: Found) -> tuple[int, float, float]:
 
 
 def cheapest(search: Search, base: Recipe, trace: Trace) -> list[Found]:
-    """On all of the GPUs or on a power of two of them: fewest GPU-seconds for a token first."""
+    """Layouts on all of the GPUs or on a power of two of them."""
     found: list[Found] = []
     size = base.world_size
     counts = [size, *(1 << power for power in range(size.bit_length() - 1, -1, -1) if 1 << power < size)]
@@ -137,7 +150,12 @@ def cheapest(search: Search, base: Recipe, trace: Trace) -> list[Found]:
         for each in best_layouts(search, other, trace):
             made = replace(each.plan, recipe_changes=differences(base, each.recipe))
             found.append(Found(each.recipe, made))
-    return sorted(found, key=lambda each: (rank(each)[0], _device_seconds(each)))
+    return found
+
+
+def _by_cost(found: Found) -> tuple[int, float]:
+    """Fewest GPU-seconds for a token first."""
+    return rank(found)[0], _device_seconds(found)
 
 
 def _same(base: Recipe) -> Changes:
@@ -157,7 +175,13 @@ def longest(search: Search, base: Recipe, trace: Trace) -> list[Found]:
                 found += _lengths(search, base, changes, positions)
         if any(each.plan.fits == "yes" for each in found):
             break
-    return sorted(found, key=lambda each: (rank(each)[0], -each.recipe.data.max_length, *rank(each)[1:]))
+    return found
+
+
+def _by_length(found: Found) -> tuple[int, int, float, float]:
+    """The longest rows first."""
+    order, *others = rank(found)
+    return order, -found.recipe.data.max_length, others[0], others[1]
 
 
 def _lengths(search: Search, base: Recipe, changes: Changes, positions: int | None) -> list[Found]:

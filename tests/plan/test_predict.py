@@ -127,7 +127,7 @@ def test_the_page_is_whole_and_escapes_every_name() -> None:
 
 
 def test_changes_read_like_settings() -> None:
-    assert changes_in_words({}) == "as asked for"
+    assert changes_in_words({}) == "your recipe, as it is"
     assert changes_in_words({"fsdp.offload_params": True, "training.per_device_train_batch_size": 4}) == (
         "offload_params true, per_device_train_batch_size 4"
     )

@@ -127,6 +127,23 @@ def test_an_open_loss_is_tried_whole_and_in_slices() -> None:
     assert {each.kernels.loss for each in tracer.seen} == {"full", "chunked"}
 
 
+@pytest.mark.parametrize("target", ["fastest", "cheapest", "largest-context"])
+@pytest.mark.parametrize("loss", ["full", "auto"])
+@pytest.mark.parametrize("state_gib", [8, 1000])
+def test_the_recipe_that_was_asked_for_is_in_every_ranking_once_and_at_its_place(target: Target, loss: str, state_gib: int) -> None:
+    recipe, tracer = resolved(kernels={"loss": loss}), ModelTracer(state_gib)
+    ranking = rank_recipes(Search(A100, tracer), recipe, tracer.trace(recipe), target)
+    own = [each for each in ranking.ranked if each.recipe == recipe]
+    assert len(own) == 1
+    assert own[0].plan.recipe_changes == {}
+    places = [each.plan.place for each in ranking.ranked]
+    assert places == sorted(places)  # type: ignore[type-var]
+    assert places[:-1] == list(range(1, len(places)))
+    if loss == "auto":  # its own loss is tried once, the other as well
+        twins = [each.plan.recipe_changes for each in ranking.ranked if each.plan.recipe_changes.keys() <= {"kernels.loss"}]
+        assert twins in ([{}], [{}, {"kernels.loss": "chunked"}], [{"kernels.loss": "chunked"}, {}])
+
+
 def test_cheapest_takes_fewer_gpus_where_communication_costs() -> None:
     ranking, _ = ranked(16, "cheapest")
     first = ranking.ranked[0]
