@@ -103,7 +103,7 @@ _MEANING: dict[str, dict[str, Any]] = {
     "HYBRID_SHARD_ZERO2": {"mesh": ("replicate", "shard"), "placements": ["Replicate()", "Shard(dim=0)"], "reshard_after_forward": False},
     "NO_SHARD": {"mesh": (), "placements": [], "reshard_after_forward": None},
 }
-_COMPUTE = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_COMPUTE = {"no": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}  # fp8 is of single modules: `worker.structure`
 _STORAGE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 

@@ -20,6 +20,7 @@ from fsdp_tune.recipe.schema import Recipe
 def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     """Everything that can be said of the model without its weights; problems are collected, not raised."""
     from fsdp_tune.model.build import build_empty, config_or_facts, embedding_rows, generation_config
+    from fsdp_tune.model.float8 import choose_fp8, fp8_notices
     from fsdp_tune.model.kernels import choose_kernels
     from fsdp_tune.model.torchao_adamw import demand_optimizer
 
@@ -45,7 +46,9 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
         problems += _limits(recipe, model, found)
         found |= _wrapping(recipe, model)
         demand_optimizer(recipe)
-        chosen = choose_kernels(recipe, model, str(recipe.launch.device))
+        device = str(recipe.launch.device)
+        chosen = choose_fp8(recipe, model) | choose_kernels(recipe, model, device)
+        notices += fp8_notices(recipe, model, device)
         found["kernels"] = {key: {"value": choice.value, "reason": choice.reason} for key, choice in chosen.items()}
     except FsdpTuneError as error:
         problems += error.problems

@@ -17,6 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdp_tune.model.build import build_empty, build_full, build_with_buffers
 from fsdp_tune.model.choice import Choice
 from fsdp_tune.model.compiled import compile_layers
+from fsdp_tune.model.float8 import convert_to_fp8, demand_gpu
+from fsdp_tune.model.float8_weights import refresh_scales
 from fsdp_tune.model.kernels import install_kernels
 from fsdp_tune.model.recompute import recompute_activations
 from fsdp_tune.model.slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
@@ -67,6 +69,7 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     each rank its part; `own`, each rank builds the whole model (FSDP1, or `cpu_ram_efficient_loading: false`);
     `checkpoint`, the weights come later, from another run's shards.
     """
+    demand_gpu(recipe, device)
     before_kib = _peak_resident_kib()
     mesh = make_mesh(recipe, device.type)
     if not recipe.fsdp.cpu_ram_efficient_loading or recipe.fsdp.version == 1:
@@ -91,6 +94,7 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
         read_slices(model, files)
     if not recipe.is_sharded:
         wrapped = wrap(recipe, model, units, mesh, device)
+    refresh_scales(wrapped)
     growth = (_peak_resident_kib() - before_kib) * KIB
     return Loaded(model, wrapped, units, mesh, tuple(recomputed), size, growth, way, kernels)
 
@@ -108,7 +112,7 @@ def _change(
     recipe: Recipe, model: PreTrainedModel, device: torch.device, *, compiles: bool
 ) -> tuple[dict[str, Choice], list[str], UnitPlan]:
     """What is done to a bare model before it is wrapped, each after what it goes around: (kernels, recomputed layers, units)."""
-    kernels = install_kernels(recipe, model, device.type)
+    kernels = convert_to_fp8(recipe, model, device.type) | install_kernels(recipe, model, device.type)
     recomputed = recompute_activations(recipe, model)
     if compiles:
         compile_layers(recipe, model)
@@ -129,6 +133,7 @@ def wrap_whole(
     wrapped = wrap(recipe, model, units, mesh, device)
     if recipe.is_sharded and recipe.fsdp.version == 2:
         _move_buffers(model, device)
+    refresh_scales(wrapped)
     growth = (_peak_resident_kib() - before_kib) * KIB
     return Loaded(model, wrapped, units, mesh, tuple(recomputed), size, growth, "own", kernels)
 

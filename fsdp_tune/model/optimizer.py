@@ -12,9 +12,11 @@ from torch import nn
 
 from fsdp_tune.model.adamw import AdamW
 from fsdp_tune.model.build import TORCH_DTYPE
+from fsdp_tune.model.float8_weights import refresh_scales
 from fsdp_tune.model.lean_adamw import LeanAdamW
 from fsdp_tune.model.step import parameter_groups
 from fsdp_tune.model.torchao_adamw import torchao_class, with_plain_rates
+from fsdp_tune.recipe.fp8_rules import gathers_in_fp8
 from fsdp_tune.recipe.optimizer_arguments import (
     BLOCK,
     DEFAULT_BLOCK,
@@ -30,6 +32,13 @@ from fsdp_tune.recipe.training_fields import training_value
 
 def build_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]) -> torch.optim.Optimizer:
     """Over the trained parameters of `wrapped`; weight decay on those whose names are in `decayed`."""
+    optimizer = _build(recipe, wrapped, decayed)
+    if gathers_in_fp8(recipe):
+        optimizer.register_step_post_hook(lambda *_: refresh_scales(wrapped))
+    return optimizer
+
+
+def _build(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]) -> torch.optim.Optimizer:
     training = recipe.training
     kind, options = optimizer_of(training)
     groups = parameter_groups(wrapped, float(training_value(training, "weight_decay")), decayed)

@@ -31,7 +31,7 @@ _ATTENTION_OPS = {
     aten._flash_attention_forward.default,
 }
 # Not top-k, which torchtitan keeps: transformers' routers divide its values in place, and what is kept must not change.
-_MATMUL_OPS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+_MATMUL_OPS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default}
 
 
 def _is_attention(op: Any) -> bool:

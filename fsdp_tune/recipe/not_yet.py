@@ -34,7 +34,6 @@ NOT_YET = (
     NotYet("lora", (None,), "LoRA", "leave it out: all parameters are trained (`model.freeze` holds some fixed)"),
     NotYet("quantization", (None,), "training on quantised weights", "leave it out; `fsdp.offload_params: true` saves GPU memory"),
     NotYet("data.streaming", (False,), "streaming", "leave it out: data are prepared once and read from a memory map"),
-    NotYet("precision.mixed_precision", ("no", "fp16", "bf16"), "fp8", "write `bf16`"),
     NotYet("parallelism.tp_size", (1,), "tensor parallelism", "leave it at 1"),
     NotYet("parallelism.cp_size", (1,), "context parallelism", "leave it at 1"),
     NotYet("parallelism.sp_size", (1,), "sequence parallelism", "leave it at 1"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from fsdp_tune.recipe.findings import Finding, Rule, given
+from fsdp_tune.recipe.fp8_rules import FP8_RULES
 from fsdp_tune.recipe.optimizer_rules import OPTIMIZER_RULES, rounds_by_chance
 from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schema import Recipe
@@ -269,6 +270,7 @@ RULES: tuple[Rule, ...] = (
     liger_needs_a_gpu,
     compiled_offload_is_of_whole_layers,
     *OPTIMIZER_RULES,
+    *FP8_RULES,
     *TRAINING_RULES,
 )
 

@@ -12,8 +12,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.model.build import TORCH_DTYPE
+from fsdp_tune.model.float8 import plan_fp8
 from fsdp_tune.model.units import decoder_layers
 from fsdp_tune.plan.trace_format import COLLECTIVE, EVENT, OP, WAIT, Counts, Shapes, Trace, Unit
+from fsdp_tune.recipe.fp8_rules import gathers_in_fp8
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.trace.device import STREAMS
 from fsdp_tune.trace.slices import most_tokens
@@ -94,7 +96,9 @@ def count(config: PreTrainedConfig, model: PreTrainedModel) -> Counts:
     )
 
 
-def deepened(counts: Counts, units: tuple[Unit, ...], layers: int, model: PreTrainedModel) -> tuple[Counts, tuple[Unit, ...]]:
+def deepened(
+    recipe: Recipe, counts: Counts, units: tuple[Unit, ...], layers: int, model: PreTrainedModel
+) -> tuple[Counts, tuple[Unit, ...]]:
     """The counts and units of the model with `layers` layers: the missing ones are like the middle one, which is cut out below."""
     missing = layers - counts.layers
     if not missing:
@@ -111,13 +115,13 @@ def deepened(counts: Counts, units: tuple[Unit, ...], layers: int, model: PreTra
     of_layers = [unit for unit in units if unit.layer >= 0]
     if not of_layers:
         root = units[-1]
-        width = root.gathered_bytes // root.parameters if root.parameters else 0
+        of_layer = _unit(recipe, model, (name,), -1, set(), _gathered_in_fp8(recipe, model)).gathered_bytes
         added = more.parameters - counts.parameters
         grown = replace(
             root,
             parameters=root.parameters + added,
             parameter_bytes=root.parameter_bytes + more.parameter_bytes - counts.parameter_bytes,
-            gathered_bytes=root.gathered_bytes + width * added,
+            gathered_bytes=root.gathered_bytes + missing * of_layer,
         )
         return more, (*units[:-1], grown)
     prefix = name.rpartition(".")[0]
@@ -131,11 +135,16 @@ def unit_list(recipe: Recipe, model: PreTrainedModel, groups: tuple[tuple[str, .
     """The units of the whole model in the order of wrapping, the root last; one 'unit' for plain DDP."""
     layer_of = {name: index for index, (name, _) in enumerate(decoder_layers(model))}
     taken: set[int] = set()
-    units = [_unit(recipe, model, group, layer_of.get(group[0], -1), taken) for group in groups]
-    return (*units, _unit(recipe, model, ("",), -1, taken))
+    fp8 = _gathered_in_fp8(recipe, model)
+    units = [_unit(recipe, model, group, layer_of.get(group[0], -1), taken, fp8) for group in groups]
+    return (*units, _unit(recipe, model, ("",), -1, taken, fp8))
 
 
-def _unit(recipe: Recipe, model: nn.Module, group: tuple[str, ...], layer: int, taken: set[int]) -> Unit:
+def _gathered_in_fp8(recipe: Recipe, model: PreTrainedModel) -> frozenset[str]:
+    return plan_fp8(recipe, model).gathered if gathers_in_fp8(recipe) else frozenset()
+
+
+def _unit(recipe: Recipe, model: nn.Module, group: tuple[str, ...], layer: int, taken: set[int], fp8: frozenset[str]) -> Unit:
     own: list[nn.Parameter] = []
     for name in group:
         for parameter in model.get_submodule(name).parameters():
@@ -144,7 +153,7 @@ def _unit(recipe: Recipe, model: nn.Module, group: tuple[str, ...], layer: int, 
                 own.append(parameter)
     elements = sum(p.numel() for p in own)
     width = TORCH_DTYPE[recipe.compute_dtype].itemsize
+    in_fp8 = {id(model.get_submodule(name).weight) for name in fp8}
+    gathered = sum(p.numel() * (1 if id(p) in in_fp8 else width) for p in own)
     stored = sum(p.numel() * p.element_size() for p in own)
-    return Unit(
-        name=", ".join(group) or "(root)", layer=layer, parameters=elements, parameter_bytes=stored, gathered_bytes=elements * width
-    )
+    return Unit(name=", ".join(group) or "(root)", layer=layer, parameters=elements, parameter_bytes=stored, gathered_bytes=gathered)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_tune.model.float8_weights import plain
 from fsdp_tune.plan.blend import slice_for
 from fsdp_tune.trace import kernels
 from fsdp_tune.trace.device import DEVICE, Clock
@@ -82,8 +83,7 @@ class Recorder(TorchDispatchMode):
 
     def mark(self, tensor: Any, kind: str, layer: int | None = None) -> None:
         """Says what a tensor is; allocates it when it is new."""
-        if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor
+        tensor = plain(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
         allocation = self._seen(tensor)
         if allocation is not None and allocation.size:
             self.kinds[allocation.block] = allocation.kind = KIND[kind]

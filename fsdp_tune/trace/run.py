@@ -50,7 +50,7 @@ def _trace(recipe: Recipe, config: PreTrainedConfig, traced: int, repeats: int, 
     groups: Sequence[tuple[str, ...]] = plan_units(recipe, model).groups if recipe.is_sharded else ()
     counts, units = count(shallow, model), unit_list(recipe, model, tuple(groups))
     if traced != layers:
-        counts, units = deepened(counts, units, layers, model)
+        counts, units = deepened(recipe, counts, units, layers, model)
     with fake_world(recipe.world_size):
         run = run_step(recipe, shallow, vocabulary=vocabulary)
         return assemble(recipe, shallow, run, counts, units, period=repeats)

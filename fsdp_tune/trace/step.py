@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import _foreach_supported_types
 from transformers import PreTrainedConfig, masking_utils
 
+from fsdp_tune.model.float8 import convert_to_fp8
 from fsdp_tune.model.load import Loaded, wrap_whole
 from fsdp_tune.model.loss import auxiliary_loss_weight
 from fsdp_tune.model.optimizer import build_optimizer
@@ -66,6 +67,7 @@ def run_step(recipe: Recipe, config: PreTrainedConfig, *, vocabulary: int | None
     with FakeTensorMode(allow_non_fake_inputs=True), _packing(packed=recipe.data.packing), _no_garbage(), attention.installed():
         recorder = Recorder(device.restart(), _groups(mesh), recipe.training.per_device_train_batch_size)
         model = on_fake_device(recipe, config, vocabulary, where)
+        convert_to_fp8(recipe, model, device.DEVICE)  # before modules are known by identity: these become others
         bare = Names.of(recipe, model)
         sharded = wrap_whole(recipe, model, mesh, where) if recipe.is_sharded else None
         # torch runs the backward of an accelerator in a thread for each device; ours has none.

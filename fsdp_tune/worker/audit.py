@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_tune.model.float8_weights import multiplied_as
 from fsdp_tune.recipe.optimizer_rules import rounds_by_chance
 from fsdp_tune.recipe.schema import Recipe
 
@@ -68,8 +69,8 @@ class DtypeAudit(TorchDispatchMode):
         kind = _KINDS.get(func.overloadpacket.__name__)
         if kind is not None:
             for tensor in _tensors(args):
-                if tensor.is_floating_point():
-                    self._seen[kind][str(tensor.dtype).removeprefix("torch.")] += 1
+                if tensor.is_floating_point() or (kind == "gather" and tensor.dtype == torch.uint8):  # a unit of several dtypes
+                    self._seen[kind][str(multiplied_as(tensor)).removeprefix("torch.")] += 1
                     break
         return func(*args, **(kwargs or {}))
 

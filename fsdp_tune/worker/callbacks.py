@@ -12,8 +12,9 @@ from fsdp_tune.atomic import write_json
 from fsdp_tune.errors import ExitReason, failed_error
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.worker.agree import StopVote, gather
-from fsdp_tune.worker.isolation import ALLOWED, not_isolated, packed_row, packing_deviation
+from fsdp_tune.worker.isolation import allowed_deviation, not_isolated, packed_row, packing_deviation
 from fsdp_tune.worker.readback import ReadBackError, optimizer_state_difference, optimizer_state_kinds, read_back
+from fsdp_tune.worker.readback_fp8 import gathered_difference
 from fsdp_tune.worker.resume import trainer_state_json
 from fsdp_tune.worker.signals import SAVE_AND_FAIL, WISHES, StopWish
 from fsdp_tune.worker.startup import startup_seconds
@@ -56,7 +57,7 @@ class RunCallback(TrainerCallback):
         if row is None:
             return None
         deviation = packing_deviation(parts.recipe, self.trainer.wrapped, row, parts.collator, self.trainer.args.device)
-        if max(gather(deviation)) > ALLOWED[parts.recipe.compute_dtype]:
+        if max(gather(deviation)) > allowed_deviation(parts.recipe):
             raise not_isolated(deviation, type(parts.loaded.model).__name__)
         return deviation
 
@@ -84,7 +85,8 @@ class RunCallback(TrainerCallback):
 
     def _after_first_step(self) -> None:
         trainer = self.trainer
-        difference = optimizer_state_difference(trainer.parts.recipe, trainer.optimizer)
+        recipe, loaded = trainer.parts.recipe, trainer.parts.loaded
+        difference = optimizer_state_difference(recipe, trainer.optimizer) or gathered_difference(recipe, loaded)
         if difference is not None:
             raise failed_error("readback-differs", difference, hint="the run was stopped after step 1")
         if self._is_first:

@@ -29,6 +29,7 @@ from fsdp_tune.recipe.optimizer_arguments import BLOCK, DEFAULT_BLOCK, optimizer
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.units import MIB
 from fsdp_tune.worker.agree import gather
+from fsdp_tune.worker.readback_fp8 import fp8_differences, read_fp8
 from fsdp_tune.worker.structure import structure_differences
 
 # Below this, the interpreter's own noise is larger than the model.
@@ -68,6 +69,7 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
     report["loss_kernel"] = loss_kernel_of(wrapped)
     report["liger_modules"] = modules_of_liger(loaded.model)
     report["compiled_layers"] = sum(is_compiled(module) for module in loaded.model.modules())
+    report["fp8"] = read_fp8(loaded)
     report["peak_growth_bytes"] = loaded.peak_growth_bytes
     report["weights_loaded_by"] = loaded.way
     report["model_bytes"] = loaded.size.parameter_bytes
@@ -226,6 +228,7 @@ def differences(recipe: Recipe, loaded: Loaded, reports: list[dict[str, Any]]) -
     tied = bool(getattr(loaded.model.config, "tie_word_embeddings", False))
     if reports[0]["tied"] != tied:
         found.append(f"tied embeddings: the model's config says {tied}, the live model {reports[0]['tied']}")
+    found += fp8_differences(recipe, loaded, reports[0]["fp8"])
     return found + structure_differences(recipe, loaded, reports[0]) + _too_much_memory(recipe, reports)
 
 

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_tune.errors import failed_error
+from fsdp_tune.model.float8_weights import plain, refresh_scales
 from fsdp_tune.model.step import plain_name
 from fsdp_tune.run_dir import SHARD_FOLDER
 from fsdp_tune.worker.storage import RestrictedReader
@@ -54,7 +55,7 @@ class Live:
 
 def model_state(live: Live) -> dict[str, Any]:
     """name → tensor (DTensor where sharded), each parameter once: tied names would be written twice."""
-    state = get_model_state_dict(live.wrapped)
+    state = {name: plain(value) for name, value in get_model_state_dict(live.wrapped).items()}
     tied = _tied_names(live.wrapped)
     unique = {name: value for name, value in state.items() if name not in tied}
     return gathered(unique) if live.full else unique
@@ -97,6 +98,11 @@ def flat(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 def load_model(live: Live, directory: Path) -> None:
     """Reads the model's tensors of a checkpoint into the live model, resharded on the way."""
+    _read_model(live, directory)
+    refresh_scales(live.wrapped)
+
+
+def _read_model(live: Live, directory: Path) -> None:
     if (directory / FULL_MODEL_FILE).exists():
         with safe_open(directory / FULL_MODEL_FILE, framework="pt") as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is no mapping

@@ -22,6 +22,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma": {"model_type": "gemma", **_DECODER, "tie_word_embeddings": True},  # scaled embedding, norm weights around zero
     # The widths are as odd as torch's grouped product takes them (rows of 16 bytes); three experts divide by no world.
     "mixtral": {"model_type": "mixtral", **_DECODER, **_EXPERTS, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None},
+    # Every Linear of its layers can compute in fp8, on one, two and four ranks.
+    "llama-16": {
+        "model_type": "llama",
+        **_DECODER,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+    },
     # Its MLPs are large enough for blocks of 8-bit state on two ranks and too small on four, its heads too small on any; its
     # embedding has whole blocks on the second rank alone.
     "llama-64": {"model_type": "llama", **_DECODER, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128},

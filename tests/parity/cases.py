@@ -35,6 +35,7 @@ class Case:
     resumed: str = "no"
     """same: from a checkpoint of as many ranks; other: of another number of ranks, under FULL_SHARD."""
     precision: str = "no"
+    """`precision.mixed_precision`, and after it `precision.fp8_recipe`."""
     fsdp: tuple[tuple[str, Any], ...] = ()
     """Further keys of `fsdp:`."""
     kernels: tuple[tuple[str, Any], ...] = ()
@@ -90,7 +91,7 @@ class Case:
             "data": {"packing": self.packed, **({} if self.tokens is None else {"max_length": LONGEST})},
             "fsdp": fsdp,
             "kernels": dict(self.kernels),
-            "precision": {"mixed_precision": self.precision},
+            "precision": dict(zip(("mixed_precision", "fp8_recipe"), self.precision.split(), strict=False)),
             "training": {**batch, **dict(self.training)},
             "launch": {"num_processes": self.ranks},
         }

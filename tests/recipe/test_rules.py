@@ -37,6 +37,20 @@ CONTRADICTIONS = [
     ("training: {report_to: [wandbb]}", "trackers_are_known", 3, "`wandbb`"),
     ("training: {optim_args: momentum=0.9}", "optimizer_takes_its_arguments", 3, "does not know"),
     ("training: {optim_args: bf16_stochastic_round=true}", "stochastic_rounding_has_something_to_round", 3, "`model.dtype` is fp32"),
+    ("precision: {mixed_precision: fp8}\nfsdp: {version: 1}", "fp8_needs_fsdp_2", 3, "line 4"),
+    ("precision: {mixed_precision: fp8}\nlaunch: {device: mps, num_processes: 1}", "fp8_needs_its_devices", 3, "line 4"),
+    (
+        "precision: {mixed_precision: fp8, fp8_recipe: tensorwise}\nfsdp: {offload_params: true}",
+        "fp8_gathers_from_the_device",
+        3,
+        "its scale is lost (`fsdp.offload_params` on line 4)",
+    ),
+    (
+        "precision: {mixed_precision: fp8, fp8_recipe: tensorwise}\nfsdp: {reshard_after_forward: 2}",
+        "fp8_is_gathered_from_all",
+        3,
+        "cannot do with fp8",
+    ),
     ("fsdp: {version: 1}\ntraining: {optim_args: state_dtype=bf16}", "lean_state_needs_fsdp_2", 4, "line 3"),
     (
         "fsdp: {state_dict_type: FULL_STATE_DICT}\ntraining: {optim: adamw_torch_8bit}",
@@ -187,11 +201,11 @@ def test_every_inactive_row_can_be_active(row: object) -> None:
     texts = [
         "model: {name_or_path: a}\ndata: {train: [{path: b}, {path: c}], eval: {rows: 2}, packing: true}\n"
         f"fsdp: {{activation_checkpointing: full, auto_wrap_policy: {policy}}}\n"
-        "launch: {num_machines: 2}\ntraining: {eval_strategy: steps}"
+        "launch: {num_machines: 2}\ntraining: {eval_strategy: steps}\nprecision: {mixed_precision: fp8}"
         for policy in ("SIZE_BASED_WRAP", "MODULE_NAMES_WRAP\n  , modules_to_wrap: [a]")
     ]
     recipes = [load(text).recipe for text in texts] + [load_with("fsdp: {sharding_strategy: NO_SHARD}").recipe]
-    never_here = {"data.shuffle_buffer_size", "precision.fp8_recipe", "merge.adapter", "training.hub_model_id"}  # not supported yet
+    never_here = {"data.shuffle_buffer_size", "merge.adapter", "training.hub_model_id"}  # not supported yet
     assert row.keys[0] in never_here or not all(row.when(recipe) for recipe in recipes)  # type: ignore[attr-defined]
 
 
@@ -208,7 +222,6 @@ NOT_YET_EXAMPLES = {
     "lora": "lora: {r: 8}",
     "quantization": "quantization: {load: nf4}",
     "data.streaming": "data: {train: [{path: a}], streaming: true}",
-    "precision.mixed_precision": "precision: {mixed_precision: fp8}",
     "parallelism.tp_size": "parallelism: {tp_size: 2}",
     "parallelism.cp_size": "parallelism: {cp_size: 2}",
     "parallelism.sp_size": "parallelism: {sp_size: 2}",

@@ -25,6 +25,8 @@ CASES = {
     "llama, four ranks in two copies": Case(ranks=4, strategy="HYBRID_SHARD"),
     "llama, bf16": Case(precision="bf16"),
     "llama, 8-bit state": Case("llama-64", training=(("optim", "adamw_torch_8bit"), ("optim_args", "block_size=64"))),
+    "llama, fp8": Case("llama-16", precision="fp8 rowwise"),
+    "llama, gathered in fp8": Case("llama-16", precision="fp8 tensorwise"),
     "llama, bf16 state": Case(training=(("optim_args", "state_dtype=bf16"),)),
 }
 FAST = [*list(CASES)[:2], "llama, 8-bit state"]

@@ -1,0 +1,68 @@
+"""Weights that are gathered in fp8: torchao's kind of tensor around each shard, which the rest of the program looks through.
+
+What is stored, saved and updated is the shard inside. Its kind decides what FSDP2 sends: fp8 values, cast with one scale for the
+whole weight, which all ranks know beforehand.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def is_fp8(module: nn.Module) -> bool:
+    """Whether a module is torchao's Linear, which FSDP2 may have made a class of its own of."""
+    torchao: Any = sys.modules.get("torchao.float8.float8_linear")  # importing it takes a second: where nobody has, there is none
+    return torchao is not None and isinstance(module, torchao.Float8Linear)
+
+
+def multiplied_as(tensor: torch.Tensor) -> torch.dtype:
+    """torchao's operands say bf16, and hold fp8 values with their scale."""
+    return tensor._data.dtype if type(tensor).__name__ == "Float8TrainingTensor" else tensor.dtype  # type: ignore[attr-defined]
+
+
+def plain(tensor: Any) -> Any:
+    """The shard inside of torchao's kind of tensor: the same memory. Any other tensor is returned as it is."""
+    if isinstance(tensor, DTensor) and type(tensor._local_tensor) is not torch.Tensor:
+        inner = plain(tensor._local_tensor)
+        if inner is tensor._local_tensor:
+            return tensor
+        size, stride = tensor.size(), tensor.stride()
+        return DTensor.from_local(inner, tensor.device_mesh, tensor.placements, run_check=False, shape=size, stride=stride)
+    kind: Any = tensor
+    return kind._tensor if type(tensor).__name__ == "WeightWithDynamicFloat8CastTensor" else tensor
+
+
+def gathered_in_fp8(wrapped: nn.Module) -> Iterator[nn.Module]:
+    """The converted modules whose shards are cast before they are gathered."""
+    for module in wrapped.modules():
+        weight = module.weight if is_fp8(module) else None
+        if isinstance(weight, DTensor) and plain(weight) is not weight:
+            yield module
+
+
+@torch.no_grad()
+def refresh_scales(wrapped: nn.Module) -> None:
+    """After weights have changed: the scale of each weight that is gathered in fp8, with one collective for all of them.
+
+    torchao's `precompute_float8_dynamic_scale_for_fsdp` to the bit, for shards of any dtype, empty ones among them.
+    """
+    weights: list[Any] = [module.weight for module in gathered_in_fp8(wrapped)]
+    if not weights:
+        return
+    from torchao.float8.float8_utils import amax_to_scale
+
+    shards = [plain(weight._local_tensor) for weight in weights]
+    largest = torch.stack([shard.abs().max().float() if shard.numel() else torch.zeros((), device=shard.device) for shard in shards])
+    mesh, placements = weights[0].device_mesh, weights[0].placements
+    for dim, placement in enumerate(placements):
+        if placement.is_shard():
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    for weight, scale in zip(weights, amax_to_scale(largest, weights[0]._local_tensor._dtype).unbind(), strict=True):
+        weight._local_tensor._precomputed_scale = scale

@@ -1,0 +1,141 @@
+"""Which Linears compute in fp8, what is said about the others, and that weights stay what they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.model import float8
+from fsdp_tune.model.build import build_empty, build_full
+from fsdp_tune.model.float8 import choose_fp8, convert_to_fp8, demand_gpu, fp8_notices, plan_fp8
+from fsdp_tune.model.float8_weights import is_fp8
+from fsdp_tune.model.inspect import facts
+from fsdp_tune.recipe.schema import Recipe
+from tests.model.recipes import recipe_of
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def fp8(model: str = "llama", ranks: int = 2, *, scaling: str = "rowwise", **sections: Any) -> Recipe:
+    return recipe_of(model, ranks, precision={"mixed_precision": "fp8", "fp8_recipe": scaling}, **sections)
+
+
+def last_names(names: Any) -> set[str]:
+    return {name.rsplit(".", 1)[-1] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("family", "converted", "left"),
+    [
+        ("llama", set(ALL), {}),
+        ("mistral", set(ALL), {}),
+        ("mixtral", set(ALL[:4]), {}),  # its experts and its router hold parameters, and are no Linears
+        ("qwen2_moe", set(ALL), {"shared_expert_gate": "its sizes are no multiples of 16"}),
+        ("opt", {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"}, {}),
+        ("phi", {"q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"}, {}),
+    ],
+)
+def test_linears_of_the_layers_are_converted_and_no_others(family: str, converted: set[str], left: dict[str, str]) -> None:
+    recipe = fp8(family)
+    model = build_empty(recipe)
+    plan = plan_fp8(recipe, model)
+    assert last_names(plan.converted) == converted
+    assert {name.rsplit(".", 1)[-1]: why for name, why in plan.left.items()} == left
+    names = [name for name, _ in model.named_parameters()]
+    convert_to_fp8(recipe, model, "cpu")
+    assert {name for name, module in model.named_modules() if is_fp8(module)} == set(plan.converted)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert plan_fp8(recipe, model) == plan, "it is asked again of what is converted"
+
+
+def test_small_linears_stay_and_are_counted_with_their_reason() -> None:
+    config = {"model_type": "llama", "vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 10}
+    recipe = fp8({"from_config": config | {"num_key_value_heads": 1, "intermediate_size": 48}})  # type: ignore[arg-type]
+    reason = choose_fp8(recipe, build_empty(recipe))["precision.mixed_precision"].reason
+    assert reason == "rowwise: 6 Linears of 2 layers; 8 left, its sizes are no multiples of 16; gathered in bf16"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"), [(2, "gathered in fp8"), (3, "4 gathered in fp8, 10 in bf16, whose rows 3 ranks do not divide")]
+)
+def test_weights_whose_rows_do_not_divide_are_gathered_in_bf16(ranks: int, words: str) -> None:
+    recipe = fp8(ranks=ranks, scaling="tensorwise")  # 48 rows divide by three, 32 and 16 do not
+    assert choose_fp8(recipe, build_empty(recipe))["precision.mixed_precision"].reason.endswith(words)
+
+
+def test_a_model_without_linears_is_refused_before_a_rank_starts() -> None:
+    found = facts(fp8("gpt2", data={"train": [{"path": "hand-made"}], "max_length": 64}))["problems"]
+    assert [problem["code"] for problem in found] == ["fp8-nothing-to-convert"]
+    assert "Conv1D" in found[0]["message"]
+
+
+def test_without_torchao_the_recipe_is_refused_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_tune.model.torchao_adamw.PACKAGE", "no_such_package")
+    (problem,) = facts(fp8())["problems"]
+    assert problem["code"] == "torchao-not-installed"
+    assert "precision.mixed_precision: fp8" in problem["message"]
+
+
+def test_share_of_stacked_experts_is_told() -> None:
+    recipe = fp8("mixtral")
+    model = build_empty(recipe)
+    (emulated, experts) = fp8_notices(recipe, model, "cpu")
+    assert emulated.code == "fp8-emulated"
+    stacked = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    of_layers = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name)
+    linears = sum(p.numel() for name, p in model.named_parameters() if "_proj.weight" in name and p.ndim == 2)
+    assert experts.code == "fp8-without-experts"
+    assert f"{linears / of_layers:.0%}" in experts.message
+    assert f"{stacked:,}" in experts.message
+
+
+@pytest.mark.parametrize(("compiled", "codes"), [(False, ["fp8-not-compiled"]), (True, [])])
+def test_eager_fp8_on_a_gpu_is_a_notice(compiled: bool, codes: list[str]) -> None:
+    recipe = fp8(kernels={"compile": compiled})
+    assert [notice.code for notice in fp8_notices(recipe, build_empty(recipe), "cuda")] == codes
+
+
+@pytest.mark.parametrize(("capability", "instead"), [((8, 0), "bf16"), ((7, 5), "fp16"), ((8, 9), None), ((9, 0), None), ((12, 0), None)])
+def test_older_gpus_are_told_what_to_write(capability: tuple[int, int], instead: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some card")
+    if instead is None:
+        demand_gpu(fp8(), torch.device("cuda", 0))
+        return
+    with pytest.raises(FsdpTuneError, match=r"needs compute capability 8\.9") as caught:
+        demand_gpu(fp8(), torch.device("cuda", 0))
+    assert caught.value.exit_code == 2
+    assert caught.value.problems[0].hint == f"write `precision.mixed_precision: {instead}`"
+    demand_gpu(recipe_of(precision={"mixed_precision": "bf16"}), torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("multiple", "longest", "padded"), [(8, 64, True), (16, 64, False), (16, 60, True), (32, 64, False)])
+def test_operands_are_padded_only_where_tokens_are_no_multiples(multiple: int, longest: int, padded: bool) -> None:
+    recipe = fp8(data={"train": [{"path": "hand-made"}], "pad_to_multiple_of": multiple, "max_length": longest})
+    assert float8._config(recipe, gathered=False, emulate=True).pad_inner_dim is padded
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+def test_a_converted_linear_multiplies_fp8_values(scaling: str) -> None:
+    """By hand: each operand times its scale, rounded to e4m3, divided by it, and multiplied in fp32."""
+    recipe = fp8(scaling=scaling, fsdp={"sharding_strategy": "NO_SHARD"})
+    model = build_full(recipe)
+    layer = model.model.layers[0].mlp
+    weight = layer.gate_proj.weight.detach().clone()
+    convert_to_fp8(recipe, model, "cpu")
+    tokens = torch.randn(7, 32, generator=torch.Generator().manual_seed(0))
+
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        largest = values.abs().amax(dim=1, keepdim=True) if scaling == "rowwise" else values.abs().max()
+        scale = (448.0 / largest.double()).float()
+        if scaling == "rowwise":
+            scale = torch.exp2(torch.floor(torch.log2(scale)))
+        return (values * scale).to(torch.float8_e4m3fn).float() / scale
+
+    found = layer.gate_proj(tokens)
+    assert torch.equal(layer.gate_proj.weight, weight), "the weight itself stays"
+    torch.testing.assert_close(found, rounded(tokens) @ rounded(weight).t(), rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(found, tokens @ weight.t(), rtol=1e-4)
