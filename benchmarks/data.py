@@ -140,25 +140,19 @@ def budget(folder: Path, gsm8k: Path) -> None:
 
 
 def budget_wall(folder: Path, gsm8k: Path) -> None:
-    """Alternating, so that both meet the same machine; of each run the mean of its steps but the first line's."""
-    ways: dict[str, dict[str, Any]] = {
-        f"{MICRO_BATCH} rows": {"per_device_train_batch_size": MICRO_BATCH},
-        f"{BUDGET:,} slots": {"per_device_train_batch_size": MICRO_BATCH, "per_device_train_batch_tokens": BUDGET},
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    losses: dict[str, list[float]] = {}
-    for number in range(2):
-        for name, keys in ways.items():
-            lines = trained(
-                folder, gsm8k, f"{name.replace(' ', '-')}-{number}", keys | {"global_batch_size": GLOBAL_BATCH, "max_steps": 12}
-            )
-            seconds[name].append(float(np.mean([line["step_seconds"] for line in lines[1:]])))
-            losses[name] = [line["loss"] for line in lines]
-    rows, slots = (float(np.median(each)) for each in seconds.values())
-    first, second = losses.values()
-    off = max(abs(a / b - 1) for a, b in zip(first, second, strict=True))
-    told = f"{rows:.2f} s by rows, {slots:.2f} s by slots, {rows / slots:.2f} ×; losses {off:.0e} apart"
-    print(f"a step of {GLOBAL_BATCH} rows on {RANKS} CPU ranks: {told}")
+    """The same steps both ways; of each run the median of its steps but the first. With `shuffle: false` rows come as in the file."""
+    for shuffle in (True, False):
+        lines: list[list[dict[str, Any]]] = []
+        for slots in (None, BUDGET):
+            keys = {"per_device_train_batch_tokens": slots, "global_batch_size": GLOBAL_BATCH, "max_steps": 5, "logging_steps": 1}
+            lines.append(trained(folder, gsm8k, f"{'grouped' if shuffle else 'as-they-come'}-{slots or 'rows'}", keys, shuffle=shuffle))
+        rows, slots = (float(np.median([line["step_seconds"] for line in each[1:]])) for each in lines)
+        off = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(*lines, strict=True))
+        order = "similar lengths together" if shuffle else "in the order of the file"
+        told = (
+            f"{rows:.2f} s by {MICRO_BATCH} rows, {slots:.2f} s by {BUDGET:,} slots, {rows / slots:.2f} ×; losses at most {off:.0e} apart"
+        )
+        print(f"a step of {GLOBAL_BATCH} rows on {RANKS} CPU ranks, {order}: {told}")
 
 
 def trained(folder: Path, gsm8k: Path, name: str, training: dict[str, Any], **data: Any) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from fsdp_tune.data.store import Int64, RowStore
 from fsdp_tune.recipe.schema import Recipe
 
 STEPS_LOOKED_AT = 1000
-"""By `filling`: a step takes a few tenths of a millisecond, and more of them move no digit that is shown."""
+"""By `filling_lines`: each takes some tenths of a millisecond, and more of them move no digit that is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,6 @@ class TokenBudget:
     """Of one micro-batch on one rank, padding included: a multiple of `max_length`, which no row exceeds."""
     multiple_of: int
     max_length: int
-
-    @property
-    def longest_rows(self) -> int:
-        """How many rows of `max_length` fit."""
-        return self.slots // self.max_length
-
-    def micro_steps_at_most(self, rows: int, dp_size: int) -> int:
-        """What rows of `max_length` would take; shorter ones never take more."""
-        return -(-rows // (self.longest_rows * dp_size))
 
     def widths(self, lengths: Int64) -> list[int]:
         return [padded_length(length, self.multiple_of, self.max_length) for length in lengths.tolist()]
@@ -63,9 +54,8 @@ def token_micro_batches(lengths: Int64, budget: TokenBudget, dp_size: int) -> li
         raise ValueError(f"a row of {widths[0]} token slots is beyond a budget of {budget.slots}")
     wanted = -(-len(_starts(widths, budget.slots)) // dp_size) * dp_size
     starts = _evened(widths, budget.slots, wanted)
-    if wanted - dp_size < len(starts):
-        last = starts[wanted - dp_size]
-        starts[wanted - dp_size :] = [last + start for start in _evened(widths[last:], budget.slots, dp_size)]
+    last = starts[wanted - dp_size]  # it is there: fewer micro-batches than the fewest, which were rounded up, there cannot be
+    starts[wanted - dp_size :] = [last + start for start in _evened(widths[last:], budget.slots, dp_size)]
     cut = _split_largest(list(pairwise([*starts, len(widths)])), widths, wanted)
     taken = [order[start:end] for start, end in cut] + [order[:0]] * (wanted - len(cut))
     return [taken[at : at + dp_size] for at in range(0, wanted, dp_size)]
@@ -123,8 +113,10 @@ class Filling:
     def __str__(self) -> str:
         least, most = min(self.micro_steps), max(self.micro_steps)
         mean = sum(self.micro_steps) / len(self.micro_steps)
-        told = f"{least} to {most}, {mean:.1f} on average" if least != most else f"{least}"
-        return f"{told} micro-batches a step and rank; {self.tokens / self.slots:.1%} of the slots are real tokens"
+        told = f"{least} micro-batch{'' if least == 1 else 'es'} a step and rank"
+        if most > least:
+            told = f"{least} to {most} micro-batches a step and rank, {mean:.1f} on average"
+        return f"{told}; {self.tokens / self.slots:.1%} of the slots are real tokens"
 
 
 def filling(batches: Iterator[list[list[Int64]]], budget: TokenBudget) -> Filling:

@@ -198,7 +198,7 @@ BUDGET = ("--set", "training.per_device_train_batch_tokens=1024")
 def test_a_token_budget_trains_as_rows_do_and_goes_on_inside_an_epoch(cli: Cli, tmp_path: Path) -> None:
     by_rows = document(cli("train", *smoke(20, "rows"), "--json"))
     whole = cli("train", *smoke(20), *BUDGET, "--set", "training.save_steps=10", "--set", "training.dataloader_num_workers=1", "--json")
-    assert re.search(r"1,024 token slots at most: 1 micro-batches a step and rank; \d\d\.\d% of the slots are real tokens", whole.stderr), (
+    assert re.search(r"1,024 token slots at most: 1 micro-batch a step and rank; \d\d\.\d% of the slots are real tokens", whole.stderr), (
         whole.stderr
     )
     assert document(whole)["loss"] == pytest.approx(by_rows["loss"], rel=1e-5)

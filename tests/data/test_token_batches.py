@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,11 @@ from hypothesis import strategies as st
 
 from fsdp_tune.data.collate import collate
 from fsdp_tune.data.order import epoch_order
+from fsdp_tune.data.prepare import Prepared
 from fsdp_tune.data.store import Int32, Int64, Row
-from fsdp_tune.data.token_batches import TokenBudget, filling, token_micro_batches
+from fsdp_tune.data.token_batches import TokenBudget, filling, filling_lines, token_micro_batches
+from tests.parity.store import TRAIN_ROWS, VOCABULARY, make_store
+from tests.plan.recipes import resolved
 
 MAX_LENGTH = 40
 some_lengths = st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=60).map(lambda values: np.array(values, np.int64))
@@ -45,7 +49,7 @@ def test_a_rank_has_no_rows_only_where_there_are_too_few(lengths: Int64, budget:
 @given(some_lengths, budgets, sizes)
 def test_no_step_takes_more_than_rows_of_the_greatest_length_would(lengths: Int64, budget: TokenBudget, dp_size: int) -> None:
     """The places of a step, the accumulation that is printed and the time that is planned rest on it."""
-    assert len(token_micro_batches(lengths, budget, dp_size)) <= budget.micro_steps_at_most(len(lengths), dp_size)
+    assert len(token_micro_batches(lengths, budget, dp_size)) <= -(-len(lengths) // (budget.slots // MAX_LENGTH * dp_size))
 
 
 def partitions(rows: list[int]) -> Iterator[list[list[int]]]:
@@ -97,3 +101,13 @@ def test_a_budget_fills_more_slots_and_takes_fewer_micro_steps_than_as_many_rows
     assert sum(by_tokens.micro_steps) < 0.6 * sum(by_rows.micro_steps)
     assert by_tokens.slots < (1.01 if grouped else 0.8) * by_rows.slots
     assert by_tokens.held_slots < 1.03 * by_tokens.slots, "ranks of a micro-step take about as many slots"
+
+
+def test_what_a_budget_makes_of_an_epoch_is_said_before_it_begins(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store")
+    prepared = Prepared("hand-made", str(store), str(store / "train"), {}, TRAIN_ROWS, VOCABULARY, 0, {}, [])
+    recipe = resolved(gpus=2, global_batch=16, micro_batch=2, data={"max_length": 32}, training={"per_device_train_batch_tokens": 64})
+    assert filling_lines(recipe, prepared) == [
+        "64 token slots at most: 1 to 4 micro-batches a step and rank, 2.8 on average; 78.6% of the slots are real tokens"
+    ]
+    assert filling_lines(resolved(gpus=2, global_batch=16, micro_batch=2, data={"max_length": 32}), prepared) == []

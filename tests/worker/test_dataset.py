@@ -66,13 +66,14 @@ def test_epochs_have_orders_of_their_own_that_do_not_change() -> None:
     assert orders[0] == orders[2] != orders[1]
 
 
-BUDGET = TokenBudget(slots=128, multiple_of=8, max_length=64)
+LONGEST_ROWS = 2
+BUDGET = TokenBudget(slots=LONGEST_ROWS * 64, multiple_of=8, max_length=64)
 
 
 def by_tokens(rows: int, ranks: int) -> list[MicroBatches]:
     """Of the same global batches of 8 as `samplers`."""
     lengths = np.arange(1, rows + 1, dtype=np.int64)
-    kinds = {"micro_batch": BUDGET.longest_rows, "accumulation": BUDGET.micro_steps_at_most(8, ranks)}
+    kinds = {"micro_batch": LONGEST_ROWS, "accumulation": -(-8 // (LONGEST_ROWS * ranks))}
     cut = ByTokens(BUDGET, lengths, 8)
     return [MicroBatches(order_of(rows), rows, rank=rank, world_size=ranks, by_tokens=cut, **kinds) for rank in range(ranks)]
 
@@ -90,8 +91,8 @@ def test_a_budget_gives_the_steps_that_rows_give_and_keeps_ranks_together(rows: 
     assert (each[0].steps, each[0].global_batch) == (len(of_rows), 8)
     for step, wanted in enumerate(of_rows):
         assert sorted(row for sampler in each for row in sampler.rows_of_step(step)) == wanted
-        at = step * BUDGET.micro_steps_at_most(8, ranks)
-        mine = places[0][at : at + BUDGET.micro_steps_at_most(len(wanted), ranks)]
+        at = step * -(-8 // (LONGEST_ROWS * ranks))
+        mine = places[0][at : at + -(-len(wanted) // (LONGEST_ROWS * ranks))]
         assert mine == sorted(mine, key=bool), "empty places come first: a step ends with its last micro-batch, which reduces"
         assert mine[-1]
 
