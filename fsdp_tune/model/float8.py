@@ -20,12 +20,10 @@ from fsdp_tune.model.choice import Choice
 from fsdp_tune.model.float8_weights import is_fp8
 from fsdp_tune.model.torchao_adamw import demand_torchao
 from fsdp_tune.model.units import decoder_layers, ignored_module_names, plan_units
-from fsdp_tune.recipe.fp8_rules import computes_in_fp8, gathers_in_fp8
+from fsdp_tune.recipe.fp8_rules import FP8_MULTIPLE, computes_in_fp8, gathers_in_fp8
 from fsdp_tune.recipe.schema import Recipe
 
 KEY = "precision.mixed_precision"
-ALIGNED = 16
-"""cuBLAS multiplies fp8 matrices whose inner and last sizes are multiples of it (torch's `_scaled_mm`)."""
 OLDEST_GPU = (8, 9)
 """Compute capability: Ada, Hopper, Blackwell. torch has kernels for one scale and for a scale a row on each of them."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -114,8 +112,8 @@ def _why_not(model: PreTrainedModel, name: str, module: Any) -> str | None:
         return "a router: its few outputs decide where a token goes"
     if experts is not None and ".experts." in name:
         return "an expert: it gets any number of tokens, and kernels want multiples of 16"
-    if module.in_features % ALIGNED or module.out_features % ALIGNED:
-        return f"its sizes are no multiples of {ALIGNED}"
+    if module.in_features % FP8_MULTIPLE or module.out_features % FP8_MULTIPLE:
+        return f"its sizes are no multiples of {FP8_MULTIPLE}"
     return None
 
 
@@ -137,6 +135,8 @@ def choose_fp8(recipe: Recipe, model: PreTrainedModel) -> dict[str, Choice]:
     words = [f"{recipe.precision.fp8_recipe}: {len(plan.converted)} Linears of {plan.layers} layers"]
     words += [f"{count} left, {why}" for why, count in Counter(plan.left.values()).items()]
     words.append(_gathering(recipe, plan))
+    if not tokens_are_aligned(recipe):
+        words.append(f"operands are padded, since `data.max_length` or `data.pad_to_multiple_of` is no multiple of {FP8_MULTIPLE}")
     return {KEY: Choice("fp8", "; ".join(words))}
 
 
@@ -212,7 +212,7 @@ def _config(recipe: Recipe, *, gathered: bool, emulate: bool) -> Any:
 
 def tokens_are_aligned(recipe: Recipe) -> bool:
     """A weight's gradient sums over the tokens of a micro-batch. Else each operand is padded, and with that copied."""
-    return recipe.data.pad_to_multiple_of % ALIGNED == 0 and recipe.data.max_length % ALIGNED == 0
+    return recipe.data.pad_to_multiple_of % FP8_MULTIPLE == 0 and recipe.data.max_length % FP8_MULTIPLE == 0
 
 
 def _as_autocast(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

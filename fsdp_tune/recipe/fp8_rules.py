@@ -5,6 +5,8 @@ from __future__ import annotations
 from fsdp_tune.recipe.findings import Finding, Rule
 from fsdp_tune.recipe.schema import Recipe
 
+FP8_MULTIPLE = 16
+"""cuBLAS multiplies fp8 matrices whose inner and last sizes are multiples of it (torch's `_scaled_mm`): widths, and tokens."""
 _KEY, _RECIPE = "precision.mixed_precision", "precision.fp8_recipe"
 
 

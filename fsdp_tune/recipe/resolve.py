@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.errors import FsdpTuneError, Notice, Problem, Where
-from fsdp_tune.recipe.findings import Finding, as_notice, as_problem
+from fsdp_tune.recipe.findings import Finding, as_notice, as_problem, given
+from fsdp_tune.recipe.fp8_rules import FP8_MULTIPLE, computes_in_fp8
 from fsdp_tune.recipe.paths import absolute_paths, output_directory
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.training_fields import training_value
@@ -250,6 +251,8 @@ class _Work:
             self.decide("data.num_proc", min(16, self.machine.cores), f"min(16, {self.machine.cores} cores)")
         if recipe.data.eval_packing is None:
             self.decide("data.eval_packing", recipe.data.packing, "data.packing")
+        if computes_in_fp8(recipe) and not given(recipe, "data.pad_to_multiple_of"):
+            self.decide("data.pad_to_multiple_of", FP8_MULTIPLE, "fp8 kernels take tokens by that many")
         if recipe.data.cache_dir is None:
             self.decide("data.cache_dir", str(_cache_directory()), "the user's cache")
         if recipe.merge.dtype == "auto":

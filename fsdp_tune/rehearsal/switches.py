@@ -27,6 +27,8 @@ LOSS_TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-5
 """Relative, in fp32: a hundred times what the order of additions makes of it."""
 HALF_PRECISION_FACTOR = 2.0
+FP8_FACTOR = 50.0
+"""In the tests' tiny models fp8 scatters 5 to 20 times as far as bf16 does (docs/precision.md)."""
 """A run in bf16 or fp16 may scatter around fp32 up to this many times as far as one device in bf16 does."""
 
 Changes = dict[str, dict[str, Any]]
@@ -127,7 +129,8 @@ def parity_checks(base: Small, folder: Path) -> Iterator[Check]:
         if why is not None or reference is None:
             yield Check(switch.name, passed=False, detail=str(why), seconds=time.monotonic() - began)
             return
-        passed, detail = _compared(run, reference) if switch.precision == "no" else _scattered(run)
+        factor = FP8_FACTOR if switch.precision == "fp8" else HALF_PRECISION_FACTOR
+        passed, detail = _compared(run, reference) if switch.precision == "no" else _scattered(run, factor)
         yield Check(switch.name, passed, detail, time.monotonic() - began)
 
 
@@ -157,8 +160,8 @@ def _compared(run: RunDir, reference: dict[str, Any]) -> tuple[bool, str]:
     return passed, words
 
 
-def _scattered(run: RunDir) -> tuple[bool, str]:
-    """A run in half precision against fp32, beside one device in bf16; steps that the loss scale skipped are skipped there too."""
+def _scattered(run: RunDir, factor: float) -> tuple[bool, str]:
+    """A run in fewer bits against fp32: at most `factor` times as far from it as one device in bf16 that skips the same steps."""
     written = run.metrics()
     lines = [line for line in written if "loss" in line]
     skipped = sorted(line["step"] for line in written if line.get("event") == "loss_scale_backed_off")
@@ -169,7 +172,7 @@ def _scattered(run: RunDir) -> tuple[bool, str]:
             return False, f"the reference: {answer.why}"
     ours = _root_mean_square(_relative(lines, true.document, "loss"))
     theirs = _root_mean_square([a / b - 1.0 for a, b in zip(alone.document["loss"], true.document["loss"], strict=True)])
-    return ours <= HALF_PRECISION_FACTOR * theirs, f"loss {ours:.1e} around fp32 (root mean square); one device in bf16: {theirs:.1e}"
+    return ours <= factor * theirs, f"loss {ours:.1e} around fp32 (root mean square); one device in bf16: {theirs:.1e}"
 
 
 def _relative(lines: list[dict[str, Any]], reference: dict[str, Any], key: str) -> list[float]:

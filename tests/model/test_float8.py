@@ -115,6 +115,7 @@ def test_older_gpus_are_told_what_to_write(capability: tuple[int, int], instead:
 @pytest.mark.parametrize(("multiple", "longest", "padded"), [(8, 64, True), (16, 64, False), (16, 60, True), (32, 64, False)])
 def test_operands_are_padded_only_where_tokens_are_no_multiples(multiple: int, longest: int, padded: bool) -> None:
     recipe = fp8(data={"train": [{"path": "hand-made"}], "pad_to_multiple_of": multiple, "max_length": longest})
+    assert ("operands are padded" in choose_fp8(recipe, build_empty(recipe))["precision.mixed_precision"].reason) is padded
     assert float8._config(recipe, gathered=False, emulate=True).pad_inner_dim is padded
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fsdp_tune.recipe.fp8_rules import gathers_in_fp8
-from tests.recipe.loading import load_with
+from fsdp_tune.recipe.resolve import Machine, resolve
+from tests.recipe.loading import MINIMAL, load, load_with
 
 FP8 = "precision: {mixed_precision: fp8}\n"
 TENSORWISE = "precision: {mixed_precision: fp8, fp8_recipe: tensorwise}\n"
@@ -29,3 +32,11 @@ def test_what_works_is_taken(extra: str) -> None:
 )
 def test_one_scale_for_a_weight_is_gathered_in_fp8(extra: str, wanted: bool) -> None:
     assert gathers_in_fp8(load_with(extra).recipe) is wanted
+
+
+@pytest.mark.parametrize(("extra", "wanted"), [(FP8, 16), (FP8 + "data: {pad_to_multiple_of: 8}", 8), ("", 8)])
+def test_tokens_come_by_sixteen_unless_the_recipe_says_otherwise(extra: str, wanted: int) -> None:
+    text = MINIMAL + extra if "data" not in extra else MINIMAL.replace("]}", "], pad_to_multiple_of: 8}") + FP8
+    resolution = resolve(load(text).recipe, Machine("cuda", 1, 8, None), cwd=Path("/"))
+    assert resolution.recipe.data.pad_to_multiple_of == wanted
+    assert ("data.pad_to_multiple_of" in resolution.reasons) is (wanted == 16)
