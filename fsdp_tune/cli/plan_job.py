@@ -148,8 +148,9 @@ def best_recipe_text(written: dict[str, Any], plan: Plan) -> str:
         head[-1] += f", {best.step_seconds:.3g} s a step, {best.tokens_per_second_per_device:,.0f} tokens a second and GPU"
     head[-1] += "."
     changes = {**best.recipe_changes, "launch.num_processes": best.num_processes, "launch.num_machines": best.num_machines}
-    if any(key.startswith("training.") for key in changes) and "training.per_device_train_batch_tokens" not in changes:
-        written.get("training", {}).pop("global_batch_size", None)
+    if any(key.startswith("training.") for key in changes):
+        follows = "per_device_train_batch_size" if "training.per_device_train_batch_tokens" in changes else "global_batch_size"
+        written.get("training", {}).pop(follows, None)
     for key, value in changes.items():
         section, name = key.split(".")
         written.setdefault(section, {})[name] = value
