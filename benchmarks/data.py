@@ -144,7 +144,7 @@ def budget_wall(folder: Path, gsm8k: Path) -> None:
     for shuffle in (True, False):
         lines: list[list[dict[str, Any]]] = []
         for slots in (None, BUDGET):
-            keys = {"per_device_train_batch_tokens": slots, "global_batch_size": GLOBAL_BATCH, "max_steps": 5, "logging_steps": 1}
+            keys = {"per_device_train_batch_tokens": slots, "global_batch_size": GLOBAL_BATCH, "max_steps": 6, "logging_steps": 1}
             lines.append(trained(folder, gsm8k, f"{'grouped' if shuffle else 'as-they-come'}-{slots or 'rows'}", keys, shuffle=shuffle))
         rows, slots = (float(np.median([line["step_seconds"] for line in each[1:]])) for each in lines)
         off = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(*lines, strict=True))
