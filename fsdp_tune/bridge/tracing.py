@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import fsdp_tune
+from fsdp_tune.bridge import children
 from fsdp_tune.errors import FsdpTuneError, Problem
 from fsdp_tune.plan.kept import state_of
 from fsdp_tune.plan.trace_format import Trace
@@ -71,8 +72,10 @@ class Tracing:
     def close(self) -> None:
         """Ends the child, whatever it is at."""
         if self._child is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._child.communicate()
+            children.end(self._child)
+            for pipe in (self._child.stdin, self._child.stdout):
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()  # pyright: ignore[reportOptionalMemberAccess]  both were asked for
         if self._log is not None:
             self._log.close()
         self._child = self._log = None
@@ -110,7 +113,7 @@ class Tracing:
             environment |= {"HF_HUB_OFFLINE": "1"} if self.offline else {}
             self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the child
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
-            self._child = subprocess.Popen(COMMAND, **pipes, text=True, env=environment)
+            self._child = children.start(COMMAND, environment, **pipes)
         assert self._child.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # a child that died says why when its answer is missed
             self._child.stdin.write(json.dumps(job | {"exact": self.exact, "vocabulary": self.vocabulary}) + "\n")

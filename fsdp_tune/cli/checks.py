@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fsdp_tune.bridge import children
 from fsdp_tune.errors import Notice, Problem
 
 if TYPE_CHECKING:
@@ -38,16 +39,17 @@ def model_facts(recipe: Recipe, *, offline: bool = False, command: Sequence[str]
     environment = os.environ | ({"HF_HUB_OFFLINE": "1"} if offline else {})
     environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     raw = recipe.model_dump_json(by_alias=True)
+    child = children.start(command or INSPECT, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        done = subprocess.run(
-            command or INSPECT, input=raw, capture_output=True, text=True, check=False, timeout=INSPECT_SECONDS, env=environment
-        )
+        output, talk = child.communicate(raw, timeout=INSPECT_SECONDS)
     except subprocess.TimeoutExpired:
         return ModelFacts({}, (Problem("model-not-inspected", f"looking at the model took more than {INSPECT_SECONDS:.0f} s"),), (), ())
+    finally:
+        children.end(child)
     try:
-        document: dict[str, Any] = json.loads(done.stdout)
+        document: dict[str, Any] = json.loads(output)
     except ValueError:
-        return ModelFacts({}, (_crashed(done.returncode, done.stderr),), (), ())
+        return ModelFacts({}, (_crashed(child.returncode, talk),), (), ())
     problems: list[Problem] = []
     unchecked: list[str] = []
     for each in document.pop("problems"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, NameOption, SetOption, asked_recipe, chosen_recipe
-from fsdp_tune.cli.output import Screen, command
+from fsdp_tune.cli.output import Screen, command, stopping_cleanly
 from fsdp_tune.errors import usage_error
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def plan(
         fsdp-tune plan --config llama7b_full_shard --gpu A100-40GB --num-gpus 4
         fsdp-tune plan my.yaml --gpu H100-SXM --target cheapest --write best.yaml
     """
-    with command(json_output) as screen:
+    with command(json_output) as screen, stopping_cleanly():
         from fsdp_tune.plan.page import html_page
 
         if no_search and (target or write):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -87,6 +86,7 @@ class Job:
 
     def check_inputs(self, start: Start) -> Inputs:
         """Looks at the model in a process of its own while the data is prepared; refuses what is wrong in either, together."""
+        from fsdp_tune.bridge.children import threads
         from fsdp_tune.bridge.model_files import check_vocabulary
         from fsdp_tune.bridge.tokenizer import load_encoder
         from fsdp_tune.cli.checks import model_facts
@@ -99,7 +99,7 @@ class Job:
         from fsdp_tune.recipe.world import batch_arithmetic
 
         screen, recipe = self.screen, self.recipe
-        with ThreadPoolExecutor(max_workers=2) as pool:
+        with threads(2) as pool:
             looking = pool.submit(model_facts, recipe)
             planning = pool.submit(plan_of, screen, recipe)
             try:
@@ -108,6 +108,8 @@ class Job:
                 with screen.progress("tokenising", None, "rows") as bar:
                     data = prepare(recipe, encoder, progress=bar)
             except FsdpTuneError as error:
+                if error.exit_code is ExitCode.PREEMPTED:  # a signal: nobody waits for what else is wrong
+                    raise
                 raise FsdpTuneError(*looking.result().problems, *error.problems, exit_code=error.exit_code) from error
             model = looking.result()
             decided, predicted, unplanned = planning.result()

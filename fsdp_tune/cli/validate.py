@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, NameOption, SetOption, asked_recipe, chosen_recipe
-from fsdp_tune.cli.output import Screen, command
+from fsdp_tune.cli.output import Screen, command, stopping_cleanly
 from fsdp_tune.errors import FsdpTuneError, Notice, Problem
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def validate(
     Example:
         fsdp-tune validate --config llama7b_full_shard --strict
     """
-    with command(json_output) as screen:
+    with command(json_output) as screen, stopping_cleanly():
         from fsdp_tune.recipe.findings import pinned
 
         asked = asked_recipe(screen, chosen_recipe(recipe, config), overrides, name=name, strict=strict)
@@ -68,6 +67,7 @@ class _Checked:
 
 def _check(resolution: Resolution, *, offline: bool) -> _Checked:
     """Model and data at the same time: each takes seconds to import what it needs."""
+    from fsdp_tune.bridge.children import threads
     from fsdp_tune.bridge.model_files import check_vocabulary
     from fsdp_tune.cli.checks import model_facts
     from fsdp_tune.cli.data_checks import data_facts
@@ -75,7 +75,7 @@ def _check(resolution: Resolution, *, offline: bool) -> _Checked:
     recipe = resolution.recipe
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, which is later
-    with ThreadPoolExecutor(max_workers=1) as pool:
+    with threads(1) as pool:
         looking = pool.submit(model_facts, recipe, offline=offline)
         data = data_facts(recipe)
         checked = _Checked(looking.result(), data)

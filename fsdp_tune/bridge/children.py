@@ -1,0 +1,46 @@
+"""Processes that look at something for a command, with torch in them. They end with it, whatever ends it, and nobody waits for one then."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+_RUNNING: list[subprocess.Popen[str]] = []
+
+
+def start(command: Sequence[str], environment: Mapping[str, str], **pipes: Any) -> subprocess.Popen[str]:
+    """A child in a process group of its own: Ctrl-C is for the command, which ends the child by `end`. Should the command be killed, the
+    kernel kills the child. `pipes`: stdin, stdout and stderr of `Popen`."""
+    leash = (sys.executable, "-P", "-m", "fsdp_tune.launch.leash", str(os.getpid()))
+    child = subprocess.Popen((*leash, *command), text=True, env=environment, process_group=0, **pipes)
+    _RUNNING.append(child)
+    return child
+
+
+def end(child: subprocess.Popen[str]) -> None:
+    """Ends a child and what it has forked, at once; one that has ended is only forgotten."""
+    if child in _RUNNING:
+        _RUNNING.remove(child)
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that wait for children. What leaves the block by an exception (Ctrl-C, a signal, a mistake in the recipe) ends the children
+    first: leaving waits for the threads, and they wait for the children."""
+    with ThreadPoolExecutor(max_workers=number) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for child in list(_RUNNING):
+                end(child)
+            raise
