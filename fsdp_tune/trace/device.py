@@ -70,10 +70,13 @@ class Event:
 
 
 class Stream:
+    # What torch's own streams can be asked; FSDP2 of torch 2.15 hands it to an operation that backends may replace.
+    device_index, device_type = 0, 0
+
     def __init__(self, *_args: Any, index: int | None = None, **_options: Any) -> None:
         if index is None:
             index, clock.next_stream = min(clock.next_stream, len(STREAMS) - 1), clock.next_stream + 1
-        self.index = index
+        self.index = self.stream_id = index
 
     def wait_stream(self, other: Stream) -> None:
         clock.wait(self.index, other.index, clock.now)

@@ -44,6 +44,7 @@ _NO_WORK = {
     "new_empty_strided",
     "_unsafe_view",
     "resize_",
+    "record_grad_output_stream",
 }
 
 

@@ -113,14 +113,15 @@ def _fsdp2(loaded: Loaded) -> dict[str, Any]:
         for group in fsdp_groups(module):
             tensors = [parameter.sharded_param for parameter in group.fsdp_params]
             placements.update(str([str(p) for p in tensor.placements]) for tensor in tensors)
+            policies = [parameter.mp_policy for parameter in group.fsdp_params]
             units.append(
                 {
                     "modules": [names.get(id(m), "?") for m in group.modules],
                     "parameters": sum(tensor.numel() for tensor in tensors),
                     "reshard_after_forward": _reshard(group),
-                    "param_dtype": _name(group.mp_policy.param_dtype),
-                    "reduce_dtype": _name(group.mp_policy.reduce_dtype),
-                    "output_dtype": _name(group.mp_policy.output_dtype),
+                    "param_dtype": _only({_name(policy.param_dtype) for policy in policies}),
+                    "reduce_dtype": _only({_name(policy.reduce_dtype) for policy in policies}),
+                    "output_dtype": _only({_name(policy.output_dtype) for policy in policies}),
                     "forward_prefetch": len(state._states_to_forward_prefetch),
                     "backward_prefetch": len(state._states_to_backward_prefetch),
                 }
