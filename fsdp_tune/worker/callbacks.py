@@ -126,9 +126,13 @@ def _table(document: dict[str, Any]) -> list[str]:
     mesh = "×".join(map(str, document["mesh"])) or "no mesh"
     kinds = f"recomputation {document['activation_checkpointing']} ({document['recomputed_layers']} layers)"
     dtypes = f"parameters {document['parameter_dtype']}, compute {document['compute_dtype']}, reduce {document['reduce_dtype']}"
+    fp8 = document["fp8"]
+    how = f"{', '.join(fp8['scales'])} scales{', emulated' if fp8['emulated'] == [True] else ''}"
+    in_fp8 = [f"read back: {fp8['linears']} Linears compute in fp8 ({how}), {fp8['gathered']} weights are gathered in it"]
     return [
         f"read back: {document['wrapper']}, {document['sharded']} sharded tensors in {len(document['units'])} units, "
         f"{placement} over {mesh}, {dtypes}",
         f"read back: {document['trained_parameters']:,} of {document['parameters']:,} parameters trained, "
         f"attention {document['attention']}, {kinds}, global batch {document['global_batch_size']}",
+        *(in_fp8 if fp8["linears"] else []),
     ]

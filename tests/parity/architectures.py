@@ -32,6 +32,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "intermediate_size": 128,
     },
+    "mixtral-16": {
+        "model_type": "mixtral",
+        **_DECODER,
+        **_EXPERTS,
+        "hidden_size": 64,
+        "head_dim": 16,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
     # Its MLPs are large enough for blocks of 8-bit state on two ranks and too small on four, its heads too small on any; its
     # embedding has whole blocks on the second rank alone.
     "llama-64": {"model_type": "llama", **_DECODER, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128},
