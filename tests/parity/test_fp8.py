@@ -76,7 +76,6 @@ def test_fp8_follows_fp32(case: Case, times: float, bench: Bench, record_propert
     """Measured: seven times the loss's spread of computing in bf16 with a scale for each row, fourteen times with one for all."""
     found, limit = spread_of(case, bench), of_bf16(case, bench)
     record_property("parity", found.row(SECTION, case, limit))
-    print(case, found, limit, found.loss / limit.loss)
     assert 2 * limit.loss < found.loss <= times * limit.loss, (found, limit)  # nearer, and nothing would be in fp8
     assert found.grad_norm <= times * limit.grad_norm, (found, limit)
     assert found.parameters <= 0.4, found
@@ -87,7 +86,6 @@ def test_fp8_follows_fp32(case: Case, times: float, bench: Bench, record_propert
 @pytest.mark.parametrize("case", [replace(ROWWISE, architecture="mixtral-16"), replace(TENSORWISE, architecture="mixtral-16")], ids=str)
 def test_stacked_experts_stay_in_bf16(case: Case, bench: Bench) -> None:
     found = spread_of(case, bench)
-    print(case, found, of_bf16(case, bench))
     assert found.loss <= 30 * of_bf16(case, bench).loss, found
     assert readback(case, bench)["fp8"]["linears"] == 3 * 4, "of attention alone"
 
