@@ -113,14 +113,14 @@ def plain_ddp() -> AbstractContextManager[Any]:
 def other_order_on_one_rank() -> AbstractContextManager[Any]:
     import torch.distributed as dist
 
-    from fsdp_tune.worker import setup
+    from fsdp_tune.data import order
 
-    original, rank = setup.epoch_order, dist.get_rank()
+    original, rank = order.epoch_order, dist.get_rank()
 
-    def order(lengths: Any, *, seed: int, **options: Any) -> Any:
+    def other(lengths: Any, *, seed: int, **options: Any) -> Any:
         return original(lengths, seed=seed + rank, **options)
 
-    return patch.object(setup, "epoch_order", order)
+    return patch.object(order, "epoch_order", other)
 
 
 def moments_in_bf16() -> AbstractContextManager[Any]:
