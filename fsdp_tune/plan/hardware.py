@@ -101,8 +101,13 @@ def find_hardware(name: str) -> Hardware:
         return table[exact]
     if (detected := detect(name)) is not None:
         return detected
-    beginnings = [known for short, known in by_squeezed.items() if squeezed(name) and short.startswith(squeezed(name))]
-    close = beginnings or [by_squeezed[short] for short in difflib.get_close_matches(squeezed(name), by_squeezed, n=3, cutoff=0.6)]
+    family = squeezed(name.split("-")[0])
+    beginnings = [
+        [known for short, known in by_squeezed.items() if start and short.startswith(start)] for start in (squeezed(name), family)
+    ]
+    close = next(filter(None, beginnings), None) or [
+        by_squeezed[short] for short in difflib.get_close_matches(squeezed(name), by_squeezed, n=3, cutoff=0.6)
+    ]
     meant = f"did you mean {' or '.join(close)}? " if close else ""
     hint = f"{meant}Known: {', '.join(table)}; or a YAML file with memory_gb, bandwidth_gb_s, bf16_tflops …"
     raise usage_error("unknown-gpu", f"`{name}` is no GPU of the table", hint=hint, where=Where("--gpu"))

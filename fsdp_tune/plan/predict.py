@@ -234,6 +234,10 @@ def _assumptions(trace: Trace, hardware: Hardware, efficiency: Efficiency, segme
         said.append(f"nobody has published what {hardware.name} multiplies; the share of its peak is that of cards that were measured")
     if any(name.startswith("host ") for name in trace.op_names):
         said.append(f"the host's memory moves {HOST_BYTES_PER_SECOND / 1e9:g} GB/s, shared by the ranks of a machine")
+    if "_scaled_mm" in trace.op_names:
+        said.append(
+            "a cast to fp8 is a pass over memory of its own; compiled layers fuse casts, so with `kernels.compile` a step is shorter"
+        )
     if hardware.usable_gib is None:
         said.append(f"what CUDA gives of {hardware.name}'s memory is not known: {hardware.memory_gb:g} × 10⁹ bytes are taken")
     return said

@@ -44,7 +44,14 @@ def test_case_spaces_and_hyphens_do_not_count(spelling: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "meant"), [("A100-80", "A100-80GB"), ("h100", "H100-SXM or H100-PCIe"), ("RTX 4080", "RTX4090"), ("", "Known:")]
+    ("wrong", "meant"),
+    [
+        ("A100-80", "A100-80GB"),
+        ("h100", "H100-SXM or H100-PCIe"),
+        ("H100-80GB", "mean H100-SXM or H100-PCIe"),
+        ("RTX 4080", "RTX4090"),
+        ("", "Known:"),
+    ],
 )
 def test_an_unknown_gpu_is_refused_with_the_list_and_the_close_name(wrong: str, meant: str) -> None:
     with pytest.raises(FsdpTuneError) as caught:

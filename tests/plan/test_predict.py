@@ -57,6 +57,12 @@ def test_an_assumption_about_the_host_is_named_where_the_host_works() -> None:
     assert not any("host's memory" in text for text in plan(resolved(), A100, step()).assumptions)
 
 
+def test_a_time_with_casts_to_fp8_is_told_to_be_an_upper_bound() -> None:
+    with_fp8 = Hand().hold(0, GIB).op("_scaled_mm", flops=1e12).trace()
+    assert any("cast to fp8" in text for text in plan(resolved(), A100, with_fp8).assumptions)
+    assert not any("cast to fp8" in text for text in plan(resolved(), A100, step()).assumptions)
+
+
 def test_alternatives_have_the_same_keys_and_their_changes() -> None:
     other = replace(plan(resolved(), A100, step(5)), recipe_changes={"fsdp.activation_checkpointing": "full"})
     document = replace(plan(resolved(), A100, step()), alternatives=(other,)).as_dict()
