@@ -73,7 +73,30 @@ def decoder_layers(model: PreTrainedModel, wanted: Sequence[str] | None = None) 
 
 
 def plan_units(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
-    """The units that the recipe's wrap policy asks for."""
+    """The units that the recipe's wrap policy asks for; FsdpTuneError (exit 2) where recomputation cannot go around them."""
+    plan = _units_of_policy(recipe, model)
+    _refuse_inner_units_on_one_rank(recipe, model, plan)
+    return plan
+
+
+def _refuse_inner_units_on_one_rank(recipe: Recipe, model: PreTrainedModel, plan: UnitPlan) -> None:
+    """torch's selective recomputation counts every operation of a layer, those of FSDP2's hooks inside it too, and where there is nobody
+    to gather from a unit's hooks do more in the recomputation than in the forward."""
+    fsdp, ranks = recipe.fsdp, int(recipe.parallelism.dp_shard_size)
+    if fsdp.activation_checkpointing != "selective" or fsdp.version != 2 or ranks > 1 or not recipe.is_sharded:
+        return
+    recomputed = tuple(f"{name}." for name, _ in decoder_layers(model, recipe.layer_classes)[:: fsdp.activation_checkpointing_every])
+    inside = next((name for group in plan.groups for name in group if name.startswith(recomputed)), None)
+    if inside is not None:
+        raise usage_error(
+            "contradiction",
+            f"`fsdp.activation_checkpointing: selective` on one rank cannot recompute a layer with an FSDP unit inside, and "
+            f"`fsdp.auto_wrap_policy: {fsdp.auto_wrap_policy}` makes one of `{inside}`",
+            hint="write `auto_wrap_policy: TRANSFORMER_BASED_WRAP`, or `activation_checkpointing: full`",
+        )
+
+
+def _units_of_policy(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
     policy = recipe.fsdp.auto_wrap_policy
     ignored = ignored_module_names(recipe, model)
     if policy == "NO_WRAP":
