@@ -18,6 +18,7 @@ from fsdp_tune.run_dir import RunDir
 from tests.parity import reference, runs
 from tests.parity.architectures import make_model
 from tests.parity.cases import Case
+from tests.parity.compare import Spread, spread
 from tests.parity.store import GLOBAL_BATCH_SIZE, make_store
 from tests.ranks import RankPool, shared_pool
 
@@ -75,6 +76,22 @@ class Bench:
             runs.resume_from(run, self.run(case.donor()))
         runs.train(self.pool, run, case.ranks, worker or (runs.run_with_kernels if case.kernels else None))
         return run
+
+
+def spread_of(case: Case, bench: Bench) -> Spread:
+    """How far a case scatters around one device in fp32."""
+    return spread(runs.trajectory(bench.run(case)), bench.reference(case.architecture, packed=case.packed))
+
+
+def of_bf16(case: Case, bench: Bench) -> Spread:
+    """How far one device scatters that computes in bf16 and keeps everything in fp32."""
+    alone = bench.reference(case.architecture, packed=case.packed, precision="bf16")
+    return spread(alone, bench.reference(case.architecture, packed=case.packed))
+
+
+def bits(case: Case, bench: Bench) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step, to be compared exactly."""
+    return [(line["loss"], line["grad_norm"]) for line in runs.loss_lines(bench.run(case))]
 
 
 @functools.cache

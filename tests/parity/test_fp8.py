@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from tests.parity import runs
-from tests.parity.bench import Bench
+from tests.parity.bench import Bench, bits, of_bf16, spread_of
 from tests.parity.cases import Case
-from tests.parity.compare import Spread, spread
 
 ROWWISE = Case("llama-16", precision="fp8 rowwise")
 TENSORWISE = Case("llama-16", precision="fp8 tensorwise")
@@ -25,19 +24,6 @@ SECTION = "fp8 in the decoder layers against fp32, beside one device that comput
 
 def slow(case: Case, *more: object) -> object:
     return pytest.param(case, *more, marks=[pytest.mark.slow])
-
-
-def spread_of(case: Case, bench: Bench) -> Spread:
-    return spread(runs.trajectory(bench.run(case)), bench.reference(case.architecture, packed=case.packed))
-
-
-def of_bf16(case: Case, bench: Bench) -> Spread:
-    alone = bench.reference(case.architecture, packed=case.packed, precision="bf16")
-    return spread(alone, bench.reference(case.architecture, packed=case.packed))
-
-
-def bits(case: Case, bench: Bench) -> list[tuple[float, float]]:
-    return [(line["loss"], line["grad_norm"]) for line in runs.loss_lines(bench.run(case))]
 
 
 def readback(case: Case, bench: Bench) -> dict[str, Any]:

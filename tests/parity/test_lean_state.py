@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from tests.parity import runs
-from tests.parity.bench import Bench
+from tests.parity.bench import Bench, bits, of_bf16, spread_of
 from tests.parity.cases import Case
-from tests.parity.compare import Spread, spread
+from tests.parity.compare import spread
 
 BF16_STATE = Case(training=(("optim_args", "state_dtype=bf16"),))
 ROUNDED = Case(stored="bf16", training=(("optim_args", "bf16_stochastic_round=true"),))
@@ -25,20 +25,6 @@ SECTION = "fewer bits of state or weights against fp32, beside one device that c
 
 def slow(case: Case) -> object:
     return pytest.param(case, id=str(case), marks=[pytest.mark.slow])
-
-
-def spread_of(case: Case, bench: Bench) -> Spread:
-    return spread(runs.trajectory(bench.run(case)), bench.reference(case.architecture, packed=case.packed))
-
-
-def of_bf16(case: Case, bench: Bench) -> Spread:
-    """How far one device scatters that computes in bf16 and keeps everything in fp32."""
-    alone = bench.reference(case.architecture, packed=case.packed, precision="bf16")
-    return spread(alone, bench.reference(case.architecture, packed=case.packed))
-
-
-def bits(case: Case, bench: Bench) -> list[tuple[float, float]]:
-    return [(line["loss"], line["grad_norm"]) for line in runs.loss_lines(bench.run(case))]
 
 
 @pytest.mark.ranks
