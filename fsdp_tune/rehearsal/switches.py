@@ -27,9 +27,9 @@ LOSS_TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-5
 """Relative, in fp32: a hundred times what the order of additions makes of it."""
 HALF_PRECISION_FACTOR = 2.0
+"""A run in bf16 or fp16 may scatter around fp32 up to this many times as far as one device in bf16 does."""
 FP8_FACTOR = 50.0
 """In the tests' tiny models fp8 scatters 5 to 20 times as far as bf16 does (docs/precision.md)."""
-"""A run in bf16 or fp16 may scatter around fp32 up to this many times as far as one device in bf16 does."""
 
 Changes = dict[str, dict[str, Any]]
 
