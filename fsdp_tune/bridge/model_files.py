@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from fsdp_tune.atomic import write_json
 from fsdp_tune.errors import usage_error
+from fsdp_tune.recipe.schema_data import Model
 
 
 class Tokenizer(Protocol):
@@ -54,12 +55,12 @@ def with_special_tokens(config: dict[str, Any], tokenizer: Tokenizer) -> dict[st
     return changed
 
 
-def check_vocabulary(facts: dict[str, Any], tokenizer_name: str | None, vocabulary_size: int, *, may_grow: bool) -> None:
+def check_vocabulary(facts: dict[str, Any], model: Model, vocabulary_size: int) -> None:
     """A token id beyond the embedding would be an index error on a GPU, deep inside a kernel."""
     rows = int(facts["embedding_rows"])
-    if vocabulary_size > rows and not may_grow:
+    if vocabulary_size > rows and not model.grows_embedding:
         raise usage_error(
             "vocabulary-larger-than-embedding",
-            f"the tokenizer {tokenizer_name} has {vocabulary_size:,} tokens, and the model's embedding has {rows:,} rows",
+            f"the tokenizer {model.tokenizer} has {vocabulary_size:,} tokens, and the model's embedding has {rows:,} rows",
             ways_out=("--set model.resize_embeddings=true grows the embedding", "model.tokenizer: the one the model was made with"),
         )

@@ -118,7 +118,7 @@ class Job:
         packaged = [f"`{recipe.model.name_or_path}` is out of reach, and not in the cache"] if model.facts.get("packaged") else []
         if model.problems or model.unchecked or packaged:
             raise FsdpTuneError(*model.problems, *map(_unreachable, [*model.unchecked, *packaged]))
-        check_vocabulary(model.facts, recipe.model.tokenizer, data.vocabulary_size, may_grow=recipe.model.resize_embeddings)
+        check_vocabulary(model.facts, recipe.model, data.vocabulary_size)
         check_data(start, data.key)
         refuse_what_cannot_fit(predicted, ignore_plan=self.ignore_plan)
         planned = [*(f"{key}: {what}" for key, what in in_words(decided).items()), *([predicted_line(predicted)] if predicted else [])]

@@ -84,8 +84,7 @@ def _check(resolution: Resolution, *, offline: bool) -> _Checked:
         checked.unchecked.append(f"the files of `{name}`: the hub is out of reach, and its shapes are those that the package carries")
     elif checked.model and data.vocabulary_size is not None:
         try:
-            grows = recipe.model.resize_embeddings or bool(recipe.model.tokens.add)
-            check_vocabulary(checked.model, recipe.model.tokenizer, data.vocabulary_size, may_grow=grows)
+            check_vocabulary(checked.model, recipe.model, data.vocabulary_size)
         except FsdpTuneError as error:
             checked.problems.extend(error.problems)
     return checked

@@ -207,7 +207,7 @@ def resize_embeddings(recipe: Recipe, model: PreTrainedModel, vocabulary: int | 
     """Grows the embedding to the tokenizer, when the recipe allows it; an embedding that is larger stays."""
     if vocabulary is None or vocabulary <= (rows := embedding_rows(model)):
         return
-    if not (recipe.model.resize_embeddings or recipe.model.tokens.add):
+    if not recipe.model.grows_embedding:
         raise usage_error(
             "vocabulary-larger-than-embedding",
             f"the tokenizer has {vocabulary} entries and the model's embedding {rows} rows",

@@ -47,6 +47,11 @@ class Model(Section):
     """Patterns of the names of parameters that are not trained."""
     tokens: Tokens = Tokens()
 
+    @property
+    def grows_embedding(self) -> bool:
+        """Whether a tokenizer larger than the embedding grows it."""
+        return self.resize_embeddings or bool(self.tokens.add)
+
 
 BUILDERS = ("json", "parquet", "csv", "text", "arrow")
 """Names of `datasets` that stand for files of a kind, which `data_files` then names."""

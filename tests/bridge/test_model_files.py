@@ -8,6 +8,7 @@ import pytest
 
 from fsdp_tune.bridge.model_files import check_vocabulary, save_model_files, with_special_tokens
 from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.recipe.schema import Model, Tokens
 
 FACTS = {
     "config": {"model_type": "gpt2", "use_cache": False},
@@ -60,7 +61,11 @@ def test_a_grown_embedding_is_in_the_config(tmp_path: Path) -> None:
 
 def test_a_vocabulary_beyond_the_embedding_is_refused_with_both_sizes() -> None:
     with pytest.raises(FsdpTuneError, match=r"1,001 tokens.*1,000 rows") as caught:
-        check_vocabulary({"embedding_rows": 1000}, "t", 1001, may_grow=False)
+        check_vocabulary({"embedding_rows": 1000}, Model(), 1001)
     assert caught.value.exit_code == 2
-    check_vocabulary({"embedding_rows": 1000}, "t", 1000, may_grow=False)
-    check_vocabulary({"embedding_rows": 1000}, "t", 1001, may_grow=True)
+    check_vocabulary({"embedding_rows": 1000}, Model(), 1000)
+
+
+@pytest.mark.parametrize("says", [Model(resize_embeddings=True), Model(tokens=Tokens(add=["<call>"]))])
+def test_an_embedding_that_grows_takes_any_vocabulary(says: Model) -> None:
+    check_vocabulary({"embedding_rows": 1000}, says, 1001)
