@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
-import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from typing import Any
 
 from fsdp_tune.atomic import write_json
 from fsdp_tune.errors import ExitCode, ExitReason, Problem
@@ -15,7 +12,7 @@ from fsdp_tune.launch.accelerate import LaunchPlan
 from fsdp_tune.launch.machines import Machines
 from fsdp_tune.launch.ranks import verdict_path
 from fsdp_tune.launch.restart import Failure, Restart, decide, is_transient
-from fsdp_tune.launch.run_files import write_resume
+from fsdp_tune.launch.run_files import append_event, write_resume
 from fsdp_tune.launch.supervise import Event, Said, Supervisor
 from fsdp_tune.launch.verdict import ECHO_CODES, Ended
 from fsdp_tune.recipe.schema import Recipe
@@ -115,18 +112,3 @@ def _at_the_end(mine: Ended | None, word: Ended | None, run: RunDir) -> Ended:
     if word is None or word.problem is None or (mine.problem is not None and mine.problem.code not in ECHO_CODES):
         return mine
     return replace(mine, exit_code=word.exit_code, reason=word.reason, problem=word.problem)
-
-
-def append_event(run: RunDir, event: str, step: int, **details: Any) -> None:
-    """A line of the launcher's own in metrics.jsonl; only while no rank runs. Rank 0 keeps it when it cuts the file back."""
-    line = {"event": event, "step": step, "time": time.time(), **details}
-    with open(run.metrics_jsonl, "a+b") as file:
-        if file.tell() > 0 and not _ends_a_line(run):
-            file.write(b"\n")  # a rank that was killed may have left half a line
-        file.write(json.dumps(line).encode() + b"\n")
-
-
-def _ends_a_line(run: RunDir) -> bool:
-    with open(run.metrics_jsonl, "rb") as file:
-        file.seek(-1, 2)
-        return file.read() == b"\n"

@@ -77,7 +77,8 @@ def _renew(run: RunDir, files: RunFiles) -> None:
         with staged_directory(run.model) as stage:
             files.save_model(stage)
     _write_files(run, files)
-    _note_changes(run, files.start)
+    if changes := files.start.trajectory_changes:
+        append_event(run, "recipe_changed", files.start.step, changes=[change.as_dict() for change in changes])
 
 
 def _write_files(run: RunDir, files: RunFiles) -> None:
@@ -107,15 +108,16 @@ def _with_overrides(text: str, overrides: tuple[str, ...]) -> str:
     return f"{text.rstrip()}\n\n# Given on the command line:\n{lines}"
 
 
-def _note_changes(run: RunDir, start: Start) -> None:
-    """Leaves the changes of the trajectory in metrics.jsonl, at the step where they begin; rank 0 keeps lines up to that step."""
-    if not start.trajectory_changes:
-        return
-    event = {
-        "event": "recipe_changed",
-        "step": start.step,
-        "time": time.time(),
-        "changes": [change.as_dict() for change in start.trajectory_changes],
-    }
-    with open(run.metrics_jsonl, "a", encoding="utf-8") as file:
-        file.write(json.dumps(event) + "\n")
+def append_event(run: RunDir, event: str, step: int, **details: Any) -> None:
+    """A line of the launcher's own in metrics.jsonl; only while no rank runs. Rank 0 keeps it when it cuts the file back."""
+    line = {"event": event, "step": step, "time": time.time(), **details}
+    with open(run.metrics_jsonl, "a+b") as file:
+        if file.tell() > 0 and not _ends_a_line(run):
+            file.write(b"\n")  # a rank that was killed may have left half a line
+        file.write(json.dumps(line).encode() + b"\n")
+
+
+def _ends_a_line(run: RunDir) -> bool:
+    with open(run.metrics_jsonl, "rb") as file:
+        file.seek(-1, 2)
+        return file.read() == b"\n"

@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
 from fsdp_tune.launch import supervise
-from fsdp_tune.launch.attempts import Attempts, append_event
+from fsdp_tune.launch.attempts import Attempts
 from fsdp_tune.launch.restart import Failure, Restart, decide, is_transient
 from fsdp_tune.launch.supervise import Event, Said
 from fsdp_tune.launch.verdict import Ended
@@ -175,10 +175,3 @@ def test_no_restart_where_it_cannot_help_or_is_not_wanted(attempt: Any, run: Run
     end, events = attempt({"0": [["beat", "training", 1], ["outcome", outcome], ["exit", code]]})
     assert end.exit_code == code
     assert not any(isinstance(event, Said) for event in events)
-
-
-def test_an_event_starts_a_line_of_its_own_behind_a_torn_one(run: RunDir) -> None:
-    run.metrics_jsonl.write_text('{"step": 1}\n{"step": 2, "lo')
-    append_event(run, "restarted", 1, restart=1)
-    assert run.metrics_jsonl.read_text().splitlines()[1] == '{"step": 2, "lo'
-    assert json.loads(run.metrics_jsonl.read_text().splitlines()[2])["event"] == "restarted"
