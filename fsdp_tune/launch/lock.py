@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.errors import Notice, usage_error
+from fsdp_tune.errors import FsdpTuneError, Notice, usage_error
 from fsdp_tune.run_dir import RunDir
 
 # A rank writes a sign of life every second, and the slowest network file systems show it within half a minute.
@@ -31,6 +31,10 @@ class Owner:
     pid: int
     since: float
     """Wall clock, seconds."""
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host} since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))}"
@@ -60,7 +64,18 @@ def is_held(run: RunDir) -> bool:
 def has_owner(run: RunDir) -> bool:
     """Whether a command holds the directory, on this machine or, by the word of the file alone, on another."""
     owner = read_owner(run)
-    return owner is not None and (owner.host != socket.gethostname() or is_held(run))
+    return owner is not None and (not owner.is_here or is_held(run))
+
+
+def refuse_when_held(run: RunDir) -> None:
+    """Exit 2 where another command holds the directory. Takes nothing: it may be held a moment later."""
+    if is_held(run):
+        raise in_use(run, read_owner(run) or "another command")
+
+
+def in_use(run: RunDir, by: Owner | str, *ways_out: str) -> FsdpTuneError:
+    ways = (f"fsdp-tune status {run.path}", "--set output_dir=… for another directory", *ways_out)
+    return usage_error("run-in-use", f"{run.path} is in use by {by}", ways_out=ways)
 
 
 @contextmanager
@@ -73,11 +88,10 @@ def locked(run: RunDir) -> Iterator[list[Notice]]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _in_use(run, previous) from None
-        host = socket.gethostname()
-        if previous is not None and previous.host != host and _seconds_since_life(run.logs) < FOREIGN_SILENCE_SECONDS:
-            raise _in_use(run, previous)
-        _rewrite(file.fileno(), json.dumps(asdict(Owner(host, os.getpid(), time.time()))).encode())
+            raise in_use(run, previous or "another command") from None
+        if previous is not None and not previous.is_here and _seconds_since_life(run.logs) < FOREIGN_SILENCE_SECONDS:
+            raise in_use(run, previous, f"remove {run.lock} if that process is surely dead")
+        _rewrite(file.fileno(), json.dumps(asdict(Owner(socket.gethostname(), os.getpid(), time.time()))).encode())
         try:
             yield [] if previous is None else [Notice("stale-lock", f"the lock of {previous}, which has ended, was taken over")]
         finally:
@@ -87,18 +101,6 @@ def locked(run: RunDir) -> Iterator[list[Notice]]:
 def _rewrite(descriptor: int, content: bytes) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, content, 0)
-
-
-def _in_use(run: RunDir, owner: Owner | None) -> Exception:
-    return usage_error(
-        "run-in-use",
-        f"{run.path} is in use by {owner or 'another command'}",
-        ways_out=(
-            f"fsdp-tune status {run.path}",
-            "--set output_dir=… for another directory",
-            f"remove {run.lock} if that process is surely dead",
-        ),
-    )
 
 
 def _seconds_since_life(logs: Path) -> float:

@@ -7,6 +7,7 @@ machine's lock, so that those of an earlier command are never taken for this one
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -144,9 +145,6 @@ class Machines:
             time.sleep(LOOK_SECONDS)
         return None
 
-    def _path(self, machine: int) -> Path:
-        return self._run.logs / f"machine-{machine:02d}.json"
-
     def _say(self, word: Word) -> None:
         if self.others:
             content = {
@@ -158,7 +156,7 @@ class Machines:
                 "standings": [standing.as_dict() for standing in word.standings],
                 "silent_seconds": word.silent_seconds,
             }
-            write_json(self._path(self._machine), content)
+            write_json(_path(self._run, self._machine), content)
 
     def _read_others(self) -> list[Word]:
         """Of machines that are in this launch, by number. A machine that has gone on to the next one has ended this one."""
@@ -170,13 +168,27 @@ class Machines:
 
     def _read(self, machine: int) -> Word | None:
         try:
-            raw: Any = json.loads(self._path(machine).read_bytes())
+            raw: Any = json.loads(_path(self._run, machine).read_bytes())
             if raw["run"] != (self._identity or _identity(self._run)):
                 return None
             standings = tuple(Standing(**each) for each in raw["standings"])
             return Word(machine, int(raw["launch"]), raw["state"], _ended(raw["ended"]), standings, float(raw["silent_seconds"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def _path(run: RunDir, machine: int) -> Path:
+    return run.logs / f"machine-{machine:02d}.json"
+
+
+def machines_elsewhere(run: RunDir, count: int) -> set[int]:
+    """Those of a run's machines that are not this one: processes on them cannot be seen from here."""
+    owner = read_owner(run)
+    hosts: dict[int, str] = {} if owner is None else {0: owner.host}
+    for machine in range(1, count):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            hosts[machine] = str(json.loads(_path(run, machine).read_bytes())["host"])
+    return {machine for machine, host in hosts.items() if host != socket.gethostname()}
 
 
 def _identity(run: RunDir) -> str | None:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
@@ -17,6 +18,16 @@ def is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
+        return False
+
+
+def is_rank_of(run: Path, rank: int, pid: int) -> bool:
+    """Whether a pid is that rank's still: pids are reused, RANK and the run directory, under whatever name, are not."""
+    try:
+        process = psutil.Process(pid)
+        named = Path(process.cwd(), *process.cmdline()[-1:])
+        return is_alive(process) and process.environ().get("RANK") == str(rank) and named.resolve() == run.resolve()
+    except psutil.Error:
         return False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -14,8 +15,9 @@ from typing import Any
 
 from fsdp_tune.atomic import DISK
 from fsdp_tune.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
-from fsdp_tune.launch.lock import has_owner, is_held, read_owner
-from fsdp_tune.launch.ranks import read_outcome
+from fsdp_tune.launch.lock import has_owner, in_use, locked, refuse_when_held
+from fsdp_tune.launch.processes import is_rank_of
+from fsdp_tune.launch.ranks import read_heartbeat, read_outcome
 from fsdp_tune.launch.resume_diff import Change, ChangeClass, check, compare
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import Checkpoint, RunDir, checkpoint_step, inspect_checkpoint, latest_checkpoint
@@ -54,12 +56,8 @@ def decide(run: RunDir, recipe: Recipe, resume: str | None, *, overwrite: bool, 
     if run.path.is_symlink() and not run.path.exists():
         raise usage_error("bad-output-dir", f"{run.path} is a link that leads nowhere", hint="remove it, or name another `output_dir`")
     _refuse_open_directory(run)
-    if is_held(run):
-        raise usage_error(
-            "run-in-use",
-            f"{run.path} is in use by {read_owner(run) or 'another command'}",
-            ways_out=(f"fsdp-tune status {run.path}", "--set output_dir=… for another directory"),
-        )
+    refuse_when_held(run)
+    _refuse_live_ranks(run)
     if overwrite and resume not in (None, NEVER):
         raise usage_error("contradiction", f"--overwrite begins anew and --resume {resume} goes on: choose one")
     if resume in (None, NEVER):
@@ -77,6 +75,14 @@ def _refuse_open_directory(run: RunDir) -> None:
             f"{run.path} can be written by everybody on this machine",
             hint=f"`chmod o-w {shlex.quote(str(run.path))}`",
         )
+
+
+def _refuse_live_ranks(run: RunDir) -> None:
+    """Ranks that were started by hand have no command that holds the directory for them."""
+    beats = itertools.takewhile(lambda beat: beat is not None, (read_heartbeat(run, rank) for rank in itertools.count()))
+    live = [beat.pid for beat in beats if beat is not None and is_rank_of(run.path, beat.rank, beat.pid)]
+    if live:
+        raise in_use(run, f"ranks that still run (pid {', '.join(map(str, live))})")
 
 
 def _fresh(run: RunDir, *, overwrite: bool) -> Start:
@@ -120,7 +126,9 @@ def _newest(run: RunDir, recipe: Recipe, *, digests: bool) -> Start:
     return Start(
         checkpoint,
         is_new=False,
-        is_finished=checkpoint is not None and _has_finished(run) and not any(change.key in LENGTH_KEYS for change in changes),
+        is_finished=checkpoint is not None
+        and checkpoint.step == _finished_step(run)
+        and not any(change.key in LENGTH_KEYS for change in changes),
         trajectory_changes=trajectory,
         notices=notices,
         digests_checked=digests,
@@ -226,17 +234,19 @@ def _is_for(run: RunDir, recipe: Recipe) -> bool:
     return same_launch and all(change.kind is ChangeClass.FREE for change in compare(theirs, recipe))
 
 
-def _has_finished(run: RunDir) -> bool:
+def _finished_step(run: RunDir) -> int | None:
+    """Where the run came to its end; None for one that has not. Its last checkpoint may have been damaged or removed since."""
     outcome = read_outcome(run, 0)
-    return outcome is not None and outcome.exit_code == 0
+    return outcome.step if outcome is not None and outcome.exit_code == 0 else None
 
 
 def move_aside(run: RunDir) -> Path:
-    """Renames a used directory out of the way, for `--overwrite`; nothing of it is lost."""
+    """Renames a used directory out of the way, for `--overwrite`; nothing of it is lost. Exit 2 where it is in use by now."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     aside = run.path.with_name(f"{run.path.name}.old-{stamp}")
     while aside.exists():
         aside = aside.with_name(f"{aside.name}-{os.getpid()}")
-    DISK.rename(run.path, aside)
+    with locked(run):
+        DISK.rename(run.path, aside)
     DISK.fsync_dir(run.path.parent)
     return aside

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from fsdp_tune.errors import ExitReason
 from fsdp_tune.launch.lock import is_held, read_owner
-from fsdp_tune.launch.processes import is_alive
+from fsdp_tune.launch.machines import machines_elsewhere
+from fsdp_tune.launch.processes import is_rank_of
 from fsdp_tune.launch.ranks import read_heartbeat, read_outcome, read_verdict
 from fsdp_tune.launch.resume import read_resolved, ways_on
 from fsdp_tune.run_dir import Checkpoint, RunDir, json_objects, latest_checkpoint
@@ -27,8 +25,10 @@ RECENT_SECONDS = 60.0
 
 def run_status(run: RunDir) -> dict[str, Any]:
     """The document of `status --json`."""
-    world_size = read_resolved(run).world_size
-    ranks = [_rank_status(run, rank) for rank in range(world_size)]
+    recipe = read_resolved(run)
+    world_size = recipe.world_size
+    elsewhere = machines_elsewhere(run, recipe.launch.num_machines)
+    ranks = [_rank_status(run, rank, is_elsewhere=rank // recipe.local_world_size in elsewhere) for rank in range(world_size)]
     verdict = read_verdict(run)
     outcomes = [outcome for rank in range(world_size) if (outcome := read_outcome(run, rank)) is not None]
     problems = [outcome.problem.message for outcome in outcomes if outcome.problem is not None]
@@ -74,17 +74,17 @@ def _ways_on(run: RunDir, state: str, checkpoint: Checkpoint | None) -> list[str
     return [] if run.merged.is_dir() else [f"`fsdp-tune merge-checkpoint {run.path}` makes a model of it"]
 
 
-def _rank_status(run: RunDir, rank: int) -> dict[str, Any]:
+def _rank_status(run: RunDir, rank: int, *, is_elsewhere: bool) -> dict[str, Any]:
     beat, outcome = read_heartbeat(run, rank), read_outcome(run, rank)
     age_seconds = _age(run.rank_heartbeat(rank))
     if outcome is not None:
         state = outcome.reason.value
     elif beat is None:
         state = "not started"
-    elif _is_rank_alive(run, rank, beat.pid):
+    elif is_rank_of(run.path, rank, beat.pid):
         state = "live"
     else:
-        state = "live elsewhere" if age_seconds is not None and age_seconds < RECENT_SECONDS and not is_here(run) else "gone"
+        state = "live elsewhere" if is_elsewhere and age_seconds is not None and age_seconds < RECENT_SECONDS else "gone"
     return {
         "rank": rank,
         "state": state,
@@ -95,21 +95,6 @@ def _rank_status(run: RunDir, rank: int) -> dict[str, Any]:
         "age": format_seconds(age_seconds) if age_seconds is not None else None,
         "log": str(run.rank_log(rank)),
     }
-
-
-def _is_rank_alive(run: RunDir, rank: int, pid: int) -> bool:
-    """Whether the pid of the heartbeat is still that rank's: pids are reused, RANK and the run's path are not."""
-    try:
-        process = psutil.Process(pid)
-        return is_alive(process) and str(run.path) in process.cmdline() and process.environ().get("RANK") == str(rank)
-    except psutil.Error:
-        return False
-
-
-def is_here(run: RunDir) -> bool:
-    """Whether the run was started on this machine."""
-    owner = read_owner(run)
-    return owner is None or owner.host == os.uname().nodename
 
 
 def _age(path: Path) -> float | None:

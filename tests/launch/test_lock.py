@@ -39,6 +39,7 @@ def test_a_second_command_is_told_who_holds_the_directory(run: RunDir, held: sub
     with pytest.raises(FsdpTuneError, match=f"in use by pid {held.pid} on") as caught, locked(run):
         pass
     assert caught.value.exit_code == 2
+    assert not any("remove" in way for way in caught.value.problems[0].ways_out)  # the kernel says that its owner lives
     assert is_held(run)
 
 
@@ -61,8 +62,9 @@ def test_a_run_on_another_machine_counts_as_live_while_its_ranks_give_signs(run:
     run.lock.write_text(json.dumps({"host": "elsewhere", "pid": 1, "since": 1.0}))
     run.logs.mkdir()
     run.rank_heartbeat(0).write_text("{}")
-    with pytest.raises(FsdpTuneError, match="pid 1 on elsewhere"), locked(run):
+    with pytest.raises(FsdpTuneError, match="pid 1 on elsewhere") as caught, locked(run):
         pass
+    assert any("remove" in way for way in caught.value.problems[0].ways_out)
     os.utime(run.rank_heartbeat(0), (time.time() - 3600, time.time() - 3600))
     with locked(run) as notices:
         assert len(notices) == 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -166,6 +168,52 @@ def test_overwrite_keeps_the_old_run_beside(fresh: RunDir, tmp_path: Path) -> No
     assert aside.name.startswith("one.old-")
 
 
+def test_a_run_that_came_into_use_meanwhile_is_not_moved_aside(fresh: RunDir, tmp_path: Path) -> None:
+    used(fresh, tmp_path)
+    with locked(fresh), pytest.raises(FsdpTuneError, match=f"in use by pid {os.getpid()}"):
+        move_aside(fresh)
+    assert fresh.is_used
+
+
+@pytest.fixture
+def by_hand(fresh: RunDir, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """What looks like rank 0 of the run, started by hand under a relative name."""
+    used(fresh, tmp_path)
+    command = [sys.executable, "-c", "import time; time.sleep(60)", fresh.name]
+    rank = subprocess.Popen(command, cwd=fresh.path.parent, env={**os.environ, "RANK": "0"})
+    fresh.rank_heartbeat(0).write_text(json.dumps({"rank": 0, "pid": rank.pid, "step": 3, "phase": "training", "time": 0.0}))
+    yield rank
+    rank.kill()
+    rank.wait()
+
+
+def test_ranks_that_were_started_by_hand_hold_their_run(fresh: RunDir, tmp_path: Path, by_hand: subprocess.Popen[bytes]) -> None:
+    for resume, overwrite in (("auto", False), (None, True)):
+        with pytest.raises(FsdpTuneError, match=rf"ranks that still run \(pid {by_hand.pid}\)"):
+            decide(fresh, resolved(tmp_path), resume, overwrite=overwrite)
+    by_hand.kill()
+    by_hand.wait()
+    assert not decide(fresh, resolved(tmp_path), "auto", overwrite=False).is_new
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_status_sees_a_live_rank_through_a_link(fresh: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(fresh.path)
+    for path in (tmp_path / "link", fresh.path):
+        facts = run_status(RunDir(path))
+        assert (facts["state"], facts["ranks"][0]["state"]) == ("running", "live")
+
+
+def test_status_believes_in_the_ranks_of_another_machine(fresh: RunDir, tmp_path: Path) -> None:
+    used(fresh, tmp_path, "launch.num_machines=2", "launch.main_process_ip=10.0.0.1")
+    (fresh.logs / "machine-01.json").write_text(json.dumps({"host": "elsewhere"}))
+    for rank in range(2):
+        beat = {"rank": rank, "pid": os.getpid(), "step": 3, "phase": "training", "time": 0.0}
+        fresh.rank_heartbeat(rank).write_text(json.dumps(beat))
+    with locked(fresh):
+        assert [rank["state"] for rank in run_status(fresh)["ranks"]] == ["gone", "live elsewhere"]
+
+
 def test_auto_takes_the_newest_complete_checkpoint_and_names_the_damaged(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     checkpoint(fresh, 9)
@@ -196,6 +244,15 @@ def test_a_finished_run_has_nothing_to_do_unless_more_steps_are_asked_for(fresh:
     longer = decide(fresh, resolved(tmp_path, "training.max_steps=200"), "auto", overwrite=False)
     assert not longer.is_finished
     assert [change.key for change in longer.trajectory_changes] == ["training.max_steps"]
+
+
+def test_a_finished_run_whose_last_checkpoint_is_damaged_is_finished_again_from_the_one_before(fresh: RunDir, tmp_path: Path) -> None:
+    recipe = used(fresh, tmp_path)
+    checkpoint(fresh, 90)
+    checkpoint(fresh, 100, damaged=True)
+    finish(fresh, 100)
+    start = decide(fresh, recipe, "auto", overwrite=False)
+    assert (start.step, start.is_finished) == (90, False)
 
 
 def test_a_refused_change_stops_before_anything_is_written(fresh: RunDir, tmp_path: Path) -> None:
@@ -245,14 +302,17 @@ def test_overwrite_and_resume_contradict(fresh: RunDir, tmp_path: Path) -> None:
 def test_on_resume_the_earlier_files_go_into_history_and_the_changes_into_the_metrics(fresh: RunDir, tmp_path: Path) -> None:
     used(fresh, tmp_path)
     path = checkpoint(fresh, 10)
-    fresh.metrics_jsonl.write_text('{"step": 10, "loss": 1.0}\n')
+    torn = '{"step": 11, "lo'  # by a rank that was killed
+    fresh.metrics_jsonl.write_text('{"step": 10, "loss": 1.0}\n' + torn)
     recipe = resolved(tmp_path, "training.learning_rate=1e-3")
     start = decide(fresh, recipe, "auto", overwrite=False)
     write_run(fresh, files_of(fresh, recipe, start, text="# second\n" + BASE))
     assert (fresh.history / "001" / "recipe.yaml").read_text() == BASE
     assert fresh.recipe_yaml.read_text().startswith("# second")
     assert json.loads((fresh.path / "resume.json").read_text()) == {"resume_from": str(path), "digests_checked": True}
-    event = json.loads(fresh.metrics_jsonl.read_text().splitlines()[-1])
+    *_, last, line = fresh.metrics_jsonl.read_text().splitlines()
+    event = json.loads(line)
+    assert last == torn
     assert (event["event"], event["step"], event["changes"][0]["key"]) == ("recipe_changed", 10, "training.learning_rate")
     write_run(fresh, files_of(fresh, recipe, decide(fresh, recipe, "auto", overwrite=False)))
     assert (fresh.history / "002" / "recipe.yaml").read_text().startswith("# second")
