@@ -14,7 +14,8 @@ import pytest
 from tests.recipe.loading import MINIMAL
 
 WITH_A_MODEL_THAT_TAKES_MINUTES = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it, and so do its children
 from fsdp_tune.cli import checks
 checks.INSPECT = (sys.executable, "-c", "import os, sys, time; open(sys.argv[1], 'w').write(f'{os.getpid()}'); time.sleep(99)", sys.argv[1])
 from fsdp_tune.cli.app import app
