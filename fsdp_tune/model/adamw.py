@@ -9,14 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from fsdp_tune.model.float8_weights import plain
-
-
-def local_part(tensor: torch.Tensor) -> Any:
-    """What of a tensor this rank holds: a plain tensor, or one of a library's own kinds."""
-    return plain(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+from fsdp_tune.model.local import local_part
 
 
 class AdamW(torch.optim.AdamW):

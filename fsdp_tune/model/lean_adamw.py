@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fsdp_tune.model.adamw import local_part
+from fsdp_tune.model.local import local_part
 from fsdp_tune.model.rounding import round_by_chance, rounding_key
 
 PIECE = 1 << 24

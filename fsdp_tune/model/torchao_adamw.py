@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_tune.errors import usage_error
-from fsdp_tune.model.adamw import local_part
+from fsdp_tune.model.local import local_part
 from fsdp_tune.recipe.optimizer_arguments import TORCHAO_OPTIMIZERS, optimizer_name
 from fsdp_tune.recipe.schema import Recipe
 

@@ -11,7 +11,7 @@ import torch
 
 from fsdp_tune.diagnose.oom import Host, Moment, host_problem, sizes_in
 from fsdp_tune.errors import Problem
-from fsdp_tune.model.adamw import local_part
+from fsdp_tune.model.local import local_part
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.units import KIB
 from fsdp_tune.worker.heartbeat import Heartbeat

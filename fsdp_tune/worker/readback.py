@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_tune.errors import FailedError, Problem
 from fsdp_tune.fsdp import expected
-from fsdp_tune.model.adamw import local_part
 from fsdp_tune.model.compiled import is_compiled
 from fsdp_tune.model.head import loss_kernel_of
 from fsdp_tune.model.liger import modules_of_liger
 from fsdp_tune.model.load import Loaded
+from fsdp_tune.model.local import local_part
 from fsdp_tune.model.torchao_adamw import blocks_fit, kept_as, parts_of
 from fsdp_tune.model.wrap import fsdp_groups
 from fsdp_tune.recipe.optimizer_arguments import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits
