@@ -58,13 +58,10 @@ def plan_fp8(recipe: Recipe, model: PreTrainedModel) -> Plan:
     converted: dict[str, nn.Linear] = {}
     left: dict[str, str] = {}
     for prefix, layer in layers:
-        inside = _inside_ignored(prefix, ignored)
         for name, module in layer.named_modules(prefix=prefix):
             if not isinstance(module, nn.Linear) or module in (head, embedding):
                 continue
-            why = (
-                "FSDP leaves it alone (fsdp.ignored_modules)" if inside or _inside_ignored(name, ignored) else _why_not(model, name, module)
-            )
+            why = _why_not(model, name, module, ignored)
             if why is None:
                 converted[name] = module
             else:
@@ -104,7 +101,10 @@ def _inside_ignored(name: str, ignored: set[str]) -> bool:
     return any(name == other or name.startswith(f"{other}.") for other in ignored)
 
 
-def _why_not(model: PreTrainedModel, name: str, module: Any) -> str | None:
+def _why_not(model: PreTrainedModel, name: str, module: Any, ignored: set[str]) -> str | None:
+    """Why a Linear stays as it is; None for one that is converted."""
+    if _inside_ignored(name, ignored):
+        return "FSDP leaves it alone (fsdp.ignored_modules)"
     if type(module) is not nn.Linear and not is_fp8(module):
         return f"it is a {type(module).__name__}, which may compute something else"
     experts = next((count for key in _EXPERT_COUNTS if isinstance(count := getattr(model.config, key, None), int)), None)

@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_tune.errors import FsdpTuneError
 from fsdp_tune.model import float8
 from fsdp_tune.model.build import build_empty, build_full
 from fsdp_tune.model.float8 import choose_fp8, convert_to_fp8, demand_gpu, fp8_notices, plan_fp8
-from fsdp_tune.model.float8_weights import is_fp8
+from fsdp_tune.model.float8_weights import gathered_in_fp8, is_fp8, refresh_scales
 from fsdp_tune.model.inspect import facts
+from fsdp_tune.model.units import plan_units
+from fsdp_tune.model.wrap import wrap
 from fsdp_tune.recipe.schema import Recipe
+from tests.merge.ranks import run_ranks
 from tests.model.recipes import recipe_of
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -140,3 +144,30 @@ def test_a_converted_linear_multiplies_fp8_values(scaling: str) -> None:
     assert torch.equal(layer.gate_proj.weight, weight), "the weight itself stays"
     torch.testing.assert_close(found, rounded(tokens) @ rounded(weight).t(), rtol=1e-6, atol=1e-6)
     assert not torch.allclose(found, tokens @ weight.t(), rtol=1e-4)
+
+
+def scales_of_both(_: int) -> None:
+    """What `refresh_scales` and torchao's own function leave on a rank: of small weights, of large ones, and of one that is all zeros."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    recipe = fp8(scaling="tensorwise")
+    model = build_full(recipe)
+    convert_to_fp8(recipe, model, "cpu")
+    with torch.no_grad():
+        model.get_submodule("model.layers.0.self_attn.q_proj").weight.zero_()
+        model.get_submodule("model.layers.0.mlp.up_proj").weight.mul_(1e4)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    wrap(recipe, model, plan_units(recipe, model), mesh, torch.device("cpu"))
+    found: list[list[torch.Tensor]] = []
+    for refresh in (refresh_scales, precompute_float8_dynamic_scale_for_fsdp):
+        refresh(model)
+        found.append([module.weight._local_tensor._precomputed_scale.clone() for module in gathered_in_fp8(model)])
+    ours, theirs = map(torch.stack, found)
+    assert ours.numel() > 10
+    assert ours.unique().numel() > 10
+    assert ours.dtype == theirs.dtype == torch.float32
+    assert torch.equal(ours, theirs)
+
+
+def test_scales_are_those_of_torchao_to_the_bit() -> None:
+    run_ranks(2, scales_of_both)
