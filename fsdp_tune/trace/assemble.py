@@ -115,7 +115,7 @@ def deepened(
     of_layers = [unit for unit in units if unit.layer >= 0]
     if not of_layers:
         root = units[-1]
-        of_layer = _unit(recipe, model, (name,), -1, set(), _gathered_in_fp8(recipe, model)).gathered_bytes
+        of_layer = _unit(recipe, model, (name,), -1, set(), _ids_gathered_in_fp8(recipe, model)).gathered_bytes
         added = more.parameters - counts.parameters
         grown = replace(
             root,
@@ -135,16 +135,18 @@ def unit_list(recipe: Recipe, model: PreTrainedModel, groups: tuple[tuple[str, .
     """The units of the whole model in the order of wrapping, the root last; one 'unit' for plain DDP."""
     layer_of = {name: index for index, (name, _) in enumerate(decoder_layers(model))}
     taken: set[int] = set()
-    fp8 = _gathered_in_fp8(recipe, model)
-    units = [_unit(recipe, model, group, layer_of.get(group[0], -1), taken, fp8) for group in groups]
-    return (*units, _unit(recipe, model, ("",), -1, taken, fp8))
+    in_fp8 = _ids_gathered_in_fp8(recipe, model)
+    units = [_unit(recipe, model, group, layer_of.get(group[0], -1), taken, in_fp8) for group in groups]
+    return (*units, _unit(recipe, model, ("",), -1, taken, in_fp8))
 
 
-def _gathered_in_fp8(recipe: Recipe, model: PreTrainedModel) -> frozenset[str]:
-    return plan_fp8(recipe, model).gathered if gathers_in_fp8(recipe) else frozenset()
+def _ids_gathered_in_fp8(recipe: Recipe, model: PreTrainedModel) -> set[int]:
+    """Of the weights."""
+    names = plan_fp8(recipe, model).gathered if gathers_in_fp8(recipe) else ()
+    return {id(model.get_submodule(name).weight) for name in names}
 
 
-def _unit(recipe: Recipe, model: nn.Module, group: tuple[str, ...], layer: int, taken: set[int], fp8: frozenset[str]) -> Unit:
+def _unit(recipe: Recipe, model: nn.Module, group: tuple[str, ...], layer: int, taken: set[int], in_fp8: set[int]) -> Unit:
     own: list[nn.Parameter] = []
     for name in group:
         for parameter in model.get_submodule(name).parameters():
@@ -153,7 +155,6 @@ def _unit(recipe: Recipe, model: nn.Module, group: tuple[str, ...], layer: int, 
                 own.append(parameter)
     elements = sum(p.numel() for p in own)
     width = TORCH_DTYPE[recipe.compute_dtype].itemsize
-    in_fp8 = {id(model.get_submodule(name).weight) for name in fp8}
     gathered = sum(p.numel() * (1 if id(p) in in_fp8 else width) for p in own)
     stored = sum(p.numel() * p.element_size() for p in own)
     return Unit(name=", ".join(group) or "(root)", layer=layer, parameters=elements, parameter_bytes=stored, gathered_bytes=gathered)

@@ -133,8 +133,9 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
     if not name.startswith("_scaled_dot_product_"):
         return float(counter(*args, **kwargs, out_val=out))
     # Before torch 2.12 its counters refuse key heads that several query heads share: counted as if each had its own.
-    count: Callable[..., int] = sdpa_backward_flop_count if name.endswith("_backward") else sdpa_flop_count
-    *gradient, query, key, value = (tensor.shape for tensor in args[: 4 if name.endswith("_backward") else 3])
+    is_backward = name.endswith("_backward")
+    count: Callable[..., int] = sdpa_backward_flop_count if is_backward else sdpa_flop_count
+    *gradient, query, key, value = (tensor.shape for tensor in args[: 4 if is_backward else 3])
     heads = query[1]
     shared = ((shape[0], heads, *shape[2:]) for shape in (key, value))
     return float(count(*gradient, query, *shared))
