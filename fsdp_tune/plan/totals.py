@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fsdp_tune.plan.memory import Memory
@@ -21,7 +22,7 @@ class Disk:
     """Complete ones at one time, with the one that is being written; None: all are kept, and how many is the run's length."""
     merged_bytes: int
     cache_bytes: int | None
-    """Prepared rows: 4 bytes a token id and 4 a label. None before the data is prepared."""
+    """Prepared rows: 4 bytes a token id and 1 whether it is trained (`data.store`). None before the data is prepared."""
 
 
 def disk(recipe: Recipe, trace: Trace, tokens: int | None) -> Disk:
@@ -29,12 +30,12 @@ def disk(recipe: Recipe, trace: Trace, tokens: int | None) -> Disk:
     counts, size = trace.counts, DTYPE_BYTES[recipe.model.dtype]
     kept = recipe.training.save_total_limit
     best = 1 if training_value(recipe.training, "load_best_model_at_end") or recipe.training.early_stopping else 0
-    merged = counts.parameters * DTYPE_BYTES.get(recipe.merge.dtype, size) if recipe.merge.at_end else 0
+    as_wanted = counts.parameter_bytes if recipe.merge.dtype == "keep" else counts.parameters * DTYPE_BYTES[recipe.merge.dtype]
     return Disk(
         checkpoint_bytes=counts.parameter_bytes + round(state_bytes(recipe.training, size) * counts.trained_parameters),
         most_checkpoints=None if kept is None else kept + best + 1,
-        merged_bytes=merged,
-        cache_bytes=None if tokens is None else 8 * tokens,
+        merged_bytes=as_wanted if recipe.merge.at_end else 0,
+        cache_bytes=None if tokens is None else 5 * tokens,
     )
 
 
@@ -68,11 +69,11 @@ def host_memory(recipe: Recipe, trace: Trace, memory: Memory) -> HostMemory:
 
 
 def total_steps(recipe: Recipe, rows: int | None) -> int | None:
-    """Optimizer steps of the whole run; None where that depends on data that is not prepared."""
+    """Optimizer steps of the whole run, counted as the Trainer does; None where that depends on data that is not prepared."""
     wanted = training_value(recipe.training, "max_steps")
     if isinstance(wanted, int) and wanted > 0:
         return wanted
     if rows is None:
         return None
     epochs = float(training_value(recipe.training, "num_train_epochs") or 0)
-    return int(-(-rows // recipe.global_batch_size) * epochs)
+    return math.ceil(-(-rows // recipe.global_batch_size) * epochs)

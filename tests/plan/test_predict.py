@@ -100,11 +100,24 @@ def test_disk_and_host_memory_follow_the_recipe() -> None:
     assert made.disk_gib["checkpoint"] == 12_000 / GIB
     assert made.disk_gib["checkpoints_at_most"] == 3 * 12_000 / GIB, "two are kept, and one is being written"
     assert made.disk_gib["merged"] == 2000 / GIB
-    assert made.disk_gib["cache"] == 8 * 5000 / GIB
+    assert made.disk_gib["cache"] == 5 * 5000 / GIB, "an id and a flag a token"
     assert made.host_gib_per_machine["staging"] == 12_000 / GIB
     synchronous = plan(resolved(checkpoint={"async": False}), A100, step())
     assert synchronous.host_gib_per_machine["staging"] == 0
     assert made.run["steps"] == 10
+
+
+def test_a_merge_that_keeps_dtypes_is_as_large_as_what_is_stored() -> None:
+    half_frozen = step()
+    half_frozen = replace(half_frozen, counts=replace(half_frozen.counts, trained_parameters=500, parameter_bytes=3000))
+    assert plan(resolved(merge={"dtype": "keep"}), A100, half_frozen).disk_gib["merged"] == 3000 / GIB
+    assert plan(resolved(merge={"dtype": "fp32"}), A100, half_frozen).disk_gib["merged"] == 4000 / GIB
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 16), (1.5, 24), (0.1, 2), (2.01, 33)])
+def test_a_part_of_an_epoch_is_rounded_up_to_whole_steps_as_the_trainer_does(epochs: float, steps: int) -> None:
+    recipe = resolved(training={"max_steps": -1, "num_train_epochs": epochs})
+    assert plan(recipe, A100, step(), rows=1000).run["steps"] == steps, "sixteen steps of 64 rows an epoch, the last one short"
 
 
 def test_mfu_is_palms_formula() -> None:
