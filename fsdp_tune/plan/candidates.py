@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.plan.hardware import Hardware
 from fsdp_tune.plan.totals import DTYPE_BYTES
 from fsdp_tune.recipe.not_yet import refused, value_of
+from fsdp_tune.recipe.optimizer_arguments import state_bytes
 from fsdp_tune.recipe.resolve import Machine, resolve
 from fsdp_tune.recipe.rules import RULES
 from fsdp_tune.recipe.schema import Recipe
@@ -22,6 +24,8 @@ from fsdp_tune.recipe.training_rules import TOKENS_KEY
 Changes = dict[str, Any]
 LOSSES = ("full", "chunked")
 CHECKPOINTING = ("none", "selective", "full")
+USUAL_DEVICES = 8
+"""Of a machine whose vendor does not say how many it holds."""
 _BATCH = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
 
 
@@ -37,9 +41,8 @@ def changed(recipe: Recipe, changes: Changes) -> Recipe | None:
         data["fsdp"]["reshard_after_forward"] = None
     if "training.gradient_accumulation_steps" in changes and "training.global_batch_size" not in changes:
         data["training"]["global_batch_size"] = None
-        data["training"]["per_device_train_batch_tokens"] = (
-            None  # a plan is of rows of `max_length`, whatever a budget makes of shorter ones
-        )
+        # A plan is of rows of `max_length`, whatever a budget makes of shorter ones.
+        data["training"]["per_device_train_batch_tokens"] = None
     wanted = Recipe.model_validate(data)
     if refused(wanted) or any(rule(wanted) for rule in RULES):
         return None
@@ -104,10 +107,17 @@ def batch_changes(micro_batch: int, accumulation: int | None) -> Changes:
 
 
 def least_state_bytes(recipe: Recipe, parameters: int, trained: int) -> float:
-    """Bytes a device holds whatever the activations: its share of parameters, gradients and two moments. Nothing smaller can fit."""
+    """Bytes a device holds whatever the activations: its share of parameters, gradients and optimizer state. Nothing smaller can fit."""
     if recipe.fsdp.offload_params:
         return 0.0
-    size = DTYPE_BYTES[recipe.model.dtype]
-    shards = recipe.parallelism.dp_shard_size
+    size, shards = DTYPE_BYTES[recipe.model.dtype], recipe.parallelism.dp_shard_size
     assert isinstance(shards, int), "the recipe is resolved"
-    return size * (parameters + 3 * trained) / max(1, shards)
+    assert recipe.model.frozen_dtype != "auto", "the recipe is resolved"
+    of_trained = 2 * size + state_bytes(recipe.training, size)
+    return (of_trained * trained + DTYPE_BYTES[recipe.model.frozen_dtype] * (parameters - trained)) / max(1, shards)
+
+
+def ranks_of_machine(recipe: Recipe, hardware: Hardware) -> int:
+    """Of a machine in layouts over another number of GPUs: as many as the recipe has on each; on one alone, what the vendor's holds."""
+    own = recipe.local_world_size
+    return own if recipe.launch.num_machines > 1 else max(own, hardware.devices_per_machine or USUAL_DEVICES)

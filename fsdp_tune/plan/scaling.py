@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_tune.plan.blend import alike, at_shards
-from fsdp_tune.plan.candidates import batch_changes, changed
+from fsdp_tune.plan.candidates import batch_changes, changed, ranks_of_machine
 from fsdp_tune.plan.depth import full_depth
 from fsdp_tune.plan.predict import plan
 from fsdp_tune.plan.search import Search
@@ -18,8 +18,7 @@ SIZES = tuple(1 << power for power in range(11))
 
 
 def scaling_table(search: Search, recipe: Recipe) -> list[dict[str, Any]]:
-    """One row a size: seconds of a step, tokens of all, share of the speed of as many single GPUs, memory. Machines hold as many as now,
-    or as the vendor's machine does."""
+    """One row a size: seconds of a step, tokens of all, share of the speed of as many single GPUs, memory. Only whole machines are used."""
     rows: list[dict[str, Any]] = []
     for other, trace in _traced(search, recipe):
         made = plan(other, search.hardware, trace, efficiency=search.efficiency)
@@ -61,7 +60,9 @@ def _traced(search: Search, recipe: Recipe) -> Iterator[tuple[Recipe, Trace]]:
 
 
 def _sized(search: Search, recipe: Recipe, size: int) -> Recipe | None:
-    per_machine = recipe.local_world_size if recipe.launch.num_machines > 1 else search.hardware.devices_per_machine or 8
+    per_machine = ranks_of_machine(recipe, search.hardware)
+    if size > per_machine and size % per_machine:
+        return None
     batch = batch_changes(recipe.training.per_device_train_batch_size, recipe.training.gradient_accumulation_steps or 1)
     return changed(recipe, {"launch.num_processes": size, "launch.num_machines": max(1, size // per_machine), **batch})
 

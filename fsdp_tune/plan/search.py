@@ -7,13 +7,23 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from fsdp_tune.plan.blend import at_micro_batch, prime_for
-from fsdp_tune.plan.candidates import Changes, batch_changes, changed, differences, layouts, least_state_bytes, micro_batches
+from fsdp_tune.plan.candidates import (
+    Changes,
+    batch_changes,
+    changed,
+    differences,
+    layouts,
+    least_state_bytes,
+    micro_batches,
+    ranks_of_machine,
+)
 from fsdp_tune.plan.depth import full_depth
 from fsdp_tune.plan.efficiency import Efficiency
 from fsdp_tune.plan.fits import CONTEXT_BYTES, fit
 from fsdp_tune.plan.hardware import Hardware, known_hardware
 from fsdp_tune.plan.predict import Plan, plan
 from fsdp_tune.plan.trace_format import Trace
+from fsdp_tune.recipe.fp8_rules import computes_in_fp8
 from fsdp_tune.recipe.schema import Recipe
 
 Target = Literal["fastest", "cheapest", "largest-context"]
@@ -209,7 +219,8 @@ def smallest_hardware(search: Search, base: Recipe, ranked: Sequence[Found]) -> 
     if one is None or traced is None:
         return None
     larger = sorted(known_hardware().values(), key=lambda gpu: gpu.usable_bytes)
-    for gpu in (gpu for gpu in larger if gpu.usable_bytes > search.hardware.usable_bytes and gpu.peak_flops(one.compute_dtype)):
+    multiplies_in = "fp8" if computes_in_fp8(one) else one.compute_dtype
+    for gpu in (gpu for gpu in larger if gpu.usable_bytes > search.hardware.usable_bytes and gpu.peak_flops(multiplies_in)):
         if fit(traced, gpu).answer == "yes":
             return {"gpu": gpu.name, "num_processes": base.world_size, "recipe_changes": differences(base, one)}
     return _more(search, base, one)
@@ -218,9 +229,9 @@ def smallest_hardware(search: Search, base: Recipe, ranked: Sequence[Found]) -> 
 def _more(search: Search, base: Recipe, one: Recipe) -> dict[str, Any] | None:
     number = base.world_size * 2
     while number <= MOST_DEVICES:
-        per_machine = search.hardware.devices_per_machine or base.local_world_size
-        sizes: Changes = {"launch.num_processes": number, "launch.num_machines": max(1, number // per_machine), **batch_changes(1, 1)}
-        other = changed(one, sizes)
+        machines = max(1, -(-number // ranks_of_machine(base, search.hardware)))
+        batch = batch_changes(1, max(1, base.global_batch_size // number))
+        other = changed(one, {"launch.num_processes": number, "launch.num_machines": machines, **batch})
         traced = next(search.trace([other])) if other else None
         if other is not None and traced is not None and fit(traced, search.hardware).answer == "yes":
             return {"gpu": search.hardware.name, "num_processes": number, "recipe_changes": differences(base, other)}

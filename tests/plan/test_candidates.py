@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_tune.plan.candidates import batch_changes, changed, differences, layouts, least_state_bytes, micro_batches
+from fsdp_tune.plan.candidates import batch_changes, changed, differences, layouts, least_state_bytes, micro_batches, ranks_of_machine
+from fsdp_tune.plan.hardware import find_hardware
 from tests.plan.recipes import resolved
 
 
@@ -68,3 +69,18 @@ def test_the_least_state_is_sixteen_bytes_a_parameter_over_the_shards() -> None:
     assert least_state_bytes(resolved(gpus=8, fsdp={"sharding_strategy": "NO_SHARD"}), 1000, 1000) == 16 * 1000
     assert least_state_bytes(resolved(gpus=8, model={"dtype": "bf16"}), 1000, 1000) == 8 * 1000 / 8
     assert least_state_bytes(resolved(gpus=8, fsdp={"offload_params": True}), 1000, 1000) == 0
+
+
+def test_the_least_state_is_that_of_the_optimizer_and_of_what_is_trained() -> None:
+    assert least_state_bytes(resolved(training={"optim": "sgd"}), 1000, 1000) == 8 * 1000 / 8
+    blocks = 4 + 4 + 2 * (1 + 4 / 256)
+    assert least_state_bytes(resolved(training={"optim": "adamw_torch_8bit"}), 1000, 1000) == blocks * 1000 / 8
+    assert least_state_bytes(resolved(), 1000, 100) == (16 * 100 + 2 * 900) / 8, "what is frozen is kept in the compute dtype"
+
+
+def test_a_machine_holds_no_fewer_ranks_than_the_recipe_has_on_it() -> None:
+    card = find_hardware("A100-40GB")
+    assert ranks_of_machine(resolved(gpus=4), card) == 8, "as the vendor's machine"
+    assert ranks_of_machine(resolved(gpus=16, global_batch=64), card) == 16
+    assert ranks_of_machine(resolved(gpus=8, machines=2), card) == 4
+    assert ranks_of_machine(resolved(gpus=2), find_hardware("RTX4090")) == 8

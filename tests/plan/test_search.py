@@ -177,6 +177,28 @@ def test_more_of_the_same_card_where_no_card_is_large_enough() -> None:
     assert (found["gpu"], found["num_processes"]) == ("H200", 16)
 
 
+def test_more_cards_train_the_same_global_batch() -> None:
+    recipe, tracer = resolved(gpus=2), ModelTracer(1500)
+    found = smallest_hardware(Search(find_hardware("H200"), tracer), recipe, ())
+    assert found is not None
+    assert found["recipe_changes"]["training.gradient_accumulation_steps"] == 64 // 16
+
+
+def test_a_larger_card_for_fp8_has_fp8() -> None:
+    recipe, tracer = resolved(gpus=2, precision={"mixed_precision": "fp8"}), ModelTracer(55)
+    found = smallest_hardware(Search(find_hardware("L4"), tracer), recipe, ())
+    assert found is not None
+    assert found["gpu"] == "L40S", "an A100-40GB would be large enough"
+
+
+def test_the_scaling_table_has_whole_machines_and_the_recipe_itself() -> None:
+    tracer = ModelTracer(30)
+    rows = scaling_table(Search(A100, tracer), resolved(gpus=12, machines=2, global_batch=60))
+    assert [(row["num_processes"], row["num_machines"]) for row in rows] == [(1, 1), (2, 1), (4, 1), (12, 2)]
+    rows = scaling_table(Search(A100, tracer), resolved(gpus=16))
+    assert next(row["num_machines"] for row in rows if row["num_processes"] == 16) == 1, "sixteen on one machine, as the recipe says"
+
+
 def test_an_unknown_time_still_ranks_what_fits() -> None:
     volta = find_hardware("V100-32GB")
     ranking, _ = ranked(80, hardware=volta)
