@@ -105,8 +105,9 @@ def collective_seconds(kind: str, size_bytes: float, group: Group, hardware: Har
         return None
     passes = 2 if kind == "all_reduce" else 1
     share = (n - 1) / n if kind != "broadcast" else 1.0
-    borders = passes * (group.machines - 1)
-    hops = passes * (n - 1) - borders
+    # So many steps cross from machine to machine: NCCL's `nInterSteps`.
+    borders = 0 if group.machines == 1 else 2 * group.machines if kind == "all_reduce" else group.machines - 1
+    hops = max(0, passes * (n - 1) - borders)
     is_nvlink = bool(hardware.nvlink_gb_s)
     best = math.inf
     for protocol in PROTOCOLS:

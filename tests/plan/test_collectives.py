@@ -43,6 +43,14 @@ def test_time_grows_with_size_and_with_ranks() -> None:
     assert ranks == sorted(ranks)
 
 
+def test_a_sum_round_the_ring_crosses_machines_as_often_as_nccl_counts() -> None:
+    """`nInterSteps` of NCCL 2.20: 2 × machines of the 2 × (ranks − 1) steps; Simple carries what is large."""
+    ring = 8.4e-6 + 26 * 3.4e-6 + 4 * 14e-6
+    bus = bus_bytes_per_second(Group(16, 2), A100)
+    assert bus is not None
+    assert seconds("all_reduce", 100 * GIB, Group(16, 2)) == pytest.approx(ring + 2 * 15 / 16 * 100 * GIB / bus, abs=1e-9)
+
+
 def test_one_rank_has_nobody_to_talk_to() -> None:
     assert seconds("all_reduce", GIB, Group(1, 1)) == 0.0
     assert sent_bytes("all_gather", GIB, Group(1, 1)) == Volume(0, 0)
