@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.atomic import write_json
-from fsdp_tune.errors import FsdpTuneError, usage_error
+from fsdp_tune.errors import usage_error
 from fsdp_tune.plan.efficiency import Efficiency, efficiency_of
 from fsdp_tune.plan.hardware import Hardware, detect
 from fsdp_tune.plan.timing import UnknownFigure, step_time
@@ -98,4 +98,4 @@ def _read(cache: Path) -> dict[str, dict[str, float]]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise FsdpTuneError(*usage_error("calibration-damaged", f"{path} is damaged: {error}", hint="remove it").problems) from error
+        raise usage_error("calibration-damaged", f"{path} is damaged: {error}", hint="remove it") from error

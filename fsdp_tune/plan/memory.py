@@ -54,7 +54,7 @@ def peak_memory(trace: Trace, *, segments: Segments = "expandable", capacity_byt
     """Replays `trace` at the model's full depth.
 
     `capacity_bytes`: what the allocator can get, which is the card less context and NCCL; None replays without a limit.
-    `workspace_bytes`: cuBLAS's workspace, allocated with the first matrix product (`cublas_workspace_bytes` of the GPU).
+    `workspace_bytes`: cuBLAS's workspace, allocated with the first matrix product (`fits.workspace_bytes` of the GPU).
     """
     trace = full_depth(trace)
     events = _with_workspace(trace, workspace_bytes)
