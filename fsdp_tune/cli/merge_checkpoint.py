@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdp_tune.cli.options import JsonOption
-from fsdp_tune.cli.output import Screen, command
+from fsdp_tune.cli.output import Screen, command, stopping_cleanly
 from fsdp_tune.errors import usage_error
 from fsdp_tune.units import MIB, format_bytes, format_seconds, parse_bytes
 
@@ -125,7 +125,7 @@ def merge_checkpoint(
         fsdp-tune merge-checkpoint runs/llama7b
         fsdp-tune merge-checkpoint checkpoint-500/pytorch_model_fsdp_0 --base meta-llama/Llama-2-7b-hf -o merged --dtype bf16
     """
-    with command(json_output) as screen:
+    with command(json_output) as screen, stopping_cleanly():
         # The merge has threads of its own. Those of numpy's BLAS, fixed when numpy is loaded, would wait for them at each small product.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         from fsdp_tune.merge.run import MergeOptions

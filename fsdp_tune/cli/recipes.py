@@ -100,6 +100,6 @@ def _read(name: str) -> tuple[Path, str]:
 
     path = catalogue().get(name)
     if path is None:
-        find_recipe(f"{name}")  # says what is close, for a name that is nothing at all
+        find_recipe(name)  # says what is close, for a name that is nothing at all
         raise usage_error("recipe-not-found", f"`{name}` is not in the catalogue", hint="`fsdp-tune recipes list` shows it")
     return path, path.read_text(encoding="utf-8")

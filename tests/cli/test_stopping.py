@@ -1,7 +1,8 @@
-"""A command that is stopped while another process looks at the model ends at once, and so does that process."""
+"""A command that is stopped while another process looks at the model, or while it merges, ends at once and leaves nothing."""
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -38,3 +39,33 @@ def test_nobody_waits_for_what_looks_at_the_model(number: signal.Signals, exit_c
     assert process.returncode == exit_code, errors
     assert "Traceback" not in errors
     assert psutil.wait_procs([child], timeout=60)[1] == []
+
+
+MERGING_FOR_MINUTES = """
+import sys, time
+from pathlib import Path
+from fsdp_tune.atomic import staged_directory
+from fsdp_tune.merge import run
+
+def merge(source, options, progress):
+    with staged_directory(options.output):
+        Path(sys.argv[1]).write_text("x")
+        time.sleep(99)
+
+run.merge_checkpoint = merge
+from fsdp_tune.cli.app import app
+app(sys.argv[2:])
+"""
+
+
+def test_a_merge_that_a_scheduler_stops_takes_its_half_away(tmp_path: Path) -> None:
+    started, output = tmp_path / "started", tmp_path / "merged"
+    command = [sys.executable, "-c", MERGING_FOR_MINUTES, str(started), "merge-checkpoint", "source", "-o", str(output), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        while not started.exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        process.terminate()
+        said, _ = process.communicate(timeout=120)
+    assert (process.returncode, [error["code"] for error in json.loads(said)["errors"]]) == (143, ["stopped"])
+    assert list(tmp_path.iterdir()) == [started]
