@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import fsdp_tune
-from fsdp_tune.bridge import children
 from fsdp_tune.errors import FsdpTuneError, Problem
+from fsdp_tune.launch import children
 from fsdp_tune.plan.kept import state_of
 from fsdp_tune.plan.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe

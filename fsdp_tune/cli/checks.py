@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fsdp_tune.bridge import children
 from fsdp_tune.errors import Notice, Problem
+from fsdp_tune.launch import children
 
 if TYPE_CHECKING:
     from fsdp_tune.recipe.schema import Recipe

@@ -83,9 +83,9 @@ def rehearse(
 
 def _shrink(screen: Screen, recipe: Recipe, folder: Path, ranks: int, device: str) -> Small:
     """Looks at the model and the data as `validate` does; what is wrong there is exit 2, what is out of reach is replaced."""
-    from fsdp_tune.bridge.children import threads
     from fsdp_tune.cli.checks import model_facts
     from fsdp_tune.cli.data_checks import data_facts
+    from fsdp_tune.launch.children import threads
     from fsdp_tune.rehearsal.shrink import Reach, small_recipe
 
     with threads(1) as pool:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fsdp_tune.recipe.loader import LoadedRecipe
     from fsdp_tune.recipe.resolve import Resolution
     from fsdp_tune.recipe.schema import Recipe
+    from fsdp_tune.run_dir import RunDir
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,6 @@ class Job:
 
     def check_inputs(self, start: Start) -> Inputs:
         """Looks at the model in a process of its own while the data is prepared; refuses what is wrong in either, together."""
-        from fsdp_tune.bridge.children import threads
         from fsdp_tune.bridge.model_files import check_vocabulary
         from fsdp_tune.bridge.tokenizer import load_encoder
         from fsdp_tune.cli.checks import model_facts
@@ -95,6 +95,7 @@ class Job:
         from fsdp_tune.cli.train_view import data_lines, kernels_line, model_line
         from fsdp_tune.data.prepare import prepare
         from fsdp_tune.data.token_batches import filling_lines
+        from fsdp_tune.launch.children import threads
         from fsdp_tune.launch.resume import check_data
         from fsdp_tune.recipe.world import batch_arithmetic
 
@@ -176,10 +177,7 @@ class Job:
             self.screen.document(document(reason=ended.reason.value, merged=merged))
             for line in predicted_and_measured(run):
                 self.screen.say(line)
-            self.screen.say(
-                f"finished at step {ended.step}"
-                + (f"; the model is in {merged}" if merged else f"; `fsdp-tune merge-checkpoint {run.path}` merges it")
-            )
+            self.screen.say(f"finished at step {ended.step}; {_where_the_model_is(run, merged)}")
             return
         ways = ways_on(run, checkpoint)
         if ended.problem is not None:
@@ -212,7 +210,7 @@ class Job:
         if merged is None and self.recipe.merge.at_end:
             merged = self.merge()
         self.screen.document(final_document(run.path, outcome.facts, step=outcome.step, reason=ExitReason.FINISHED.value, merged=merged))
-        self.screen.say(f"nothing to do: {run.path} has finished at step {outcome.step}")
+        self.screen.say(f"nothing to do: {run.path} has finished at step {outcome.step}; {_where_the_model_is(run, merged)}")
 
     def print_commands(self) -> None:
         from fsdp_tune.launch.accelerate import by_hand
@@ -238,6 +236,10 @@ class Job:
             raise FsdpTuneError(ended.problem, exit_code=ended.exit_code)
         if ended.exit_code is not ExitCode.OK:
             raise typer.Exit(ended.exit_code)
+
+
+def _where_the_model_is(run: RunDir, merged: Path | None) -> str:
+    return f"the model is in {merged}" if merged else f"`fsdp-tune merge-checkpoint {run.path}` merges it"
 
 
 def _unreachable(what: str) -> Problem:

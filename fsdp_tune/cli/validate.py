@@ -67,10 +67,10 @@ class _Checked:
 
 def _check(resolution: Resolution, *, offline: bool) -> _Checked:
     """Model and data at the same time: each takes seconds to import what it needs."""
-    from fsdp_tune.bridge.children import threads
     from fsdp_tune.bridge.model_files import check_vocabulary
     from fsdp_tune.cli.checks import model_facts
     from fsdp_tune.cli.data_checks import data_facts
+    from fsdp_tune.launch.children import threads
 
     recipe = resolution.recipe
     if offline:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from fsdp_tune.launch import children
+
 CHILD_SECONDS = 900.0
 FSDP_TUNE = (sys.executable, "-P", "-m", "fsdp_tune")
 
@@ -42,24 +44,25 @@ def torch_script(module: str, request: dict[str, Any]) -> Answer:
 
 
 def ask(argv: Sequence[str], text: str = "") -> Answer:
-    try:
-        done = subprocess.run(argv, input=text, capture_output=True, text=True, check=False, timeout=CHILD_SECONDS, env=environment())
-    except subprocess.TimeoutExpired:
-        return Answer(1, {}, f"it took more than {CHILD_SECONDS:.0f} s")
-    return Answer(done.returncode, _document(done.stdout), done.stderr)
+    return finish(_start(argv, subprocess.PIPE), text)
 
 
 def start_training(recipe: Path, output: Path) -> subprocess.Popen[str]:
-    argv = (*FSDP_TUNE, "train", "--config", str(recipe), "--set", f"output_dir={output}", "--json")
-    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    return _start((*FSDP_TUNE, "train", "--config", str(recipe), "--set", f"output_dir={output}", "--json"), subprocess.DEVNULL)
 
 
-def finish(child: subprocess.Popen[str]) -> Answer:
+def _start(argv: Sequence[str], stdin: int) -> subprocess.Popen[str]:
+    return children.start(argv, environment(), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def finish(child: subprocess.Popen[str], text: str | None = None) -> Answer:
+    """Waits for a child's end; a rehearsal that is interrupted meanwhile ends it."""
     try:
-        stdout, stderr = child.communicate(timeout=CHILD_SECONDS)
+        stdout, stderr = child.communicate(text, timeout=CHILD_SECONDS)
     except subprocess.TimeoutExpired:
-        child.kill()
-        stdout, stderr = child.communicate()
+        return Answer(1, {}, f"it took more than {CHILD_SECONDS:.0f} s")
+    finally:
+        children.end(child)
     return Answer(child.returncode, _document(stdout), stderr)
 
 

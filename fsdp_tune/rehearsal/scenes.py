@@ -5,6 +5,7 @@ Torch-free: the scenes are commands, run as a user runs them, and the files that
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 
 from fsdp_tune.errors import ExitCode
+from fsdp_tune.launch import children
 from fsdp_tune.launch.ranks import read_heartbeat
 from fsdp_tune.rehearsal.commands import Answer, finish, fsdp_tune, start_training, torch_script
 from fsdp_tune.run_dir import RunDir, complete_checkpoints, latest_checkpoint
@@ -91,9 +93,11 @@ class Rehearsal:
         try:
             victim = self._wait_for_checkpoint(child.poll)
             if victim is not None:
-                os.kill(victim, signal.SIGKILL)
-        finally:
+                with contextlib.suppress(ProcessLookupError):  # the run ended meanwhile, and its exit code says so
+                    os.kill(victim, signal.SIGKILL)
             answer = finish(child)
+        finally:
+            children.end(child)
         if victim is None or answer.exit_code not in (ExitCode.FAILED, ExitCode.LOST_RANK):
             raise _Failed(f"the run ended before a rank could be killed; {answer.why}")
         left = self._processes_left()

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from fsdp_tune.launch import children
+from fsdp_tune.rehearsal import scenes
 from fsdp_tune.rehearsal.scenes import Rehearsal
 from tests.cli.conftest import cli, document  # noqa: F401  a fixture
 
@@ -109,3 +117,30 @@ def test_rehearsal_passes(recipe: str, parity: bool, cli) -> None:  # noqa: F811
     assert found["passed"]
     assert len(found["checks"]) >= 7
     assert found["folder"] is None
+
+
+def test_a_rehearsal_that_is_interrupted_ends_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = children.start((sys.executable, "-c", "import time; time.sleep(60)"), os.environ)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scenes, "start_training", lambda *_: training)
+    monkeypatch.setattr(Rehearsal, "_wait_for_checkpoint", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Rehearsal(tmp_path / "recipe.yaml", tmp_path, ranks=2, steps=4).kill_a_rank()
+    assert training.returncode == -signal.SIGKILL
+
+
+def test_a_rehearsal_that_is_killed_takes_what_it_has_started_with_it(tmp_path: Path) -> None:
+    """The child writes its pid, then waits for ever; the kernel ends it with the process that asked."""
+    child = f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
+    asking = f"import sys; from fsdp_tune.rehearsal.commands import ask; ask((sys.executable, '-c', {child!r}))"
+    rehearsal = subprocess.Popen([sys.executable, "-c", asking])
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert rehearsal.poll() is None
+        time.sleep(0.02)
+    started = psutil.Process(int((tmp_path / "pid").read_text()))
+    rehearsal.kill()
+    rehearsal.wait()
+    assert psutil.wait_procs([started], timeout=20)[0]

@@ -1,4 +1,4 @@
-"""Processes that look at something for a command, with torch in them. They end with it, whatever ends it, and nobody waits for one then."""
+"""Processes that do something for a command. They end with it, whatever ends it, and nobody waits for one then."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from fsdp_tune.launch.leash import leashed
 
 _RUNNING: list[subprocess.Popen[str]] = []
 
@@ -17,8 +18,7 @@ _RUNNING: list[subprocess.Popen[str]] = []
 def start(command: Sequence[str], environment: Mapping[str, str], **pipes: Any) -> subprocess.Popen[str]:
     """A child in a process group of its own: Ctrl-C is for the command, which ends the child by `end`. Should the command be killed, the
     kernel kills the child. `pipes`: stdin, stdout and stderr of `Popen`."""
-    leash = (sys.executable, "-P", "-m", "fsdp_tune.launch.leash", str(os.getpid()))
-    child = subprocess.Popen((*leash, *command), text=True, env=environment, process_group=0, **pipes)
+    child = subprocess.Popen(leashed(list(command)), text=True, env=environment, process_group=0, **pipes)
     _RUNNING.append(child)
     return child
 
