@@ -20,15 +20,13 @@ from fsdp_tune.model.choice import Choice
 from fsdp_tune.model.float8_weights import is_fp8
 from fsdp_tune.model.torchao_adamw import demand_torchao
 from fsdp_tune.model.units import decoder_layers, ignored_module_names, plan_units
+from fsdp_tune.plan.mfu import EXPERT_COUNTS
 from fsdp_tune.recipe.fp8_rules import FP8_MULTIPLE, computes_in_fp8, gathers_in_fp8
 from fsdp_tune.recipe.schema import Recipe
 
 KEY = "precision.mixed_precision"
 OLDEST_GPU = (8, 9)
 """Compute capability: Ada, Hopper, Blackwell. torch has kernels for one scale and for a scale a row on each of them."""
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
 _UNITS_OF_ANY_SIZE = ("SIZE_BASED_WRAP", "MODULE_NAMES_WRAP")
 
 
@@ -107,7 +105,7 @@ def _why_not(model: PreTrainedModel, name: str, module: Any, ignored: set[str]) 
         return "FSDP leaves it alone (fsdp.ignored_modules)"
     if type(module) is not nn.Linear and not is_fp8(module):
         return f"it is a {type(module).__name__}, which may compute something else"
-    experts = next((count for key in _EXPERT_COUNTS if isinstance(count := getattr(model.config, key, None), int)), None)
+    experts = next((count for key in EXPERT_COUNTS if isinstance(count := getattr(model.config, key, None), int)), None)
     if experts is not None and module.out_features == experts:
         return "a router: its few outputs decide where a token goes"
     if experts is not None and ".experts." in name:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Where configs say how many experts a layer has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +16,11 @@ class ModelSize:
     layers: int
     heads: int
     head_dim: int
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a token meets only some of the parameters, so that the formula's N is not known: the MFU is null then, not too high."""
+    return any(isinstance(count := config.get(key), int) and count > 1 for key in EXPERT_COUNTS)
 
 
 def attended_length(lengths: Iterable[int]) -> float:

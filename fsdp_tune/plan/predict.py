@@ -11,7 +11,7 @@ from fsdp_tune.plan.efficiency import Efficiency, efficiency_of
 from fsdp_tune.plan.fits import CONTEXT_BYTES, Fit, Fits, fit
 from fsdp_tune.plan.hardware import Hardware
 from fsdp_tune.plan.memory import Memory
-from fsdp_tune.plan.mfu import ModelSize, mfu
+from fsdp_tune.plan.mfu import ModelSize, has_experts, mfu
 from fsdp_tune.plan.timing import HOST_BYTES_PER_SECOND, StepTime, UnknownFigure, step_time
 from fsdp_tune.plan.totals import disk, host_memory, total_steps
 from fsdp_tune.plan.trace_format import Segments, Trace
@@ -170,6 +170,9 @@ def _mfu(trace: Trace, hardware: Hardware, speed: float | None, unknown: list[st
     peak = hardware.peak_flops("bf16")
     if peak is None:
         unknown.append(f"mfu: {hardware.name} has no known dense bf16 peak")
+    if has_experts(trace.facts.get("config", {})):
+        unknown.append("mfu: a token meets some of the experts, and the formula counts all parameters")
+        return None
     return None if speed is None else mfu(model_size(trace), float(trace.shapes.tokens), speed, peak)
 
 

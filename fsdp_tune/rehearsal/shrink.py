@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fsdp_tune.atomic import write_file
+from fsdp_tune.plan.mfu import EXPERT_COUNTS
 from fsdp_tune.recipe.schema import EvalFraction, EvalRows, Recipe
 
 LAYERS = 2
@@ -36,7 +37,6 @@ INNER_KEYS = (
     "shared_expert_intermediate_size",
     "intermediate_size_mlp",
 )
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 NOT_COPIED = {"architectures", "transformers_version", "_name_or_path", "dtype"}
 HEAD_SIZE_KEYS = ("head_dim", "v_head_dim", "global_head_dim", "query_pre_attn_scalar")
 # Multi-head latent attention: rank of the compressed projections, and the parts of a head with and without positions.
@@ -57,7 +57,7 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
     _change(small, KV_HEAD_KEYS, lambda value: max(1, HEADS * value // heads) if heads else value)
     _change(small, HEAD_SIZE_KEYS, lambda _: HEAD_SIZE)
     _change(small, INNER_KEYS, lambda value: max(8, HIDDEN_SIZE * value // hidden // 8 * 8) if hidden else value)
-    _change(small, EXPERT_KEYS, lambda value: min(value, EXPERTS))
+    _change(small, EXPERT_COUNTS, lambda value: min(value, EXPERTS))
     _change(small, ("num_experts_per_tok", "num_experts_per_token"), lambda value: min(value, 2))
     _change(small, ("n_group", "topk_group"), lambda _: 1)
     _change(small, ("first_k_dense_replace",), lambda value: min(value, 1))

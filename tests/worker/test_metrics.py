@@ -7,15 +7,17 @@ import json
 import os
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from transformers import LlamaConfig, MixtralConfig
 
 from fsdp_tune.plan.mfu import ModelSize
 from fsdp_tune.run_dir import RunDir
-from fsdp_tune.worker.metrics import Lines, MetricsFile, Sums, device_peak_flops
+from fsdp_tune.worker.metrics import Lines, MetricsFile, Sums, device_peak_flops, model_size
 from tests.ranks import RankPool
 
 
@@ -160,6 +162,12 @@ def test_the_mfu_of_a_line_counts_packed_examples_each_by_itself(pool: RankPool)
     for line in pool.run(2, line_with_mfu):
         flops_per_token = 6 * 1000 + 12 * 2 * 4 * 8 * 5.2
         assert line["mfu"] == pytest.approx(flops_per_token * line["tokens_per_second_per_device"] / 1e6)
+
+
+@pytest.mark.parametrize(("config", "is_known"), [(LlamaConfig(), True), (MixtralConfig(), False)])
+def test_the_mfu_needs_a_model_whose_tokens_meet_all_parameters(config: Any, is_known: bool) -> None:
+    loaded: Any = SimpleNamespace(model=SimpleNamespace(config=config), size=SimpleNamespace(parameters=1000))
+    assert (model_size(loaded) is not None) == is_known
 
 
 def test_the_cpu_has_no_known_peak() -> None:
