@@ -61,7 +61,7 @@ def fit_into(trace: Trace, usable: int, *, segments: Segments = "expandable", wo
         answer, because = "no", f"{_gib(least)} at the least, of {_gib(usable)}"
     else:
         over = (
-            "only if that is too high, or if cached memory is given back"
+            "it fits only if that is predicted too high, or if cached memory is given back"
             if reserved + outside > usable
             else f"less than {SPARE:.0%} to spare"
         )

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from fsdp_tune.plan.memory import Timeline
 from fsdp_tune.plan.predict import Plan
-from fsdp_tune.units import GIB, format_seconds
+from fsdp_tune.units import GIB
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 960, 360, 56, 34
 COLOURS = (
@@ -201,7 +201,7 @@ def changes_in_words(changes: dict[str, Any]) -> str:
 def _seconds(seconds: float | None) -> str:
     if seconds is None:
         return "unknown"
-    return f"{seconds:.3g} s" if seconds < 60 else format_seconds(seconds)
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -127,6 +127,17 @@ def test_mfu_is_palms_formula() -> None:
     assert mfu(model, 4096, 3000, 312e12) == pytest.approx(flops_per_token(model, 4096) * 3000 / 312e12)
 
 
+def test_the_mfu_of_a_mixture_of_experts_is_not_made_up() -> None:
+    mixture = replace(step(), facts={"config": {"num_local_experts": 8, "num_experts_per_tok": 2}})
+    made = plan(resolved(), A100, mixture)
+    assert made.mfu is None
+    assert made.step_seconds is not None
+    assert [text for text in made.unknown if text.startswith("mfu:")] == [
+        "mfu: a token meets some of the experts, and the formula counts all parameters"
+    ]
+    assert plan(resolved(), A100, replace(step(), facts={"config": {"num_experts": None}})).mfu is not None
+
+
 def test_packed_examples_attend_each_to_itself() -> None:
     assert attended_length([4096]) == 4096
     assert attended_length([1024] * 4) == 1024
@@ -143,6 +154,12 @@ def test_the_page_is_whole_and_escapes_every_name() -> None:
     assert page.count("<path") >= 3, "two components and what is reserved"
     assert "http" not in page
     assert "<script" not in page
+
+
+def test_the_page_tells_steps_apart_as_the_screen_does() -> None:
+    made = replace(plan(resolved(), A100, step()), step_seconds=61.2)
+    page = html_page(replace(made, alternatives=(made, replace(made, step_seconds=61.0), replace(made, step_seconds=1234.5))))
+    assert all(f"<td>{seconds} s" in page for seconds in ("61.2", "61", "1,234"))
 
 
 def test_changes_read_like_settings() -> None:
