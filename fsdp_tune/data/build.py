@@ -145,7 +145,7 @@ def _index(
         if in_train:
             chosen = _mixture(recipe, inputs, chosen)
         packing = data.packing if in_train or data.eval_packing is None else data.eval_packing
-        pieces, rows = _rows(recipe, inputs, chosen, trained, packing=packing)
+        pieces, rows = _rows(recipe, inputs, chosen, trained, names, packing=packing)
         refuse_empty_set(name, len(rows.rows) - 1, len(chosen), data.max_length)
         folders[name] = TRAIN if in_train else f"eval-{number:03d}"
         writer.add_set(folders[name], rows.segments, rows.rows)
@@ -180,9 +180,11 @@ def _mixture(recipe: Recipe, inputs: Sequence[Input], train: Examples) -> Exampl
     return train.take(mixed(train.sources, sizes, weights, recipe.data.mixture))
 
 
-def _rows(recipe: Recipe, inputs: Sequence[Input], examples: Examples, trained: Mask, *, packing: bool) -> tuple[Cut, Packed]:
+def _rows(
+    recipe: Recipe, inputs: Sequence[Input], examples: Examples, trained: Mask, names: Sequence[str], *, packing: bool
+) -> tuple[Cut, Packed]:
     data = recipe.data
-    pieces = cut(examples, [opened.overlong for opened in inputs], data.max_length, trained)
+    pieces = cut(examples, [opened.overlong for opened in inputs], data.max_length, trained, names)
     return pieces, packed(pieces.segments, data.max_length, packing=packing, strategy=data.packing_strategy)
 
 

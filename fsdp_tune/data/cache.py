@@ -6,7 +6,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,16 +15,9 @@ from fsdp_tune.atomic import DISK, STAGE_MARK, staged_directory, write_file
 from fsdp_tune.data.store import STORE_KIND
 from fsdp_tune.manifest import MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
 
+STORES = "data"
+"""Folder of the stores below `data.cache_dir`."""
 LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-
-
-def cache_root(cache_dir: str | None) -> Path:
-    """Where stores lie. `cache_dir` is the recipe's."""
-    if cache_dir is not None:
-        base = Path(cache_dir).expanduser()
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "fsdp-tune"
-    return base / "data"
 
 
 def content_key(parts: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from fsdp_tune.data.account import examples_of, marked_text
 from fsdp_tune.data.build import Progress, build_store
-from fsdp_tune.data.cache import built, cache_root, content_key
+from fsdp_tune.data.cache import STORES, built, content_key
 from fsdp_tune.data.encoder import Encoder
 from fsdp_tune.data.inputs import TRAIN, Input, open_inputs
 from fsdp_tune.data.store import RowStore
@@ -60,7 +60,8 @@ def prepare(recipe: Recipe, encoder: Encoder, *, progress: Progress | None = Non
     inputs = open_inputs(recipe, encoder)
     training_key = content_key(_training_content(recipe, encoder, inputs))
     key = content_key([training_key, recipe.data.eval_packing, _content(inputs, train=False)])
-    path = cache_root(recipe.data.cache_dir) / key
+    assert recipe.data.cache_dir is not None, "the recipe is resolved"
+    path = Path(recipe.data.cache_dir, STORES, key)
 
     def build(stage: Path) -> dict[str, Any]:
         return build_store(stage, recipe, encoder, inputs, progress)

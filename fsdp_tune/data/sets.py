@@ -12,7 +12,7 @@ import numpy.typing as npt
 from fsdp_tune.data.order import splitmix64
 from fsdp_tune.data.packing import Packed, best_fit, one_a_row, wrapped
 from fsdp_tune.data.store import Int64, Mask
-from fsdp_tune.errors import usage_error
+from fsdp_tune.errors import Where, usage_error
 from fsdp_tune.recipe.schema_data import EvalFraction, EvalRows, Mixture
 
 NAMED_ROWS = 10
@@ -100,11 +100,11 @@ class Cut:
     """[k, 2] origins of rows of which nothing that is trained was left."""
 
 
-def cut(examples: Examples, overlong: Sequence[str], max_length: int, trained: Mask) -> Cut:
-    """`overlong` by source: truncate | drop | split | error. `trained` is the pool's, as long as all tokens."""
+def cut(examples: Examples, overlong: Sequence[str], max_length: int, trained: Mask, names: Sequence[str]) -> Cut:
+    """`overlong` by source: truncate | drop | split | error. `trained` is the pool's, as long as all tokens; `names` are the files'."""
     long = examples.lengths > max_length
     modes = np.array(overlong)[examples.sources]
-    _refuse_long(examples, long & (modes == "error"), max_length)
+    _refuse_long(examples, long & (modes == "error"), max_length, names)
     keep = ~(long & (modes == "drop"))
     lengths = np.where(long & (modes == "truncate"), max_length, examples.lengths)
     pieces = np.where(long & (modes == "split"), -(-examples.lengths // max_length), 1) * keep
@@ -127,16 +127,17 @@ def cut(examples: Examples, overlong: Sequence[str], max_length: int, trained: M
     )
 
 
-def _refuse_long(examples: Examples, long: Bools, max_length: int) -> None:
+def _refuse_long(examples: Examples, long: Bools, max_length: int, names: Sequence[str]) -> None:
     if not long.any():
         return
-    rows = ", ".join(str(row) for row in examples.origins[long][:NAMED_ROWS, 1].tolist())
-    raise usage_error(
-        "row-too-long",
-        f"{np.count_nonzero(long):,} rows are longer than `data.max_length` ({max_length} tokens), the longest "
-        f"{int(examples.lengths.max()):,}: rows {rows}",
-        hint="raise `data.max_length`, or set `data.overlong` to truncate, drop or split",
-    )
+    (file, first), *others = [(int(file), int(row)) for file, row in np.unique(examples.origins[long], axis=0)]
+    least = f"{int(examples.lengths[long].max()):,} tokens"
+    told = f"the row is longer than `data.max_length: {max_length}`: it has {least}"
+    if others:
+        named = ", ".join(f"{names[number]}:{row}" for number, row in others[: NAMED_ROWS - 1])
+        told = f"{len(others) + 1:,} rows are longer than `data.max_length: {max_length}`, the longest has {least}; after this one: {named}"
+    hint = "raise `data.max_length`, or set `data.overlong` to truncate, drop or split"
+    raise usage_error("row-too-long", told, hint=hint, where=Where(names[file], first))
 
 
 def packed(segments: Int64, max_length: int, *, packing: bool, strategy: str) -> Packed:

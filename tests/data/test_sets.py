@@ -25,7 +25,7 @@ def examples_of(*lengths: int, sources: list[int] | None = None) -> Examples:
 def cut_at(limit: int, examples: Examples, *overlong: str, untrained: tuple[int, ...] = ()) -> Cut:
     trained = np.ones(int(examples.lengths.sum()), np.uint8)
     trained[list(untrained)] = 0
-    return cut(examples, overlong, limit, trained)
+    return cut(examples, overlong, limit, trained, ["a.jsonl", "b.jsonl"])
 
 
 def test_truncate_keeps_the_beginning_and_counts() -> None:
@@ -61,8 +61,16 @@ def test_an_example_that_lost_its_trained_part_in_the_cut_is_left_out_and_named(
 
 
 def test_error_names_the_rows_and_the_longest() -> None:
-    with pytest.raises(FsdpTuneError, match=r"2 rows are longer than .* the longest 10: rows 2, 4"):
-        cut_at(4, examples_of(3, 10, 4, 5), "error")
+    two = examples_of(3, 10, 4, 5)
+    two.origins[3] = (1, 7)
+    with pytest.raises(
+        FsdpTuneError, match=r"2 rows are longer than `data.max_length: 4`, the longest has 10 tokens; .*: b.jsonl:7$"
+    ) as caught:
+        cut_at(4, two, "error")
+    assert str(caught.value.problems[0].where) == "a.jsonl:2"
+    with pytest.raises(FsdpTuneError, match="it has 10 tokens") as caught:
+        cut_at(4, examples_of(3, 10, 4), "error")
+    assert str(caught.value.problems[0].where) == "a.jsonl:2"
 
 
 def test_each_source_follows_its_own_rule() -> None:
