@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,7 +66,8 @@ def parse_recipe(
     if recipe is not None:
         recipe, wrong = _named(recipe, path, name)
         problems.extend(wrong)
-        problems.extend(as_problem(finding, positions) for finding in _findings(recipe) if not _touches(finding, dropped))
+        found_wrong = [as_problem(finding, positions) for finding in _findings(recipe) if not _touches(finding, dropped)]
+        problems.extend(_in_the_file(problem, tree) for problem in found_wrong)
         found = [finding for finding in inactive_keys(recipe) if not _touches(finding, dropped)]
         notices.extend(as_notice(finding, positions, strict=True) for finding in found)
         notices.extend(as_notice(finding, positions, strict=False) for rule in REMARKS if (finding := rule(recipe)))
@@ -162,6 +163,11 @@ def _findings(recipe: Recipe) -> list[Finding]:
         world = World(recipe.launch.num_processes, recipe.launch.num_machines)
         found.extend(finding for rule in WORLD_RULES if (finding := rule(recipe, world)) is not None)
     return found
+
+
+def _in_the_file(problem: Problem, tree: MappingNode) -> Problem:
+    """What is missing stands nowhere: the recipe's beginning then, so that the file is named."""
+    return problem if problem.where.source is not None else problem.at(replace(tree.where, key=problem.where.key))
 
 
 def _touches(finding: Finding, dropped: set[str]) -> bool:

@@ -230,6 +230,14 @@ def test_a_wrong_value_hides_no_contradiction_elsewhere_and_makes_none() -> None
     assert found[1].where.key == "training.warmup_steps"
 
 
+def test_what_is_missing_is_told_with_the_file_all_the_same() -> None:
+    found = problems("# a comment\nfsdp: {version: 2}\n")
+    assert [(problem.code, str(problem.where), problem.where.key) for problem in found] == [
+        ("no-data", "recipe.yaml:2:1", "data.train"),
+        ("no-model", "recipe.yaml:2:1", "model.name_or_path"),
+    ]
+
+
 def test_an_error_shows_no_terminal_escapes_and_no_novel() -> None:
     problem = one_problem(problems_with('fsdp: {offload_params: "\\e[31m' + "x" * 500 + '"}'))
     assert "\x1b" not in problem.message
