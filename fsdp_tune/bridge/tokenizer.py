@@ -247,6 +247,6 @@ def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
         return None
     backend.no_truncation()
     backend.no_padding()
-    probe = f"It's  3.14 ä½ {tokenizer.eos_token}\n x"
+    probe = f"It's  3.14 é你 {tokenizer.eos_token}\n x"
     same = backend.encode_batch_fast([probe], add_special_tokens=False)[0].ids == _encode(tokenizer, [probe])[0]
     return backend if same else None
