@@ -78,7 +78,7 @@ def kind_of(value: object) -> str:
     return names.get(type(value), f"of type {type(value).__name__}")
 
 
-def is_encodable(row: dict[str, Any]) -> bool:
+def _is_encodable(row: dict[str, Any]) -> bool:
     """Whether all text in the row can be written as UTF-8."""
     try:
         json.dumps(row, ensure_ascii=False, default=str).encode("utf-8")
@@ -91,7 +91,7 @@ def _checked(number: int, value: Any, text: str) -> NumberedRow | BadRow:
     if not isinstance(value, dict):
         return BadRow(number, f"a row is an object, and this is {kind_of(value)}", 1)
     row = cast(dict[str, Any], value)
-    if "\\u" in text and (escape := UNPAIRED.search(text)) is not None and not is_encodable(row):
+    if "\\u" in text and (escape := UNPAIRED.search(text)) is not None and not _is_encodable(row):
         return BadRow(number, f"`{escape[0]}` is half of a surrogate pair and stands for no character", escape.start() + 1)
     return number, row
 

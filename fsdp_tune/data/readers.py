@@ -8,19 +8,23 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.data.arrow_rows import arrow_rows, parquet_rows
-from fsdp_tune.data.json_rows import BadRow, NumberedRow, document_rows, is_encodable, json_row
+from fsdp_tune.data.json_rows import BadRow, NumberedRow, document_rows, json_row
 from fsdp_tune.errors import FsdpTuneError, Where, usage_error
 
 MAX_ROW_BYTES = 256 << 20
 MAX_DOCUMENT_BYTES = 1 << 30
 PEEK_BYTES = 1 << 12
 UTF8_BOM, GZIP_MAGIC, ZSTD_MAGIC, PARQUET_MAGIC = b"\xef\xbb\xbf", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
+
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
+"""What `surrogateescape` makes of a byte that is not UTF-8."""
 
 Rows = Iterator[NumberedRow | BadRow]
 
@@ -155,6 +159,8 @@ def _csv(file: io.BufferedReader, path: Path, delimiter: str = ",") -> Rows:
 
 
 def _header(fields: list[str], path: Path) -> list[str]:
+    if any(_NOT_UTF8.search(name) for name in fields):
+        raise _unreadable(path, "the names of its columns are not UTF-8", f"convert it: `iconv -f LATIN1 -t UTF-8 {path.name}`", line=1)
     twice = {name for name in fields if fields.count(name) > 1}
     if twice:
         raise _unreadable(path, f"its first line names a column twice: {', '.join(sorted(twice))}", line=1)
@@ -164,8 +170,10 @@ def _header(fields: list[str], path: Path) -> list[str]:
 def _csv_row(line: int, header: list[str], fields: list[str]) -> NumberedRow | BadRow:
     if len(fields) != len(header):
         return BadRow(line, f"{len(fields)} fields where the first line names {len(header)} columns")
-    row: dict[str, Any] = dict(zip(header, fields, strict=True))
-    return (line, row) if is_encodable(row) else BadRow(line, "not UTF-8")
+    for column, text in zip(header, fields, strict=True):
+        if (escaped := _NOT_UTF8.search(text)) is not None:
+            return BadRow(line, f"column `{column}` is not UTF-8: byte 0x{ord(escaped[0]) - 0xDC00:02x}")
+    return line, dict(zip(header, fields, strict=True))
 
 
 def _tsv(file: io.BufferedReader, path: Path) -> Rows:

@@ -166,9 +166,17 @@ def test_csv_names_lines_that_do_not_fit(tmp_path: Path) -> None:
     assert [(row.number, row.reason) for row in bad(path, "csv")] == [
         (3, "3 fields where the first line names 2 columns"),
         (4, "no CSV: ',' expected after '\"'"),
-        (5, "not UTF-8"),
+        (5, "column `a` is not UTF-8: byte 0xe9"),
     ]
     assert good(path, "csv") == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
+
+
+def test_names_of_columns_that_are_not_utf8_are_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"prompt,r\xe9ponse\n1,2\n")
+    found = problem(path, "csv")
+    assert (found.where.line, found.hint) == (1, "convert it: `iconv -f LATIN1 -t UTF-8 rows.csv`")
+    assert "the names of its columns are not UTF-8" in found.message
 
 
 def test_a_quote_that_is_never_closed_is_not_one_bad_row(tmp_path: Path) -> None:
