@@ -536,8 +536,8 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "a tokenizer may be larger than the embedding",
         "bridge/model_files",
-        "    if vocabulary_size > rows and not may_grow:\n",
-        "    if vocabulary_size > rows and may_grow:\n",
+        "    if vocabulary_size > rows and not model.grows_embedding:\n",
+        "    if vocabulary_size > rows and model.grows_embedding:\n",
         "F024",
     ),
     _plant(
