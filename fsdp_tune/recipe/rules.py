@@ -279,7 +279,8 @@ def pure_bf16(recipe: Recipe) -> Finding | None:
     if recipe.model.dtype != "bf16" or rounds_by_chance(recipe):
         return None
     message = "`model.dtype: bf16` trains bf16 weights without fp32 masters: updates below 1/256 of a weight are lost"
-    hint = '`training.optim_args: "bf16_stochastic_round=true"` keeps them on average; `fp32` keeps master weights, for 2 more bytes each'
+    hint = '`training.optim_args: "bf16_stochastic_round=true"` keeps them on average; `fp32` keeps all, '
+    hint += "for twice the memory of weights, gradients and optimizer state"
     return Finding("pure-bf16", ("model.dtype",), message, hint)
 
 

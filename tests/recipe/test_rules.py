@@ -212,6 +212,7 @@ def test_every_inactive_row_can_be_active(row: object) -> None:
 def test_bf16_weights_are_remarked_upon() -> None:
     loaded = load("model: {name_or_path: a, dtype: bf16}\ndata: {train: [{path: b}]}")
     assert [(notice.code, notice.strict) for notice in loaded.notices] == [("pure-bf16", False)]
+    assert "twice the memory" in (loaded.notices[0].hint or ""), "16 bytes a parameter against 8"
     rounded = load("model: {name_or_path: a, dtype: bf16}\ndata: {train: [{path: b}]}\ntraining: {optim_args: bf16_stochastic_round=true}")
     assert rounded.notices == ()
 
