@@ -169,6 +169,7 @@ def _scaling(scaling: Sequence[dict[str, Any]]) -> str:
     rows = [
         (
             str(row["num_processes"]),
+            f'<span class="{escape(row["fits"])}">{escape(row["fits"])}</span>',
             escape(_seconds(row["step_seconds"])),
             _number(row["tokens_per_second"], ",.0f"),
             _number(row["efficiency"], ".0%"),
@@ -176,7 +177,9 @@ def _scaling(scaling: Sequence[dict[str, Any]]) -> str:
         )
         for row in scaling
     ]
-    return "<h2>More GPUs, as many sequences on each</h2>\n" + _table(("GPUs", "step", "tokens/s", "efficiency", "GiB reserved"), rows)
+    return "<h2>More GPUs, as many sequences on each</h2>\n" + _table(
+        ("GPUs", "fits", "step", "tokens/s", "efficiency", "GiB reserved"), rows
+    )
 
 
 def _footer(plan: Plan) -> str:

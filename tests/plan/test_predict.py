@@ -156,6 +156,11 @@ def test_the_page_is_whole_and_escapes_every_name() -> None:
     assert "<script" not in page
 
 
+def test_the_page_says_which_sizes_fit() -> None:
+    row = {"num_processes": 2, "fits": "no", "step_seconds": None, "tokens_per_second": None, "efficiency": None, "peak_reserved_gib": 99.0}
+    assert '<td>2</td><td><span class="no">no</span></td>' in html_page(replace(plan(resolved(), A100, step()), scaling=(row,)))
+
+
 def test_the_page_tells_steps_apart_as_the_screen_does() -> None:
     made = replace(plan(resolved(), A100, step()), step_seconds=61.2)
     page = html_page(replace(made, alternatives=(made, replace(made, step_seconds=61.0), replace(made, step_seconds=1234.5))))
