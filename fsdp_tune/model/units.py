@@ -73,10 +73,27 @@ def decoder_layers(model: PreTrainedModel, wanted: Sequence[str] | None = None) 
 
 
 def plan_units(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
-    """The units that the recipe's wrap policy asks for; FsdpTuneError (exit 2) where recomputation cannot go around them."""
+    """The units that the recipe's wrap policy asks for; FsdpTuneError (exit 2) where recomputation cannot go around them,
+    or where what is left out of them would be trained."""
     plan = _units_of_policy(recipe, model)
+    _refuse_ignored_that_train(recipe, model)
     _refuse_inner_units_on_one_rank(recipe, model, plan)
     return plan
+
+
+def _refuse_ignored_that_train(recipe: Recipe, model: PreTrainedModel) -> None:
+    """FSDP sums no gradient of what it ignores."""
+    if recipe.world_size == 1 or not recipe.is_sharded:
+        return
+    modules = {name: model.get_submodule(name) for name in sorted(ignored_module_names(recipe, model))}
+    name = next((name for name, module in modules.items() if any(p.requires_grad for p in module.parameters())), None)
+    if name is not None:
+        raise usage_error(
+            "ignored-modules-trained",
+            f"`fsdp.ignored_modules` leaves `{name}` to each of {recipe.world_size} ranks by itself, and it is trained: FSDP sums no "
+            "gradient of what it ignores, so that the ranks would come apart",
+            ways_out=(f'`model: {{freeze: ["{name}.*"]}}` keeps it as it is', "leave `fsdp.ignored_modules` out to train it"),
+        )
 
 
 def _refuse_inner_units_on_one_rank(recipe: Recipe, model: PreTrainedModel, plan: UnitPlan) -> None:

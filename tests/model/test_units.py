@@ -102,9 +102,20 @@ def test_layer_classes_can_be_named_as_in_accelerate() -> None:
 
 
 def test_ignored_modules_are_in_no_unit() -> None:
-    recipe = recipe_of("llama", fsdp={"ignored_modules": r"model\.embed_tokens|model\.layers\.1"})
+    frozen = {"from_config": FAMILIES["llama"], "freeze": ["model.embed_tokens.*", "model.layers.1.*"]}
+    recipe = recipe_of(frozen, fsdp={"ignored_modules": r"model\.embed_tokens|model\.layers\.1"})
     names = {name for group in plan_units(recipe, build_empty(recipe)).groups for name in group}
     assert names == {"model.layers.0", "model.norm", "lm_head"}
+
+
+def test_ignored_modules_that_train_are_refused_where_ranks_would_come_apart() -> None:
+    fsdp = {"ignored_modules": r"model\.layers\.\d+\.input_layernorm"}
+    recipe = recipe_of("llama", fsdp=fsdp)
+    with pytest.raises(FsdpTuneError, match=r"`model\.layers\.0\.input_layernorm` to each of 2 ranks") as caught:
+        plan_units(recipe, build_empty(recipe))
+    assert [problem.code for problem in caught.value.problems] == ["ignored-modules-trained"]
+    alone = recipe_of("llama", ranks=1, fsdp=fsdp)
+    assert plan_units(alone, build_empty(alone)).groups
 
 
 @pytest.mark.parametrize(
