@@ -19,6 +19,8 @@ from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.worker.dataset import Collator
 
 ROWS_LOOKED_AT = 64
+EXAMPLE_TOKENS = 1024
+"""Of each of the two examples that are looked at: the logits of a long row, which training never makes whole, may not fit."""
 # Of the logits' norm. Same shapes, same kernels: the difference is zero, but for experts whose groups change in size.
 ALLOWED = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
 # One scale for all tokens of a micro-batch: the largest value of one example moves how the others are rounded (measured: 5 %).
@@ -32,12 +34,14 @@ def allowed_deviation(recipe: Recipe) -> float:
 
 
 def packed_row(store: RowStore) -> Row | None:
-    """The first of the first rows that holds several examples, cut to its first two."""
+    """The first of the first rows that holds several examples, cut to its first two, and those to their first tokens."""
     for index in range(min(len(store), ROWS_LOOKED_AT)):
         row = store[index]
         if len(row.lengths) > 1:
-            end = row.lengths[0] + row.lengths[1]
-            return Row(row.input_ids[:end], row.labels[:end], row.lengths[:2], row.row_id)
+            begins = (0, row.lengths[0])
+            lengths = tuple(min(length, EXAMPLE_TOKENS) for length in row.lengths[:2])
+            kept = np.concatenate([np.arange(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)])
+            return Row(row.input_ids[kept], row.labels[kept], lengths, row.row_id)
     return None
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.load import Loaded
-from fsdp_tune.model.loss import model_inputs
+from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.worker.agree import gather
@@ -32,7 +32,7 @@ def first_bad_module(recipe: Recipe, loaded: Loaded, batch: Batch, device: torch
     try:
         tensors = {name: tensor.to(device) for name, tensor in batch.tensors.items()}
         with torch.no_grad(), compute_context(recipe, device.type):
-            loaded.wrapped(**model_inputs(tensors), use_cache=False)
+            micro_batch_loss(loaded.wrapped, tensors)  # as the step: logits that it never makes whole may not fit
     finally:
         for handle in handles:
             handle.remove()

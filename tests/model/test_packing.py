@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from fsdp_tune.model.build import build_full
 from fsdp_tune.model.inspect import facts
 from fsdp_tune.model.loss import micro_batch_loss, shift_labels
 from fsdp_tune.model.packed import packing_known
+from fsdp_tune.worker import isolation
 from fsdp_tune.worker.dataset import Batch, Collator
 from fsdp_tune.worker.isolation import ALLOWED, packed_row, packing_deviation
 from tests.model.families import FAMILIES
@@ -150,3 +153,13 @@ def test_model_that_ignores_the_seams_is_caught_before_the_first_step(family: st
 @pytest.mark.parametrize("family", ISOLATED)
 def test_model_that_keeps_the_seams_passes_the_check_before_the_first_step(family: str, packed: RowStore) -> None:
     assert deviation(family, packed_row(packed)) <= ALLOWED["fp32"]
+
+
+def test_long_examples_are_looked_at_by_their_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of whole rows may not fit on a device that trains in slices."""
+    monkeypatch.setattr(isolation, "EXAMPLE_TOKENS", 3)
+    ids = np.arange(10, dtype=np.int32)
+    stored: Any = [Row(ids, ids, (10,), 0), Row(ids, ids, (5, 2, 3), 1)]
+    row = packed_row(stored)
+    assert row is not None
+    assert (row.input_ids.tolist(), row.labels.tolist(), row.lengths, row.row_id) == ([0, 1, 2, 5, 6], [0, 1, 2, 5, 6], (3, 2), 1)
