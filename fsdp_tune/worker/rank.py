@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +19,10 @@ from fsdp_tune.worker import flight
 
 # A rank in a collective that does not end cannot say for whom it waits; the supervisor can, so it is to speak first.
 COLLECTIVE_MARGIN_SECONDS = 300
+OPEN_FILES = 4096
+"""For all but connections."""
+GLOO_GROUPS = 5
+"""At most at once: of all ranks, of saves, of loading, and two of a hybrid mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,15 @@ def redirect_output(run: RunDir, rank: int) -> IO[str]:
     return screen
 
 
+def make_room_for_connections(world_size: int) -> None:
+    """gloo connects each rank with all others, for each group anew: hundreds of ranks are past the usual limit of 1,024 open files."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES + GLOO_GROUPS * world_size
+    wanted = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
 def start_process_group(recipe: Recipe, rank: Rank) -> str:
     """Joins the group, with gloo for CPU tensors beside the device's own backend; returns the device type.
 
@@ -87,6 +101,7 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
     import torch
     import torch.distributed as dist
 
+    make_room_for_connections(rank.world_size)
     device_type = recipe.launch.device
     timeout = timedelta(seconds=parse_seconds(recipe.launch.hang_timeout) + COLLECTIVE_MARGIN_SECONDS)
     if device_type == "cpu":

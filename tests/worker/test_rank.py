@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from fsdp_tune.errors import FsdpTuneError
 from fsdp_tune.run_dir import RunDir
-from fsdp_tune.worker.rank import Rank, read_rank, redirect_output
+from fsdp_tune.worker.rank import Rank, make_room_for_connections, read_rank, redirect_output
 from tests.conftest import REPOSITORY
 from tests.launch.test_plan import resolved
 
@@ -84,3 +85,12 @@ def test_the_flight_recorder_is_on_and_tells_the_last_collective(tmp_path: Path)
     assert after["name"] == "gloo:all_reduce"
     assert after["entered"][after["group"]] == after["number"] >= 3
     assert (RunDir(tmp_path).flight_recorder / "rank_0").stat().st_size > 0
+
+
+def test_hundreds_of_ranks_have_room_for_their_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
+    for limits in ((1024, 1 << 20), (1024, 2048), (1024, resource.RLIM_INFINITY), (1 << 19, 1 << 20)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
+        make_room_for_connections(512)
+    assert asked == [(6656, 1 << 20), (2048, 2048), (6656, resource.RLIM_INFINITY)]
