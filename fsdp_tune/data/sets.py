@@ -92,7 +92,7 @@ class Cut:
     """[m, 2] start, length."""
     supervised: Int64
     truncated: Int64
-    """[k, 2] origins of rows whose end was cut off and of which something is left; a row that is drawn twice is one row."""
+    """[k, 2] origins of rows whose end was cut off, those of `emptied` too; a row that is drawn twice is one row."""
     split: int
     dropped: Int64
     """[k, 2] origins of rows that `overlong: drop` left out."""
@@ -117,12 +117,10 @@ def cut(examples: Examples, overlong: Sequence[str], max_length: int, trained: M
         supervised[piece] = np.count_nonzero(trained[starts[piece] + 1 : starts[piece] + sizes[piece]])
     useful = supervised > 0
     emptied = np.setdiff1d(owner, owner[useful])
-    shortened = long & (modes == "truncate")
-    shortened[emptied] = False
     return Cut(
         segments=np.stack([starts, sizes], axis=1)[useful],
         supervised=supervised[useful],
-        truncated=np.unique(examples.origins[shortened], axis=0),
+        truncated=np.unique(examples.origins[long & (modes == "truncate")], axis=0),
         split=int(np.count_nonzero(long & (modes == "split"))),
         dropped=np.unique(examples.origins[~keep], axis=0),
         emptied=np.unique(examples.origins[emptied], axis=0),

@@ -35,11 +35,6 @@ def test_truncate_keeps_the_beginning_and_counts() -> None:
     assert (found.truncated.tolist(), found.split, len(found.dropped)) == ([[0, 2]], 0, 0)
 
 
-def test_a_row_of_which_a_cut_leaves_nothing_to_train_is_left_out_and_not_called_shortened() -> None:
-    found = cut_at(4, examples_of(10, 10), "truncate", untrained=(0, 1, 2, 3))
-    assert (found.truncated.tolist(), found.emptied.tolist()) == ([[0, 2]], [[0, 1]])
-
-
 def test_split_cuts_into_pieces_and_loses_nothing_but_first_tokens() -> None:
     found = cut_at(4, examples_of(3, 10), "split")
     assert found.segments.tolist() == [[0, 3], [3, 4], [7, 4], [11, 2]]
