@@ -41,14 +41,14 @@ def disk(recipe: Recipe, trace: Trace, tokens: int | None) -> Disk:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Of one machine, besides what Python, torch and CUDA take themselves (about 1 GiB a rank and more)."""
+    """Of the machine that needs most, besides what Python, torch and CUDA take themselves (about 1 GiB a rank and more)."""
 
     loading_bytes: int
     """While the weights are read: the slices of all local ranks, or the whole model in each rank or in rank 0."""
     offloaded_bytes: int
     """Pinned, through the whole run."""
     staging_bytes: int
-    """The copy of parameters and optimizer state from which an asynchronous checkpoint is written."""
+    """The copy of parameters and optimizer state from which an asynchronous checkpoint is written; rank 0's whole one, if it gathers."""
 
     @property
     def peak_bytes(self) -> int:
@@ -65,6 +65,8 @@ def host_memory(recipe: Recipe, trace: Trace, memory: Memory) -> HostMemory:
         loading = counts.parameter_bytes if recipe.model.from_config is not None else counts.parameter_bytes // shards * local
     checkpoint = disk(recipe, trace, None).checkpoint_bytes
     staging = checkpoint // shards * local if recipe.checkpoint.async_ else 0
+    if recipe.fsdp.state_dict_type == "FULL_STATE_DICT":
+        staging = checkpoint
     return HostMemory(loading, memory.host_bytes * local, staging)
 
 

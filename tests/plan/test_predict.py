@@ -104,6 +104,8 @@ def test_disk_and_host_memory_follow_the_recipe() -> None:
     assert made.host_gib_per_machine["staging"] == 12_000 / GIB
     synchronous = plan(resolved(checkpoint={"async": False}), A100, step())
     assert synchronous.host_gib_per_machine["staging"] == 0
+    whole = resolved(gpus=16, machines=2, checkpoint={"async": False}, fsdp={"state_dict_type": "FULL_STATE_DICT"})
+    assert plan(whole, A100, step(shard_size=16, world_size=16)).host_gib_per_machine["staging"] == 12_000 / GIB, "rank 0 gathers it all"
     assert made.run["steps"] == 10
 
 
