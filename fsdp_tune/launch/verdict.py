@@ -62,6 +62,10 @@ class Seen:
     last_step: int = 0
     """The largest step in any sign of life; 0 before the first."""
 
+    @property
+    def all_ended_well(self) -> bool:
+        return len(self.outcomes) == len(self.ranks) and all(outcome.exit_code in GOOD_CODES for outcome in self.outcomes.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -86,7 +90,7 @@ def judge(seen: Seen) -> Ended:
     """Rules in order: given up, stuck, failed elsewhere, the first failure, stopped by a signal or the clock, finished, no word at all."""
     step = max([seen.last_step, *(outcome.step for outcome in seen.outcomes.values())])
     first = seen.outcomes.get(seen.ranks.start)
-    if seen.gave_up_saving:
+    if seen.gave_up_saving and not seen.all_ended_well:  # the second signal may come when all is saved
         message = f"stopped at once by a second signal ({_names(seen.signals)}), at step {step}, without saving"
         return _ended(ExitReason.FAILED, step, Problem("stopped-unsaved", message), first)
     if seen.stuck is not None:

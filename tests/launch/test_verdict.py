@@ -54,6 +54,7 @@ def seen(*outcomes: Outcome, **more: Any) -> Seen:
 OOM = end(1, ExitReason.OUT_OF_MEMORY, 3, at=5.0, code_name="oom")
 LOST = end(0, ExitReason.LOST_RANK, 5, at=2.0, code_name="lost")
 TERM = [signal.SIGTERM]
+BOTH_SAVED = end(0, ExitReason.PREEMPTED, 143), end(1, ExitReason.PREEMPTED, 143)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ TERM = [signal.SIGTERM]
     [
         (seen(good(0), good(1)), 0, "finished", None),
         (seen(good(0), good(1), launcher_code=1), 0, "finished", None),
-        (seen(end(0, ExitReason.PREEMPTED, 143), end(1, ExitReason.PREEMPTED, 143), signals=TERM, launcher_code=1), 143, "preempted", None),
+        (seen(*BOTH_SAVED, signals=TERM, launcher_code=1), 143, "preempted", None),
         (seen(end(0, ExitReason.INTERRUPTED, 130), end(1, ExitReason.PREEMPTED, 143), launcher_code=1), 130, "interrupted", None),
         (seen(end(0, ExitReason.MAX_RUNTIME, 143), end(1, ExitReason.MAX_RUNTIME, 143), launcher_code=1), 143, "max_runtime", None),
         (seen(good(0), good(1), signals=TERM), 0, "finished", None),
@@ -79,7 +80,8 @@ TERM = [signal.SIGTERM]
         (seen(signals=TERM, deaths=[Death(0, 1.0), Death(1, 1.0)], launcher_code=1), 143, "preempted", None),
         (seen(signals=TERM, last_step=7, launcher_code=1), 1, "failed", "stopped-unsaved"),
         (seen(end(0, ExitReason.FAILED, 1, code_name="disk-full"), signals=TERM), 1, "failed", "disk-full"),
-        (seen(good(0), good(1), gave_up_saving=True, signals=[*TERM, *TERM]), 1, "failed", "stopped-unsaved"),
+        (seen(good(0), gave_up_saving=True, signals=[*TERM, *TERM]), 1, "failed", "stopped-unsaved"),
+        (seen(*BOTH_SAVED, gave_up_saving=True, signals=[*TERM, *TERM], launcher_code=-9), 143, "preempted", None),
         (seen(stuck=Problem("hang", "rank 1 is silent")), 5, "lost_rank", "hang"),
         (seen(launcher_code=2, launcher_text="launch.py: error: bad"), 1, "failed", "launcher-failed"),
         (seen(launcher_code=-9, deaths=[Death(0, 1.0), Death(1, 1.0)], last_step=3), 5, "lost_rank", "launcher-failed"),
