@@ -171,6 +171,8 @@ def checkpoint_step(path: Path) -> int | None:
 def inspect_checkpoint(path: Path, *, digests: bool) -> Checkpoint | Rejected:
     """Decides whether one directory is a complete checkpoint of ours."""
     step = checkpoint_step(path)
+    if not path.exists():
+        return Rejected(path, "there is no such directory")
     if step is None or path.is_symlink() or not path.is_dir():
         return Rejected(path, "no checkpoint directory (checkpoint-N) of this tool")
     try:

@@ -61,10 +61,22 @@ def decide(run: RunDir, recipe: Recipe, resume: str | None, *, overwrite: bool, 
     if overwrite and resume not in (None, NEVER):
         raise usage_error("contradiction", f"--overwrite begins anew and --resume {resume} goes on: choose one")
     if resume in (None, NEVER):
-        return _fresh(run, overwrite=overwrite)
-    if resume == AUTO:
-        return _newest(run, recipe, digests=digests and recipe.checkpoint.verify == "digest")
-    return _explicit(run, recipe, Path(resume))
+        start = _fresh(run, overwrite=overwrite)
+    elif resume == AUTO:
+        start = _newest(run, recipe, digests=digests and recipe.checkpoint.verify == "digest")
+    else:
+        start = _explicit(run, recipe, Path(resume))
+    if not start.is_finished:
+        _refuse_read_only(run)
+    return start
+
+
+def _refuse_read_only(run: RunDir) -> None:
+    """Before data are prepared for an hour."""
+    there = next(path for path in (run.path, *run.path.parents) if path.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        message = f"nothing can be written into {there}: it is read-only, or belongs to somebody else"
+        raise usage_error("bad-output-dir", message, hint="name another `output_dir`, or change the permission")
 
 
 def _refuse_open_directory(run: RunDir) -> None:
@@ -140,8 +152,9 @@ def _explicit(run: RunDir, recipe: Recipe, path: Path) -> Start:
     path = path.resolve()
     verdict = inspect_checkpoint(path, digests=False)
     if not isinstance(verdict, Checkpoint):
-        newest, _ = latest_checkpoint(RunDir(path))
-        hint = f"its newest complete checkpoint is `--resume {newest.path}`" if newest else "give a `checkpoint-N` directory, or `auto`"
+        there = RunDir(path if RunDir(path).is_used else path.parent)
+        newest, _ = latest_checkpoint(there)
+        hint = f"the newest complete checkpoint there is {newest.path}" if newest else "give a `checkpoint-N` directory, or `auto`"
         raise usage_error("checkpoint-unusable", f"--resume {path}: {verdict.reason}", hint=hint)
     source = RunDir(path.parent)
     if run.is_used and not _same(run.path, source.path):

@@ -255,6 +255,21 @@ def test_a_finished_run_whose_last_checkpoint_is_damaged_is_finished_again_from_
     assert (start.step, start.is_finished) == (90, False)
 
 
+def test_a_directory_that_cannot_be_written_is_refused_unless_nothing_is_to_be_done(
+    fresh: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = used(fresh, tmp_path)
+    asked: list[Path] = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path))  # root may write everywhere
+    for run, resume in ((fresh, "auto"), (RunDir(tmp_path / "new" / "one"), None)):
+        with pytest.raises(FsdpTuneError, match="nothing can be written into"):
+            decide(run, recipe, resume, overwrite=False)
+    assert asked == [fresh.path, tmp_path]
+    checkpoint(fresh, 100)
+    finish(fresh, 100)
+    assert decide(fresh, recipe, "auto", overwrite=False).is_finished
+
+
 def test_a_refused_change_stops_before_anything_is_written(fresh: RunDir, tmp_path: Path) -> None:
     used(fresh, tmp_path)
     before = sorted((path.name, path.stat().st_mtime_ns) for path in fresh.path.iterdir())
@@ -291,7 +306,8 @@ def test_what_is_no_checkpoint_is_refused_and_the_newest_is_named(fresh: RunDir,
     path = fresh.path if what == "run" else fresh.checkpoint(11)
     with pytest.raises(FsdpTuneError) as caught:
         decide(fresh, recipe, str(path), overwrite=False)
-    assert ("checkpoint-10" in (caught.value.problems[0].hint or "")) == (what == "run")
+    assert str(fresh.checkpoint(10)) in (caught.value.problems[0].hint or "")
+    assert ("there is no such directory" in caught.value.problems[0].message) == (what == "missing")
 
 
 def test_overwrite_and_resume_contradict(fresh: RunDir, tmp_path: Path) -> None:
