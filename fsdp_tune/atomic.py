@@ -85,7 +85,9 @@ def write_file(path: Path, data: bytes | str) -> None:
             DISK.write(file, raw)
             DISK.fsync(file)
         DISK.replace(stage, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # a write knows only a number
+            error.filename = str(path)
         stage.unlink(missing_ok=True)
         raise
     DISK.fsync_dir(path.parent)

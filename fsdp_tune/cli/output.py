@@ -153,12 +153,21 @@ def command(json_output: bool) -> Iterator[Screen]:
         screen.close()
 
 
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there, then run the command again"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change the permission, or name a place where you may write"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (`ulimit -n`)"),
+}
+
+
 def _file_system_problem(error: OSError, log: str) -> Problem:
     if isinstance(error, FileNotFoundError) and error.filename is None:  # what os.getcwd raises
         return Problem("file-system", "the current directory has been removed", hint="change to one that exists")
     what = error.strerror or type(error).__name__
     names = " → ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
-    return Problem("file-system", f"{names}: {what}" if names else str(error), hint=f"the traceback is in {log}")
+    remedy = _REMEDIES.get(error.errno or 0)
+    hint = f"{remedy}; the traceback is in {log}" if remedy else f"the traceback is in {log}"
+    return Problem("file-system", f"{names}: {what}" if names else str(error), hint=hint)
 
 
 def _bug_problem(error: Exception, log: str) -> Problem:

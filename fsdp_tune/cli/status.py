@@ -30,14 +30,19 @@ def status(run: RunArgument, json_output: JsonOption = False) -> None:
 
         directory = RunDir(run.resolve())
         if not directory.is_used:
-            raise usage_error(
-                "not-a-run",
-                f"{run} holds no run (there is no {directory.recipe_json.name})",
-                hint="give the directory that `train` printed",
-            )
+            message = f"{run} holds no run (there is no {directory.recipe_json.name})" if run.exists() else f"there is no {run}"
+            raise usage_error("not-a-run", message, hint=_near(run) or "give the directory that `train` printed")
         facts = run_status(directory)
         screen.document(facts)
         show(screen, facts)
+
+
+def _near(path: Path) -> str | None:
+    """The run that `path` lies in, or the runs that lie in it."""
+    if RunDir(path.parent).is_used:
+        return f"`fsdp-tune status {path.parent}` is the run that it belongs to"
+    runs = sorted(inner.name for inner in path.iterdir() if RunDir(inner).is_used) if path.is_dir() else []
+    return f"the runs in it are {', '.join(runs[:8])}{' …' if len(runs) > 8 else ''}" if runs else None
 
 
 def show(screen: Screen, facts: dict[str, Any]) -> None:

@@ -91,7 +91,11 @@ def locked(run: RunDir) -> Iterator[list[Notice]]:
             raise in_use(run, previous or "another command") from None
         if previous is not None and not previous.is_here and _seconds_since_life(run.logs) < FOREIGN_SILENCE_SECONDS:
             raise in_use(run, previous, f"remove {run.lock} if that process is surely dead")
-        _rewrite(file.fileno(), json.dumps(asdict(Owner(socket.gethostname(), os.getpid(), time.time()))).encode())
+        try:
+            _rewrite(file.fileno(), json.dumps(asdict(Owner(socket.gethostname(), os.getpid(), time.time()))).encode())
+        except OSError as error:  # a full disk; a write knows only a number
+            error.filename = str(run.lock)
+            raise
         try:
             yield [] if previous is None else [Notice("stale-lock", f"the lock of {previous}, which has ended, was taken over")]
         finally:

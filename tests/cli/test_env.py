@@ -97,5 +97,10 @@ def test_the_host_is_described_without_torch() -> None:
 
 
 def test_status_of_what_is_no_run_is_exit_2(cli: Cli, tmp_path: Path) -> None:
-    done = cli("status", str(tmp_path), "--json")
-    assert (done.returncode, document(done)["errors"][0]["code"]) == (2, "not-a-run")
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "recipe.json").write_text("{}")
+    for named, hint in (("runs", "the runs in it are one"), ("runs/one/checkpoint-3", "`fsdp-tune status runs/one`")):
+        done = cli("status", named, "--json")
+        (error,) = document(done)["errors"]
+        assert (done.returncode, error["code"]) == (2, "not-a-run")
+        assert hint in error["hint"]

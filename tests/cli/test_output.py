@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from fsdp_tune import atomic
 from fsdp_tune.cli.output import Screen, command, printable
 from fsdp_tune.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 
@@ -99,6 +101,22 @@ def test_a_bug_leaves_its_traceback_in_a_file_that_is_named(capsys: pytest.Captu
     err = capsys.readouterr().err
     assert str(log) in err
     assert "Traceback" not in err
+
+
+def test_a_full_disk_is_told_with_the_file_and_the_remedy(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")  # what a write raises: it knows only a number
+
+    monkeypatch.setattr(atomic.DISK, "write", full)
+    with pytest.raises(OSError, match="No space") as caught:
+        atomic.write_file(tmp_path / "recipe.json", "{}")
+    assert ended(False, caught.value, log_directory=tmp_path) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(
+        f"error: {tmp_path / 'recipe.json'}: No space left on device\nhint: free space there, then run the command again"
+    )
 
 
 def test_a_current_directory_that_is_gone_is_named(tmp_path: Path) -> None:

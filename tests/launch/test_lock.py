@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -76,6 +77,15 @@ def test_a_lock_that_was_given_back_leaves_no_owner(run: RunDir) -> None:
     assert read_owner(run) is None
     with locked(run) as notices:
         assert notices == []
+
+
+def test_a_full_disk_is_told_with_the_name_of_the_lock(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match=r"run\.lock"), locked(run):
+        pass
 
 
 def test_a_link_in_place_of_the_lock_is_refused(run: RunDir, tmp_path: Path) -> None:
