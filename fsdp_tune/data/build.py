@@ -23,10 +23,10 @@ from fsdp_tune.data.sets import Cut, Examples, cut, held_out, mixed, packed
 from fsdp_tune.data.store import Int64, Mask, StoreWriter
 from fsdp_tune.data.tokenise import RawRow, Tokenised, Tokeniser, tokenise
 from fsdp_tune.errors import usage_error
+from fsdp_tune.recipe.resolve import MOST_PROCESSES
 from fsdp_tune.recipe.schema import Recipe
 
 HELD_OUT = "held_out"
-MOST_PROCESSES = 16
 BAD_ROWS_NAME = "bad_rows.jsonl"
 
 

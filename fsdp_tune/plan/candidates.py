@@ -15,7 +15,7 @@ from fsdp_tune.plan.hardware import Hardware
 from fsdp_tune.plan.totals import DTYPE_BYTES
 from fsdp_tune.recipe.not_yet import refused, value_of
 from fsdp_tune.recipe.optimizer_arguments import state_bytes
-from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.recipe.resolve import ASSUMED_DEVICES, Machine, resolve
 from fsdp_tune.recipe.rules import RULES
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.strategies import STRATEGIES, ShardingStrategy
@@ -24,8 +24,6 @@ from fsdp_tune.recipe.training_rules import TOKENS_KEY
 Changes = dict[str, Any]
 LOSSES = ("full", "chunked")
 CHECKPOINTING = ("none", "selective", "full")
-USUAL_DEVICES = 8
-"""Of a machine whose vendor does not say how many it holds."""
 _BATCH = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
 
 
@@ -120,4 +118,4 @@ def least_state_bytes(recipe: Recipe, parameters: int, trained: int) -> float:
 def ranks_of_machine(recipe: Recipe, hardware: Hardware) -> int:
     """Of a machine in layouts over another number of GPUs: as many as the recipe has on each; on one alone, what the vendor's holds."""
     own = recipe.local_world_size
-    return own if recipe.launch.num_machines > 1 else max(own, hardware.devices_per_machine or USUAL_DEVICES)
+    return own if recipe.launch.num_machines > 1 else max(own, hardware.devices_per_machine or ASSUMED_DEVICES)

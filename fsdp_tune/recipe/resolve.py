@@ -19,8 +19,10 @@ from fsdp_tune.recipe.training_rules import TRACKERS
 from fsdp_tune.recipe.world import WORLD_RULES, World, budget_accumulation, mesh_sizes
 
 ASSUMED_DEVICES = 8
-"""Devices per machine that `validate`, `plan` and `--dry-run` assume where none is visible and the recipe names no number."""
+"""Devices per machine where none is visible and neither the recipe nor the vendor names a number (`validate`, `plan`, `--dry-run`)."""
 CPU_RANKS = 2
+MOST_PROCESSES = 16
+"""That tokenise, however many cores there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +250,8 @@ class _Work:
     def rest(self) -> None:
         recipe = self.recipe
         if recipe.data.num_proc == "auto":
-            self.decide("data.num_proc", min(16, self.machine.cores), f"min(16, {self.machine.cores} cores)")
+            count = min(MOST_PROCESSES, self.machine.cores)
+            self.decide("data.num_proc", count, f"min({MOST_PROCESSES}, {self.machine.cores} cores)")
         if recipe.data.eval_packing is None:
             self.decide("data.eval_packing", recipe.data.packing, "data.packing")
         if computes_in_fp8(recipe) and not given(recipe, "data.pad_to_multiple_of"):
