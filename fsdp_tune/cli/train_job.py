@@ -47,7 +47,7 @@ class Job:
         """On the only machine, or the first: refuses bad input before anything is written, then writes, runs and merges."""
         from fsdp_tune.launch.accelerate import check_port
         from fsdp_tune.launch.lock import locked
-        from fsdp_tune.launch.resume import NEVER, decide, move_aside
+        from fsdp_tune.launch.resume import NEVER, decide, move_aside, refuse_when_continued
 
         run = self.plan.run
         start = decide(run, self.recipe, resume, overwrite=overwrite)
@@ -69,6 +69,7 @@ class Job:
             inputs.write()
         with locked(run) as notices:
             self.screen.notices(notices)
+            refuse_when_continued(run, start)
             if not start.is_new:
                 inputs.write()
             self.screen.log_directory = run.logs

@@ -14,7 +14,7 @@ import pytest
 from fsdp_tune.errors import FsdpTuneError
 from fsdp_tune.launch.accelerate import launch_plan
 from fsdp_tune.launch.lock import locked
-from fsdp_tune.launch.resume import Start, check_data, decide, move_aside, wait_for_run
+from fsdp_tune.launch.resume import Start, check_data, decide, move_aside, refuse_when_continued, wait_for_run
 from fsdp_tune.launch.run_files import RunFiles, write_run
 from fsdp_tune.launch.status import run_status
 from fsdp_tune.manifest import MANIFEST_NAME, Manifest, digest_file
@@ -166,6 +166,18 @@ def test_overwrite_keeps_the_old_run_beside(fresh: RunDir, tmp_path: Path) -> No
     assert not fresh.path.exists()
     assert (aside / "recipe.json").exists()
     assert aside.name.startswith("one.old-")
+
+
+def test_what_was_decided_holds_only_while_nobody_else_goes_on(fresh: RunDir, tmp_path: Path) -> None:
+    recipe = used(fresh, tmp_path)
+    path = checkpoint(fresh, 10)
+    starts = [decide(fresh, recipe, resume, overwrite=False) for resume in ("auto", str(path))]
+    for start in starts:
+        refuse_when_continued(fresh, start)
+    write_run(fresh, files_of(fresh, recipe, starts[0]))
+    for start in starts:
+        with pytest.raises(FsdpTuneError, match="another command has gone on"):
+            refuse_when_continued(fresh, start)
 
 
 def test_a_run_that_came_into_use_meanwhile_is_not_moved_aside(fresh: RunDir, tmp_path: Path) -> None:
