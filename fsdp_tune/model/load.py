@@ -20,10 +20,11 @@ from fsdp_tune.model.compiled import compile_layers
 from fsdp_tune.model.float8 import convert_to_fp8, demand_gpu
 from fsdp_tune.model.float8_weights import refresh_scales
 from fsdp_tune.model.kernels import install_kernels
+from fsdp_tune.model.patience import patient_group
 from fsdp_tune.model.recompute import recompute_activations
 from fsdp_tune.model.slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
 from fsdp_tune.model.step import decayed_names
-from fsdp_tune.model.units import UnitPlan, plan_units
+from fsdp_tune.model.units import UnitPlan, ignored_module_names, plan_units
 from fsdp_tune.model.wrap import make_mesh, wrap
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import run_of
@@ -76,14 +77,19 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
         model = build_full(recipe, config, vocabulary=vocabulary)
         return wrap_whole(recipe, model, mesh, device, before_kib, compiles=recipe.kernels.compile)
     model = build_empty(recipe, config, vocabulary=vocabulary)
-    way, files = _choose(recipe, model, local_rank)
+    waiting = patient_group()
+    way, files = _choose(recipe, model, local_rank, waiting)
     source = build_full(recipe, config, vocabulary=vocabulary) if way == "rank 0" and dist.get_rank() == 0 else None
+    dist.barrier(group=waiting)
+    dist.destroy_process_group(waiting)
     # Buffers that are in no state dict (rotary frequencies) have values that only the constructor knows.
     buffers = dict(build_with_buffers(recipe, config).named_buffers()) if way != "rank 0" else {}
     size = _size(model)
     kernels, recomputed, units = _change(recipe, model, device, compiles=recipe.kernels.compile)
     wrapped = wrap(recipe, model, units, mesh, device) if recipe.is_sharded else model
     model.to_empty(device="cpu" if recipe.fsdp.offload_params else device)
+    if recipe.is_sharded:
+        _place_what_fsdp_leaves(recipe, model, device)
     # Materialising gives each name a tensor of its own; transformers knows which of them are one.
     model.tie_weights()
     if way == "rank 0":
@@ -99,13 +105,16 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     return Loaded(model, wrapped, units, mesh, tuple(recomputed), size, growth, way, kernels)
 
 
-def _choose(recipe: Recipe, model: PreTrainedModel, local_rank: int) -> tuple[Way, WeightFiles | None]:
+def _choose(recipe: Recipe, model: PreTrainedModel, local_rank: int, waiting: dist.ProcessGroup) -> tuple[Way, WeightFiles | None]:
     if recipe.model.from_config is not None:
         return "rank 0", None
     if run_of(Path(str(recipe.model.name_or_path))) is not None:
         return "checkpoint", None
-    files = first_on_each_machine(lambda: find_weight_files(recipe), local_rank)
-    return ("slices", files) if files is not None and fits(model, files) else ("rank 0", None)
+    files = first_on_each_machine(lambda: find_weight_files(recipe), local_rank, waiting)
+    # Machines may have different files under one name, and every rank must go the same way.
+    can_slice = torch.tensor(int(files is not None and fits(model, files)))
+    dist.all_reduce(can_slice, op=dist.ReduceOp.MIN)
+    return ("slices", files) if can_slice.item() else ("rank 0", None)
 
 
 def _change(
@@ -132,7 +141,7 @@ def wrap_whole(
         nn.Module.to(model, device)
     wrapped = wrap(recipe, model, units, mesh, device)
     if recipe.is_sharded and recipe.fsdp.version == 2:
-        _move_buffers(model, device)
+        _place_what_fsdp_leaves(recipe, model, device)
     refresh_scales(wrapped)
     growth = (_peak_resident_kib() - before_kib) * KIB
     return Loaded(model, wrapped, units, mesh, tuple(recomputed), size, growth, "own", kernels)
@@ -181,7 +190,11 @@ def _restore_buffers(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
         buffer.copy_(values[name])
 
 
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
+def _place_what_fsdp_leaves(recipe: Recipe, model: PreTrainedModel, device: torch.device) -> None:
+    """On the device, also where parameters are offloaded: FSDP2 fetches its units from the host and nothing else, so that buffers and
+    ignored parameters are used where they lie."""
+    for name in ignored_module_names(recipe, model):
+        model.get_submodule(name).to(device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

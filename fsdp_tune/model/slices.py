@@ -173,8 +173,8 @@ def _read(file: FileIO, stored: Stored, start: int, elements: int, buffer: bytea
     return torch.frombuffer(place, dtype=stored.dtype)
 
 
-def first_on_each_machine(act: Callable[[], WeightFiles | None], local_rank: int) -> WeightFiles | None:
+def first_on_each_machine(act: Callable[[], WeightFiles | None], local_rank: int, waiting: dist.ProcessGroup) -> WeightFiles | None:
     """Lets one rank of a machine download before the others look into the same cache."""
     found = act() if local_rank == 0 else None
-    dist.barrier()
+    dist.barrier(group=waiting)
     return act() if local_rank != 0 else found

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +18,22 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_tune import __version__
 from fsdp_tune.atomic import DISK, STAGE_MARK, publish
 from fsdp_tune.errors import FsdpTuneError, failed_error
 from fsdp_tune.manifest import MANIFEST_NAME, FileEntry, Manifest, damage
+from fsdp_tune.model.patience import patient_group
 from fsdp_tune.run_dir import CHECKPOINT_KIND, SHARD_FOLDER, RunDir
 from fsdp_tune.worker import state as live_state
 from fsdp_tune.worker.agree import all_or_none, from_rank0, gather
 from fsdp_tune.worker.rotation import rotate
+from fsdp_tune.worker.snapshot import Snapshot, in_host_memory
 from fsdp_tune.worker.state import Live
 from fsdp_tune.worker.storage import hashing_writer, reason_of, with_free_space, write_safetensors, write_torch
 
 TRAINER_STATE = "trainer_state.json"
 SAVE_HINT = "free space, or mend the file system of `output_dir`; checkpoints that were complete stay"
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What one checkpoint holds, detached from the live objects when it is written in the background."""
-
-    step: int
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-    rank: dict[str, Any]
-    """This rank's own: generators and sums."""
-    trainer: str
-    """trainer_state.json"""
-    facts: dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -88,8 +72,7 @@ class Checkpointer:
 
     def __post_init__(self) -> None:
         # Saves in the background must not share a group with the step's own collectives.
-        # No limit of its own: who waits for a rank whose disk is slow does not hang, as the supervisor knows.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+        self._group = patient_group()
 
     def save(self, step: int, trainer: str, own: dict[str, Any]) -> None:
         """Saves step `step`; waits for the save before it. Failures reach `report`, never silence."""
@@ -98,14 +81,19 @@ class Checkpointer:
         snapshot = self._snapshot(step, trainer, own)
         self._pending = Saved(step, 0.0)
         if self.asynchronous:
-            snapshot = _detached(snapshot)
-            self._thread = threading.Thread(target=self._write_reporting, args=(snapshot, self._pending), name=f"save-{step}")
-            self._thread.start()
+            if not self.live.full:  # what rank 0 has gathered is a copy already
+                snapshot = in_host_memory(snapshot)
+            self._write_in_background(snapshot, self._pending)
             self._pending.stall_seconds = time.monotonic() - started
         else:
             self._write_reporting(snapshot, self._pending)
             self._pending.stall_seconds = time.monotonic() - started
             self.wait()
+
+    @property
+    def newest_step(self) -> int | None:
+        """Of the last save, also while it is still being written: the same on every rank at the same step."""
+        return self._pending.step if self._pending is not None else self.last_step
 
     def _snapshot(self, step: int, trainer: str, own: dict[str, Any]) -> Snapshot:
         rank = {"rng": live_state.rng_state(self.device_type), "own": own}
@@ -128,6 +116,20 @@ class Checkpointer:
                 self.last_step = saved.step
                 self.longest_seconds = max(self.longest_seconds, saved.seconds)
             self.report(saved)
+
+    def _write_in_background(self, snapshot: Snapshot, saved: Saved) -> None:
+        """A new thread's device is the first of the machine, whoever starts it; DCP waits for its stream, and with that every rank of
+        the machine would take memory there."""
+        module: Any = getattr(torch, self.device_type)
+        index = None if self.device_type == "cpu" else module.current_device()
+
+        def write() -> None:
+            if index is not None:
+                module.set_device(index)
+            self._write_reporting(snapshot, saved)
+
+        self._thread = threading.Thread(target=write, name=f"save-{snapshot.step}")
+        self._thread.start()
 
     def _write_reporting(self, snapshot: Snapshot, saved: Saved) -> None:
         started = time.monotonic()
@@ -253,41 +255,6 @@ def _empty_stage(stage: Path) -> None:
     if stage.exists():
         DISK.rmtree(stage)
     DISK.mkdir(stage)
-
-
-def _detached(snapshot: Snapshot) -> Snapshot:
-    """A copy in host memory that training can no longer change."""
-
-    def copy(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: copy(inner) for key, inner in value.items()}
-        if isinstance(value, DTensor):
-            local = value.to_local()
-            return DTensor.from_local(
-                copy(local), _cpu_mesh(value.device_mesh), value.placements, run_check=False, shape=value.shape, stride=value.stride()
-            )
-        if is_traceable_wrapper_subclass(value):  # torchao's `to` ignores `copy`: what is in host memory would be shared
-            names, rest = value.__tensor_flatten__()
-            inner = {name: getattr(value, name).detach().to("cpu", copy=True) for name in names}
-            return type(value).__tensor_unflatten__(inner, rest, value.size(), value.stride())
-        if isinstance(value, torch.Tensor):
-            return value.detach().to("cpu", copy=True)
-        return value
-
-    return Snapshot(snapshot.step, copy(snapshot.model), copy(snapshot.optimizer), snapshot.rank, snapshot.trainer, snapshot.facts)
-
-
-_CPU_MESHES: dict[int, Any] = {}
-
-
-def _cpu_mesh(mesh: Any) -> Any:
-    """The same layout over the same ranks, for tensors in host memory."""
-    if mesh.device_type == "cpu":
-        return mesh
-    key = hash(mesh)
-    if key not in _CPU_MESHES:
-        _CPU_MESHES[key] = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
-    return _CPU_MESHES[key]
 
 
 def trainer_state_facts(world_size: int, mesh: list[int], recipe_digest: str) -> dict[str, Any]:

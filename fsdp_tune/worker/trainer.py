@@ -251,7 +251,7 @@ class FsdpTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         step = self.state.global_step
-        if self.checkpointer.last_step == step:
+        if self.checkpointer.newest_step == step:
             return  # the end of an epoch and the last step ask for the same checkpoint
         self.parts.heartbeat.beat("saving", step)
         started = time.monotonic()

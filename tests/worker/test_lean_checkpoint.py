@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fsdp_tune.model.torchao_adamw import kept_as, parts_of, torchao_class, with_plain_rates
-from fsdp_tune.worker.checkpoint import Snapshot, _detached
+from fsdp_tune.worker.snapshot import Snapshot, in_host_memory
 
 
 def test_a_copy_for_the_background_shares_no_block_with_training() -> None:
@@ -21,7 +21,7 @@ def test_a_copy_for_the_background_shares_no_block_with_training() -> None:
     step()
     state = optimizer.state[weight]
     assert kept_as(state["exp_avg"]) == "8-bit"
-    copy = _detached(Snapshot(1, {}, {"weight": dict(state)}, {}, "", {})).optimizer["weight"]
+    copy = in_host_memory(Snapshot(1, {}, {"weight": dict(state)}, {}, "", {})).optimizer["weight"]
     assert kept_as(copy["exp_avg"]) == "8-bit"
     before = {kind: [part.clone() for part in parts_of(copy[kind])] for kind in copy}
     step()

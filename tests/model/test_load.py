@@ -1,0 +1,43 @@
+"""Where what is loaded lies, and that all ranks load in the same way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_tune.model import load
+from fsdp_tune.model.build import build_empty, build_full
+from fsdp_tune.model.slices import Stored, WeightFiles
+from tests.merge.ranks import run_ranks
+from tests.model.families import FAMILIES
+from tests.model.recipes import recipe_of
+
+
+def test_offloaded_parameters_stay_and_what_fsdp_does_not_fetch_is_on_the_device() -> None:
+    frozen = {"from_config": FAMILIES["llama"], "freeze": ["model.norm.*"]}
+    recipe = recipe_of(frozen, fsdp={"offload_params": True, "ignored_modules": r"model\.norm"})
+    model = build_full(recipe)
+    load._place_what_fsdp_leaves(recipe, model, torch.device("meta"))
+    assert {name for name, parameter in model.named_parameters() if parameter.device.type != "cpu"} == {"model.norm.weight"}
+    buffers = dict(model.named_buffers())
+    assert "model.rotary_emb.inv_freq" in buffers
+    assert {buffer.device.type for buffer in buffers.values()} == {"meta"}
+
+
+@pytest.mark.parametrize(("ranks_with_files", "way"), [({0, 1}, "slices"), ({0}, "rank 0"), (set(), "rank 0")])
+def test_every_rank_takes_slices_or_none_does(ranks_with_files: set[int], way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    recipe = recipe_of({"name_or_path": str(tmp_path)})
+    model = build_empty(recipe_of("llama"))
+    stored = {name: Stored(tmp_path, p.dtype, tuple(p.shape), 0) for name, p in model.named_parameters()}
+    monkeypatch.setattr(load, "find_weight_files", lambda _: WeightFiles(stored) if dist.get_rank() in ranks_with_files else None)
+    found: dict[int, str] = {}
+
+    def rank_main(rank: int) -> None:
+        found[rank], files = load._choose(recipe, model, rank, dist.group.WORLD)
+        assert (files is not None) == (way == "slices")
+
+    run_ranks(2, rank_main)
+    assert found == {0: way, 1: way}
