@@ -83,7 +83,9 @@ def restore_own(checkpoint: str) -> dict[str, Any]:
     if len(files) == dist.get_world_size():
         own: dict[str, Any] = torch.load(Path(checkpoint) / live_state.rank_file(dist.get_rank()), weights_only=True)["own"]
         return own
-    all_own = [torch.load(Path(checkpoint) / file, weights_only=True)["own"] for file in files]
+    # The others need what is the same in all of them: on many ranks, all files on each of them are many.
+    read = files if dist.get_rank() == 0 else files[:1]
+    all_own = [torch.load(Path(checkpoint) / file, weights_only=True)["own"] for file in read]
     sums = [sum(values) for values in zip(*(own["sums"] for own in all_own), strict=True)]
     return {**all_own[0], "sums": sums if dist.get_rank() == 0 else [0.0] * len(sums)}
 

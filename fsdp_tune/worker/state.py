@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_tune.errors import failed_error
 from fsdp_tune.model.float8_weights import plain, refresh_scales
+from fsdp_tune.model.local import local_part
 from fsdp_tune.model.step import plain_name
 from fsdp_tune.run_dir import SHARD_FOLDER
 from fsdp_tune.worker.storage import RestrictedReader
@@ -103,24 +104,27 @@ def load_model(live: Live, directory: Path) -> None:
 
 
 def _read_model(live: Live, directory: Path) -> None:
-    if (directory / FULL_MODEL_FILE).exists():
-        with safe_open(directory / FULL_MODEL_FILE, framework="pt") as file:
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is no mapping
-        missing = set_model_state_dict(live.wrapped, state, options=StateDictOptions(full_state_dict=True, strict=False))
-        _refuse_missing(missing.missing_keys, live, directory)
-        return
     state = model_state(Live(live.wrapped, live.optimizer, full=False))
-    _check_names(state, directory / SHARD_FOLDER, "model")
-    dcp.load({"model": state}, storage_reader=RestrictedReader(directory / SHARD_FOLDER))
+    if (directory / FULL_MODEL_FILE).exists():
+        _read_whole(state, directory)
+    else:
+        _check_names(state, directory / SHARD_FOLDER, "model")
+        dcp.load({"model": state}, storage_reader=RestrictedReader(directory / SHARD_FOLDER))
     set_model_state_dict(live.wrapped, state, options=StateDictOptions(strict=False))
 
 
-def _refuse_missing(names: list[str], live: Live, directory: Path) -> None:
-    lost = sorted(set(names) - _tied_names(live.wrapped))
-    if lost:
-        raise failed_error(
-            "checkpoint-lacks-tensors", f"{directory}: the model needs `{lost[0]}` and {len(lost) - 1} more, which are not there"
-        )
+def _read_whole(state: dict[str, Any], directory: Path) -> None:
+    with safe_open(directory / FULL_MODEL_FILE, framework="pt") as file:
+        lost = sorted(state.keys() - set(file.keys()))
+        if lost:
+            raise failed_error(
+                "checkpoint-lacks-tensors", f"{directory}: the model needs `{lost[0]}` and {len(lost) - 1} more, which are not there"
+            )
+        for name, target in state.items():
+            if (shape := tuple(file.get_slice(name).get_shape())) != tuple(target.shape):
+                told = f"`{name}` is {shape}, the model has {tuple(target.shape)}"
+                raise failed_error("checkpoint-of-another-model", f"{directory}: {told}")
+            _fill(target, file.get_tensor(name))
 
 
 def _check_names(state: dict[str, Any], directory: Path, prefix: str) -> None:
@@ -150,7 +154,7 @@ def load_optimizer(live: Live, directory: Path) -> None:
         with safe_open(directory / FULL_OPTIMIZER_FILE, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
                 parameter, kind = name.rsplit("::", 1)
-                state["state"][parameter][kind] = _like(file.get_tensor(name), state["state"][parameter][kind])
+                _fill(state["state"][parameter][kind], file.get_tensor(name))
     else:
         _load_sharded(state["state"], directory)
     set_optimizer_state_dict(live.wrapped, live.optimizer, state)
@@ -171,11 +175,13 @@ def _load_sharded(state: dict[str, dict[str, Any]], directory: Path) -> None:
         ) from error
 
 
-def _like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, sharded as `target` is."""
+@torch.no_grad()
+def _fill(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copies this rank's part of `whole` to where it belongs. One tensor after the other: the ranks of a machine together have no room
+    for a whole model each, and a device may have none for one."""
     if isinstance(target, DTensor):
-        return distribute_tensor(whole.to(target.device, target.dtype), target.device_mesh, target.placements, src_data_rank=None)
-    return whole.to(target.device, target.dtype)
+        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    local_part(target).copy_(local_part(whole))
 
 
 def rng_state(device_type: str) -> dict[str, Any]:

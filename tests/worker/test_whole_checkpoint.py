@@ -1,0 +1,47 @@
+"""FULL_STATE_DICT read back: one tensor after the other, each rank its part, and nothing of another model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_tune.errors import FailedError
+from fsdp_tune.worker.state import FULL_MODEL_FILE, Live, load_model
+from tests.merge.ranks import run_ranks
+
+WEIGHT, BIAS = torch.randn(5, 3), torch.randn(5)
+
+
+def test_each_rank_gets_its_part(tmp_path: Path) -> None:
+    save_file({"weight": WEIGHT, "bias": BIAS}, tmp_path / FULL_MODEL_FILE)
+
+    def rank_main(rank: int) -> None:
+        model = nn.Linear(3, 5)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        load_model(Live(model, None, full=True), tmp_path)
+        for parameter, whole in ((model.weight, WEIGHT), (model.bias, BIAS)):
+            assert torch.equal(parameter.to_local(), whole.chunk(2)[rank])  # type: ignore[operator]
+
+    run_ranks(2, rank_main)
+
+
+@pytest.mark.parametrize(
+    ("stored", "code", "told"),
+    [
+        ({"weight": WEIGHT}, "checkpoint-lacks-tensors", "the model needs `bias`"),
+        ({"weight": torch.randn(1, 3), "bias": BIAS}, "checkpoint-of-another-model", "`weight` is (1, 3), the model has (5, 3)"),
+    ],
+)
+def test_a_file_of_another_model_is_refused(stored: dict[str, torch.Tensor], code: str, told: str, tmp_path: Path) -> None:
+    """A row that is one would be copied to all rows."""
+    save_file(stored, tmp_path / FULL_MODEL_FILE)
+    with pytest.raises(FailedError, match=re.escape(told)) as caught:
+        load_model(Live(nn.Linear(3, 5), None, full=True), tmp_path)
+    assert [problem.code for problem in caught.value.problems] == [code]
