@@ -65,7 +65,7 @@ def blocks_have_no_whole_form(recipe: Recipe) -> Finding | None:
     name = optimizer_name(recipe.training)
     if name not in TORCHAO_OPTIMIZERS:
         return None
-    if recipe.fsdp.state_dict_type == "FULL_STATE_DICT" and recipe.is_sharded:
+    if recipe.fsdp.state_dict_type == "FULL_STATE_DICT":
         message = (
             f"`training.optim: {name}` keeps blocks with a scale each, and `fsdp.state_dict_type: FULL_STATE_DICT` writes plain tensors"
         )

@@ -27,6 +27,7 @@ def refused(extra: str, dtype: str = "fp32") -> object:
         ('training: {optim_args: "state_dtype=bf16"}\nfsdp: {version: 1}', "`state_dtype` needs FSDP2"),
         ("training: {optim: adamw_torch_8bit}\nfsdp: {version: 1}", "needs FSDP2"),
         ("training: {optim: adamw_torch_8bit}\nfsdp: {state_dict_type: FULL_STATE_DICT}", "writes plain tensors"),
+        ("training: {optim: adamw_torch_8bit}\nfsdp: {state_dict_type: FULL_STATE_DICT, sharding_strategy: NO_SHARD}", "writes plain"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_line(extra: str, words: str) -> None:
