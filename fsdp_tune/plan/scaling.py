@@ -9,6 +9,7 @@ from typing import Any
 from fsdp_tune.plan.blend import alike, at_shards
 from fsdp_tune.plan.candidates import batch_changes, changed, ranks_of_machine
 from fsdp_tune.plan.depth import full_depth
+from fsdp_tune.plan.mfu import has_experts
 from fsdp_tune.plan.predict import plan
 from fsdp_tune.plan.search import Search
 from fsdp_tune.plan.trace_format import Trace
@@ -45,10 +46,13 @@ def _traced(search: Search, recipe: Recipe) -> Iterator[tuple[Recipe, Trace]]:
         pair = [_sized(search, recipe, size) for size in (own, 2 * own)]
         traces = [trace and full_depth(trace) for trace in search.trace([other for other in pair if other is not None])]
         few, many = traces if len(traces) == 2 else (None, None)
-        if few is not None and many is not None and alike(few, many):
+        if few is None or many is None or not alike(few, many):
+            return
+        if not has_experts(few.facts.get("config", {})):
             yield from ((other, at_shards(few, many, size, world_size=size, replicate_size=1)) for size, other in sizes.items())
-        return
-    # Whole copies are alike from two ranks on; shards of a fixed number of ranks need a trace for each size.
+            return
+    # Whole copies are alike from two ranks on. Shards of a fixed number of ranks need a trace for each size, and so do experts: stacked in
+    # one parameter, they are cut between two of them only, so that more ranks than experts make no shard smaller.
     stands_for = {size: size if recipe.is_sharded else min(size, own) for size in sizes}
     wanted = sorted(set(stands_for.values()) & sizes.keys())
     traced = dict(zip(wanted, search.trace([sizes[size] for size in wanted]), strict=True))

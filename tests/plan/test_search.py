@@ -199,6 +199,20 @@ def test_the_scaling_table_has_whole_machines_and_the_recipe_itself() -> None:
     assert next(row["num_machines"] for row in rows if row["num_processes"] == 16) == 1, "sixteen on one machine, as the recipe says"
 
 
+class MixtureTracer(ModelTracer):
+    """Eight experts, stacked in one parameter."""
+
+    def trace(self, recipe: Recipe) -> Trace:
+        return replace(super().trace(recipe), facts={"config": {"num_local_experts": 8}})
+
+
+def test_shards_of_experts_are_traced_at_every_size() -> None:
+    """At more ranks than experts no shard gets smaller, which no line through two sizes shows."""
+    tracer = MixtureTracer(30)
+    rows = scaling_table(Search(A100, tracer), resolved())
+    assert {recipe.world_size for recipe in tracer.seen} == {row["num_processes"] for row in rows} == {1 << power for power in range(11)}
+
+
 def test_an_unknown_time_still_ranks_what_fits() -> None:
     volta = find_hardware("V100-32GB")
     ranking, _ = ranked(80, hardware=volta)
