@@ -18,9 +18,14 @@ class ModelSize:
     head_dim: int
 
 
+def expert_count(config: Mapping[str, Any]) -> int:
+    """Experts of a layer; 1 for a dense model."""
+    return max((count for key in EXPERT_COUNTS if isinstance(count := config.get(key), int)), default=1)
+
+
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether a token meets only some of the parameters, so that the formula's N is not known: the MFU is null then, not too high."""
-    return any(isinstance(count := config.get(key), int) and count > 1 for key in EXPERT_COUNTS)
+    return expert_count(config) > 1
 
 
 def attended_length(lengths: Iterable[int]) -> float:

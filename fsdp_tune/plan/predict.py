@@ -11,7 +11,7 @@ from fsdp_tune.plan.efficiency import Efficiency, efficiency_of
 from fsdp_tune.plan.fits import CONTEXT_BYTES, Fit, Fits, fit
 from fsdp_tune.plan.hardware import Hardware
 from fsdp_tune.plan.memory import Memory
-from fsdp_tune.plan.mfu import ModelSize, has_experts, mfu
+from fsdp_tune.plan.mfu import ModelSize, expert_count, has_experts, mfu
 from fsdp_tune.plan.timing import HOST_BYTES_PER_SECOND, StepTime, UnknownFigure, step_time
 from fsdp_tune.plan.totals import disk, host_memory, total_steps
 from fsdp_tune.plan.trace_format import Segments, Trace
@@ -235,6 +235,10 @@ def _assumptions(trace: Trace, hardware: Hardware, efficiency: Efficiency, segme
     ]
     if not efficiency.is_measured:
         said.append(f"nobody has published what {hardware.name} multiplies; the share of its peak is that of cards that were measured")
+    experts, shards = expert_count(trace.facts.get("config", {})), trace.shapes.shard_size
+    if experts > 1 and experts % shards:
+        fullest = -(-experts // shards)
+        said.append(f"stacked experts are sharded whole: planned is the fullest of {shards} ranks, with {fullest} of a layer's {experts}")
     if any(name.startswith("host ") for name in trace.op_names):
         said.append(f"the host's memory moves {HOST_BYTES_PER_SECOND / 1e9:g} GB/s, shared by the ranks of a machine")
     if "_scaled_mm" in trace.op_names:

@@ -140,6 +140,14 @@ def test_the_mfu_of_a_mixture_of_experts_is_not_made_up() -> None:
     assert plan(resolved(), A100, replace(step(), facts={"config": {"num_experts": None}})).mfu is not None
 
 
+@pytest.mark.parametrize(("shards", "told"), [(8, ""), (4, ""), (16, "the fullest of 16 ranks, with 1 of a layer's 8"), (6, "with 2 of")])
+def test_experts_that_do_not_divide_over_the_ranks_are_named(shards: int, told: str) -> None:
+    mixture = replace(step(shard_size=shards, world_size=shards), facts={"config": {"num_local_experts": 8}})
+    named = [text for text in plan(resolved(), A100, mixture).assumptions if "experts" in text]
+    assert len(named) == (1 if told else 0)
+    assert not told or told in named[0]
+
+
 def test_packed_examples_attend_each_to_itself() -> None:
     assert attended_length([4096]) == 4096
     assert attended_length([1024] * 4) == 1024
