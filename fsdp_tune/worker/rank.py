@@ -19,6 +19,7 @@ from fsdp_tune.worker import flight
 
 # A rank in a collective that does not end cannot say for whom it waits; the supervisor can, so it is to speak first.
 COLLECTIVE_MARGIN_SECONDS = 300
+_BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}
 OPEN_FILES = 4096
 """For all but connections."""
 GLOO_GROUPS = 5
@@ -107,6 +108,9 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
     if device_type == "cpu":
         dist.init_process_group("gloo", timeout=timeout)
         return device_type
+    if (backend := _BACKENDS.get(device_type)) is None:
+        message = f"torch.distributed has no collectives on {device_type}, and the ranks of a run are made of them"
+        raise usage_error("device-without-collectives", message, ways_out=("--set launch.device=cpu trains on the CPU",))
     module = getattr(torch, device_type)
     count = module.device_count() if module.is_available() else 0
     if rank.local_index >= count:
@@ -116,7 +120,6 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
             ways_out=("--set launch.device=cpu trains on the CPU", f"--set launch.num_processes={max(1, count)}"),
         )
     module.set_device(rank.local_index)
-    backend = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}[device_type]
     dist.init_process_group(f"cpu:gloo,{device_type}:{backend}", timeout=timeout, device_id=torch.device(device_type, rank.local_index))
     return device_type
 
