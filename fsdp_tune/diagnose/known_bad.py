@@ -12,7 +12,7 @@ from fsdp_tune.units import GIB
 Facts = Mapping[str, Any]
 """The document of `fsdp-tune env`: versions, host, devices, torch, variables …"""
 
-TESTED = {"torch": ((2, 11), (2, 13)), "transformers": ((5, 17), (5, 23)), "accelerate": ((1, 15), (1, 15))}
+TESTED = {"torch": ((2, 11), (2, 15)), "transformers": ((5, 17), (5, 23)), "accelerate": ((1, 15), (1, 15))}
 SMALL_SHARED_MEMORY_BYTES = GIB
 FEW_OPEN_FILES = 1024
 OLD_KERNEL = (5, 5)
@@ -74,8 +74,8 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
             f"untested-{name}",
             _outside_tested(name),
             f"this version of {name} has not been tested with this release (tested: {_range(name)})",
-            "pip install -c constraints.txt fsdp-tune",
-            "the project's test matrix",
+            "in the repository: `pip install -c constraints.txt .`, or `scripts/test-against` with your versions",
+            "docs/measurements.md, Other versions of the stack",
         )
         for name in TESTED
     ),

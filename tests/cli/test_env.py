@@ -33,13 +33,14 @@ def with_change(path: str, value: Any) -> dict[str, Any]:
 
 def test_a_good_machine_has_no_known_bad_combination() -> None:
     assert known_bad(GOOD) == []
+    assert known_bad(with_change("versions.torch", "2.15.0+cu132")) == []
 
 
 @pytest.mark.parametrize(
     ("path", "value", "code"),
     [
         ("versions.torch", "2.11.0", "short-grace"),
-        ("versions.torch", "2.14.0", "untested-torch"),
+        ("versions.torch", "2.16.0", "untested-torch"),
         ("versions.transformers", "4.57.0", "untested-transformers"),
         ("host.system", "Linux 4.18.0-553.el8", "old-kernel"),
         ("host.shared_memory_bytes", 64 << 20, "small-shared-memory"),
