@@ -22,6 +22,8 @@ from fsdp_tune.run_dir import run_of
 
 OLD_ROPE_FIELDS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 """What config.json files of before transformers 5 hold; the class puts them into `rope_parameters` and forgets the names."""
+UNDECLARED_FIELDS = {"head_dim"}
+"""Read by models whose configuration classes do not declare it (Qwen3-MoE)."""
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -105,7 +107,9 @@ def _config_from_mapping(mapping: dict[str, Any], origin: str) -> PreTrainedConf
         config = AutoConfig.for_model(str(model_type), **fields)
     except (ValueError, TypeError, KeyError) as error:
         raise usage_error("config-invalid", f"{origin}: transformers refuses this configuration: {error}") from error
-    known = set(type(config)().to_dict()) | set(getattr(config, "attribute_map", {}))
+    if "transformers_version" in mapping:  # no hand wrote it: what its class does not declare is there for other readers
+        return config
+    known = set(type(config)().to_dict()) | set(getattr(config, "attribute_map", {})) | UNDECLARED_FIELDS
     if "rope_parameters" in known:
         known |= OLD_ROPE_FIELDS
     unknown = sorted(name for name in fields if name not in known and not name.startswith(("_", "torch_dtype", "transformers")))

@@ -37,7 +37,7 @@ INNER_KEYS = (
     "shared_expert_intermediate_size",
     "intermediate_size_mlp",
 )
-NOT_COPIED = {"architectures", "transformers_version", "_name_or_path", "dtype"}
+NOT_COPIED = {"architectures", "_name_or_path", "dtype"}
 HEAD_SIZE_KEYS = ("head_dim", "v_head_dim", "global_head_dim", "query_pre_attn_scalar")
 # Multi-head latent attention: rank of the compressed projections, and the parts of a head with and without positions.
 LATENT_SIZES = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": HEAD_SIZE // 2, "qk_nope_head_dim": HEAD_SIZE // 2}

@@ -48,6 +48,31 @@ def test_misspelt_field_gets_a_suggestion() -> None:
     assert caught.value.problems[0].hint == "did you mean `hidden_size`?"
 
 
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 1,
+    "num_experts": 4,
+    "vocab_size": 128,
+}
+
+
+def test_a_field_that_models_read_and_no_class_declares_is_taken() -> None:
+    assert model_config(recipe_of({"from_config": QWEN3_MOE})).head_dim == 32
+
+
+def test_a_file_that_transformers_wrote_may_hold_what_its_class_does_not_declare(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B's config.json, for one."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(QWEN3_MOE | {"max_window_layers": 48, "transformers_version": "4.51.0"}))
+    assert model_config(recipe_of({"from_config": str(file)})).hidden_size == 64
+    file.write_text(json.dumps(QWEN3_MOE | {"max_windows_layers": 48}))
+    assert codes(lambda: model_config(recipe_of({"from_config": str(file)}))) == ["config-field-unknown"]
+
+
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"hidden_size": 8}'])
 def test_damaged_config_file_is_an_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)

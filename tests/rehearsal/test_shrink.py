@@ -114,3 +114,10 @@ def test_offload_that_cannot_be_rehearsed_is_said(tmp_path: Path) -> None:
     small = shrunk(recipe, tmp_path)
     assert "offload_params" not in small.document["fsdp"]
     assert any("NOT rehearsed" in line for line in small.changes)
+
+
+def test_a_config_that_transformers_wrote_stays_one_in_the_small() -> None:
+    """Else a field that no class declares would be refused as a typo."""
+    assert (
+        small_config({"model_type": "qwen3_moe", "hidden_size": 64, "transformers_version": "5.23.0"})["transformers_version"] == "5.23.0"
+    )
