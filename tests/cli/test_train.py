@@ -102,8 +102,9 @@ def test_what_lies_about_is_named_and_not_obeyed(cli: Cli, tmp_path: Path) -> No
     folder = tmp_path / "huggingface" / "accelerate"
     folder.mkdir(parents=True)
     (folder / "default_config.yaml").write_text("distributed_type: DEEPSPEED\n")
-    done = cli("train", *SHORT, "--no-start", "--json", HF_HOME=str(folder.parent), RANK="3", SLURM_JOB_ID="7")
+    done = cli("train", *SHORT, "--no-start", "--resume", "auto", "--json", HF_HOME=str(folder.parent), RANK="3", SLURM_JOB_ID="7")
     assert done.returncode == 0, done.stderr
+    assert f"{tmp_path / 'run'}: a new run from step 0\n" in done.stderr
     told = {notice["code"]: notice["message"] for notice in document(done)["notices"]}
     assert str(folder) in told["accelerate-config-ignored"]
     assert "RANK, SLURM_JOB_ID" in told["stale-environment"]
@@ -183,7 +184,9 @@ def test_a_run_that_is_stopped_saves_goes_on_and_ends_as_if_never_stopped(cli: C
     stopped = json.loads(out)
     assert (stopped["exit_reason"], stopped["merged"]) == ("preempted", None)
     assert 0 < stopped["steps"] < 40
-    resumed = document(cli("train", *smoke(40), "--resume", "auto", "--json"))
+    done = cli("train", *smoke(40), "--resume", "auto", "--json")
+    assert f"{tmp_path / 'run'}: going on from checkpoint-{stopped['steps']}\n" in done.stderr
+    resumed = document(done)
     assert (resumed["exit_reason"], resumed["steps"], resumed["loss"]) == ("finished", 40, whole["loss"])
     steps = [line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line]
     assert steps == list(range(2, 41, 2))
