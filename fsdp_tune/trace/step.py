@@ -111,7 +111,7 @@ def _tables_on_device() -> Iterator[None]:
 
     def tensor(data: Any, *, dtype: Any = None, device: Any = None) -> torch.Tensor:
         made = real(data, dtype=dtype)
-        return made if device is None else torch.empty_like(made, device=device)
+        return made if device is None or torch.device(device).type == "cpu" else torch.empty_like(made, device=device)
 
     with mock.patch.object(torch, "tensor", tensor):
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ from fsdp_tune.plan.buckets import in_buckets
 from fsdp_tune.plan.depth import full_depth
 from fsdp_tune.plan.memory import peak_memory
 from fsdp_tune.plan.trace_format import COLLECTIVES, KINDS, PHASES, Trace
+from fsdp_tune.recipe.optimizer_arguments import state_bytes
 from fsdp_tune.recipe.schema import Recipe
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
-from tests.trace.tracing import alive, trace_of
+from tests.trace.tracing import alive, before, trace_of
 
 
 def deep(layers: int = 9, **sections: Any) -> Recipe:
@@ -73,8 +75,28 @@ def test_what_is_taken_out_of_the_step_is_missing_from_the_prediction(change: An
     assert peak(trace_of(wide(), change=change)) < peak(whole())
 
 
-def test_optimizer_state_is_the_optimizers() -> None:
-    assert not alive(trace_of(recipe_of("llama"), change=no_optimizer), "optimizer state")
+def size(sizes: Counter[int]) -> int:
+    return sum(bytes_ * count for bytes_, count in sizes.items())
+
+
+@pytest.mark.parametrize(
+    ("optim", "optim_args"),
+    [
+        ("adamw_torch_fused", None),
+        ("adamw_torch", None),
+        ("sgd", None),
+        ("sgd", "momentum=0.9"),
+        ("adagrad", None),
+        ("rmsprop", "momentum=0.9, centered=true"),
+    ],
+)
+def test_optimizer_state_is_the_optimizers(optim: str, optim_args: str | None) -> None:
+    recipe = recipe_of("llama", training={"optim": optim, "optim_args": optim_args})
+    trace = trace_of(recipe)
+    after = before(trace, "zero_grad")
+    moments = size(alive(trace, "parameters", until=after)) * state_bytes(recipe.training, 4) / 4
+    # Beside them a step count for each tensor, on the device or on the host; and the model has a buffer or two.
+    assert size(alive(trace, "optimizer state", until=after)) == pytest.approx(moments, rel=0.005)
 
 
 @pytest.mark.parametrize(
