@@ -41,7 +41,8 @@ def this_machine(wanted: str, environment: Mapping[str, str] | None = None) -> M
     cores = available_cores()
     if wanted == "cpu":
         return Machine(None, 0, cores, None)
-    devices = visible_devices(environment)
+    # torch.distributed has no collectives on a Mac's device: what a recipe is checked and planned for there is another machine.
+    devices = [device for device in visible_devices(environment) if device.kind != "mps"]
     if not devices and (wanted != "auto" or _has_intel_graphics()):
         facts = torch_facts()
         if facts.get("device") is not None:

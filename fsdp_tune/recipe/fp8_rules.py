@@ -45,11 +45,4 @@ def fp8_is_gathered_from_all(recipe: Recipe) -> Finding | None:
     return Finding("contradiction", (_RECIPE, "fsdp.reshard_after_forward"), message, hint)
 
 
-def fp8_needs_its_devices(recipe: Recipe) -> Finding | None:
-    if not computes_in_fp8(recipe) or recipe.launch.device != "mps":
-        return None
-    message = "`precision.mixed_precision: fp8` has no kernels on `launch.device: mps`"
-    return Finding("contradiction", (_KEY, "launch.device"), message, "write `bf16`")
-
-
-FP8_RULES: tuple[Rule, ...] = (fp8_needs_fsdp_2, fp8_gathers_from_the_device, fp8_is_gathered_from_all, fp8_needs_its_devices)
+FP8_RULES: tuple[Rule, ...] = (fp8_needs_fsdp_2, fp8_gathers_from_the_device, fp8_is_gathered_from_all)

@@ -205,11 +205,14 @@ GPU_KERNELS = ("flash_attention", "flex_attention")
 """FlashAttention is CUDA code; torch has no backward pass of FlexAttention on the CPU."""
 
 
+def ranks_need_collectives(recipe: Recipe) -> Finding | None:
+    if recipe.launch.device != "mps":
+        return None
+    message = "`launch.device: mps`: torch.distributed has no collectives there, and the ranks of a run are made of them"
+    return Finding("device-without-collectives", ("launch.device",), message, ways_out=("--set launch.device=cpu trains on the CPU",))
+
+
 def cpu_limits(recipe: Recipe) -> Finding | None:
-    if recipe.launch.device == "mps" and isinstance(recipe.launch.num_processes, int) and recipe.launch.num_processes > 1:
-        return Finding(
-            "contradiction", ("launch.num_processes", "launch.device"), "`launch.device: mps` is one device: `num_processes` must be 1"
-        )
     loading = recipe.fsdp.cpu_ram_efficient_loading and given(recipe, "fsdp.cpu_ram_efficient_loading")
     if recipe.launch.device == "cpu" and recipe.fsdp.version == 1 and loading and recipe.is_sharded:
         message = "`fsdp.cpu_ram_efficient_loading: true` does not work with FSDP1 on the CPU: it sends weights over NCCL only"
@@ -226,9 +229,9 @@ def liger_needs_a_gpu(recipe: Recipe) -> Finding | None:
     """Liger is Triton code; its loss rounds the gradients of the logits before fp16's loss scale reaches them."""
     kernels = recipe.kernels
     asked = [(key, value) for key, value in (("kernels.liger", kernels.liger), ("kernels.loss", kernels.loss)) if value in (True, "liger")]
-    if asked and recipe.launch.device in {"cpu", "mps"}:
+    if asked and recipe.launch.device == "cpu":
         key, value = asked[0]
-        message = f"`{key}: {str(value).lower()}` cannot run on `launch.device: {recipe.launch.device}`: Liger's kernels are for GPUs"
+        message = f"`{key}: {str(value).lower()}` cannot run on `launch.device: cpu`: Liger's kernels are for GPUs"
         hint = "leave it at auto" if key == "kernels.liger" else "write `chunked`, which holds no logits either"
         return Finding("contradiction", (key, "launch.device"), message, hint)
     if kernels.loss == "liger" and recipe.precision.mixed_precision == "fp16":
@@ -266,6 +269,7 @@ RULES: tuple[Rule, ...] = (
     bf16_storage,
     output_dir_template,
     environment_is_plain,
+    ranks_need_collectives,
     cpu_limits,
     liger_needs_a_gpu,
     compiled_offload_is_of_whole_layers,

@@ -107,7 +107,7 @@ class Sums:
     """Running totals of this rank since the last line. Losses stay on the device until a line is written."""
 
     def __init__(self, device: torch.device) -> None:
-        self._loss = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._tokens = 0
         self._supervised = 0
         self._data_wait_seconds = 0.0

@@ -108,9 +108,6 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
     if device_type == "cpu":
         dist.init_process_group("gloo", timeout=timeout)
         return device_type
-    if (backend := _BACKENDS.get(device_type)) is None:
-        message = f"torch.distributed has no collectives on {device_type}, and the ranks of a run are made of them"
-        raise usage_error("device-without-collectives", message, ways_out=("--set launch.device=cpu trains on the CPU",))
     module = getattr(torch, device_type)
     count = module.device_count() if module.is_available() else 0
     if rank.local_index >= count:
@@ -120,7 +117,9 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
             ways_out=("--set launch.device=cpu trains on the CPU", f"--set launch.num_processes={max(1, count)}"),
         )
     module.set_device(rank.local_index)
-    dist.init_process_group(f"cpu:gloo,{device_type}:{backend}", timeout=timeout, device_id=torch.device(device_type, rank.local_index))
+    dist.init_process_group(
+        f"cpu:gloo,{device_type}:{_BACKENDS[device_type]}", timeout=timeout, device_id=torch.device(device_type, rank.local_index)
+    )
     return device_type
 
 

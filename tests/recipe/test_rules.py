@@ -38,7 +38,6 @@ CONTRADICTIONS = [
     ("training: {optim_args: momentum=0.9}", "optimizer_takes_its_arguments", 3, "does not know"),
     ("training: {optim_args: bf16_stochastic_round=true}", "stochastic_rounding_has_something_to_round", 3, "`model.dtype` is fp32"),
     ("precision: {mixed_precision: fp8}\nfsdp: {version: 1}", "fp8_needs_fsdp_2", 3, "line 4"),
-    ("precision: {mixed_precision: fp8}\nlaunch: {device: mps, num_processes: 1}", "fp8_needs_its_devices", 3, "line 4"),
     (
         "precision: {mixed_precision: fp8, fp8_recipe: tensorwise}\nfsdp: {offload_params: true}",
         "fp8_gathers_from_the_device",
@@ -84,7 +83,7 @@ CONTRADICTIONS = [
     ("launch: {env: {FSDP_VERSION: 1}}", "environment_is_plain", 3, "set by the launch itself"),
     ("launch: {env: {RANK: 1}}", "environment_is_plain", 3, "set by the launch itself"),
     ("launch: {env: {1A: x}}", "environment_is_plain", 3, "no name"),
-    ("launch: {device: mps, num_processes: 2}", "cpu_limits", 3, "one device"),
+    ("launch: {device: mps}", "ranks_need_collectives", 3, "no collectives"),
     ("launch: {device: cpu}\nfsdp: {version: 1, cpu_ram_efficient_loading: true}", "cpu_limits", 4, "line 3"),
 ]
 WHOLE = [

@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_tune.errors import FsdpTuneError
 from fsdp_tune.run_dir import RunDir
-from fsdp_tune.worker.rank import Rank, make_room_for_connections, read_rank, redirect_output, start_process_group
+from fsdp_tune.worker.rank import Rank, make_room_for_connections, read_rank, redirect_output
 from tests.conftest import REPOSITORY
 from tests.launch.test_plan import resolved
 
@@ -94,12 +94,3 @@ def test_hundreds_of_ranks_have_room_for_their_connections(monkeypatch: pytest.M
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
         make_room_for_connections(512)
     assert asked == [(6656, 1 << 20), (2048, 2048), (6656, resource.RLIM_INFINITY)]
-
-
-def test_a_device_without_collectives_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    """`auto` takes it on a Mac."""
-    recipe = resolved(tmp_path)
-    on_mac = recipe.model_copy(update={"launch": recipe.launch.model_copy(update={"device": "mps"})})
-    with pytest.raises(FsdpTuneError, match="no collectives on mps") as caught:
-        start_process_group(on_mac, Rank(0, 0, 1))
-    assert caught.value.problems[0].ways_out == ("--set launch.device=cpu trains on the CPU",)
