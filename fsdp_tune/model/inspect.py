@@ -44,6 +44,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
             "attention": model.config._attn_implementation,
         }
         problems += _limits(recipe, model, found)
+        notices += _beyond_what_was_trained(recipe, model, found)
         found |= _wrapping(recipe, model)
         demand_optimizer(recipe)
         device = str(recipe.launch.device)
@@ -79,11 +80,11 @@ def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
 def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> list[Problem]:
     problems: list[Problem] = []
     positions = found["max_positions"]
-    if positions is not None and recipe.data.max_length > positions and hasattr(model.config, "n_positions"):
+    if positions is not None and recipe.data.max_length > positions and _has_table_of_positions(model, positions):
         problems.append(
             Problem(
                 "max-length-beyond-positions",
-                f"data.max_length is {recipe.data.max_length}, and the model has learned positions for {positions} tokens",
+                f"data.max_length is {recipe.data.max_length}, and the model has a table of positions for {positions} tokens",
                 hint=f"--set data.max_length={positions}",
             )
         )
@@ -96,6 +97,24 @@ def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> list[Problem]:
             )
         )
     return problems
+
+
+def _has_table_of_positions(model: Any, positions: int) -> bool:
+    """Learned (GPT-2; OPT's has two rows more), or computed once to that length (GPT-J): a position beyond it is an index error."""
+    from torch import nn
+
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
+    return hasattr(model.config, "n_positions") or any(0 <= m.num_embeddings - positions <= 2 for m in embeddings)
+
+
+def _beyond_what_was_trained(recipe: Recipe, model: Any, found: dict[str, Any]) -> list[Notice]:
+    """Rotary positions can be computed for any length, which is why nothing fails."""
+    positions, longest = found["max_positions"], recipe.data.max_length
+    if positions is None or longest <= positions or _has_table_of_positions(model, positions):
+        return []
+    message = f"data.max_length is {longest}, and the model's configuration says {positions} positions: it has seen none beyond them"
+    hint = "lower data.max_length, or stretch the positions: `model.config_overrides: {rope_parameters: {rope_type: yarn, …}}`"
+    return [Notice("positions-never-trained", message, hint=hint)]
 
 
 def main() -> None:
