@@ -40,6 +40,11 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
+def format_figure(value: float) -> str:
+    """Three digits, and all of those before the point: `0.0123`, `1.23`, `1,235`."""
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+
+
 def format_seconds(seconds: float) -> str:
     """`3723.4` → `1h02m03s`."""
     whole = round(seconds)

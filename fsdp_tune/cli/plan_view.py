@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsdp_tune.units import format_seconds
+from fsdp_tune.units import format_figure, format_seconds
 
 if TYPE_CHECKING:
     from fsdp_tune.cli.output import Screen
@@ -51,7 +51,7 @@ def time_line(plan: Plan) -> str:
     if plan.step_seconds is None or plan.tokens_per_second_per_device is None:
         return "unknown"
     share = f", MFU {plan.mfu:.1%}" if plan.mfu is not None else ""
-    step = f"{plan.step_seconds:.3g} s a step, {plan.tokens_per_second_per_device:,.0f} tokens a second and GPU{share}"
+    step = f"{format_figure(plan.step_seconds)} s a step, {plan.tokens_per_second_per_device:,.0f} tokens a second and GPU{share}"
     exposed = plan.time["exposed_seconds"] / plan.step_seconds
     return f"{step}; {exposed:.0%} of it waiting for communication"
 
@@ -67,7 +67,7 @@ def show_ranking(screen: Screen, plan: Plan) -> None:
             changes_in_words(other.recipe_changes),
             other.fits,
             f"{other.device_gib:.1f}",
-            "unknown" if other.step_seconds is None else f"{other.step_seconds:.3g}",
+            "unknown" if other.step_seconds is None else format_figure(other.step_seconds),
             "unknown" if other.tokens_per_second_per_device is None else f"{other.tokens_per_second_per_device:,.0f}",
         )
         for other in plan.alternatives
@@ -85,14 +85,15 @@ def show_scaling(screen: Screen, plan: Plan) -> None:
     rows = [
         (
             str(row["num_processes"]),
-            "unknown" if row["step_seconds"] is None else f"{row['step_seconds']:.3g}",
+            "unknown" if row["step_seconds"] is None else format_figure(row["step_seconds"]),
             "unknown" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}",
             "unknown" if row["efficiency"] is None else f"{row['efficiency']:.0%}",
+            row["fits"],
             f"{row['peak_reserved_gib']:.1f}",
         )
         for row in plan.scaling
     ]
-    screen.table("more GPUs, as many sequences on each", ["GPUs", "s/step", "tokens/s", "efficiency", "GiB reserved"], rows)
+    screen.table("more GPUs, as many sequences on each", ["GPUs", "s/step", "tokens/s", "efficiency", "fits", "GiB reserved"], rows)
 
 
 def _other_lines(plan: Plan) -> list[str]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from fsdp_tune.plan.memory import Timeline
 from fsdp_tune.plan.predict import Plan
-from fsdp_tune.units import GIB
+from fsdp_tune.units import GIB, format_figure
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 960, 360, 56, 34
 COLOURS = (
@@ -204,7 +204,7 @@ def changes_in_words(changes: dict[str, Any]) -> str:
 def _seconds(seconds: float | None) -> str:
     if seconds is None:
         return "unknown"
-    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
+    return f"{format_figure(seconds)} s"
 
 
 def _number(value: float | None, form: str) -> str:

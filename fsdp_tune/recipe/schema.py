@@ -109,7 +109,7 @@ class Fsdp(Section):
     state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = "SHARDED_STATE_DICT"
     """Checkpoints by every rank its shards, or by rank 0 as safetensors."""
     cpu_ram_efficient_loading: bool = True
-    """Rank 0 alone reads the weights and sends each rank its shard."""
+    """No rank holds the whole model: each reads its slices, or rank 0 reads and sends where it cannot; false: every rank reads all."""
 
 
 class Precision(Section):
