@@ -41,8 +41,8 @@ class Start:
     digests_checked: bool = False
     data_key: str | None = field(default=None)
     """Content key of the data that the steps so far were trained on; None for a new run."""
-    launched_at: float | None = field(default=None)
-    """When the run that is gone on with was last started; None for a new run."""
+    launched: bytes | None = field(default=None)
+    """launch.json of the run that is gone on with, as it was when this was decided: each command writes its own. None for a new run."""
 
     @property
     def step(self) -> int:
@@ -147,7 +147,7 @@ def _newest(run: RunDir, recipe: Recipe, *, digests: bool) -> Start:
         notices=notices,
         digests_checked=digests,
         data_key=read_data_key(run),
-        launched_at=_launched_at(run),
+        launched=_launch_file(run),
     )
 
 
@@ -176,18 +176,16 @@ def _explicit(run: RunDir, recipe: Recipe, path: Path) -> Start:
             f"{run.path} has checkpoints after step {verdict.step} ({names}), which the run would write again",
             ways_out=("--resume auto goes on from the newest", "--set output_dir=… goes on in a new directory", "remove them"),
         )
-    return Start(
-        verdict, is_new=not run.is_used, trajectory_changes=trajectory, data_key=read_data_key(source), launched_at=_launched_at(run)
-    )
+    return Start(verdict, is_new=not run.is_used, trajectory_changes=trajectory, data_key=read_data_key(source), launched=_launch_file(run))
 
 
-def _launched_at(run: RunDir) -> float | None:
-    return run.launch().get("started_at")
+def _launch_file(run: RunDir) -> bytes | None:
+    return run.launch_json.read_bytes() if run.launch_json.exists() else None
 
 
 def refuse_when_continued(run: RunDir, start: Start) -> None:
     """Under the lock: what was decided before the inputs were checked rests on checkpoints that another command may have gone beyond."""
-    if not start.is_new and _launched_at(run) != start.launched_at:
+    if not start.is_new and _launch_file(run) != start.launched:
         message = f"another command has gone on with {run.path} while this one looked at its inputs, and has ended"
         raise usage_error("run-in-use", message, hint="run this command again: it begins from what is there now")
 
