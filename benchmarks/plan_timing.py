@@ -152,7 +152,8 @@ def predicted(row: Row, trace: Trace) -> float:
     shapes = trace.shapes
     tokens = shapes.micro_batch * shapes.accumulation * shapes.tokens
     speed = tokens / timed.step_seconds
-    flops = flops_per_token(model_size(trace), shapes.tokens)
+    size = model_size(trace)
+    flops = flops_per_token(size, shapes.tokens) if size is not None else math.nan
     return {
         "tokens_per_s_per_gpu": speed,
         "step_seconds": timed.step_seconds,

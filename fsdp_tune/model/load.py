@@ -17,10 +17,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdp_tune.model.build import build_empty, build_full, build_with_buffers
 from fsdp_tune.model.choice import Choice
 from fsdp_tune.model.compiled import compile_layers
+from fsdp_tune.model.experts import active_parameters
 from fsdp_tune.model.float8 import convert_to_fp8, demand_gpu
 from fsdp_tune.model.float8_weights import refresh_scales
 from fsdp_tune.model.kernels import install_kernels
-from fsdp_tune.model.patience import patient_group
+from fsdp_tune.model.patience import leave, patient_group
 from fsdp_tune.model.recompute import recompute_activations
 from fsdp_tune.model.slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
 from fsdp_tune.model.step import decayed_names
@@ -36,6 +37,8 @@ class ModelSize:
     """Of the whole model, counted before it is wrapped: a shard no longer shows it."""
 
     parameters: int
+    active_parameters: int | None
+    """That a token meets; None where the model's configuration does not say it."""
     trained_parameters: int
     parameter_bytes: int
     decayed: frozenset[str]
@@ -81,7 +84,7 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     way, files = _choose(recipe, model, local_rank, waiting)
     source = build_full(recipe, config, vocabulary=vocabulary) if way == "rank 0" and dist.get_rank() == 0 else None
     dist.barrier(group=waiting)
-    dist.destroy_process_group(waiting)
+    leave(waiting)
     # Buffers that are in no state dict (rotary frequencies) have values that only the constructor knows.
     buffers = dict(build_with_buffers(recipe, config).named_buffers()) if way != "rank 0" else {}
     size = _size(model)
@@ -147,10 +150,11 @@ def wrap_whole(
     return Loaded(model, wrapped, units, mesh, tuple(recomputed), size, growth, "own", kernels)
 
 
-def _size(model: nn.Module) -> ModelSize:
+def _size(model: PreTrainedModel) -> ModelSize:
     parameters = list(model.parameters())
     return ModelSize(
         parameters=sum(p.numel() for p in parameters),
+        active_parameters=active_parameters(model.config, model.named_parameters()),
         trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         decayed=decayed_names(model),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 
@@ -16,3 +17,9 @@ def patient_group() -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     assert isinstance(group, dist.ProcessGroup), "every rank is in it"
     return group
+
+
+def leave(group: dist.ProcessGroup) -> None:
+    """Collective. Who destroys a group closes its connections, and another rank may still be in the last collective: all are out first."""
+    dist.all_reduce(torch.zeros(()))
+    dist.destroy_process_group(group)

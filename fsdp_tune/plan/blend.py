@@ -49,6 +49,8 @@ def blend(first: Trace, second: Trace, weight: float, shapes: Shapes) -> Trace:
         for column in columns:
             left, right = records[column].astype(np.float64), other[column].astype(np.float64)
             line = left + weight * (right - left)
+            if table == "events":  # what is allocated and freed stays so, however small
+                line = np.sign(left) * np.maximum(np.sign(left) * line, 1.0)
             records[column] = line if column == "flops" else np.rint(line).astype(np.int64)
         tables[table] = records
     return replace(first, **tables, shapes=shapes)

@@ -12,7 +12,8 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    parameters: int
+    active_parameters: int
+    """That a token meets: all of them, but for a mixture of experts."""
     layers: int
     heads: int
     head_dim: int
@@ -24,7 +25,7 @@ def expert_count(config: Mapping[str, Any]) -> int:
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
-    """Whether a token meets only some of the parameters, so that the formula's N is not known: the MFU is null then, not too high."""
+    """Whether a token meets only some of the parameters."""
     return expert_count(config) > 1
 
 
@@ -42,9 +43,9 @@ def attended_length(lengths: Iterable[int]) -> float:
 def flops_per_token(model: ModelSize, length: float) -> float:
     """6 N + 12 L H Q T: forward and backward, attention included and not halved for being causal; recomputation is not counted.
 
-    `length` is T: the length of the sequences, or `attended_length` where it varies.
+    N are the active parameters. `length` is T: the length of the sequences, or `attended_length` where it varies.
     """
-    return 6.0 * model.parameters + 12.0 * model.layers * model.heads * model.head_dim * length
+    return 6.0 * model.active_parameters + 12.0 * model.layers * model.heads * model.head_dim * length
 
 
 def mfu(model: ModelSize, length: float, tokens_per_second_per_device: float, peak_flops: float | None) -> float | None:

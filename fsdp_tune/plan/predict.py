@@ -11,7 +11,7 @@ from fsdp_tune.plan.efficiency import Efficiency, efficiency_of
 from fsdp_tune.plan.fits import CONTEXT_BYTES, Fit, Fits, fit
 from fsdp_tune.plan.hardware import Hardware
 from fsdp_tune.plan.memory import Memory
-from fsdp_tune.plan.mfu import ModelSize, expert_count, has_experts, mfu
+from fsdp_tune.plan.mfu import ModelSize, expert_count, mfu
 from fsdp_tune.plan.timing import HOST_BYTES_PER_SECOND, StepTime, UnknownFigure, step_time
 from fsdp_tune.plan.totals import disk, host_memory, total_steps
 from fsdp_tune.plan.trace_format import Segments, Trace
@@ -161,19 +161,22 @@ def _memory(found: Fit) -> dict[str, Any]:
     }
 
 
-def model_size(trace: Trace) -> ModelSize:
+def model_size(trace: Trace) -> ModelSize | None:
+    """None where it is not known how many parameters a token meets."""
     counts = trace.counts
-    return ModelSize(counts.parameters, counts.layers, counts.attention_heads, counts.head_dim)
+    if counts.active_parameters is None:
+        return None
+    return ModelSize(counts.active_parameters, counts.layers, counts.attention_heads, counts.head_dim)
 
 
 def _mfu(trace: Trace, hardware: Hardware, speed: float | None, unknown: list[str]) -> float | None:
     peak = hardware.peak_flops("bf16")
     if peak is None:
         unknown.append(f"mfu: {hardware.name} has no known dense bf16 peak")
-    if has_experts(trace.facts.get("config", {})):
-        unknown.append("mfu: a token meets some of the experts, and the formula counts all parameters")
-        return None
-    return None if speed is None else mfu(model_size(trace), float(trace.shapes.tokens), speed, peak)
+    size = model_size(trace)
+    if size is None:
+        unknown.append("mfu: the model's configuration does not say how many experts a token meets")
+    return None if speed is None or size is None else mfu(size, float(trace.shapes.tokens), speed, peak)
 
 
 def _time(timed: StepTime | None) -> dict[str, Any]:

@@ -42,8 +42,10 @@ def _traced(search: Search, recipe: Recipe) -> Iterator[tuple[Recipe, Trace]]:
     """Every size with its trace: as many traces as there are different programs."""
     sizes = {size: other for size in sorted({*SIZES, recipe.world_size}) if (other := _sized(search, recipe, size)) is not None}
     own = max(2, recipe.world_size)
-    if recipe.is_sharded and not recipe.is_hybrid:  # shards follow from two sizes, the recipe's own among them
-        pair = [_sized(search, recipe, size) for size in (own, 2 * own)]
+    if recipe.is_sharded and not recipe.is_hybrid:
+        # Shards follow from two sizes: the recipe's own, and the fewest ranks, since a line that is drawn far beyond both goes wrong.
+        fewest = min((size for size in sizes if size > 1), default=own)
+        pair = [_sized(search, recipe, size) for size in ((fewest, own) if fewest < own else (own, 2 * own))]
         traces = [trace and full_depth(trace) for trace in search.trace([other for other in pair if other is not None])]
         few, many = traces if len(traces) == 2 else (None, None)
         if few is None or many is None or not alike(few, many):

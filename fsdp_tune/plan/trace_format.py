@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from fsdp_tune.atomic import write_file
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 Records = npt.NDArray[Any]
 
@@ -108,6 +108,8 @@ class Counts:
     """Of the whole model, whatever was traced."""
 
     parameters: int
+    active_parameters: int | None
+    """That a token meets (`plan.mfu`); None where the model's configuration does not say it."""
     trained_parameters: int
     parameter_bytes: int
     layers: int

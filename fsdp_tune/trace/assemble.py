@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.model.build import TORCH_DTYPE
+from fsdp_tune.model.experts import active_parameters
 from fsdp_tune.model.float8 import plan_fp8
 from fsdp_tune.model.units import decoder_layers
 from fsdp_tune.plan.trace_format import COLLECTIVE, EVENT, OP, WAIT, Counts, Shapes, Trace, Unit
@@ -85,6 +86,7 @@ def count(config: PreTrainedConfig, model: PreTrainedModel) -> Counts:
     embedding: Any = model.get_input_embeddings()
     return Counts(
         parameters=sum(p.numel() for p in parameters),
+        active_parameters=active_parameters(config, model.named_parameters()),
         trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         layers=len(decoder_layers(model)),
@@ -105,9 +107,11 @@ def deepened(
         return counts, units
     name, middle = decoder_layers(model)[counts.layers // 2]
     own = list(middle.parameters())
+    active = active_parameters(model.config, middle.named_parameters(prefix=name))
     more = replace(
         counts,
         parameters=counts.parameters + missing * sum(p.numel() for p in own),
+        active_parameters=None if active is None or counts.active_parameters is None else counts.active_parameters + missing * active,
         trained_parameters=counts.trained_parameters + missing * sum(p.numel() for p in own if p.requires_grad),
         parameter_bytes=counts.parameter_bytes + missing * sum(p.numel() * p.element_size() for p in own),
         layers=layers,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp_tune.model.load import Loaded
 from fsdp_tune.plan.hardware import detect
-from fsdp_tune.plan.mfu import ModelSize, has_experts, mfu
+from fsdp_tune.plan.mfu import ModelSize, mfu
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.units import GIB, KIB
 
@@ -176,12 +176,13 @@ def device_peak_flops(device: torch.device) -> float | None:
 
 
 def model_size(loaded: Loaded) -> ModelSize | None:
-    """What the MFU's formula needs of a model; None for one whose config does not say it, and for a mixture of experts."""
+    """What the MFU's formula needs of a model; None for one whose config does not say it."""
     config: Any = loaded.model.config
     layers, heads, hidden = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    if not layers or not heads or not hidden or has_experts(config.to_dict()):
+    active = loaded.size.active_parameters
+    if not layers or not heads or not hidden or active is None:
         return None
-    return ModelSize(loaded.size.parameters, layers, heads, getattr(config, "head_dim", None) or hidden // heads)
+    return ModelSize(active, layers, heads, getattr(config, "head_dim", None) or hidden // heads)
 
 
 class Lines:

@@ -86,7 +86,7 @@ class Hand:
             modules=("",),
             op_names=tuple(self.names),
             units=(),
-            counts=Counts(1000, 1000, 4000, 2, 64, 4, 16, 100, tied_embeddings=False),
+            counts=Counts(1000, 1000, 1000, 4000, 2, 64, 4, 16, 100, tied_embeddings=False),
             shapes=shapes_of(**shapes),
             traced_layers=2,
         )

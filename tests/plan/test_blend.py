@@ -60,6 +60,12 @@ def test_a_number_of_shards_lies_on_the_line_over_its_inverse(shards: int) -> No
     assert (made.shapes.shard_size, made.shapes.world_size) == (shards, shards)
 
 
+def test_what_is_allocated_stays_allocated_far_from_both_traces() -> None:
+    """Shards of a few numbers are padded: a line through two of them would be below zero at one rank."""
+    few, many = (Hand().hold(0, size).hold(1, -size).trace(shard_size=shards) for size, shards in ((16, 512), (32, 1024)))
+    assert at_shards(few, many, 1, world_size=1, replicate_size=1).events["bytes"].tolist() == [1, -1]
+
+
 def test_traces_of_two_programs_are_not_blended() -> None:
     assert not alike(traced(1), traced(2, other=True))
     with pytest.raises(ValueError, match="two programs"):

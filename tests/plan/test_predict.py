@@ -123,21 +123,23 @@ def test_a_part_of_an_epoch_is_rounded_up_to_whole_steps_as_the_trainer_does(epo
 
 
 def test_mfu_is_palms_formula() -> None:
-    model = ModelSize(parameters=7_000_000_000, layers=32, heads=32, head_dim=128)
+    model = ModelSize(active_parameters=7_000_000_000, layers=32, heads=32, head_dim=128)
     assert flops_per_token(model, 4096) == 6 * 7e9 + 12 * 32 * 32 * 128 * 4096
     assert mfu(model, 4096, 3000, None) is None
     assert mfu(model, 4096, 3000, 312e12) == pytest.approx(flops_per_token(model, 4096) * 3000 / 312e12)
 
 
-def test_the_mfu_of_a_mixture_of_experts_is_not_made_up() -> None:
-    mixture = replace(step(), facts={"config": {"num_local_experts": 8, "num_experts_per_tok": 2}})
-    made = plan(resolved(), A100, mixture)
-    assert made.mfu is None
+@pytest.mark.parametrize("active", [1000, 400, None])
+def test_the_mfu_counts_what_a_token_meets(active: int | None) -> None:
+    mixture = step()
+    made = plan(resolved(), A100, replace(mixture, counts=replace(mixture.counts, active_parameters=active)))
     assert made.step_seconds is not None
-    assert [text for text in made.unknown if text.startswith("mfu:")] == [
-        "mfu: a token meets some of the experts, and the formula counts all parameters"
-    ]
-    assert plan(resolved(), A100, replace(step(), facts={"config": {"num_experts": None}})).mfu is not None
+    if active is None:
+        assert made.mfu is None
+        assert "mfu: the model's configuration does not say how many experts a token meets" in made.unknown
+    else:
+        size = ModelSize(active, mixture.counts.layers, mixture.counts.attention_heads, mixture.counts.head_dim)
+        assert made.mfu == mfu(size, mixture.shapes.tokens, made.tokens_per_second_per_device or 0.0, A100.peak_flops("bf16"))
 
 
 @pytest.mark.parametrize(("shards", "told"), [(8, ""), (4, ""), (16, "the fullest of 16 ranks, with 1 of a layer's 8"), (6, "with 2 of")])

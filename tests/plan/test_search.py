@@ -199,6 +199,12 @@ def test_the_scaling_table_has_whole_machines_and_the_recipe_itself() -> None:
     assert next(row["num_machines"] for row in rows if row["num_processes"] == 16) == 1, "sixteen on one machine, as the recipe says"
 
 
+def test_the_scaling_table_of_many_ranks_is_drawn_between_them_and_the_fewest() -> None:
+    tracer = ModelTracer(300)
+    scaling_table(Search(A100, tracer), resolved(gpus=512, machines=64, global_batch=512))
+    assert {recipe.world_size for recipe in tracer.seen} == {2, 512}
+
+
 class MixtureTracer(ModelTracer):
     """Eight experts, stacked in one parameter."""
 
