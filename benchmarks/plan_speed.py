@@ -104,7 +104,9 @@ def search(name: str, folder: str) -> dict[str, float]:
     seconds: dict[str, float] = {}
     for label in ("whole command, nothing cached", "whole command, again"):
         began = time.perf_counter()
-        subprocess.run(command, capture_output=True, check=True, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        if done.returncode:
+            raise SystemExit(f"{name}: exit code {done.returncode}\n{done.stdout}")
         seconds[label] = time.perf_counter() - began
     return seconds
 
