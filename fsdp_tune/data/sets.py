@@ -131,11 +131,13 @@ def _refuse_long(examples: Examples, long: Bools, max_length: int, names: Sequen
     if not long.any():
         return
     (file, first), *others = [(int(file), int(row)) for file, row in np.unique(examples.origins[long], axis=0)]
-    least = f"{int(examples.lengths[long].max()):,} tokens"
-    told = f"the row is longer than `data.max_length: {max_length}`: it has {least}"
+    longest = f"{int(examples.lengths[long].max()):,} tokens"
+    told = f"the row is longer than `data.max_length: {max_length}`: it has {longest}"
     if others:
         named = ", ".join(f"{names[number]}:{row}" for number, row in others[: NAMED_ROWS - 1])
-        told = f"{len(others) + 1:,} rows are longer than `data.max_length: {max_length}`, the longest has {least}; after this one: {named}"
+        told = (
+            f"{len(others) + 1:,} rows are longer than `data.max_length: {max_length}`, the longest has {longest}; after this one: {named}"
+        )
     hint = "raise `data.max_length`, or set `data.overlong` to truncate, drop or split"
     raise usage_error("row-too-long", told, hint=hint, where=Where(names[file], first))
 

@@ -16,9 +16,11 @@ def active_parameters(config: PreTrainedConfig, named: Iterable[tuple[str, torch
     None where the configuration says how many experts there are and not how many a token is sent to.
     """
     sizes = [(name, parameter.numel()) for name, parameter in named]
-    fields = config.to_dict()
+    total, fields = sum(size for _, size in sizes), config.to_dict()
     experts, chosen = expert_count(fields), fields.get("num_experts_per_tok")
-    if experts > 1 and not isinstance(chosen, int):
+    if experts == 1:
+        return total
+    if not isinstance(chosen, int):
         return None
-    of_experts = sum(size for name, size in sizes if experts > 1 and ".experts." in name)
-    return sum(size for _, size in sizes) - of_experts + of_experts * int(chosen or 1) // experts
+    of_experts = sum(size for name, size in sizes if ".experts." in name)
+    return total - of_experts + of_experts * chosen // experts

@@ -43,8 +43,8 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
             "max_positions": getattr(config, "max_position_embeddings", None),
             "attention": model.config._attn_implementation,
         }
-        problems += _limits(recipe, model, found)
-        notices += _beyond_what_was_trained(recipe, model, found)
+        wrong, told = _limits(recipe, model, found)
+        problems, notices = problems + wrong, notices + told
         found |= _wrapping(recipe, model)
         demand_optimizer(recipe)
         device = str(recipe.launch.device)
@@ -77,17 +77,20 @@ def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
     }
 
 
-def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> list[Problem]:
+def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> tuple[list[Problem], list[Notice]]:
     problems: list[Problem] = []
-    positions = found["max_positions"]
-    if positions is not None and recipe.data.max_length > positions and _has_table_of_positions(model, positions):
-        problems.append(
-            Problem(
-                "max-length-beyond-positions",
-                f"data.max_length is {recipe.data.max_length}, and the model has a table of positions for {positions} tokens",
-                hint=f"--set data.max_length={positions}",
+    notices: list[Notice] = []
+    positions, longest = found["max_positions"], recipe.data.max_length
+    if positions is not None and longest > positions:
+        if _has_table_of_positions(model, positions):
+            message = f"data.max_length is {longest}, and the model has a table of positions for {positions} tokens"
+            problems.append(Problem("max-length-beyond-positions", message, hint=f"--set data.max_length={positions}"))
+        else:  # rotary positions can be computed for any length, which is why nothing fails
+            message = (
+                f"data.max_length is {longest}, and the model's configuration says {positions} positions: it has seen none beyond them"
             )
-        )
+            hint = "lower data.max_length, or stretch the positions: `model.config_overrides: {rope_parameters: {rope_type: yarn, …}}`"
+            notices.append(Notice("positions-never-trained", message, hint=hint))
     if recipe.data.packing and "position_ids" not in inspect.signature(model.forward).parameters:
         problems.append(
             Problem(
@@ -96,7 +99,7 @@ def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> list[Problem]:
                 hint="--set data.packing=false",
             )
         )
-    return problems
+    return problems, notices
 
 
 def _has_table_of_positions(model: Any, positions: int) -> bool:
@@ -105,16 +108,6 @@ def _has_table_of_positions(model: Any, positions: int) -> bool:
 
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
     return hasattr(model.config, "n_positions") or any(0 <= m.num_embeddings - positions <= 2 for m in embeddings)
-
-
-def _beyond_what_was_trained(recipe: Recipe, model: Any, found: dict[str, Any]) -> list[Notice]:
-    """Rotary positions can be computed for any length, which is why nothing fails."""
-    positions, longest = found["max_positions"], recipe.data.max_length
-    if positions is None or longest <= positions or _has_table_of_positions(model, positions):
-        return []
-    message = f"data.max_length is {longest}, and the model's configuration says {positions} positions: it has seen none beyond them"
-    hint = "lower data.max_length, or stretch the positions: `model.config_overrides: {rope_parameters: {rope_type: yarn, …}}`"
-    return [Notice("positions-never-trained", message, hint=hint)]
 
 
 def main() -> None:

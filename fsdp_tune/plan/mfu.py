@@ -24,11 +24,6 @@ def expert_count(config: Mapping[str, Any]) -> int:
     return max((count for key in EXPERT_COUNTS if isinstance(count := config.get(key), int)), default=1)
 
 
-def has_experts(config: Mapping[str, Any]) -> bool:
-    """Whether a token meets only some of the parameters."""
-    return expert_count(config) > 1
-
-
 def attended_length(lengths: Iterable[int]) -> float:
     """Tokens that a token attends to, over examples of these lengths: Σ length² / Σ length; 0 for none.
 

@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_tune.plan.blend import alike, at_shards
 from fsdp_tune.plan.candidates import batch_changes, changed, ranks_of_machine
 from fsdp_tune.plan.depth import full_depth
-from fsdp_tune.plan.mfu import has_experts
+from fsdp_tune.plan.mfu import expert_count
 from fsdp_tune.plan.predict import plan
 from fsdp_tune.plan.search import Search
 from fsdp_tune.plan.trace_format import Trace
@@ -50,7 +50,7 @@ def _traced(search: Search, recipe: Recipe) -> Iterator[tuple[Recipe, Trace]]:
         few, many = traces if len(traces) == 2 else (None, None)
         if few is None or many is None or not alike(few, many):
             return
-        if not has_experts(few.facts.get("config", {})):
+        if expert_count(few.facts.get("config", {})) == 1:
             yield from ((other, at_shards(few, many, size, world_size=size, replicate_size=1)) for size, other in sizes.items())
             return
     # Whole copies are alike from two ranks on. Shards of a fixed number of ranks need a trace for each size, and so do experts: stacked in

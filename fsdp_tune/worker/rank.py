@@ -19,7 +19,6 @@ from fsdp_tune.worker import flight
 
 # A rank in a collective that does not end cannot say for whom it waits; the supervisor can, so it is to speak first.
 COLLECTIVE_MARGIN_SECONDS = 300
-_BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}
 OPEN_FILES = 4096
 """For all but connections."""
 GLOO_GROUPS = 5
@@ -117,9 +116,8 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
             ways_out=("--set launch.device=cpu trains on the CPU", f"--set launch.num_processes={max(1, count)}"),
         )
     module.set_device(rank.local_index)
-    dist.init_process_group(
-        f"cpu:gloo,{device_type}:{_BACKENDS[device_type]}", timeout=timeout, device_id=torch.device(device_type, rank.local_index)
-    )
+    backend = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}[device_type]
+    dist.init_process_group(f"cpu:gloo,{device_type}:{backend}", timeout=timeout, device_id=torch.device(device_type, rank.local_index))
     return device_type
 
 
