@@ -104,7 +104,7 @@ def _less_activation(recipe: Recipe) -> Iterator[str]:
         now = recipe.fsdp.activation_checkpointing
         yield f"fsdp.activation_checkpointing: full (now {now}): keeps one activation per layer, for a third more compute"
     elif not recipe.fsdp.activation_checkpointing_offload and recipe.fsdp.version == 2:
-        yield "fsdp.activation_checkpointing_offload: true (now false): what is kept of a layer waits in host memory; a step takes longer"
+        yield "fsdp.activation_checkpointing_offload: true (now false): inputs of layers in host memory, copied while layers compute"
     if recipe.precision.mixed_precision == "no":
         yield "precision.mixed_precision: bf16 (now no): activations take half the memory"
     if length > 1:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
+from fsdp_tune.model.host_copies import HostCopies
 from fsdp_tune.model.units import decoder_layers
 from fsdp_tune.recipe.schema import Recipe
 
@@ -73,17 +73,19 @@ def checkpointed_layers(recipe: Recipe, model: PreTrainedModel) -> list[tuple[st
 def recompute_activations(recipe: Recipe, model: PreTrainedModel) -> list[str]:
     """Makes the chosen layers drop their activations in the forward. Returns the names; call before wrapping."""
     layers = checkpointed_layers(recipe, model)
+    copies = HostCopies() if recipe.fsdp.activation_checkpointing_offload else None
     for _, layer in layers:
         layer.forward = _checkpointed(  # type: ignore[method-assign]
             layer,
             selective=recipe.fsdp.activation_checkpointing == "selective",
-            to_host=recipe.fsdp.activation_checkpointing_offload,
+            copies=copies,
+            is_uppermost=layer is layers[-1][1],
         )
         layer.recomputes = recipe.fsdp.activation_checkpointing  # type: ignore[assignment]  # for the read-back
     return [name for name, _ in layers]
 
 
-def _checkpointed(layer: nn.Module, *, selective: bool, to_host: bool) -> Callable[..., Any]:
+def _checkpointed(layer: nn.Module, *, selective: bool, copies: HostCopies | None, is_uppermost: bool) -> Callable[..., Any]:
     layer.recomputed_forward = layer.forward  # type: ignore[assignment]  # the compiler may put its own there
 
     @functools.wraps(layer.forward)
@@ -92,13 +94,25 @@ def _checkpointed(layer: nn.Module, *, selective: bool, to_host: bool) -> Callab
         if not (layer.training and torch.is_grad_enabled()):
             return original(*args, **kwargs)
         options: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
-        with _inputs_on_host(args) if to_host else nullcontext():
-            return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs)
+        saves = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True, **options)
+        of_own, own = _by_own_tensors(original, args, kwargs)
+        if copies is None or not own:
+            return saves(original, *args, **kwargs)
+        with copies.of_layer(stay=is_uppermost):
+            return saves(of_own, *own)
 
     return forward
 
 
-def _inputs_on_host(args: tuple[Any, ...]) -> Any:
-    """What a checkpointed layer keeps is its input: `micro-batch × tokens × hidden` values, moved to host memory."""
-    device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu")
-    return torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda")
+def _by_own_tensors(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """The call as one of the tensors with a gradient, the layer's own; masks and positions, which all layers share, are in the function."""
+    values = {**dict(enumerate(args)), **kwargs}
+    own = {key: value for key, value in values.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+    shared: dict[Any, Any] = {key: None if key in own else value for key, value in values.items()}
+    positions, names, owned = range(len(args)), tuple(kwargs), tuple(own)
+
+    def call(*tensors: torch.Tensor) -> Any:
+        filled = {**shared, **dict(zip(owned, tensors, strict=True))}
+        return function(*(filled[position] for position in positions), **{name: filled[name] for name in names})
+
+    return call, list(own.values())

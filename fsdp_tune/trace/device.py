@@ -16,8 +16,9 @@ import torch
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 DEVICE = "gpu"
-# FSDP2 makes its streams in this order, at the first forward (`FSDPCommContext.lazy_init`).
-STREAMS = ("compute", "all-gather copy-in", "all-gather", "reduce-scatter", "all-reduce", "other")
+# FSDP2 makes its streams in this order, at the first forward (`FSDPCommContext.lazy_init`). What asks for no priority, and says so,
+# copies to and from the host (`model/host_copies.py`).
+STREAMS = ("compute", "all-gather copy-in", "all-gather", "reduce-scatter", "all-reduce", "host copies")
 
 
 @dataclass
@@ -73,7 +74,9 @@ class Stream:
     # What torch's own streams can be asked; FSDP2 of torch 2.15 hands it to an operation that backends may replace.
     device_index, device_type = 0, 0
 
-    def __init__(self, *_args: Any, index: int | None = None, **_options: Any) -> None:
+    def __init__(self, *_args: Any, index: int | None = None, priority: int | None = None, **_options: Any) -> None:
+        if index is None and priority == 0:
+            index = len(STREAMS) - 1
         if index is None:
             index, clock.next_stream = min(clock.next_stream, len(STREAMS) - 1), clock.next_stream + 1
         self.index = self.stream_id = index

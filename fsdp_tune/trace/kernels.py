@@ -109,6 +109,7 @@ def work(
     crossing = {device_type(tensor) for tensor in (*inputs, *outputs)}
     if name in ("_to_copy", "copy_") and len(crossing) > 1:
         target = device_type((outputs or inputs)[0])
+        inputs = inputs[1:] if name == "copy_" else inputs  # its target is written, not read
         name = "copy_to_host" if target == "cpu" else "copy_to_device"
     elif crossing == {"cpu"}:
         name = f"host {name}"

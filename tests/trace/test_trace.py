@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,10 @@ from fsdp_tune.plan.allocator import rounded
 from fsdp_tune.plan.blend import alike, at_micro_batch, prime_for
 from fsdp_tune.plan.buckets import in_buckets
 from fsdp_tune.plan.depth import full_depth
+from fsdp_tune.plan.efficiency import Efficiency
+from fsdp_tune.plan.hardware import find_hardware
 from fsdp_tune.plan.memory import peak_memory
+from fsdp_tune.plan.timing import step_time
 from fsdp_tune.plan.trace_format import COLLECTIVES, KINDS, PHASES, Trace
 from fsdp_tune.recipe.optimizer_arguments import state_bytes
 from fsdp_tune.recipe.schema import Recipe
@@ -111,6 +115,12 @@ def test_optimizer_state_is_the_optimizers(optim: str, optim_args: str | None) -
         ),
         pytest.param(
             9,
+            {"fsdp": {"activation_checkpointing": "full", "activation_checkpointing_offload": True}},
+            id="inputs on the host",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            9,
             {"fsdp": {"sharding_strategy": "SHARD_GRAD_OP", "sync_each_batch": False}, "training": {"gradient_accumulation_steps": 3}},
             id="accumulated",
             marks=pytest.mark.slow,
@@ -159,6 +169,11 @@ def test_few_layers_stand_for_all_under_ddp(accumulation: int) -> None:
         pytest.param({"fsdp": {"activation_checkpointing": "selective"}}, id="selective"),
         pytest.param({"fsdp": {"sharding_strategy": "NO_SHARD"}}, id="DDP", marks=pytest.mark.slow),
         pytest.param({"fsdp": {"offload_params": True}}, id="offloaded", marks=pytest.mark.slow),
+        pytest.param(
+            {"fsdp": {"activation_checkpointing": "full", "activation_checkpointing_offload": True}},
+            id="inputs on the host",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"data": {"train": [{"path": "x"}], "max_length": 96, "packing": True}}, id="packed", marks=pytest.mark.slow),
     ],
 )
@@ -236,3 +251,24 @@ def test_card_that_is_too_small_is_out_of_memory_where_it_fills_up() -> None:
     assert memory.out_of_memory is None
     full = peak_memory(whole(), capacity_bytes=memory.peak_reserved_bytes - 1, segments="plain")
     assert full.out_of_memory is not None or full.retries
+
+
+def test_copies_of_inputs_to_the_host_hide_behind_a_layer_where_the_link_is_fast_enough() -> None:
+    """Nothing waits where a layer computes longer than its input travels; where it does not, all that travels is waited for."""
+    model = {"from_config": FAMILIES["llama"] | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}}
+    data = {"train": [{"path": "x"}], "max_length": 2048}
+
+    def of(**fsdp: Any) -> Trace:
+        return trace_of(
+            recipe_of(model, precision={"mixed_precision": "bf16"}, data=data, fsdp={"activation_checkpointing": "full"} | fsdp)
+        )
+
+    kept, moved = of(), of(activation_checkpointing_offload=True)
+    card, quick = find_hardware("A100-80GB"), Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    input_bytes = recipe_of(model).training.per_device_train_batch_size * 2048 * 1024 * 2
+    assert step_time(moved, card, 1, quick).step_seconds == pytest.approx(step_time(kept, card, 1, quick).step_seconds, rel=0.01)
+    slow = replace(card, pcie_gb_s=0.1)
+    waited = step_time(moved, slow, 1, quick).exposed_seconds - step_time(kept, slow, 1, quick).exposed_seconds
+    travelled = 2 * 5 * input_bytes / slow.host_link_bytes_per_second  # type: ignore[operator]  # out and back, of all but the uppermost
+    assert waited == pytest.approx(travelled, rel=0.1)
+    assert peak_memory(moved).host_bytes == 5 * input_bytes
