@@ -21,12 +21,19 @@ from fsdp_tune.cli.options import (
 )
 from fsdp_tune.cli.output import command, stopping_cleanly
 
+
+def _start_of(resume: str | None) -> str | None:
+    """`never` is what happens without the option."""
+    return None if resume == "never" else resume
+
+
 ResumeOption = Annotated[
     str | None,
     typer.Option(
         "--resume",
         metavar="auto|never|PATH",
         help="auto: the newest complete checkpoint of the run. PATH: that checkpoint.",
+        callback=_start_of,
         show_default=False,
     ),
 ]

@@ -47,7 +47,7 @@ class Job:
         """On the only machine, or the first: refuses bad input before anything is written, then writes, runs and merges."""
         from fsdp_tune.launch.accelerate import check_port
         from fsdp_tune.launch.lock import locked
-        from fsdp_tune.launch.resume import NEVER, decide, move_aside, refuse_when_continued
+        from fsdp_tune.launch.resume import decide, move_aside, refuse_when_continued
 
         run = self.plan.run
         start = decide(run, self.recipe, resume, overwrite=overwrite)
@@ -57,7 +57,7 @@ class Job:
         if start.is_finished:
             self.nothing_to_do()
             return
-        if resume not in (None, NEVER):  # a mistyped directory is a new run
+        if resume is not None:  # a mistyped directory is a new run
             source = start.checkpoint.path.name if start.checkpoint else "step 0"
             self.screen.say(f"{run.path}: {'a new run' if start.is_new else 'going on'} from {source}")
         check_port(self.recipe)

@@ -22,7 +22,7 @@ from fsdp_tune.launch.resume_diff import Change, ChangeClass, check, compare
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import Checkpoint, RunDir, checkpoint_step, inspect_checkpoint, latest_checkpoint
 
-AUTO, NEVER = "auto", "never"
+AUTO = "auto"
 # Keys that say how long a run is; when they are unchanged, a finished run stays finished.
 LENGTH_KEYS = frozenset({"training.max_steps", "training.num_train_epochs", "training.global_batch_size"})
 
@@ -51,7 +51,7 @@ class Start:
 
 
 def decide(run: RunDir, recipe: Recipe, resume: str | None, *, overwrite: bool, digests: bool = True) -> Start:
-    """Reads only. FsdpTuneError (exit 2) with the ways out where the directory must not be used so.
+    """Reads only. FsdpTuneError (exit 2) with the ways out where the directory must not be used so. `resume` None: a new run.
 
     `digests` False leaves the bytes of checkpoints unread, for an answer at once.
     """
@@ -60,9 +60,9 @@ def decide(run: RunDir, recipe: Recipe, resume: str | None, *, overwrite: bool, 
     _refuse_open_directory(run)
     refuse_when_held(run)
     _refuse_live_ranks(run)
-    if overwrite and resume not in (None, NEVER):
+    if overwrite and resume is not None:
         raise usage_error("contradiction", f"--overwrite begins anew and --resume {resume} goes on: choose one")
-    if resume in (None, NEVER):
+    if resume is None:
         start = _fresh(run, overwrite=overwrite)
     elif resume == AUTO:
         start = _newest(run, recipe, digests=digests and recipe.checkpoint.verify == "digest")

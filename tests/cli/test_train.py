@@ -161,7 +161,7 @@ def test_a_run_ends_with_a_model_and_everything_in_its_place(cli: Cli, tmp_path:
         assert (run.model / name).exists()
         assert (run.merged / name).exists()
     assert {path.name for path in run.logs.iterdir()} >= {"launcher.log", "rank-0000.log", "rank-0001.log"}
-    again = cli("train", *SHORT)
+    again = cli("train", *SHORT, "--resume", "never")
     assert again.returncode == 2
     assert "--resume auto" in again.stderr
     finished = cli("train", *SHORT, "--resume", "auto", "--json")
