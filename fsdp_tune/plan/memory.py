@@ -46,7 +46,7 @@ class Memory:
     retries: int
     """How often cached memory had to be given back to the driver (each one synchronises the device)."""
     host_bytes: int
-    """Highest pinned host memory of this rank for offloaded parameters, gradients, optimizer state and activations."""
+    """Highest host memory of this rank for offloaded parameters, gradients, optimizer state and activations; pinned blocks rounded up."""
     timeline: Timeline
 
 
@@ -73,9 +73,17 @@ def peak_memory(trace: Trace, *, segments: Segments = "expandable", capacity_byt
         where=place(trace, done[moment]) if len(done) else "nothing was allocated",
         out_of_memory=place(trace, device[len(done)]) if replayed.full else None,
         retries=replayed.retries,
-        host_bytes=int(np.cumsum(events["bytes"][events["host"]]).max(initial=0)),
+        host_bytes=_host_peak(events[events["host"]]),
         timeline=_timeline(done, replayed, levels),
     )
+
+
+def _host_peak(events: Records) -> int:
+    """Pinned blocks are powers of two (`CachingHostAllocator::allocate`, ATen). All that is copied is pinned; optimizer state is not."""
+    sizes = events["bytes"].astype(np.float64)
+    mantissa, exponent = np.frexp(np.abs(sizes))
+    powers = np.copysign(np.ldexp(1.0, exponent - (mantissa == 0.5)), sizes)
+    return int(np.cumsum(np.where(events["kind"] == KINDS.index("optimizer state"), sizes, powers)).max(initial=0))
 
 
 def place(trace: Trace, record: Any) -> str:

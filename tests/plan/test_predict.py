@@ -109,6 +109,14 @@ def test_disk_and_host_memory_follow_the_recipe() -> None:
     assert made.run["steps"] == 10
 
 
+def test_pinned_memory_is_counted_in_the_powers_of_two_that_torch_pins() -> None:
+    """Freed as it was taken; the optimizer's state is ordinary memory."""
+    third = 3 * GIB
+    hand = Hand().hold(0, GIB).hold(1, third, kind="parameters", host=True).hold(2, third, kind="optimizer state", host=True)
+    moved = hand.hold(3, third, host=True).hold(3, -third, host=True).hold(4, 2 * GIB, host=True)
+    assert plan(resolved(), A100, moved.op("mm", flops=1e12).trace()).host_gib_per_machine["offloaded"] == 8 * (4 + 3 + 4)
+
+
 def test_a_merge_that_keeps_dtypes_is_as_large_as_what_is_stored() -> None:
     half_frozen = step()
     half_frozen = replace(half_frozen, counts=replace(half_frozen.counts, trained_parameters=500, parameter_bytes=3000))
