@@ -52,8 +52,10 @@ class HostCopies:
             self._current().wait_event(departed)
         self._leaving.clear()
 
-    def _pack(self, inputs: _Inputs, tensor: torch.Tensor) -> tuple[_Inputs, int]:
+    def _pack(self, inputs: _Inputs, tensor: torch.Tensor) -> tuple[_Inputs, int] | torch.Tensor:
         tensor = tensor.detach()
+        if not tensor.numel():
+            return tensor  # torch 2.11 saves an empty one beside the inputs, wherever they are
         if not inputs.stay:
             self._device = tensor.device
             host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
@@ -62,7 +64,9 @@ class HostCopies:
         inputs.kept.append(tensor)
         return inputs, len(inputs.kept) - 1
 
-    def _unpack(self, packed: tuple[_Inputs, int]) -> torch.Tensor:
+    def _unpack(self, packed: tuple[_Inputs, int] | torch.Tensor) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
         inputs, index = packed
         below = inputs.below() if inputs.below is not None else None
         if inputs.stay:
