@@ -75,6 +75,9 @@ class LateDevice:
         monkeypatch.setattr(torch.Tensor, "backward", marked)
         monkeypatch.setattr(torch, "get_device_module", lambda _device: self)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)  # torch 2.11 asks for more when it recomputes
+
     def current_stream(self) -> LateStream:
         return self.now
 
