@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fsdp_tune.errors import FsdpTuneError
 from fsdp_tune.plan.hardware import Hardware
@@ -24,6 +24,9 @@ from fsdp_tune.recipe.training_rules import TOKENS_KEY
 Changes = dict[str, Any]
 LOSSES = ("full", "chunked")
 CHECKPOINTING = ("none", "selective", "full")
+Offload = Literal["nothing", "inputs", "parameters"]
+OFFLOADS: tuple[Offload, ...] = ("nothing", "inputs", "parameters")
+"""What waits on the host: inputs of recomputed layers, or all state. Ways out where memory is short, the cheap one first; never a gain."""
 _BATCH = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
 
 
@@ -56,6 +59,7 @@ def differences(recipe: Recipe, other: Recipe) -> Changes:
     keys = [
         "fsdp.sharding_strategy",
         "fsdp.activation_checkpointing",
+        "fsdp.activation_checkpointing_offload",
         "fsdp.offload_params",
         "fsdp.auto_wrap_policy",
         "kernels.loss",
@@ -74,19 +78,20 @@ def differences(recipe: Recipe, other: Recipe) -> Changes:
     return found
 
 
-def layouts(recipe: Recipe, *, offload: bool) -> Iterator[Changes]:
-    """Strategy and recomputation, the fast ones first. Offload goes with sharding, where it is a way out and never a gain."""
+def layouts(recipe: Recipe, *, offload: Offload) -> Iterator[Changes]:
+    """Strategy and recomputation, the fast ones first. State goes to the host where it is sharded, inputs where all else is recomputed."""
     # Copies on one machine spare no link that is slower than the others.
     names: list[ShardingStrategy] = [name for name, row in STRATEGIES.items() if recipe.launch.num_machines > 1 or not row.is_hybrid]
     if recipe.world_size == 1:
         names = [recipe.fsdp.sharding_strategy]
     coarse = recipe.fsdp.auto_wrap_policy == "NO_WRAP"
     for strategy in names:
-        if offload and not STRATEGIES[strategy].is_sharded:
+        if offload == "parameters" and not STRATEGIES[strategy].is_sharded:
             continue
-        for checkpointing in CHECKPOINTING:
+        for checkpointing in ("full",) if offload == "inputs" else CHECKPOINTING:
             changes: Changes = {"fsdp.sharding_strategy": strategy, "fsdp.activation_checkpointing": checkpointing}
-            changes["fsdp.offload_params"] = offload
+            changes["fsdp.activation_checkpointing_offload"] = offload == "inputs"
+            changes["fsdp.offload_params"] = offload == "parameters"
             if coarse:
                 changes["fsdp.auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
             # `auto` decides by the number of tokens: both are tried, the one in slices where there is more than one.

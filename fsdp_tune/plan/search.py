@@ -8,7 +8,9 @@ from typing import Any, Literal, Protocol
 
 from fsdp_tune.plan.blend import at_micro_batch, prime_for
 from fsdp_tune.plan.candidates import (
+    OFFLOADS,
     Changes,
+    Offload,
     batch_changes,
     changed,
     differences,
@@ -62,7 +64,7 @@ class Search:
         made = plan(recipe, self.hardware, trace, rows=self.rows, efficiency=self.efficiency, recipe_changes=changes)
         return Found(recipe, replace(made, memory=None))
 
-    def layouts(self, base: Recipe, trace: Trace, *, offload: bool) -> list[Found]:
+    def layouts(self, base: Recipe, trace: Trace, *, offload: Offload) -> list[Found]:
         """Every layout that is not hopeless, at every micro-batch up to the first that does not fit; `trace` is that of `base`."""
         batches = micro_batches(base)
         counts, prime = trace.counts, prime_for(trace)
@@ -98,7 +100,8 @@ class Search:
 
 
 def _words(changes: Changes) -> str:
-    return ", ".join(str(value) for key, value in changes.items() if value is not False and key != "fsdp.auto_wrap_policy")
+    words = {key: key.split(".")[1] if value is True else str(value) for key, value in changes.items() if value is not False}
+    return ", ".join(word for key, word in words.items() if key != "fsdp.auto_wrap_policy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +132,12 @@ def _is_same(recipe: Recipe, base: Recipe, trace: Trace) -> bool:
 
 
 def best_layouts(search: Search, base: Recipe, trace: Trace) -> list[Found]:
-    """All layouts; with offload only where nothing fits without."""
-    found = search.layouts(base, trace, offload=False)
-    if not any(each.plan.fits == "yes" for each in found):
-        found += search.layouts(base, trace, offload=True)
+    """All layouts; with something on the host only where nothing fits without."""
+    found: list[Found] = []
+    for offload in OFFLOADS:
+        found += search.layouts(base, trace, offload=offload)
+        if any(each.plan.fits == "yes" for each in found):
+            break
     return found
 
 
@@ -178,13 +183,13 @@ def longest(search: Search, base: Recipe, trace: Trace) -> list[Found]:
     config = trace.facts.get("config", {})
     positions = config.get("max_position_embeddings") or config.get("n_positions")
     found: list[Found] = []
-    for offload in (False, True):
+    for offload in OFFLOADS:
+        if offload == "parameters" and any(each.plan.fits == "yes" for each in found):
+            break
         for changes in layouts(base, offload=offload):
             if changes["fsdp.sharding_strategy"] == "FULL_SHARD" or base.world_size == 1:
                 search.progress(_words(changes))
                 found += _lengths(search, base, changes, positions)
-        if any(each.plan.fits == "yes" for each in found):
-            break
     return found
 
 
@@ -213,7 +218,8 @@ def _lengths(search: Search, base: Recipe, changes: Changes, positions: int | No
 def smallest_hardware(search: Search, base: Recipe, ranked: Sequence[Found]) -> dict[str, Any] | None:
     """Where nothing fits: the leanest layout on as many of a larger GPU, else on more of the same; None where not even 1,024 are enough."""
     leanest = min((each.recipe for each in ranked), key=lambda recipe: recipe.training.per_device_train_batch_size, default=base)
-    lean = changed(leanest, {"fsdp.sharding_strategy": "FULL_SHARD", "fsdp.activation_checkpointing": "full", "fsdp.offload_params": False})
+    nothing = {"fsdp.activation_checkpointing_offload": False, "fsdp.offload_params": False}
+    lean = changed(leanest, {"fsdp.sharding_strategy": "FULL_SHARD", "fsdp.activation_checkpointing": "full", **nothing})
     one = lean and changed(lean, batch_changes(1, base.global_batch_size // base.dp_size))
     traced = next(search.trace([one])) if one else None
     if one is None or traced is None:
@@ -256,8 +262,9 @@ def why_first(ranked: Sequence[Found], target: Target) -> str | None:
     said = [f"the {what} of {len(fitting)} that fit" if first.fits == "yes" else "nothing fits with memory to spare; this one is tight"]
     others = [each for each in fitting[1:] if _layout_of(each) != _layout_of(ranked[0])]
     if others and first.step_seconds is not None and others[0].plan.step_seconds is not None:
-        slower = _device_seconds(others[0]) / _device_seconds(ranked[0]) - 1
-        said.append(f"{slower:.0%} less time for a token than the next layout, {_name(others[0].recipe)}")
+        more = _device_seconds(ranked[0]) / _device_seconds(others[0]) - 1
+        than = f"{abs(more):.0%} {'more' if more > 0 else 'less'} time for a token"
+        said.append(f"{than} than the next layout, {_name(others[0].recipe)}")
     recipe = ranked[0].recipe
     possible = {each.recipe.fsdp.activation_checkpointing for each in ranked if each.plan.fits == "yes"}
     cheaper = [kind for kind in _less_recomputation(recipe) if kind not in possible]
@@ -276,12 +283,13 @@ def _less_recomputation(recipe: Recipe) -> tuple[str, ...]:
     return order[: order.index(recipe.fsdp.activation_checkpointing)] if recipe.fsdp.activation_checkpointing in order else ()
 
 
-def _layout_of(found: Found) -> tuple[str, str, bool]:
+def _layout_of(found: Found) -> tuple[str, str, bool, bool]:
     fsdp = found.recipe.fsdp
-    return fsdp.sharding_strategy, fsdp.activation_checkpointing, fsdp.offload_params
+    return fsdp.sharding_strategy, fsdp.activation_checkpointing, fsdp.activation_checkpointing_offload, fsdp.offload_params
 
 
 def _name(recipe: Recipe) -> str:
     fsdp = recipe.fsdp
     strategy = fsdp.sharding_strategy + (" + offload" if fsdp.offload_params else "")
-    return f"{strategy}, recomputation {fsdp.activation_checkpointing}, {recipe.training.per_device_train_batch_size} a GPU"
+    inputs = ", inputs on the host" if fsdp.activation_checkpointing_offload else ""
+    return f"{strategy}, recomputation {fsdp.activation_checkpointing}{inputs}, {recipe.training.per_device_train_batch_size} a GPU"

@@ -52,16 +52,16 @@ def test_a_recipe_that_train_would_refuse_is_no_candidate(changes: dict[str, obj
 
 
 def test_hybrid_layouts_are_tried_over_machines_only() -> None:
-    alone = {layout["fsdp.sharding_strategy"] for layout in layouts(resolved(), offload=False)}
-    over = {layout["fsdp.sharding_strategy"] for layout in layouts(resolved(gpus=16, machines=2), offload=False)}
+    alone = {layout["fsdp.sharding_strategy"] for layout in layouts(resolved(), offload="nothing")}
+    over = {layout["fsdp.sharding_strategy"] for layout in layouts(resolved(gpus=16, machines=2), offload="nothing")}
     assert alone == {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"}
     assert over - alone == {"HYBRID_SHARD", "HYBRID_SHARD_ZERO2"}
-    assert {layout["fsdp.sharding_strategy"] for layout in layouts(resolved(gpus=1), offload=False)} == {"FULL_SHARD"}
+    assert {layout["fsdp.sharding_strategy"] for layout in layouts(resolved(gpus=1), offload="nothing")} == {"FULL_SHARD"}
 
 
 def test_coarse_units_give_way_to_decoder_layers() -> None:
     coarse = resolved(fsdp={"auto_wrap_policy": "NO_WRAP"})
-    assert all(layout["fsdp.auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP" for layout in layouts(coarse, offload=False))
+    assert all(layout["fsdp.auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP" for layout in layouts(coarse, offload="nothing"))
 
 
 def test_the_least_state_is_sixteen_bytes_a_parameter_over_the_shards() -> None:

@@ -41,10 +41,12 @@ class ModelTracer:
         assert isinstance(copies, int)
         hand = Hand()
         hand.hold(0, self.state_bytes // (shards if recipe.is_sharded else 1), kind="parameters", host=fsdp.offload_params)
-        kept = KEPT[fsdp.activation_checkpointing] * micro * GIB * recipe.data.max_length // 128
+        gib = 1 / 8 if fsdp.activation_checkpointing_offload else KEPT[fsdp.activation_checkpointing]
+        kept = int(gib * micro * GIB) * recipe.data.max_length // 128
         hand.hold(1, kept)
         for index in range(min(2, accumulation)):
-            hand.op("mm", flops=1e13 * micro * (1 + RECOMPUTED[fsdp.activation_checkpointing]), micro=index)
+            attention = (recipe.data.max_length / 128) ** 2
+            hand.op("mm", flops=1e13 * micro * attention * (1 + RECOMPUTED[fsdp.activation_checkpointing]), micro=index)
             if fsdp.offload_params:
                 hand.op("copy_to_device", moved=10**10, micro=index)
             talk = {"FULL_SHARD": 2, "SHARD_GRAD_OP": 1, "NO_SHARD": 1}[fsdp.sharding_strategy]
@@ -107,6 +109,19 @@ def test_offload_is_tried_only_where_nothing_fits_without() -> None:
     assert ranking.ranked[0].plan.recipe_changes["fsdp.offload_params"] is True
 
 
+def test_inputs_go_to_the_host_before_the_state_does() -> None:
+    """At 35 GiB of state a GPU one sequence is too many with everything recomputed; without its inputs there is room."""
+    ranking, tracer = ranked(280)
+    first = ranking.ranked[0]
+    assert first.plan.fits == "yes"
+    assert first.recipe.fsdp.activation_checkpointing_offload
+    assert first.plan.recipe_changes["fsdp.activation_checkpointing_offload"] is True
+    assert not any(recipe.fsdp.offload_params for recipe in tracer.seen)
+    assert "recomputation full, inputs on the host" in (ranking.because or "")
+    _, tracer = ranked(80)
+    assert not any(recipe.fsdp.activation_checkpointing_offload for recipe in tracer.seen)
+
+
 def test_micro_batches_end_with_the_first_that_does_not_fit() -> None:
     ranking, _ = ranked(80)
     shown = [each for each in ranking.ranked if each.recipe.fsdp.activation_checkpointing == "none" and each.plan.fits == "no"]
@@ -155,9 +170,12 @@ def test_cheapest_takes_fewer_gpus_where_communication_costs() -> None:
 def test_largest_context_doubles_the_rows_while_they_fit() -> None:
     ranking, _ = ranked(80, "largest-context")
     first = ranking.ranked[0]
-    assert first.recipe.data.max_length == 128 * 16, "24 GiB are free, and 128 tokens keep one"
-    assert first.recipe.fsdp.activation_checkpointing == "full"
-    assert first.plan.recipe_changes["data.max_length"] == 128 * 16
+    assert first.recipe.data.max_length == 128 * 128, "24 GiB are free, and 128 tokens keep an eighth of one"
+    assert first.recipe.fsdp.activation_checkpointing_offload
+    assert first.plan.recipe_changes["data.max_length"] == 128 * 128
+    assert "more time for a token than the next layout" in (ranking.because or ""), "longer rows, more attention"
+    kept = next(each for each in ranking.ranked if not each.recipe.fsdp.activation_checkpointing_offload)
+    assert (kept.recipe.data.max_length, kept.recipe.fsdp.activation_checkpointing) == (128 * 16, "full"), "an input is one GiB"
 
 
 def test_nothing_fits_is_said_and_the_smallest_hardware_that_does_is_found() -> None:
