@@ -200,10 +200,10 @@ def test_an_error_in_a_thread_ends_the_merge_cleanly(run):
 
 
 def test_a_source_that_is_rotated_away_is_still_merged_whole(tmp_path):
-    """Every file is opened before the first byte is written, and what is open stays readable."""
+    """Every file is opened before the first byte is written, and what is open stays readable; most is read after that byte."""
     state = {f"layer.{index}.weight": torch.randn(50, 40) for index in range(30)}
     save_dcp({"model": state}, tmp_path / "source" / SHARDS, single_file_per_rank=False)
-    options = MergeOptions(output=tmp_path / "out", max_shard_bytes=OPTIONS.max_shard_bytes)  # two tensors a file: most are read after the first bytes are through
+    options = MergeOptions(output=tmp_path / "out", max_shard_bytes=OPTIONS.max_shard_bytes)
     merge_checkpoint(tmp_path / "source", options, Interrupting(lambda: shutil.rmtree(tmp_path / "source")))
     merged = merged_tensors(tmp_path / "out")
     assert all(same_bits(merged[name], state[name]) for name in state)
