@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -39,13 +40,20 @@ def test_curve_in_bf16_stays_beside_fp32(train: Train, record_property) -> None:
     assert abs(drift) < 5e-3
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
-def test_recomputation_with_dropout_gives_the_same_gradients(kind: str, train: Train) -> None:
-    settings = {"training": {"max_steps": 4, "per_device_train_batch_size": 4, "full_determinism": True}}
-    plain, recomputed = (
-        train(model={"from_config": GPT2 | {"n_layer": 2}}, fsdp={"activation_checkpointing": each}, **settings) for each in ("none", kind)
-    )
-    numbers = [[(line["loss"], line["grad_norm"]) for line in loss_lines(run)] for run in (plain, recomputed)]
+@pytest.mark.parametrize(
+    "recomputed",
+    [
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "full", "activation_checkpointing_offload": True},
+    ],
+    ids=["full", "selective", "inputs on the host"],
+)
+def test_recomputation_with_dropout_gives_the_same_gradients(recomputed: dict[str, Any], train: Train) -> None:
+    """Four layers and two micro-batches: an input that is overwritten while it is copied, or used before it is back, shows."""
+    settings = {"training": {"max_steps": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "full_determinism": True}}
+    plain, found = (train(model={"from_config": GPT2 | {"n_layer": 4}}, fsdp=fsdp, **settings) for fsdp in ({}, recomputed))
+    numbers = [[(line["loss"], line["grad_norm"]) for line in loss_lines(run)] for run in (plain, found)]
     for one, other in zip(*numbers, strict=True):
         assert one == pytest.approx(other, rel=1e-5)
 
