@@ -17,7 +17,7 @@ from tests.plan.hand_trace import Hand
 from tests.plan.recipes import resolved
 
 A100 = find_hardware("A100-40GB")
-KEPT = {"none": 8, "selective": 4, "full": 1}
+KEPT = {"none": 8, "selective": 4, "full": 1, "inputs on the host": 1 / 8}
 """GiB of activations a sequence of 128 tokens."""
 RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1 / 3}
 
@@ -41,7 +41,7 @@ class ModelTracer:
         assert isinstance(copies, int)
         hand = Hand()
         hand.hold(0, self.state_bytes // (shards if recipe.is_sharded else 1), kind="parameters", host=fsdp.offload_params)
-        gib = 1 / 8 if fsdp.activation_checkpointing_offload else KEPT[fsdp.activation_checkpointing]
+        gib = KEPT["inputs on the host" if fsdp.activation_checkpointing_offload else fsdp.activation_checkpointing]
         kept = int(gib * micro * GIB) * recipe.data.max_length // 128
         hand.hold(1, kept)
         for index in range(min(2, accumulation)):
