@@ -229,10 +229,10 @@ def test_a_rank_that_cannot_dump_its_stacks_is_not_killed_by_the_question(plan_o
 
 
 def test_ranks_that_wait_for_a_slow_one_do_not_hang(plan_of: PlanOf) -> None:
-    slow = [act for number in range(20) for act in (["beat", "saving", 5, number], ["sleep", 0.1])]
+    slow = [act for number in range(20) for act in (["beat", "saving", 5, number], ["sleep", 0.2])]
     ended, _ = drive(
-        plan_of({"0": [["beat", "saving", 5], ["sleep", 2.2], ["outcome", FINISHED]], "1": [*slow, ["outcome", FINISHED]]}),
-        hang_timeout_seconds=1.5,
+        plan_of({"0": [["beat", "saving", 5], ["sleep", 4.4], ["outcome", FINISHED]], "1": [*slow, ["outcome", FINISHED]]}),
+        hang_timeout_seconds=3.0,
     )
     assert (ended.exit_code, ended.problem) == (0, None)
 

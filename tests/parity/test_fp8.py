@@ -102,8 +102,10 @@ def test_read_back_tells_what_computes_and_travels_in_fp8(bench: Bench) -> None:
     rowwise, tensorwise = readback(ROWWISE, bench), readback(TENSORWISE, bench)
     assert rowwise["fp8"] == {"linears": 21, "scales": ["axiswise"], "emulated": [True], "gathered": 0}
     assert tensorwise["fp8"] == {"linears": 21, "scales": ["tensorwise"], "emulated": [True], "gathered": 21}
-    assert rowwise["ran_in"]["matmul"] == {"bfloat16": 3, "float8_e4m3fn": 63}, "the head is not in fp8"
-    assert tensorwise["ran_in"]["matmul"] == {"bfloat16": 3, "float8_e4m3fn": 21, "float8_e5m2": 42}
+    # transformers 5.17 makes the angles of the rotary embedding by a multiplication, in fp32.
+    by_dtype = [{name: count for name, count in each["ran_in"]["matmul"].items() if name != "float32"} for each in (rowwise, tensorwise)]
+    assert by_dtype[0] == {"bfloat16": 3, "float8_e4m3fn": 63}, "the head is not in fp8"
+    assert by_dtype[1] == {"bfloat16": 3, "float8_e4m3fn": 21, "float8_e5m2": 42}
     # Three layers, forward and backward, in bytes beside their norms; embedding, head and root as ever.
     assert rowwise["ran_in"]["gather"] == {"bfloat16": 9}
     assert tensorwise["ran_in"]["gather"] == {"bfloat16": 3, "uint8": 6}
