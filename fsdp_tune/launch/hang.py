@@ -186,6 +186,8 @@ def _waiting(standings: Sequence[Standing], late: Sequence[Standing]) -> str:
 
 
 def _all_wait(standings: Sequence[Standing]) -> str:
+    if not standings:
+        return "no rank has been started by then"
     shown = [
         f"{standing} in {standing.waits_in or 'no collective'}"
         + (f" (number {standing.collective['number']}, {standing.collective['name']})" if standing.collective else "")

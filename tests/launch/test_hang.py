@@ -127,6 +127,7 @@ def test_ranks_in_different_collectives_are_told_with_their_numbers() -> None:
 
 def test_where_nobody_is_late_the_network_is_suspected() -> None:
     assert "a rank of another machine, or the network" in hang_problem([standing(0), standing(1)], 60.0, Path("x")).message
+    assert hang_problem([], 60.0, Path("x")).message.endswith(": no rank has been started by then")
 
 
 def test_a_thousand_ranks_are_one_line() -> None:
