@@ -196,7 +196,7 @@ def test_a_rank_that_begins_and_ends_between_two_looks_is_missed(plan_of: PlanOf
 
 def test_a_rank_that_stands_still_is_a_hang_and_is_named_with_its_place(plan_of: PlanOf, run: RunDir) -> None:
     beats = [["stacks"], ["beat", "backward", 5]]
-    ended, events = drive(plan_of({"0": [*beats, ["wait"]], "1": [*beats, ["sleep", 60]]}), hang_timeout_seconds=2.5)
+    ended, events = drive(plan_of({"0": [*beats, ["wait"]], "1": [*beats, ["sleep", 60]]}), hang_timeout_seconds=6.0)
     assert ended.exit_code == ExitCode.LOST_RANK
     assert ended.problem is not None
     assert ended.problem.code == "hang"
@@ -212,7 +212,7 @@ def test_a_rank_that_stands_still_is_a_hang_and_is_named_with_its_place(plan_of:
 
 def test_a_stopped_rank_is_late_and_tells_where_it_was(plan_of: PlanOf, run: RunDir) -> None:
     beats = [["stacks"], ["beat", "training", 2]]
-    ended, _ = drive(plan_of({"0": [*beats, ["sleep", 60]], "1": [*beats, ["die", int(signal.SIGSTOP)]]}), hang_timeout_seconds=2.5)
+    ended, _ = drive(plan_of({"0": [*beats, ["sleep", 60]], "1": [*beats, ["die", int(signal.SIGSTOP)]]}), hang_timeout_seconds=6.0)
     assert ended.problem is not None
     assert "rank 1 (step 2, `training`, stopped (SIGSTOP), at " in ended.problem.message
     assert "rank 0" not in ended.problem.message
@@ -222,17 +222,17 @@ def test_a_stopped_rank_is_late_and_tells_where_it_was(plan_of: PlanOf, run: Run
 
 def test_a_rank_that_cannot_dump_its_stacks_is_not_killed_by_the_question(plan_of: PlanOf) -> None:
     """SIGUSR2 ends a process without a handler; a rank that is stuck before it has one is named all the same."""
-    ended, _ = drive(plan_of({"0": [["sleep", 60]], "1": [["sleep", 60]]}), hang_timeout_seconds=3.0)
+    ended, _ = drive(plan_of({"0": [["sleep", 60]], "1": [["sleep", 60]]}), hang_timeout_seconds=6.0)
     assert ended.problem is not None
     assert ended.problem.code == "hang"
     assert "before its first sign of life" in ended.problem.message
 
 
 def test_ranks_that_wait_for_a_slow_one_do_not_hang(plan_of: PlanOf) -> None:
-    slow = [act for number in range(20) for act in (["beat", "saving", 5, number], ["sleep", 0.2])]
+    slow = [act for number in range(20) for act in (["beat", "saving", 5, number], ["sleep", 0.35])]
     ended, _ = drive(
-        plan_of({"0": [["beat", "saving", 5], ["sleep", 4.4], ["outcome", FINISHED]], "1": [*slow, ["outcome", FINISHED]]}),
-        hang_timeout_seconds=3.0,
+        plan_of({"0": [["beat", "saving", 5], ["sleep", 7.4], ["outcome", FINISHED]], "1": [*slow, ["outcome", FINISHED]]}),
+        hang_timeout_seconds=6.0,
     )
     assert (ended.exit_code, ended.problem) == (0, None)
 
