@@ -95,11 +95,12 @@ def _checkpointed(layer: nn.Module, *, selective: bool, copies: HostCopies | Non
             return original(*args, **kwargs)
         options: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
         saves = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True, **options)
-        of_own, own = _by_own_tensors(original, args, kwargs)
-        if copies is None or not own:
-            return saves(original, *args, **kwargs)
-        with copies.of_layer(stay=is_uppermost):
-            return saves(of_own, *own)
+        if copies is not None:
+            of_own, own = _by_own_tensors(original, args, kwargs)
+            if own:
+                with copies.of_layer(stay=is_uppermost):
+                    return saves(of_own, *own)
+        return saves(original, *args, **kwargs)
 
     return forward
 

@@ -152,7 +152,7 @@ def test_a_rank_is_slow_only_where_the_others_wait_for_long_enough_to_be_noticed
 
 
 def run_with_a_slow_rank(path: str) -> dict[str, Any]:
-    """Rank 1 takes 0.15 s longer for each of its micro-batches."""
+    """Rank 1 takes 0.4 s longer for each of its micro-batches: more than a busy machine takes from the other."""
     import torch.distributed as dist
 
     from fsdp_tune.worker import progress
@@ -162,7 +162,7 @@ def run_with_a_slow_rank(path: str) -> dict[str, Any]:
 
     def slow(self: Any, *arguments: Any, **options: Any) -> Any:
         if dist.get_rank() == 1:
-            time.sleep(0.15)
+            time.sleep(0.4)
         return original(self, *arguments, **options)
 
     with patch.object(FsdpTrainer, "training_step", slow), patch.object(progress, "WINDOW_SECONDS", 0.5):
@@ -174,7 +174,6 @@ def test_a_slow_rank_is_an_event_and_stops_nothing(bench: Bench) -> None:
     run = bench.fresh_run(Case(), run_with_a_slow_rank)
     events = [line for line in runs.lines(run) if line.get("event") == "slow_rank"]
     assert events, "nobody was told"
-    named = [event for event in events if event["rank"] == 1]
-    assert len(named) > len(events) / 2, "beside other programs, the other rank may be slow for a moment too"
+    assert {event["rank"] for event in events} == {1}
     assert all(event["ratio"] > 1.5 and event["behind_seconds"] > 0.05 for event in events)
-    assert named[0]["message"].startswith("rank 1 works ")
+    assert events[0]["message"].startswith("rank 1 works ")
