@@ -103,16 +103,15 @@ def _resolved(
 ) -> tuple[Recipe, Hardware, dict[str, Any]]:
     """The recipe for the GPUs that were asked for, what these are, and the recipe as the user wrote it."""
     from fsdp_tune.bridge.devices import this_machine
+    from fsdp_tune.plan.candidates import devices_of_machine
     from fsdp_tune.plan.hardware import find_hardware
     from fsdp_tune.recipe.loader import load_recipe
     from fsdp_tune.recipe.overrides import OptionSays
-    from fsdp_tune.recipe.resolve import ASSUMED_DEVICES
 
     hardware = find_hardware(gpu) if gpu is not None else _own_gpu(this_machine("auto"))
     options: list[OptionSays] = []
     if number is not None:
-        per_machine = hardware.devices_per_machine or ASSUMED_DEVICES
-        machines = max(1, -(-number // per_machine))
+        machines = max(1, -(-number // devices_of_machine(hardware)))
         said = f"--num-gpus {number}"
         options = [OptionSays(said, f"launch.num_processes={number}"), OptionSays(said, f"launch.num_machines={machines}")]
     loaded = load_recipe(source, overrides, name=name, options=options)

@@ -263,9 +263,9 @@ class Inputs:
     predicted: Plan | None
 
     def write(self) -> None:
-        from fsdp_tune.atomic import write_json
         from fsdp_tune.bridge.devices import visible_devices
         from fsdp_tune.bridge.model_files import save_model_files
+        from fsdp_tune.cli.train_plan import keep_plan
         from fsdp_tune.diagnose.environment import host, versions
         from fsdp_tune.launch.run_files import RunFiles, write_run
 
@@ -286,5 +286,4 @@ class Inputs:
             profile=job.profile,
         )
         write_run(job.plan.run, files)
-        if self.predicted is not None:
-            write_json(job.plan.run.plan_json, self.predicted.as_dict())
+        keep_plan(job.plan.run, self.predicted)

@@ -10,6 +10,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fsdp_tune.atomic import DISK, write_json
 from fsdp_tune.errors import FsdpTuneError, Notice, usage_error
 
 if TYPE_CHECKING:
@@ -63,6 +64,14 @@ def predicted_line(plan: Plan) -> str:
     speed = plan.tokens_per_second_per_device
     step = "" if plan.step_seconds is None or speed is None else f"; {plan.step_seconds:.3g} s a step, {speed:,.0f} tokens/s/GPU"
     return f"plan: {plan.peak_reserved_gib:.1f} GiB reserved of {plan.usable_gib:.1f} (fits: {plan.fits}){step}"
+
+
+def keep_plan(run: RunDir, plan: Plan | None) -> None:
+    """Writes plan.json; where nothing is predicted, that of an earlier start goes, since it would be held against what it is not about."""
+    if plan is None:
+        DISK.unlink(run.plan_json)
+    else:
+        write_json(run.plan_json, plan.as_dict())
 
 
 def predicted_and_measured(run: RunDir) -> list[str]:

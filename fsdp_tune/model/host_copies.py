@@ -88,13 +88,17 @@ class HostCopies:
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> Any:
         """After all that was issued before it, since the allocator counts on the order of the computing stream. When it is done."""
-        module = torch.get_device_module(self._device)
+        module = self._module
         if self._stream is None:
             self._stream = module.Stream(priority=0)
-        self._stream.wait_stream(module.current_stream())
+        self._stream.wait_stream(self._current())
         with module.stream(self._stream):
             target.copy_(source, non_blocking=True)
         return self._stream.record_event()
 
     def _current(self) -> Any:
-        return torch.get_device_module(self._device).current_stream()
+        return self._module.current_stream()
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self._device)

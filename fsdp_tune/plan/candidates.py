@@ -120,7 +120,12 @@ def least_state_bytes(recipe: Recipe, parameters: int, trained: int) -> float:
     return (of_trained * trained + DTYPE_BYTES[recipe.model.frozen_dtype] * (parameters - trained)) / max(1, shards)
 
 
+def devices_of_machine(hardware: Hardware) -> int:
+    """As many as the vendor's machine holds, or as are assumed of one that nothing is known of."""
+    return hardware.devices_per_machine or ASSUMED_DEVICES
+
+
 def ranks_of_machine(recipe: Recipe, hardware: Hardware) -> int:
     """Of a machine in layouts over another number of GPUs: as many as the recipe has on each; on one alone, what the vendor's holds."""
     own = recipe.local_world_size
-    return own if recipe.launch.num_machines > 1 else max(own, hardware.devices_per_machine or ASSUMED_DEVICES)
+    return own if recipe.launch.num_machines > 1 else max(own, devices_of_machine(hardware))

@@ -136,9 +136,13 @@ def best_layouts(search: Search, base: Recipe, trace: Trace) -> list[Found]:
     found: list[Found] = []
     for offload in OFFLOADS:
         found += search.layouts(base, trace, offload=offload)
-        if any(each.plan.fits == "yes" for each in found):
+        if _any_fits(found):
             break
     return found
+
+
+def _any_fits(found: Sequence[Found]) -> bool:
+    return any(each.plan.fits == "yes" for each in found)
 
 
 def rank(found: Found) -> tuple[int, float, float]:
@@ -184,7 +188,7 @@ def longest(search: Search, base: Recipe, trace: Trace) -> list[Found]:
     positions = config.get("max_position_embeddings") or config.get("n_positions")
     found: list[Found] = []
     for offload in OFFLOADS:
-        if offload == "parameters" and any(each.plan.fits == "yes" for each in found):
+        if offload == "parameters" and _any_fits(found):
             break
         for changes in layouts(base, offload=offload):
             if changes["fsdp.sharding_strategy"] == "FULL_SHARD" or base.world_size == 1:

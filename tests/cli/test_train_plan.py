@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.cli.output import Screen
-from fsdp_tune.cli.train_plan import plan_of, predicted_and_measured, predicted_line, refuse_what_cannot_fit
+from fsdp_tune.cli.train_plan import keep_plan, plan_of, predicted_and_measured, predicted_line, refuse_what_cannot_fit
 from fsdp_tune.errors import ExitCode, FsdpTuneError
 from fsdp_tune.launch.accelerate import launch_plan
 from fsdp_tune.plan.hardware import find_hardware
@@ -64,6 +64,15 @@ def test_the_end_of_a_run_sets_the_plan_against_what_was_measured(tmp_path: Path
         + "\n"
     )
     assert predicted_and_measured(run) == ["peak_allocated_gib: 11 GiB predicted, 10 measured (+10.0%)"]
+
+
+def test_a_start_without_a_plan_is_not_held_against_the_one_of_an_earlier_start(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    keep_plan(run, planned(10))
+    assert json.loads(run.plan_json.read_text()) == json.loads(json.dumps(planned(10).as_dict()))
+    keep_plan(run, None)
+    assert not run.plan_json.exists()
+    keep_plan(run, None)
 
 
 @pytest.mark.parametrize(
