@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from fsdp_tune.errors import Problem, Where
 from fsdp_tune.recipe.keys import choices, closest, dotted, element_words, field_at, field_words, sections_in, unknown_key_hint
-from fsdp_tune.recipe.scalars import printable, shown
+from fsdp_tune.recipe.scalars import ScalarError, parse_plain, printable, shown
 from fsdp_tune.recipe.schema import Training
 from fsdp_tune.recipe.schema_data import EVAL_TAGS
 from fsdp_tune.recipe.training_fields import TRAINING_FIELDS, complaint, installed_transformers, owner_of, version_gap
@@ -131,7 +131,7 @@ def _value_hint(node: Node | None, takes: str, options: Sequence[str]) -> str | 
     if node.suspicion and (wants_number or "true or false" in takes):
         return node.suspicion
     if isinstance(value, str):
-        if not node.plain and (wants_number or "true or false" in takes):
+        if not node.plain and (wants_number or "true or false" in takes) and _is_more_than_text(value):
             return "write it without quotes"
         near = closest(value, options) if options else None
         return f"did you mean `{near}`?" if near else None
@@ -144,6 +144,14 @@ def _value_hint(node: Node | None, takes: str, options: Sequence[str]) -> str | 
     if wants_text and not isinstance(value, bool | None):
         return f'write "{node.text}" in quotes if it is meant as text'
     return None
+
+
+def _is_more_than_text(text: str) -> bool:
+    """Whether quotes alone keep it from being a number or a boolean."""
+    try:
+        return not isinstance(parse_plain(text)[0], str)
+    except ScalarError:
+        return False
 
 
 def check_training(tree: MappingNode) -> dict[Path, Problem]:

@@ -214,15 +214,21 @@ def ranks_need_collectives(recipe: Recipe) -> Finding | None:
 
 def cpu_limits(recipe: Recipe) -> Finding | None:
     loading = recipe.fsdp.cpu_ram_efficient_loading and given(recipe, "fsdp.cpu_ram_efficient_loading")
-    if recipe.launch.device == "cpu" and recipe.fsdp.version == 1 and loading and recipe.is_sharded:
-        message = "`fsdp.cpu_ram_efficient_loading: true` does not work with FSDP1 on the CPU: it sends weights over NCCL only"
-        keys = ("fsdp.cpu_ram_efficient_loading", "fsdp.version", "launch.device")
-        return Finding("contradiction", keys, message, "leave it out, or use `fsdp.version: 2`")
+    if recipe.launch.device == "cpu" and recipe.fsdp.version == 1 and recipe.is_sharded:
+        if loading:
+            return _fsdp1_needs_a_gpu("fsdp.cpu_ram_efficient_loading", "it sends weights over NCCL only")
+        if recipe.fsdp.offload_params:
+            return _fsdp1_needs_a_gpu("fsdp.offload_params", "it asks for the GPU that the weights come back to")
     kernel = recipe.model.attn_implementation
     if recipe.launch.device == "cpu" and kernel.startswith(GPU_KERNELS):
         message = f"`model.attn_implementation: {kernel}` cannot train on the CPU"
         return Finding("contradiction", ("model.attn_implementation", "launch.device"), message, "leave it at auto, or write `sdpa`")
     return None
+
+
+def _fsdp1_needs_a_gpu(key: str, why: str) -> Finding:
+    message = f"`{key}: true` does not work with FSDP1 on the CPU: {why}"
+    return Finding("contradiction", (key, "fsdp.version", "launch.device"), message, "leave it out, or use `fsdp.version: 2`")
 
 
 def liger_needs_a_gpu(recipe: Recipe) -> Finding | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -94,12 +94,14 @@ def _only(values: set[Any]) -> Any:
 
 
 def _offloads(wrapped: nn.Module, kind: str) -> bool:
-    if kind == "fsdp2":
-        groups = [group for module in wrapped.modules() if isinstance(module, FSDPModule) for group in fsdp_groups(module)]
-        return any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups)
-    if kind == "fsdp1":
-        return bool(getattr(wrapped.cpu_offload, "offload_params", False))
-    return False
+    groups = [group for module in wrapped.modules() if isinstance(module, FSDPModule) for group in fsdp_groups(module)]
+    policies = [wrapped.cpu_offload] if kind == "fsdp1" else [group.offload_policy for group in groups]
+    return any(map(_goes_to_host, policies))
+
+
+def _goes_to_host(policy: Any) -> bool:
+    """FSDP2 says it by the policy's class, FSDP1 by its field."""
+    return isinstance(policy, CPUOffloadPolicy) or bool(getattr(policy, "offload_params", False))
 
 
 def _fsdp2(loaded: Loaded) -> dict[str, Any]:
@@ -206,7 +208,7 @@ def _plugin(trainer: Any) -> dict[str, Any] | None:
         "fsdp_version": plugin.fsdp_version,
         "reshard_after_forward": str(plugin.reshard_after_forward),
         "state_dict_type": str(plugin.state_dict_type).rsplit(".", 1)[-1],
-        "cpu_offload": bool(getattr(plugin.cpu_offload, "offload_params", plugin.cpu_offload)),
+        "cpu_offload": _goes_to_host(plugin.cpu_offload),
     }
 
 

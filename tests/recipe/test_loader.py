@@ -85,6 +85,11 @@ def test_an_unknown_key_says_where_it_belongs(extra: str, place: str, message: s
             "`1_000` is text: write 1000",
         ),
         ("training: {learning_rate: fast}", "`training.learning_rate` is `fast`; it takes a number, 0 or more", None),
+        (
+            'training: {learning_rate: "fast"}',
+            '`training.learning_rate` is the text "fast"; it takes a number, 0 or more',
+            None,
+        ),
         ("training: {learning_rate: -1}", "`training.learning_rate` is `-1`; it takes a number, 0 or more", None),
         ("training: {save_steps: 0}", "`training.save_steps` is `0`; it takes a whole number above 0 or a number between 0 and 1", None),
         (

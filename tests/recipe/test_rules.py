@@ -85,6 +85,7 @@ CONTRADICTIONS = [
     ("launch: {env: {1A: x}}", "environment_is_plain", 3, "no name"),
     ("launch: {device: mps}", "ranks_need_collectives", 3, "no collectives"),
     ("launch: {device: cpu}\nfsdp: {version: 1, cpu_ram_efficient_loading: true}", "cpu_limits", 4, "line 3"),
+    ("launch: {device: cpu}\nfsdp: {version: 1, offload_params: true}", "cpu_limits", 4, "line 3"),
 ]
 WHOLE = [
     (

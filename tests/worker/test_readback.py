@@ -46,6 +46,15 @@ def test_live_run_is_what_the_strategy_means(strategy: str, bench: Bench) -> Non
     assert document["differences"] == []
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize(("version", "offload"), [(2, False), (2, True), (1, False)])  # FSDP1 offloads from a GPU alone
+def test_the_plugin_is_told_as_it_is_and_not_only_by_whether_it_has_a_policy(version: int, offload: bool, bench: Bench) -> None:
+    document = json.loads(bench.run(Case(version=version, offload=offload)).readback_json.read_text())
+    assert document["plugin"]["fsdp_version"] == version
+    assert document["plugin"]["cpu_offload"] is offload
+    assert document["offload_params"] is offload
+
+
 def test_expectation_does_not_come_from_what_made_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong table in the resolver must not be able to cancel itself in the read-back."""
     original = Recipe.reshards_after_forward
