@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -46,6 +47,13 @@ class RunDir:
     @property
     def recipe_json(self) -> Path:
         return self.path / "recipe.json"
+
+    def recipe_digest(self) -> str | None:
+        """Of the resolved recipe, as checkpoints and merged models cite it; None for a directory without one."""
+        try:
+            return f"blake2b:{hashlib.blake2b(self.recipe_json.read_bytes(), digest_size=32).hexdigest()}"
+        except FileNotFoundError:
+            return None
 
     @property
     def history(self) -> Path:

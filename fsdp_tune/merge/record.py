@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 from collections.abc import Mapping
@@ -77,14 +76,13 @@ def write_record(stage: Path, output_name: str, facts: Facts) -> None:
 
 def _record(facts: Facts) -> dict[str, Any]:
     run = facts.selection.run
-    recipe = run.recipe_json if run is not None and run.recipe_json.is_file() else None
     return {
         "kind": RECORD_KIND,
         "format_version": 1,
         "source": [str(weights.checkpoint) for weights in facts.selection.weights],
         "steps": facts.steps,
         "reason": facts.selection.reason,
-        "recipe_digest": f"blake2b:{hashlib.blake2b(recipe.read_bytes(), digest_size=32).hexdigest()}" if recipe is not None else None,
+        "recipe_digest": run.recipe_digest() if run is not None else None,
         "companions": facts.companions.origin,
         "dtype_option": facts.settings.dtype,
         "verified": facts.settings.verify,

@@ -252,4 +252,6 @@ def generation_config(recipe: Recipe, config: PreTrainedConfig) -> GenerationCon
             return GenerationConfig.from_pretrained(run.model if run else name, revision=recipe.model.revision, local_files_only=local_only)
         except (OSError, ValueError):
             pass  # most research checkpoints ship none; the config holds the same token ids
-    return GenerationConfig.from_model_config(config)
+    made = GenerationConfig.from_model_config(config)
+    made.use_cache = True  # the config is that of training, which has no cache of keys and values
+    return made

@@ -89,13 +89,17 @@ def ignored_parameters(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
     return {p for name in ignored_module_names(recipe, model) for p in model.get_submodule(name).parameters()}
 
 
-def fsdp_groups(module: FSDPModule) -> list[Any]:
-    """The parameter groups of one FSDP2 unit (torch 2.13 keeps a list, 2.11 a single one)."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
-    return list(groups)
+def fsdp_groups(model: nn.Module) -> list[Any]:
+    """The parameter groups of all FSDP2 units, each once: a unit of several modules (norm and head) is reached through each of them."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13 keeps a list, 2.11 a single one
+            if groups is None:
+                groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
+            found |= {id(group): group for group in groups}
+    return list(found.values())
 
 
 def set_prefetch(recipe: Recipe, in_forward_order: Sequence[nn.Module]) -> None:

@@ -257,7 +257,7 @@ def _empty_stage(stage: Path) -> None:
     DISK.mkdir(stage)
 
 
-def trainer_state_facts(world_size: int, mesh: list[int], recipe_digest: str) -> dict[str, Any]:
+def trainer_state_facts(world_size: int, mesh: list[int], recipe_digest: str | None) -> dict[str, Any]:
     return {
         "world_size": world_size,
         "mesh": mesh,

@@ -94,8 +94,7 @@ def _only(values: set[Any]) -> Any:
 
 
 def _offloads(wrapped: nn.Module, kind: str) -> bool:
-    groups = [group for module in wrapped.modules() if isinstance(module, FSDPModule) for group in fsdp_groups(module)]
-    policies = [wrapped.cpu_offload] if kind == "fsdp1" else [group.offload_policy for group in groups]
+    policies = [wrapped.cpu_offload] if kind == "fsdp1" else [group.offload_policy for group in fsdp_groups(wrapped)]
     return any(map(_goes_to_host, policies))
 
 
@@ -108,26 +107,23 @@ def _fsdp2(loaded: Loaded) -> dict[str, Any]:
     names = {id(module): name or "(root)" for name, module in loaded.model.named_modules()}
     units: list[dict[str, Any]] = []
     placements: Counter[str] = Counter()
-    for module in loaded.model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state: Any = module._get_fsdp_state()
-        for group in fsdp_groups(module):
-            tensors = [parameter.sharded_param for parameter in group.fsdp_params]
-            placements.update(str([str(p) for p in tensor.placements]) for tensor in tensors)
-            policies = [parameter.mp_policy for parameter in group.fsdp_params]
-            units.append(
-                {
-                    "modules": [names.get(id(m), "?") for m in group.modules],
-                    "parameters": sum(tensor.numel() for tensor in tensors),
-                    "reshard_after_forward": _reshard(group),
-                    "param_dtype": _only({_name(policy.param_dtype) for policy in policies}),
-                    "reduce_dtype": _only({_name(policy.reduce_dtype) for policy in policies}),
-                    "output_dtype": _only({_name(policy.output_dtype) for policy in policies}),
-                    "forward_prefetch": len(state._states_to_forward_prefetch),
-                    "backward_prefetch": len(state._states_to_backward_prefetch),
-                }
-            )
+    for group in fsdp_groups(loaded.model):
+        tensors = [parameter.sharded_param for parameter in group.fsdp_params]
+        placements.update(str([str(p) for p in tensor.placements]) for tensor in tensors)
+        policies = [parameter.mp_policy for parameter in group.fsdp_params]
+        state: Any = group.modules[0]._get_fsdp_state()
+        units.append(
+            {
+                "modules": [names.get(id(m), "?") for m in group.modules],
+                "parameters": sum(tensor.numel() for tensor in tensors),
+                "reshard_after_forward": _reshard(group),
+                "param_dtype": _only({_name(policy.param_dtype) for policy in policies}),
+                "reduce_dtype": _only({_name(policy.reduce_dtype) for policy in policies}),
+                "output_dtype": _only({_name(policy.output_dtype) for policy in policies}),
+                "forward_prefetch": len(state._states_to_forward_prefetch),
+                "backward_prefetch": len(state._states_to_backward_prefetch),
+            }
+        )
     layers = [unit for unit in units if unit["modules"][0] != "(root)" and (tuple(unit["modules"]) not in loaded.units.keeps_gathered)]
     plain = [name for name, p in loaded.model.named_parameters() if not isinstance(p, DTensor)]
     storage = _only({_name(p.dtype) for p in loaded.model.parameters() if p.requires_grad})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp_tune.model.float8_weights import gathered_in_fp8, is_fp8
 from fsdp_tune.model.load import Loaded
@@ -79,8 +78,7 @@ def _to_gather(recipe: Recipe, loaded: Loaded) -> list[Any]:
 
 def _owners_by_unit(loaded: Loaded) -> list[list[nn.Module]]:
     """Of each unit, the modules that its parameters belong to."""
-    units = [group for module in loaded.model.modules() if isinstance(module, FSDPModule) for group in fsdp_groups(module)]
-    return [[parameter._module_info.module for parameter in group.fsdp_params] for group in units]
+    return [[parameter._module_info.module for parameter in group.fsdp_params] for group in fsdp_groups(loaded.model)]
 
 
 def gathered_difference(recipe: Recipe, loaded: Loaded) -> str | None:
@@ -88,12 +86,10 @@ def gathered_difference(recipe: Recipe, loaded: Loaded) -> str | None:
     if recipe.precision.mixed_precision != "fp8" or not recipe.is_sharded:
         return None
     expected = {id(module): _FP8 for module in _to_gather(recipe, loaded)}
-    for module in loaded.model.modules():
-        for group in fsdp_groups(module) if isinstance(module, FSDPModule) else ():
-            for parameter in group.fsdp_params:
-                owner = parameter._module_info.module
-                if is_fp8(owner) and parameter._module_info.param_name == "weight" and parameter.all_gather_outputs:
-                    sent = str(parameter.all_gather_outputs[0].dtype).removeprefix("torch.")
-                    if sent != (wanted := expected.get(id(owner), _BF16)):
-                        return f"fp8: {parameter._param_fqn} is to be gathered in {wanted}, and was in {sent}"
+    for parameter in (parameter for group in fsdp_groups(loaded.model) for parameter in group.fsdp_params):
+        owner = parameter._module_info.module
+        if is_fp8(owner) and parameter._module_info.param_name == "weight" and parameter.all_gather_outputs:
+            sent = str(parameter.all_gather_outputs[0].dtype).removeprefix("torch.")
+            if sent != (wanted := expected.get(id(owner), _BF16)):
+                return f"fp8: {parameter._param_fqn} is to be gathered in {wanted}, and was in {sent}"
     return None

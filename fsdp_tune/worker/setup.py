@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -99,7 +98,7 @@ def build_trainer(
         device_type=device_type,
         asynchronous=recipe.checkpoint.async_,
         keep=recipe.training.save_total_limit,
-        facts=trainer_state_facts(rank.world_size, list(loaded.mesh.shape) if loaded.mesh else [], _digest(run)),
+        facts=trainer_state_facts(rank.world_size, list(loaded.mesh.shape) if loaded.mesh else [], run.recipe_digest()),
         report=_reporter(trainer, recipe, say),
         last_step=resume.step if resume else None,
     )
@@ -129,10 +128,6 @@ def _resume(run: RunDir, recipe: Recipe) -> Checkpoint | None:
     digests = recipe.checkpoint.verify == "digest" and not wish.get("digests_checked", False)
     wait_seconds = VISIBLE_SECONDS if recipe.launch.num_machines > 1 else 0.0
     return agreed_checkpoint(wish.get("resume_from"), digests=digests, wait_seconds=wait_seconds)
-
-
-def _digest(run: RunDir) -> str:
-    return hashlib.sha256(run.recipe_json.read_bytes()).hexdigest()
 
 
 def _sampler(recipe: Recipe, store: RowStore, rank: Rank) -> MicroBatches:

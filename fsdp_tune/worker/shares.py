@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fsdp_tune.model.wrap import fsdp_groups
@@ -57,10 +56,9 @@ class StepShares(TrainerCallback):
         self._is_measuring = False
         self._step_began: Moment | None = None
         self._optimizer_began: Moment | None = None
-        # Modules that make one unit together (norm and head) share their group: timed twice, it would count twice.
-        groups = {id(group): group for module in wrapped.modules() if isinstance(module, FSDPModule) for group in fsdp_groups(module)}
+        groups = fsdp_groups(wrapped)
         self._sees_communication = bool(groups)
-        for group in groups.values():
+        for group in groups:
             for name in _COMMUNICATING:
                 setattr(group, name, self._timed(getattr(group, name)))
 

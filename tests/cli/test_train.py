@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_tune.manifest import read_manifest
 from fsdp_tune.recipe.catalogue import catalogue
 from fsdp_tune.run_dir import RunDir
 from tests.cli.conftest import Cli, document
@@ -160,6 +161,11 @@ def test_a_run_ends_with_a_model_and_everything_in_its_place(cli: Cli, tmp_path:
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         assert (run.model / name).exists()
         assert (run.merged / name).exists()
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((run.merged / name).read_text())["use_cache"] is True
+    manifest = read_manifest(run.checkpoint(6))
+    assert manifest is not None
+    assert manifest.facts["recipe_digest"] == run.recipe_digest() == json.loads((run.merged / "merge.json").read_text())["recipe_digest"]
     assert {path.name for path in run.logs.iterdir()} >= {"launcher.log", "rank-0000.log", "rank-0001.log"}
     again = cli("train", *SHORT, "--resume", "never")
     assert again.returncode == 2

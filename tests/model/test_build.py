@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.model.build import build_empty, build_full, embedding_rows, model_config
+from fsdp_tune.model.build import build_empty, build_full, embedding_rows, generation_config, model_config
 from fsdp_tune.recipe.catalogue import architecture
 from fsdp_tune.recipe.schema import Recipe
 from tests.model.families import FAMILIES
@@ -102,6 +102,11 @@ def test_missing_model_says_what_to_do(tmp_path: Path) -> None:
 def test_overrides_reach_the_model_and_caching_is_off() -> None:
     config = model_config(recipe_of({**llama(), "config_overrides": {"attention_dropout": 0.25}}))
     assert (config.attention_dropout, config.use_cache) == (0.25, False)
+
+
+def test_generating_keeps_its_cache_although_training_has_none() -> None:
+    recipe = recipe_of(llama())
+    assert generation_config(recipe, model_config(recipe)).use_cache is True
 
 
 def test_attribute_map_names_are_taken() -> None:

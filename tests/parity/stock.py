@@ -91,17 +91,13 @@ def resumed_rate(model: str, folder: str) -> list[float]:
 
 def unsharded_bytes(wrapped: Any) -> int:
     """Bytes of whole gradients that FSDP2 keeps at this moment."""
-    from torch.distributed.fsdp import FSDPModule
-
     from fsdp_tune.model.wrap import fsdp_groups
 
     total = 0
-    for module in wrapped.modules():
-        for group in fsdp_groups(module) if isinstance(module, FSDPModule) else []:
-            for parameter in group.fsdp_params:
-                whole = getattr(parameter, "_unsharded_param", None)
-                gradients = [parameter.unsharded_accumulated_grad, whole.grad if whole is not None else None]
-                total += sum(gradient.nbytes for gradient in gradients if gradient is not None)
+    for parameter in (parameter for group in fsdp_groups(wrapped) for parameter in group.fsdp_params):
+        whole = getattr(parameter, "_unsharded_param", None)
+        gradients = [parameter.unsharded_accumulated_grad, whole.grad if whole is not None else None]
+        total += sum(gradient.nbytes for gradient in gradients if gradient is not None)
     return total
 
 

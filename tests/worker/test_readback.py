@@ -44,6 +44,8 @@ def test_live_run_is_what_the_strategy_means(strategy: str, bench: Bench) -> Non
     document = json.loads(bench.run(Case(strategy=strategy, ranks=4)).readback_json.read_text())
     assert meaning_of(document) == MEANING[strategy]
     assert document["differences"] == []
+    units = [tuple(unit["modules"]) for unit in document["units"]]
+    assert len(units) == len(set(units)), "norm and head are one unit, told once"
 
 
 @pytest.mark.ranks

@@ -51,8 +51,7 @@ def step(shares: StepShares, number: int, work: Any) -> None:
 
 def test_only_a_step_that_is_logged_is_measured_and_the_calls_do_what_they_did() -> None:
     group = Group()
-    with patch("fsdp_tune.worker.shares.FSDPModule", nn.Module), patch("fsdp_tune.worker.shares.fsdp_groups", lambda _: [group]):
-        # The norm and the head are one unit: three modules, one group.
+    with patch("fsdp_tune.worker.shares.fsdp_groups", lambda _: [group]):
         shares = StepShares(nn.Sequential(nn.Identity(), nn.Identity()), torch.device("cpu"))
     told = {}
     for number in range(1, 8):
