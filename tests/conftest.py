@@ -16,7 +16,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))  # a c
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; several ranks share few cores
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported; children inherit it
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of children import the package: compiled once, not by each of them
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -38,6 +38,17 @@ class Group:
         self.calls.append("end")
 
 
+class Unit(nn.Identity):
+    """Stands for a module that FSDP2 wrapped."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self._group = group
+
+    def _get_fsdp_state(self) -> Any:
+        return SimpleNamespace(_fsdp_param_groups=[self._group])
+
+
 def step(shares: StepShares, number: int, work: Any) -> None:
     args, control = SimpleNamespace(logging_steps=3), SimpleNamespace()
     shares.on_step_begin(args, SimpleNamespace(global_step=number - 1, max_steps=7), control)  # type: ignore[arg-type]
@@ -51,8 +62,9 @@ def step(shares: StepShares, number: int, work: Any) -> None:
 
 def test_only_a_step_that_is_logged_is_measured_and_the_calls_do_what_they_did() -> None:
     group = Group()
-    with patch("fsdp_tune.worker.shares.fsdp_groups", lambda _: [group]):
-        shares = StepShares(nn.Sequential(nn.Identity(), nn.Identity()), torch.device("cpu"))
+    with patch("fsdp_tune.model.wrap.FSDPModule", Unit):
+        # The norm and the head are one unit: two modules, one group.
+        shares = StepShares(nn.Sequential(Unit(group), Unit(group)), torch.device("cpu"))
     told = {}
     for number in range(1, 8):
         answers: list[str] = []
