@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import xxhash
 
+from fsdp_tune.atomic import DISK, write_json
+
 MANIFEST_NAME = "manifest.json"
+DAMAGE_NAME = "damage.json"
+"""Next to a manifest: the files whose contents were found to differ from it, so that nobody has to read them again to know."""
 FORMAT_VERSION = 2
 DIGEST_CHUNK_BYTES = 1 << 22
 _SHOWN_LETTERS = 200
@@ -90,8 +96,10 @@ def digest_file(path: Path) -> FileEntry:
 
 
 def list_files(root: Path) -> list[str]:
-    """POSIX paths of the regular files under `root`, the manifest left out, sorted."""
-    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file() and path.name != MANIFEST_NAME)
+    """POSIX paths of the regular files under `root`, the manifest and the record of damage left out, sorted."""
+    return sorted(
+        path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file() and path.name not in (MANIFEST_NAME, DAMAGE_NAME)
+    )
 
 
 def read_manifest(root: Path) -> Manifest | None:
@@ -102,25 +110,68 @@ def read_manifest(root: Path) -> Manifest | None:
         return None
 
 
-def damage(root: Path, manifest: Manifest, *, digests: bool) -> list[str]:
-    """One sentence per file that is missing, of another size or (with `digests`) of other contents; [] when whole."""
-    return [sentence for name, entry in sorted(manifest.files.items()) if (sentence := _damage_of(root, name, entry, digests=digests))]
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One file that is not what the manifest lists."""
+
+    name: str
+    what: str
+    is_of_contents: bool = False
+    """Only reading the file shows it."""
+
+    def __str__(self) -> str:
+        return f"{self.name[:_SHOWN_LETTERS]}: {self.what}"
 
 
-def _damage_of(root: Path, name: str, entry: FileEntry, *, digests: bool) -> str | None:
-    path, shown = root / name, name[:_SHOWN_LETTERS]
+def damage(root: Path, manifest: Manifest, *, digests: bool) -> list[Damage]:
+    """Return one entry per file that is missing, of another size or of other contents; [] when everything is there.
+
+    Contents are read only with `digests`; without, what `mark_damaged` has recorded counts for files that have not changed since.
+    """
+    marked = {} if digests else _marked(root)
+    found = [(name, _damage_of(root, name, entry, digests=digests, marked=marked)) for name, entry in sorted(manifest.files.items())]
+    return [each for _, each in found if each is not None]
+
+
+def _damage_of(root: Path, name: str, entry: FileEntry, *, digests: bool, marked: dict[str, list[int]]) -> Damage | None:
+    path = root / name
     try:
         if not is_inside(name) or _passes_a_link(root, path):
-            return f"{shown}: leads out of the directory"
+            return Damage(name, "leads out of the directory")
         if not path.is_file():
-            return f"{shown}: missing"
+            return Damage(name, "missing")
         if (size_bytes := path.stat().st_size) != entry.size_bytes:
-            return f"{shown}: {size_bytes} bytes instead of {entry.size_bytes}"
-        if digests and digest_file(path) != entry:
-            return f"{shown}: its contents are not those that were written (digest differs)"
+            return Damage(name, f"{size_bytes} bytes instead of {entry.size_bytes}")
+        if marked.get(name) == _identity(path) or (digests and digest_file(path) != entry):
+            return Damage(name, "its contents are not those that were written (digest differs)", is_of_contents=True)
     except OSError as error:  # a bad sector, a name that no file system takes
-        return f"{shown}: cannot be read ({error.strerror})"
+        return Damage(name, f"cannot be read ({error.strerror})")
     return None
+
+
+def mark_damaged(root: Path, names: Collection[str]) -> None:
+    """Record the files whose contents differ, or remove the record where there are none. A file that is replaced counts as whole again.
+
+    Does nothing where the directory cannot be written: the record only saves reading.
+    """
+    with contextlib.suppress(OSError):
+        if names:
+            write_json(root / DAMAGE_NAME, {name: _identity(root / name) for name in names})
+        elif (root / DAMAGE_NAME).exists():
+            DISK.unlink(root / DAMAGE_NAME)
+
+
+def _marked(root: Path) -> dict[str, list[int]]:
+    try:
+        raw: Any = json.loads((root / DAMAGE_NAME).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return cast(dict[str, list[int]], raw) if isinstance(raw, dict) else {}
+
+
+def _identity(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_ino, status.st_size, status.st_mtime_ns]
 
 
 def _passes_a_link(root: Path, path: Path) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from fsdp_tune.manifest import Manifest, damage, read_manifest
+from fsdp_tune.manifest import Manifest, damage, mark_damaged, read_manifest
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 CHECKPOINT_KIND = "fsdp-tune checkpoint"
@@ -177,7 +177,10 @@ def checkpoint_step(path: Path) -> int | None:
 
 
 def inspect_checkpoint(path: Path, *, digests: bool) -> Checkpoint | Rejected:
-    """Decides whether one directory is a complete checkpoint of ours."""
+    """Decide whether one directory is a complete checkpoint of ours.
+
+    With `digests` every file is read, and contents that differ are recorded: such a checkpoint is rejected from then on without reading.
+    """
     step = checkpoint_step(path)
     if not path.exists():
         return Rejected(path, "there is no such directory")
@@ -192,7 +195,11 @@ def inspect_checkpoint(path: Path, *, digests: bool) -> Checkpoint | Rejected:
     if manifest.kind != CHECKPOINT_KIND or manifest.facts.get("step") != step:
         return Rejected(path, f"its manifest is of `{manifest.kind}`, step {manifest.facts.get('step')}")
     bad = damage(path, manifest, digests=digests)
-    return Rejected(path, bad[0] if len(bad) == 1 else f"{bad[0]} (and {len(bad) - 1} more)") if bad else Checkpoint(path, step, manifest)
+    if digests:
+        mark_damaged(path, [each.name for each in bad if each.is_of_contents])
+    if bad:
+        return Rejected(path, str(bad[0]) if len(bad) == 1 else f"{bad[0]} (and {len(bad) - 1} more)")
+    return Checkpoint(path, step, manifest)
 
 
 def complete_checkpoints(run: RunDir, *, digests: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:

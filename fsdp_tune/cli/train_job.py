@@ -100,7 +100,8 @@ class Job:
         from fsdp_tune.data.prepare import prepare
         from fsdp_tune.data.token_batches import filling_lines
         from fsdp_tune.launch.children import threads
-        from fsdp_tune.launch.resume import check_data
+        from fsdp_tune.launch.resume import check_data, refuse_beyond_end
+        from fsdp_tune.plan.totals import total_steps
         from fsdp_tune.recipe.world import batch_arithmetic
 
         screen, recipe = self.screen, self.recipe
@@ -125,6 +126,7 @@ class Job:
             raise FsdpTuneError(*model.problems, *map(_unreachable, [*model.unchecked, *packaged]))
         check_vocabulary(model.facts, recipe.model, data.vocabulary_size)
         check_data(start, data.key)
+        refuse_beyond_end(start, total_steps(recipe, data.train_rows))
         refuse_what_cannot_fit(predicted, ignore_plan=self.ignore_plan)
         planned = [*(f"{key}: {what}" for key, what in in_words(decided).items()), *([predicted_line(predicted)] if predicted else [])]
         for line in (

@@ -20,7 +20,8 @@ from fsdp_tune.launch.processes import is_rank_of
 from fsdp_tune.launch.ranks import read_heartbeat, read_outcome
 from fsdp_tune.launch.resume_diff import Change, ChangeClass, check, compare
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run_dir import Checkpoint, RunDir, checkpoint_step, inspect_checkpoint, latest_checkpoint
+from fsdp_tune.recipe.training_fields import training_value
+from fsdp_tune.run_dir import Checkpoint, RunDir, checkpoint_step, complete_checkpoints, inspect_checkpoint, latest_checkpoint
 
 AUTO = "auto"
 # Keys that say how long a run is; when they are unchanged, a finished run stays finished.
@@ -70,7 +71,26 @@ def decide(run: RunDir, recipe: Recipe, resume: str | None, *, overwrite: bool, 
         start = _explicit(run, recipe, Path(resume))
     if not start.is_finished:
         _refuse_read_only(run)
+    max_steps = training_value(recipe.training, "max_steps")
+    refuse_beyond_end(start, max_steps if isinstance(max_steps, int) and max_steps > 0 else None)
     return start
+
+
+def refuse_beyond_end(start: Start, total_steps: int | None) -> None:
+    """Refuses (exit 2) to resume a checkpoint of more steps than the recipe trains: nothing would be trained, and a longer run's model
+    would be reported as this one's. `total_steps` None: not known before the data are prepared.
+    """
+    if start.is_finished or start.checkpoint is None or total_steps is None or start.step <= total_steps:
+        return
+    earlier = next((one for one in complete_checkpoints(RunDir(start.checkpoint.path.parent))[0] if one.step <= total_steps), None)
+    ways_out = [f"--set training.max_steps={start.step} or more (or more epochs) trains on from it"]
+    if earlier is not None:
+        ways_out.append(f"--resume {earlier.path} --set output_dir=… resumes an earlier checkpoint in a new directory")
+    raise usage_error(
+        "checkpoint-beyond-end",
+        f"{start.checkpoint.path} is at step {start.step:,}, and the recipe ends at step {total_steps:,}",
+        ways_out=(*ways_out, "--overwrite moves the run aside and starts over"),
+    )
 
 
 def _refuse_read_only(run: RunDir) -> None:

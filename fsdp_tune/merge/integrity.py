@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from fsdp_tune.errors import FailedError, Problem, Where
-from fsdp_tune.manifest import Digester, FileEntry
+from fsdp_tune.manifest import Digester, FileEntry, mark_damaged
 from fsdp_tune.merge.page_cache import PageCache
 from fsdp_tune.merge.reader import unreadable, will_need
 from fsdp_tune.merge.weights import Weights
@@ -42,6 +42,7 @@ class ManifestCheck:
     """Digests, in the background, every file that is merged. `finish` waits and raises with all that differ."""
 
     def __init__(self, weights: Sequence[Weights], threads: int, pages: PageCache) -> None:
+        self._weights = weights
         self._pages = pages
         self._stop = threading.Event()
         self._threads = threads
@@ -96,6 +97,10 @@ class ManifestCheck:
         found = {path: entry for future in self._found for path, entry in future.result().items()}
         differing = [path for path, entry in self._expected.items() if found[path] != entry]
         if differing:
+            for checkpoint in {item.checkpoint.resolve() for item in self._weights}:
+                names = [path.relative_to(checkpoint).as_posix() for path in differing if path.is_relative_to(checkpoint)]
+                if names:
+                    mark_damaged(checkpoint, names)
             raise FailedError(*(_differs(path) for path in differing))
 
 
@@ -117,5 +122,5 @@ def _differs(path: Path) -> Problem:
         "merge-digest-differs",
         "its contents are not those that were saved (the digest of the manifest differs): bits have flipped, or it is of another step",
         Where(str(path)),
-        "copy it anew from where it was written, or merge another checkpoint with `--step N`",
+        "copy the file again from where it was written, or merge another checkpoint with `--step N`",
     )

@@ -36,7 +36,9 @@ def training_arguments(recipe: Recipe, run: RunDir) -> TrainingArguments:
         "push_to_hub": False,  # merged/ is pushed once, after the merge
         "dataloader_pin_memory": recipe.launch.device == "cuda",
     }
-    fields = {name: value for name, value in fields.items() if value is not None or name in ("save_total_limit", "data_seed")}
+    fields = {name: value for name, value in fields.items() if value is not None or name == "data_seed"}
+    # `worker.rotation` is the only one that deletes: with a limit of 1, `Trainer._finalize_training` removes every checkpoint but the best.
+    fields["save_total_limit"] = None
     arguments = TrainingArguments(**fields)
     if arguments.fsdp:
         # TrainingArguments translates `fsdp_config` and drops what it does not know (DESIGN §7, 1): give the plugin its own words.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_tune.errors import failed_error
-from fsdp_tune.manifest import MANIFEST_NAME, damage, read_manifest
+from fsdp_tune.manifest import MANIFEST_NAME, damage, mark_damaged, read_manifest
 from fsdp_tune.run_dir import Checkpoint, inspect_checkpoint
 from fsdp_tune.worker import state as live_state
 from fsdp_tune.worker.agree import from_rank0, gather
@@ -47,8 +47,10 @@ def agreed_checkpoint(path: str | None, *, digests: bool, wait_seconds: float = 
     _wait_until_visible(chosen.path, [MANIFEST_NAME, *chosen.manifest.files], wait_seconds)
     mine = dict(list(chosen.manifest.files.items())[dist.get_rank() :: dist.get_world_size()])
     part = dataclasses.replace(chosen.manifest, files=mine)
-    bad = [sentence for found in gather(damage(chosen.path, part, digests=digests)) for sentence in found]
+    bad = [each for found in gather(damage(chosen.path, part, digests=digests)) for each in found]
     if bad:
+        if dist.get_rank() == 0:
+            mark_damaged(chosen.path, [each.name for each in bad if each.is_of_contents])
         raise failed_error("checkpoint-damaged", f"{chosen.path}: {bad[0]}", ways_out=_WAYS_OUT)
     return chosen
 

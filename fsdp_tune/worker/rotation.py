@@ -11,7 +11,9 @@ from fsdp_tune.run_dir import RunDir, complete_checkpoints
 
 
 def rotate(run: RunDir, keep: int | None, *, protected: set[int]) -> list[Path]:
-    """Deletes the oldest complete checkpoints of this run beyond `keep`; never a protected step, never what has no manifest of ours.
+    """Delete the oldest complete checkpoints of this run beyond `keep`; never a protected step, never what has no manifest of ours.
+
+    A checkpoint that a resume or a merge found damaged is neither counted nor deleted; no file is read to find that out.
 
     Each is first renamed to a hidden name, so that a half-deleted directory is never visible. What a rotation before could
     not delete is tried again.

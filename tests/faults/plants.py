@@ -46,13 +46,13 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "digests are not compared",
         "manifest",
-        "if digests and digest_file(path) != entry:",
-        "if digests and digest_file(path) is None:",
+        "(digests and digest_file(path) != entry)",
+        "(digests and digest_file(path) is None)",
         "F072",
         "F073",
         "F076",
     ),
-    _plant("a missing file is no damage", "manifest", '            return f"{shown}: missing"', "            return None", "F074"),
+    _plant("a missing file is no damage", "manifest", '            return Damage(name, "missing")', "            return None", "F074"),
     _plant(
         "kind and step of a manifest are not read",
         "run_dir",
@@ -64,9 +64,9 @@ PLANTS: tuple[Plant, ...] = (
     _plant("links are followed", "manifest", "        if path.is_symlink():\n            return True\n", "", "F080"),
     _plant(
         "files that came later are damage",
-        "run_dir",
-        "    bad = damage(path, manifest, digests=digests)\n",
-        '    bad = damage(path, manifest, digests=digests) + [str(one) for one in path.rglob("*~")]\n',
+        "manifest",
+        "    return [each for _, each in found if each is not None]\n",
+        '    return [each for _, each in found if each is not None] + [Damage(one.name, "came later") for one in root.rglob("*~")]\n',
         "F075",
     ),
     _plant(

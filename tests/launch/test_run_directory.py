@@ -14,7 +14,7 @@ import pytest
 from fsdp_tune.errors import FsdpTuneError
 from fsdp_tune.launch.accelerate import launch_plan
 from fsdp_tune.launch.lock import locked
-from fsdp_tune.launch.resume import Start, check_data, decide, move_aside, refuse_when_continued, wait_for_run
+from fsdp_tune.launch.resume import Start, check_data, decide, move_aside, refuse_beyond_end, refuse_when_continued, wait_for_run
 from fsdp_tune.launch.run_files import RunFiles, write_run
 from fsdp_tune.launch.status import run_status
 from fsdp_tune.manifest import MANIFEST_NAME, Manifest, digest_file
@@ -123,6 +123,35 @@ def test_a_directory_of_somebody_else_is_neither_filled_nor_moved(fresh: RunDir,
             decide(fresh, resolved(tmp_path), None, **arguments)
     with pytest.raises(FsdpTuneError, match="not empty"):
         decide(fresh, resolved(tmp_path), "auto", overwrite=False)
+
+
+@pytest.mark.parametrize("max_steps", [35, 20])
+def test_checkpoint_beyond_the_end_of_the_recipe_is_refused_with_the_ways_out(fresh: RunDir, tmp_path: Path, max_steps: int) -> None:
+    used(fresh, tmp_path, "training.max_steps=36")
+    for step in (18, 36):
+        checkpoint(fresh, step)
+    finish(fresh, 36)
+    with pytest.raises(FsdpTuneError, match=f"is at step 36, and the recipe ends at step {max_steps}") as caught:
+        decide(fresh, resolved(tmp_path, f"training.max_steps={max_steps}"), "auto", overwrite=False)
+    assert caught.value.exit_code == 2
+    assert "training.max_steps=36" in caught.value.problems[0].ways_out[0]
+    assert f"--resume {fresh.checkpoint(18)}" in caught.value.problems[0].ways_out[1]
+
+
+@pytest.mark.parametrize("max_steps", [36, 37])
+def test_checkpoint_at_or_before_the_end_of_the_recipe_is_resumed(fresh: RunDir, tmp_path: Path, max_steps: int) -> None:
+    used(fresh, tmp_path, "training.max_steps=40")
+    checkpoint(fresh, 36)
+    assert decide(fresh, resolved(tmp_path, f"training.max_steps={max_steps}"), "auto", overwrite=False).step == 36
+
+
+def test_epochs_that_end_before_the_checkpoint_are_refused(fresh: RunDir, tmp_path: Path) -> None:
+    used(fresh, tmp_path, "training.num_train_epochs=3")
+    checkpoint(fresh, 30)
+    start = decide(fresh, resolved(tmp_path, "training.num_train_epochs=2"), "auto", overwrite=False)
+    refuse_beyond_end(start, 30)
+    with pytest.raises(FsdpTuneError, match="is at step 30, and the recipe ends at step 20"):
+        refuse_beyond_end(start, 20)
 
 
 def test_an_empty_directory_is_filled(fresh: RunDir, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fsdp_tune.manifest import MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
-from fsdp_tune.run_dir import CHECKPOINT_KIND, RunDir, complete_checkpoints
+from fsdp_tune.manifest import DAMAGE_NAME, MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
+from fsdp_tune.run_dir import CHECKPOINT_KIND, Rejected, RunDir, complete_checkpoints, inspect_checkpoint, latest_checkpoint
 from fsdp_tune.worker.rotation import remove_leftovers, rotate
 from tests.parity import runs
 from tests.parity.bench import Bench
@@ -96,6 +96,16 @@ def test_checkpoint_lists_every_file_and_nothing_is_left_beside_it(bench: Bench)
         assert damage(run.checkpoint(step), manifest, digests=True) == []
         assert (manifest.facts["step"], manifest.facts["world_size"], manifest.facts["mesh"]) == (step, 2, [2])
     assert not [path.name for path in run.path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.ranks
+def test_finished_run_keeps_both_its_last_and_its_best_checkpoint(bench: Bench) -> None:
+    best_is_first = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    every_second = {"max_steps": 6, "save_steps": 2, "eval_steps": 2, "warmup_steps": 0, "save_total_limit": 1}
+    recipe = runs.merged(Case().recipe(str(bench.model("llama"))), {"training": best_is_first | every_second})
+    run = runs.write_run(bench.new_folder(), recipe, bench.store)
+    runs.train(bench.pool, run, 2)
+    assert steps(run) == [6, 2]
 
 
 @pytest.mark.ranks
@@ -213,3 +223,35 @@ def test_probe_that_fails_ends_the_run_after_one_step(bench: Bench) -> None:
     outcomes = bench.pool.run(2, functools.partial(worker, str(run.path)))
     assert [(outcome["exit_code"], outcome["step"]) for outcome in outcomes] == [(1, 1), (1, 1)]
     assert "No space left" in json.dumps(outcomes[0]["problem"])
+
+
+def test_checkpoint_found_damaged_by_its_digest_no_longer_counts_for_the_limit(run: RunDir) -> None:
+    for step in (10, 20, 30):
+        complete(run, step)
+    (run.checkpoint(20) / "weights").write_bytes(b"?")
+    assert latest_checkpoint(run)[0] == latest_checkpoint(run, digests=True)[0]
+    assert steps(run) == [30, 20, 10], "nothing has read it"
+    assert isinstance(inspect_checkpoint(run.checkpoint(20), digests=True), Rejected)
+    with patch("fsdp_tune.manifest.digest_file", side_effect=AssertionError("rotation reads no file")):
+        assert rotate(run, 2, protected={30}) == []
+        assert steps(run) == [30, 10]
+    assert run.checkpoint(20).is_dir(), "it is kept as evidence"
+
+
+def test_damaged_checkpoint_counts_again_when_its_file_is_replaced(run: RunDir) -> None:
+    folder = complete(run, 20)
+    (folder / "weights").write_bytes(b"?")
+    assert isinstance(inspect_checkpoint(folder, digests=True), Rejected)
+    assert steps(run) == []
+    (folder / "weights").unlink()
+    (folder / "weights").write_bytes(bytes([20]))
+    assert steps(run) == [20]
+    assert not isinstance(inspect_checkpoint(folder, digests=True), Rejected)
+    assert [path.name for path in folder.iterdir() if path.name == DAMAGE_NAME] == []
+
+
+def test_damage_in_a_directory_that_cannot_be_written_is_still_reported(run: RunDir) -> None:
+    folder = complete(run, 20)
+    (folder / "weights").write_bytes(b"?")
+    with patch("fsdp_tune.manifest.write_json", side_effect=PermissionError("read-only")):
+        assert isinstance(inspect_checkpoint(folder, digests=True), Rejected)
