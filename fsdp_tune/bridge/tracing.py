@@ -1,12 +1,13 @@
 """Traces of recipes, from a cache or from a child process that imports torch: the surface never does.
 
-A trace depends on what the key holds and on nothing else: the recipe without the keys that no allocation sees, the model's
-configuration, the versions of torch, transformers and this package's own sources.
+The name of a cached trace is a digest of everything that the trace depends on: the recipe's keys that affect memory or time
+(`recipe.effects`), the model's configuration, this package's sources, and the installed packages with their versions.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -14,31 +15,22 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
 import fsdp_tune
+from fsdp_tune.data.hub import cached_model_file
 from fsdp_tune.errors import FsdpTuneError, Problem
 from fsdp_tune.launch import children
 from fsdp_tune.plan.kept import state_of
 from fsdp_tune.plan.trace_format import Trace
+from fsdp_tune.recipe.effects import Affects
+from fsdp_tune.recipe.keys import effect_of, values_by_key
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run_dir import run_of
 
+CONFIG = "config.json"
 COMMAND = (sys.executable, "-P", "-m", "fsdp_tune.trace.many")
-_UNSEEN = ("name", "output_dir", "checkpoint", "merge", "recipe_version")
-"""Sections and keys that change nothing on the device."""
-_SEEN_OF_DATA = ("max_length", "packing", "pad_to_multiple_of")
-_SEEN_OF_LAUNCH = ("num_processes", "num_machines", "device")
-_SEEN_OF_TRAINING = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "optim",
-    "optim_args",
-    "max_grad_norm",
-    "label_smoothing_factor",
-    "weight_decay",
-)
 
 
 class Tracing:
@@ -58,8 +50,8 @@ class Tracing:
     ) -> None:
         self.cache, self.exact, self.vocabulary, self.offline, self.traced = cache, exact, vocabulary, offline, traced
         self._found: dict[str, Trace | FsdpTuneError] = {}
-        self._asked: list[str] = []
-        """Keys, by the number of their job."""
+        self._asked: list[tuple[str, Recipe]] = []
+        """Keys and recipes, by the number of their job."""
         self._child: subprocess.Popen[str] | None = None
         self._log: IO[str] | None = None
 
@@ -82,16 +74,16 @@ class Tracing:
 
     def ask(self, recipes: Sequence[Recipe]) -> list[str]:
         """Has resolved recipes traced in the background; returns the keys for `result`."""
-        keys = [trace_key(recipe, exact=self.exact, vocabulary=self.vocabulary) for recipe in recipes]
+        keys = [self._key(recipe) for recipe in recipes]
         for key, recipe in zip(keys, recipes, strict=True):
-            if key in self._found or key in self._asked:
+            if key in self._found or any(key == asked for asked, _ in self._asked):
                 continue
             cached = _cached(self._file(key))
             if cached is not None:
                 self._found[key] = cached
                 continue
             self._send({"job": len(self._asked), "recipe": recipe.model_dump(mode="json", by_alias=True), "output": str(self._file(key))})
-            self._asked.append(key)
+            self._asked.append((key, recipe))
         return keys
 
     def result(self, key: str) -> Trace | FsdpTuneError:
@@ -102,6 +94,9 @@ class Tracing:
 
     def __call__(self, recipes: Sequence[Recipe]) -> list[Trace | FsdpTuneError]:
         return [self.result(key) for key in self.ask(recipes)]
+
+    def _key(self, recipe: Recipe) -> str:
+        return trace_key(recipe, exact=self.exact, vocabulary=self.vocabulary)
 
     def _file(self, key: str) -> Path:
         return self.cache / f"{key}.npz"
@@ -126,11 +121,13 @@ class Tracing:
         line = self._child.stdout.readline()
         if not line:
             lost = self._last_words(self._child.wait())
-            self._found |= {key: lost for key in self._asked if key not in self._found}
+            self._found |= {key: lost for key, _ in self._asked if key not in self._found}
             return
         answer = json.loads(line)
-        key = self._asked[answer["job"]]
+        key, recipe = self._asked[answer["job"]]
         self._found[key] = _result(self._file(key), answer["problems"])
+        if self._key(recipe) != key:  # the model's configuration was downloaded or edited meanwhile
+            self._file(key).unlink(missing_ok=True)
         self.traced()
 
     def _last_words(self, code: int) -> FsdpTuneError:
@@ -144,35 +141,38 @@ class Tracing:
 
 
 def trace_key(recipe: Recipe, *, exact: bool, vocabulary: int | None) -> str:
-    """Names a trace by everything that it depends on."""
-    data: dict[str, Any] = recipe.model_dump(mode="json", by_alias=True)
-    for name in _UNSEEN:
-        data.pop(name)
-    for section, seen in (("data", _SEEN_OF_DATA), ("launch", _SEEN_OF_LAUNCH), ("training", _SEEN_OF_TRAINING)):
-        data[section] = {key: value for key, value in data[section].items() if key in seen}
-    parts = [json.dumps(data, sort_keys=True), str(exact), str(vocabulary), _configuration(recipe), _sources(), *_versions()]
+    """Return the name of a trace: a digest of everything that it depends on."""
+    values = {key: value for key, value in values_by_key(recipe).items() if effect_of(key).affects & (Affects.MEMORY | Affects.TIME)}
+    parts = [json.dumps(values, sort_keys=True), str(exact), str(vocabulary), _configuration(recipe), *installed_code()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def _configuration(recipe: Recipe) -> str:
-    """The config.json of a local model: two of them may have one path."""
-    for path in (recipe.model.name_or_path, recipe.model.from_config):
-        file = Path(path) if isinstance(path, str) else None
-        config = file / "config.json" if file is not None and file.is_dir() else file
-        if config is not None and config.is_file():
-            return hashlib.sha256(config.read_bytes()).hexdigest()
-    return ""
+    """Return a digest of the model's config.json, and of the code next to it that `trust_remote_code` runs.
+
+    A hub model that is not cached is traced from the facts in the package, or from what the trace downloads: `_receive` keeps
+    only the first.
+    """
+    if isinstance(recipe.model.from_config, dict):
+        return "inline"
+    source = str(recipe.model.from_config or recipe.model.name_or_path)
+    run = run_of(Path(source)) if recipe.model.from_config is None else None
+    path = run.model if run is not None else Path(source)
+    if not path.exists():
+        cached = cached_model_file(source, recipe.model.revision, CONFIG)
+        if cached is None:
+            return "not cached"
+        path = cached.parent
+    files = [path / CONFIG, *sorted(path.glob("*.py"))] if path.is_dir() else [path]
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
+    return " ".join([path.name, *digests])
 
 
-def _sources() -> str:
-    """The package's own code that a trace runs, by size and time of change."""
-    root = Path(fsdp_tune.__file__).parent
-    states = "".join(state_of(root / part) for part in ("trace", "model", "recipe"))
-    return hashlib.sha256(states.encode()).hexdigest()
-
-
-def _versions() -> list[str]:
-    return [f"{name} {metadata.version(name)}" for name in ("torch", "transformers")]
+@functools.cache
+def installed_code() -> tuple[str, ...]:
+    """Return the state of this package's sources, and every installed distribution with its version (`torch-2.13.0.dist-info`)."""
+    installed = {found.name for folder in sys.path for found in Path(folder).glob("*.dist-info")}
+    return (state_of(Path(fsdp_tune.__file__).parent), sys.version, *sorted(installed))
 
 
 def _cached(path: Path) -> Trace | None:

@@ -156,6 +156,19 @@ def download_model(name: str, revision: str) -> Path:
     return snapshot(Wanted("model", name, "model.name_or_path", "model-not-found"), MODEL_FILES, revision=revision)
 
 
+def cached_model_file(name: str, revision: str, file: str) -> Path | None:
+    """Return a file of a model repository in the local cache, in the folder of its commit; None where it is not cached."""
+    from huggingface_hub import constants
+
+    repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (repository / "refs" / revision).read_text(encoding="utf-8").strip()
+    except OSError:
+        commit = revision
+    path = repository / "snapshots" / commit / file
+    return path if path.is_file() else None
+
+
 def _first_hop(endpoint: str) -> tuple[str, int]:
     url = urllib.parse.urlsplit(endpoint)
     proxy = urllib.request.getproxies().get(url.scheme)

@@ -18,7 +18,8 @@ from fsdp_tune.errors import FsdpTuneError, Notice, Problem, Where, failed_error
 from fsdp_tune.launch.lock import has_owner, in_use, locked, refuse_when_held
 from fsdp_tune.launch.processes import is_rank_of
 from fsdp_tune.launch.ranks import read_heartbeat, read_outcome
-from fsdp_tune.launch.resume_diff import Change, ChangeClass, check, compare
+from fsdp_tune.launch.resume_diff import Change, check, compare
+from fsdp_tune.recipe.effects import OnResume
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.training_fields import training_value
 from fsdp_tune.run_dir import Checkpoint, RunDir, checkpoint_step, complete_checkpoints, inspect_checkpoint, latest_checkpoint
@@ -278,7 +279,7 @@ def wait_for_run(run: RunDir, recipe: Recipe, *, patience_seconds: float = 3600.
 def _is_for(run: RunDir, recipe: Recipe) -> bool:
     theirs = read_resolved(run)
     same_launch = (theirs.world_size, theirs.launch.num_machines) == (recipe.world_size, recipe.launch.num_machines)
-    return same_launch and all(change.kind is ChangeClass.FREE for change in compare(theirs, recipe))
+    return same_launch and all(change.kind is OnResume.FREE for change in compare(theirs, recipe))
 
 
 def _finished_step(run: RunDir) -> int | None:

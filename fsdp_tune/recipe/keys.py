@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from fsdp_tune.recipe.effects import UNDECLARED, Effect
 from fsdp_tune.recipe.kinds import Says, Section
 from fsdp_tune.recipe.scalars import enumerated
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.training_fields import TRAINING_FIELDS, owner_of
+from fsdp_tune.recipe.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, owner_of
 
 Path = tuple[str | int, ...]
 _SCALAR_WORDS: dict[object, str] = {
@@ -40,6 +41,11 @@ class Key:
     @property
     def name(self) -> str:
         return ".".join(self.path)
+
+    @property
+    def effect(self) -> Effect | None:
+        """The declared effect: the field's own, or that of its section."""
+        return next((item for item in self.field.metadata if isinstance(item, Effect)), self.section.default_effect)
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -71,6 +77,35 @@ def _walk(section: type[Section], prefix: tuple[str, ...]) -> Iterator[Key]:
 def all_keys() -> tuple[Key, ...]:
     """Every key in the order of the schema, sections before what they hold."""
     return tuple(_walk(Recipe, ()))
+
+
+@cache
+def _declared_effects() -> dict[str, Effect]:
+    passed = {f"training.{name}": effect for name, effect in PASSED_EFFECTS.items()}
+    return passed | {key.name: key.effect for key in all_keys() if key.effect is not None}
+
+
+def effect_of(name: str) -> Effect:
+    """Return the declared effect of a key (`data.max_length`), or of the mapping that holds it (`launch.env.OMP_NUM_THREADS`).
+
+    A key without a declaration affects everything.
+    """
+    parts = name.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((found for prefix in prefixes if (found := _declared_effects().get(prefix)) is not None), UNDECLARED)
+
+
+def values_by_key(recipe: Recipe) -> dict[str, Any]:
+    """Return every key with its value as JSON: `{"fsdp.version": 2, …}`. Lists are values; mappings are keys, unless empty."""
+    return dict(_values(recipe.model_dump(mode="json", by_alias=True), ""))
+
+
+def _values(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, inner in value.items():
+        if isinstance(inner, dict) and inner:
+            yield from _values(cast(dict[str, Any], inner), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", inner
 
 
 def field_at(path: Sequence[str | int]) -> FieldInfo | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from fsdp_tune.recipe.effects import Effect
 from fsdp_tune.units import parse_bytes, parse_seconds
 
 
@@ -15,6 +16,8 @@ class Section(BaseModel):
     """A group of keys. Frozen, nothing unknown is taken, and no value is cast to another type."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    default_effect: ClassVar[Effect | None] = None
+    """The effect of each key that declares none of its own; None where each key declares one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ follow from several keys are properties of `Recipe`.
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import ConfigDict
 
+from fsdp_tune.recipe.effects import DATA, FREE, MEMORY, NOTHING, NUMBERS, REFUSED, TIME, TRAJECTORY, Effect
 from fsdp_tune.recipe.kinds import (
     Auto,
     DataFormat,
@@ -63,6 +64,8 @@ ComputeDtype = Literal["fp32", "bf16", "fp16"]
 
 
 class Parallelism(Section):
+    default_effect = Effect(MEMORY | TIME, FREE)
+
     dp_replicate_size: Whole | Auto = "auto"
     """Copies of the sharded model (HYBRID_SHARD); auto: one per machine, two on a single machine."""
     dp_shard_size: Whole | Auto = "auto"
@@ -76,6 +79,8 @@ class Parallelism(Section):
 
 
 class Fsdp(Section):
+    default_effect = Effect(MEMORY | TIME, FREE)
+
     version: FsdpVersion = 2
     """FSDP2 (`fully_shard`), or the deprecated FSDP1."""
     sharding_strategy: ShardingStrategy = "FULL_SHARD"
@@ -113,6 +118,8 @@ class Fsdp(Section):
 
 
 class Precision(Section):
+    default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
+
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = "bf16"
     """Compute dtype; no = that of `model.dtype`. The YAML boolean false is taken too."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -122,6 +129,8 @@ class Precision(Section):
 
 
 class EarlyStopping(Section):
+    default_effect = Effect(NUMBERS, TRAJECTORY)
+
     patience: Whole = 3
     """Evaluations without progress before the run ends."""
     threshold: PositiveOrZero = 0.0
@@ -133,48 +142,48 @@ class Training(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    global_batch_size: Whole | None = None
+    global_batch_size: Annotated[Whole | None, Effect(NUMBERS, TRAJECTORY)] = None
     """Sequences per optimizer step (a packed row is one); gives gradient_accumulation_steps."""
-    per_device_train_batch_size: Whole = 1
+    per_device_train_batch_size: Annotated[Whole, Effect(MEMORY | TIME, FREE)] = 1
     """Sequences of one forward pass on one device."""
-    per_device_train_batch_tokens: Whole | None = None
+    per_device_train_batch_tokens: Annotated[Whole | None, Effect(MEMORY | TIME, FREE)] = None
     """Token slots of one forward pass on one device, padding included: rows are put together by length; a multiple of data.max_length."""
-    per_device_eval_batch_size: Whole | None = None
+    per_device_eval_batch_size: Annotated[Whole | None, Effect(MEMORY | TIME, FREE)] = None
     """null = per_device_train_batch_size."""
-    gradient_accumulation_steps: Whole | None = None
+    gradient_accumulation_steps: Annotated[Whole | None, Effect(MEMORY | TIME, FREE)] = None
     """Micro-batches per step; null = from global_batch_size, else 1."""
-    learning_rate: PositiveOrZero = 2.0e-5
+    learning_rate: Annotated[PositiveOrZero, Effect(NUMBERS, TRAJECTORY)] = 2.0e-5
     """Peak learning rate."""
-    warmup_steps: PositiveOrZero = 0
+    warmup_steps: Annotated[PositiveOrZero, Effect(NUMBERS, TRAJECTORY)] = 0
     """Steps, or a share of all steps when below 1."""
-    logging_steps: Whole = 10
+    logging_steps: Annotated[Whole, Effect(NOTHING, FREE)] = 10
     """Steps between two lines of metrics.jsonl."""
-    eval_strategy: Literal["auto", "no", "steps", "epoch"] = "auto"
+    eval_strategy: Annotated[Literal["auto", "no", "steps", "epoch"], Effect(MEMORY, FREE)] = "auto"
     """When to evaluate; auto = with every save when `data.eval` is there."""
-    save_steps: Whole | Fraction = 500
+    save_steps: Annotated[Whole | Fraction, Effect(NOTHING, FREE)] = 500
     """Steps between checkpoints, or a share of all steps; `epoch` and `no` by save_strategy."""
-    save_total_limit: WholeOrZero | None = 2
+    save_total_limit: Annotated[WholeOrZero | None, Effect(NOTHING, FREE)] = 2
     """Complete checkpoints to keep; the newest and the best are never deleted. 0 or null keeps all."""
-    report_to: list[Text] = ["tensorboard"]
+    report_to: Annotated[list[Text], Effect(NOTHING, FREE)] = ["tensorboard"]
     """Trackers; tensorboard is written to RUN/tensorboard."""
-    seed: WholeOrZero = 42
+    seed: Annotated[WholeOrZero, Effect(DATA | NUMBERS, REFUSED)] = 42
     """Initial weights, dropout, LoRA."""
-    data_seed: WholeOrZero | None = None
+    data_seed: Annotated[WholeOrZero | None, Effect(DATA, REFUSED)] = None
     """Order of the rows; null = `seed`. Never the eval split."""
-    push_to_hub: bool = False
+    push_to_hub: Annotated[bool, Effect(NOTHING, FREE)] = False
     """Uploads merged/ once, at the end; private by default."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: Annotated[Literal["stop", "skip"], Effect(NUMBERS, TRAJECTORY)] = "stop"
     """What a loss or gradient that is not finite does."""
-    early_stopping: EarlyStopping | None = None
+    early_stopping: Annotated[EarlyStopping | None, Effect(NUMBERS, TRAJECTORY)] = None
     """{patience: 3, threshold: 0.0} on metric_for_best_model."""
 
 
 class Recipe(Section):
-    recipe_version: RecipeVersion = 1
+    recipe_version: Annotated[RecipeVersion, Effect(NOTHING, REFUSED)] = 1
     """Version of this format."""
-    name: RunName | None = None
+    name: Annotated[RunName | None, Effect(NOTHING, FREE)] = None
     """null = the file's stem."""
-    output_dir: Text = "runs/{name}"
+    output_dir: Annotated[Text, Effect(NOTHING, FREE)] = "runs/{name}"
     """Only {name} and {seed} are filled in; relative to where the command is run."""
     model: Model = Model()
     data: Data = Data()
@@ -182,9 +191,9 @@ class Recipe(Section):
     fsdp: Fsdp = Fsdp()
     precision: Precision = Precision()
     training: Training = Training()
-    lora: dict[str, Any] | None = None
+    lora: Annotated[dict[str, Any] | None, Effect(MEMORY | TIME | NUMBERS, REFUSED)] = None
     """{r: 16, alpha: 32, dropout: 0.05, target_modules: all-linear, bias: none}, or any other name of PEFT's LoraConfig."""
-    quantization: dict[str, Any] | None = None
+    quantization: Annotated[dict[str, Any] | None, Effect(MEMORY | TIME | NUMBERS, REFUSED)] = None
     """{load: nf4, double_quant: true}."""
     kernels: Kernels = Kernels()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -8,10 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
 
+from fsdp_tune.recipe.effects import DATA, FREE, MEMORY, NOTHING, NUMBERS, REFUSED, TIME, Effect
 from fsdp_tune.recipe.kinds import Auto, DataFormat, Fraction, LossOn, Positive, Section, Text, Whole
 
 
 class Tokens(Section):
+    default_effect = Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)
+
     pad: Text | None = None
     """Padding token; null = the tokenizer's, else one is chosen and said. Never trained."""
     eos: Text | None = None
@@ -21,23 +24,25 @@ class Tokens(Section):
 
 
 class Model(Section):
-    name_or_path: Text | None = None
+    default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
+
+    name_or_path: Annotated[Text | None, Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)] = None
     """Hub id, HF directory, RUN, or RUN/checkpoint-N (weights only). Required unless `from_config` is given."""
-    revision: Text = "main"
+    revision: Annotated[Text, Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)] = "main"
     """Branch, tag or commit; resolved once to a commit, recorded, the same on all ranks and on resume."""
-    tokenizer: Text | None = None
+    tokenizer: Annotated[Text | None, Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)] = None
     """Hub id, directory or `builtin:NAME`; null = `name_or_path`."""
-    tokenizer_revision: Text | None = None
+    tokenizer_revision: Annotated[Text | None, Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)] = None
     """null = `revision` when the repository is the same, else main."""
     from_config: Text | dict[str, Any] | None = None
     """A config.json, or the mapping inline (`{model_type: llama, hidden_size: 512}`): random weights."""
     config_overrides: dict[str, Any] = {}
     """Fields of the model's config class to change (`{attention_dropout: 0.0}`), checked against the class."""
-    trust_remote_code: bool = False
+    trust_remote_code: Annotated[bool, Effect(MEMORY | TIME | NUMBERS, FREE)] = False
     """Runs Python from the model's repository. Honoured only together with `--trust-remote-code`."""
     resize_embeddings: bool = False
     """A tokenizer larger than the embedding is an error; true grows the embedding instead."""
-    attn_implementation: Text = "auto"
+    attn_implementation: Annotated[Text, Effect(MEMORY | TIME, FREE)] = "auto"
     """Attention kernel, by transformers' names (sdpa, flash_attention_2, eager …)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Storage of TRAINED parameters: fp32 master weights, or pure bf16 (half the memory, small updates are lost)."""
@@ -58,6 +63,8 @@ BUILDERS = ("json", "parquet", "csv", "text", "arrow")
 
 
 class DataSource(Section):
+    default_effect = Effect(DATA, REFUSED)
+
     path: Text
     """What exists on disk is local; json | parquet | csv | text | arrow = builder with `data_files`; `builtin:NAME`; else a hub id."""
     name: Text | None = None
@@ -89,11 +96,15 @@ class DataSource(Section):
 
 
 class EvalFraction(Section):
+    default_effect = Effect(DATA | MEMORY, REFUSED)
+
     fraction: Fraction
     """Share of the training rows held out, chosen by row hash, before packing."""
 
 
 class EvalRows(Section):
+    default_effect = Effect(DATA | MEMORY, REFUSED)
+
     rows: Whole
     """Rows held out, chosen by row hash, before packing."""
 
@@ -117,6 +128,8 @@ EvalSets = Annotated[
 
 
 class Mixture(Section):
+    default_effect = Effect(DATA, REFUSED)
+
     temperature: Positive = 1.0
     """1 = by size; above 1 flattens the shares of the sources (size ** (1 / temperature))."""
     stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
@@ -124,44 +137,44 @@ class Mixture(Section):
 
 
 class Data(Section):
-    train: list[DataSource] = []
+    train: Annotated[list[DataSource], Effect(DATA, REFUSED)] = []
     """Sources of the training rows; several mix."""
-    eval: EvalSets | None = None
+    eval: Annotated[EvalSets | None, Effect(DATA | MEMORY, REFUSED)] = None
     """{fraction: 0.01} | {rows: 500} | a list, each entry a set of its own, named by label."""
-    format: DataFormat = "auto"
+    format: Annotated[DataFormat, Effect(DATA, REFUSED)] = "auto"
     """Format of the rows; auto finds it by the columns, and two that match are an error."""
-    loss_on: LossOn = "auto"
+    loss_on: Annotated[LossOn, Effect(DATA, REFUSED)] = "auto"
     """Which tokens are trained; auto: text all, prompt_completion and alpaca completion, chats assistant."""
-    chat_template: Text | None = None
+    chat_template: Annotated[Text | None, Effect(DATA, REFUSED)] = None
     """null = the tokenizer's | bundled name | file.jinja | hub id; chats with none are an error."""
-    max_length: Whole = 2048
+    max_length: Annotated[Whole, Effect(DATA | MEMORY | TIME, REFUSED)] = 2048
     """Tokens of one row; longer rows follow `overlong`."""
-    overlong: Literal["auto", "truncate", "drop", "split", "error"] = "auto"
+    overlong: Annotated[Literal["auto", "truncate", "drop", "split", "error"], Effect(DATA, REFUSED)] = "auto"
     """What happens to rows above max_length; auto = split for text, else truncate. Always counted."""
-    packing: bool = False
+    packing: Annotated[bool, Effect(DATA | MEMORY | TIME, REFUSED)] = False
     """Joins examples into rows of `max_length`; no token attends across examples."""
-    packing_strategy: Literal["bfd", "wrapped"] = "bfd"
+    packing_strategy: Annotated[Literal["bfd", "wrapped"], Effect(DATA, REFUSED)] = "bfd"
     """bfd = best fit, keeps documents whole; wrapped cuts documents and fills every row."""
-    eval_packing: bool | None = None
+    eval_packing: Annotated[bool | None, Effect(DATA | MEMORY, FREE)] = None
     """null = `packing`."""
-    separator: str = ""
+    separator: Annotated[str, Effect(DATA, REFUSED)] = ""
     """Stands between prompt and completion."""
-    append_eos: bool | Auto = "auto"
+    append_eos: Annotated[bool | Auto, Effect(DATA, REFUSED)] = "auto"
     """End of sequence after each example, supervised; auto = all but tokenized. Never doubled."""
-    streaming: bool = False
+    streaming: Annotated[bool, Effect(DATA | MEMORY | TIME, REFUSED)] = False
     """Reads rows while training; needs training.max_steps."""
-    shuffle: bool = True
+    shuffle: Annotated[bool, Effect(DATA, REFUSED)] = True
     """Shuffles the training rows each epoch; the order depends on the seed and the epoch alone."""
-    shuffle_buffer_size: Whole = 10000
+    shuffle_buffer_size: Annotated[Whole, Effect(DATA | MEMORY, REFUSED)] = 10000
     """Rows; streaming only."""
     mixture: Mixture = Mixture()
-    pad_to_multiple_of: Whole = 8
+    pad_to_multiple_of: Annotated[Whole, Effect(MEMORY | TIME, FREE)] = 8
     """Tokens; rows are padded to the longest of the batch, rounded up to this."""
-    on_bad_row: Literal["error", "skip"] = "error"
+    on_bad_row: Annotated[Literal["error", "skip"], Effect(DATA, REFUSED)] = "error"
     """skip counts bad rows and writes them to a file."""
-    num_proc: Whole | Auto = "auto"
+    num_proc: Annotated[Whole | Auto, Effect(NOTHING, FREE)] = "auto"
     """Processes that tokenise; auto = min(16, cores)."""
-    cache_dir: Text | None = None
+    cache_dir: Annotated[Text | None, Effect(NOTHING, FREE)] = None
     """Prepared data; null = $XDG_CACHE_HOME/fsdp-tune."""
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from fsdp_tune.recipe.effects import FREE, MEMORY, NOTHING, NUMBERS, REFUSED, TIME, TRAJECTORY, Effect
 from fsdp_tune.recipe.scalars import enumerated
 from fsdp_tune.recipe.schema import Training
 
@@ -106,6 +107,26 @@ _OWNED: dict[str, str] = {
     "eval_use_gather_object": "evaluation is by loss",
     "eval_accumulation_steps": "evaluation is by loss, and no logits are kept",
 }
+PASSED_EFFECTS: dict[str, Effect] = {
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), Effect(NUMBERS, REFUSED)),
+    **dict.fromkeys(("optim", "optim_args", "optim_target_modules"), Effect(MEMORY | TIME | NUMBERS, REFUSED)),
+    **dict.fromkeys(
+        ("label_smoothing_factor", "max_grad_norm", "neftune_noise_alpha", "weight_decay"), Effect(MEMORY | TIME | NUMBERS, TRAJECTORY)
+    ),
+    **dict.fromkeys(("lr_scheduler_kwargs", "lr_scheduler_type", "max_steps", "num_train_epochs"), Effect(NUMBERS, TRAJECTORY)),
+    **dict.fromkeys(
+        ("dataloader_num_workers", "dataloader_prefetch_factor", "debug", "full_determinism", "tf32"), Effect(MEMORY | TIME, FREE)
+    ),
+    **dict.fromkeys(
+        (
+            *("eval_delay", "eval_on_start", "eval_steps", "greater_is_better", "load_best_model_at_end", "metric_for_best_model"),
+            *("hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy", "logging_first_step"),
+            *("logging_strategy", "project", "save_strategy", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
+        ),
+        Effect(NOTHING, FREE),
+    ),
+}
+"""The effects of the fields that `training:` passes on; a field of a newer transformers affects everything until it has a row."""
 _RANGES: dict[str, tuple[float, bool]] = {
     # name: (least value, whether that value itself is allowed)
     "num_train_epochs": (0, False),

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.launch.resume_diff import ChangeClass, check, class_of, compare
+from fsdp_tune.launch.resume_diff import check, compare
+from fsdp_tune.recipe.effects import OnResume
+from fsdp_tune.recipe.keys import effect_of
 from fsdp_tune.recipe.loader import parse_recipe
 from fsdp_tune.recipe.resolve import Machine, resolve
 from fsdp_tune.recipe.schema import Recipe
@@ -24,7 +26,7 @@ def resolved(tmp_path: Path, *overrides: str) -> Recipe:
     return resolve(loaded.recipe, Machine(None, 0, 4, None), cwd=tmp_path).recipe
 
 
-def changes(tmp_path: Path, *overrides: str) -> dict[str, ChangeClass]:
+def changes(tmp_path: Path, *overrides: str) -> dict[str, OnResume]:
     return {change.key: change.kind for change in compare(resolved(tmp_path), resolved(tmp_path, *overrides))}
 
 
@@ -47,7 +49,7 @@ def test_the_same_recipe_has_no_change(tmp_path: Path) -> None:
     ],
 )
 def test_how_a_run_is_executed_and_observed_is_free(tmp_path: Path, override: str) -> None:
-    assert set(changes(tmp_path, override).values()) <= {ChangeClass.FREE}
+    assert set(changes(tmp_path, override).values()) <= {OnResume.FREE}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_how_a_run_is_executed_and_observed_is_free(tmp_path: Path, override: st
 def test_what_the_next_steps_do_is_accepted_and_told(tmp_path: Path, override: str, key: str) -> None:
     found = compare(resolved(tmp_path), resolved(tmp_path, override))
     assert [change.key for change in check(found)] == [key]
-    assert {change.key: change.kind for change in found}[key] is ChangeClass.TRAJECTORY
+    assert {change.key: change.kind for change in found}[key] is OnResume.TRAJECTORY
 
 
 @pytest.mark.parametrize(
@@ -102,37 +104,34 @@ def test_all_refused_keys_are_told_at_once(tmp_path: Path) -> None:
 def test_another_split_of_the_same_global_batch_is_free(tmp_path: Path) -> None:
     found = changes(tmp_path, "training.per_device_train_batch_size=1", "launch.num_processes=4")
     assert found
-    assert set(found.values()) == {ChangeClass.FREE}
+    assert set(found.values()) == {OnResume.FREE}
 
 
 def test_a_token_budget_is_another_split(tmp_path: Path) -> None:
     keys = ("training.per_device_train_batch_tokens=4096", "data.max_length=2048")
     found = changes(tmp_path, *keys)
-    assert {kind for key, kind in found.items() if key.startswith("training.")} <= {ChangeClass.FREE}
+    assert {kind for key, kind in found.items() if key.startswith("training.")} <= {OnResume.FREE}
 
 
 def test_an_explicit_default_is_no_change(tmp_path: Path) -> None:
     assert changes(tmp_path, "training.weight_decay=0.0", "training.max_grad_norm=1.0") == {}
 
 
-def test_every_field_of_training_arguments_has_a_class_on_purpose() -> None:
+def test_optimizer_and_seeds_are_the_training_fields_that_cannot_change() -> None:
     passed = set(TRAINING_FIELDS.fields) - owned_names()
-    refused = {name for name in passed if class_of(f"training.{name}") is ChangeClass.REFUSED}
-    split = {"per_device_train_batch_size", "gradient_accumulation_steps"}  # compared as the global batch
-    assert refused - split == {
-        "seed",
-        "data_seed",
-        "optim",
-        "optim_args",
-        "optim_target_modules",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-    }
+    refused = {name for name in passed if effect_of(f"training.{name}").on_resume is OnResume.REFUSED}
+    assert refused == {"seed", "data_seed", "optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon"}
 
 
-def test_a_section_that_nobody_decided_on_is_refused() -> None:
-    assert class_of("a_new_section.key") is ChangeClass.REFUSED
-    assert {name for name in Recipe.model_fields if class_of(name) is ChangeClass.REFUSED} == {
-        *("recipe_version", "model", "data", "precision", "training", "lora", "quantization")
-    }
+EVAL_SETS = 'data.eval=[{path: "builtin:arithmetic", split: test}]'
+
+
+def test_eval_sets_of_their_own_may_be_added_and_removed(tmp_path: Path) -> None:
+    without, with_sets = resolved(tmp_path), resolved(tmp_path, EVAL_SETS)
+    assert check(compare(without, with_sets)) == []
+    assert check(compare(with_sets, without)) == []
+
+
+def test_rows_held_out_of_training_may_not_be_released(tmp_path: Path) -> None:
+    with pytest.raises(FsdpTuneError, match=r"data\.eval"):
+        check(compare(resolved(tmp_path, "data.eval={rows: 5}"), resolved(tmp_path, EVAL_SETS)))
