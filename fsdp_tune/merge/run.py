@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fsdp_tune.atomic import staged_directory
-from fsdp_tune.errors import FailedError, Notice, Problem, Where
+from fsdp_tune.errors import FailedError, Notice, Problem, Where, failed_error
 from fsdp_tune.merge import output as place
 from fsdp_tune.merge.companions import Companions
 from fsdp_tune.merge.contents import read_contents
@@ -198,16 +198,37 @@ def _copy(copy: Copy, stage: Path, show: Progress) -> tuple[Written, list[Notice
         child = stack.enter_context(Child("names", folder)) if folder is not None and copy.needs_parameter_list else None
         check = stack.enter_context(ManifestCheck(copy.selection.weights, THREADS, copy.pages))
         bar = stack.enter_context(show("merging", copy.layout.total_size_bytes, "bytes"))
-        try:
-            written = write_tensors(copy.sources, copy.layout, stage, read_back=read_back, advance=bar.advance)
-        except FailedError:
-            check.finish()  # a file that is not what was saved explains whatever else went wrong in it
-            raise
-        check.finish()
+        with _naming_rotation(copy.selection):
+            try:
+                written = write_tensors(copy.sources, copy.layout, stage, read_back=read_back, advance=bar.advance)
+            except FailedError:
+                check.finish()  # a file that is not what was saved explains whatever else went wrong in it
+                raise
+            check.finish()
         notices = (
             compare_parameters(child.answer(), copy.layout, copy.tied.left_out, folder) if child is not None and folder is not None else []
         )
     return written, notices
+
+
+@contextmanager
+def _naming_rotation(selection: Selection) -> Iterator[None]:
+    """Report a checkpoint that its run deleted during the merge as that, and not as damaged files."""
+    try:
+        yield
+    except FailedError as error:
+        gone = next((item.checkpoint for item in selection.weights if not item.checkpoint.is_dir()), None)
+        if selection.run is None or gone is None:
+            raise
+        raise failed_error(
+            "merge-rotated-away",
+            f"{gone.name} was deleted while it was being merged; a training run keeps its newest `training.save_total_limit` checkpoints",
+            where=Where(str(gone)),
+            ways_out=(
+                f"`fsdp-tune merge-checkpoint {selection.run.path}` merges the newest checkpoint",
+                "wait until the run has ended, or give it a larger `training.save_total_limit`",
+            ),
+        ) from error
 
 
 def _verify(copy: Copy, stage: Path, written: Written, show: Progress, *, allow_nonfinite: bool) -> list[Notice]:

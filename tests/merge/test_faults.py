@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 from fsdp_tune.atomic import Disk
 from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.merge import integrity
 from fsdp_tune.merge.reader import SourceFiles
 from fsdp_tune.merge.run import MergeOptions, merge_checkpoint
 from tests.faults.checks import in_child
@@ -207,6 +209,30 @@ def test_a_source_that_is_rotated_away_is_still_merged_whole(tmp_path):
     merge_checkpoint(tmp_path / "source", options, Interrupting(lambda: shutil.rmtree(tmp_path / "source")))
     merged = merged_tensors(tmp_path / "out")
     assert all(same_bits(merged[name], state[name]) for name in state)
+
+
+def test_checkpoint_that_its_run_deletes_during_the_merge_is_reported_as_rotated(run, monkeypatch):
+    """The digests read a few bytes at a time and open the file by its name again, so that no file of a thousand stays open."""
+    monkeypatch.setattr(integrity, "_TURN_BYTES", 64)
+    monkeypatch.setattr(integrity, "_READ_BYTES", 64)
+    rotated = threading.Event()
+    turn = integrity.ManifestCheck._turn
+
+    def after_rotation(self: integrity.ManifestCheck, one: integrity._Running, buffer: memoryview) -> bool:
+        if one.position:
+            rotated.wait(30)
+        return turn(self, one, buffer)
+
+    def rotate_away() -> None:
+        shutil.rmtree(run / "checkpoint-1")
+        rotated.set()
+
+    monkeypatch.setattr(integrity.ManifestCheck, "_turn", after_rotation)
+    with pytest.raises(FsdpTuneError, match="checkpoint-1 was deleted while it was being merged") as caught:
+        merge_checkpoint(run, OPTIONS, Interrupting(rotate_away))
+    assert [problem.code for problem in caught.value.problems] == ["merge-rotated-away"]
+    assert caught.value.exit_code == 1
+    assert not [path for path in run.iterdir() if path.name.startswith(".")]
 
 
 def test_a_source_of_too_many_files_that_is_rotated_away_is_one_error(tmp_path, monkeypatch):
