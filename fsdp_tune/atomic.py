@@ -8,10 +8,12 @@ Stage names start with `.` and end in `.stage-<pid>`, so that leftovers can be t
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -127,16 +129,102 @@ def publish(stage: Path, final: Path, *, replace: bool = False) -> None:
 
 
 @contextmanager
-def staged_directory(final: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Gives an empty stage directory; publishes it when the block ends well, removes it when it does not."""
-    stage = stage_path(final)
+def staged_directory(final: Path, *, replace: bool = False, last: str | None = None) -> Iterator[Path]:
+    """Give an empty stage directory; publish it when the block succeeds, remove it when it does not.
+
+    `last` names the file without which `final` counts as absent. With it, a directory that no rename can replace (see `must_be_filled`)
+    is filled instead: staged inside, moved entry by entry, `last` at the end.
+    """
+    fills = last is not None and must_be_filled(final)
+    stage = final / stage_path(final).name if fills else stage_path(final)
     if stage.exists():
         DISK.rmtree(stage)
     DISK.mkdir(stage)
     try:
         yield stage
         fsync_tree(stage)
-        publish(stage, final, replace=replace)
+        if fills and last is not None:
+            _fill(stage, final, last, replace=replace)
+        else:
+            publish(stage, final, replace=replace)
     except BaseException:
+        if fills:
+            undo_fill(final, stage)
         shutil.rmtree(stage, ignore_errors=True)
         raise
+
+
+def must_be_filled(path: Path) -> bool:
+    """Return whether a directory exists that no rename can replace: a mount point, a link, or one whose parent cannot be written."""
+    return path.is_dir() and (path.is_symlink() or is_mount_point(path) or not os.access(path.parent, os.W_OK | os.X_OK))
+
+
+def is_mount_point(path: Path) -> bool:
+    """As `os.path.ismount`, and bind mounts within one file system, which only the kernel's list shows."""
+    if os.path.ismount(path):
+        return True
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:  # not Linux
+        return False
+    mounted = (line.split(" ")[4] for line in lines)
+    return str(path.resolve()) in {re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), each) for each in mounted}
+
+
+def occupants(directory: Path, *, ignored: Collection[str] = ("lost+found",)) -> list[str]:
+    """Return the names in a directory, without `ignored` and without what a killed fill has left; [] where it does not exist."""
+    if not directory.is_dir():
+        return []
+    ours = {name for stage in stages_inside(directory) for name in (stage.name, *_filled_names(stage))}
+    return sorted(path.name for path in directory.iterdir() if path.name not in ignored and path.name not in ours)
+
+
+def stages_inside(directory: Path) -> list[Path]:
+    """Return the stages of fills of a directory that have not finished."""
+    return sorted(directory.glob(f".{glob.escape(directory.name)}{STAGE_MARK}*"))
+
+
+_FILLING_NAME = ".filling.json"
+"""Inside the stage: every name that the fill removes from the directory or moves into it, `last` at the end."""
+
+
+def _fill(stage: Path, final: Path, last: str, *, replace: bool) -> None:
+    if (final / last).exists() and not replace:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final / last))
+    names = sorted(path.name for path in stage.iterdir() if path.name != last)
+    old = [name for name in occupants(final) if name != last] if replace else []
+    write_json(stage / _FILLING_NAME, [*old, *names, last])
+    DISK.unlink(final / last)
+    DISK.fsync_dir(final)
+    _remove(final, old)
+    for name in (*names, last):
+        if name == last:
+            DISK.fsync_dir(final)
+        DISK.rename(stage / name, final / name)
+    DISK.fsync_dir(final)
+    DISK.rmtree(stage)
+
+
+def undo_fill(final: Path, stage: Path) -> None:
+    """Remove what a fill that did not reach its last file has moved, and its stage."""
+    names = _filled_names(stage)
+    if names and not (final / names[-1]).exists():
+        _remove(final, names)
+    DISK.rmtree(stage)
+
+
+def _filled_names(stage: Path) -> list[str]:
+    try:
+        raw: Any = json.loads((stage / _FILLING_NAME).read_bytes())
+    except (OSError, ValueError):
+        return []
+    return [str(name) for name in raw if "/" not in str(name) and str(name) not in ("", ".", "..")]
+
+
+def _remove(directory: Path, names: Iterable[str]) -> None:
+    for name in names:
+        path = directory / name
+        if path.is_dir() and not path.is_symlink():
+            DISK.rmtree(path)
+        else:
+            DISK.unlink(path)

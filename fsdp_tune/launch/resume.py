@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.atomic import DISK
+from fsdp_tune.atomic import DISK, must_be_filled, occupants
 from fsdp_tune.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.launch.lock import has_owner, in_use, locked, refuse_when_held
 from fsdp_tune.launch.processes import is_rank_of
@@ -104,7 +104,8 @@ def _refuse_read_only(run: RunDir) -> None:
 
 def _refuse_open_directory(run: RunDir) -> None:
     """Whoever may write into a run directory may put files in the place of ours, or links to other people's."""
-    if run.is_used and run.path.stat().st_mode & stat.S_IWOTH:
+    stays_as_it_is = run.is_used or must_be_filled(run.path)
+    if stays_as_it_is and run.path.stat().st_mode & stat.S_IWOTH:
         raise usage_error(
             "run-directory-open",
             f"{run.path} can be written by everybody on this machine",
@@ -131,16 +132,21 @@ def _fresh(run: RunDir, *, overwrite: bool) -> Start:
                 "--overwrite moves it aside and begins anew",
             ),
         )
+    if run.is_used and must_be_filled(run.path):
+        raise usage_error(
+            "bad-output-dir",
+            f"{run.path} is a mount point, a link, or in a directory that cannot be written: the run in it cannot be moved aside",
+            ways_out=("--set output_dir=… uses another directory, also one inside it", "remove what is in it"),
+        )
     _refuse_foreign(run)
     return Start()
 
 
 def _refuse_foreign(run: RunDir) -> None:
     """A directory with somebody else's files is not ours to fill, nor to move aside."""
-    if run.is_used or not run.path.is_dir():
+    if run.is_used:
         return
-    foreign = sorted(path.name for path in run.path.iterdir())
-    if foreign:
+    if foreign := occupants(run.path, ignored=("lost+found", run.lock.name)):  # a mount point is locked before it is filled
         shown = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
         raise usage_error(
             "directory-not-empty", f"{run.path} is no run of this tool and is not empty ({shown})", hint="name another `output_dir`"

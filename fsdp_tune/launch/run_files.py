@@ -7,16 +7,18 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fsdp_tune.atomic import DISK, staged_directory, write_file, write_json
+from fsdp_tune.atomic import DISK, must_be_filled, staged_directory, stages_inside, undo_fill, write_file, write_json
 from fsdp_tune.errors import usage_error
 from fsdp_tune.fsdp import accelerate_config
 from fsdp_tune.launch.accelerate import LaunchPlan
+from fsdp_tune.launch.lock import locked
 from fsdp_tune.launch.profiled import ProfiledSteps
 from fsdp_tune.launch.resume import Start
 from fsdp_tune.recipe.schema import Recipe
@@ -53,7 +55,12 @@ def write_run(run: RunDir, files: RunFiles) -> None:
 
 def _write_new(run: RunDir, files: RunFiles) -> None:
     try:
-        with staged_directory(run.path) as stage:
+        with ExitStack() as stack:
+            if must_be_filled(run.path):  # no rename at the end says that another command was faster
+                stack.enter_context(locked(run))
+                for leftover in stages_inside(run.path):
+                    undo_fill(run.path, leftover)
+            stage = stack.enter_context(staged_directory(run.path, last=run.recipe_json.name))
             stage.chmod(stat.S_IMODE(stage.stat().st_mode) & ~stat.S_IWOTH)  # also under umask 0, as in many containers
             inside = RunDir(stage)
             inside.model.mkdir()

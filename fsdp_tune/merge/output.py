@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fsdp_tune.atomic import DISK, STAGE_MARK
+from fsdp_tune.atomic import DISK, STAGE_MARK, must_be_filled, occupants, stages_inside, undo_fill
 from fsdp_tune.errors import Notice, Where, failed_error, usage_error
 from fsdp_tune.merge.layout import Layout
 from fsdp_tune.merge.source import Selection
@@ -63,13 +63,18 @@ def check_output(output: Path, selection: Selection, base: Path | None = None) -
     return target
 
 
-def check_existing(target: Path, *, overwrite: bool) -> None:
-    """Usage error where the output exists and may not be replaced."""
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """Usage error where the output exists and may not be replaced, FailedError where it cannot be written."""
+    _check_existing(target, overwrite=overwrite)
+    _check_writable(target)
+
+
+def _check_existing(target: Path, *, overwrite: bool) -> None:
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise usage_error(
             "merge-output-exists", "the output exists and is no directory", where=Where(str(target)), hint="give another `--output`"
         )
-    if not target.exists() or not any(target.iterdir()):
+    if not occupants(target):
         return
     if not overwrite:
         raise usage_error(
@@ -84,11 +89,28 @@ def check_existing(target: Path, *, overwrite: bool) -> None:
         )
 
 
-def check_space(target: Path, layout: Layout) -> None:
-    """FailedError when the disk cannot hold the output, before a byte is written."""
-    folder = target.parent
+def _check_writable(target: Path) -> None:
+    folder = _nearest(target)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise failed_error(
+            "merge-cannot-write",
+            "the output cannot be written: the directory is read-only, or belongs to another user",
+            where=Where(str(folder)),
+            hint="give an `--output` where you may write",
+        )
+
+
+def _nearest(target: Path) -> Path:
+    """The existing directory that the output's bytes are written under."""
+    folder = target if must_be_filled(target) else target.parent
     while not folder.exists():
         folder = folder.parent
+    return folder
+
+
+def check_space(target: Path, layout: Layout) -> None:
+    """FailedError when the disk cannot hold the output, before a byte is written."""
+    folder = _nearest(target)
     free_bytes = shutil.disk_usage(folder).free
     needed_bytes = layout.size_bytes + _SPARE_BYTES
     if free_bytes < needed_bytes:
@@ -118,6 +140,10 @@ def clear_leftovers(target: Path) -> list[Notice]:
     notices: list[Notice] = []
     for path in _siblings(target, f".old{STAGE_MARK}"):
         DISK.rmtree(path)
+    for stage in stages_inside(target):
+        if not _is_locked(stage):
+            undo_fill(target, stage)
+            notices.append(Notice("merge-leftover", "the unfinished output of a merge that was killed was removed", Where(str(target))))
     for path in _siblings(target, STAGE_MARK):
         if path.is_dir() and not _is_locked(path):
             DISK.rmtree(path)

@@ -117,7 +117,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | N
     target = place.check_output(settings.output, selection)
     with place.writing_to(target):
         leftovers = place.bring_back(target)
-    place.check_existing(target, overwrite=options.overwrite)
+    place.check_target(target, overwrite=options.overwrite)
     with ExitStack() as stack:
         pages = PageCache()
         contents = read_contents(stack, selection, pages, allow_incomplete=options.allow_incomplete)
@@ -136,7 +136,8 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | N
         with place.writing_to(target):
             place.check_space(target, layout)
             leftovers += place.clear_leftovers(target)
-            with staged_directory(target, replace=options.overwrite and target.exists()) as stage, place.locked(stage):
+            replace = options.overwrite and target.exists()
+            with staged_directory(target, replace=replace, last=place.RECORD_NAME) as stage, place.locked(stage):
                 written, compared = _copy(copy, stage, show)
                 if written.non_finite and not options.allow_nonfinite:
                     _refuse_non_finite(written, settings, target)

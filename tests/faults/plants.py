@@ -348,7 +348,14 @@ PLANTS: tuple[Plant, ...] = (
         "    if len(fields) == 0:\n",
         "F018",
     ),
-    _plant("a directory is made in place", "atomic", "    stage = stage_path(final)\n", "    stage = final\n", "F029", "F102"),
+    _plant(
+        "a directory is made in place",
+        "atomic",
+        "stage_path(final).name if fills else stage_path(final)\n",
+        "stage_path(final).name if fills else final\n",
+        "F029",
+        "F102",
+    ),
     _plant(
         "data may change while they are read",
         "data/build",

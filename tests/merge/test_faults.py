@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import resource
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,46 @@ def test_a_read_only_place_is_one_error(run, monkeypatch, number):
     with pytest.raises(FsdpTuneError, match="cannot be written") as caught:
         merge_checkpoint(run, OPTIONS)
     assert caught.value.exit_code == 1
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Iterator[Path]:
+    """A small file system of its own, as a container's volume."""
+    path = tmp_path / "volume"
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100m,mode=755", "none", str(path)], capture_output=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"no file system may be mounted here: {done.stderr.decode().strip()}")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def test_merge_into_a_mount_point_is_written_in_place_and_replaced(run, volume):
+    (volume / "lost+found").mkdir()
+    options = MergeOptions(output=volume, dtype="keep", max_shard_bytes=17_000)
+    merge_checkpoint(run, options)
+    assert merged_tensors(volume).keys() == STATE.keys()
+    with pytest.raises(FsdpTuneError, match="the output exists"):
+        merge_checkpoint(run, options)
+    merge_checkpoint(run, dataclasses.replace(options, overwrite=True, max_shard_bytes=10**9))
+    assert merged_tensors(volume).keys() == STATE.keys()
+    assert not [path.name for path in volume.iterdir() if path.name.startswith(".") or "-of-" in path.name]
+
+
+def test_space_is_measured_where_the_bytes_go(run, volume):
+    subprocess.run(["mount", "-o", "remount,size=16k", str(volume)], check=True)
+    with pytest.raises(FsdpTuneError, match=r"needs .* are free"):
+        merge_checkpoint(run, MergeOptions(output=volume, dtype="keep"))
+    assert list(volume.iterdir()) == []
+
+
+def test_output_that_cannot_be_written_is_refused_before_anything_is_read(run, volume, monkeypatch):
+    subprocess.run(["mount", "-o", "remount,ro", str(volume)], check=True)
+    monkeypatch.setattr("fsdp_tune.merge.run.read_contents", lambda *_, **__: pytest.fail("the source was read"))
+    for output in (volume, volume / "out"):
+        with pytest.raises(FsdpTuneError, match="read-only") as caught:
+            merge_checkpoint(run, MergeOptions(output=output, dtype="keep"))
+        assert caught.value.exit_code == 1
 
 
 def test_an_output_below_a_file_is_one_error(run, tmp_path):
