@@ -56,6 +56,10 @@ def chosen_recipe(argument: str | None, option: str | None) -> str:
     return source
 
 
+VerifyDataOption = Annotated[
+    bool,
+    typer.Option("--verify-data", help="Hash all data files, also those whose size and times have not changed since they were hashed."),
+]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Honour `model.trust_remote_code`: run Python code from the model's repository.")
 ]

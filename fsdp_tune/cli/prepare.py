@@ -14,6 +14,7 @@ from fsdp_tune.cli.options import (
     NameOption,
     SetOption,
     TrustOption,
+    VerifyDataOption,
     asked_recipe,
     check_trust,
     chosen_recipe,
@@ -39,6 +40,7 @@ def prepare(
     name: NameOption = None,
     show: ShowOption = 0,
     download: DownloadOption = False,
+    verify_data: VerifyDataOption = False,
     trust_remote_code: TrustOption = False,
     json_output: JsonOption = False,
 ) -> None:
@@ -63,7 +65,7 @@ def prepare(
         screen.notices(encoder.notices)
         ranks_are_known = asked.machine.device is not None or asked.loaded.recipe.launch.num_processes != "auto"
         with screen.progress("tokenising", None, "rows") as bar:
-            data = prepare_data(asked.recipe, encoder, progress=bar, check_rows=ranks_are_known)
+            data = prepare_data(asked.recipe, encoder, progress=bar, check_rows=ranks_are_known, verify=verify_data)
         screen.notices(data.as_notices())
         rows = decoded_rows(data.train, encoder, show) if show else []
         screen.document(_document(data, rows))
@@ -99,14 +101,17 @@ def show_data(screen: Screen, data: Prepared, *, with_example: bool = True) -> N
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
+    from fsdp_tune.data.account import source_lines
+
     kinds = [f"{given['path']}: {given['format']}, loss on {given['loss_on']}" for given in report["inputs"]]
     dropped = sum(account[why]["rows"] for account in report["sets"].values() for why in ("dropped_too_long", "dropped_nothing_left"))
     left_out = report["rows_bad"]["rows"] + report["rows_untrained"]["rows"] + dropped
     eos, bos = report["eos"], report["bos"]
     cut = sum(account["truncated"] for account in report["sets"].values())
-    before_the_cut = ", before the cut" if cut else ""
+    before_the_cut = ", before the cut" if cut or any(account["cut_by_packing"] for account in report["sets"].values()) else ""
     return [
         *kinds,
+        *source_lines(report),
         f"{report['rows_read']:,} rows read, {left_out:,} left out, {cut:,} cut at max_length",
         f"end of sequence `{eos['token']}` trained in {eos['supervised']:,} of {eos['examples']:,} examples{before_the_cut}",
         "beginning of sequence: none in this tokenizer"

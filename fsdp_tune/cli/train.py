@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,11 +15,16 @@ from fsdp_tune.cli.options import (
     NameOption,
     SetOption,
     TrustOption,
+    VerifyDataOption,
     asked_recipe,
     check_trust,
     chosen_recipe,
 )
-from fsdp_tune.cli.output import command, stopping_cleanly
+from fsdp_tune.cli.output import Screen, command, stopping_cleanly
+
+if TYPE_CHECKING:
+    from fsdp_tune.launch.accelerate import LaunchPlan
+    from fsdp_tune.recipe.resolve import Resolution
 
 
 def _start_of(resume: str | None) -> str | None:
@@ -75,6 +80,7 @@ def train(
     machine_rank: MachineRankOption = None,
     trust_remote_code: TrustOption = False,
     ignore_plan: IgnorePlanOption = False,
+    verify_data: VerifyDataOption = False,
     profile: ProfileOption = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -110,15 +116,19 @@ def train(
             unknown_address=None if starts_here else "FIRST_MACHINE",
         )
         if dry_run:
-            from fsdp_tune.cli.train_view import show_dry_run
-            from fsdp_tune.launch.resume import decide
-
-            show_dry_run(screen, resolution, plan, decide(run, resolution.recipe, resume, overwrite=overwrite, digests=False))
+            _dry_run(screen, resolution, plan, resume, overwrite=overwrite)
             return
         from fsdp_tune.cli.train_job import Job
 
-        job = Job(screen, loaded, resolution, plan, ignore_plan=ignore_plan, profile=profiled)
+        job = Job(screen, loaded, resolution, plan, ignore_plan=ignore_plan, verify_data=verify_data, profile=profiled)
         if rank > 0:
             job.follow()
         else:
             job.lead(resume, overwrite=overwrite, no_start=no_start)
+
+
+def _dry_run(screen: Screen, resolution: Resolution, plan: LaunchPlan, resume: str | None, *, overwrite: bool) -> None:
+    from fsdp_tune.cli.train_view import show_dry_run
+    from fsdp_tune.launch.resume import decide
+
+    show_dry_run(screen, resolution, plan, decide(plan.run, resolution.recipe, resume, overwrite=overwrite, digests=False))

@@ -37,6 +37,8 @@ class Job:
     plan: LaunchPlan
     ignore_plan: bool = False
     """Starts also what the planner says cannot fit."""
+    verify_data: bool = False
+    """Hashes every data file instead of trusting sizes and times."""
     profile: ProfiledSteps | None = None
 
     @property
@@ -112,7 +114,7 @@ class Job:
                 encoder = load_encoder(recipe)
                 screen.notices(encoder.notices)
                 with screen.progress("tokenising", None, "rows") as bar:
-                    data = prepare(recipe, encoder, progress=bar)
+                    data = prepare(recipe, encoder, progress=bar, verify=self.verify_data)
             except FsdpTuneError as error:
                 if error.exit_code is ExitCode.PREEMPTED:  # a signal: nobody waits for what else is wrong
                     raise

@@ -58,7 +58,9 @@ def kernels_line(facts: dict[str, Any]) -> str:
 
 
 def data_lines(report: dict[str, Any], *, reused: bool) -> list[str]:
-    """One line for each set: how much of it is trained, and what was cut."""
+    """Return one line for each set, with what of it is trained and what was cut, and one for each of several training sources."""
+    from fsdp_tune.data.account import source_lines
+
     lines: list[str] = []
     for name, account in sorted(report["sets"].items(), key=lambda item: item[0] != "train"):
         supervised, tokens = account["supervised_tokens"], account["tokens"]
@@ -67,7 +69,7 @@ def data_lines(report: dict[str, Any], *, reused: bool) -> list[str]:
         dropped = account["dropped_too_long"]["rows"] + account["dropped_nothing_left"]["rows"]
         parts += [f"{dropped:,} dropped"] if dropped else []
         lines.append(f"data {name}: {', '.join(parts)}{' (from the cache)' if reused else ''}")
-    return lines
+    return [*lines, *(f"data train: {line}" for line in source_lines(report))]
 
 
 class StepView:

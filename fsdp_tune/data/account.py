@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from fsdp_tune.data.encoder import Encoder
+from fsdp_tune.data.inputs import TRAIN
 from fsdp_tune.data.packing import Packed
-from fsdp_tune.data.sets import NAMED_ROWS, Cut
+from fsdp_tune.data.sets import NAMED_ROWS, Cut, Examples
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row
 
 
@@ -25,6 +26,7 @@ def set_account(cut: Cut, packed: Packed, names: Sequence[str], max_length: int)
         "supervised_tokens": int(cut.supervised.sum()),
         "supervised_tokens_per_example": spread(cut.supervised),
         "tokens_per_example": spread(cut.segments[:, 1]),
+        "cut_by_packing": len(packed.cuts),
         "truncated": len(cut.truncated),
         "first_truncated": rows_named(cut.truncated, names)["first"],
         "split": cut.split,
@@ -32,6 +34,40 @@ def set_account(cut: Cut, packed: Packed, names: Sequence[str], max_length: int)
         "dropped_nothing_left": rows_named(cut.emptied, names),
         "fill": tokens / (rows * max_length) if rows else 0.0,
     }
+
+
+def source_accounts(count: int, available: Examples, drawn: Examples, pieces: Cut) -> list[dict[str, Any]]:
+    """Return for each of `count` sources what an epoch holds of it: rows, how often each comes, tokens and their share of the set.
+
+    `available` are the examples of a set, `drawn` those of one epoch, `pieces` what is left of them after cutting.
+    """
+    rows = np.bincount(available.sources, minlength=count)
+    drawn_rows = np.bincount(drawn.sources, minlength=count)
+    tokens = np.bincount(pieces.sources, pieces.segments[:, 1], minlength=count)
+    supervised = np.bincount(pieces.sources, pieces.supervised, minlength=count)
+    return [
+        {
+            "rows": int(rows[source]),
+            "rows_drawn": int(drawn_rows[source]),
+            "repeats": drawn_rows[source] / max(rows[source], 1),
+            "tokens": int(tokens[source]),
+            "supervised_tokens": int(supervised[source]),
+            "share": tokens[source] / max(tokens.sum(), 1),
+        }
+        for source in range(count)
+    ]
+
+
+def source_lines(report: dict[str, Any]) -> list[str]:
+    """Return one line for each training source, where there are several: what an epoch holds of it."""
+    sources = [given for given in report["inputs"] if given["set"] == TRAIN]
+    if len(sources) < 2:
+        return []
+    return [
+        f"{given['label'] or given['path']}: {given['rows']:,} rows, each drawn {given['repeats']:,.4g} times an epoch, "
+        f"{given['tokens']:,} tokens ({given['share']:.1%} of the training tokens)"
+        for given in sources
+    ]
 
 
 def spread(values: Int64) -> dict[str, float]:

@@ -13,13 +13,13 @@ import numpy as np
 
 from fsdp_tune.atomic import write_file
 from fsdp_tune.cores import available_cores
-from fsdp_tune.data.account import rows_named, set_account
+from fsdp_tune.data.account import rows_named, set_account, source_accounts
+from fsdp_tune.data.digests import Stamp
 from fsdp_tune.data.encoder import Encoder
 from fsdp_tune.data.findings import data_notices, refuse_bad_rows, refuse_empty_set, refuse_nothing
 from fsdp_tune.data.inputs import TRAIN, Input, raw_rows
 from fsdp_tune.data.json_rows import BadRow
-from fsdp_tune.data.packing import Packed
-from fsdp_tune.data.sets import Cut, Examples, cut, held_out, mixed, packed
+from fsdp_tune.data.sets import Cut, Examples, cut, held_out, is_weighted, mixed, packed
 from fsdp_tune.data.store import Int64, Mask, StoreWriter
 from fsdp_tune.data.tokenise import RawRow, Tokenised, Tokeniser, tokenise
 from fsdp_tune.errors import usage_error
@@ -72,16 +72,20 @@ class Found:
         )
 
 
-def build_store(stage: Path, recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], progress: Progress | None) -> dict[str, Any]:
-    """Fills `stage` and gives the facts of its manifest: `files`, `sets` (folder by name), `report`, `notices`."""
+def build_store(
+    stage: Path, recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], stamps: Sequence[Sequence[Stamp]], progress: Progress | None
+) -> dict[str, Any]:
+    """Fill `stage` and return the facts of its manifest: `files`, `sets` (folder by name), `report`, `notices`.
+
+    `stamps` of each input's files are from before they were hashed: a file that changed since would be stored under another's key.
+    """
     names = [name for opened in inputs for name in opened.source.names]
-    before = [opened.source.stamps() for opened in inputs]
     writer = StoreWriter(stage)
     try:
         found = _tokenise_all(recipe, encoder, inputs, writer, progress)
     finally:
         writer.close()
-    if before != [opened.source.stamps() for opened in inputs]:
+    if list(stamps) != [opened.source.stamps() for opened in inputs]:
         raise usage_error("data-changing", "a data file was written to while it was read", hint="run again when it is whole")
     if recipe.data.on_bad_row == "error":
         refuse_bad_rows(found.bad, names, rows=found.counts["rows"])
@@ -89,10 +93,10 @@ def build_store(stage: Path, recipe: Recipe, encoder: Encoder, inputs: Sequence[
     examples = found.examples()
     refuse_nothing(examples, found, names)
     writer.finish_pool()
-    folders, sets = _index(recipe, inputs, examples, writer, names)
-    report = _report(inputs, found, examples, sets, names, encoder)
+    index = _index(recipe, inputs, examples, writer, names)
+    report = _report(inputs, found, examples, index, names, encoder)
     notices = data_notices(recipe, inputs, report, bad_rows_name=BAD_ROWS_NAME)
-    return {"files": names, "sets": folders, "report": report, "notices": notices}
+    return {"files": names, "sets": index.folders, "report": report, "notices": notices}
 
 
 def _tokenise_all(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], writer: StoreWriter, progress: Progress | None) -> Found:
@@ -132,29 +136,50 @@ def _write_bad_rows(stage: Path, bad: Sequence[tuple[int, BadRow]], names: Seque
         write_file(stage / BAD_ROWS_NAME, "\n".join(lines) + "\n")
 
 
-def _index(
-    recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: StoreWriter, names: Sequence[str]
-) -> tuple[dict[str, str], dict[str, Any]]:
-    """Writes every set; gives their folders and their accounts, by name."""
+@dataclass(slots=True)
+class Index:
+    """The sets of a store, as written."""
+
+    folders: dict[str, str] = field(default_factory=dict[str, str])
+    """Folder of each set by its name."""
+    accounts: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """Account of each set by its name."""
+    sources: dict[str, list[dict[str, Any]]] = field(default_factory=dict[str, list[dict[str, Any]]])
+    """Accounts of all sources within each set."""
+
+
+def _index(recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: StoreWriter, names: Sequence[str]) -> Index:
+    """Write every set, training first."""
     data = recipe.data
     trained = writer.trained()
-    folders: dict[str, str] = {}
-    accounts: dict[str, Any] = {}
-    for number, (name, chosen) in enumerate(_sets(recipe, inputs, examples).items()):
+    index = Index()
+    training_hashes = np.zeros(0, np.uint64)
+    for number, (name, available) in enumerate(_sets(recipe, inputs, examples).items()):
         in_train = name == TRAIN
+        chosen = available
         if in_train:
-            chosen = _mixture(recipe, inputs, chosen)
+            chosen = _mixture(recipe, inputs, available, trained, names)
+            training_hashes = chosen.hashes
         packing = data.packing if in_train or data.eval_packing is None else data.eval_packing
-        pieces, rows = _rows(recipe, inputs, chosen, trained, names, packing=packing)
+        pieces = _cut(recipe, inputs, chosen, trained, names)
+        pieces, rows = packed(pieces, trained, data.max_length, packing=packing, strategy=data.packing_strategy)
         refuse_empty_set(name, len(rows.rows) - 1, len(chosen), data.max_length)
-        folders[name] = TRAIN if in_train else f"eval-{number:03d}"
-        writer.add_set(folders[name], rows.segments, rows.rows)
-        accounts[name] = set_account(pieces, rows, names, data.max_length)
-    return folders, accounts
+        index.folders[name] = TRAIN if in_train else f"eval-{number:03d}"
+        writer.add_set(index.folders[name], rows.segments, rows.rows)
+        index.accounts[name] = set_account(pieces, rows, names, data.max_length)
+        if not in_train:
+            index.accounts[name]["also_trained"] = rows_named(_also_trained(chosen, training_hashes), names)
+        index.sources[name] = source_accounts(len(inputs), available, chosen, pieces)
+    return index
+
+
+def _also_trained(examples: Examples, training_hashes: Any) -> Int64:
+    """Return [k, 2] origins of the rows whose content stands in the training set too."""
+    return np.unique(examples.origins[np.isin(examples.hashes, training_hashes)], axis=0)
 
 
 def _sets(recipe: Recipe, inputs: Sequence[Input], examples: Examples) -> dict[str, Examples]:
-    """Examples of each set by its name, `train` first."""
+    """Return the examples of each set by its name, `train` first."""
     set_of_source = np.array([opened.set_name for opened in inputs])[examples.sources]
     by_name = {opened.set_name: examples.take(set_of_source == opened.set_name) for opened in inputs}
     if recipe.data.eval is None or isinstance(recipe.data.eval, list):
@@ -170,28 +195,30 @@ def _sets(recipe: Recipe, inputs: Sequence[Input], examples: Examples) -> dict[s
     return {TRAIN: train.take(~out), HELD_OUT: train.take(out)}
 
 
-def _mixture(recipe: Recipe, inputs: Sequence[Input], train: Examples) -> Examples:
+def _mixture(recipe: Recipe, inputs: Sequence[Input], train: Examples, trained: Mask, names: Sequence[str]) -> Examples:
     entries = [opened for opened in inputs if opened.set_name == TRAIN]
-    sizes = [int(np.count_nonzero(train.sources == source)) for source in range(len(entries))]
-    weights = [opened.entry.weight for opened in entries]
-    empty = next((opened for opened, size in zip(entries, sizes, strict=True) if not size), None)
-    if empty is not None and (any(weights) or recipe.data.mixture.temperature != 1.0):
+    mixture, weights = recipe.data.mixture, [opened.entry.weight for opened in entries]
+    if not is_weighted(weights, mixture):
+        return train
+    sizes = np.bincount(train.sources, minlength=len(entries)).tolist()
+    tokens = None
+    if mixture.weight_by == "tokens":
+        pieces = _cut(recipe, inputs, train, trained, names)
+        tokens = [int(count) for count in np.bincount(pieces.sources, pieces.segments[:, 1], minlength=len(entries))]
+    empty = next((opened for opened, amount in zip(entries, tokens or sizes, strict=True) if not amount), None)
+    if empty is not None:
         raise usage_error("no-rows", f"`{empty.entry.path}` has no row left to train on, and no share of it can be drawn")
-    return train.take(mixed(train.sources, sizes, weights, recipe.data.mixture))
+    return train.take(mixed(train.sources, sizes, weights, mixture, tokens))
 
 
-def _rows(
-    recipe: Recipe, inputs: Sequence[Input], examples: Examples, trained: Mask, names: Sequence[str], *, packing: bool
-) -> tuple[Cut, Packed]:
-    data = recipe.data
-    pieces = cut(examples, [opened.overlong for opened in inputs], data.max_length, trained, names)
-    return pieces, packed(pieces.segments, data.max_length, packing=packing, strategy=data.packing_strategy)
+def _cut(recipe: Recipe, inputs: Sequence[Input], examples: Examples, trained: Mask, names: Sequence[str]) -> Cut:
+    return cut(examples, [opened.overlong for opened in inputs], recipe.data.max_length, trained, names)
 
 
 def _report(
-    inputs: Sequence[Input], found: Found, examples: Examples, sets: dict[str, Any], names: Sequence[str], encoder: Encoder
+    inputs: Sequence[Input], found: Found, examples: Examples, index: Index, names: Sequence[str], encoder: Encoder
 ) -> dict[str, Any]:
-    """The account of the whole, in JSON."""
+    """Return the account of the complete store, in JSON."""
     counts = found.counts
     bad = np.array([(file, row.number) for file, row in found.bad], np.int64).reshape(-1, 2)
     untrained = np.array(found.untrained, np.int64).reshape(-1, 2)
@@ -201,8 +228,8 @@ def _report(
         "rows_bad": rows_named(bad, names),
         "rows_untrained": rows_named(untrained, names),
         "rows_kept": len(examples),
-        "inputs": [_input_account(opened, number, examples) for number, opened in enumerate(inputs)],
-        "sets": sets,
+        "inputs": [_input_account(opened, index.sources[opened.set_name][number]) for number, opened in enumerate(inputs)],
+        "sets": index.accounts,
         "eos": {
             "token": encoder.eos_token,
             "supervised": counts["eos_supervised"],
@@ -215,7 +242,7 @@ def _report(
     }
 
 
-def _input_account(opened: Input, number: int, examples: Examples) -> dict[str, Any]:
+def _input_account(opened: Input, drawn: dict[str, Any]) -> dict[str, Any]:
     settings = opened.settings
     prompt = None
     if settings.format == "alpaca":
@@ -228,5 +255,5 @@ def _input_account(opened: Input, number: int, examples: Examples) -> dict[str, 
         "format": settings.format,
         "loss_on": settings.loss_on,
         "alpaca_prompt": prompt,
-        "rows": int(np.count_nonzero(examples.sources == number)),
+        **drawn,
     }

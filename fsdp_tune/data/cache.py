@@ -26,26 +26,26 @@ def content_key(parts: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def complete(path: Path) -> Manifest | None:
-    """The manifest of a whole store, or None."""
+def complete(path: Path, *, digests: bool = False) -> Manifest | None:
+    """Return the manifest of a complete store, or None. `digests` hashes its files; otherwise their sizes are compared."""
     try:
         manifest = read_manifest(path)
     except ValueError:
         return None
-    return manifest if manifest is not None and manifest.kind == STORE_KIND and not damage(path, manifest, digests=False) else None
+    return manifest if manifest is not None and manifest.kind == STORE_KIND and not damage(path, manifest, digests=digests) else None
 
 
-def built(path: Path, build: Callable[[Path], dict[str, Any]]) -> tuple[Manifest, bool]:
-    """The store at `path`, and whether it was there already; else `build` fills a stage and gives the manifest's facts.
+def built(path: Path, build: Callable[[Path], dict[str, Any]], *, digests: bool = False) -> tuple[Manifest, bool]:
+    """Return the store at `path`, and whether it was there already; else `build` fills a stage and gives the manifest's facts.
 
     Two processes that want the same store do not build it twice: the second waits, and reuses what the first published.
     Whatever is killed at whatever moment, `path` is absent or whole.
     """
-    if (manifest := complete(path)) is not None:
+    if (manifest := complete(path, digests=digests)) is not None:
         return manifest, True
     DISK.mkdir(path.parent)
     with _alone(path) as locked:
-        if (manifest := complete(path)) is not None:
+        if (manifest := complete(path, digests=digests)) is not None:
             return manifest, True
         if locked:
             _remove_leftovers(path)

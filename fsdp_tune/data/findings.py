@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 SHOWN_BAD_ROWS = 5
 POOR_FILL = 0.8
+MANY_REPEATS = 4
+"""Muennighoff et al. 2023 (Scaling Data-Constrained Language Models): data repeated up to 4 times train almost as well as new data."""
 
 
 def refuse_bad_rows(bad: Sequence[tuple[int, BadRow]], names: Sequence[str], *, rows: int) -> None:
@@ -55,8 +57,14 @@ def refuse_empty_set(name: str, rows: int, examples: int, max_length: int) -> No
 
 def data_notices(recipe: Recipe, inputs: Sequence[Input], report: dict[str, Any], *, bad_rows_name: str) -> list[dict[str, Any]]:
     """Things that are allowed and that the user may not have meant; as JSON, since the cache keeps them."""
-    told = [*_row_notices(report, bad_rows_name), *_length_notices(recipe, report), *_end_notices(inputs, report), *_text_notices(report)]
-    return [{"code": notice.code, "message": notice.message, "hint": notice.hint} for notice in told]
+    notices = [
+        *_row_notices(report, bad_rows_name),
+        *_source_notices(report),
+        *_length_notices(recipe, report),
+        *_end_notices(inputs, report),
+        *_text_notices(report),
+    ]
+    return [{"code": notice.code, "message": notice.message, "hint": notice.hint} for notice in notices]
 
 
 def _row_notices(report: dict[str, Any], bad_rows_name: str) -> Iterator[Notice]:
@@ -70,6 +78,24 @@ def _row_notices(report: dict[str, Any], bad_rows_name: str) -> Iterator[Notice]
     if untrained := report["rows_untrained"]["rows"]:
         first = _first(report["rows_untrained"])
         yield Notice("rows-untrained", f"{untrained:,} of {read:,} rows have no token to train and were left out", hint=first)
+
+
+def _source_notices(report: dict[str, Any]) -> Iterator[Notice]:
+    for account in report["inputs"]:
+        if account["repeats"] > MANY_REPEATS:
+            yield Notice(
+                "source-repeated",
+                f"`{account['path']}`: each of its {account['rows']:,} rows is drawn {account['repeats']:.1f} times an epoch; "
+                f"the source makes up {account['share']:.0%} of the training tokens",
+                hint="lower its `weight`, or set `data.mixture.stopping_strategy: first_exhausted` or `data.mixture.weight_by: tokens`",
+            )
+    for name, account in report["sets"].items():
+        if "also_trained" in account and account["also_trained"]["rows"]:
+            yield Notice(
+                "eval-rows-trained",
+                f"{name}: {_counted(account['also_trained'])} with the content of a training row: the loss on them measures memorization",
+                hint=f"leave them out of one of the two; {_first(account['also_trained'])}",
+            )
 
 
 def _counted(rows: dict[str, Any]) -> str:

@@ -1,4 +1,7 @@
-"""Data sets through the `datasets` library: from the hub, or a folder that `save_to_disk` wrote."""
+"""Data sets through the `datasets` library: from the hub, or a folder that `save_to_disk` wrote.
+
+They are never held in memory, whatever HF_DATASETS_IN_MEMORY_MAX_SIZE is: each row is read once, and the files identify the data.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ def load_saved(path: Path, split: str, where: Where) -> Any:
     """The `datasets.Dataset` of a folder that `save_to_disk` wrote, or one split of it."""
     datasets: Any = import_module("datasets")
     try:
-        saved = datasets.load_from_disk(str(path))
+        saved = datasets.load_from_disk(str(path), keep_in_memory=False)
     except FsdpTuneError:  # a signal that ends the command may arrive here
         raise
     except Exception as error:
@@ -43,6 +46,7 @@ def load_from_hub(entry: DataSource, where: Where) -> Any:
                 data_files=entry.data_files,
                 split=entry.split,
                 revision=entry.revision,
+                keep_in_memory=False,
             )
     except FsdpTuneError:  # a signal that ends the command may arrive here
         raise

@@ -28,10 +28,15 @@ class Packed:
 
     segments: Int64
     rows: Int64
+    cuts: Int64
+    """[k, 2] where packing cut a segment: its index in the input, and the first token behind the cut, which has no target any more."""
+
+
+_NO_CUTS = np.zeros((0, 2), np.int64)
 
 
 def one_a_row(segments: Int64) -> Packed:
-    return Packed(segments, np.arange(len(segments) + 1, dtype=np.int64))
+    return Packed(segments, np.arange(len(segments) + 1, dtype=np.int64), _NO_CUTS)
 
 
 def best_fit(segments: Int64, capacity: int) -> Packed:
@@ -44,7 +49,7 @@ def best_fit(segments: Int64, capacity: int) -> Packed:
     packings = (_closed(runs, capacity, len(order)), _decreasing(runs, capacity, len(order)))
     rows, row_of = min(packings, key=lambda packing: packing[0])
     by_row = np.argsort(row_of, kind="stable")
-    return Packed(segments[order[by_row]], np.searchsorted(row_of[by_row], np.arange(rows + 1)))
+    return Packed(segments[order[by_row]], np.searchsorted(row_of[by_row], np.arange(rows + 1)), _NO_CUTS)
 
 
 def _decreasing(runs: list[tuple[int, int]], capacity: int, examples: int) -> tuple[int, Int64]:
@@ -85,7 +90,8 @@ def wrapped(segments: Int64, capacity: int) -> Packed:
     begin = np.concatenate([[0], ends[:-1]])
     pieces = np.stack([segments[source, 0] + starts - begin[source], stops - starts], axis=1)
     rows = np.concatenate([[0], np.searchsorted(stops, cuts) + 1, [len(pieces)]])
-    return Packed(pieces, rows.astype(np.int64))
+    behind_a_cut = starts > begin[source]
+    return Packed(pieces, rows.astype(np.int64), np.stack([source, pieces[:, 0]], axis=1)[behind_a_cut])
 
 
 class _Rooms:

@@ -11,6 +11,7 @@ from typing import Any, Self
 from fsdp_tune.data.account import examples_of, marked_text
 from fsdp_tune.data.build import Progress, build_store
 from fsdp_tune.data.cache import STORES, built, content_key
+from fsdp_tune.data.digests import FileDigests
 from fsdp_tune.data.encoder import Encoder
 from fsdp_tune.data.inputs import TRAIN, Input, open_inputs
 from fsdp_tune.data.store import RowStore
@@ -19,7 +20,7 @@ from fsdp_tune.manifest import Manifest
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema_data import DataSource
 
-DATA_FORMAT = 2
+DATA_FORMAT = 3
 """Raised whenever the same input would give other rows or another layout: old caches are then left alone."""
 
 
@@ -52,21 +53,27 @@ class Prepared:
         return [Notice(notice["code"], notice["message"], hint=notice["hint"]) for notice in self.notices]
 
 
-def prepare(recipe: Recipe, encoder: Encoder, *, progress: Progress | None = None, check_rows: bool = True) -> Prepared:
-    """From the cache, or built. Exit 2 for whatever is wrong with the data, with file, line and counts.
+def prepare(
+    recipe: Recipe, encoder: Encoder, *, progress: Progress | None = None, check_rows: bool = True, verify: bool = False
+) -> Prepared:
+    """Return the prepared data, from the cache or built. Raises: usage error for whatever is wrong with the data, with file and line.
 
-    `check_rows`: fewer rows than the global batch of the (resolved) recipe are an error too.
+    `check_rows`: fewer rows than the global batch of the (resolved) recipe are an error too. `verify` hashes the files of all
+    sources and of the cached data instead of trusting sizes and times.
     """
-    inputs = open_inputs(recipe, encoder)
-    training_key = content_key(_training_content(recipe, encoder, inputs))
-    key = content_key([training_key, recipe.data.eval_packing, _content(inputs, train=False)])
     assert recipe.data.cache_dir is not None, "the recipe is resolved"
-    path = Path(recipe.data.cache_dir, STORES, key)
+    cache_dir = Path(recipe.data.cache_dir)
+    digests = FileDigests(cache_dir, verify=verify)
+    inputs = open_inputs(recipe, encoder)
+    stamps = [opened.source.stamps() for opened in inputs]
+    training_key = content_key(_training_content(recipe, encoder, inputs, digests))
+    key = content_key([training_key, recipe.data.eval_packing, _content(inputs, digests, train=False)])
+    path = cache_dir / STORES / key
 
     def build(stage: Path) -> dict[str, Any]:
-        return build_store(stage, recipe, encoder, inputs, progress)
+        return build_store(stage, recipe, encoder, inputs, stamps, progress)
 
-    manifest, reused = built(path, build)
+    manifest, reused = built(path, build, digests=verify)
     prepared = _prepared(path, training_key, manifest, encoder, reused=reused)
     if check_rows:
         _refuse_few_rows(recipe, prepared)
@@ -91,17 +98,17 @@ def _prepared(path: Path, key: str, manifest: Manifest, encoder: Encoder, *, reu
     )
 
 
-def _training_content(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input]) -> list[Any]:
+def _training_content(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], digests: FileDigests) -> list[Any]:
     """All that decides the training rows; a list of eval sets does not."""
     data = recipe.data
     settings = data.model_dump(include={"max_length", "packing", "packing_strategy", "mixture", "on_bad_row"})
     split = None if isinstance(data.eval, list) or data.eval is None else data.eval.model_dump()
-    return [DATA_FORMAT, encoder.digest, settings, split, _content(inputs, train=True)]
+    return [DATA_FORMAT, encoder.digest, settings, split, _content(inputs, digests, train=True)]
 
 
-def _content(inputs: Sequence[Input], *, train: bool) -> list[Any]:
+def _content(inputs: Sequence[Input], digests: FileDigests, *, train: bool) -> list[Any]:
     return [
-        [opened.set_name, opened.overlong, _settings(opened), opened.columns, _entry(opened.entry), opened.source.content()]
+        [opened.set_name, opened.overlong, _settings(opened), opened.columns, _entry(opened.entry), opened.source.content(digests)]
         for opened in inputs
         if (opened.set_name == TRAIN) == train
     ]
@@ -114,8 +121,7 @@ def _settings(opened: Input) -> dict[str, Any]:
 
 def _entry(entry: DataSource) -> dict[str, Any]:
     """What of an entry matters besides its bytes: a file that has moved is the same data."""
-    kept = {"name", "split", "columns", "rename_columns", "weight", "max_rows"}
-    return entry.model_dump(include=kept) | {"builtin": entry.path.startswith("builtin:") and entry.path}
+    return entry.model_dump(include={"name", "split", "columns", "rename_columns", "weight", "max_rows"})
 
 
 def _with_example(report: dict[str, Any], train: Path, encoder: Encoder) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -59,22 +59,32 @@ def held_out(hashes: UInt64, wanted: EvalFraction | EvalRows) -> Bools:
     return hashes <= np.partition(hashes, wanted.rows - 1)[wanted.rows - 1]
 
 
-def mixed(sources: Int64, sizes: Sequence[int], weights: Sequence[float | None], mixture: Mixture) -> Int64:
-    """Indices of the examples of one epoch, source by source; an example may be drawn several times.
+def mixed(
+    sources: Int64, sizes: Sequence[int], weights: Sequence[float | None], mixture: Mixture, tokens: Sequence[int] | None = None
+) -> Int64:
+    """Return the indices of the examples of one epoch, source by source; an example may be drawn several times.
 
-    `sources` [n] is each example's source, `sizes` how many each has. Without weights and with temperature 1 every
-    example comes once. Else the shares are the weights, or size ** (1 / temperature); `all_exhausted` repeats the other
-    sources until each has been drawn whole, `first_exhausted` stops when the first one is used up (as in `datasets`).
+    `sources` [n] is each example's source, `sizes` how many examples each has. Without weights and with temperature 1 every
+    example comes once. Else the shares are the weights, or amount ** (1 / temperature); `all_exhausted` repeats the other
+    sources until each has been drawn completely, `first_exhausted` stops when the first one is used up (as in `datasets`).
+    Amounts and shares count examples, or `tokens` of each source where they are given.
     """
-    if not any(weights) and mixture.temperature == 1.0:
+    if not is_weighted(weights, mixture):
         return np.arange(len(sources))
     if not all(weights) and any(weights):
         raise usage_error("weights-missing", "some entries of `data.train` have a `weight` and others do not", hint="give one to each")
-    shares = [weight or size ** (1 / mixture.temperature) for weight, size in zip(weights, sizes, strict=True)]
-    epochs = [size / share for size, share in zip(sizes, shares, strict=True)]
+    amounts = sizes if tokens is None else tokens
+    shares = [weight or amount ** (1 / mixture.temperature) for weight, amount in zip(weights, amounts, strict=True)]
+    epochs = [amount / share for amount, share in zip(amounts, shares, strict=True)]
     scale = max(epochs) if mixture.stopping_strategy == "all_exhausted" else min(epochs)
-    drawn = [_draw(np.flatnonzero(sources == source), round(share * scale), source) for source, share in enumerate(shares)]
+    counts = [round(size * (scale / epoch)) for size, epoch in zip(sizes, epochs, strict=True)]
+    drawn = [_draw(np.flatnonzero(sources == source), count, source) for source, count in enumerate(counts)]
     return np.concatenate(drawn)
+
+
+def is_weighted(weights: Sequence[float | None], mixture: Mixture) -> bool:
+    """Whether sources are drawn otherwise than each example once."""
+    return any(weights) or mixture.temperature != 1.0
 
 
 def _draw(examples: Int64, count: int, source: int) -> Int64:
@@ -91,6 +101,9 @@ class Cut:
     segments: Int64
     """[m, 2] start, length."""
     supervised: Int64
+    """Targets in each segment."""
+    sources: Int64
+    """Of each segment."""
     truncated: Int64
     """[k, 2] origins of rows whose end was cut off, those of `emptied` too; a row that is drawn twice is one row."""
     split: int
@@ -120,6 +133,7 @@ def cut(examples: Examples, overlong: Sequence[str], max_length: int, trained: M
     return Cut(
         segments=np.stack([starts, sizes], axis=1)[useful],
         supervised=supervised[useful],
+        sources=examples.sources[owner][useful],
         truncated=np.unique(examples.origins[long & (modes == "truncate")], axis=0),
         split=int(np.count_nonzero(long & (modes == "split"))),
         dropped=np.unique(examples.origins[~keep], axis=0),
@@ -142,7 +156,13 @@ def _refuse_long(examples: Examples, long: Bools, max_length: int, names: Sequen
     raise usage_error("row-too-long", told, hint=hint, where=Where(names[file], first))
 
 
-def packed(segments: Int64, max_length: int, *, packing: bool, strategy: str) -> Packed:
+def packed(pieces: Cut, trained: Mask, max_length: int, *, packing: bool, strategy: str) -> tuple[Cut, Packed]:
+    """Return the rows, and `pieces` with the targets that are left: a segment that packing cuts loses the one behind the cut."""
     if not packing:
-        return one_a_row(segments)
-    return wrapped(segments, max_length) if strategy == "wrapped" else best_fit(segments, max_length)
+        return pieces, one_a_row(pieces.segments)
+    if strategy != "wrapped":
+        return pieces, best_fit(pieces.segments, max_length)
+    rows = wrapped(pieces.segments, max_length)
+    supervised = pieces.supervised.copy()
+    np.subtract.at(supervised, rows.cuts[:, 0], trained[rows.cuts[:, 1]].astype(np.int64))
+    return replace(pieces, supervised=supervised), rows

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import difflib
 import glob
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.data.arrow_rows import table_rows
 from fsdp_tune.data.builtin import builtin_rows, is_builtin
+from fsdp_tune.data.digests import Stamp, stamp
 from fsdp_tune.data.hub_dataset import load_from_hub, load_saved
 from fsdp_tune.data.json_rows import BadRow, NumberedRow
 from fsdp_tune.data.readers import read_rows
 from fsdp_tune.errors import FsdpTuneError, Where, usage_error
-from fsdp_tune.manifest import digest_file
+from fsdp_tune.manifest import Digester
 from fsdp_tune.recipe.paths import can_only_be_a_path
 from fsdp_tune.recipe.schema_data import BUILDERS, DataSource
 
@@ -55,8 +57,8 @@ class Source:
     files: tuple[SourceFile, ...] = ()
     dataset: Any = None
     """A `datasets.Dataset`."""
-    digested: tuple[Path, ...] = ()
-    """Files whose bytes decide whether prepared data are still current."""
+    stored_in: tuple[Path, ...] = ()
+    """The files that hold the rows; empty where no file does."""
 
     def read(self) -> Iterator[tuple[int, NumberedRow | BadRow]]:
         """Rows with the number of their file in `names`."""
@@ -71,14 +73,25 @@ class Source:
             for row in enumerate(builtin_rows(self.entry.path, self.entry.split), 1):
                 yield 0, row
 
-    def content(self) -> list[str]:
-        """Digests of all bytes that the rows come from; the package's own rows change only with its version."""
-        return [digest_file(path).digest for path in self.digested]
+    def content(self, digests: Callable[[Sequence[Path]], list[str]]) -> list[str]:
+        """Return digests of all that the rows come from: of the files with their kind, else of the rows themselves. Never empty.
 
-    def stamps(self) -> list[tuple[int, int, int]]:
-        """Changes whenever a file is written to, and costs nothing: to notice a change while rows are read."""
-        stats = [path.stat() for path in self.digested]
-        return [(stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats]
+        The kind belongs to it, since the same bytes are other rows in a .txt than in a .jsonl.
+        """
+        if not self.stored_in:
+            return [self._rows_digest()]
+        kinds = [file.kind for file in self.files] or ["dataset"] * len(self.stored_in)
+        return [f"{kind}:{digest}" for kind, digest in zip(kinds, digests(self.stored_in), strict=True)]
+
+    def _rows_digest(self) -> str:
+        digester = Digester()
+        for _, row in self.read():
+            digester.update((json.dumps(row, default=repr) + "\n").encode())
+        return f"rows:{digester.entry().digest}"
+
+    def stamps(self) -> list[Stamp]:
+        """Return what changes whenever a file is written to, to notice a change while rows are read."""
+        return [stamp(path) for path in self.stored_in]
 
 
 def find_source(entry: DataSource, key: str) -> Source:
@@ -141,12 +154,12 @@ def _file_source(entry: DataSource, key: str, paths: Sequence[Path], kind: str |
             where=where,
             hint="choose by a glob, such as `data/*.jsonl`, or give each kind an entry of its own",
         )
-    return Source(entry, key, tuple(str(path) for path in paths), tuple(files), digested=tuple(paths))
+    return Source(entry, key, tuple(str(path) for path in paths), tuple(files), stored_in=tuple(paths))
 
 
 def _dataset_source(entry: DataSource, key: str, dataset: Any) -> Source:
     files = tuple(Path(file["filename"]) for file in dataset.cache_files)
-    return Source(entry, key, (f"{entry.path} ({entry.split})",), dataset=dataset, digested=files)
+    return Source(entry, key, (f"{entry.path} ({entry.split})",), dataset=dataset, stored_in=files)
 
 
 def _expand(patterns: list[str], where: Where) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_tune.data.chat import RenderedChat, render_chat
+from fsdp_tune.data.content import content_hash
 from fsdp_tune.data.encoder import Encoder
 from fsdp_tune.data.formats import Chat, Example, Ids, RowError, Settings, Text
 from fsdp_tune.data.json_rows import BadRow
@@ -147,7 +147,7 @@ class _Chunk:
         self._ids += ids
         self._trained += trained
         self._rows.append((len(ids), supervised, row.source, row.file, row.number))
-        self._hashes.append(_content_hash(example))
+        self._hashes.append(content_hash(example))
 
     def _ended(self, ids: list[int], trained: list[bool], settings: Settings) -> tuple[list[int], list[bool]]:
         """With the end of sequence, once and trained; an empty text stays empty and is dropped."""
@@ -206,10 +206,6 @@ def _with_prefix(ids: list[int], trained: list[bool], prefix: tuple[int, ...]) -
     if not prefix or tuple(ids[: len(prefix)]) == prefix or not ids:
         return ids, trained
     return [*prefix, *ids], [False] * len(prefix) + trained
-
-
-def _content_hash(example: Example) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(example).encode("utf-8", "backslashreplace"), digest_size=8).digest())
 
 
 def tokenise(

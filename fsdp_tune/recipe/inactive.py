@@ -21,6 +21,11 @@ def _policy_is_not(name: str) -> Callable[[Recipe], bool]:
     return lambda recipe: recipe.fsdp.auto_wrap_policy != name
 
 
+def _is_weighted_mixture(recipe: Recipe) -> bool:
+    weighted = recipe.data.mixture.temperature != 1.0 or any(source.weight for source in recipe.data.train)
+    return weighted and len(recipe.data.train) > 1
+
+
 def _saves_by_steps(recipe: Recipe) -> bool:
     return training_value(recipe.training, "save_strategy") in {"steps", "best"}
 
@@ -51,6 +56,7 @@ INACTIVE = (
     Inactive(("data.shuffle_buffer_size",), lambda recipe: not recipe.data.streaming, "`data.streaming` is false"),
     Inactive(("data.mixture.temperature",), lambda recipe: len(recipe.data.train) < 2, "there is one source"),
     Inactive(("data.mixture.stopping_strategy",), lambda recipe: len(recipe.data.train) < 2, "there is one source"),
+    Inactive(("data.mixture.weight_by",), lambda recipe: not _is_weighted_mixture(recipe), "no source is weighted against another"),
     Inactive(("training.data_seed",), lambda recipe: not recipe.data.shuffle, "`data.shuffle` is false"),
     Inactive(("precision.fp8_recipe",), lambda recipe: recipe.precision.mixed_precision != "fp8", "`precision.mixed_precision` is not fp8"),
     Inactive(

@@ -88,7 +88,7 @@ class DataSource(Section):
     chat_template: Text | None = None
     """null = `data.chat_template`."""
     weight: Positive | None = None
-    """Share of the rows drawn from this source; null = by size."""
+    """Share of this source in `data.mixture.weight_by`; null = by size."""
     max_rows: Whole | None = None
     """Takes the first rows only."""
     label: Text | None = None
@@ -131,9 +131,11 @@ class Mixture(Section):
     default_effect = Effect(DATA, REFUSED)
 
     temperature: Positive = 1.0
-    """1 = by size; above 1 flattens the shares of the sources (size ** (1 / temperature))."""
+    """1 = by size; above 1 flattens the shares of the sources (amount ** (1 / temperature), by `weight_by`)."""
     stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
     """When a mixture with weights ends, as in datasets."""
+    weight_by: Literal["rows", "tokens"] = "rows"
+    """What `weight` and `temperature` are shares of; tokens are counted after rows are cut to max_length."""
 
 
 class Data(Section):

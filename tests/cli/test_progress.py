@@ -104,5 +104,5 @@ def test_the_account_of_the_data_is_a_line_a_set_the_training_set_first() -> Non
         "dropped_too_long": {"rows": 1},
         "dropped_nothing_left": {"rows": 0},
     }
-    lines = data_lines({"sets": {"held_out": account, "train": account}}, reused=True)
+    lines = data_lines({"sets": {"held_out": account, "train": account}, "inputs": []}, reused=True)
     assert lines[0] == "data train: 9 rows, 100 tokens, 25 trained (25%), 2 truncated, 1 dropped (from the cache)"

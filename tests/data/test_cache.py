@@ -15,9 +15,10 @@ import pytest
 
 import fsdp_tune.atomic as atomic
 from fsdp_tune.atomic import Disk
-from fsdp_tune.data import cache
+from fsdp_tune.data import cache, digests
 from fsdp_tune.data.prepare import prepare
 from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.manifest import digest_file
 from tests.data.support import ByteEncoder, prepared, recipe_for, rows_of, write_jsonl
 
 ROWS = [{"prompt": f"{n} ", "completion": str(n)} for n in range(30)]
@@ -86,6 +87,78 @@ def test_a_changed_file_is_prepared_anew_and_the_old_data_stay_for_runs_that_use
     assert not second.reused
     assert second.key != first.key
     assert rows_of(first)[12].input_ids.tolist() != rows_of(second)[12].input_ids.tolist()
+
+
+def read_by_digest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are hashed from here on, as they are hashed."""
+    names: list[str] = []
+    monkeypatch.setattr(digests, "digest_file", lambda path: names.append(path.name) or digest_file(path))
+    return names
+
+
+def test_an_unchanged_file_is_hashed_once(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = read_by_digest(monkeypatch)
+    monkeypatch.setattr(digests, "SETTLED_SECONDS", -10.0)
+    first = prepared(tmp_path, rows)
+    second = prepared(tmp_path, rows)
+    assert hashed == ["rows.jsonl"]
+    assert (second.reused, second.key) == (True, first.key)
+    prepare(recipe_for(tmp_path, rows), ByteEncoder(), verify=True)
+    assert hashed == ["rows.jsonl"] * 2, "`--verify-data` hashes every file"
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_a_change_that_keeps_size_and_modification_time_is_noticed(
+    tmp_path: Path, rows: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "SETTLED_SECONDS", -10.0)
+    first, before = prepared(tmp_path, rows), rows.stat()
+    changed = rows.read_text().replace("12", "21")
+    if how == "replaced":
+        (tmp_path / "new").write_text(changed)
+        (tmp_path / "new").rename(rows)
+    else:
+        rows.write_text(changed)
+    os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert prepared(tmp_path, rows).key != first.key
+
+
+def test_a_file_written_just_before_it_is_hashed_is_hashed_again(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within one tick of the file system's clock a second write of the same size leaves the same times."""
+    hashed = read_by_digest(monkeypatch)
+    prepared(tmp_path, rows)
+    prepared(tmp_path, rows)
+    assert hashed == ["rows.jsonl"] * 2
+
+
+def test_damaged_memory_of_digests_costs_a_hash_and_nothing_else(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "SETTLED_SECONDS", -10.0)
+    first = prepared(tmp_path, rows)
+    (record,) = (tmp_path / "cache" / "digests").iterdir()
+    for damaged in ("", "[]", '{"files": {"rows.jsonl": 3}}', '{"files": {"rows.jsonl": [1, 2, 3, 4, 5]}}'):
+        record.write_text(damaged)
+        assert prepared(tmp_path, rows).key == first.key
+
+
+def test_verification_rebuilds_a_store_with_flipped_bits(tmp_path: Path, rows: Path) -> None:
+    first = prepared(tmp_path, rows)
+    tokens = Path(first.path) / "tokens.int32"
+    tokens.write_bytes(b"\x01" + tokens.read_bytes()[1:])
+    assert prepared(tmp_path, rows).reused, "sizes alone are compared at a start"
+    again = prepare(recipe_for(tmp_path, rows), ByteEncoder(), verify=True)
+    assert not again.reused
+    assert rows_of(again)[0].input_ids[0] == ord("0")
+
+
+def test_saved_data_sets_that_fit_into_memory_do_not_share_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    monkeypatch.setattr("datasets.config.IN_MEMORY_MAX_SIZE", 1 << 30)
+    for name in ("one", "two"):
+        datasets.Dataset.from_dict({"text": [f"row of {name}"] * 3}).save_to_disk(str(tmp_path / name))
+    first, second = prepared(tmp_path, tmp_path / "one"), prepared(tmp_path, tmp_path / "two")
+    assert first.path != second.path
+    assert rows_of(first)[0].input_ids.tolist() != rows_of(second)[0].input_ids.tolist()
 
 
 def test_a_file_that_is_written_to_while_it_is_read_is_refused(tmp_path: Path, rows: Path) -> None:

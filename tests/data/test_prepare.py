@@ -306,6 +306,78 @@ def test_wrapped_packing_cuts_and_fills(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("max_length", [4, 5, 7, 1000])
+def test_wrapped_packing_counts_the_tokens_that_are_trained(tmp_path: Path, pairs: Path, max_length: int) -> None:
+    """A target whose predecessor is in the row before is not trained; text and prompts differ in what stands there."""
+    found = prepared(tmp_path, pairs, packing=True, packing_strategy="wrapped", max_length=max_length, overlong="split")
+    rows = rows_of(found)
+    account = found.report["sets"]["train"]
+    assert account["supervised_tokens"] == sum(int((row.labels != -100).sum()) for row in rows)
+    assert account["tokens"] == sum(len(row.input_ids) for row in rows)
+    assert (account["cut_by_packing"] > 0) == (max_length < 1000)
+
+
+def test_each_source_is_accounted_with_rows_tokens_share_and_repeats(tmp_path: Path) -> None:
+    long = write_jsonl(tmp_path / "long.jsonl", [{"prompt": "x " * 20, "completion": f"{n}"} for n in range(3)])
+    short = write_jsonl(tmp_path / "short.jsonl", [{"prompt": "", "completion": f"{n}"} for n in range(10)])
+    found = prepared(tmp_path, {"path": str(long), "weight": 0.7}, {"path": str(short), "weight": 0.3})
+    first, second = found.report["inputs"]
+    assert (first["rows"], first["rows_drawn"], first["tokens"]) == (3, 23, 23 * 42)
+    assert first["repeats"] == pytest.approx(23 / 3)
+    assert first["share"] == pytest.approx(23 * 42 / (23 * 42 + 20))
+    assert (second["rows"], second["rows_drawn"], second["repeats"], second["tokens"]) == (10, 10, 1.0, 20)
+    assert first["tokens"] + second["tokens"] == found.report["sets"]["train"]["tokens"]
+    assert told(found)["source-repeated"] == (
+        f"`{long}`: each of its 3 rows is drawn 7.7 times an epoch; the source makes up 98% of the training tokens"
+    )
+    by_tokens = prepared(tmp_path, {"path": str(long), "weight": 0.7}, {"path": str(short), "weight": 0.3}, mixture={"weight_by": "tokens"})
+    assert by_tokens.report["inputs"][0]["share"] == pytest.approx(0.7, abs=0.02)
+    assert by_tokens.key != found.key
+
+
+def test_shares_of_tokens_are_those_after_the_cut(tmp_path: Path) -> None:
+    long = write_jsonl(tmp_path / "long.jsonl", [{"prompt": "", "completion": "x" * 500}] * 4)
+    short = write_jsonl(tmp_path / "short.jsonl", [{"prompt": "", "completion": "y" * 9}] * 40)
+    entries = [{"path": str(path), "weight": 0.5} for path in (long, short)]
+    found = prepared(tmp_path, *entries, mixture={"weight_by": "tokens"}, max_length=50, overlong="truncate")
+    assert found.report["inputs"][0]["share"] == pytest.approx(0.5, abs=0.02)
+
+
+def test_eval_rows_that_are_also_trained_are_counted_and_named(tmp_path: Path, pairs: Path) -> None:
+    rows = [PAIRS[3], {"prompt": "100+1 is", "completion": " 101"}, {"completion": PAIRS[7]["completion"], "prompt": PAIRS[7]["prompt"]}]
+    other = write_jsonl(tmp_path / "eval.jsonl", rows)
+    found = prepared(tmp_path, pairs, eval=[{"path": str(other), "label": "new", "loss_on": "all"}])
+    assert found.report["sets"]["new"]["also_trained"] == {"rows": 2, "first": [f"{other}:1", f"{other}:3"]}
+    assert told(found)["eval-rows-trained"].startswith("new: 2 rows with the content of a training row")
+    assert "eval-rows-trained" not in told(prepared(tmp_path, pairs, eval={"rows": 5}))
+
+
+def test_the_split_depends_on_content_and_not_on_key_order_or_what_is_trained(tmp_path: Path) -> None:
+    chats = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}] for n in range(200)]
+    reversed_keys = [[dict(reversed(message.items())) for message in chat] for chat in chats]
+    null_keys = [[message | {"name": None} for message in chat] for chat in chats]
+    ways = {
+        "plain": prepared(tmp_path, _chats(tmp_path, "plain", chats), encoder=ByteEncoder(template=CHATML), eval={"fraction": 0.2}),
+        "all": prepared(
+            tmp_path, _chats(tmp_path, "plain", chats), encoder=ByteEncoder(template=CHATML), eval={"fraction": 0.2}, loss_on="all"
+        ),
+        "keys": prepared(tmp_path, _chats(tmp_path, "keys", reversed_keys), encoder=ByteEncoder(template=CHATML), eval={"fraction": 0.2}),
+        "nulls": prepared(tmp_path, _chats(tmp_path, "nulls", null_keys), encoder=ByteEncoder(template=CHATML), eval={"fraction": 0.2}),
+    }
+    held_out = {name: [origin for _, origin in _origins(found.evals["held_out"])] for name, found in ways.items()}
+    assert len(held_out["plain"]) > 20
+    assert all(rows == held_out["plain"] for rows in held_out.values())
+
+
+def _chats(folder: Path, name: str, chats: list[Any]) -> Path:
+    return write_jsonl(folder / f"{name}.jsonl", [{"messages": chat} for chat in chats])
+
+
+def _origins(path: str) -> list[tuple[str, int]]:
+    store = RowStore(path)
+    return [origin for row in range(len(store)) for origin in store.origins(row)]
+
+
 def test_weights_draw_rows_of_a_source_again(tmp_path: Path, pairs: Path) -> None:
     few = write_jsonl(tmp_path / "few.jsonl", [{"prompt": "x ", "completion": "y"}])
     found = prepared(tmp_path, {"path": str(pairs), "weight": 0.5}, {"path": str(few), "weight": 0.5})

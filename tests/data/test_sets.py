@@ -125,6 +125,15 @@ def test_temperature_flattens_the_shares() -> None:
     assert counts([100, 10_000], [None, None], temperature=2.0, stopping_strategy="first_exhausted") == [100, 1000]
 
 
+def test_weights_by_tokens_give_shares_of_tokens() -> None:
+    sources: Int64 = np.repeat([0, 1], [300, 1000])
+    tokens = np.where(sources == 0, 80, 2)
+    for weights in ([0.7, 0.3], [1.0, 1.0]):
+        drawn = mixed(sources, [300, 1000], weights, Mixture(weight_by="tokens"), tokens=[300 * 80, 1000 * 2])
+        share = tokens[drawn][sources[drawn] == 0].sum() / tokens[drawn].sum()
+        assert share == pytest.approx(weights[0] / sum(weights), abs=0.001)
+
+
 def test_every_row_is_drawn_before_any_comes_again() -> None:
     sources = np.repeat([0, 1], [10, 25])
     drawn = mixed(sources, [10, 25], [0.5, 0.5], Mixture())

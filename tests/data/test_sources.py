@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.data import hub_dataset
+from fsdp_tune.data.digests import FileDigests
 from fsdp_tune.data.json_rows import BadRow
 from fsdp_tune.data.sources import COMPRESSED, KIND_OF_SUFFIX, Source, find_source
 from fsdp_tune.errors import FsdpTuneError, Problem
@@ -78,11 +79,29 @@ def test_a_saved_data_set_and_its_splits(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(str(tmp_path / "many"))
     found = source(tmp_path / "one")
     assert texts(found) == ["row 3", "row 1"]
-    assert len(found.content()) == 1, "the bytes of its file decide whether prepared data are current"
+    assert len(found.content(FileDigests(tmp_path / "cache"))) == 1, "the bytes of its file decide whether prepared data are current"
     assert texts(source(tmp_path / "many", split="test")) == ["row 0"]
     assert problem(tmp_path / "many", split="dev").hint == "its splits are: train, test"
     (tmp_path / "one" / "state.json").write_text("{")
     assert problem(tmp_path / "one").code == "data-unreadable"
+
+
+def test_the_content_of_a_data_set_without_files_is_that_of_its_rows(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    sets = [datasets.Dataset.from_dict({"text": [text]}) for text in ("one", "two")]
+    first, second, again = (
+        Source(DataSource(path="hub/id"), "data.train[0]", ("hub/id",), dataset=rows).content(FileDigests(tmp_path))
+        for rows in (*sets, sets[0])
+    )
+    assert first == again
+    assert first != second
+
+
+def test_the_content_of_equal_bytes_depends_on_how_they_are_read(tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "rows.txt"):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    digests = FileDigests(tmp_path / "cache")
+    assert source(tmp_path / "rows.jsonl").content(digests) != source(tmp_path / "rows.txt").content(digests)
 
 
 def test_what_is_not_there_is_named_with_what_is(folder: Path) -> None:

@@ -191,6 +191,12 @@ def test_a_key_without_effect_is_one_strict_notice_with_its_line(extra: str) -> 
     assert "has no effect: " in notice.message
 
 
+def test_weight_by_has_no_effect_without_weights() -> None:
+    text = "model: {name_or_path: a}\ndata: {train: [{path: b%s}, {path: c%s}], mixture: {weight_by: tokens}}"
+    assert [notice.code for notice in load(text % ("", "")).notices] == ["inactive-key"]
+    assert load(text % (", weight: 1", ", weight: 2")).notices == ()
+
+
 def test_a_key_at_its_default_is_no_notice() -> None:
     assert load_with("fsdp: {sharding_strategy: NO_SHARD}").notices == ()
 
@@ -199,7 +205,7 @@ def test_a_key_at_its_default_is_no_notice() -> None:
 def test_every_inactive_row_can_be_active(row: object) -> None:
     """A row that is always true would call a working key dead."""
     texts = [
-        "model: {name_or_path: a}\ndata: {train: [{path: b}, {path: c}], eval: {rows: 2}, packing: true}\n"
+        "model: {name_or_path: a}\ndata: {train: [{path: b, weight: 1}, {path: c, weight: 2}], eval: {rows: 2}, packing: true}\n"
         f"fsdp: {{activation_checkpointing: full, auto_wrap_policy: {policy}}}\n"
         "launch: {num_machines: 2}\ntraining: {eval_strategy: steps}\nprecision: {mixed_precision: fp8}"
         for policy in ("SIZE_BASED_WRAP", "MODULE_NAMES_WRAP\n  , modules_to_wrap: [a]")
