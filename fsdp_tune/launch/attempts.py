@@ -12,6 +12,7 @@ from fsdp_tune.launch.accelerate import LaunchPlan
 from fsdp_tune.launch.machines import Machines
 from fsdp_tune.launch.ranks import verdict_path
 from fsdp_tune.launch.restart import Failure, Restart, decide, is_transient
+from fsdp_tune.launch.resume import is_for
 from fsdp_tune.launch.run_files import append_event, write_resume
 from fsdp_tune.launch.supervise import Event, Said, Supervisor
 from fsdp_tune.launch.verdict import ECHO_CODES, Ended
@@ -37,8 +38,16 @@ class Attempts:
         return self._lead() if self._plan.machine_rank == 0 else self._follow()
 
     def _lead(self) -> Generator[Event]:
+        step = 0
         for launch in itertools.count():
-            supervisor, judged = yield from self._launch(launch)
+            if (problem := self._machines.gather(launch)) is not None:
+                ended = Ended(ExitCode.FAILED, ExitReason.FAILED, step, problem)
+                write_json(verdict_path(self._plan.run), ended.as_dict())
+                self._machines.conclude(ended)
+                yield ended
+                return
+            supervisor, judged = yield from self._launch()
+            step = judged.step
             self._machines.end(judged)
             ended = self._machines.verdict(judged)
             decision: Restart | Problem | None = ended.problem
@@ -55,17 +64,25 @@ class Attempts:
             yield Said(self._begin_again(decision, checkpoint))
 
     def _follow(self) -> Generator[Event]:
+        problem = self._machines.join()
+        if problem is None and not is_for(self._plan.run, self._recipe):
+            problem = Problem(
+                "machines-differ", "the first machine runs another recipe", hint="give all machines the same recipe and `--set`"
+            )
+            self._machines.end(Ended(ExitCode.FAILED, ExitReason.FAILED, 0, problem))
+        if problem is not None:
+            yield Ended(ExitCode.FAILED, ExitReason.FAILED, 0, problem)
+            return
         ended: Ended | None = None
         while True:
-            word = self._machines.next_launch(started=ended is not None)
+            word = self._machines.next_launch()
             if not isinstance(word, int):
                 yield _at_the_end(ended, word, self._plan.run)
                 return
-            _, ended = yield from self._launch(word)
+            _, ended = yield from self._launch()
             self._machines.end(ended)
 
-    def _launch(self, number: int) -> Generator[Event, None, tuple[Supervisor, Ended]]:
-        self._machines.begin(number)
+    def _launch(self) -> Generator[Event, None, tuple[Supervisor, Ended]]:
         supervisor = Supervisor(self._plan, hang_timeout_seconds=self._hang_seconds, machines=self._machines)
         for event in supervisor.events():
             if isinstance(event, Ended):
@@ -105,6 +122,8 @@ class Attempts:
 
 def _at_the_end(mine: Ended | None, word: Ended | None, run: RunDir) -> Ended:
     """What another machine than the first ends with: the run's problem, where its own is only an echo of that."""
+    if mine is None and word is not None:
+        return word
     if mine is None:
         message = f"the first machine did not start its ranks in {run.path}"
         problem = Problem("first-machine-missing", message, hint="its own output says why")

@@ -1,29 +1,36 @@
-"""What the supervisors of several machines tell each other, through the run directory that they share.
+"""Coordination of the supervisors of several machines, through the run directory that they share.
 
-Each machine has one file, logs/machine-NN.json: which launch of the run it is in, and how that ended there. The first
-machine judges for all and alone decides on another launch; the others follow its file. The files carry the first
-machine's lock, so that those of an earlier command are never taken for this one's.
+Each machine has one file, logs/machine-NN.json: which launch of the run it is in, and how that launch ended there. The first
+machine judges for all and alone decides on another launch; the others follow its file.
+
+A life of the run is one start of it: the claim of the first machine's command on the run directory, whose id every file
+carries. Files of an older life may be found at any time, also of commands that were killed a moment ago, so another machine
+joins by a handshake: it writes a token that is new, and takes the life from the file of the first machine once that repeats
+the token. Before each launch the first machine waits until all others have confirmed it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from fsdp_tune.atomic import write_json
 from fsdp_tune.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.launch.hang import Standing
-from fsdp_tune.launch.lock import has_owner, read_owner
 from fsdp_tune.launch.verdict import ECHO_CODES, Ended
+from fsdp_tune.ownership import live_owner, read_owner
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.units import format_seconds
 
+JOIN_SECONDS = 3600.0
+"""For the first machine's command to check its inputs and to confirm that this machine is in."""
 LOOK_SECONDS = 1.0
 """Network file systems are not asked more often."""
 GATHER_SECONDS = 90.0
@@ -33,7 +40,10 @@ SHARE_SECONDS = 60.0
 WORD_SECONDS = 600.0
 """For the first machine's word after a launch; hashing a large checkpoint takes it a while."""
 
-State = Literal["running", "ended", "final"]
+NOT_STARTED = -1
+"""The launch of a machine that has confirmed none."""
+
+State = Literal["waiting", "gathering", "ready", "running", "ended", "final"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +54,8 @@ class Word:
     launch: int
     """0 for the first launch of the command, then one more for each restart."""
     state: State
-    """running; ended: this launch, here; final (of the first machine): no other launch will come."""
+    """waiting: to join. ready: for this launch. running. ended: this launch, here. Of the first machine alone: gathering (the
+    others for this launch), and final (no other launch will come)."""
     ended: Ended | None = None
     standings: tuple[Standing, ...] = ()
     """Where its ranks stand, once nothing moves."""
@@ -56,21 +67,65 @@ class Machines:
 
     def __init__(self, run: RunDir, machine: int, count: int, *, patience_seconds: float) -> None:
         self._run, self._machine, self._count, self._patience_seconds = run, machine, count, patience_seconds
-        self._launch = 0
-        self._began = self._looked = time.monotonic()
+        self._launch = NOT_STARTED
+        self._looked = time.monotonic()
         self._words: dict[int, Word] = {}
-        self._identity: str | None = None
+        self._life: str | None = None
+        self._token = secrets.token_hex(8)
+        self._tokens: dict[int, str] = {}
+        """Of the first machine: the token of each machine that has joined."""
 
     @property
     def others(self) -> list[int]:
         return [machine for machine in range(self._count) if machine != self._machine]
 
-    def begin(self, launch: int) -> None:
-        """Tells that this machine starts its ranks for a launch."""
-        self._launch, self._began = launch, time.monotonic()
-        self._identity = self._identity or _identity(self._run)
+    def gather(self, launch: int) -> Problem | None:
+        """Announce a launch on the first machine and wait until every other machine has confirmed it.
+
+        Returns why the launch must not start: a machine that did not come, or one that failed before it started.
+        """
+        self._launch = launch
+        if not self.others:
+            return None
+        owner = read_owner(self._run.lock)
+        self._life = owner.claim if owner is not None else None
+        started = time.monotonic()
         self._words = {}
-        self._say(Word(self._machine, launch, "running"))
+        self._say(Word(self._machine, launch, "gathering"))
+        while True:
+            self._admit()
+            present = [word.machine for word in self._read_others()]
+            failure = self.trouble()
+            if failure is not None or len(present) == len(self.others):
+                break
+            if time.monotonic() - started > self._patience_seconds:
+                failure = self._missing(present, time.monotonic() - started)
+                break
+            time.sleep(LOOK_SECONDS)
+        if failure is None:
+            self._say(Word(self._machine, launch, "running"))
+        return failure
+
+    def join(self) -> Problem | None:
+        """Join the life of the run that the first machine's command leads now; returns the problem if that does not come."""
+        is_announced = False
+        deadline = time.monotonic() + JOIN_SECONDS
+        while time.monotonic() < deadline:
+            if not is_announced or not _path(self._run, self._machine).exists():  # `--overwrite` moves it aside with the old run
+                with contextlib.suppress(FileNotFoundError):
+                    self._say(Word(self._machine, NOT_STARTED, "waiting"))
+                    is_announced = True
+            leader = _load(self._run, 0)
+            if leader.get("tokens", {}).get(str(self._machine)) == self._token:
+                self._life = leader["life"]
+                return None
+            time.sleep(LOOK_SECONDS)
+        message = f"the first machine did not confirm that machine {self._machine} takes part in {self._run.path}"
+        return Problem("first-machine-missing", message, hint="its own output says why")
+
+    def environment(self) -> dict[str, str]:
+        """Variables for the launcher: agents of different lives or launches never form one group."""
+        return {"PET_RDZV_ID": f"{self._life}-{self._launch}"} if self.others else {}
 
     def end(self, ended: Ended) -> None:
         self._say(Word(self._machine, self._launch, "ended", ended))
@@ -87,21 +142,16 @@ class Machines:
         return True
 
     def trouble(self) -> Problem | None:
-        """What ends the ranks here although they may still run: a machine that never came, or one whose ranks have ended badly."""
+        """Return the failure of another machine, which ends the ranks here although they may still run."""
         for word in self._read_others():
             if word.ended is not None and word.ended.problem is not None:
                 return Problem("machine-failed", f"machine {word.machine}: {word.ended.problem.message}", hint=word.ended.problem.hint)
-        return self.missing() if time.monotonic() - self._began > self._patience_seconds else None
+        return None
 
-    def missing(self) -> Problem | None:
-        """Machines that have not come to this launch; asked of the first machine, to which all the others come."""
-        come = {word.machine for word in self._read_others()}
-        absent = [machine for machine in self.others if machine not in come]
-        if self._machine != 0 or not absent:
-            return None
-        waited = format_seconds(time.monotonic() - self._began)
+    def _missing(self, present: Sequence[int], seconds: float) -> Problem:
+        absent = [machine for machine in self.others if machine not in present]
         names = ", ".join(f"machine {machine}" for machine in absent)
-        message = f"{self._count - len(absent)} of {self._count} machines came within {waited}; missing: {names}"
+        message = f"{self._count - len(absent)} of {self._count} machines came within {format_seconds(seconds)}; missing: {names}"
         hint = "start `fsdp-tune train … --machine-rank N` on each of them, with the same recipe; all must see the run directory"
         return Problem("machines-missing", message, hint=hint)
 
@@ -127,28 +177,51 @@ class Machines:
             time.sleep(LOOK_SECONDS)
         return combined(ended, [word.ended for word in self._read_others() if word.ended is not None])
 
-    def next_launch(self, *, started: bool) -> int | Ended | None:
-        """Waits for the first machine's word: the number of the next launch, or how the run ended; None where no word comes.
+    def next_launch(self) -> int | Ended | None:
+        """Wait for the next launch of the first machine and confirm it.
 
-        `started`: whether this machine has taken part in a launch already.
+        Returns its number once all machines have confirmed it, or how the run ended; None where the first machine is gone.
         """
-        deadline = time.monotonic() + (WORD_SECONDS if started else self._patience_seconds)
+        confirmed: int | None = None
+        deadline = time.monotonic() + WORD_SECONDS
         while time.monotonic() < deadline:
-            is_there = has_owner(self._run)
+            is_led = self._is_led()  # before its file is read: the last thing that it writes may be there by then
             word = self._read(0)
-            if word is not None and word.state == "final" and started:
+            if word is not None and word.state == "final":
                 return word.ended
-            if word is not None and word.state == "running" and (word.launch > self._launch or not started):
+            if word is not None and word.state == "gathering" and word.launch > self._launch and word.launch != confirmed:
+                confirmed = word.launch
+                self._say(Word(self._machine, word.launch, "ready"))
+                deadline = time.monotonic() + self._patience_seconds + GATHER_SECONDS
+            if word is not None and word.state == "running" and word.launch == confirmed:
+                self._launch, self._words = word.launch, {}
                 return word.launch
-            if started and not is_there:
+            if not is_led:
                 return None
             time.sleep(LOOK_SECONDS)
         return None
 
+    def _is_led(self) -> bool:
+        owner = live_owner(self._run.lock)
+        return owner is not None and owner.claim == self._life
+
+    def _is_admitted(self, machine: int, token: object) -> bool:
+        """Whether a file is by the command that joined, and not by an earlier one for that machine; checked by the first machine."""
+        return self._machine != 0 or self._tokens.get(machine) == token
+
+    def _admit(self) -> None:
+        """Repeat the token of each machine that waits to join, in the file of this one."""
+        waiting = {machine: str(raw["token"]) for machine in self.others if (raw := _load(self._run, machine)).get("state") == "waiting"}
+        if waiting.items() - self._tokens.items():
+            self._tokens |= waiting
+            self._say(Word(self._machine, self._launch, "gathering"))
+
     def _say(self, word: Word) -> None:
         if self.others:
             content = {
-                "run": self._identity,
+                "life": self._life,
+                "token": self._token,
+                "tokens": self._tokens,
                 "host": socket.gethostname(),
                 "launch": word.launch,
                 "state": word.state,
@@ -162,18 +235,19 @@ class Machines:
         """Of machines that are in this launch, by number. A machine that has gone on to the next one has ended this one."""
         for machine in self.others:
             word = self._read(machine)
-            if word is not None and word.launch == self._launch:
+            if word is not None and word.launch in (self._launch, NOT_STARTED):
                 self._words[machine] = word
         return [self._words[machine] for machine in sorted(self._words)]
 
     def _read(self, machine: int) -> Word | None:
+        """Return the last word of a machine in this life; None where it has none, or only one of an older life."""
+        raw = _load(self._run, machine)
+        if self._life is None or raw.get("life") != self._life or not self._is_admitted(machine, raw.get("token")):
+            return None
         try:
-            raw: Any = json.loads(_path(self._run, machine).read_bytes())
-            if raw["run"] != (self._identity or _identity(self._run)):
-                return None
             standings = tuple(Standing(**each) for each in raw["standings"])
             return Word(machine, int(raw["launch"]), raw["state"], _ended(raw["ended"]), standings, float(raw["silent_seconds"]))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             return None
 
 
@@ -181,19 +255,24 @@ def _path(run: RunDir, machine: int) -> Path:
     return run.logs / f"machine-{machine:02d}.json"
 
 
+def _load(run: RunDir, machine: int) -> dict[str, Any]:
+    """Return the content of a machine's file; {} where there is none."""
+    try:
+        raw: Any = json.loads(_path(run, machine).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return cast(dict[str, Any], raw) if isinstance(raw, dict) else {}
+
+
 def machines_elsewhere(run: RunDir, count: int) -> set[int]:
-    """Those of a run's machines that are not this one: processes on them cannot be seen from here."""
-    owner = read_owner(run)
-    hosts: dict[int, str] = {} if owner is None else {0: owner.host}
-    for machine in range(1, count):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            hosts[machine] = str(json.loads(_path(run, machine).read_bytes())["host"])
+    """Return the machines of a run that are not this one: processes on them cannot be seen from here."""
+    owner = read_owner(run.lock)
+    hosts = {} if owner is None else {0: owner.host}
+    life = _load(run, 0).get("life")
+    for machine in range(count):
+        if (raw := _load(run, machine)).get("life") == life is not None and "host" in raw:
+            hosts[machine] = str(raw["host"])
     return {machine for machine, host in hosts.items() if host != socket.gethostname()}
-
-
-def _identity(run: RunDir) -> str | None:
-    owner = read_owner(run)
-    return None if owner is None else f"{owner.host}:{owner.pid}:{owner.since}"
 
 
 def _ended(raw: dict[str, Any] | None) -> Ended | None:

@@ -15,10 +15,11 @@ from typing import Any
 
 from fsdp_tune.atomic import DISK, must_be_filled, occupants
 from fsdp_tune.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
-from fsdp_tune.launch.lock import has_owner, in_use, locked, refuse_when_held
+from fsdp_tune.launch.lock import in_use, locked, refuse_when_held
 from fsdp_tune.launch.processes import is_rank_of
 from fsdp_tune.launch.ranks import read_heartbeat, read_outcome
 from fsdp_tune.launch.resume_diff import Change, check, compare
+from fsdp_tune.ownership import live_owner
 from fsdp_tune.recipe.effects import OnResume
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.training_fields import training_value
@@ -272,7 +273,7 @@ def wait_for_run(run: RunDir, recipe: Recipe, *, patience_seconds: float = 3600.
     Machines may differ in what only they use (cores); what is trained and the number of ranks must agree.
     """
     deadline = time.monotonic() + patience_seconds
-    while not (run.is_used and _is_for(run, recipe) and has_owner(run)):
+    while not (run.is_used and is_for(run, recipe) and live_owner(run.lock) is not None):
         if time.monotonic() > deadline:
             raise failed_error(
                 "first-machine-missing",
@@ -282,7 +283,8 @@ def wait_for_run(run: RunDir, recipe: Recipe, *, patience_seconds: float = 3600.
         time.sleep(poll_seconds)
 
 
-def _is_for(run: RunDir, recipe: Recipe) -> bool:
+def is_for(run: RunDir, recipe: Recipe) -> bool:
+    """Return whether the run directory is for what this machine was given, apart from keys that may differ by machine."""
     theirs = read_resolved(run)
     same_launch = (theirs.world_size, theirs.launch.num_machines) == (recipe.world_size, recipe.launch.num_machines)
     return same_launch and all(change.kind is OnResume.FREE for change in compare(theirs, recipe))

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.errors import ExitReason
-from fsdp_tune.launch.lock import is_held, read_owner
 from fsdp_tune.launch.machines import machines_elsewhere
 from fsdp_tune.launch.processes import is_rank_of
 from fsdp_tune.launch.ranks import read_heartbeat, read_outcome, read_verdict
 from fsdp_tune.launch.resume import read_resolved, ways_on
+from fsdp_tune.ownership import Owner, live_owner
 from fsdp_tune.run_dir import Checkpoint, RunDir, json_objects, latest_checkpoint
 from fsdp_tune.units import format_seconds
 
@@ -33,14 +33,14 @@ def run_status(run: RunDir) -> dict[str, Any]:
     outcomes = [outcome for rank in range(world_size) if (outcome := read_outcome(run, rank)) is not None]
     problems = [outcome.problem.message for outcome in outcomes if outcome.problem is not None]
     checkpoint, rejected = latest_checkpoint(run)
-    owner = read_owner(run)
+    owner = live_owner(run.lock)
     lines = last_lines(run.metrics_jsonl)
     logged = next((line for line in reversed(lines) if "loss" in line), None)
-    state = _state(run, ranks, verdict)
+    state = _state(owner, ranks, verdict)
     return {
         "run_dir": str(run.path),
         "state": state,
-        "owner": str(owner) if owner is not None and is_held(run) else None,
+        "owner": str(owner) if owner is not None else None,
         "step": max((line["step"] for line in lines if isinstance(line.get("step"), int)), default=None),
         "total_steps": next((line["total_steps"] for line in _started(run.metrics_jsonl) if "total_steps" in line), None),
         "loss": logged["loss"] if logged is not None and isinstance(logged["loss"], float) else None,
@@ -55,10 +55,10 @@ def run_status(run: RunDir) -> dict[str, Any]:
     }
 
 
-def _state(run: RunDir, ranks: list[dict[str, Any]], verdict: dict[str, Any] | None) -> str:
+def _state(owner: Owner | None, ranks: list[dict[str, Any]], verdict: dict[str, Any] | None) -> str:
     if any(rank["state"] == "live" for rank in ranks):
         return RUNNING
-    if is_held(run):
+    if owner is not None:
         return BUSY
     if verdict is not None:
         return str(verdict["exit_reason"])

@@ -102,8 +102,6 @@ class Supervisor:
             finally:
                 left = _end_everything(launcher, watch)
         watch.read_outcomes()
-        if launcher.returncode and not watch.outcomes and not self._signals:
-            self._elsewhere = self._elsewhere or self._machines.missing()
         yield from self._logged(metrics)
         if left:
             yield Said(f"these processes do not die, not even by SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
@@ -129,7 +127,7 @@ class Supervisor:
         with open(self._plan.launcher_log, "ab") as log:
             return subprocess.Popen(
                 leashed(list(self._plan.argv)),
-                env=self._plan.env,
+                env=self._plan.env | self._machines.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

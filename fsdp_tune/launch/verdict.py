@@ -97,8 +97,7 @@ def judge(seen: Seen) -> Ended:
         return _ended(ExitReason.LOST_RANK, step, seen.stuck, first)
     failure = _first_failure(seen)
     if seen.elsewhere is not None and (failure is None or (isinstance(failure, Outcome) and failure.reason is ExitReason.LOST_RANK)):
-        reason = ExitReason.FAILED if seen.elsewhere.code == "machines-missing" else ExitReason.LOST_RANK
-        return _ended(reason, step, seen.elsewhere, first)
+        return _ended(ExitReason.LOST_RANK, step, seen.elsewhere, first)
     if not isinstance(failure, Outcome) and not seen.outcomes:
         if seen.signals and step == 0:  # nobody listened to signals yet, and there was nothing to save
             return _ended(REASON_OF_SIGNAL[seen.signals[0]], 0, None, first)

@@ -372,12 +372,12 @@ PLANTS: tuple[Plant, ...] = (
         "dict(environment), removed",
         "F034",
     ),
-    _plant("a lock is followed through a link", "launch/lock", "os.O_CLOEXEC | os.O_NOFOLLOW", "os.O_CLOEXEC", "F123"),
+    _plant("a lock is followed through a link", "ownership", "os.O_CLOEXEC | os.O_NOFOLLOW", "os.O_CLOEXEC", "F123"),
     _plant(
         "a lock is only a file",
-        "launch/lock",
-        "            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
-        "            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)\n",
+        "ownership",
+        "            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)\n",
         "F038",
         "F079",
     ),
@@ -623,8 +623,8 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "machines that are missing are not named",
         "launch/machines",
-        "        if self._machine != 0 or not absent:\n",
-        "        if self._machine == 0 or not absent:\n",
+        "            if failure is not None or len(present) == len(self.others):\n",
+        "            if failure is None or len(present) == len(self.others):\n",
         "F031",
     ),
     _plant(

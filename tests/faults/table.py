@@ -191,7 +191,7 @@ LAUNCH = (
         "F038", "p", 12, REFUSED, "a second train on a live directory; a dead owner; a reused pid; another host",
         "launch/test_lock::a_second_command_is_told_who_holds_the_directory", "launch/test_lock::a_pid_that_was_reused_is_not_taken_for_the_owner",
         "launch/test_lock::the_lock_of_a_dead_owner_is_taken_over_with_a_notice",
-        "launch/test_lock::a_run_on_another_machine_counts_as_live_while_its_ranks_give_signs",
+        "launch/test_lock::an_owner_on_another_machine_is_live_until_300_seconds_after_its_last_sign",
         "launch/test_run_directory::a_live_run_is_not_touched",
     ),
     _row("F039", "r", 11, REFUSED, "the current directory is gone", "cli/test_output::a_current_directory_that_is_gone_is_named"),

@@ -1,94 +1,260 @@
+"""Ownership of a run directory, with and without file locks."""
+
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fsdp_tune import ownership
 from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.launch.lock import is_held, locked, read_owner
+from fsdp_tune.launch.lock import locked
+from fsdp_tune.ownership import HeldError, live_owner, owned, read_owner
 from fsdp_tune.run_dir import RunDir
+from tests.conftest import REPOSITORY
 
 HOLDER = """
-import sys, time
+import fcntl, os, sys, time
 from pathlib import Path
 from fsdp_tune.launch.lock import locked
 from fsdp_tune.run_dir import RunDir
+if len(sys.argv) > 2:
+    def without_locks(*_):
+        raise OSError(int(sys.argv[2]), os.strerror(int(sys.argv[2])))
+    fcntl.flock = without_locks
 with locked(RunDir(Path(sys.argv[1]))):
     print("held", flush=True)
     time.sleep(60)
 """
+LOCKLESS = [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP]
+WITHOUT_LOCKS = pytest.mark.parametrize("lockless", LOCKLESS, ids=[errno.errorcode[number] for number in LOCKLESS], indirect=True)
+FILE_SYSTEMS = pytest.mark.parametrize("lockless", [None, errno.ENOSYS], ids=["with locks", "without locks"], indirect=True)
 
 
 @pytest.fixture
-def held(run: RunDir) -> subprocess.Popen[str]:
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(run.path)], stdout=subprocess.PIPE, text=True)
+def lockless(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
+    """A file system on which flock fails with the error number of the parameter; None: one with locks."""
+    number: int | None = request.param
+
+    def fail(*_: object) -> None:
+        assert number is not None
+        raise OSError(number, os.strerror(number))
+
+    if number is not None:
+        monkeypatch.setattr(fcntl, "flock", fail)
+    return number
+
+
+def hold(run: RunDir, lockless: int | None = None) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", HOLDER, str(run.path), *([str(lockless)] if lockless else [])]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
-    yield holder
-    holder.kill()
-    holder.wait()
-    holder.stdout.close()
+    return holder
+
+
+@pytest.fixture
+def held(run: RunDir) -> Iterator[subprocess.Popen[str]]:
+    with hold(run) as holder:
+        yield holder
+        holder.kill()
+
+
+def foreign(run: RunDir, *, age_seconds: float = 0.0, **values: Any) -> None:
+    """Leave the record of an owner on another machine, refreshed so long ago."""
+    record = {"host": "elsewhere", "pid": 1, "since": 1.0, "claim": "c", "kernel": "k", "namespace": "n", "started": "1"}
+    run.lock.write_text(json.dumps(record | values))
+    moment = time.time() - age_seconds
+    os.utime(run.lock, (moment, moment))
 
 
 def test_a_second_command_is_told_who_holds_the_directory(run: RunDir, held: subprocess.Popen[str]) -> None:
     with pytest.raises(FsdpTuneError, match=f"in use by pid {held.pid} on") as caught, locked(run):
         pass
     assert caught.value.exit_code == 2
-    assert not any("remove" in way for way in caught.value.problems[0].ways_out)  # the kernel says that its owner lives
-    assert is_held(run)
+    assert not any("remove" in way for way in caught.value.problems[0].ways_out)  # the kernel vouches for its owner
+    assert live_owner(run.lock) is not None
 
 
 def test_the_lock_of_a_dead_owner_is_taken_over_with_a_notice(run: RunDir, held: subprocess.Popen[str]) -> None:
     held.kill()
     held.wait()
-    assert not is_held(run)
+    assert live_owner(run.lock) is None
     with locked(run) as notices:
         assert [notice.code for notice in notices] == ["stale-lock"]
         assert str(held.pid) in notices[0].message
 
 
-def test_a_pid_that_was_reused_is_not_taken_for_the_owner(run: RunDir) -> None:
-    run.lock.write_text(json.dumps({"host": os.uname().nodename, "pid": os.getpid(), "since": 1.0}))
+@FILE_SYSTEMS
+def test_a_pid_that_was_reused_is_not_taken_for_the_owner(run: RunDir, lockless: int | None) -> None:
+    with locked(run):
+        record = json.loads(run.lock.read_bytes())
+    run.lock.write_text(json.dumps(record | {"started": "1"}))
+    assert live_owner(run.lock) is None
+    with locked(run) as notices:
+        assert "stale-lock" in [notice.code for notice in notices]
+
+
+@FILE_SYSTEMS
+def test_an_owner_on_another_machine_is_live_until_300_seconds_after_its_last_sign(run: RunDir, lockless: int | None) -> None:
+    foreign(run, age_seconds=200.0)
+    assert live_owner(run.lock) is not None
+    with pytest.raises(FsdpTuneError, match="pid 1 on elsewhere") as caught, locked(run):
+        pass
+    assert any(f"remove {run.lock}" in way for way in caught.value.problems[0].ways_out)
+    foreign(run, age_seconds=400.0)
+    assert live_owner(run.lock) is None
+    with locked(run) as notices:
+        assert "stale-lock" in [notice.code for notice in notices]
+
+
+def test_the_kernel_vouches_for_containers_on_one_machine(run: RunDir) -> None:
+    """A container that was restarted has pids and a host name of its own; its machine's locks still tell that the owner is dead."""
+    with locked(run):
+        record = json.loads(run.lock.read_bytes())
+    foreign(run, kernel=record["kernel"])
     with locked(run) as notices:
         assert [notice.code for notice in notices] == ["stale-lock"]
 
 
-def test_a_run_on_another_machine_counts_as_live_while_its_ranks_give_signs(run: RunDir) -> None:
-    run.lock.write_text(json.dumps({"host": "elsewhere", "pid": 1, "since": 1.0}))
-    run.logs.mkdir()
-    run.rank_heartbeat(0).write_text("{}")
-    with pytest.raises(FsdpTuneError, match="pid 1 on elsewhere") as caught, locked(run):
-        pass
-    assert any("remove" in way for way in caught.value.problems[0].ways_out)
-    os.utime(run.rank_heartbeat(0), (time.time() - 3600, time.time() - 3600))
-    with locked(run) as notices:
-        assert len(notices) == 1
-
-
-def test_a_lock_that_was_given_back_leaves_no_owner(run: RunDir) -> None:
+@FILE_SYSTEMS
+def test_an_owner_gives_signs_of_life(run: RunDir, lockless: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "REFRESH_SECONDS", 0.01)
     with locked(run):
-        assert read_owner(run) is not None
-    assert read_owner(run) is None
+        os.utime(run.lock, (1.0, 1.0))
+        deadline = time.monotonic() + 10.0
+        while run.lock.stat().st_mtime < 2.0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@FILE_SYSTEMS
+def test_a_lock_that_was_given_back_leaves_no_owner(run: RunDir, lockless: int | None) -> None:
+    with locked(run):
+        assert live_owner(run.lock) is not None
+    assert read_owner(run.lock) is None
     with locked(run) as notices:
-        assert notices == []
+        assert "stale-lock" not in [notice.code for notice in notices]
 
 
-def test_a_full_disk_is_told_with_the_name_of_the_lock(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_two_claims_share_an_id(run: RunDir) -> None:
+    with locked(run):
+        first = read_owner(run.lock)
+    with locked(run):
+        second = read_owner(run.lock)
+    assert first is not None
+    assert second is not None
+    assert first.claim != second.claim != ""
+
+
+def test_asking_takes_no_lock_so_that_a_command_is_never_refused_for_it(run: RunDir) -> None:
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            live_owner(run.lock)
+
+    askers = [threading.Thread(target=ask) for _ in range(2)]
+    for asker in askers:
+        asker.start()
+    try:
+        for _ in range(200):
+            with locked(run):
+                pass
+    finally:
+        ended.set()
+    for asker in askers:
+        asker.join()
+
+
+@WITHOUT_LOCKS
+def test_without_file_locks_a_second_command_is_refused_too(run: RunDir, lockless: int | None) -> None:
+    with hold(run, lockless) as holder:
+        with pytest.raises(FsdpTuneError, match=f"in use by pid {holder.pid} on") as caught, locked(run):
+            pass
+        assert caught.value.exit_code == 2
+        holder.kill()
+    with locked(run) as notices:
+        assert [notice.code for notice in notices] == ["no-file-locks", "stale-lock"]
+    assert list(run.path.iterdir()) == []
+
+
+@WITHOUT_LOCKS
+def test_without_file_locks_a_file_that_is_about_to_be_written_is_respected(run: RunDir, lockless: int | None) -> None:
+    run.lock.touch()
+    with pytest.raises(FsdpTuneError, match="in use by another command"), locked(run):
+        pass
+    os.utime(run.lock, (time.time() - 60, time.time() - 60))
+    with locked(run):
+        pass
+
+
+def test_without_file_locks_one_of_many_takes_a_dead_owners_place(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    for _ in range(10):
+        foreign(run, age_seconds=400.0)
+        together, winners = threading.Barrier(8), list[str]()
+        with ExitStack() as stack:
+
+            def claim(stack: ExitStack = stack, together: threading.Barrier = together, winners: list[str] = winners) -> None:
+                together.wait()
+                with suppress(HeldError):
+                    winners.append(stack.enter_context(owned(run.lock)).owner.claim)
+
+            racers = [threading.Thread(target=claim) for _ in range(8)]
+            for racer in racers:
+                racer.start()
+            for racer in racers:
+                racer.join()
+            owner = read_owner(run.lock)
+            assert [owner.claim if owner else None] == winners
+        assert list(run.path.iterdir()) == []
+
+
+def test_a_takeover_that_was_killed_is_finished_later(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    foreign(run, age_seconds=400.0)
+    guard = run.path / ".run.lock.taking"
+    guard.touch()
+    with pytest.raises(FsdpTuneError, match="in use"), locked(run):
+        pass
+    os.utime(guard, (time.time() - 400, time.time() - 400))
+    with locked(run):
+        assert not guard.exists()
+
+
+@FILE_SYSTEMS
+def test_a_full_disk_is_told_with_the_name_of_the_lock(run: RunDir, lockless: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match=r"run\.lock"), locked(run):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match=r"run\.lock"), locked(run):
+            pass
+    with locked(run):
         pass
 
 
-def test_a_link_in_place_of_the_lock_is_refused(run: RunDir, tmp_path: Path) -> None:
+@FILE_SYSTEMS
+def test_a_link_in_place_of_the_lock_is_refused(run: RunDir, tmp_path: Path, lockless: int | None) -> None:
     (tmp_path / "precious").write_text("x")
     run.lock.symlink_to(tmp_path / "precious")
     with pytest.raises(OSError, match="symbolic link"), locked(run):

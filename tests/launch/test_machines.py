@@ -1,12 +1,16 @@
-"""What machines tell each other through the run directory, played by two of them in one process."""
+"""Coordination of machines through the run directory, with two of them in one process."""
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
+from fsdp_tune import ownership
 from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
 from fsdp_tune.launch import machines
 from fsdp_tune.launch.hang import Standing
@@ -33,41 +37,58 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "GATHER_SECONDS", 20.0)
 
 
+def pair(run: RunDir, *, patience_seconds: float = 20.0) -> tuple[Machines, Machines]:
+    first, second = (Machines(run, machine, 2, patience_seconds=patience_seconds) for machine in (0, 1))
+    return first, second
+
+
 @pytest.fixture
 def two(run: RunDir) -> Iterator[tuple[Machines, Machines]]:
-    """The first machine, which holds the run's lock, and another one."""
+    """The first machine, which owns the run, and another one."""
     run.logs.mkdir()
     with locked(run):
-        first, second = (Machines(run, machine, 2, patience_seconds=0.2) for machine in (0, 1))
-        yield first, second
+        yield pair(run)
+
+
+def start(first: Machines, second: Machines, launch: int = 0) -> None:
+    """Both agree on a launch; the second joins first if it has not."""
+    answers: list[object] = []
+
+    def follow() -> None:
+        answers.append(second.join() if launch == 0 else None)
+        answers.append(second.next_launch())
+
+    following = threading.Thread(target=follow)
+    following.start()
+    assert first.gather(launch) is None
+    following.join()
+    assert answers == [None, launch]
 
 
 def test_a_machine_alone_tells_nobody_and_waits_for_nobody(run: RunDir) -> None:
     run.logs.mkdir()
     alone = Machines(run, 0, 1, patience_seconds=0.0)
-    alone.begin(0)
+    assert alone.gather(0) is None
     alone.end(KILLED)
-    assert (alone.verdict(KILLED), alone.trouble(), alone.missing(), alone.share([Standing(0)], 1.0)) == (KILLED, None, None, [Standing(0)])
+    assert (alone.verdict(KILLED), alone.trouble(), alone.share([Standing(0)], 1.0)) == (KILLED, None, [Standing(0)])
+    assert alone.environment() == {}
     assert not alone.is_time_to_look()
     assert list(run.logs.iterdir()) == []
 
 
-def test_a_machine_that_never_comes_is_named(two: tuple[Machines, Machines]) -> None:
-    first, second = two
-    first.begin(0)
-    missing = first.missing()
+def test_a_machine_that_never_comes_is_named(run: RunDir) -> None:
+    run.logs.mkdir()
+    with locked(run):
+        missing = pair(run, patience_seconds=0.2)[0].gather(0)
     assert missing is not None
     assert missing.code == "machines-missing"
     assert missing.message.startswith("1 of 2 machines came within ")
     assert missing.message.endswith("; missing: machine 1")
-    second.begin(0)
-    assert first.missing() is None
 
 
 def test_a_bad_end_elsewhere_ends_the_ranks_here(two: tuple[Machines, Machines]) -> None:
     first, second = two
-    first.begin(0)
-    second.begin(0)
+    start(first, second)
     assert first.trouble() is None
     second.end(KILLED)
     trouble = first.trouble()
@@ -77,8 +98,7 @@ def test_a_bad_end_elsewhere_ends_the_ranks_here(two: tuple[Machines, Machines])
 
 def test_a_good_end_elsewhere_is_no_trouble(two: tuple[Machines, Machines]) -> None:
     first, second = two
-    first.begin(0)
-    second.begin(0)
+    start(first, second)
     second.end(FINISHED)
     assert first.trouble() is None
 
@@ -89,8 +109,7 @@ def test_a_good_end_elsewhere_is_no_trouble(two: tuple[Machines, Machines]) -> N
 )
 def test_the_verdict_is_the_failure_and_not_its_echo(two: tuple[Machines, Machines], here: Ended, there: Ended, problem: str) -> None:
     first, second = two
-    first.begin(0)
-    second.begin(0)
+    start(first, second)
     timer = threading.Timer(0.1, second.end, [there])
     timer.start()
     judged = first.verdict(here)
@@ -107,46 +126,121 @@ def test_an_out_of_memory_elsewhere_keeps_its_exit_code() -> None:
 
 def test_the_others_follow_the_first_into_each_launch_and_to_the_end(two: tuple[Machines, Machines]) -> None:
     first, second = two
-    assert second.next_launch(started=False) is None, "nobody waits for ever"
-    first.begin(0)
-    assert second.next_launch(started=False) == 0
-    second.begin(0)
+    start(first, second)
     second.end(KILLED)
-    timer = threading.Timer(0.1, first.begin, [1])
-    timer.start()
-    assert second.next_launch(started=True) == 1
-    timer.join()
-    second.begin(1)
+    start(first, second, 1)
     first.conclude(FINISHED)
-    final = second.next_launch(started=True)
+    final = second.next_launch()
     assert isinstance(final, Ended)
     assert final.reason is ExitReason.FINISHED
 
 
-def test_words_of_an_earlier_command_are_not_taken_for_this_ones(run: RunDir) -> None:
+def test_launches_and_lives_have_groups_of_their_own(run: RunDir) -> None:
     run.logs.mkdir()
+    names: set[str] = set()
+    for launches in (2, 1):
+        with locked(run):
+            first, second = pair(run)
+            for launch in range(launches):
+                start(first, second, launch)
+                assert first.environment() == second.environment()
+                names.add(first.environment()["PET_RDZV_ID"])
+    assert len(names) == 3
+
+
+def killed_life(run: RunDir, monkeypatch: pytest.MonkeyPatch, *, owner_is_foreign: bool) -> None:
+    """Leave the files of a run whose commands were killed in their first launch."""
+    run.logs.mkdir()
+    with ExitStack() as stack:
+        stack.enter_context(locked(run))
+        start(*pair(run))
+        record = json.loads(run.lock.read_bytes()) | (
+            {"host": "first-machine", "kernel": "another"} if owner_is_foreign else {"pid": 2**22 + 1}
+        )
+    run.lock.write_text(json.dumps(record))
+    monkeypatch.setattr(machines, "JOIN_SECONDS", 0.3)
+
+
+@pytest.mark.parametrize("owner_is_foreign", [True, False], ids=["first machine elsewhere", "first machine here"])
+def test_a_machine_does_not_join_the_life_of_commands_that_were_killed(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, owner_is_foreign: bool
+) -> None:
+    killed_life(run, monkeypatch, owner_is_foreign=owner_is_foreign)
+    problem = pair(run)[1].join()
+    assert problem is not None
+    assert problem.code == "first-machine-missing"
+
+
+def test_the_first_machine_does_not_start_with_the_file_of_a_killed_one(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed_life(run, monkeypatch, owner_is_foreign=False)
     with locked(run):
-        earlier = Machines(run, 0, 2, patience_seconds=0.2)
-        earlier.begin(0)
-        earlier.conclude(KILLED)
+        missing = pair(run, patience_seconds=0.2)[0].gather(0)
+        assert missing is not None
+        assert missing.code == "machines-missing"
+
+
+def test_both_machines_start_again_after_both_were_killed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed_life(run, monkeypatch, owner_is_foreign=True)
+    monkeypatch.setattr(machines, "JOIN_SECONDS", 20.0)
+    monkeypatch.setattr(ownership, "FOREIGN_SILENCE_SECONDS", 0.0)
+    answers: list[object] = []
+    second = Machines(run, 1, 2, patience_seconds=20.0)
+    following = threading.Thread(target=lambda: answers.extend([second.join(), second.next_launch()]))
+    following.start()
+    time.sleep(0.1)  # the other machine's command is the quicker one, and meets the files of the killed ones
     with locked(run):
-        assert Machines(run, 1, 2, patience_seconds=0.2).next_launch(started=False) is None
+        assert Machines(run, 0, 2, patience_seconds=20.0).gather(0) is None
+        following.join()
+    assert answers == [None, 0]
+
+
+def test_a_machine_whose_command_was_killed_joins_the_next_launch(two: tuple[Machines, Machines], run: RunDir) -> None:
+    first, second = two
+    start(first, second)
+    again = Machines(run, 1, 2, patience_seconds=20.0)  # the file of its earlier command is still there
+    answers: list[object] = []
+    following = threading.Thread(target=lambda: answers.extend([again.join(), again.next_launch()]))
+    following.start()
+    assert first.gather(1) is None
+    following.join()
+    assert answers == [None, 1]
+
+
+def test_a_machine_joins_also_where_the_first_one_moves_the_old_run_aside(two: tuple[Machines, Machines], run: RunDir) -> None:
+    first, second = two
+    answers: list[object] = []
+    following = threading.Thread(target=lambda: answers.extend([second.join(), second.next_launch()]))
+    following.start()
+    while not (file := run.logs / "machine-01.json").exists():
+        time.sleep(0.01)
+    file.unlink()
+    assert first.gather(0) is None
+    following.join()
+    assert answers == [None, 0]
+
+
+def test_a_machine_that_fails_before_the_launch_ends_the_waiting_for_it(two: tuple[Machines, Machines]) -> None:
+    first, second = two
+    joining = threading.Thread(target=lambda: second.join() or second.end(ended(ExitReason.FAILED, "machines-differ")))
+    joining.start()
+    failure = first.gather(0)
+    joining.join()
+    assert failure is not None
+    assert failure.message == "machine 1: machines-differ happened"
 
 
 def test_a_first_machine_that_is_gone_is_not_waited_for(run: RunDir) -> None:
     run.logs.mkdir()
     with locked(run):
-        first, second = (Machines(run, machine, 2, patience_seconds=0.2) for machine in (0, 1))
-        first.begin(0)
-        second.begin(0)
+        first, second = pair(run)
+        start(first, second)
     second.end(ECHO)
-    assert second.next_launch(started=True) is None
+    assert second.next_launch() is None
 
 
 def test_a_hang_is_looked_at_by_all_machines_together(two: tuple[Machines, Machines]) -> None:
     first, second = two
-    first.begin(0)
-    second.begin(0)
+    start(first, second)
     mine, theirs = Standing(0, 5, "training", waits_in="all_reduce"), Standing(1, 5, "backward", state="stopped (SIGSTOP)")
     assert second.asked_to_look() is None
     answers: list[list[Standing]] = []

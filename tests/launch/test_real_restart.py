@@ -19,7 +19,7 @@ import torch
 from fsdp_tune.cli.step_rows import rows_of_step
 from fsdp_tune.launch.accelerate import launch_plan
 from fsdp_tune.launch.attempts import Attempts
-from fsdp_tune.launch.ranks import read_heartbeat
+from fsdp_tune.launch.ranks import Heartbeat, read_heartbeat
 from fsdp_tune.launch.resume import read_resolved
 from fsdp_tune.launch.supervise import Event, Said
 from fsdp_tune.launch.verdict import Ended
@@ -169,25 +169,68 @@ def test_device_memory_is_not_tried_again_and_host_memory_is(tmp_path: Path, how
         assert len(ended.problem.ways_out) == 3
 
 
+PLAYED_HOST = """
+import os, socket
+if "PLAYED_HOST" in os.environ:
+    socket.gethostname = lambda: os.environ["PLAYED_HOST"]
+"""
+
+
+class TwoMachines:
+    """Two commands that play two machines sharing a directory: each sees another host name, so it trusts no pid of the other."""
+
+    def __init__(self, folder: Path, **keys: Any) -> None:
+        self.folder, self.run = folder, RunDir(folder / "run")
+        (folder / "sitecustomize.py").write_text(PLAYED_HOST)
+        settings = {"launch.num_machines": 2, "launch.main_process_ip": "127.0.0.1", "output_dir": str(self.run.path)}
+        settings |= {"launch.num_cpu_threads_per_process": 1} | keys
+        words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+        self._command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *words, "--json"]
+
+    def start(self, machine: int, *words: str) -> subprocess.Popen[str]:
+        env = environment() | {"PLAYED_HOST": f"host-{machine}", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{self.folder}"}
+        command = [*self._command, "--machine-rank", str(machine), *words]
+        return subprocess.Popen(command, cwd=self.folder, env=env, stdout=subprocess.PIPE, text=True)
+
+    def wait_for_step(self, step: int) -> Heartbeat:
+        """Return the sign of life of rank 1 once it has come so far."""
+        deadline = time.monotonic() + 200
+        while (beat := read_heartbeat(self.run, 1)) is None or beat.step < step:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return beat
+
+
 @pytest.mark.slow
 def test_a_rank_killed_on_one_of_two_machines_restarts_both(tmp_path: Path) -> None:
-    """Two commands on this machine play two machines that share a directory."""
-    keys = {"launch.num_machines": 2, "launch.main_process_ip": "127.0.0.1", "launch.max_restarts": 2, "training.save_steps": 2}
-    keys |= {"training.max_steps": 60, "output_dir": str(tmp_path / "run"), "launch.num_cpu_threads_per_process": 1}
-    words = [word for key, value in keys.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *words, "--json", "--machine-rank"]
-    both = [
-        subprocess.Popen([*command, str(machine)], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True) for machine in (1, 0)
-    ]
-    run = RunDir(tmp_path / "run")
-    deadline = time.monotonic() + 200
-    while (beat := read_heartbeat(run, 1)) is None or beat.step < 8:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.kill(beat.pid, signal.SIGKILL)
+    machines = TwoMachines(tmp_path, **{"launch.max_restarts": 2, "training.save_steps": 2, "training.max_steps": 60})
+    both = [machines.start(machine) for machine in (1, 0)]
+    os.kill(machines.wait_for_step(8).pid, signal.SIGKILL)
     follower, leader = (json.loads(each.communicate(timeout=300)[0]) for each in both)
     assert [each.returncode for each in both] == [0, 0]
     assert (follower["exit_reason"], leader["exit_reason"], leader["steps"]) == ("finished", "finished", 60)
-    (event,) = restarted(run)
+    (event,) = restarted(machines.run)
     assert event["message"].startswith("rank 1 was killed by SIGKILL")
     assert event["step"] > 0
+
+
+@pytest.mark.slow
+def test_two_machines_resume_after_both_commands_were_killed(tmp_path: Path) -> None:
+    """The second machine's command is the quicker one: it meets the files of the killed life before the first machine's is there."""
+    keys = {"launch.hang_timeout": "60s", "training.save_steps": 2, "training.max_steps": 40, "training.logging_steps": 1}
+    machines = TwoMachines(tmp_path, **keys)
+    both = [machines.start(machine) for machine in (1, 0)]
+    machines.wait_for_step(8)
+    for each in both:
+        each.kill()
+        each.communicate()
+    lives = [json.loads((machines.run.logs / "machine-00.json").read_bytes())["life"]]
+    second = machines.start(1, "--resume", "auto")
+    time.sleep(8)
+    first = machines.start(0, "--resume", "auto")
+    follower, leader = (json.loads(each.communicate(timeout=300)[0]) for each in (second, first))
+    assert (follower["exit_reason"], leader["exit_reason"], leader["steps"]) == ("finished", "finished", 40)
+    lives += [json.loads((machines.run.logs / f"machine-0{machine}.json").read_bytes())["life"] for machine in (0, 1)]
+    assert lives[1] == lives[2] != lives[0]
+    assert [line["step"] for line in loss_lines(machines.run)] == list(range(1, 41))
+    assert restarted(machines.run) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -246,7 +247,8 @@ def test_status_sees_a_live_rank_through_a_link(fresh: RunDir, tmp_path: Path) -
 
 def test_status_believes_in_the_ranks_of_another_machine(fresh: RunDir, tmp_path: Path) -> None:
     used(fresh, tmp_path, "launch.num_machines=2", "launch.main_process_ip=10.0.0.1")
-    (fresh.logs / "machine-01.json").write_text(json.dumps({"host": "elsewhere"}))
+    (fresh.logs / "machine-00.json").write_text(json.dumps({"life": "a", "host": socket.gethostname()}))
+    (fresh.logs / "machine-01.json").write_text(json.dumps({"life": "a", "host": "elsewhere"}))
     for rank in range(2):
         beat = {"rank": rank, "pid": os.getpid(), "step": 3, "phase": "training", "time": 0.0}
         fresh.rank_heartbeat(rank).write_text(json.dumps(beat))
