@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler
 
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.errors import failed_error
+from fsdp_tune.model.gathering import outside_step
 from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.schema import Recipe
@@ -28,14 +29,14 @@ class _Fixed(BatchSampler):
         return len(self._batches)
 
 
-@torch.no_grad()
 def evaluate_sets(
     recipe: Recipe, wrapped: nn.Module, sets: dict[str, RowStore], collator: Collator, device: torch.device
 ) -> dict[str, float]:
     """`eval_loss` over the tokens of all sets, and `eval_<label>_loss` of each where there are several."""
     wrapped.eval()
-    # A loader draws its seed from the generator that dropout draws from; a stop may leave an evaluation out, and must shift no mask.
-    with torch.random.fork_rng(devices=[]):
+    # A loader draws its seed from the generator that dropout draws from. A run that stops may omit an evaluation, and the resumed run must
+    # still draw the same masks: `outside_step` restores the generator.
+    with outside_step(wrapped, device):
         sums = {label: _sums(recipe, wrapped, store, collator, device) for label, store in sets.items()}
     wrapped.train()
     for label, (_, tokens) in sums.items():

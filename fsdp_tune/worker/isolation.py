@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_tune.data.store import Row, RowStore
 from fsdp_tune.errors import FailedError, failed_error
+from fsdp_tune.model.gathering import outside_step
 from fsdp_tune.model.loss import model_inputs
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.fp8_rules import computes_in_fp8
@@ -45,7 +46,6 @@ def packed_row(store: RowStore) -> Row | None:
     return None
 
 
-@torch.no_grad()
 def packing_deviation(recipe: Recipe, wrapped: nn.Module, row: Row, collator: Collator, device: torch.device) -> float:
     """Relative L2 distance that the second example's logits move when every token of the first becomes another; collective."""
     first = row.lengths[0]
@@ -57,7 +57,7 @@ def packing_deviation(recipe: Recipe, wrapped: nn.Module, row: Row, collator: Co
     for input_ids in (row.input_ids, changed_ids):
         batch = collator([Row(input_ids, row.labels, row.lengths, row.row_id)])
         tensors = {name: tensor.to(device) for name, tensor in batch.tensors.items()}
-        with compute_context(recipe, device.type):
+        with outside_step(wrapped, device), compute_context(recipe, device.type):
             logits.append(wrapped(**model_inputs(tensors), use_cache=False).logits[0, first : len(input_ids)].float())
     wrapped.train(was_training)
     return float((logits[0] - logits[1]).norm() / logits[0].norm())

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_tune.data.store import RowStore
+from fsdp_tune.model.gathering import outside_step
 from fsdp_tune.model.load import Loaded
 from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.model.step import compute_context
@@ -31,7 +32,7 @@ def first_bad_module(recipe: Recipe, loaded: Loaded, batch: Batch, device: torch
     handles = [module.register_forward_hook(watch(name)) for name, module in loaded.model.named_modules() if name]
     try:
         tensors = {name: tensor.to(device) for name, tensor in batch.tensors.items()}
-        with torch.no_grad(), compute_context(recipe, device.type):
+        with outside_step(loaded.wrapped, device), compute_context(recipe, device.type):
             micro_batch_loss(loaded.wrapped, tensors)  # as the step: logits that it never makes whole may not fit
     finally:
         for handle in handles:

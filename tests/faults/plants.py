@@ -178,9 +178,9 @@ PLANTS: tuple[Plant, ...] = (
     _plant("metrics are cut a step late", "worker/metrics", "step <= (resume_step or 0) and", "step <= (resume_step or 0) + 1 and", "F099"),
     _plant(
         "evaluation draws from the training's generator",
-        "worker/evaluate",
-        "    with torch.random.fork_rng(devices=[]):\n",
-        "    if True:\n",
+        "model/gathering",
+        '        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):\n',
+        "        with torch.no_grad():\n",
         "F091",
         "F064",
         by=(
