@@ -71,8 +71,9 @@ def _find_sources(recipe: Recipe, found: DataFacts) -> None:
 
 
 def _first_rows(opened: Input, found: DataFacts) -> None:
+    from fsdp_tune.data.formats import RowError
     from fsdp_tune.data.inputs import bad_row_problem, raw_rows
-    from fsdp_tune.data.json_rows import BadRow, RowError
+    from fsdp_tune.data.json_rows import BadRow
 
     bad: list[tuple[int, BadRow]] = []
     seen = 0

@@ -61,6 +61,8 @@ class Loaded:
     """How the weights came: see `load`."""
     kernels: dict[str, Choice]
     """By recipe key."""
+    weights_seed: int | None = None
+    """Seed that this rank drew initial weights with; None if it drew none."""
 
 
 Way = Literal["own", "slices", "rank 0", "checkpoint"]
@@ -105,7 +107,8 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
         wrapped = wrap(recipe, model, units, mesh, device)
     refresh_scales(wrapped)
     growth = (_peak_resident_kib() - before_kib) * KIB
-    return Loaded(model, wrapped, units, mesh, tuple(recomputed), size, growth, way, kernels)
+    seed = None if source is None else torch.initial_seed()
+    return Loaded(model, wrapped, units, mesh, tuple(recomputed), size, growth, way, kernels, seed)
 
 
 def _choose(recipe: Recipe, model: PreTrainedModel, local_rank: int, waiting: dist.ProcessGroup) -> tuple[Way, WeightFiles | None]:
@@ -147,7 +150,7 @@ def wrap_whole(
         _place_what_fsdp_leaves(recipe, model, device)
     refresh_scales(wrapped)
     growth = (_peak_resident_kib() - before_kib) * KIB
-    return Loaded(model, wrapped, units, mesh, tuple(recomputed), size, growth, "own", kernels)
+    return Loaded(model, wrapped, units, mesh, tuple(recomputed), size, growth, "own", kernels, torch.initial_seed())
 
 
 def _size(model: PreTrainedModel) -> ModelSize:
@@ -198,9 +201,7 @@ def _place_what_fsdp_leaves(recipe: Recipe, model: PreTrainedModel, device: torc
     """On the device, also where parameters are offloaded: FSDP2 fetches its units from the host and nothing else, so that buffers and
     ignored parameters are used where they lie."""
     for name in ignored_module_names(recipe, model):
-        module = model.get_submodule(name)
-        if any(parameter.device != device for parameter in module.parameters()):
-            module.to(device)
+        model.get_submodule(name).to(device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -100,6 +101,13 @@ def fsdp_groups(model: nn.Module) -> list[Any]:
                 groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
             found |= {id(group): group for group in groups}
     return list(found.values())
+
+
+def process_groups(model: nn.Module, mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    """Return the process groups of the model's mesh, and of the meshes that `reshard_after_forward: N` adds to its units."""
+    meshes = [] if mesh is None else [mesh]
+    meshes += [info.mesh for group in fsdp_groups(model) if (info := group.post_forward_mesh_info) is not None]
+    return list({id(group): group for each in meshes for group in each.get_all_groups()}.values())
 
 
 def set_prefetch(recipe: Recipe, in_forward_order: Sequence[nn.Module]) -> None:

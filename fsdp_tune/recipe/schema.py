@@ -174,6 +174,8 @@ class Training(Section):
     """Uploads merged/ once, at the end; private by default."""
     on_nonfinite: Annotated[Literal["stop", "skip"], Effect(NUMBERS, TRAJECTORY)] = "stop"
     """What a loss or gradient that is not finite does."""
+    witness: Annotated[Literal["first", "off"] | Whole, Effect(NOTHING, FREE)] = "first"
+    """When a run checks its own invariants: before step 1 and at the first update, in addition every N steps, or never."""
     early_stopping: Annotated[EarlyStopping | None, Effect(NUMBERS, TRAJECTORY)] = None
     """{patience: 3, threshold: 0.0} on metric_for_best_model."""
 

@@ -11,7 +11,7 @@ from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import RunDir
 
 # Keys of `training:` that are ours alone; TrainingArguments has no such fields.
-_OURS = {"global_batch_size", "per_device_train_batch_tokens", "on_nonfinite", "early_stopping"}
+_OURS = {"global_batch_size", "per_device_train_batch_tokens", "on_nonfinite", "witness", "early_stopping"}
 
 
 def training_arguments(recipe: Recipe, run: RunDir) -> TrainingArguments:

@@ -92,7 +92,9 @@ class RunCallback(TrainerCallback):
         if self._is_first:
             path = self._run.readback_json
             document = json.loads(path.read_text(encoding="utf-8"))
-            write_json(path, {**document, "optimizer_state_bytes": optimizer_state_kinds(trainer.optimizer)})
+            write_json(
+                path, {**document, "optimizer_state_bytes": optimizer_state_kinds(trainer.optimizer), "witness": trainer.witness.report}
+            )
         heartbeat = trainer.parts.heartbeat
         heartbeat.beat("training", trainer.state.global_step)
         trainer.parts.metrics.event("first_step", trainer.state.global_step, phase_seconds=startup_seconds(heartbeat))

@@ -12,6 +12,7 @@ gives `NOTHING` for them, which nobody computes. How many there are follows from
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -144,7 +145,8 @@ class MicroBatches(BatchSampler):
 
         With `by_tokens`, `micro_batch` rows of the greatest length fill its budget, and `accumulation` micro-batches of them are enough.
         """
-        self._order, self._rows, self._by_tokens = order, rows, by_tokens
+        self._order = functools.lru_cache(maxsize=1)(order)  # sorting millions of rows takes seconds
+        self._rows, self._by_tokens = rows, by_tokens
         self._rank, self._world_size, self.micro_batch, self._accumulation = rank, world_size, micro_batch, accumulation
         self.epoch = 0
 
@@ -167,6 +169,16 @@ class MicroBatches(BatchSampler):
     def steps(self) -> int:
         """Of an epoch."""
         return math.ceil(len(self) / self._accumulation)
+
+    def rows_of_all_ranks(self, step: int) -> list[int]:
+        """Return the rows that all ranks together read after `step` steps, in the global batch of the present epoch."""
+        start = step % self.steps * self.global_batch
+        return [int(row) for row in self._order(self.epoch)[start : start + self.global_batch]]
+
+    def epochs_after(self, step: int) -> float:
+        """Epochs trained after `step` steps: rows over the rows of an epoch, the same on any number of ranks."""
+        epochs, steps = divmod(step, self.steps)
+        return epochs + steps * self.global_batch / self._rows
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

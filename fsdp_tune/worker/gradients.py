@@ -67,6 +67,8 @@ class GradientGate:
     metrics: MetricsFile
     locate: Callable[[list[Batch]], str]
     """Says where in the batches of a step the first non-finite value arose; collective."""
+    norm: torch.Tensor | None = None
+    """Gradient norm of the last step, before clipping."""
     skipped_steps: int = 0
     _unsettled: Unsettled | None = None
     _landing: Landing | None = None
@@ -89,6 +91,7 @@ class GradientGate:
         if self.scale is not None:
             factor = 1.0 / self.scale.scale
             norm = norm * factor
+        self.norm = norm
         if self.scale is None and leaves_bad_steps_out(optimizer) and norm.device.type in ("cpu", "cuda"):
             optimizer.found_inf = torch.isfinite(norm).logical_not().float()
             self._landing = self._landing or Landing(norm.device)

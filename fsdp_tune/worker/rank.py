@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import IO
+from typing import IO, Any
 
 from fsdp_tune.errors import usage_error
 from fsdp_tune.fsdp import OWNED_PREFIXES, environment
@@ -119,6 +120,25 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
     backend = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}[device_type]
     dist.init_process_group(f"cpu:gloo,{device_type}:{backend}", timeout=timeout, device_id=torch.device(device_type, rank.local_index))
     return device_type
+
+
+def time_limits_seconds(group: Any) -> list[float]:
+    """Return how long a collective of the group may take, by backend."""
+    return [backend.options._timeout.total_seconds() for backend in _backends(group)]
+
+
+def share_time_limit(groups: Iterable[Any]) -> None:
+    """Give process groups the time limit of the default group; torch gives those of a mesh 10 or 30 minutes, whatever that limit is."""
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=max(time_limits_seconds(dist.group.WORLD)))
+    for group in groups:
+        for backend in _backends(group):
+            backend._set_default_timeout(limit)
+
+
+def _backends(group: Any) -> list[Any]:
+    return [group._get_backend(device) for device in group._device_types]
 
 
 def configure_accelerate(recipe: Recipe) -> None:

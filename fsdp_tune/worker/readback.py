@@ -24,11 +24,12 @@ from fsdp_tune.model.liger import modules_of_liger
 from fsdp_tune.model.load import Loaded
 from fsdp_tune.model.local import local_part
 from fsdp_tune.model.torchao_adamw import blocks_fit, kept_as, parts_of
-from fsdp_tune.model.wrap import fsdp_groups
+from fsdp_tune.model.wrap import fsdp_groups, process_groups
 from fsdp_tune.recipe.optimizer_arguments import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.units import MIB
 from fsdp_tune.worker.agree import gather
+from fsdp_tune.worker.rank import time_limits_seconds
 from fsdp_tune.worker.readback_fp8 import fp8_differences, read_fp8
 from fsdp_tune.worker.structure import structure_differences
 
@@ -72,6 +73,9 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
     report["fp8"] = read_fp8(loaded)
     report["peak_growth_bytes"] = loaded.peak_growth_bytes
     report["weights_loaded_by"] = loaded.way
+    groups = [dist.group.WORLD, *process_groups(loaded.model, loaded.mesh)]
+    report["process_groups"] = len(groups)
+    report["collective_limits_seconds"] = sorted({limit for group in groups for limit in time_limits_seconds(group)})
     report["model_bytes"] = loaded.size.parameter_bytes
     return report
 
@@ -227,6 +231,8 @@ def differences(recipe: Recipe, loaded: Loaded, reports: list[dict[str, Any]]) -
     tied = bool(getattr(loaded.model.config, "tie_word_embeddings", False))
     if reports[0]["tied"] != tied:
         found.append(f"tied embeddings: the model's config says {tied}, the live model {reports[0]['tied']}")
+    if len(limits := reports[0]["collective_limits_seconds"]) > 1:
+        found.append(f"process groups have different time limits: {', '.join(f'{limit:g} s' for limit in limits)}")
     found += fp8_differences(recipe, loaded, reports[0]["fp8"])
     return found + structure_differences(recipe, loaded, reports[0]) + _too_much_memory(recipe, reports)
 

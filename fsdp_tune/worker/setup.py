@@ -23,6 +23,7 @@ from fsdp_tune.model.attention import has_variable_lengths
 from fsdp_tune.model.build import model_config
 from fsdp_tune.model.load import Loaded, load
 from fsdp_tune.model.step import LossScale
+from fsdp_tune.model.wrap import process_groups
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import Checkpoint, RunDir, checkpoint_to_start_from, run_of
 from fsdp_tune.units import parse_seconds
@@ -37,13 +38,14 @@ from fsdp_tune.worker.dataset import ByTokens, Collator, MicroBatches
 from fsdp_tune.worker.heartbeat import Heartbeat
 from fsdp_tune.worker.metrics import MetricsFile
 from fsdp_tune.worker.profiling import Profile
-from fsdp_tune.worker.rank import Rank
+from fsdp_tune.worker.rank import Rank, share_time_limit
 from fsdp_tune.worker.resume import VISIBLE_SECONDS, agreed_checkpoint
 from fsdp_tune.worker.rotation import remove_leftovers
 from fsdp_tune.worker.shares import StepShares
 from fsdp_tune.worker.signals import StopWish
 from fsdp_tune.worker.state import Live
 from fsdp_tune.worker.trainer import FsdpTrainer, Parts
+from fsdp_tune.worker.witness import Witness
 
 
 def build_trainer(
@@ -58,9 +60,8 @@ def build_trainer(
     heartbeat.beat("loading the model")
     device = torch.device(device_type, rank.local_index) if device_type != "cpu" else torch.device("cpu")
     loaded = load(recipe, model_config(recipe), device, vocabulary=prepared.vocabulary_size, local_rank=rank.local_index)
+    share_time_limit(process_groups(loaded.model, loaded.mesh))
     _start_from_checkpoint(recipe, loaded)
-    # Ranks draw different dropout masks; the rule is one line, so that any run can be repeated.
-    torch.manual_seed(live_state.seed_for_rank(recipe.training.seed, 0))
     train = RowStore(prepared.train)
     parts = Parts(
         recipe=recipe,
@@ -84,9 +85,11 @@ def build_trainer(
     shares = StepShares(loaded.wrapped, device)
     profiled = profile_of(run)
     profiling = [Profile(run, profiled, rank.index)] if profiled else []
-    trainer = FsdpTrainer(parts, arguments, [*_extra_callbacks(recipe), shares, *profiling, *compiling, callback])
+    witness = Witness(recipe.training.witness)
+    trainer = FsdpTrainer(parts, arguments, [*_extra_callbacks(recipe), shares, *profiling, *compiling, witness, callback])
+    trainer.witness = witness
     trainer.lines.shares = shares.take
-    for each in (callback, *compiling, *profiling):
+    for each in (callback, witness, *compiling, *profiling):
         each.trainer = trainer
     # A tracker that hangs must be cut off before the supervisor takes the rank for one that hangs.
     patience_seconds = min(trackers.LIMIT_SECONDS, parse_seconds(recipe.launch.hang_timeout) / 2)

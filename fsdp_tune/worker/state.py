@@ -222,5 +222,5 @@ def set_rng_state(state: dict[str, Any], device_type: str) -> None:
 
 
 def seed_for_rank(seed: int, step: int) -> int:
-    """The rule for dropout on another world size: every rank starts a stream of its own from seed, step and rank."""
+    """Return the seed of this rank's dropout stream for a run that starts, or resumes on another number of ranks, at `step`."""
     return (seed * 1_000_003 + step * 8191 + dist.get_rank()) % (1 << 63)

@@ -38,7 +38,9 @@ from fsdp_tune.worker.gradients import GradientGate
 from fsdp_tune.worker.heartbeat import Heartbeat
 from fsdp_tune.worker.metrics import Lines, MetricsFile, device_peak_flops, model_size
 from fsdp_tune.worker.resume import restore_model, restore_optimizer, restore_own, restore_rng, restore_schedule, trainer_state_json
+from fsdp_tune.worker.state import seed_for_rank
 from fsdp_tune.worker.watch import CurveWatch
+from fsdp_tune.worker.witness import Witness
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class FsdpTrainer(Trainer):
     """One run of a resolved recipe on this rank."""
 
     checkpointer: Checkpointer
+    witness: Witness
     optimizer: Any  # None until it is created
 
     def __init__(self, parts: Parts, args: TrainingArguments, callbacks: list[TrainerCallback]) -> None:
@@ -76,7 +79,7 @@ class FsdpTrainer(Trainer):
             self.wrapped, parts.scale, parts.recipe.training.on_nonfinite == "skip", parts.metrics, self._locate_nonfinite
         )
         self._watch = CurveWatch(parts.loaded.model.config.vocab_size if parts.recipe.model.from_config is None else None)
-        self._batches: list[Batch] = []
+        self.batches: list[Batch] = []
         self._batches_done = 0
         self._audited = False
         self._auxiliary_weight = auxiliary_loss_weight(parts.loaded.model)
@@ -84,6 +87,8 @@ class FsdpTrainer(Trainer):
     # ---- Preparation: the model is wrapped and the batches are this rank's already, so Accelerate has nothing to prepare.
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> tuple[nn.Module, Any]:
+        # Trainer.__init__ gives every rank the same seed (`set_seed`), so ranks get streams of their own only now.
+        torch.manual_seed(seed_for_rank(self.parts.recipe.training.seed, self.state.global_step))
         self.model_wrapped = self.wrapped
         self.create_optimizer()
         self.create_scheduler(num_training_steps=max_steps)
@@ -142,7 +147,7 @@ class FsdpTrainer(Trainer):
                 "step-without-targets",
                 f"step {self.state.global_step + 1}: no token of the global batch is supervised, so there is no loss",
             )
-        self._batches, self._batches_done = [batch for batch in batches if batch.tensors], 0
+        self.batches, self._batches_done = [batch for batch in batches if batch.tensors], 0
         return batches, total
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -157,7 +162,7 @@ class FsdpTrainer(Trainer):
         if not model.training:
             model.train()
         self._batches_done += 1
-        self._reduce_between_replicas(last=self._batches_done == len(self._batches))
+        self._reduce_between_replicas(last=self._batches_done == len(self.batches))
         tensors = {name: tensor.to(self.args.device, non_blocking=True) for name, tensor in batch.tensors.items()}
         if self._audited:
             return self._forward_backward(model, batch, tensors, float(num_items_in_batch))
@@ -198,10 +203,10 @@ class FsdpTrainer(Trainer):
             self.wrapped.set_requires_all_reduce(last)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        return self.gate.pass_or_skip(self.state.global_step + 1, self.args.max_grad_norm, self.optimizer, self._batches)
+        return self.gate.pass_or_skip(self.state.global_step + 1, self.args.max_grad_norm, self.optimizer, self.batches)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return self.gate.pass_or_skip(self.state.global_step + 1, None, self.optimizer, self._batches) if grad_norm is None else grad_norm
+        return self.gate.pass_or_skip(self.state.global_step + 1, None, self.optimizer, self.batches) if grad_norm is None else grad_norm
 
     # ---- Logging, evaluation, saving
 
@@ -209,6 +214,8 @@ class FsdpTrainer(Trainer):
         self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, trial: Any, epoch: float, *args: Any, **kwargs: Any
     ) -> None:
         step = self.state.global_step
+        # The Trainer's own counts micro-batches of this rank, of which a short last step has fewer on more ranks.
+        self.state.epoch = self.parts.sampler.epochs_after(step)
         tr_loss.zero_()  # the Trainer's own sum; ours is weighted by tokens
         self.parts.heartbeat.beat("training", step)
         if self.control.should_log or self.control.should_evaluate:

@@ -40,6 +40,7 @@ BASE: dict[str, Any] = {
         "eval_strategy": "steps",
         "eval_steps": STEPS,
         "report_to": [],
+        "witness": 1,
     },
     "checkpoint": {"probe": False},
     "launch": {"device": "cpu"},

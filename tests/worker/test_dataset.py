@@ -57,6 +57,22 @@ def test_every_split_of_a_global_batch_gives_the_same_steps(rows: int, epoch: in
     assert sorted(row for step in first for row in step) == list(range(rows)), "each row once an epoch"
 
 
+@given(rows=st.integers(1, 60), step=st.integers(0, 40))
+def test_epochs_after_a_step_do_not_depend_on_the_number_of_ranks(rows: int, step: int) -> None:
+    found = {sampler.epochs_after(step) for split in SPLITS for sampler in samplers(rows, split)}
+    assert len(found) == 1
+    assert samplers(rows, SPLITS[0])[0].epochs_after(-(-rows // 8)) == 1.0
+    assert found.pop() < samplers(rows, SPLITS[0])[0].epochs_after(step + 1)
+
+
+@given(rows=st.integers(1, 60), epoch=st.integers(0, 3))
+def test_rows_of_all_ranks_are_those_of_the_step(rows: int, epoch: int) -> None:
+    for step, found in enumerate(steps(rows, SPLITS[3], epoch)):
+        sampler = samplers(rows, SPLITS[3])[1]
+        sampler.set_epoch(epoch)
+        assert sorted(sampler.rows_of_all_ranks(step)) == found
+
+
 def test_epochs_have_orders_of_their_own_that_do_not_change() -> None:
     [sampler] = samplers(40, (1, 8, 1))
     orders = []

@@ -1,0 +1,286 @@
+"""Runs whose ranks, weights or optimizer are not what they must be stop within the first update, and name parameter and ranks."""
+
+from __future__ import annotations
+
+import functools
+import json
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from fsdp_tune.worker.witness import checksums, copy_differences, generator_differences, row_differences
+from tests.parity import runs
+from tests.parity.bench import Bench
+from tests.parity.cases import Case
+
+# ------------------------------------------------------------------------------------------------------------ comparisons
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    return {"generators": {"CPU": "a", "cuda": "c"}, "weights_seed": None, "rows": []} | changes
+
+
+def test_generators_are_compared_on_host_and_device() -> None:
+    other = facts(generators={"CPU": "b", "cuda": "d"})
+    assert generator_differences([facts(), other]) == []
+    assert generator_differences([facts()]) == []
+    assert generator_differences([facts(), other, facts(generators={"CPU": "e", "cuda": "d"})]) == [
+        "the cuda generators of ranks 1 and 2 are in the same state"
+    ]
+    assert generator_differences([facts(weights_seed=1), other | {"weights_seed": 2}]) == [
+        "initial weights were drawn from different seeds: 1, 2"
+    ]
+    assert generator_differences([facts(weights_seed=1), other]) == [], "rank 0 alone draws"
+
+
+def test_ranks_read_the_rows_of_the_global_batch_each_once() -> None:
+    def found(*rows: list[int]) -> list[str]:
+        return row_differences([facts(rows=each) for each in rows], [4, 7, 2, 9])
+
+    assert found([9, 2], [7, 4]) == found([4, 7, 2, 9], []) == []
+    assert found([9, 2], [2, 4]) == ["row 2 is read 2 times, by ranks 0 and 1"]
+    assert found([9, 2], [7, 5]) == ["row 5 of rank 1 is not in the global batch"]
+    assert found([9, 2], [4]) == ["row 7 of the global batch is read by no rank"]
+
+
+def test_copies_are_compared_among_the_ranks_that_hold_them() -> None:
+    sums = [{"all": {"b": 1}, f"shard {rank % 2}": {"w": rank % 2, "v": 5}} for rank in range(4)]
+    assert copy_differences(sums) == []
+    sums[3]["shard 1"]["w"] = 7
+    sums[2]["all"]["b"] = 0
+    assert copy_differences(sums) == [
+        "`b` of rank 2 differs from that of rank 0, which must be equal",
+        "`w` of rank 3 differs from that of rank 1, which must be equal",
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_checksum_sees_a_change_of_one_value(dtype: torch.dtype) -> None:
+    values = torch.zeros(1000).to(dtype)
+    [before] = checksums({"x": values, "empty": torch.zeros(0, 3)}).values()
+    values[817] = True if dtype == torch.bool else torch.tensor(2.0).to(dtype)
+    assert checksums({"x": values}) != {"x": before}
+
+
+# ---------------------------------------------------------------------------------------------------------- planted bugs
+
+
+def same_dropout_streams() -> AbstractContextManager[Any]:
+    return patch("fsdp_tune.worker.trainer.seed_for_rank", lambda seed, step: seed)
+
+
+def another_seed_for_weights() -> AbstractContextManager[Any]:
+    import torch.distributed as dist
+
+    from fsdp_tune.model import load
+
+    original = load.build_full
+
+    def build_full(*arguments: Any, **options: Any) -> Any:
+        model = original(*arguments, **options)
+        torch.manual_seed(dist.get_rank())
+        return model
+
+    return patch.object(load, "build_full", build_full)
+
+
+def stale_parameter_on_one_rank() -> AbstractContextManager[Any]:
+    """The optimizer holds an older tensor of one parameter."""
+    import torch.distributed as dist
+
+    from fsdp_tune.worker import trainer
+
+    original = trainer.build_optimizer
+
+    def build_optimizer(*arguments: Any) -> Any:
+        optimizer = original(*arguments)
+        if dist.get_rank() == 1:
+            held = optimizer.param_groups[0]["params"]
+            held[0] = torch.nn.Parameter(held[0].detach().clone())
+        return optimizer
+
+    return patch.object(trainer, "build_optimizer", build_optimizer)
+
+
+def _after_step(change: Any) -> AbstractContextManager[Any]:
+    """Call `change(parameter, its values before)` on the last rank after each optimizer step."""
+    import torch.distributed as dist
+
+    from fsdp_tune.model.adamw import AdamW
+
+    original = AdamW.step
+
+    def step(self: Any, *arguments: Any, **options: Any) -> Any:
+        held = self.param_groups[0]["params"][1]
+        before = held.detach().clone()
+        value = original(self, *arguments, **options)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            change(held, before)
+        return value
+
+    return patch.object(AdamW, "step", step)
+
+
+@torch.no_grad()
+def _put_back(parameter: Any, before: Any) -> None:
+    parameter.copy_(before)
+
+
+@torch.no_grad()
+def _move(parameter: Any, before: Any) -> None:
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    local.view(-1)[3] += 1e-6
+
+
+def parameter_not_updated_on_one_rank() -> AbstractContextManager[Any]:
+    return _after_step(_put_back)
+
+
+def replicas_that_diverge() -> AbstractContextManager[Any]:
+    return _after_step(_move)
+
+
+def frozen_parameter_that_moves() -> AbstractContextManager[Any]:
+    from fsdp_tune.worker.trainer import FsdpTrainer
+
+    original = FsdpTrainer._clip_grad_norm
+
+    def clip(self: Any, model: Any) -> Any:
+        with torch.no_grad():
+            frozen = next(parameter for parameter in model.parameters() if not parameter.requires_grad)
+            frozen.mul_(1.001)
+        return original(self, model)
+
+    return patch.object(FsdpTrainer, "_clip_grad_norm", clip)
+
+
+def rows_of_another_rank() -> AbstractContextManager[Any]:
+    from fsdp_tune.worker import dataset
+
+    original = dataset.rank_micro_batches
+
+    def cut(rows: Any, *, dp_rank: int, **sizes: Any) -> Any:
+        return original(rows, dp_rank=0, **sizes)
+
+    return patch.object(dataset, "rank_micro_batches", cut)
+
+
+def gathered_units_at_step_begin() -> AbstractContextManager[Any]:
+    from fsdp_tune.worker.trainer import FsdpTrainer
+
+    original = FsdpTrainer.get_batch_samples
+
+    def get_batch_samples(self: Any, *arguments: Any) -> Any:
+        self.wrapped.get_submodule("model.layers.0").unshard()
+        return original(self, *arguments)
+
+    return patch.object(FsdpTrainer, "get_batch_samples", get_batch_samples)
+
+
+def mesh_groups_with_torchs_limit() -> AbstractContextManager[Any]:
+    return patch("fsdp_tune.worker.setup.share_time_limit", lambda groups: None)
+
+
+FIRST_UPDATE = 2
+"""The learning rate of step 1 is 0: it warms up."""
+FREEZE = {"model": {"freeze": ["model.embed_tokens.*"]}}
+HYBRID = Case(ranks=4, strategy="HYBRID_SHARD")
+PLANTS: dict[str, tuple[Any, Case, dict[str, Any], int, str]] = {
+    # planted → (patch, case, further keys, step of the message, what the message must name)
+    "same dropout streams": (same_dropout_streams, Case(), {}, 1, "the CPU generators of ranks 0 and 1 are in the same state"),
+    "another seed for weights": (
+        another_seed_for_weights,
+        Case(fsdp=(("cpu_ram_efficient_loading", False),)),
+        {},
+        1,
+        "initial weights were drawn from different seeds: 0, 1",
+    ),
+    "stale parameter": (stale_parameter_on_one_rank, Case(), {}, 1, "rank 1: the optimizer does not hold `model.embed_tokens.weight`"),
+    "rows of another rank": (rows_of_another_rank, Case(), {}, 1, "times, by ranks 0 and 1"),
+    "gathered units": (gathered_units_at_step_begin, Case(), {}, 1, "ranks 0 and 1: `model.layers.0` gathered"),
+    "not updated": (
+        parameter_not_updated_on_one_rank,
+        Case(),
+        {},
+        FIRST_UPDATE,
+        "rank 1: `model.layers.0.self_attn.q_proj.weight` has a gradient, and the optimizer did not change it",
+    ),
+    "frozen parameter": (frozen_parameter_that_moves, Case(), FREEZE, FIRST_UPDATE, "`model.embed_tokens.weight` is frozen, and changed"),
+    "diverging replicas, DDP": (
+        replicas_that_diverge,
+        Case(strategy="NO_SHARD"),
+        {},
+        FIRST_UPDATE,
+        "`model.layers.0.self_attn.q_proj.weight` of rank 1 differs from that of rank 0, which must be equal",
+    ),
+    "diverging replicas, HSDP": (
+        replicas_that_diverge,
+        HYBRID,
+        {},
+        FIRST_UPDATE,
+        "`model.layers.0.self_attn.q_proj.weight` of rank 3 differs from that of rank 1, which must be equal",
+    ),
+    "time limits of mesh groups": (
+        mesh_groups_with_torchs_limit,
+        HYBRID,
+        {},
+        0,
+        "process groups have different time limits: 120 s, 1800 s",
+    ),
+}
+
+
+def run_planted(path: str, name: str) -> dict[str, Any]:
+    with PLANTS[name][0]():
+        return runs.run_worker(path)
+
+
+FAST = ("same dropout streams", "stale parameter", "not updated", "diverging replicas, DDP", "time limits of mesh groups")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in PLANTS])
+def test_planted_bug_stops_the_run(name: str, bench: Bench) -> None:
+    _, case, keys, step, message = PLANTS[name]
+    recipe = runs.merged(case.recipe(str(bench.model("llama"))), keys | {"training": {"witness": "first"}})
+    run = runs.write_run(bench.new_folder(), recipe, bench.store)
+    outcomes = bench.pool.run(case.ranks, functools.partial(run_planted, str(run.path)), name)
+    assert {outcome["exit_reason"] for outcome in outcomes} == {"failed"}
+    problem = outcomes[0]["problem"]
+    assert message in problem["message"]
+    document = json.loads(run.readback_json.read_text())
+    if step:
+        assert problem["code"] == "invariant-broken"
+        assert problem["message"].startswith(f"step {step}: ")
+        assert any(message in sentence for sentence in document["witness"]["differences"])
+
+
+# --------------------------------------------------------------------------------------------------------------- healthy
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("resumed", ["no", "same", "other"])
+def test_generators_of_ranks_differ_on_a_fresh_start_and_on_resume(resumed: str, bench: Bench) -> None:
+    document = json.loads(bench.run(Case(resumed=resumed)).readback_json.read_text())
+    states = [rank["CPU"] for rank in document["witness"]["generators"]]
+    assert len(set(states)) == len(states) == 2
+
+
+@pytest.mark.ranks
+def test_first_update_is_witnessed_after_warmup_and_only_then(bench: Bench) -> None:
+    case = Case("gpt2")
+    keys = {"training": {"witness": "first", "max_steps": 4, "eval_strategy": "no"}}
+    run = runs.write_run(bench.new_folder(), runs.merged(case.recipe(str(bench.model("gpt2"))), keys), bench.store)
+    runs.train(bench.pool, run, case.ranks)
+    assert [line["step"] for line in runs.lines(run) if line.get("event") == "witnessed"] == [FIRST_UPDATE]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("strategy", "meshes"), [("FULL_SHARD", 0), ("HYBRID_SHARD", 2)])
+def test_every_process_group_has_the_same_time_limit(strategy: str, meshes: int, bench: Bench) -> None:
+    document = json.loads(bench.run(Case(strategy=strategy, ranks=4)).readback_json.read_text())
+    assert len(document["collective_limits_seconds"]) == 1
+    assert document["process_groups"] >= 1 + meshes
