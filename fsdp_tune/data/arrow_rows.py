@@ -1,4 +1,4 @@
-"""Rows from Parquet and Arrow files, counted from 1."""
+"""Rows from Parquet and Arrow files, counted from 1. Python objects are made of a few megabytes of rows at a time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from fsdp_tune.data.json_rows import NumberedRow
 from fsdp_tune.errors import FsdpTuneError, Where, usage_error
 
 BATCH_ROWS = 1000
+BATCH_BYTES = 4 << 20
+"""A longer row is a batch of its own."""
 
 
 def parquet_rows(path: Path) -> Iterator[NumberedRow]:
@@ -24,8 +26,8 @@ def parquet_rows(path: Path) -> Iterator[NumberedRow]:
     with file:
         for group in range(file.num_row_groups):
             try:
-                for batch in file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group]):
-                    for row in batch.to_pylist():
+                for batch in file.iter_batches(batch_size=_batch_rows(file.metadata.row_group(group)), row_groups=[group]):
+                    for row in _rows(batch):
                         number += 1
                         yield number, row
             except _errors() as error:
@@ -38,7 +40,7 @@ def arrow_rows(path: Path) -> Iterator[NumberedRow]:
     with _untyped("pyarrow").memory_map(str(path)) as source:
         try:
             for batch in _batches(source):
-                for row in batch.to_pylist():
+                for row in _rows(batch):
                     number += 1
                     yield number, row
         except _errors() as error:
@@ -49,9 +51,24 @@ def table_rows(batches: Iterator[Any]) -> Iterator[NumberedRow]:
     """Rows of Arrow tables, such as a `datasets.Dataset` gives in its arrow format."""
     number = 0
     for batch in batches:
-        for row in batch.to_pylist():
+        for row in _rows(batch):
             number += 1
             yield number, row
+
+
+def _batch_rows(group: Any) -> int:
+    """Return how many rows of a row group take BATCH_BYTES, by the group's mean."""
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * group.num_rows // max(group.total_byte_size, 1)))
+
+
+def _rows(batch: Any) -> Iterator[dict[str, Any]]:
+    """Rows of a record batch or table as dicts, halved until a part holds at most BATCH_BYTES or one row."""
+    if batch.num_rows > 1 and batch.nbytes > BATCH_BYTES:
+        half = batch.num_rows // 2
+        yield from _rows(batch.slice(0, half))
+        yield from _rows(batch.slice(half))
+    else:
+        yield from batch.to_pylist()
 
 
 def _batches(source: Any) -> Iterator[Any]:

@@ -69,8 +69,8 @@ def _open_text(path: Path) -> io.BufferedReader:
     return file
 
 
-def _lines(file: io.BufferedReader) -> Iterator[tuple[int, str] | BadRow]:
-    """Lines that are not blank, decoded, with their numbers."""
+def _lines(file: io.BufferedReader, blank: bytes | None = None) -> Iterator[tuple[int, str] | BadRow]:
+    """Yield the decoded lines with their numbers, less those that hold nothing but bytes of `blank` (None: any white space)."""
     number = 0
     while raw := file.readline(MAX_ROW_BYTES + 1):
         number += 1
@@ -80,7 +80,7 @@ def _lines(file: io.BufferedReader) -> Iterator[tuple[int, str] | BadRow]:
             yield BadRow(number, f"longer than {MAX_ROW_BYTES >> 20} MiB")
             continue
         raw = raw.removesuffix(b"\n").removesuffix(b"\r")
-        if not raw.strip():
+        if not raw.strip(blank):
             continue
         try:
             yield number, raw.decode("utf-8")
@@ -132,12 +132,13 @@ class _Lines:
         return line
 
 
-def _csv(file: io.BufferedReader, path: Path, delimiter: str = ",") -> Rows:
+def _csv(file: io.BufferedReader, path: Path) -> Rows:
+    """A quoted field may hold commas and line ends (RFC 4180)."""
     csv.field_size_limit(MAX_ROW_BYTES)
     # Bytes that are not UTF-8 become lone surrogates, so that the rows that hold them can be named and the rest read.
     with io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="") as text:
         lines = _Lines(text)
-        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        reader = csv.reader(lines, strict=True)
         header: list[str] | None = None
         while True:
             line = reader.line_num + 1
@@ -152,18 +153,20 @@ def _csv(file: io.BufferedReader, path: Path, delimiter: str = ",") -> Rows:
                     raise _unreadable(path, f"a quote that begins here is never closed: {rest}", hint, line) from error
                 yield BadRow(line, f"no CSV: {error}")
                 continue
+            if not fields:
+                continue  # a blank line, also above the names of the columns
             if header is None:
-                header = _header(fields, path)
-            elif fields:
+                header = _header(fields, path, line)
+            else:
                 yield _csv_row(line, header, fields)
 
 
-def _header(fields: list[str], path: Path) -> list[str]:
+def _header(fields: list[str], path: Path, line: int) -> list[str]:
     if any(_NOT_UTF8.search(name) for name in fields):
-        raise _unreadable(path, "the names of its columns are not UTF-8", f"convert it: `iconv -f LATIN1 -t UTF-8 {path.name}`", line=1)
+        raise _unreadable(path, "the names of its columns are not UTF-8", f"convert it: `iconv -f LATIN1 -t UTF-8 {path.name}`", line)
     twice = {name for name in fields if fields.count(name) > 1}
     if twice:
-        raise _unreadable(path, f"its first line names a column twice: {', '.join(sorted(twice))}", line=1)
+        raise _unreadable(path, f"its first line names a column twice: {', '.join(sorted(twice))}", line=line)
     return fields
 
 
@@ -177,7 +180,28 @@ def _csv_row(line: int, header: list[str], fields: list[str]) -> NumberedRow | B
 
 
 def _tsv(file: io.BufferedReader, path: Path) -> Rows:
-    return _csv(file, path, "\t")
+    """One row a line. A field may be quoted as in CSV, but not hold a line end: in most TSV files a quote is text, and one that
+    opens a field would otherwise take in the lines that follow, up to the next quote."""
+    csv.field_size_limit(MAX_ROW_BYTES)
+    header: list[str] | None = None
+    for line in _lines(file, b"\r"):
+        row = line if isinstance(line, BadRow) else _tsv_fields(*line)
+        if header is None:
+            if isinstance(row, BadRow):
+                raise _unreadable(path, f"the names of its columns: {row.reason}", line=row.number)
+            header = _header(row[1], path, row[0])
+        else:
+            yield row if isinstance(row, BadRow) else _csv_row(row[0], header, row[1])
+
+
+def _tsv_fields(number: int, text: str) -> tuple[int, list[str]] | BadRow:
+    try:
+        return number, next(csv.reader([text], delimiter="\t", strict=True))
+    except csv.Error as error:
+        if '"' not in text:
+            return BadRow(number, f"not TSV: {error}")
+        rule = 'a field that begins with a quote must end with one on its line, inner quotes doubled (`"""Yes"" she said"`)'
+        return BadRow(number, f"{rule}: {error}")
 
 
 def _text(file: io.BufferedReader, path: Path) -> Rows:  # noqa: ARG001  same shape as its siblings

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from fsdp_tune.data.store import Int32, Int64, Mask
 from fsdp_tune.errors import failed_error
 
 CHUNK_ROWS = 1000
+CHUNK_BYTES = 2 << 20
+"""A chunk ends before this many bytes of row content; a longer row is a chunk of its own."""
+NUMBER_BYTES = 8
 ALONE_CHUNKS = 10
 """So many chunks are done before other processes are started: they take a second, and little data never needs them."""
 REPEATED_RENDERINGS = 4
@@ -212,26 +215,60 @@ def tokenise(
     rows: Iterator[RawRow], tokeniser: Tokeniser, processes: int, *, check_only: Callable[[], bool]
 ) -> Generator[Tokenised, None, None]:
     """Chunks in the order of the rows, whatever the number of processes. `check_only` is asked before each chunk."""
-    chunks = iter(lambda: list(islice(rows, CHUNK_ROWS)), [])
-    for chunk in islice(chunks, ALONE_CHUNKS if processes > 1 else None):
+    chunks = _chunks(rows)
+    for chunk, _ in islice(chunks, ALONE_CHUNKS if processes > 1 else None):
         yield tokeniser.chunk(chunk, check_only=check_only())
     first = next(chunks, None)
     if first is not None:
         yield from _in_processes(chain([first], chunks), tokeniser, processes, check_only)
 
 
+def _chunks(rows: Iterator[RawRow]) -> Iterator[tuple[list[RawRow], int]]:
+    """Yield chunks of at most CHUNK_ROWS rows and CHUNK_BYTES bytes, or of one longer row, each with its bytes."""
+    chunk: list[RawRow] = []
+    chunk_bytes = 0
+    for row in rows:
+        size = content_bytes(row.values)
+        if chunk and (len(chunk) == CHUNK_ROWS or chunk_bytes + size > CHUNK_BYTES):
+            yield chunk, chunk_bytes
+            chunk, chunk_bytes = [], 0
+        chunk.append(row)
+        chunk_bytes += size
+    if chunk:
+        yield chunk, chunk_bytes
+
+
+def content_bytes(value: Any) -> int:
+    """Return about how many bytes of text or numbers a value of a row holds."""
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(str(key)) + content_bytes(item) for key, item in cast(dict[Any, Any], value).items())
+    if isinstance(value, list):
+        items = cast(list[Any], value)
+        if items and isinstance(items[0], (int, float)):
+            return NUMBER_BYTES * len(items)
+        return sum(map(content_bytes, items))
+    return NUMBER_BYTES
+
+
 def _in_processes(
-    chunks: Iterator[list[RawRow]], tokeniser: Tokeniser, processes: int, check_only: Callable[[], bool]
+    chunks: Iterator[tuple[list[RawRow], int]], tokeniser: Tokeniser, processes: int, check_only: Callable[[], bool]
 ) -> Generator[Tokenised, None, None]:
     executor = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(tokeniser,))
-    pending: deque[Future[Tokenised]] = deque()
+    pending: deque[tuple[Future[Tokenised], int]] = deque()
+    bytes_pending = 0
     try:
-        for chunk in chunks:
-            if len(pending) >= 3 * processes:  # enough that nobody waits, few enough to bound memory
-                yield pending.popleft().result()
-            pending.append(executor.submit(_work, chunk, check_only()))
+        for chunk, size in chunks:
+            # Enough that no process waits, few enough to bound memory: chunks of one long row each go one by one.
+            while pending and (len(pending) >= 3 * processes or bytes_pending + size > 3 * processes * CHUNK_BYTES):
+                done, freed = pending.popleft()
+                bytes_pending -= freed
+                yield done.result()
+            pending.append((executor.submit(_work, chunk, check_only()), size))
+            bytes_pending += size
         while pending:
-            yield pending.popleft().result()
+            yield pending.popleft()[0].result()
     except BrokenProcessPool as error:
         raise failed_error(
             "tokenising-died",

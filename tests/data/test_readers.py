@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.data import arrow_rows
 from fsdp_tune.data.json_rows import BadRow
 from fsdp_tune.data.readers import read_rows
 from fsdp_tune.errors import FsdpTuneError, Problem
@@ -190,6 +191,78 @@ def test_csv_with_a_column_named_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("a,b,a\n1,2,3\n")
     assert "a column twice: a" in problem(path, "csv").message
+
+
+def test_a_quote_in_tsv_takes_in_no_other_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.tsv"
+    path.write_text('prompt\tcompletion\n"Yes\tshe said\n1\t2\nno"\tthree\n"so" he said\tx\n"a ""b"""\t"c\td"\n')
+    assert [row.number for row in bad(path, "tsv")] == [2, 5]
+    assert "must end with one on its line" in bad(path, "tsv")[0].reason
+    assert good(path, "tsv") == [
+        {"prompt": "1", "completion": "2"},
+        {"prompt": 'no"', "completion": "three"},
+        {"prompt": 'a "b"', "completion": "c\td"},
+    ]
+
+
+@pytest.mark.parametrize(("kind", "mark"), [("csv", ","), ("tsv", "\t")])
+def test_blank_lines_above_the_names_of_the_columns_are_skipped(tmp_path: Path, kind: str, mark: str) -> None:
+    path = tmp_path / f"rows.{kind}"
+    path.write_bytes(f"\xef\xbb\xbf\r\n\na{mark}b\r\n\n1{mark}2\n{mark}\n".encode("latin1"))
+    assert read(path, kind) == [(5, {"a": "1", "b": "2"}), (6, {"a": "", "b": ""})]
+    path.write_text(f"\na{mark}a\n1{mark}2\n")
+    assert problem(path, kind).where.line == 2
+
+
+def test_tsv_names_lines_that_do_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "rows.tsv"
+    path.write_bytes(b"a\tb\n1\t2\t3\ncaf\xe9\t2\n3\t4\n")
+    assert [(row.number, row.reason) for row in bad(path, "tsv")] == [
+        (2, "3 fields where the first line names 2 columns"),
+        (3, "not UTF-8: byte 0xe9"),
+    ]
+    path.write_bytes(b"a\tcaf\xe9\n1\t2\n")
+    assert problem(path, "tsv").where.line == 1
+
+
+class Batch:
+    """Stands in for a record batch, whose rows are texts of given lengths; notes the parts that become Python objects."""
+
+    def __init__(self, lengths: list[int], parts: list[list[int]]) -> None:
+        self.lengths, self.parts = lengths, parts
+        self.num_rows, self.nbytes = len(lengths), sum(lengths)
+
+    def slice(self, start: int, length: int | None = None) -> Batch:
+        return Batch(self.lengths[start:][:length], self.parts)
+
+    def to_pylist(self) -> list[dict[str, Any]]:
+        self.parts.append(self.lengths)
+        return [{"text": "x" * length} for length in self.lengths]
+
+
+def test_long_rows_become_python_objects_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrow_rows, "BATCH_BYTES", 10_000)
+    lengths = [10] * 500 + [4_000] * 20 + [50_000, 10, 10]
+    parts: list[list[int]] = []
+    assert [len(row["text"]) for _, row in arrow_rows.table_rows(iter([Batch(lengths, parts)]))] == lengths
+    assert all(len(part) == 1 or sum(part) <= 10_000 for part in parts)
+    assert len(parts) < 50
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_long_and_short_rows_keep_their_order(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    monkeypatch.setattr(arrow_rows, "BATCH_BYTES", 10_000)
+    texts = [f"{number} " + "x" * (4_000 if number % 7 == 0 else 3) for number in range(300)]
+    path, table = tmp_path / f"rows.{kind}", pa.table({"text": texts})
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(path, table.schema) as sink:
+            sink.write_table(table)
+    assert read(path, kind) == [(number, {"text": text}) for number, text in enumerate(texts, 1)]
 
 
 def test_text_gives_a_row_for_each_line_that_is_not_blank(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""How rows become chunks, and what that costs in memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_tune.data import tokenise as module
+from fsdp_tune.data.tokenise import CHUNK_BYTES, CHUNK_ROWS, RawRow, Tokenised, Tokeniser, content_bytes, tokenise
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Recording(Tokeniser):
+    """Notes the chunks that it is given."""
+
+    def chunk(self, rows: list[RawRow], *, check_only: bool = False) -> Tokenised:
+        return rows  # type: ignore[return-value]
+
+
+def chunks_of(rows: list[dict[str, Any]]) -> list[list[int]]:
+    """Bytes of each row, chunk by chunk."""
+    raw: Iterator[RawRow] = (RawRow(0, 0, number, values) for number, values in enumerate(rows, 1))
+    chunks: Any = tokenise(raw, Recording(None, ()), 1, check_only=lambda: False)  # type: ignore[arg-type]
+    return [[content_bytes(row.values) for row in chunk] for chunk in chunks]
+
+
+def test_chunks_are_bounded_by_rows_and_by_bytes() -> None:
+    short = [{"text": "x"}] * 2500
+    assert [len(chunk) for chunk in chunks_of(short)] == [CHUNK_ROWS, CHUNK_ROWS, 500]
+    mixed = short + [{"text": "x" * 900_000}] * 20 + [{"text": "x" * 9_000_000}] + short
+    chunks = chunks_of(mixed)
+    assert sum(map(len, chunks)) == len(mixed)
+    assert all(len(chunk) == 1 or sum(chunk) <= CHUNK_BYTES for chunk in chunks)
+    assert len(chunks) < 20
+
+
+def test_the_bytes_of_nested_rows_and_of_ids_are_counted() -> None:
+    chat = {"messages": [{"role": "user", "content": "x" * 5000}] * 10, "id": 3}
+    assert 50_000 < content_bytes(chat) < 51_000
+    assert content_bytes({"input_ids": list(range(1000)), "none": []}) > 8_000
+
+
+PEAK = """
+import json, resource, sys
+from pathlib import Path
+from tests.data.support import prepared
+
+folder, rows = Path(sys.argv[1]), int(sys.argv[2])
+path = folder / "rows.jsonl"
+with open(path, "w") as file:
+    for number in range(rows):
+        print(json.dumps({"text": f"{number} " + "twenty plus one " * 65_000}), file=file)
+prepared(folder, path, max_length=2048, num_proc=1)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_the_peak_of_tokenising_does_not_grow_with_the_number_of_long_rows(tmp_path: Path) -> None:
+    """Rows of 1 MB, of which 1,000 once made a chunk; sixteen more of them took 460 MiB."""
+    peaks: list[int] = []
+    for rows in (4, 20):
+        folder = tmp_path / str(rows)
+        folder.mkdir()
+        command = [sys.executable, "-c", PEAK, str(folder), str(rows)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout) << 10)
+    assert peaks[1] < peaks[0] + (48 << 20)
+
+
+def test_pending_chunks_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many long rows wait in no queue: what was submitted and not yet taken holds a constant number of bytes, or one row."""
+
+    waiting: list[int] = []
+    most = 0
+
+    class Done:
+        def result(self) -> int:
+            return waiting.pop(0)
+
+    class Executor:
+        def __init__(self, *arguments: object, **named: object) -> None:
+            pass
+
+        def submit(self, work: object, rows: list[RawRow], check_only: object) -> Done:
+            nonlocal most
+            waiting.append(sum(content_bytes(row.values) for row in rows))
+            most = max(most, sum(waiting))
+            return Done()
+
+        def shutdown(self, **named: object) -> None:
+            pass
+
+    monkeypatch.setattr(module, "ProcessPoolExecutor", Executor)
+    sizes = [1_000_000] * 40 + [30_000_000] * 4 + [10] * 3000
+    raw = (RawRow(0, 0, number, {"text": "x" * size}) for number, size in enumerate(sizes, 1))
+    chunks: Any = tokenise(raw, Recording(None, ()), 2, check_only=lambda: False)  # type: ignore[arg-type]
+    taken = [chunk if isinstance(chunk, int) else sum(content_bytes(row.values) for row in chunk) for chunk in chunks]
+    assert sum(taken) == sum(sizes) + 4 * len(sizes)
+    assert most <= 30_000_004 + 6 * CHUNK_BYTES
