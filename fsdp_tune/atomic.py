@@ -10,13 +10,14 @@ from __future__ import annotations
 import errno
 import glob
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 STAGE_MARK = ".stage-"
 
@@ -93,6 +94,19 @@ def write_file(path: Path, data: bytes | str) -> None:
         stage.unlink(missing_ok=True)
         raise
     DISK.fsync_dir(path.parent)
+
+
+def json_safe(value: Any) -> Any:
+    """Return `value` with NaN and infinities as text ("nan", "inf"): JSON has no such numbers, and they must still be visible."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case dict():
+            return {key: json_safe(inner) for key, inner in cast(dict[str, Any], value).items()}
+        case list() | tuple():
+            return [json_safe(inner) for inner in cast(Sequence[Any], value)]
+        case _:
+            return value
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -36,8 +36,8 @@ from fsdp_tune.run_dir import RunDir
 
 LAUNCHER_MODULE = "accelerate.commands.launch"
 DEFAULT_MULTI_MACHINE_PORT = 29500
-# Saving a large model may take long; the supervisor, not torchrun's agent, decides when ranks have had enough time.
-AGENT_SHUTDOWN_SECONDS = 3600
+# A save after a signal takes as long as it moves bytes; the supervisor, not torchrun's agent, ends ranks that stand still.
+AGENT_SHUTDOWN_SECONDS = 7 * 24 * 3600
 SIGNALS_TO_HANDLE = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 LOOPBACK = "127.0.0.1"
 

@@ -1,4 +1,4 @@
-"""Reads a growing JSON Lines file as it grows, also when it is cut back or replaced meanwhile."""
+"""Read a JSON Lines file as it grows, also when it is cut back or replaced meanwhile."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ class Follower:
             self._offset = _known_lines_bytes(self._known, self._content())
             self._known = b""  # rank 0 cuts once, as its first act; a restarted group shows its lines again
         self._identity = identity
+        if identity[1] == self._offset:
+            return []
         with open(self._path, "rb") as file:
             file.seek(self._offset)
             fresh = file.read()

@@ -1,4 +1,4 @@
-"""What the ranks of this machine have left in logs/: signs of life while they run, and an outcome as their last act."""
+"""The files of the ranks in logs/: a heartbeat while a rank runs, and an outcome as its last act."""
 
 from __future__ import annotations
 
@@ -19,18 +19,13 @@ class Heartbeat:
     step: int
     phase: str
     time: float
-    """Wall clock of the rank, for people; no decision is taken on it."""
-    ticks: int = 0
-    """Grows with everything that the training thread gets done."""
-    moved_mib: int = 0
-    """Read and written so far, in the phases where that is progress."""
+    """Wall clock of the rank: differs from one write of the file to the next, and nothing else is decided by it."""
+    progressed_at: float
+    """When the rank last made progress, by the monotonic clock of its machine."""
+    silent_seconds: float
+    """How long ago that was when the rank wrote this."""
     collective: dict[str, Any] | None = None
-    """The last one that the flight recorder saw, once the rank stands still."""
-
-    @property
-    def progress(self) -> tuple[int, str, int, int]:
-        """Differs from one sign of life to the next when the rank has got on meanwhile."""
-        return self.step, self.phase, self.ticks, self.moved_mib
+    """The last one in the flight recorder, once the rank stands still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +46,12 @@ def read_heartbeat(run: RunDir, rank: int) -> Heartbeat | None:
         if raw is None:
             return None
         seen: dict[str, Any] | None = raw.get("collective")
-        ticks, moved_mib = int(raw.get("ticks", 0)), int(raw.get("moved_mib", 0))
-        return Heartbeat(rank, int(raw["pid"]), int(raw["step"]), str(raw["phase"]), float(raw["time"]), ticks, moved_mib, seen)
+        progressed_at, silent_seconds = float(raw["progressed_at"]), float(raw["silent_seconds"])
+        return Heartbeat(
+            rank, int(raw["pid"]), int(raw["step"]), str(raw["phase"]), float(raw["time"]), progressed_at, silent_seconds, seen
+        )
     except (KeyError, TypeError, ValueError):
-        return None  # another version's; a sign of life that says nothing
+        return None  # written by another version
 
 
 def read_outcome(run: RunDir, rank: int) -> Outcome | None:

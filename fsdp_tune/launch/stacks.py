@@ -1,4 +1,4 @@
-"""Python's stack dumps (faulthandler), read: where a process stands, and whether it waits there for other ranks. Pure."""
+"""Parse Python's stack dumps (faulthandler): where a process is, and whether it waits there for other ranks. Pure."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ _DEPTH = 12
 _PACKAGE = "fsdp_tune/"
 # Modules that hand work to a process group and wait for it. The vote on stopping waits in C++, directly below our own code.
 _WAITING_FILES = ("/torch/distributed/", "fsdp_tune/worker/agree.py")
+_DCP = "/torch/distributed/checkpoint/"
+_CHECKPOINT_FILE = "fsdp_tune/worker/checkpoint.py"
 _NAMES = {"exchange": "the vote on stopping", "_engine_run_backward": "the backward"}
 
 
@@ -43,9 +45,19 @@ def parse(text: str) -> list[Stack]:
 
 
 def main_thread(stacks: Sequence[Stack]) -> Stack:
-    """The thread that entered through `python -m`; where none shows it, the one that faulthandler names last. Empty: no stack."""
+    """Return the thread that entered through `python -m`, else the one that faulthandler names last; empty: no stack.
+
+    Where it only waits for its background save, the thread of that save is what it stands in.
+    """
     entered = [stack for stack in stacks if stack[-1].function == "_run_module_as_main"]
-    return (entered or list(stacks) or [()])[-1]
+    main = (entered or list(stacks) or [()])[-1]
+    saves = [stack for stack in stacks if any(_is_of(frame, _CHECKPOINT_FILE, "_write_reporting") for frame in stack)]
+    joins = any(_is_of(frame, _CHECKPOINT_FILE, "wait") for frame in main)
+    return saves[-1] if joins and saves else main
+
+
+def _is_of(frame: Frame, file: str, function: str) -> bool:
+    return frame.file.endswith(file) and frame.function == function
 
 
 def waits_in(stacks: Sequence[Stack]) -> str | None:
@@ -62,13 +74,18 @@ def waits_in(stacks: Sequence[Stack]) -> str | None:
 
 def _collective(stack: Stack) -> str | None:
     inner = stack[:_DEPTH]
-    if not any(mark in frame.file for frame in inner[:4] for mark in _WAITING_FILES):
+    if not any(_hands_over(frame) for frame in inner[:4]):
         return None
     for frame in inner:
         if frame.file.endswith("distributed/distributed_c10d.py") and not frame.function.startswith("_") and frame.function != "wait":
             return frame.function
-    first = next(frame for frame in inner if any(mark in frame.file for mark in _WAITING_FILES))
+    first = next(frame for frame in inner if _hands_over(frame))
     return _NAMES.get(first.function, first.function)
+
+
+def _hands_over(frame: Frame) -> bool:
+    """Return whether a frame is of a module that waits for a process group. DCP's own modules read and write files."""
+    return any(mark in frame.file for mark in _WAITING_FILES) and _DCP not in frame.file
 
 
 def stands_at(stacks: Sequence[Stack]) -> str | None:

@@ -1,8 +1,8 @@
-"""Runs a launch to its end: starts it, passes signals on, watches its ranks, and leaves no process behind.
+"""Run a launch to its end: start it, pass signals on, watch its ranks, and leave no process behind.
 
-Yields what the surface may show, taken from metrics.jsonl; the launcher's own output goes to logs/launcher.log. The agent
-of torchrun ends the other ranks when one fails, but with SIGTERM, which ranks take as "save, then stop": they would wait
-for the dead one. So the supervisor sees failures by itself and ends the rest after a short grace.
+Yields the lines of metrics.jsonl for the surface to show; the launcher's own output goes to logs/launcher.log. When a rank fails, the
+agent of torchrun ends the others with SIGTERM, on which ranks save and stop: they would wait for the dead one. So the supervisor finds
+failures itself and ends the other ranks after a short grace period.
 """
 
 from __future__ import annotations
@@ -27,19 +27,23 @@ from fsdp_tune.launch.leash import leashed
 from fsdp_tune.launch.machines import Machines
 from fsdp_tune.launch.processes import is_alive, kill_for_good
 from fsdp_tune.launch.ranks import clear, verdict_path
+from fsdp_tune.launch.stopping import stop_line
 from fsdp_tune.launch.verdict import Ended, Seen, judge
 from fsdp_tune.launch.watch import RankWatch
 from fsdp_tune.run_dir import RunDir
 
 POLL_SECONDS = 0.2
+METRICS_SECONDS = 0.5
+"""metrics.jsonl may be on a network file system."""
 GRACE_SECONDS = 5.0
 """From the first failure until the other ranks are killed: time to write their own outcomes."""
 LINGER_SECONDS = 30.0
 """From a rank's outcome, or the last rank's end, until what still lives is killed: NCCL may hang in its own clean-up."""
 OTHER_MACHINES_SECONDS = 330.0
 """torchrun's agents wait 300 s for each other at the end."""
-HANG_MARGIN_SECONDS = 10.0
-"""After `launch.hang_timeout` ranks write what their flight recorders hold; then we look. Their collectives give up later."""
+HANG_MARGIN_SECONDS = 3.0
+"""A rank that stands still for `launch.hang_timeout` dumps its flight recorder; the report is made so much later. Together with
+`hang.ANSWER_SECONDS` it is below 10 s. The ranks' collectives time out later."""
 ECHO_SECONDS = 0.5
 """Signals this close together are one act that arrived twice, such as a scheduler's to the group and to the process."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -74,8 +78,11 @@ class Supervisor:
         self._stuck: Problem | None = None
         self._elsewhere: Problem | None = None
         self._last_logged_step = 0
+        self._step_seconds: float | None = None
+        self._total_steps: int | None = None
+        self._metrics_read_at = 0.0
         self.has_trained = False
-        """Whether the ranks came as far as their first step."""
+        """Whether the ranks reached their first step."""
 
     def events(self) -> Generator[Event]:
         """Everything from the start of the launcher to its end. The last event is `Ended`, and then no process is left.
@@ -95,13 +102,14 @@ class Supervisor:
             try:
                 while launcher.poll() is None:
                     time.sleep(POLL_SECONDS)
-                    yield from self._pass_on_signals(launcher)
-                    yield from self._logged(metrics)
+                    yield from self._pass_on_signals(launcher, watch)
+                    if time.monotonic() - self._metrics_read_at >= METRICS_SECONDS:
+                        yield from self._logged(metrics)
                     watch.look(launcher.pid)
                     yield from self._end_what_must_end(launcher, watch)
             finally:
                 left = _end_everything(launcher, watch)
-        watch.read_outcomes()
+        watch.read_all()
         yield from self._logged(metrics)
         if left:
             yield Said(f"these processes do not die, not even by SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
@@ -118,8 +126,11 @@ class Supervisor:
         return [number for number, _ in self._signals]
 
     def _logged(self, metrics: Follower) -> Iterator[Event]:
+        self._metrics_read_at = time.monotonic()
         for line in metrics.read():
-            self.has_trained = self.has_trained or line.get("event") == "train_started"
+            if line.get("event") == "train_started":
+                self.has_trained, self._total_steps = True, line.get("total_steps")
+            self._step_seconds = line.get("step_seconds", self._step_seconds)
             self._last_logged_step = max(self._last_logged_step, _step_of(line))
             yield Logged(line)
 
@@ -148,15 +159,17 @@ class Supervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _pass_on_signals(self, launcher: subprocess.Popen[bytes]) -> Iterator[Event]:
-        """The first signal goes to the launcher, whose agent passes it to the ranks; a second one ends the wait for them."""
+    def _pass_on_signals(self, launcher: subprocess.Popen[bytes], watch: RankWatch) -> Iterator[Event]:
+        """Send the first signal to the launcher, whose agent passes it to the ranks; a second one ends the wait for them."""
         if not self._signals:
             return
         (first, first_at), (last, last_at) = self._signals[0], self._signals[-1]
         if not self._is_forwarded:
             self._is_forwarded = True
             launcher.send_signal(first)
-            yield Said(f"{signal.Signals(first).name}: saving a checkpoint, then stopping; a second signal stops at once, without saving")
+            watch.read_all()
+            what = stop_line(list(watch.beats.values()), self._total_steps, self._step_seconds)
+            yield Said(f"{signal.Signals(first).name}: {what}; a second signal stops at once, without saving")
         if not self._gave_up_saving and last_at - first_at > ECHO_SECONDS:
             self._gave_up_saving = True
             yield Said(f"{signal.Signals(last).name}: stopping at once")

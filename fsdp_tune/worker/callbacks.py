@@ -1,8 +1,10 @@
-"""What happens between the Trainer's steps: read-back before the first, the vote on stopping, the probe, the last save."""
+"""Work between the Trainer's steps: the read-back before the first, the vote on stopping, the probe, the last save."""
 
 from __future__ import annotations
 
 import json
+import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +18,15 @@ from fsdp_tune.worker.isolation import allowed_deviation, not_isolated, packed_r
 from fsdp_tune.worker.readback import ReadBackError, optimizer_state_difference, optimizer_state_kinds, read_back
 from fsdp_tune.worker.readback_fp8 import gathered_difference
 from fsdp_tune.worker.resume import trainer_state_json
-from fsdp_tune.worker.signals import SAVE_AND_FAIL, WISHES, StopWish
+from fsdp_tune.worker.signals import SAVE_AND_FAIL, WISHES, StopWish, seconds_to_stop
 from fsdp_tune.worker.startup import startup_seconds
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
+
+
+RECENT_STEPS = 50
+"""The slowest of these is the time that a step may take."""
 
 
 class RunCallback(TrainerCallback):
@@ -29,6 +35,9 @@ class RunCallback(TrainerCallback):
     def __init__(self, run: RunDir, wish: StopWish, say: Callable[[str], None], *, is_first: bool) -> None:
         self._run, self._wish, self._say, self._is_first = run, wish, say, is_first
         self._vote = StopVote()
+        self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._evaluation_seconds = 0.0
+        self._step_began = time.monotonic()
         self._first_step = True
         self.stopped: ExitReason | None = None
         self.trainer: FsdpTrainer
@@ -49,6 +58,8 @@ class RunCallback(TrainerCallback):
             self._say(line)
         trainer.parts.metrics.event("train_started", state.global_step, total_steps=state.max_steps)
         self._wish.training = True
+        trainer.parts.heartbeat.mark("training")
+        self._step_began = time.monotonic()
 
     def _check_packing(self) -> float | None:
         """None where no row holds two examples."""
@@ -63,11 +74,15 @@ class RunCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         trainer = self.trainer
-        if self._first_step:
+        seconds = time.monotonic() - self._step_began
+        if self._first_step:  # it compiles and allocates, so its time counts only until there is another
             self._first_step = False
             self._after_first_step()
+        else:
+            self._step_seconds.append(seconds)
         trainer.checkpointer.poll()
-        self._wish.reserve_seconds = max(self._wish.reserve_seconds, 2 * trainer.checkpointer.longest_seconds)
+        slowest = max(self._step_seconds, default=seconds)
+        self._wish.reserve_seconds = seconds_to_stop(slowest, self._evaluation_seconds, trainer.checkpointer.longest_seconds)
         told = self._vote.exchange(self._wish.code() if trainer.parts.metrics.failure is None else SAVE_AND_FAIL)
         last = state.global_step >= state.max_steps
         if told and not last:
@@ -82,6 +97,14 @@ class RunCallback(TrainerCallback):
         if last:
             control.should_save = control.should_log = True
             control.should_evaluate = bool(trainer.parts.evals) and args.eval_strategy != "no"
+        self._step_began = time.monotonic()
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        now = time.monotonic()
+        self._evaluation_seconds, self._step_began = max(self._evaluation_seconds, now - self._step_began), now
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._step_began = time.monotonic()
 
     def _after_first_step(self) -> None:
         trainer = self.trainer
@@ -99,8 +122,8 @@ class RunCallback(TrainerCallback):
         heartbeat.beat("training", trainer.state.global_step)
         trainer.parts.metrics.event("first_step", trainer.state.global_step, phase_seconds=startup_seconds(heartbeat))
         if trainer.parts.recipe.checkpoint.probe:
-            trainer.parts.heartbeat.beat("probing a save", trainer.state.global_step)
-            seconds = trainer.checkpointer.probe(trainer_state_json(trainer), trainer.own_state())
+            with heartbeat.during("probing a save", trainer.state.global_step):
+                seconds = trainer.checkpointer.probe(trainer_state_json(trainer), trainer.own_state())
             trainer.parts.metrics.event("checkpoint_probed", trainer.state.global_step, seconds=seconds)
             trainer.lines.leave_out(seconds)
 

@@ -1,4 +1,4 @@
-"""Saving: staged, hashed while written, published by one rank when all have finished, in the background if the recipe says so.
+"""Save checkpoints: staged, hashed while written, published by one rank when all have finished, in the background if the recipe says so.
 
 Order: every rank writes its files into one hidden stage directory; all agree that all succeeded; rank 0 writes the
 manifest and renames. Until the rename there is no `checkpoint-N`.
@@ -27,6 +27,7 @@ from fsdp_tune.model.patience import patient_group
 from fsdp_tune.run_dir import CHECKPOINT_KIND, SHARD_FOLDER, RunDir
 from fsdp_tune.worker import state as live_state
 from fsdp_tune.worker.agree import all_or_none, from_rank0, gather
+from fsdp_tune.worker.heartbeat import Heartbeat
 from fsdp_tune.worker.rotation import rotate
 from fsdp_tune.worker.snapshot import Snapshot, in_host_memory
 from fsdp_tune.worker.state import Live
@@ -52,7 +53,7 @@ class Saved:
 
 @dataclass
 class Checkpointer:
-    """Saves and rotates the checkpoints of one run. `report` is told of each finished save, on the training thread."""
+    """Saves and rotates the checkpoints of one run. `report` is called with each finished save, on the training thread."""
 
     run: RunDir
     live: Live
@@ -61,9 +62,11 @@ class Checkpointer:
     keep: int | None
     facts: dict[str, Any]
     report: Callable[[Saved], None]
+    heartbeat: Heartbeat
     best_step: int | None = None
     last_step: int | None = None
     longest_seconds: float = 0.0
+    """The slowest save of this launch, from its start to its end; the probe is one."""
     _group: Any = field(default=None)
     _thread: threading.Thread | None = None
     _pending: Saved | None = None
@@ -75,7 +78,11 @@ class Checkpointer:
         self._group = patient_group()
 
     def save(self, step: int, trainer: str, own: dict[str, Any]) -> None:
-        """Saves step `step`; waits for the save before it. Failures reach `report`, never silence."""
+        """Save step `step`, after the save before it has ended. Every failure reaches `report`."""
+        with self.heartbeat.during("saving", step):
+            self._save(step, trainer, own)
+
+    def _save(self, step: int, trainer: str, own: dict[str, Any]) -> None:
         started = time.monotonic()
         self.wait()
         snapshot = self._snapshot(step, trainer, own)
@@ -106,15 +113,17 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> None:
-        """Ends the save in flight, if any, and reports it."""
+        """Wait for the save in flight, if any, and report it. Its bytes are progress meanwhile, however long it takes."""
         if self._thread is not None:
-            self._thread.join()
+            with self.heartbeat.during("saving"):
+                self._thread.join()
             self._thread = None
         if self._pending is not None:
             saved, self._pending = self._pending, None
             if saved.error is None:
                 self.last_step = saved.step
-                self.longest_seconds = max(self.longest_seconds, saved.seconds)
+                # A background save holds up the training for its copy, and is written after that.
+                self.longest_seconds = max(self.longest_seconds, saved.stall_seconds + (saved.seconds if self.asynchronous else 0.0))
             self.report(saved)
 
     def _write_in_background(self, snapshot: Snapshot, saved: Saved) -> None:
@@ -143,7 +152,10 @@ class Checkpointer:
         saved.seconds = time.monotonic() - started
 
     def probe(self, trainer: str, own: dict[str, Any]) -> float:
-        """One whole save under its stage name, read back by digest and removed: what would fail at hour ten fails now."""
+        """Save once under a stage name, read the files back by digest and remove them, so that a save which cannot work fails now.
+
+        Returns: seconds.
+        """
         started = time.monotonic()
         snapshot = self._snapshot(0, trainer, own)
         stage = self.run.path / f".checkpoint-probe{STAGE_MARK}0"
@@ -161,7 +173,9 @@ class Checkpointer:
             dist.barrier(group=self._group)
             if dist.get_rank() == 0:
                 shutil.rmtree(stage, ignore_errors=True)
-        return time.monotonic() - started
+        seconds = time.monotonic() - started
+        self.longest_seconds = max(self.longest_seconds, seconds)
+        return seconds
 
     def _write(self, snapshot: Snapshot, final: Path) -> int:
         stage = self.run.path / f".{final.name}{STAGE_MARK}{snapshot.step}"

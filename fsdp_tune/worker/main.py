@@ -1,4 +1,4 @@
-"""One rank, from the run directory to its outcome. Reads top to bottom: who am I, join, load, train, save, say how it ended."""
+"""One rank, from the run directory to its outcome. Reads top to bottom: join the group, load, train, save, write the outcome."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_tune.atomic import write_json
+from fsdp_tune.atomic import json_safe, write_json
 from fsdp_tune.diagnose.oom import device_problem
 from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.recipe.schema import Recipe
@@ -39,7 +39,7 @@ class Outcome:
 
 
 def run_rank(run: RunDir, recipe: Recipe, rank: Rank, say: Callable[[str], None], started: float) -> Outcome:
-    """Trains, and turns whatever happens into an outcome; writes the outcome file, and any traceback into the rank's log."""
+    """Train, and turn whatever happens into an outcome. Writes the outcome file, and any traceback into the rank's log."""
     heartbeat = _heartbeat(run, recipe, rank)
     wish = StopWish(_deadline(run, recipe, started))
     crew: list[FsdpTrainer] = []
@@ -53,8 +53,9 @@ def run_rank(run: RunDir, recipe: Recipe, rank: Rank, say: Callable[[str], None]
     except BaseException as error:  # noqa: BLE001  the outcome file is the last word of this process, whatever ended it
         outcome = _outcome_of(error, recipe, heartbeat, crew[0] if crew else None)
         sys.stderr.write(outcome.traceback or "")
+    wish.end()
     heartbeat.close()
-    with contextlib.suppress(OSError, FsdpTuneError):  # the run directory may be gone; the exit code still says how it went
+    with contextlib.suppress(OSError, FsdpTuneError):  # the run directory may be gone; the exit code still tells the outcome
         heartbeat.beat("finished" if outcome.exit_code == 0 else "failed")
         _write_outcome(run, rank, heartbeat.step, outcome)
     return outcome
@@ -64,7 +65,7 @@ def _heartbeat(run: RunDir, recipe: Recipe, rank: Rank) -> Heartbeat:
     limit_seconds = parse_seconds(recipe.launch.hang_timeout)
 
     def on_silence() -> None:
-        """The supervisor asks for stacks too; a run that was started by hand has none."""
+        """Write the stacks to the rank's log. The supervisor requests them too, but a run started manually has none."""
         sys.stderr.write(f"no progress for {recipe.launch.hang_timeout}, at step {heartbeat.step}, `{heartbeat.phase}`\n")
         sys.stderr.flush()
         faulthandler.dump_traceback(all_threads=True)
@@ -78,16 +79,18 @@ def _write_outcome(run: RunDir, rank: Rank, step: int, outcome: Outcome) -> None
     problem = outcome.problem
     write_json(
         run.rank_outcome(rank.index),
-        {
-            "rank": rank.index,
-            "exit_code": int(outcome.exit_code),
-            "exit_reason": outcome.exit_reason.value,
-            "step": step,
-            "time": time.time(),
-            "problem": {**problem.as_dict(), "hint": problem.hint, "ways_out": problem.ways_out} if problem else None,
-            "traceback": outcome.traceback,
-            **outcome.results,
-        },
+        json_safe(
+            {
+                "rank": rank.index,
+                "exit_code": int(outcome.exit_code),
+                "exit_reason": outcome.exit_reason.value,
+                "step": step,
+                "time": time.time(),
+                "problem": {**problem.as_dict(), "hint": problem.hint, "ways_out": problem.ways_out} if problem else None,
+                "traceback": outcome.traceback,
+                **outcome.results,
+            }
+        ),
     )
 
 

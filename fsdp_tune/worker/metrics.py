@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import resource
 import time
@@ -13,6 +12,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+from fsdp_tune.atomic import json_safe
 from fsdp_tune.model.load import Loaded
 from fsdp_tune.plan.hardware import detect
 from fsdp_tune.plan.mfu import ModelSize, mfu
@@ -58,7 +58,7 @@ class MetricsFile:
 
     def write(self, line: dict[str, Any]) -> None:
         if self._file is not None:
-            self._append(json.dumps({key: _plain(value) for key, value in line.items()}, allow_nan=False))
+            self._append(json.dumps(json_safe(line), allow_nan=False))
 
     def bring_back(self, lines: list[str]) -> None:
         """Lines that the run before could not write; an attempt in between may have."""
@@ -96,11 +96,6 @@ def _write_all(file: IO[bytes], data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
-
-
-def _plain(value: Any) -> Any:
-    # JSON has no NaN; a number that is none must still be visible in the line.
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Sums:

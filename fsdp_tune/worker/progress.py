@@ -1,4 +1,4 @@
-"""Where in a step a rank is, told to its heartbeat; and which rank the others wait for, told in metrics.jsonl."""
+"""Records in the heartbeat which part of a step a rank is in, and in metrics.jsonl which rank the others wait for."""
 
 from __future__ import annotations
 
@@ -67,12 +67,6 @@ class Progress(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._heartbeat.mark("optimizer step")
-
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._heartbeat.mark("training")
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._heartbeat.mark("training")
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs: Any

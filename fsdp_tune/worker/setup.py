@@ -103,6 +103,7 @@ def build_trainer(
         keep=recipe.training.save_total_limit,
         facts=trainer_state_facts(rank.world_size, list(loaded.mesh.shape) if loaded.mesh else [], run.recipe_digest()),
         report=_reporter(trainer, recipe, say),
+        heartbeat=heartbeat,
         last_step=resume.step if resume else None,
     )
     return trainer, callback, resume

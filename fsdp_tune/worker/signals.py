@@ -1,4 +1,4 @@
-"""Signals become a wish to stop; the ranks agree on the step, save, and leave."""
+"""Signals and `launch.max_runtime` become a request to stop; the ranks agree on the step, save and exit."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ SAVE_AND_FAIL = 4
 _WISH_OF_SIGNAL = {signal.SIGTERM: 2, signal.SIGUSR1: 2, signal.SIGHUP: 2, signal.SIGINT: 3}
 # One Ctrl-C reaches a rank several times: from the terminal, from the launcher, from its agent.
 ECHO_SECONDS = 2.0
+MARGIN_SECONDS = 5.0
+"""For what is not measured: writing the outcome, ending the processes."""
 
 
 def ignore_stop_signals(_worker: int) -> None:
@@ -37,10 +39,19 @@ class StoppedEarly(BaseException):
         self.reason = reason
 
 
-class StopWish:
-    """What this rank was told: 0 to go on, else a key of WISHES. Until `training` is set, a signal ends the process at once.
+def seconds_to_stop(step_seconds: float, evaluation_seconds: float, save_seconds: float) -> float:
+    """Return how long before its deadline a rank must vote to stop, given the slowest step, evaluation and save so far.
 
-    `deadline` is on the monotonic clock.
+    A vote is read one step after it is cast, and a rank that does not vote now votes one step later: two steps. An evaluation may be
+    due in between. The last save may have to wait for one in flight.
+    """
+    return MARGIN_SECONDS + 2 * step_seconds + evaluation_seconds + 2 * save_seconds
+
+
+class StopWish:
+    """The stop that this rank has been asked for: 0 for none, else a key of WISHES.
+
+    Until `training` is set, the first signal ends the process at once. `deadline` is on the monotonic clock.
     """
 
     def __init__(self, deadline: float | None = None) -> None:
@@ -48,12 +59,17 @@ class StopWish:
         self._first: float | None = None
         self._deadline = deadline
         self.training = False
-        self.reserve_seconds = 5.0
-        """How long before the deadline to stop: grows to twice the longest save seen."""
+        self.reserve_seconds = MARGIN_SECONDS
+        """How long before the deadline to vote for the stop; see `seconds_to_stop`."""
 
     def install(self) -> None:
         for number in _WISH_OF_SIGNAL:
             signal.signal(number, self._handle)
+
+    def end(self) -> None:
+        """Ignore signals from now on: this rank is about to exit, and its outcome must still be written."""
+        for number in _WISH_OF_SIGNAL:
+            signal.signal(number, signal.SIG_IGN)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -246,9 +246,9 @@ class FsdpTrainer(Trainer):
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, numbers)
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        self.parts.heartbeat.beat("evaluating", self.state.global_step)
         started = time.monotonic()
-        metrics = evaluate_sets(self.parts.recipe, self.wrapped, self.parts.evals, self.parts.collator, self.args.device)
+        with self.parts.heartbeat.during("evaluating", self.state.global_step):
+            metrics = evaluate_sets(self.parts.recipe, self.wrapped, self.parts.evals, self.parts.collator, self.args.device)
         seconds = time.monotonic() - started
         self.last_eval_loss = metrics["eval_loss"]
         self.log({**metrics, "eval_seconds": seconds})
@@ -260,7 +260,6 @@ class FsdpTrainer(Trainer):
         step = self.state.global_step
         if self.checkpointer.newest_step == step:
             return  # the end of an epoch and the last step ask for the same checkpoint
-        self.parts.heartbeat.beat("saving", step)
         started = time.monotonic()
         self.checkpointer.best_step = self.state.best_global_step
         if self.state.best_global_step is not None:

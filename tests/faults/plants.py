@@ -492,8 +492,8 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "bytes moved are no progress",
         "worker/heartbeat",
-        "        if self._phase not in FILE_PHASES:\n",
-        "        if self._phase is not None:\n",
+        "            if self._phase not in STEP_PHASES:\n",
+        "            if self._phase is None:\n",
         "F087",
     ),
     _plant(
@@ -658,7 +658,7 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "the agent gives ranks half a minute to save",
         "launch/accelerate",
-        "AGENT_SHUTDOWN_SECONDS = 3600\n",
+        "AGENT_SHUTDOWN_SECONDS = 7 * 24 * 3600\n",
         "AGENT_SHUTDOWN_SECONDS = 30\n",
         "F058",
     ),

@@ -27,6 +27,7 @@ from fsdp_tune.run_dir import RunDir, latest_checkpoint
 from fsdp_tune.worker import resume, state
 from fsdp_tune.worker.agree import from_rank0
 from fsdp_tune.worker.checkpoint import Checkpointer, Saved, trainer_state_facts
+from fsdp_tune.worker.heartbeat import Heartbeat
 from fsdp_tune.worker.rotation import remove_leftovers
 from fsdp_tune.worker.state import Live
 from tests.faults.disk import Fault, die, injected, short_writes, shown_late
@@ -83,7 +84,7 @@ def _is_at(live: Live, step: int) -> bool:
 
 def _checkpointer(path: Path, live: Live, *, keep: int | None, asynchronous: bool, saved: list[Saved]) -> Checkpointer:
     facts = trainer_state_facts(dist.get_world_size(), [dist.get_world_size()], "0" * 64)
-    return Checkpointer(RunDir(path), live, "cpu", asynchronous, keep, facts, saved.append)
+    return Checkpointer(RunDir(path), live, "cpu", asynchronous, keep, facts, saved.append, Heartbeat(RunDir(path), 0))
 
 
 def _save(

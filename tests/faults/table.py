@@ -337,7 +337,7 @@ CHECKPOINT = (
          "launch/test_run_directory::what_is_no_checkpoint_is_refused_and_the_newest_is_named"),
     _row("F086", "r", 5, SURVIVED, "another sharding, full and sharded state dicts, FSDP1", "faults/test_train::killed_and_resumed_under_other_settings_is_as_if_never_killed",
          "faults/test_worlds::full_and_sharded_checkpoints_load_into_each_other"),
-    _row("F087", "r", 9, SURVIVED, "a save slower than the limit on hangs", "worker/test_progress::bytes_moved_are_progress_where_files_are_written"),
+    _row("F087", "r", 9, SURVIVED, "a save slower than the limit on hangs", "worker/test_progress::bytes_moved_outside_a_step_are_progress"),
     _row("F088", "n", 9, SURVIVED, "hundreds of saves", "faults/test_train::many_saves_leave_no_file_thread_memory_or_stage_behind"),
     _row("F089", "p", 12, SURVIVED, "leftovers of five crashes", "faults/test_kill_points::leftovers_of_five_crashes_go_and_a_link_is_not_followed",
          "worker/test_checkpoint::leftovers_of_a_crash_go_and_nothing_else"),

@@ -1,6 +1,6 @@
 """A rank without torch: plays the part that RUN/fake.json gives it. Started as `python -m tests.launch.fake_worker RUN_DIR`.
 
-A part is a list of acts: ["beat", phase, step] (and ticks), ["stacks"], ["wait"], ["log", {...}], ["sleep", seconds],
+A part is a list of acts: ["beat", phase, step], ["stacks"], ["wait"], ["log", {...}], ["sleep", seconds],
 ["ignore-signals"], ["wait-for-signal"], ["die", signal], ["once", mark, *act] (not in a later launch),
 ["raise", text], ["exit", code], ["spawn"], ["rename-run", path], ["outcome", {...}]. A signal, once waited for, ends with a save
 (0.3 s) and the outcome "preempted" or "interrupted", as a real rank does.
@@ -29,9 +29,10 @@ class Rank:
         self.step = 0
         self.received: list[int] = []
 
-    def beat(self, phase: str, step: int, ticks: int = 0) -> None:
+    def beat(self, phase: str, step: int) -> None:
         self.step = step
-        content = {"rank": self.rank, "pid": os.getpid(), "step": step, "phase": phase, "time": time.time(), "ticks": ticks}
+        content = {"rank": self.rank, "pid": os.getpid(), "step": step, "phase": phase, "time": time.time()}
+        content |= {"progressed_at": time.monotonic(), "silent_seconds": 0.0}
         self.write(self.run.rank_heartbeat(self.rank), content)
 
     def dump_stacks_on_request(self) -> None:

@@ -1,7 +1,8 @@
 """The real worker with accidents. Started as `python -m tests.launch.mortal RUN_DIR`.
 
-RUN/accidents.json is a list of {"rank", "step", "how"}; each happens once, in order for its rank, at the first sign of life
-at that step or later. `how`: a signal's number, "raise", "oom", "memory", "sleep" (for ever), "hold" (Python's lock, for ever).
+RUN/accidents.json is a list of {"rank", "step", "how", "phase"}; each happens once, in order for its rank, at the first heartbeat
+in that phase ("training" unless given) at that step or later. `how`: a signal's number, "raise", "oom", "memory", "sleep" (for ever),
+"hold" (Python's lock, for ever), "slow disk" (1 MiB takes 30 seconds from then on), "dead disk" (a write never returns from then on).
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from fsdp_tune import atomic
 from fsdp_tune.worker import heartbeat
 
 CUDA_MESSAGE = (
@@ -23,12 +27,12 @@ CUDA_MESSAGE = (
 )
 
 
-def due(run: Path, rank: int, step: int) -> str | int | None:
+def due(run: Path, rank: int, step: int, phase: str) -> str | int | None:
     for number, accident in enumerate(json.loads((run / "accidents.json").read_text())):
         mark = run / f"accident-{number}"
         if accident["rank"] != rank or mark.exists():
             continue
-        if step < accident["step"]:
+        if step < accident["step"] or phase != accident.get("phase", "training"):
             return None
         mark.touch()
         how: str | int = accident["how"]
@@ -41,7 +45,7 @@ def happen(how: str | int) -> None:
 
     if isinstance(how, int):
         os.kill(os.getpid(), how)
-        time.sleep(600)
+        time.sleep(0 if how == signal.SIGTERM else 600)
     elif how == "raise":
         raise RuntimeError("a library failed")
     elif how == "oom":
@@ -55,19 +59,29 @@ def happen(how: str | int) -> None:
         deadline = time.monotonic() + 600
         while time.monotonic() < deadline:
             sleep(600)  # a signal cuts it short
+    elif how in ("slow disk", "dead disk"):
+        atomic.Disk.write = partial(_slowly, 30.0 if how == "slow disk" else 1e6)  # type: ignore[method-assign,assignment]
+
+
+def _slowly(seconds_for_a_mib: float, file: IO[bytes], data: bytes | memoryview) -> None:
+    view = memoryview(data).cast("B")
+    for start in range(0, len(view), 1 << 17):
+        part = view[start : start + (1 << 17)]
+        time.sleep(seconds_for_a_mib * len(part) / (1 << 20))
+        file.write(part)
 
 
 def main() -> int:
     run, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    original = heartbeat.Heartbeat.beat
+    original = heartbeat.Heartbeat._record
 
-    def beat(self: heartbeat.Heartbeat, phase: str, step: int | None = None) -> None:
+    def record(self: heartbeat.Heartbeat, phase: str, step: int | None) -> None:
         original(self, phase, step)
-        how = due(run, rank, self.step) if phase == "training" else None
+        how = due(run, rank, self.step, phase)
         if how is not None:
             happen(how)
 
-    heartbeat.Heartbeat.beat = beat  # type: ignore[method-assign]
+    heartbeat.Heartbeat._record = record  # type: ignore[method-assign]
     from fsdp_tune.worker.__main__ import main as worker
 
     return worker(sys.argv[1:])

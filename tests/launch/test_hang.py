@@ -42,6 +42,7 @@ FSDP_WAIT = (
 VOTE = (frame("/x/fsdp_tune/worker/agree.py", "exchange"), frame("/x/fsdp_tune/worker/callbacks.py", "on_step_end"), *ENTRY)
 COMPUTES = (frame(f"{TORCH}/nn/modules/linear.py", "forward"), frame("/x/fsdp_tune/worker/trainer.py", "training_step", 150), *ENTRY)
 ENGINE = (frame(f"{TORCH}/autograd/graph.py", "_engine_run_backward"), frame("/x/fsdp_tune/worker/trainer.py", "_forward_backward"), *ENTRY)
+WRITES = (frame("/x/fsdp_tune/worker/storage.py", "write"), frame(f"{TORCH}/distributed/checkpoint/filesystem.py", "write"), *ENTRY)
 HOOK = (frame(f"{TORCH}/distributed/distributed_c10d.py", "reduce_scatter_tensor"), frame(f"{TORCH}/x.py", "post_backward"))
 
 
@@ -54,12 +55,32 @@ HOOK = (frame(f"{TORCH}/distributed/distributed_c10d.py", "reduce_scatter_tensor
         (dump(HEARTBEAT, COMPUTES), None),
         (dump(HOOK, ENGINE), "reduce_scatter_tensor"),
         (dump(HEARTBEAT, ENGINE), None),
+        (dump(HEARTBEAT, WRITES), None),
         ("", None),
     ],
-    ids=["collective", "FSDP's own wait", "vote", "computes", "hook of the backward", "backward without a hook", "no answer"],
+    ids=[
+        "collective",
+        "FSDP's own wait",
+        "vote",
+        "computes",
+        "hook of the backward",
+        "backward without a hook",
+        "writes a shard",
+        "no answer",
+    ],
 )
 def test_the_collective_is_the_one_that_the_main_thread_waits_in(text: str, name: str | None) -> None:
     assert waits_in(parse(text)) == name
+
+
+def test_a_rank_that_waits_for_its_background_save_is_where_that_save_is() -> None:
+    checkpoint, threads = "/x/fsdp_tune/worker/checkpoint.py", "/usr/lib/python3.11/threading.py"
+    joins = (frame(threads, "join"), frame(checkpoint, "wait"), frame("/x/fsdp_tune/worker/setup.py", "close"), *ENTRY)
+    base = (frame(checkpoint, "_write_reporting"), frame(checkpoint, "write"), frame(threads, "_bootstrap"))
+    writes, waits = ((*top, *base) for top in ((frame("/x/fsdp_tune/atomic.py", "write"),), ALL_REDUCE[:2]))
+    late, waiting = parse(dump(HEARTBEAT, writes, joins)), parse(dump(HEARTBEAT, waits, joins))
+    assert (waits_in(late), waits_in(waiting)) == (None, "all_reduce")
+    assert str(stands_at(late)).startswith("fsdp_tune/atomic.py:7 in write")
 
 
 def test_a_save_in_the_background_is_not_what_a_rank_waits_in() -> None:

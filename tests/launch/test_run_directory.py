@@ -222,7 +222,9 @@ def by_hand(fresh: RunDir, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     used(fresh, tmp_path)
     command = [sys.executable, "-c", "import time; time.sleep(60)", fresh.name]
     rank = subprocess.Popen(command, cwd=fresh.path.parent, env={**os.environ, "RANK": "0"})
-    fresh.rank_heartbeat(0).write_text(json.dumps({"rank": 0, "pid": rank.pid, "step": 3, "phase": "training", "time": 0.0}))
+    fresh.rank_heartbeat(0).write_text(
+        json.dumps({"rank": 0, "pid": rank.pid, "step": 3, "phase": "training", "time": 0.0, "progressed_at": 0.0, "silent_seconds": 0.0})
+    )
     yield rank
     rank.kill()
     rank.wait()
@@ -250,7 +252,7 @@ def test_status_believes_in_the_ranks_of_another_machine(fresh: RunDir, tmp_path
     (fresh.logs / "machine-00.json").write_text(json.dumps({"life": "a", "host": socket.gethostname()}))
     (fresh.logs / "machine-01.json").write_text(json.dumps({"life": "a", "host": "elsewhere"}))
     for rank in range(2):
-        beat = {"rank": rank, "pid": os.getpid(), "step": 3, "phase": "training", "time": 0.0}
+        beat = {"rank": rank, "pid": os.getpid(), "step": 3, "phase": "training", "time": 0.0, "progressed_at": 0.0, "silent_seconds": 0.0}
         fresh.rank_heartbeat(rank).write_text(json.dumps(beat))
     with locked(fresh):
         assert [rank["state"] for rank in run_status(fresh)["ranks"]] == ["gone", "live elsewhere"]
@@ -443,7 +445,11 @@ def test_status_tells_how_killed_ranks_ended(fresh: RunDir, tmp_path: Path) -> N
 
 def test_status_does_not_take_a_reused_pid_for_a_rank(fresh: RunDir, tmp_path: Path) -> None:
     used(fresh, tmp_path)
-    fresh.rank_heartbeat(0).write_text(json.dumps({"rank": 0, "pid": os.getpid(), "step": 3, "phase": "training", "time": 0.0}))
+    fresh.rank_heartbeat(0).write_text(
+        json.dumps(
+            {"rank": 0, "pid": os.getpid(), "step": 3, "phase": "training", "time": 0.0, "progressed_at": 0.0, "silent_seconds": 0.0}
+        )
+    )
     facts = run_status(fresh)
     assert facts["state"] == "died without a word"
     assert facts["ranks"][0]["state"] == "gone"

@@ -1,11 +1,11 @@
-"""Signs of life: what a rank's heartbeat tells, which rank the others wait for, and what a rank writes when nothing moves."""
+"""Heartbeats: what is progress in which phase, which rank the others wait for, and what a rank writes when nothing moves."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,6 +43,17 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.fixture
+def ticking(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heartbeat]:
+    """A heartbeat that writes its file twenty times a second."""
+    monkeypatch.setattr(heartbeats, "INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeats, "SAMPLE_SECONDS", 0.01)
+    beat = Heartbeat(run, 0)
+    beat.start()
+    yield beat
+    beat.close()
+
+
 def test_a_rank_that_waits_stays_alive_and_does_not_get_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "INTERVAL_SECONDS", 0.05)
     monkeypatch.setattr(heartbeats, "SAMPLE_SECONDS", 0.01)
@@ -52,10 +63,10 @@ def test_a_rank_that_waits_stays_alive_and_does_not_get_on(run: RunDir, monkeypa
         beat.beat("training", 3)
         before = content(run)
         until(lambda: content(run)["time"] > before["time"])
-        assert {**content(run), "time": 0} == {**before, "time": 0}
+        assert {**content(run), "time": 0, "silent_seconds": 0} == {**before, "time": 0, "silent_seconds": 0}
         beat.mark("forward")
         until(lambda: content(run)["phase"] == "forward")
-        assert content(run)["ticks"] == before["ticks"] + 1
+        assert content(run)["progressed_at"] > before["progressed_at"]
     finally:
         beat.close()
 
@@ -84,15 +95,58 @@ def test_silence_is_noticed_by_the_rank_itself(run: RunDir, monkeypatch: pytest.
         beat.close()
 
 
-def test_bytes_moved_are_progress_where_files_are_written(run: RunDir, tmp_path: Path) -> None:
+def silent_seconds(run: RunDir) -> float:
+    return float(content(run)["silent_seconds"])
+
+
+@pytest.mark.parametrize("phase", ["starting", "importing", "loading the model", "probing a save", "saving", "failed"])
+def test_bytes_moved_outside_a_step_are_progress(phase: str, ticking: Heartbeat, run: RunDir, tmp_path: Path) -> None:
+    ticking.beat(phase, 1)
+    until(lambda: silent_seconds(run) > 0.5)
+    writer = threading.Thread(target=(tmp_path / "shard").write_bytes, args=(b"x" * (3 << 20),))
+    writer.start()
+    until(lambda: silent_seconds(run) < 0.3)
+    writer.join()
+
+
+@pytest.mark.parametrize("phase", sorted(heartbeats.STEP_PHASES))
+def test_a_background_save_does_not_hide_a_step_that_stands_still(phase: str, ticking: Heartbeat, run: RunDir, tmp_path: Path) -> None:
+    ticking.beat(phase, 1)
+    threading.Thread(target=(tmp_path / "shard").write_bytes, args=(b"x" * (3 << 20),)).start()
+    until(lambda: silent_seconds(run) > 0.5)
+
+
+def test_what_the_heartbeat_itself_writes_is_not_progress(
+    ticking: Heartbeat, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each write of the file takes a megabyte with it here, as many of them would in minutes."""
+    write = Heartbeat._write
+
+    def large(self: Heartbeat) -> None:
+        if threading.get_ident() == self._thread.ident:  # type: ignore[union-attr]
+            (tmp_path / "large").write_bytes(b"x" * (1 << 20))
+        write(self)
+
+    monkeypatch.setattr(Heartbeat, "_write", large)
+    ticking.beat("importing")
+    until(lambda: silent_seconds(run) > 0.6)
+
+
+def test_waiting_for_a_background_save_is_a_phase_of_its_own(run: RunDir) -> None:
     beat = Heartbeat(run, 0)
-    beat.beat("saving", 1)
-    before = content(run)["moved_mib"]
-    (tmp_path / "shard").write_bytes(b"x" * (3 << 20))
-    beat.beat("probing a save")
-    assert content(run)["moved_mib"] >= before + 3
-    beat.beat("training")
-    assert content(run)["moved_mib"] == 0
+    beat.beat("training", 4)
+    with beat.during("saving"):
+        assert (content(run)["phase"], content(run)["step"]) == ("saving", 4)
+    assert beat.phase == "training"
+
+
+def test_a_new_step_is_written_at_once(ticking: Heartbeat, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticking.beat("training", 1)
+    until(lambda: content(run)["step"] == 1)
+    monkeypatch.setattr(heartbeats, "INTERVAL_SECONDS", 20.0)
+    ticking._step_written_at = 0.0
+    ticking.beat("training", 2)
+    until(lambda: content(run)["step"] == 2)
 
 
 def test_a_run_directory_that_is_gone_ends_the_rank(tmp_path: Path) -> None:
@@ -129,6 +183,7 @@ def stand_in(path: str, depth: int) -> FrameType:
         ("/x/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", 1, True),
         ("/x/torch/distributed/distributed_c10d.py", 9, False),
         ("/x/torch/nn/modules/linear.py", 0, False),
+        ("/x/torch/distributed/checkpoint/filesystem.py", 0, False),
     ],
 )
 def test_waiting_is_told_from_working_by_the_innermost_calls(path: str, depth: int, waits: bool) -> None:

@@ -1,0 +1,77 @@
+"""Real ranks that stand still in each phase, and saves that are slower than the limit on hangs."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_tune.launch.supervise import Event, Said
+from fsdp_tune.launch.verdict import Ended
+from fsdp_tune.run_dir import RunDir
+from tests.launch.test_real_restart import launch, written
+from tests.parity.runs import lines
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+LIMIT_SECONDS = 15.0
+PROMISED_SECONDS = LIMIT_SECONDS + 10.0
+STEPS = 3
+KEYS = {"launch.max_restarts": 0, "launch.hang_timeout": f"{LIMIT_SECONDS:.0f}s", "checkpoint.probe": True, "training.save_steps": STEPS}
+
+
+def hang_of(run: RunDir, accident: dict[str, Any]) -> tuple[Ended, list[Event], float]:
+    """The end, the events, and the seconds from the accident to the report."""
+    ended, events = launch(run, accident)
+    assert ended.problem is not None
+    assert ended.problem.code == "hang", ended.problem.message
+    return ended, events, run.hang_report.stat().st_mtime - (run.path / "accident-0").stat().st_mtime
+
+
+@pytest.mark.parametrize(
+    ("phase", "step"),
+    [
+        ("importing", 0),
+        ("loading the model", 0),
+        ("reading back", 0),
+        ("training", 1),
+        ("probing a save", 1),
+        ("evaluating", 2),
+        ("saving", 3),
+    ],
+)
+def test_a_rank_that_is_stopped_in_any_phase_is_named(phase: str, step: int, tmp_path: Path) -> None:
+    run = written(tmp_path, "run", steps=STEPS, **KEYS, **{"training.eval_strategy": "steps", "training.eval_steps": 2})
+    ended, _, seconds = hang_of(run, {"rank": 1, "step": step, "phase": phase, "how": int(signal.SIGSTOP)})
+    assert ended.problem is not None
+    assert f"rank 1 (step {step}, `{phase}`, stopped (SIGSTOP)" in ended.problem.message
+    assert "rank 0 (" not in ended.problem.message
+    assert LIMIT_SECONDS <= seconds <= PROMISED_SECONDS
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_last_save_that_moves_no_bytes_is_a_hang(asynchronous: bool, tmp_path: Path) -> None:
+    """In the background, the training threads of both ranks wait for their save; only one of the saves stands still by itself."""
+    run = written(tmp_path, "run", steps=STEPS, **KEYS, **{"checkpoint.async": asynchronous})
+    ended, _, seconds = hang_of(run, {"rank": 1, "step": STEPS, "phase": "training", "how": "dead disk"})
+    assert ended.problem is not None
+    assert "rank 1 (step 3, `saving`, at " in ended.problem.message
+    assert "mortal.py" in ended.problem.message
+    assert "rank 0 (" not in ended.problem.message
+    assert seconds <= PROMISED_SECONDS + 5.0, "counted from the step before the save"
+
+
+@pytest.mark.parametrize("how", ["the last save", "a save after a signal"])
+def test_a_background_save_slower_than_the_limit_is_no_hang(how: str, tmp_path: Path) -> None:
+    keys = KEYS | {"checkpoint.probe": False, "checkpoint.async": True, "training.save_steps": 100}
+    run = written(tmp_path, "run", steps=STEPS if how == "the last save" else 1000, **keys)
+    accidents: list[dict[str, Any]] = [{"rank": rank, "step": 2, "how": "slow disk"} for rank in range(2)]
+    if how == "a save after a signal":
+        accidents.append({"rank": 1, "step": 3, "how": int(signal.SIGTERM)})
+    ended, events = launch(run, *accidents)
+    assert ended.problem is None, ended.problem
+    assert ended.exit_code == (0 if how == "the last save" else 143)
+    (saved,) = [line for line in lines(run) if line.get("event") == "checkpoint_saved"]
+    assert saved["seconds"] > LIMIT_SECONDS + 5.0, "slow enough to be taken for a hang"
+    assert not any(isinstance(event, Said) and "nothing moves" in event.text for event in events)

@@ -1,0 +1,31 @@
+"""What a command says as soon as it gets a signal."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_tune.launch.ranks import Heartbeat
+from fsdp_tune.launch.stopping import stop_line
+
+
+@pytest.mark.parametrize(
+    ("phases", "step", "step_seconds", "line"),
+    [
+        (["backward", "forward"], 7, 10.0, "stopping after step 9 (2 more steps, about 20.0s) and saving a checkpoint there"),
+        (["training", "training"], 7, None, "stopping after step 9 (2 more steps) and saving a checkpoint there"),
+        (["forward", "forward"], 7, 0.1, "saving a checkpoint within 2 steps (now at step 7), then stopping"),
+        (
+            ["evaluating", "evaluating"],
+            7,
+            10.0,
+            "after the evaluation in progress, stopping after step 9 (2 more steps, about 20.0s) and saving a checkpoint there",
+        ),
+        (["saving", "saving"], 7, 0.1, "after the save in progress, saving a checkpoint within 2 steps (now at step 7), then stopping"),
+        (["training", "saving"], 20, 10.0, "step 20 is the last one; saving a checkpoint there, then stopping"),
+        (["training", "importing"], 0, 10.0, "stopping; no step has been trained since the launch, so there is nothing to save"),
+        ([], 0, 10.0, "stopping; no step has been trained since the launch, so there is nothing to save"),
+    ],
+)
+def test_the_step_at_which_a_run_stops_is_named_at_once(phases: list[str], step: int, step_seconds: float | None, line: str) -> None:
+    beats = [Heartbeat(rank, 1, step - rank, phase, 0.0, 0.0, 0.0) for rank, phase in enumerate(phases)]
+    assert stop_line(beats, 20, step_seconds) == line

@@ -1,0 +1,149 @@
+"""When the supervisor calls a run hung, from heartbeats alone, and how often it reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from fsdp_tune.launch import watch as watches
+from fsdp_tune.launch.ranks import Heartbeat
+from fsdp_tune.launch.watch import RankWatch
+from fsdp_tune.run_dir import RunDir
+
+LIMIT_SECONDS = 30.0
+PHASES = ["starting", "importing", "loading the model", "reading back", "training", "forward", "evaluating", "probing a save", "saving"]
+
+
+class Clock:
+    """Stands in for the module `time` of the watch."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+class Ranks:
+    """Ranks that write heartbeats once a second of the clock's time. A stopped one writes none; a silent one makes no progress."""
+
+    def __init__(self, run: RunDir, clock: Clock, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run, self.clock, self.count = run, clock, count
+        self.phase = "training"
+        self.stopped: set[int] = set()
+        self.progressed = dict.fromkeys(range(count), clock.now)
+        self.processes: dict[int, Any] = {rank: SimpleNamespace(pid=rank, status=self._status(rank)) for rank in range(count)}
+        self.reads = 0
+        monkeypatch.setattr(watches, "time", clock)
+        monkeypatch.setattr(watches, "find_ranks", lambda pid, wanted: {rank: self.processes[rank] for rank in wanted})
+        monkeypatch.setattr(watches, "is_alive", lambda process: True)
+        monkeypatch.setattr(watches, "read_heartbeat", lambda _, rank: self._read(rank))
+        monkeypatch.setattr(watches, "read_outcome", lambda *_: self._read(-1))
+        self.beats: dict[int, Heartbeat] = {}
+
+    def _status(self, rank: int) -> Callable[[], str]:
+        return lambda: psutil.STATUS_STOPPED if rank in self.stopped else psutil.STATUS_SLEEPING
+
+    def _read(self, rank: int) -> Heartbeat | None:
+        self.reads += 1
+        return self.beats.get(rank)
+
+    def beat(self) -> None:
+        for rank in set(range(self.count)) - self.stopped:
+            silent_seconds = self.clock.now - self.progressed[rank]
+            self.beats[rank] = Heartbeat(rank, rank, 5, self.phase, self.clock.now, self.progressed[rank], silent_seconds)
+
+    def progress(self, *but: int) -> None:
+        self.progressed |= dict.fromkeys(set(range(self.count)) - {*but}, self.clock.now)
+
+    def hang_found_after(self, watch: RankWatch, seconds: float, moves: Callable[[], None] = lambda: None) -> float | None:
+        """Look five times a second. Returns after how many seconds a hang was found, or None."""
+        began = self.clock.now
+        for tick in range(round(5 * seconds)):
+            if tick % 5 == 0:
+                moves()
+                self.beat()
+            watch.look(1)
+            if watch.silence(LIMIT_SECONDS) is not None:
+                return self.clock.now - began
+            self.clock.now += 0.2
+        return None
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def ranks_of(run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Ranks]:
+    return lambda count: Ranks(run, clock, count, monkeypatch)
+
+
+@pytest.mark.parametrize(("phase", "count"), [*((phase, 2) for phase in PHASES), ("training", 64)])
+def test_a_stopped_rank_for_which_the_others_wait_is_a_hang_in_any_phase(phase: str, count: int, ranks_of: Callable[[int], Ranks]) -> None:
+    ranks = ranks_of(count)
+    watch = RankWatch(ranks.run, range(count), count)
+    ranks.phase = phase
+    assert ranks.hang_found_after(watch, 15, moves=ranks.progress) is None
+    ranks.stopped.add(count - 1)
+    found = ranks.hang_found_after(watch, 60)
+    assert found is not None
+    assert LIMIT_SECONDS <= found + 1 <= LIMIT_SECONDS + 3
+
+
+def test_a_stopped_rank_is_a_hang_while_the_others_still_make_progress(ranks_of: Callable[[int], Ranks]) -> None:
+    ranks = ranks_of(8)
+    watch = RankWatch(ranks.run, range(8), 8)
+    ranks.hang_found_after(watch, 10, moves=ranks.progress)
+    ranks.stopped.add(3)
+    found = ranks.hang_found_after(watch, 60, moves=ranks.progress)
+    assert found is not None
+    assert LIMIT_SECONDS - 2 <= found <= LIMIT_SECONDS + 3
+
+
+def test_one_rank_that_makes_progress_excuses_those_that_wait_for_it(ranks_of: Callable[[int], Ranks]) -> None:
+    ranks = ranks_of(8)
+    watch = RankWatch(ranks.run, range(8), 8)
+    ranks.phase = "saving"
+    assert ranks.hang_found_after(watch, 100, moves=lambda: ranks.progress(*range(1, 8))) is None
+
+
+def test_a_rank_of_another_machine_that_makes_progress_excuses_all_of_ours(ranks_of: Callable[[int], Ranks]) -> None:
+    ranks = ranks_of(4)
+    watch = RankWatch(ranks.run, range(2), 4)
+    assert ranks.hang_found_after(watch, 200, moves=lambda: ranks.progress(0, 1, 2)) is None
+    ranks.stopped.add(3)
+    found = ranks.hang_found_after(watch, 60)
+    assert found is not None
+    assert found <= LIMIT_SECONDS
+
+
+@pytest.mark.parametrize(("count", "most_a_second"), [(2, 4), (8, 4), (64, 7)])
+def test_few_files_are_read_a_second_however_many_ranks_there_are(
+    count: int, most_a_second: float, ranks_of: Callable[[int], Ranks]
+) -> None:
+    ranks = ranks_of(count)
+    watch = RankWatch(ranks.run, range(count), count)
+    ranks.hang_found_after(watch, 2, moves=ranks.progress)
+    ranks.reads = 0
+    ranks.hang_found_after(watch, 15, moves=ranks.progress)
+    assert count <= ranks.reads <= 15 * most_a_second, "each rank is read, and no more than that"
+    assert watch.last_step == 5
+
+
+def test_ranks_of_other_machines_are_read_only_in_silence_and_then_every_few_seconds(ranks_of: Callable[[int], Ranks]) -> None:
+    ranks = ranks_of(64)
+    watch = RankWatch(ranks.run, range(8), 64)
+    ranks.hang_found_after(watch, 10, moves=ranks.progress)
+    assert ranks.reads <= 4 * 10 + 8
+    ranks.reads = 0
+    assert ranks.hang_found_after(watch, 60, moves=lambda: ranks.progress(*range(8))) is None
+    assert ranks.reads <= 60 * (56 / watches.OTHERS_ROUND_SECONDS + 8 / watches.ALL_ROUND_SECONDS + 5)

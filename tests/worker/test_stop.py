@@ -1,0 +1,122 @@
+"""When a rank votes to stop for `launch.max_runtime`, and the outcome that it writes in any case."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fsdp_tune.errors import ExitReason, Problem
+from fsdp_tune.run_dir import RunDir
+from fsdp_tune.worker import callbacks, signals
+from fsdp_tune.worker import main as worker_main
+from fsdp_tune.worker.callbacks import RunCallback
+from fsdp_tune.worker.main import Outcome
+from fsdp_tune.worker.rank import Rank
+from fsdp_tune.worker.signals import StopWish
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Vote:
+    """As `StopVote` of one rank: what is posted at one step is read at the next."""
+
+    posted = 0
+
+    def exchange(self, mine: int) -> int:
+        answer, self.posted = self.posted, mine
+        return answer
+
+
+@pytest.mark.parametrize("max_runtime_seconds", [70, 100, 160])
+@pytest.mark.parametrize(
+    ("first_step", "step", "evaluation", "save", "is_probed"),
+    [(20.0, 2.0, 0.0, 25.0, True), (6.0, 6.0, 20.0, 5.0, True), (1.0, 10.0, 0.0, 0.0, False)],
+    ids=["a slow first save, probed", "slow steps and evaluations", "slow steps, no probe"],
+)
+def test_a_run_has_saved_before_max_runtime_is_over(
+    max_runtime_seconds: float,
+    first_step: float,
+    step: float,
+    evaluation: float,
+    save: float,
+    is_probed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(callbacks, "time", clock)
+    monkeypatch.setattr(signals, "time", clock)
+    checkpointer = SimpleNamespace(poll=lambda: None, longest_seconds=0.0)
+    metrics = SimpleNamespace(failure=None, event=lambda *_, **__: None)
+    callback = RunCallback(RunDir(Path()), StopWish(max_runtime_seconds), lambda _: None, is_first=False)
+    monkeypatch.setattr(callback, "_vote", Vote())
+    callback.trainer = SimpleNamespace(checkpointer=checkpointer, parts=SimpleNamespace(metrics=metrics, evals={}))  # type: ignore[assignment]
+    control: Any = SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False)
+    arguments: Any = SimpleNamespace(eval_strategy="steps")
+
+    def probe() -> None:
+        if is_probed:
+            clock.now += save
+            checkpointer.longest_seconds = save
+
+    monkeypatch.setattr(callback, "_after_first_step", probe)
+    for number in range(1, 1000):
+        clock.now += first_step if number == 1 else step
+        state: Any = SimpleNamespace(global_step=number, max_steps=1000)
+        callback.on_step_end(arguments, state, control)
+        if control.should_training_stop:
+            break
+        if evaluation and number % 3 == 0:
+            clock.now += evaluation
+            callback.on_evaluate(arguments, state, control)
+    used = clock.now + save
+    assert callback.stopped is ExitReason.MAX_RUNTIME
+    assert used <= max_runtime_seconds or number == 2, "two steps are the least that a vote takes"
+    assert number <= 3 or used >= max_runtime_seconds - 2 * save - 3 * step - evaluation - signals.MARGIN_SECONDS, "no more than it needs"
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), 1.5])
+def test_an_outcome_is_written_whatever_the_last_loss_is(loss: float, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    worker_main._write_outcome(run, Rank(0, 0, 1), 7, Outcome(0, ExitReason.FINISHED, results={"loss": loss, "nested": [{"loss": loss}]}))
+    outcome = json.loads(run.rank_outcome(0).read_text())
+    assert (outcome["exit_code"], outcome["step"]) == (0, 7)
+    assert outcome["loss"] == outcome["nested"][0]["loss"] == (loss if loss == 1.5 else str(loss))
+
+
+def test_a_signal_does_not_keep_an_outcome_from_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent ends the ranks that are left as soon as one has failed, and another may be writing its own failure then."""
+    import os
+    import signal
+
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)}
+    original = worker_main._write_outcome
+
+    def interrupted(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        original(*arguments)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(worker_main, "_write_outcome", interrupted)
+    monkeypatch.setattr(worker_main, "_train", fail)
+    recipe: Any = SimpleNamespace(launch=SimpleNamespace(hang_timeout="30m", max_runtime=None, device="cpu"))
+    try:
+        worker_main.run_rank(run, recipe, Rank(0, 0, 1), lambda _: None, 0.0)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    outcome = json.loads(run.rank_outcome(0).read_text())
+    assert Problem.from_dict(outcome["problem"]).message == "ValueError: a bug"
