@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from fsdp_tune.model.choice import WRITTEN, Choice
+from fsdp_tune.recipe.kinds import is_flash_kernel
 from fsdp_tune.recipe.schema import Recipe
 
-FLASH = "flash_attention"
-"""How transformers' names of the kernels with variable lengths begin."""
 _DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attn_dropout")
 _MAX_HEAD_WIDTH = 256
 _HOPPER = (9, 0)
@@ -29,7 +29,7 @@ def choose_attention(recipe: Recipe, config: PreTrainedConfig) -> Choice:
     if against is None:
         version, reason = _flash_version(config)
         if version is not None:
-            return Choice(f"{FLASH}_{version}", reason)
+            return Choice(f"flash_attention_{version}", reason)
         against = reason
     if model_class is None:
         return Choice("auto", against)
@@ -76,6 +76,25 @@ def _flash_version(config: PreTrainedConfig) -> tuple[int | None, str]:
     return None, "flash-attn is not installed" if against_3.endswith("not installed") else f"flash-attn is not installed; {against_3}"
 
 
+def live_attention(recipe: Recipe, model: PreTrainedModel) -> Choice:
+    """The kernel that transformers gave the built model, which may be another than the chosen one."""
+    chosen, live = choose_attention(recipe, model.config), str(model.config._attn_implementation)
+    if chosen.value in ("auto", live):
+        return Choice(live, chosen.reason)
+    return Choice(live, f"transformers takes it in place of {chosen.value}")
+
+
+def stands_for(live: str, kernel: str) -> bool:
+    """Whether a model may run `live` where `kernel` was requested.
+
+    transformers replaces a flash kernel by another one: by the hub's where the package is not installed and `kernels` is, and
+    by the model's own (`_check_and_adjust_attn_implementation`).
+    """
+    return live == kernel or (is_flash_kernel(live) and is_flash_kernel(kernel))
+
+
 def has_variable_lengths(kernel: str | None) -> bool:
-    """Whether a kernel tells packed examples apart by their lengths, without a mask."""
-    return kernel is not None and kernel.startswith(FLASH)
+    """Whether a live kernel separates packed examples by their lengths, without a mask."""
+    if kernel is None:
+        return False
+    return is_flash_kernel(kernel) or ALL_MASK_ATTENTION_FUNCTIONS.get(kernel) is flash_attention_mask

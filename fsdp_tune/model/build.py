@@ -198,8 +198,16 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
 
 def _finish(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> None:
     resize_embeddings(recipe, model, vocabulary)
+    # Routing biases of mixtures, sinusoidal positions: the read-back must not take them for a mistake of ours.
+    model.frozen_by_its_code = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)  # type: ignore[assignment]
     freeze(recipe, model)
     model.config.use_cache = False
+
+
+def frozen_by_its_code(model: PreTrainedModel) -> frozenset[str]:
+    """Names of the parameters that the constructor of the model froze, whatever the recipe."""
+    names: frozenset[str] = vars(model).get("frozen_by_its_code", frozenset())
+    return names
 
 
 def embedding_rows(model: PreTrainedModel) -> int:
@@ -223,7 +231,10 @@ def resize_embeddings(recipe: Recipe, model: PreTrainedModel, vocabulary: int | 
 
 
 def freeze(recipe: Recipe, model: nn.Module) -> None:
-    """Stops training for parameters that match `model.freeze`, and stores them in `model.frozen_dtype`."""
+    """Stop training parameters that match `model.freeze`, and store them in `model.frozen_dtype`.
+
+    Parameters that the model's own code froze stay frozen, in their dtype.
+    """
     names = [name for name, _ in model.named_parameters()]
     for pattern in recipe.model.freeze:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
@@ -236,7 +247,7 @@ def freeze(recipe: Recipe, model: nn.Module) -> None:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in recipe.model.freeze):
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(frozen_dtype)
-        else:
+        elif parameter.requires_grad:
             trained += parameter.numel()
     if trained == 0:
         raise usage_error("nothing-to-train", "model.freeze matches every parameter: nothing is left to train")

@@ -126,8 +126,11 @@ def put_loss_into_head(model: PreTrainedModel, logits: Logits, kernel: Kernel, n
             return plain_head(hidden)  # type: ignore[no-any-return]
         assert hidden.shape[:-1] == state.targets.shape, "a target for every position that the head sees"
         options = LossOptions(logits, state.label_smoothing, state.gradient_scale)
-        loss = kernel(hidden.reshape(-1, hidden.shape[-1]), head.weight, head.bias, state.targets.reshape(-1), options)
-        # In the shape of logits: what the model goes on to do with them is done to one number, and thrown away. A copy, since
+        weight, bias = head.weight, head.bias
+        if not torch.is_grad_enabled():  # the kernels compute gradients in the forward, for whatever requires one
+            weight, bias = weight.detach(), None if bias is None else bias.detach()
+        loss = kernel(hidden.reshape(-1, hidden.shape[-1]), weight, bias, state.targets.reshape(-1), options)
+        # In the shape of logits: what the model then does to them is done to one number, and dropped. A copy, since
         # FSDP's hooks do not hold on a view.
         state.loss = loss.reshape(1, 1, 1).clone()
         return state.loss

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fsdp_tune.errors import usage_error
-from fsdp_tune.model.attention import choose_attention
+from fsdp_tune.model.attention import live_attention
 from fsdp_tune.model.choice import WRITTEN, Choice
 from fsdp_tune.model.compiled import choose_compile
 from fsdp_tune.model.head import OpaqueHead, logits_of, put_loss_into_head
@@ -53,17 +53,11 @@ def _head_rows(model: PreTrainedModel) -> int:
 def choose_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, Choice]:
     """By recipe key, for the bare model and the device that it will run on."""
     return {
-        "model.attn_implementation": _attention(recipe, model),
+        "model.attn_implementation": live_attention(recipe, model),
         "kernels.loss": choose_loss(recipe, model),
         "kernels.liger": choose_liger(recipe, model, device_type),
         "kernels.compile": choose_compile(recipe),
     }
-
-
-def _attention(recipe: Recipe, model: PreTrainedModel) -> Choice:
-    """It was chosen when the model was built; where that was left to transformers, this is what it took."""
-    chosen = choose_attention(recipe, model.config)
-    return Choice(str(model.config._attn_implementation), chosen.reason) if chosen.value == "auto" else chosen
 
 
 _LOSSES = {"chunked": summed_linear_loss, "liger": liger_summed_loss}

@@ -25,7 +25,7 @@ from fsdp_tune.model.patience import leave, patient_group
 from fsdp_tune.model.recompute import recompute_activations
 from fsdp_tune.model.slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
 from fsdp_tune.model.step import decayed_names
-from fsdp_tune.model.units import UnitPlan, ignored_module_names, plan_units
+from fsdp_tune.model.units import UnitPlan, decoder_layers, ignored_module_names, plan_units
 from fsdp_tune.model.wrap import make_mesh, wrap
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import run_of
@@ -53,7 +53,8 @@ class Loaded:
     wrapped: nn.Module
     units: UnitPlan
     mesh: Any
-    recomputed: tuple[str, ...]
+    layers: tuple[tuple[str, nn.Module], ...]
+    """(name, module) of each decoder layer, found on the bare model: wrapping renames classes."""
     size: ModelSize
     peak_growth_bytes: int
     """By how much loading raised this rank's peak resident host memory."""
@@ -90,7 +91,8 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     # Buffers that are in no state dict (rotary frequencies) have values that only the constructor knows.
     buffers = dict(build_with_buffers(recipe, config).named_buffers()) if way != "rank 0" else {}
     size = _size(model)
-    kernels, recomputed, units = _change(recipe, model, device, compiles=recipe.kernels.compile)
+    layers = tuple(decoder_layers(model, recipe.layer_classes))
+    kernels, units = _change(recipe, model, device, compiles=recipe.kernels.compile)
     wrapped = wrap(recipe, model, units, mesh, device) if recipe.is_sharded else model
     model.to_empty(device="cpu" if recipe.fsdp.offload_params else device)
     if recipe.is_sharded:
@@ -108,7 +110,7 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     refresh_scales(wrapped)
     growth = (_peak_resident_kib() - before_kib) * KIB
     seed = None if source is None else torch.initial_seed()
-    return Loaded(model, wrapped, units, mesh, tuple(recomputed), size, growth, way, kernels, seed)
+    return Loaded(model, wrapped, units, mesh, layers, size, growth, way, kernels, seed)
 
 
 def _choose(recipe: Recipe, model: PreTrainedModel, local_rank: int, waiting: dist.ProcessGroup) -> tuple[Way, WeightFiles | None]:
@@ -123,15 +125,13 @@ def _choose(recipe: Recipe, model: PreTrainedModel, local_rank: int, waiting: di
     return ("slices", files) if can_slice.item() else ("rank 0", None)
 
 
-def _change(
-    recipe: Recipe, model: PreTrainedModel, device: torch.device, *, compiles: bool
-) -> tuple[dict[str, Choice], list[str], UnitPlan]:
-    """What is done to a bare model before it is wrapped, each after what it goes around: (kernels, recomputed layers, units)."""
+def _change(recipe: Recipe, model: PreTrainedModel, device: torch.device, *, compiles: bool) -> tuple[dict[str, Choice], UnitPlan]:
+    """Apply to a bare model what must precede wrapping, each step after the ones that it encloses. Returns (kernels, units)."""
     kernels = convert_to_fp8(recipe, model, device.type) | install_kernels(recipe, model, device.type)
-    recomputed = recompute_activations(recipe, model)
+    recompute_activations(recipe, model)
     if compiles:
         compile_layers(recipe, model)
-    return kernels, recomputed, plan_units(recipe, model)
+    return kernels, plan_units(recipe, model)
 
 
 def wrap_whole(
@@ -142,7 +142,8 @@ def wrap_whole(
     The trace leaves `compiles` out: it records operations, which a compiled layer hides.
     """
     size = _size(model)
-    kernels, recomputed, units = _change(recipe, model, device, compiles=compiles)
+    layers = tuple(decoder_layers(model, recipe.layer_classes))
+    kernels, units = _change(recipe, model, device, compiles=compiles)
     if not recipe.is_sharded and any(p.device != device for p in model.parameters()):
         nn.Module.to(model, device)
     wrapped = wrap(recipe, model, units, mesh, device)
@@ -150,7 +151,7 @@ def wrap_whole(
         _place_what_fsdp_leaves(recipe, model, device)
     refresh_scales(wrapped)
     growth = (_peak_resident_kib() - before_kib) * KIB
-    return Loaded(model, wrapped, units, mesh, tuple(recomputed), size, growth, "own", kernels, torch.initial_seed())
+    return Loaded(model, wrapped, units, mesh, layers, size, growth, "own", kernels, torch.initial_seed())
 
 
 def _size(model: PreTrainedModel) -> ModelSize:

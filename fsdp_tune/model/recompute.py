@@ -70,8 +70,8 @@ def checkpointed_layers(recipe: Recipe, model: PreTrainedModel) -> list[tuple[st
     return decoder_layers(model, recipe.layer_classes)[:: recipe.fsdp.activation_checkpointing_every]
 
 
-def recompute_activations(recipe: Recipe, model: PreTrainedModel) -> list[str]:
-    """Makes the chosen layers drop their activations in the forward. Returns the names; call before wrapping."""
+def recompute_activations(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Make the chosen layers drop their activations in the forward. Call before wrapping."""
     layers = checkpointed_layers(recipe, model)
     copies = HostCopies() if recipe.fsdp.activation_checkpointing_offload else None
     for _, layer in layers:
@@ -82,7 +82,6 @@ def recompute_activations(recipe: Recipe, model: PreTrainedModel) -> list[str]:
             is_uppermost=layer is layers[-1][1],
         )
         layer.recomputes = recipe.fsdp.activation_checkpointing  # type: ignore[assignment]  # for the read-back
-    return [name for name, _ in layers]
 
 
 def _checkpointed(layer: nn.Module, *, selective: bool, copies: HostCopies | None, is_uppermost: bool) -> Callable[..., Any]:

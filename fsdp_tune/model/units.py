@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from fsdp_tune.errors import usage_error
 from fsdp_tune.recipe.schema import Recipe
 
+_ROOT = -1
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -67,15 +68,24 @@ def _candidates(model: nn.Module) -> list[tuple[str, int]]:
 
 
 def decoder_layers(model: PreTrainedModel, wanted: Sequence[str] | None = None) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every decoder layer in the order of the forward."""
+    """Return (name, module) of every decoder layer of the bare model, in the order of the forward.
+
+    A layer inside another one (the Mamba layer of Zamba2's hybrid layers) is part of the outer layer. Call before wrapping:
+    FSDP2 renames the classes of its units, and `_no_split_modules` no longer names them.
+    """
     classes = decoder_layer_classes(model, wanted)
-    return [(name, module) for name, module in model.named_modules() if type(module).__name__ in classes]
+    layers: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():  # an outer module comes before its inner ones
+        is_inside = any(name.startswith(f"{outer}.") for outer, _ in layers[-1:])
+        if type(module).__name__ in classes and not is_inside:
+            layers.append((name, module))
+    return layers
 
 
 def plan_units(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
     """The units that the recipe's wrap policy asks for; FsdpTuneError (exit 2) where recomputation cannot go around them,
     or where what is left out of them would be trained."""
-    plan = _units_of_policy(recipe, model)
+    plan = _join_tied(model, _units_of_policy(recipe, model))
     _refuse_ignored_that_train(recipe, model)
     _refuse_inner_units_on_one_rank(recipe, model, plan)
     return plan
@@ -128,6 +138,29 @@ def _units_of_policy(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
     ends = _end_groups(model, {name for (name,) in layers})
     tail = frozenset(ends[-1:])
     return UnitPlan(_without([*_children_first(layers), *ends], ignored), tail)
+
+
+def _join_tied(model: nn.Module, plan: UnitPlan) -> UnitPlan:
+    """Join the groups that share a parameter, since FSDP2 lets one belong to one unit alone (BERT's tied bias, Zamba2's shared block).
+
+    A group that shares one with a module outside every group is left out: the root unit takes its modules.
+    """
+    innermost = sorted(((name, index) for index, group in enumerate(plan.groups) for name in group), key=lambda each: -len(each[0]))
+    owners: dict[int, set[int]] = {}  # parameter → the groups that hold it, ROOT for none
+    for name, module in model.named_modules(remove_duplicate=False):
+        group = next((index for prefix, index in innermost if name == prefix or name.startswith(f"{prefix}.")), _ROOT)
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(group)
+    joined = [{index} for index in (_ROOT, *range(len(plan.groups)))]
+    for sharing in owners.values():
+        touched = [each for each in joined if each & sharing]
+        if len(touched) > 1:
+            joined = [each for each in joined if not each & sharing] + [set().union(*touched)]
+    if len(joined) == len(plan.groups) + 1:
+        return plan
+    kept = sorted((sorted(each) for each in joined if _ROOT not in each), key=lambda each: each[0])
+    groups = tuple(tuple(name for index in each for name in plan.groups[index]) for each in kept)
+    return UnitPlan(groups, plan.keeps_gathered & frozenset(groups))
 
 
 def ignored_module_names(recipe: Recipe, model: nn.Module) -> set[str]:

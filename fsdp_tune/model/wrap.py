@@ -90,6 +90,11 @@ def ignored_parameters(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
     return {p for name in ignored_module_names(recipe, model) for p in model.get_submodule(name).parameters()}
 
 
+def bare_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that `module` had before FSDP2 replaced it by a subclass of its own (`FSDPLlamaForCausalLM`)."""
+    return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
+
+
 def fsdp_groups(model: nn.Module) -> list[Any]:
     """The parameter groups of all FSDP2 units, each once: a unit of several modules (norm and head) is reached through each of them."""
     found: dict[int, Any] = {}

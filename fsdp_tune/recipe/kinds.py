@@ -27,6 +27,12 @@ class Says:
     words: str
 
 
+def is_flash_kernel(attn_implementation: str) -> bool:
+    """Whether `attn_implementation` names a flash kernel, by transformers' rule (`is_flash_attention_requested`): `flash_attention_2`,
+    `kernels-community/flash-attn2@main`."""
+    return "flash" in attn_implementation
+
+
 def _duration(text: str) -> str:
     parse_seconds(text)
     return text

@@ -10,6 +10,7 @@ import re
 
 from fsdp_tune.recipe.findings import Finding, Rule, given
 from fsdp_tune.recipe.fp8_rules import FP8_RULES
+from fsdp_tune.recipe.kinds import is_flash_kernel
 from fsdp_tune.recipe.optimizer_rules import OPTIMIZER_RULES, rounds_by_chance
 from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schema import Recipe
@@ -201,10 +202,6 @@ def environment_is_plain(recipe: Recipe) -> Finding | None:
     return None
 
 
-GPU_KERNELS = ("flash_attention", "flex_attention")
-"""FlashAttention is CUDA code; torch has no backward pass of FlexAttention on the CPU."""
-
-
 def ranks_need_collectives(recipe: Recipe) -> Finding | None:
     if recipe.launch.device != "mps":
         return None
@@ -220,7 +217,8 @@ def cpu_limits(recipe: Recipe) -> Finding | None:
         if recipe.fsdp.offload_params:
             return _fsdp1_needs_a_gpu("fsdp.offload_params", "it asks for the GPU that the weights come back to")
     kernel = recipe.model.attn_implementation
-    if recipe.launch.device == "cpu" and kernel.startswith(GPU_KERNELS):
+    # FlashAttention is CUDA code; torch has no backward pass of FlexAttention on the CPU.
+    if recipe.launch.device == "cpu" and (is_flash_kernel(kernel) or kernel == "flex_attention"):
         message = f"`model.attn_implementation: {kernel}` cannot train on the CPU"
         return Finding("contradiction", ("model.attn_implementation", "launch.device"), message, "leave it at auto, or write `sdpa`")
     return None

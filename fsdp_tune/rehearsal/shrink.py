@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from fsdp_tune.atomic import write_file
 from fsdp_tune.plan.mfu import EXPERT_COUNTS
+from fsdp_tune.recipe.kinds import is_flash_kernel
 from fsdp_tune.recipe.schema import EvalFraction, EvalRows, Recipe
 
 LAYERS = 2
@@ -170,7 +171,7 @@ def _model(small: Small, recipe: Recipe, config: Mapping[str, Any], reach: Reach
     if not reach.tokenizer:
         model |= {"tokenizer": "builtin:arithmetic", "tokenizer_revision": None, "tokens": {}}
         small.changes.append(f"tokenizer: the package's own, since `{recipe.model.tokenizer}` is out of reach")
-    if recipe.model.attn_implementation.startswith("flash"):
+    if is_flash_kernel(recipe.model.attn_implementation):
         model["attn_implementation"] = "auto"
         small.changes.append(f"attention: transformers' default, since {recipe.model.attn_implementation} needs a GPU")
 

@@ -12,9 +12,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from fsdp_tune.atomic import write_json
 from fsdp_tune.errors import ExitReason, failed_error
+from fsdp_tune.model.wrap import bare_class
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.worker.agree import StopVote, gather
-from fsdp_tune.worker.isolation import allowed_deviation, not_isolated, packed_row, packing_deviation
+from fsdp_tune.worker.isolation import Deviations, allowed_deviation, deviations, not_causal, not_isolated, rows_to_check
 from fsdp_tune.worker.readback import ReadBackError, optimizer_state_difference, optimizer_state_kinds, read_back
 from fsdp_tune.worker.readback_fp8 import gathered_difference
 from fsdp_tune.worker.resume import trainer_state_json
@@ -51,7 +52,8 @@ class RunCallback(TrainerCallback):
             if self._is_first:
                 write_json(self._run.readback_json, error.document)
             raise
-        document["packing_deviation"] = self._check_packing()
+        found = self._check_what_tokens_see()
+        document |= {"causality_deviation": found and found.later, "packing_deviation": found and found.packed}
         if self._is_first:
             write_json(self._run.readback_json, document)
         for line in _table(document):
@@ -61,16 +63,19 @@ class RunCallback(TrainerCallback):
         trainer.parts.heartbeat.mark("training")
         self._step_began = time.monotonic()
 
-    def _check_packing(self) -> float | None:
-        """None where no row holds two examples."""
+    def _check_what_tokens_see(self) -> Deviations | None:
+        """None where no row has two tokens. Raises: failed error where tokens see later ones, or other packed examples."""
         parts = self.trainer.parts
-        row = packed_row(parts.train) if parts.recipe.data.packing else None
-        if row is None:
+        recipe, model = parts.recipe, parts.loaded.model
+        if not (rows := rows_to_check(parts.train, parts.sampler.micro_batch)):
             return None
-        deviation = packing_deviation(parts.recipe, self.trainer.wrapped, row, parts.collator, self.trainer.args.device)
-        if max(gather(deviation)) > allowed_deviation(parts.recipe):
-            raise not_isolated(deviation, type(parts.loaded.model).__name__)
-        return deviation
+        found = deviations(recipe, self.trainer.wrapped, rows, parts.collator, self.trainer.args.device)
+        every, allowed, name = gather(found), allowed_deviation(recipe), bare_class(model).__name__
+        if (later := max(each.later for each in every)) > allowed:
+            raise not_causal(later, name, model.config)
+        if (packed := max(each.packed or 0.0 for each in every)) > allowed:
+            raise not_isolated(packed, name, str(model.config._attn_implementation))
+        return found
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         trainer = self.trainer

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_tune.errors import FailedError, Problem
 from fsdp_tune.fsdp import expected
+from fsdp_tune.model.build import frozen_by_its_code
 from fsdp_tune.model.compiled import is_compiled
 from fsdp_tune.model.head import loss_kernel_of
 from fsdp_tune.model.liger import modules_of_liger
@@ -65,6 +66,7 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
     report |= _ddp(recipe, loaded) if kind == "ddp" else {"fsdp2": _fsdp2, "fsdp1": _fsdp1}[kind](loaded)
     report["activation_checkpointing"] = _recomputed(loaded.model)
     report["recomputed_layers"] = len([m for m in loaded.model.modules() if _recomputes(m)])
+    report["frozen_by_its_code"] = sorted(frozen_by_its_code(loaded.model))
     report["tied"] = _tied(loaded.model)
     report["kernels"] = {key: {"value": choice.value, "reason": choice.reason} for key, choice in loaded.kernels.items()}
     report["loss_kernel"] = loss_kernel_of(wrapped)

@@ -8,7 +8,6 @@ from torch import nn
 
 from fsdp_tune.model.float8_weights import gathered_in_fp8, is_fp8
 from fsdp_tune.model.load import Loaded
-from fsdp_tune.model.units import decoder_layers
 from fsdp_tune.model.wrap import fsdp_groups
 from fsdp_tune.recipe.schema import Recipe
 
@@ -32,7 +31,7 @@ def fp8_differences(recipe: Recipe, loaded: Loaded, found: dict[str, Any]) -> li
     """One sentence for each thing that is not as the recipe says, before the first step."""
     if recipe.precision.mixed_precision != "fp8":
         return [f"fp8: the recipe means none, the run has {found['linears']} Linears of it"] if found["linears"] else []
-    inside = {id(module) for _, layer in decoder_layers(loaded.model, recipe.layer_classes) for module in layer.modules()}
+    inside = {id(module) for _, layer in loaded.layers for module in layer.modules()}
     may_be_left = recipe.fsdp.ignored_modules is not None or _has_experts(loaded.model)
     differences: list[str] = []
     for name, module in loaded.model.named_modules():

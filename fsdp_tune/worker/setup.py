@@ -73,7 +73,7 @@ def build_trainer(
             prepared.pad_token_id,
             recipe.data.pad_to_multiple_of,
             recipe.data.max_length,
-            variable_lengths=has_variable_lengths(loaded.kernels["model.attn_implementation"].value),
+            variable_lengths=has_variable_lengths(loaded.model.config._attn_implementation),
         ),
         metrics=MetricsFile(run, resume_step=resume.step if resume else None, enabled=rank.is_first),
         heartbeat=heartbeat,

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
+from transformers import AttentionMaskInterface, AutoConfig
+from transformers.masking_utils import flash_attention_mask
 
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.model.attention import choose_attention, has_variable_lengths
+from fsdp_tune.model.attention import choose_attention, has_variable_lengths, stands_for
 from fsdp_tune.model.build import build_empty, build_full
 from fsdp_tune.model.choice import Choice
 from fsdp_tune.model.loss import micro_batch_loss, model_inputs
 from fsdp_tune.worker.dataset import Collator
 from tests.model.families import FAMILIES
+from tests.model.flash import FLASH_STAND_IN, flash_stand_in
 from tests.model.recipes import recipe_of
 from tests.parity.store import make_store
 
@@ -79,44 +80,13 @@ def test_without_flash_every_model_gets_what_transformers_would_give_it(family: 
     assert model.config._attn_implementation == choose_attention(recipe, model.config).value
 
 
-def by_lengths(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, scaling: float, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
-    """What a kernel with variable lengths computes: causal attention inside each stretch of the batch laid out as one line."""
-    assert attention_mask is None
-    assert torch.equal(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
-    ends = kwargs["cu_seq_lens_q"].tolist()
-    assert max(end - start for start, end in itertools.pairwise(ends)) <= kwargs["max_length_q"] == kwargs["max_length_k"]
-    rows, heads, width, size = query.shape
-    lines = [each.transpose(1, 2).reshape(1, rows * width, -1, size).transpose(1, 2) for each in (query, key, value)]
-    groups = heads // key.shape[1]
-    lines[1:] = [each.repeat_interleave(groups, dim=1) for each in lines[1:]]
-    assert ends[-1] == rows * width
-    parts = [
-        torch.nn.functional.scaled_dot_product_attention(*(each[:, :, start:end] for each in lines), is_causal=True, scale=scaling)
-        for start, end in itertools.pairwise(ends)
-    ]
-    return torch.cat(parts, dim=2).transpose(1, 2).reshape(rows, width, heads, size), None
-
-
-@pytest.fixture
-def flash_on_cpu() -> Any:
-    """A kernel of that kind, under a name that transformers has not."""
-    AttentionInterface.register("by_lengths", by_lengths)
-    AttentionMaskInterface.register("by_lengths", lambda *args, **kwargs: None)
-    yield
-    del AttentionInterface._global_mapping["by_lengths"]
-    del AttentionMaskInterface._global_mapping["by_lengths"]
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
-def test_examples_of_several_packed_rows_are_told_apart_by_lengths(family: str, flash_on_cpu: None, tmp_path: Any) -> None:
+def test_examples_of_several_packed_rows_are_separated_by_lengths(family: str, tmp_path: Any) -> None:
     packed = RowStore(make_store(tmp_path / "store") / "train-packed")
     batch = Collator(pad_token_id=0, multiple_of=8, variable_lengths=True)([packed[0], packed[5], packed[9]])
-    masked, told = (
-        build_full(recipe_of({"from_config": FAMILIES[family], "attn_implementation": kernel})) for kernel in ("sdpa", "by_lengths")
-    )
-    with torch.no_grad():
+    masked = build_full(recipe_of({"from_config": FAMILIES[family], "attn_implementation": "sdpa"}))
+    with flash_stand_in(), torch.no_grad():
+        told = build_full(recipe_of({"from_config": FAMILIES[family], "attn_implementation": FLASH_STAND_IN}))
         one, other = masked(**model_inputs(without_lengths(batch.tensors))).logits, told(**model_inputs(batch.tensors)).logits
         loss, found = micro_batch_loss(masked, without_lengths(batch.tensors))[0], micro_batch_loss(told, batch.tensors)[0]
     seen = torch.tensor([[at < sum(packed[index].lengths) for at in range(one.shape[1])] for index in (0, 5, 9)])
@@ -138,11 +108,42 @@ def test_lengths_go_with_packed_batches_only(tmp_path: Any) -> None:
     assert "cu_seq_lens" not in Collator(pad_token_id=0, multiple_of=8)([row]).tensors
 
 
-def test_which_kernels_go_by_lengths() -> None:
-    assert [has_variable_lengths(name) for name in ("flash_attention_2", "flash_attention_3", "sdpa", "eager", None)] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
+@pytest.mark.parametrize(
+    ("kernel", "variable"),
+    [
+        ("flash_attention_2", True),
+        ("flash_attention_3", True),
+        ("kernels-community/flash-attn2", True),
+        ("kernels-community/vllm-flash-attn3@v1", True),
+        ("paged|flash_attention_2", True),
+        ("sdpa", False),
+        ("eager", False),
+        ("flex_attention", False),
+        (None, False),
+    ],
+)
+def test_which_kernels_separate_examples_by_lengths(kernel: str | None, variable: bool) -> None:
+    assert has_variable_lengths(kernel) is variable
+
+
+def test_kernel_with_the_mask_of_flash_separates_examples_by_lengths() -> None:
+    """transformers registers hub kernels of any name with it."""
+    AttentionMaskInterface.register("someone/attention", flash_attention_mask)
+    try:
+        assert has_variable_lengths("someone/attention")
+    finally:
+        del AttentionMaskInterface._global_mapping["someone/attention"]
+
+
+@pytest.mark.parametrize(
+    ("live", "requested", "stands"),
+    [
+        ("sdpa", "sdpa", True),
+        ("kernels-community/flash-attn2", "flash_attention_2", True),
+        ("flash_attention_2", "paged|flash_attention_2", True),
+        ("eager", "sdpa", False),
+        ("sdpa", "flash_attention_2", False),
+    ],
+)
+def test_replacement_of_a_flash_kernel_is_no_difference(live: str, requested: str, stands: bool) -> None:
+    assert stands_for(live, requested) is stands

@@ -221,3 +221,29 @@ def test_what_runs_is_what_is_said() -> None:
     assert loss_kernel_of(model) == "full"
     chosen = install_kernels(recipe, model, "cpu")
     assert loss_kernel_of(model) == chosen["kernels.loss"].value == "chunked"
+
+
+class ZerosMade(TorchDispatchMode):
+    """Shapes of the tensors that were filled with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.zeros.default:
+            self.shapes.append(result.shape)
+        return result
+
+
+def test_evaluation_computes_no_gradient_of_the_head() -> None:
+    model = build_full(chunked("llama")).train()
+    install_kernels(chunked("llama"), model, "cpu")
+    head = model.get_output_embeddings().weight
+    with ZerosMade() as training:
+        micro_batch_loss(model, batch())
+    with torch.no_grad(), ZerosMade() as evaluation:
+        micro_batch_loss(model, batch())
+    assert head.shape in training.shapes
+    assert head.shape not in evaluation.shapes

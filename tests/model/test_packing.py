@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import masking_utils, modeling_flash_attention_utils
+from transformers import AutoConfig, masking_utils, modeling_flash_attention_utils
 
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
 from fsdp_tune.model.build import build_full
@@ -16,8 +16,9 @@ from fsdp_tune.model.loss import micro_batch_loss, shift_labels
 from fsdp_tune.model.packed import packing_known
 from fsdp_tune.worker import isolation
 from fsdp_tune.worker.dataset import Batch, Collator
-from fsdp_tune.worker.isolation import ALLOWED, packed_row, packing_deviation
+from fsdp_tune.worker.isolation import ALLOWED, Deviations, deviations, not_causal, rows_to_check
 from tests.model.families import FAMILIES
+from tests.model.flash import FLASH_STAND_IN, flash_stand_in
 from tests.model.recipes import recipe_of
 from tests.parity.store import make_store
 
@@ -27,6 +28,11 @@ ISOLATED = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text"
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> RowStore:
     return RowStore(make_store(tmp_path_factory.mktemp("data") / "store") / "train-packed")
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> RowStore:
+    return RowStore(make_store(tmp_path_factory.mktemp("data") / "store") / "train")
 
 
 def examples_of(row: Row) -> list[Row]:
@@ -137,29 +143,99 @@ def test_changing_one_example_changes_no_bit_of_the_next(family: str, kernel: st
     assert leak(family, kernel, packed[9]) == 0.0
 
 
-def deviation(family: str, row: Row) -> float:
-    recipe = recipe_of({"from_config": FAMILIES[family], "attn_implementation": "eager"})
-    model = build_full(recipe)
-    assert row is not None
-    return packing_deviation(recipe, model, row, Collator(pad_token_id=0, multiple_of=8), torch.device("cpu"))
+def measured(model: dict[str, Any], rows: list[Row]) -> Deviations:
+    recipe = recipe_of({"from_config": model, "attn_implementation": "eager"})
+    return deviations(recipe, build_full(recipe), rows, Collator(pad_token_id=0, multiple_of=8), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("family", ["opt", "falcon", "lfm2", "gpt_oss"])
-def test_model_that_ignores_the_seams_is_caught_before_the_first_step(family: str, packed: RowStore) -> None:
-    """They take position ids, so nothing but their logits tells."""
-    assert deviation(family, packed_row(packed)) > ALLOWED["fp32"]
+def test_model_that_ignores_where_examples_end_is_caught(family: str, packed: RowStore) -> None:
+    """They take position ids, so that nothing but their logits shows it. gpt_oss has no mask from position ids upstream either."""
+    found = measured(FAMILIES[family], rows_to_check(packed, 2))
+    assert found.packed is not None
+    assert found.packed > ALLOWED["fp32"] >= found.later
 
 
 @pytest.mark.parametrize("family", ISOLATED)
-def test_model_that_keeps_the_seams_passes_the_check_before_the_first_step(family: str, packed: RowStore) -> None:
-    assert deviation(family, packed_row(packed)) <= ALLOWED["fp32"]
+def test_model_that_keeps_examples_apart_passes(family: str, packed: RowStore) -> None:
+    found = measured(FAMILIES[family], rows_to_check(packed, 3))
+    assert found.packed is not None
+    assert max(found.packed, found.later) <= ALLOWED["fp32"]
 
 
-def test_long_examples_are_looked_at_by_their_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+_BERT = {
+    "model_type": "bert",
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+_XLM = {"model_type": "xlm", "vocab_size": 257, "emb_dim": 32, "n_layers": 2, "n_heads": 4, "n_langs": 1}
+SEES_LATER: dict[str, dict[str, Any]] = {
+    "xlnet": {"model_type": "xlnet", "vocab_size": 257, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48},
+    "electra": {**_BERT, "model_type": "electra", "embedding_size": 32},
+    "xlm": _XLM,
+    "bert": _BERT,
+}
+
+
+@pytest.mark.parametrize("family", SEES_LATER)
+def test_model_that_sees_later_tokens_is_caught(family: str, unpacked: RowStore) -> None:
+    found = measured(SEES_LATER[family], rows_to_check(unpacked, 1))
+    assert found.later > ALLOWED["fp32"]
+    assert found.packed is None
+
+
+@pytest.mark.parametrize("model", [{**_BERT, "is_decoder": True}, {**_XLM, "causal": True}, FAMILIES["opt"], FAMILIES["gpt_oss"]])
+def test_model_that_sees_earlier_tokens_alone_passes(model: dict[str, Any], unpacked: RowStore) -> None:
+    assert measured(model, rows_to_check(unpacked, 2)) == Deviations(0.0, None)
+
+
+@pytest.mark.parametrize(("family", "hint"), [("bert", "is_decoder=true"), ("xlm", "causal=true"), ("xlnet", "train a decoder")])
+def test_refusal_names_the_model_and_the_field_that_helps(family: str, hint: str) -> None:
+    problem = not_causal(0.15, "SomeModel", AutoConfig.for_model(SEES_LATER[family]["model_type"])).problems[0]
+    assert problem.message.startswith("SomeModel sees later tokens: logits move by 15.00%")
+    assert hint in str(problem.hint)
+
+
+def stored(*rows: Row) -> Any:
+    return list(rows)
+
+
+def test_rows_to_check_are_as_many_as_a_micro_batch_and_of_unequal_lengths(packed: RowStore) -> None:
+    for micro_batch, count in ((1, 2), (2, 2), (5, 5)):
+        rows = rows_to_check(packed, micro_batch)
+        assert len(rows) == count
+        assert all(len(row.lengths) == 2 for row in rows)
+        assert len({row.lengths for row in rows[:2]}) == 2
+    ids = np.arange(20, dtype=np.int32)
+    one = rows_to_check(stored(Row(ids, ids, (9, 9), 1)), 1)
+    assert [row.row_id for row in one] == [1, 1]
+
+
+def test_rows_to_check_are_cut_to_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits of whole rows may not fit on a device that trains in slices."""
-    monkeypatch.setattr(isolation, "EXAMPLE_TOKENS", 3)
-    ids = np.arange(10, dtype=np.int32)
-    stored: Any = [Row(ids, ids, (10,), 0), Row(ids, ids, (5, 2, 3), 1)]
-    row = packed_row(stored)
-    assert row is not None
-    assert (row.input_ids.tolist(), row.labels.tolist(), row.lengths, row.row_id) == ([0, 1, 2, 5, 6], [0, 1, 2, 5, 6], (3, 2), 1)
+    monkeypatch.setattr(isolation, "BATCH_TOKENS", 24)
+    ids = np.arange(40, dtype=np.int32)
+    row, other = rows_to_check(stored(Row(ids, ids, (40,), 0), Row(ids, ids, (15, 20, 5), 1)), 2)
+    assert (row.input_ids.tolist(), row.labels.tolist(), row.lengths, row.row_id) == ([*range(4), *range(15, 23)],) * 2 + ((4, 8), 1)
+    assert (other.input_ids.tolist(), other.lengths) == ([*range(8), *range(15, 19)], (8, 4))
+    assert sum(len(row.input_ids) for row in rows_to_check(stored(Row(ids, ids, (40,), 0)), 2)) == 24
+
+
+def test_no_rows_to_check_where_every_row_is_one_token() -> None:
+    ids = np.arange(1, dtype=np.int32)
+    assert rows_to_check(stored(Row(ids, ids, (1,), 0)), 2) == []
+
+
+@pytest.mark.parametrize("variable_lengths", [True, False])
+def test_flash_kernel_that_reads_position_ids_of_single_rows_is_caught(variable_lengths: bool, packed: RowStore) -> None:
+    """As transformers' flash path does where nothing gives it `cu_seq_lens`."""
+    recipe = recipe_of({"from_config": FAMILIES["llama"]})
+    with flash_stand_in():
+        model = build_full(recipe_of({"from_config": FAMILIES["llama"], "attn_implementation": FLASH_STAND_IN}))
+        collator = Collator(pad_token_id=0, multiple_of=8, variable_lengths=variable_lengths)
+        found = deviations(recipe, model, rows_to_check(packed, 2), collator, torch.device("cpu"))
+    assert found.packed is not None
+    assert (found.packed <= ALLOWED["fp32"]) is variable_lengths

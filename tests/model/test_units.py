@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.errors import FsdpTuneError
 from fsdp_tune.model.build import build_empty
-from fsdp_tune.model.units import decoder_layer_classes, minimum_unit_parameters, plan_units
+from fsdp_tune.model.units import decoder_layer_classes, decoder_layers, minimum_unit_parameters, plan_units
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
@@ -143,3 +143,51 @@ def test_layers_with_units_inside_are_not_recomputed_selectively_on_one_rank() -
     allowed = [recipe_of("gpt2", ranks=2, fsdp=small), recipe_of("gpt2", ranks=1, fsdp=small | {"activation_checkpointing": "full"})]
     allowed.append(recipe_of("gpt2", ranks=1, fsdp={"activation_checkpointing": "selective"}))
     assert all(plan_units(each, build_empty(each)).groups for each in allowed)
+
+
+ZAMBA2 = {
+    "model_type": "zamba2",
+    **{
+        key: FAMILIES["llama"][key]
+        for key in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    },
+    "num_hidden_layers": 4,
+    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+    "hybrid_layer_ids": [1, 3],
+    "num_mem_blocks": 1,
+    "adapter_rank": 4,
+    "mamba_d_state": 8,
+    "n_mamba_heads": 4,
+    "mamba_ngroups": 1,
+    "mamba_headdim": 16,
+}
+BERT = {
+    "model_type": "bert",
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "is_decoder": True,
+}
+
+
+def test_layer_inside_another_layer_is_part_of_it() -> None:
+    """Zamba2's hybrid layers hold a Mamba layer, and both classes are named in `_no_split_modules`."""
+    names = [name for name, _ in decoder_layers(build_empty(recipe_of({"from_config": ZAMBA2})))]
+    assert names == [f"model.layers.{index}" for index in range(4)]
+
+
+def test_layers_that_share_parameters_share_a_unit() -> None:
+    recipe = recipe_of({"from_config": ZAMBA2})
+    groups = plan_units(recipe, build_empty(recipe)).groups
+    assert ("model.layers.1", "model.layers.3") in groups
+    assert ("model.layers.0",) in groups
+
+
+def test_head_that_shares_a_bias_with_no_unit_goes_to_the_root() -> None:
+    """BERT's prediction head ties the decoder's bias to one of its own."""
+    recipe = recipe_of({"from_config": BERT})
+    plan = plan_units(recipe, build_empty(recipe))
+    assert plan.groups == (("bert.encoder.layer.0",), ("bert.encoder.layer.1",))
+    assert plan.keeps_gathered == frozenset()

@@ -1,0 +1,99 @@
+"""Models that differ from Llama in what the read-back and the units must allow for, on live ranks."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+
+from fsdp_tune.run_dir import RunDir
+from tests.model.families import FAMILIES
+from tests.model.flash import FLASH_STAND_IN, flash_stand_in
+from tests.model.test_units import BERT
+from tests.parity import runs
+from tests.parity.bench import Bench
+from tests.parity.cases import Case
+from tests.parity.compare import deviation
+
+_LLAMA = {key: value for key, value in FAMILIES["llama"].items() if key != "model_type"}
+ERNIE = {**_LLAMA, "model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "moe_layer_start_index": 0}
+JAMBA = {
+    **_LLAMA,
+    "model_type": "jamba",
+    "num_hidden_layers": 4,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "num_experts": 1,
+    "num_experts_per_tok": 1,
+    "mamba_d_state": 4,
+}
+
+
+def run_of(bench: Bench, model: dict[str, Any], **fsdp: Any) -> tuple[RunDir, list[dict[str, Any]]]:
+    """Two steps on two ranks, and every rank's outcome."""
+    changes = {
+        "model": {"from_config": model},
+        "training": {"max_steps": 2, "per_device_train_batch_size": 4, "eval_strategy": "no"},
+        "data": {"eval": None},
+        "fsdp": fsdp,
+        "launch": {"num_processes": 2},
+    }
+    run = runs.write_run(bench.new_folder(), changes, bench.store)
+    return run, bench.pool.run(2, runs.run_worker, str(run.path))
+
+
+def finished(bench: Bench, model: dict[str, Any], **fsdp: Any) -> tuple[dict[str, Any], list[tuple[float, float]]]:
+    """The read-back, and loss and gradient norm of each step."""
+    run, outcomes = run_of(bench, model, **fsdp)
+    assert [outcome["exit_reason"] for outcome in outcomes] == ["finished"] * 2, outcomes[0]["traceback"]
+    return json.loads(run.readback_json.read_text()), [(line["loss"], line["grad_norm"]) for line in runs.loss_lines(run)]
+
+
+@pytest.mark.ranks
+def test_layers_of_several_classes_are_all_recomputed(bench: Bench) -> None:
+    document, _ = finished(bench, JAMBA, activation_checkpointing="full")
+    assert document["recomputed_layers"] == 4
+
+
+@pytest.mark.ranks
+def test_parameter_that_the_model_freezes_stays_frozen_and_is_listed(bench: Bench) -> None:
+    document, _ = finished(bench, ERNIE)
+    assert document["frozen_by_its_code"] == [f"model.layers.{layer}.mlp.gate.moe_statics.e_score_correction_bias" for layer in (0, 1)]
+
+
+@pytest.mark.ranks
+def test_parameters_tied_across_units_are_trained_as_without_sharding(bench: Bench) -> None:
+    model = BERT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sharded, whole = (finished(bench, model, sharding_strategy=strategy)[1] for strategy in ("FULL_SHARD", "NO_SHARD"))
+    assert sharded == [pytest.approx(step, rel=1e-5) for step in whole]
+
+
+@pytest.mark.ranks
+def test_model_that_sees_later_tokens_is_refused_before_the_first_step(bench: Bench) -> None:
+    run, outcomes = run_of(bench, BERT | {"is_decoder": False})
+    assert {outcome["exit_reason"] for outcome in outcomes} == {"failed"}
+    assert outcomes[0]["problem"]["code"] == "model-not-causal"
+    assert outcomes[0]["problem"]["message"].startswith("BertLMHeadModel sees later tokens")
+    assert outcomes[0]["problem"]["hint"].startswith("--set model.config_overrides.is_decoder=true")
+    assert runs.loss_lines(run) == []
+
+
+def run_with_hub_kernel(path: str) -> dict[str, Any]:
+    with flash_stand_in(in_place_of="flash_attention_2"):
+        return runs.run_worker(path)
+
+
+@pytest.mark.ranks
+def test_hub_kernel_in_place_of_flash_attention_keeps_packed_examples_apart(bench: Bench) -> None:
+    case = Case(packed=True)
+    changes = runs.merged(case.recipe(str(bench.model("llama"))), {"model": {"attn_implementation": "flash_attention_2"}})
+    run = runs.write_run(bench.new_folder(), changes, bench.store, packed=True)
+    runs.train(bench.pool, run, case.ranks, functools.partial(run_with_hub_kernel))
+    document = json.loads(run.readback_json.read_text())
+    assert document["attention"] == FLASH_STAND_IN
+    assert "in place of flash_attention_2" in document["kernels"]["model.attn_implementation"]["reason"]
+    assert document["packing_deviation"] <= 1e-5
+    found = deviation(run, bench.reference("llama", packed=True))
+    assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
