@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_tune.model.accumulation import round_gradients, sum_gradients_in_fp32, sums_need_fp32
 from fsdp_tune.model.adamw import AdamW
 from fsdp_tune.model.build import TORCH_DTYPE
 from fsdp_tune.model.float8_weights import refresh_scales
@@ -33,6 +34,10 @@ from fsdp_tune.recipe.training_fields import training_value
 def build_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]) -> torch.optim.Optimizer:
     """Over the trained parameters of `wrapped`; weight decay on those whose names are in `decayed`."""
     optimizer = _build(recipe, wrapped, decayed)
+    if sums_need_fp32(recipe):
+        sum_gradients_in_fp32(wrapped)
+        if not isinstance(optimizer, LeanAdamW):  # which computes on fp32 copies
+            optimizer.register_step_pre_hook(round_gradients)
     if gathers_in_fp8(recipe):
         optimizer.register_step_post_hook(lambda *_: refresh_scales(wrapped))
     return optimizer

@@ -51,6 +51,10 @@ class UpdateSample:
                     self._groups[index, sampled.parameter.dtype, sampled.before.device].append(sampled)
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
 
+    @property
+    def gradient_dtypes(self) -> set[torch.dtype]:
+        return {sampled.gradient.dtype for every in self._groups.values() for sampled in every}
+
     @torch.no_grad()
     def unchanged(self) -> list[str]:
         """Names of the parameters that have a value which the step had to change and did not."""

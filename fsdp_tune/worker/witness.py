@@ -24,6 +24,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from fsdp_tune.atomic import write_json
 from fsdp_tune.errors import FailedError, Problem
+from fsdp_tune.model.accumulation import sums_need_fp32
 from fsdp_tune.model.gathering import gathered_units, units_of
 from fsdp_tune.model.local import local_part
 from fsdp_tune.model.step import plain_name
@@ -118,6 +119,8 @@ class Witness(TrainerCallback):
         found = self._unknown_to_optimizer()
         found += [f"`{name}` has a gradient, and the optimizer did not change it" for name in sample.unchanged()]
         found += [f"`{name}` is frozen, and changed" for name, value in self._checksums_of_frozen().items() if self._frozen[name] != value]
+        if sums_need_fp32(self.trainer.parts.recipe) and (narrow := sample.gradient_dtypes - {torch.float32}):
+            found.append(f"gradients of micro-batches were added in {', '.join(map(str, narrow))}")
         rates = [float(group["lr"]) for group in self.trainer.optimizer.param_groups]
         every = gather({"found": found, "rates": rates, **self._copies(all_buffers=False)})
         self._stop(self._common_differences(every), step)

@@ -69,6 +69,15 @@ def test_two_copies_on_one_machine_are_noticed() -> None:
         ),
         ("parallelism: {dp_replicate_size: 2}\nlaunch: {num_processes: 8}", "contradiction", "over all 8 ranks"),
         ("parallelism: {dp_shard_size: 4}\nlaunch: {num_processes: 8}", "contradiction", "over all 8 ranks"),
+        (
+            "training: {gradient_accumulation_steps: 9}\nfsdp: {version: 1, sync_each_batch: false}\nlaunch: {num_processes: 4}",
+            *("sums-in-16-bits", "`fsdp.version: 1` adds the gradients of 9"),
+        ),
+        (
+            "training: {gradient_accumulation_steps: 9}\nfsdp: {sync_each_batch: false}\nprecision: {reduce_dtype: bf16}\n"
+            "launch: {num_processes: 4}",
+            *("sums-in-16-bits", "`FULL_SHARD` adds the gradients of 9"),
+        ),
         ("fsdp: {reshard_after_forward: 3}\nlaunch: {num_processes: 8}", "mesh-does-not-fit", "no part of the 8 ranks"),
         ("fsdp: {reshard_after_forward: 8}\nlaunch: {num_processes: 8}", "mesh-does-not-fit", "no part of the 8 ranks"),
         ("training: {global_batch_size: 10}\nlaunch: {num_processes: 4}", "indivisible", "(`launch.num_processes` on line 4)"),
@@ -89,6 +98,28 @@ def test_what_cannot_work_on_that_world_is_told_with_the_recipe(extra: str, code
     assert problem.code == code
     assert words in problem.message
     assert problem.hint
+
+
+def test_ddp_with_bf16_weights_adds_few_micro_batches() -> None:
+    text = "training: {{global_batch_size: {}}}\nfsdp: {{sharding_strategy: NO_SHARD}}\nlaunch: {{num_processes: 4}}"
+    problem = one_problem(problems_with(text.format(36), "model.dtype=bf16"))
+    assert problem.code == "sums-in-16-bits"
+    assert "`NO_SHARD` adds the gradients of 9 micro-batches in 16 bits" in problem.message
+    load_with(text.format(32), "model.dtype=bf16")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "fsdp: {sharding_strategy: NO_SHARD}",
+        "fsdp: {sync_each_batch: false}",
+        "fsdp: {sharding_strategy: HYBRID_SHARD}",
+        "precision: {reduce_dtype: bf16}",
+        "precision: {mixed_precision: 'no'}",
+    ],
+)
+def test_sums_in_fp32_may_have_any_number_of_micro_batches(extra: str) -> None:
+    load_with(f"training: {{gradient_accumulation_steps: 64}}\n{extra}\nlaunch: {{num_processes: 4}}")
 
 
 def test_a_part_of_the_ranks_may_keep_the_weights() -> None:

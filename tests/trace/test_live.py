@@ -21,6 +21,7 @@ CASES = {
     "gpt2": Case(architecture="gpt2"),
     "llama, recomputed and accumulated": Case(recomputation="full", accumulation=2),
     "llama": Case(),
+    "llama, bf16 weights, accumulated": Case(stored="bf16", accumulation=2),
     "llama, offloaded": Case(offload=True),
     "llama, four ranks in two copies": Case(ranks=4, strategy="HYBRID_SHARD"),
     "llama, bf16": Case(precision="bf16"),

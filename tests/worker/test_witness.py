@@ -184,6 +184,10 @@ def mesh_groups_with_torchs_limit() -> AbstractContextManager[Any]:
     return patch("fsdp_tune.worker.setup.share_time_limit", lambda groups: None)
 
 
+def gradients_added_in_bf16() -> AbstractContextManager[Any]:
+    return patch("fsdp_tune.model.optimizer.sums_need_fp32", lambda recipe: False)
+
+
 FIRST_UPDATE = 2
 """The learning rate of step 1 is 0: it warms up."""
 FREEZE = {"model": {"freeze": ["model.embed_tokens.*"]}}
@@ -222,6 +226,13 @@ PLANTS: dict[str, tuple[Any, Case, dict[str, Any], int, str]] = {
         {},
         FIRST_UPDATE,
         "`model.layers.0.self_attn.q_proj.weight` of rank 3 differs from that of rank 1, which must be equal",
+    ),
+    "gradients added in bf16": (
+        gradients_added_in_bf16,
+        Case(stored="bf16", accumulation=4),
+        {},
+        FIRST_UPDATE,
+        "gradients of micro-batches were added in torch.bfloat16",
     ),
     "time limits of mesh groups": (
         mesh_groups_with_torchs_limit,
