@@ -53,3 +53,12 @@ def format_seconds(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes:02d}m{rest_seconds:02d}s"
     return f"{minutes}m{rest_seconds:02d}s" if minutes else f"{seconds:.1f}s"
+
+
+def format_age(seconds: float) -> str:
+    """Format in the largest unit that fits: `3 days`, `2 hours`, `40 seconds`."""
+    for unit, size in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
+        if seconds >= size:
+            count = int(seconds // size)
+            return f"{count} {unit}{'' if count == 1 else 's'}"
+    return f"{max(0, int(seconds))} seconds"

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from fsdp_tune import __version__
+from fsdp_tune.cli.cache import cache
 from fsdp_tune.cli.env import env
 from fsdp_tune.cli.merge_checkpoint import merge_checkpoint
 from fsdp_tune.cli.output import Screen
@@ -94,6 +95,7 @@ app.command(short_help="The whole of a run on CPU ranks, with the model shrunk."
 app.command(short_help="Sharded checkpoint → ordinary model directory.")(merge_checkpoint)
 app.command(short_help="How a run stands.")(status)
 app.command(short_help="Versions, devices, known-bad combinations.")(env)
+app.add_typer(cache, no_args_is_help=False)
 app.add_typer(recipes, no_args_is_help=False)  # a missing command is an error like any other, also under --json
 
 

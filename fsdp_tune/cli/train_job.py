@@ -114,7 +114,7 @@ class Job:
                 encoder = load_encoder(recipe)
                 screen.notices(encoder.notices)
                 with screen.progress("tokenising", None, "rows") as bar:
-                    data = prepare(recipe, encoder, progress=bar, verify=self.verify_data)
+                    data = prepare(recipe, encoder, progress=bar, verify=self.verify_data, run=self.plan.run.path)
             except FsdpTuneError as error:
                 if error.exit_code is ExitCode.PREEMPTED:  # a signal: nobody waits for what else is wrong
                     raise

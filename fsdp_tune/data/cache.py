@@ -6,17 +6,19 @@ import errno
 import fcntl
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.atomic import DISK, STAGE_MARK, staged_directory, write_file
+from fsdp_tune.atomic import DISK, STAGE_MARK, staged_directory, write_file, write_json
 from fsdp_tune.data.store import STORE_KIND
 from fsdp_tune.manifest import MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
 
 STORES = "data"
 """Folder of the stores below `data.cache_dir`."""
+USE_MARK = ".use-"
 LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -44,11 +46,11 @@ def built(path: Path, build: Callable[[Path], dict[str, Any]], *, digests: bool 
     if (manifest := complete(path, digests=digests)) is not None:
         return manifest, True
     DISK.mkdir(path.parent)
-    with _alone(path) as locked:
+    with alone(path) as locked:
         if (manifest := complete(path, digests=digests)) is not None:
             return manifest, True
         if locked:
-            _remove_leftovers(path)
+            remove_leftovers(path)
         try:
             with staged_directory(path, replace=path.exists()) as stage:
                 facts = build(stage)
@@ -63,11 +65,16 @@ def built(path: Path, build: Callable[[Path], dict[str, Any]], *, digests: bool 
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[bool]:
-    """Holds the lock of one store; the operating system lets go of it when the process dies. False: the disk has no locks."""
+def alone(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock of one store, which ends with the process; yields whether the file system has locks.
+
+    Raises: BlockingIOError without `wait`, if another process holds it.
+    """
     with open(path.with_name(f".{path.name}.lock"), "a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise
         except OSError as error:
             if error.errno not in LOCKLESS:
                 raise
@@ -77,7 +84,15 @@ def _alone(path: Path) -> Iterator[bool]:
         yield locked
 
 
-def _remove_leftovers(path: Path) -> None:
-    """Stages of builders that were killed: nobody else is building, since we hold the lock."""
+def remove_leftovers(path: Path) -> None:
+    """Remove stages of builders that were killed. The caller holds the lock, so no other process is building."""
     for leftover in path.parent.glob(f".{path.name}*{STAGE_MARK}*"):
         DISK.rmtree(leftover)
+
+
+def record_use(path: Path, *, recipe: str, run: Path | None) -> None:
+    """Record which recipe uses a store now, and in which run: one file for each run, and one for `prepare`. Best effort."""
+    user = hashlib.blake2b(str(run or "").encode(), digest_size=8).hexdigest()
+    content = {"time": time.time(), "recipe": recipe, "run": str(run) if run else None}
+    with suppress(OSError):  # a cache that cannot be written to can still be read
+        write_json(path.with_name(f".{path.name}{USE_MARK}{user}.json"), content)

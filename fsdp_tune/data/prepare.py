@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from fsdp_tune.data.account import examples_of, marked_text
 from fsdp_tune.data.build import Progress, build_store
-from fsdp_tune.data.cache import STORES, built, content_key
+from fsdp_tune.data.cache import STORES, built, content_key, record_use
 from fsdp_tune.data.digests import FileDigests
 from fsdp_tune.data.encoder import Encoder
 from fsdp_tune.data.inputs import TRAIN, Input, open_inputs
@@ -54,12 +54,18 @@ class Prepared:
 
 
 def prepare(
-    recipe: Recipe, encoder: Encoder, *, progress: Progress | None = None, check_rows: bool = True, verify: bool = False
+    recipe: Recipe,
+    encoder: Encoder,
+    *,
+    progress: Progress | None = None,
+    check_rows: bool = True,
+    verify: bool = False,
+    run: Path | None = None,
 ) -> Prepared:
     """Return the prepared data, from the cache or built. Raises: usage error for whatever is wrong with the data, with file and line.
 
     `check_rows`: fewer rows than the global batch of the (resolved) recipe are an error too. `verify` hashes the files of all
-    sources and of the cached data instead of trusting sizes and times.
+    sources and of the cached data instead of trusting sizes and times. `run` is the run that will read the data.
     """
     assert recipe.data.cache_dir is not None, "the recipe is resolved"
     cache_dir = Path(recipe.data.cache_dir)
@@ -74,6 +80,7 @@ def prepare(
         return build_store(stage, recipe, encoder, inputs, stamps, progress)
 
     manifest, reused = built(path, build, digests=verify)
+    record_use(path, recipe=recipe.name or "", run=run)
     prepared = _prepared(path, training_key, manifest, encoder, reused=reused)
     if check_rows:
         _refuse_few_rows(recipe, prepared)

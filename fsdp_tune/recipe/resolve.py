@@ -257,12 +257,12 @@ class _Work:
         if computes_in_fp8(recipe) and not given(recipe, "data.pad_to_multiple_of"):
             self.decide("data.pad_to_multiple_of", FP8_MULTIPLE, "fp8 kernels take tokens by that many")
         if recipe.data.cache_dir is None:
-            self.decide("data.cache_dir", str(_cache_directory()), "the user's cache")
+            self.decide("data.cache_dir", str(default_cache_directory()), "the user's cache")
         if recipe.merge.dtype == "auto":
             self.decide("merge.dtype", recipe.compute_dtype, "the compute dtype")
 
 
-def _cache_directory() -> Path:
+def default_cache_directory() -> Path:
     """$XDG_CACHE_HOME/fsdp-tune; a relative XDG_CACHE_HOME is ignored, as its specification says."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "fsdp-tune"

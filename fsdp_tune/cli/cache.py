@@ -1,0 +1,110 @@
+"""`cache list|clean`: what the cache directory holds, and removing what no run uses."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fsdp_tune.cli.options import JsonOption
+from fsdp_tune.cli.output import command
+from fsdp_tune.errors import usage_error
+from fsdp_tune.units import format_age, format_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from fsdp_tune.data.cache_entries import Entry
+
+CacheDirOption = Annotated[
+    Path | None,
+    typer.Option("--cache-dir", metavar="DIR", help="`data.cache_dir` of the recipes; the default without.", show_default=False),
+]
+
+cache = typer.Typer(name="cache", help="List and clean the cache of prepared data.", no_args_is_help=True)
+
+
+@cache.command("list")
+def list_cache(cache_dir: CacheDirOption = None, json_output: JsonOption = False) -> None:
+    """List the entries of the cache: size, content, last use.
+
+    \b
+    Example:
+        fsdp-tune cache list
+    """
+    with command(json_output) as screen:
+        from fsdp_tune.data.cache_entries import list_entries
+
+        folder = _folder(cache_dir)
+        entries = list_entries(folder)
+        screen.document({"cache_dir": str(folder), "entries": [_facts(entry) for entry in entries]})
+        screen.table(f"{folder}: {format_bytes(sum(entry.size_bytes for entry in entries))}", COLUMNS, [_row(entry) for entry in entries])
+
+
+@cache.command("clean")
+def clean_cache(
+    older_than: Annotated[
+        str | None, typer.Option("--older-than", metavar="TIME", help="Keep what was used within this time: 30d, 12h.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed; remove nothing.")] = False,
+    cache_dir: CacheDirOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Remove the entries that no live run uses. They are built again when a recipe needs them.
+
+    \b
+    Examples:
+        fsdp-tune cache clean --dry-run
+        fsdp-tune cache clean --older-than 30d
+    """
+    with command(json_output) as screen:
+        from fsdp_tune.data.cache_entries import clean
+
+        folder = _folder(cache_dir)
+        removed, kept = clean(folder, unused_seconds=_seconds(older_than), dry_run=dry_run)
+        screen.document(
+            {
+                "cache_dir": str(folder),
+                "removed": [_facts(entry) for entry in removed],
+                "kept": [_facts(entry) | {"reason": reason} for entry, reason in kept],
+                "dry_run": dry_run,
+            }
+        )
+        freed = format_bytes(sum(entry.size_bytes for entry in removed))
+        screen.table(f"{'would remove' if dry_run else 'removed'}: {freed}", COLUMNS, [_row(entry) for entry in removed])
+        for entry, reason in kept:
+            screen.say(f"kept {entry.path}: {reason}")
+
+
+COLUMNS = ["entry", "size", "holds", "last used", "by"]
+
+
+def _row(entry: Entry) -> list[str]:
+    by = str(entry.uses[0]) if entry.uses else ""
+    live = " (live)" if entry.live and entry.uses else ""
+    return [entry.path.name, format_bytes(entry.size_bytes), entry.what, f"{format_age(time.time() - entry.last_used)} ago", by + live]
+
+
+def _facts(entry: Entry) -> dict[str, Any]:
+    return {
+        "path": str(entry.path),
+        "holds": entry.what,
+        "size_bytes": entry.size_bytes,
+        "last_used": entry.last_used,
+        "uses": [{"time": use.time, "recipe": use.recipe, "run": use.run, "live": use in entry.live} for use in entry.uses],
+    }
+
+
+def _folder(cache_dir: Path | None) -> Path:
+    from fsdp_tune.recipe.resolve import default_cache_directory
+
+    if cache_dir is not None and not cache_dir.is_dir():
+        raise usage_error("no-cache", f"there is no directory `{cache_dir}`", hint="`data.cache_dir` of the recipe names it")
+    return (cache_dir or default_cache_directory()).absolute()
+
+
+def _seconds(older_than: str | None) -> float:
+    try:
+        return parse_seconds(older_than) if older_than is not None else 0.0
+    except ValueError as error:
+        raise usage_error("usage", f"`--older-than`: {error}", hint="for example `--older-than 30d`") from error

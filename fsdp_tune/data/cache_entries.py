@@ -1,0 +1,159 @@
+"""The cache directory as a list: what each entry is, how large, who used it last; and removing what no run needs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.atomic import DISK, STAGE_MARK
+from fsdp_tune.data.cache import STORES, USE_MARK, alone, complete, remove_leftovers
+from fsdp_tune.manifest import Manifest
+from fsdp_tune.ownership import live_owner
+from fsdp_tune.run_dir import RunDir
+
+STARTING_SECONDS = 600.0
+"""A run that has just prepared its data has no lock on its directory yet; it counts as live for so long."""
+SHARED = {"traces": "traces of `plan`", "compiled": "compiled kernels"}
+"""Folders of the cache that are one entry each, with what they hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """The last use of an entry by one run, or by `prepare`."""
+
+    time: float
+    """Wall clock, seconds."""
+    recipe: str
+    run: str | None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the run is running, or has just started."""
+        if self.run is None:
+            return False
+        return live_owner(RunDir(Path(self.run)).lock) is not None or time.time() - self.time < STARTING_SECONDS
+
+    def __str__(self) -> str:
+        return f"run {self.run}" if self.run else f"prepare of {self.recipe or 'a recipe'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    path: Path
+    what: str
+    """What it holds."""
+    size_bytes: int
+    uses: tuple[Use, ...]
+    """The newest first; empty where none was recorded."""
+    changed: float
+    """When it was written last; wall clock, seconds."""
+    live: tuple[Use, ...]
+    """Uses by runs that are running."""
+
+    @property
+    def last_used(self) -> float:
+        """Wall clock, seconds; when it was written, if no use was recorded."""
+        return self.uses[0].time if self.uses else self.changed
+
+
+def list_entries(cache_dir: Path) -> list[Entry]:
+    """Return the entries of a cache directory, the one used last first."""
+    stores = [_store(path) for path in _store_paths(cache_dir)]
+    live = tuple(use for entry in stores for use in entry.live)
+    shared = [
+        Entry(path, what, _size(path), (), path.stat().st_mtime, live)  # any run may read them
+        for name, what in SHARED.items()
+        if (path := cache_dir / name).is_dir()
+    ]
+    return sorted([*stores, *shared], key=lambda entry: -entry.last_used)
+
+
+def clean(cache_dir: Path, *, unused_seconds: float, dry_run: bool) -> tuple[list[Entry], list[tuple[Entry, str]]]:
+    """Remove entries that were not used for `unused_seconds` and that no live run uses. Return those, and the kept with the reason."""
+    removed: list[Entry] = []
+    kept: list[tuple[Entry, str]] = []
+    for entry in list_entries(cache_dir):
+        if entry.live:
+            kept.append((entry, f"in use by {entry.live[0]}"))
+        elif time.time() - entry.last_used < unused_seconds:
+            kept.append((entry, "used recently"))
+        elif dry_run or _remove(entry):
+            removed.append(entry)
+        else:
+            kept.append((entry, "being built"))
+    return removed, kept
+
+
+def _remove(entry: Entry) -> bool:
+    """Remove an entry; False where another process is building it."""
+    path = entry.path
+    if path.name in SHARED:
+        DISK.rmtree(path)
+        return True
+    try:
+        with alone(path, wait=False):
+            remove_leftovers(path)
+            if path.is_dir():
+                # Out of sight first: a start that finds the name finds complete data or none.
+                DISK.rename(path, path.with_name(f".{path.name}.removed{STAGE_MARK}0"))
+            remove_leftovers(path)
+            for use in _use_files(path):
+                DISK.unlink(use)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _store_paths(cache_dir: Path) -> list[Path]:
+    """Paths of stores, also of those of which only unfinished stages are left."""
+    folder = cache_dir / STORES
+    if not folder.is_dir():
+        return []
+    names = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    names |= {path.name[1:].split(".")[0] for path in folder.glob(f".*{STAGE_MARK}*")}
+    return [folder / name for name in sorted(names)]
+
+
+def _store(path: Path) -> Entry:
+    uses = tuple(sorted(_uses(path), key=lambda use: -use.time))
+    stages = list(path.parent.glob(f".{path.name}*{STAGE_MARK}*"))
+    present = [one for one in (path, *stages) if one.exists()]
+    manifest = complete(path)
+    what = _described(manifest) if manifest is not None else "unfinished or damaged data"
+    changed = max((one.stat().st_mtime for one in present), default=0.0)
+    return Entry(path, what, sum(map(_size, present)), uses, changed, tuple(use for use in uses if use.is_live))
+
+
+def _described(manifest: Manifest) -> str:
+    sets = manifest.facts["report"]["sets"]
+    files = [Path(name).name for name in manifest.facts["files"]]
+    others = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    rows = ", ".join(f"{name} {account['rows']:,}" for name, account in sorted(sets.items(), key=lambda item: item[0] != "train"))
+    return f"rows of {files[0]}{others}: {rows}"
+
+
+def _uses(path: Path) -> Iterator[Use]:
+    for file in _use_files(path):
+        try:
+            raw: Any = json.loads(file.read_bytes())
+            yield Use(float(raw["time"]), str(raw["recipe"]), raw["run"] and str(raw["run"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+
+
+def _use_files(path: Path) -> list[Path]:
+    return sorted(path.parent.glob(f".{path.name}{USE_MARK}*.json"))
+
+
+def _size(path: Path) -> int:
+    total = 0
+    for file in path.rglob("*"):
+        try:
+            total += file.lstat().st_size if file.is_file() else 0
+        except FileNotFoundError:  # removed meanwhile
+            continue
+    return total
