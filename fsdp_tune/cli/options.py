@@ -97,6 +97,7 @@ def asked_recipe(
     options: Sequence[OptionSays] = (),
     starts_here: bool = False,
     strict: bool = False,
+    unneeded: frozenset[str] = frozenset(),
 ) -> Asked:
     """Loads and resolves. Shows what loading has to say, less what `strict` makes errors of; the resolution's notices are the caller's.
 
@@ -107,7 +108,7 @@ def asked_recipe(
     from fsdp_tune.recipe.loader import load_recipe
     from fsdp_tune.recipe.resolve import resolve
 
-    loaded = load_recipe(source, overrides or (), name=name, options=options)
+    loaded = load_recipe(source, overrides or (), name=name, options=options, unneeded=unneeded)
     screen.notices([notice for notice in loaded.notices if not (strict and notice.strict)])
     wanted = loaded.recipe.launch.device
     machine = this_machine(wanted if starts_here or wanted == "cpu" else "auto")

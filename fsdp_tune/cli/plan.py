@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,8 +13,10 @@ from fsdp_tune.cli.output import Screen, command, stopping_cleanly
 from fsdp_tune.errors import usage_error
 
 if TYPE_CHECKING:
+    from fsdp_tune.cli.plan_job import PlanJob
     from fsdp_tune.plan.hardware import Hardware
     from fsdp_tune.plan.predict import Plan
+    from fsdp_tune.recipe.overrides import OptionSays
     from fsdp_tune.recipe.resolve import Machine
     from fsdp_tune.recipe.schema import Recipe
 
@@ -81,15 +83,16 @@ def plan(
         fsdp-tune plan my.yaml --gpu H100-SXM --target cheapest --write best.yaml
     """
     with command(json_output) as screen, stopping_cleanly():
+        from fsdp_tune.plan.hardware import CPU
         from fsdp_tune.plan.page import html_page
 
         if no_search and (target or write):
             raise usage_error("usage", "`--no-search` ranks nothing: leave it out, or `--target` and `--write`")
-        source = chosen_recipe(recipe, config)
-        wanted, hardware, written = _resolved(screen, source, overrides or [], name, gpu, number)
-        made, best = _made(screen, wanted, hardware, target or ("fastest" if not no_search else None), exact=exact, calibrate=calibrate)
-        if write is not None:
-            _write_best(screen, write, written, made, best)
+        wanted = _resolved(screen, chosen_recipe(recipe, config), overrides or [], name, gpu, number)
+        if wanted.hardware.name == CPU and (target or write):
+            raise usage_error("usage", "recipes are ranked for GPUs, and this one runs on the CPU", hint="name a GPU by `--gpu`")
+        ranks_others = not no_search and wanted.hardware.name != CPU
+        made = _made(screen, wanted, target or ("fastest" if ranks_others else None), exact=exact, calibrate=calibrate, write=write)
         if html is not None:
             from fsdp_tune.atomic import write_file
 
@@ -98,29 +101,65 @@ def plan(
         screen.document(made.as_dict())
 
 
-def _resolved(
-    screen: Screen, source: str, overrides: list[str], name: str | None, gpu: str | None, number: int | None
-) -> tuple[Recipe, Hardware, dict[str, Any]]:
-    """The recipe for the GPUs that were asked for, what these are, and the recipe as the user wrote it."""
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is planned: the recipe for these GPUs, and the keys that the user wrote, by section."""
+
+    recipe: Recipe
+    hardware: Hardware
+    written: dict[str, Any]
+    forced: dict[str, str]
+    """Key → the value that `--num-gpus` forces, and why."""
+
+
+def _resolved(screen: Screen, source: str, overrides: list[str], name: str | None, gpu: str | None, number: int | None) -> _Wanted:
     from fsdp_tune.bridge.devices import this_machine
     from fsdp_tune.plan.candidates import devices_of_machine
-    from fsdp_tune.plan.hardware import find_hardware
+    from fsdp_tune.plan.hardware import cpu_rank, find_hardware
     from fsdp_tune.recipe.loader import load_recipe
     from fsdp_tune.recipe.overrides import OptionSays
+    from fsdp_tune.recipe.rules import INPUTS
 
-    hardware = find_hardware(gpu) if gpu is not None else _own_gpu(this_machine("auto"))
+    plain = load_recipe(source, overrides, name=name, unneeded=INPUTS).recipe
+    on_cpu = gpu is None and plain.launch.device == "cpu"
+    hardware = None if on_cpu else find_hardware(gpu) if gpu is not None else _own_gpu(this_machine("auto"))
     options: list[OptionSays] = []
+    forced: dict[str, str] = {}
     if number is not None:
-        machines = max(1, -(-number // devices_of_machine(hardware)))
-        said = f"--num-gpus {number}"
-        options = [OptionSays(said, f"launch.num_processes={number}"), OptionSays(said, f"launch.num_machines={machines}")]
-    loaded = load_recipe(source, overrides, name=name, options=options)
-    written = loaded.recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    if loaded.recipe.launch.device != "cuda":  # what is planned are GPUs, whatever the recipe runs on here
+        devices = devices_of_machine(hardware) if hardware is not None else number
+        options, forced = _on_other_ranks(plain, overrides, number, devices)
+    written = load_recipe(source, overrides, name=name, options=options, unneeded=INPUTS).recipe
+    if hardware is not None and plain.launch.device != "cuda":  # what is planned are GPUs, whatever the recipe runs on here
         options.append(OptionSays(f"plan for {hardware.name}", "launch.device=cuda"))
-    asked = asked_recipe(screen, source, overrides, name=name, options=options)
+    asked = asked_recipe(screen, source, overrides, name=name, options=options, unneeded=INPUTS)
     screen.notices(asked.resolution.notices)
-    return asked.recipe, hardware, written
+    if hardware is None:
+        from fsdp_tune.cli.plan_auto import budget_of
+
+        budget = budget_of(asked.recipe, None)
+        if budget is None:
+            raise usage_error("no-gpu-named", "the memory of this machine is not known", hint="name a GPU by `--gpu`")
+        hardware = cpu_rank(budget.usable_bytes)
+    return _Wanted(asked.recipe, hardware, written.model_dump(mode="json", by_alias=True, exclude_unset=True), forced)
+
+
+def _on_other_ranks(recipe: Recipe, overrides: list[str], number: int, devices: int) -> tuple[list[OptionSays], dict[str, str]]:
+    """Return what `--num-gpus` says of the recipe's keys, and the keys that it forces. What `--set` gives is left to contradict."""
+    import json
+
+    from fsdp_tune.plan.what_if import forced_changes, machines_for
+    from fsdp_tune.recipe.not_yet import value_of
+    from fsdp_tune.recipe.overrides import OptionSays
+    from fsdp_tune.recipe.world import World
+
+    machines = machines_for(number, devices)
+    given = {override.partition("=")[0].strip() for override in overrides}
+    changes = {key: value for key, value in forced_changes(recipe, World(number, machines)).items() if key not in given}
+    said = f"--num-gpus {number}"
+    keys = {"launch.num_processes": number, "launch.num_machines": machines} | changes
+    options = [OptionSays(said, f"{key}={value if isinstance(value, str) else json.dumps(value)}") for key, value in keys.items()]
+    forced = {key: f"{json.dumps(value)} instead of {json.dumps(value_of(recipe, key))}, for `{said}`" for key, value in changes.items()}
+    return options, forced
 
 
 def _own_gpu(machine: Machine) -> Hardware:
@@ -135,26 +174,25 @@ def _own_gpu(machine: Machine) -> Hardware:
 
 def _made(
     screen: Screen,
-    recipe: Recipe,
-    hardware: Hardware,
+    wanted: _Wanted,
     target: Literal["fastest", "cheapest", "largest-context"] | None,
     *,
     exact: bool,
     calibrate: Path | None,
-) -> tuple[Plan, Recipe | None]:
-    """The plan of the recipe, shown as soon as it is there, and then the ranking; with the recipe that is ranked first."""
+    write: Path | None,
+) -> Plan:
+    """Plan the recipe and show the answer at once; then rank others and write the first."""
     from fsdp_tune.cli.plan_auto import in_words
     from fsdp_tune.cli.plan_job import PlanJob
     from fsdp_tune.cli.plan_view import show_errors, show_plan, show_ranking, show_scaling
 
-    with PlanJob(screen, recipe, hardware, exact=exact) as job:
+    with PlanJob(screen, wanted.recipe, wanted.hardware, exact=exact) as job:
         if calibrate is not None:
             job.calibrate(calibrate)
         decided = job.decide()
         screen.notices(decided.notices)
-        made = replace(job.plan_it(), decided=in_words(decided))
+        made = replace(job.plan_it(), decided=wanted.forced | in_words(decided))
         show_plan(screen, made)
-        best = None
         if target is not None:
             found = job.search(target)
             ranked = tuple(each.plan for each in found.ranked)
@@ -164,19 +202,19 @@ def _made(
             show_ranking(screen, made)
             made = replace(made, scaling=tuple(job.scaling()))
             show_scaling(screen, made)
+            if write is not None:
+                _write_best(job, write, wanted.written, made, best)
     show_errors(screen, made)
-    return made, best
+    return made
 
 
-def _write_best(screen: Screen, path: Path, written: dict[str, Any], made: Plan, best: Recipe | None) -> None:
+def _write_best(job: PlanJob, path: Path, written: dict[str, Any], made: Plan, best: Recipe | None) -> None:
     from fsdp_tune.atomic import write_file
-    from fsdp_tune.cli.plan_job import best_recipe_text
+    from fsdp_tune.cli.plan_best import best_recipe_text
 
     if best is None:
         raise usage_error("nothing-fits", f"no recipe fits {made.num_processes} × {made.gpu}, so there is none to write")
     if path.exists():
         raise usage_error("output-exists", f"{path} is there already", ways_out=("another name for `--write`",))
-    if written.get("fsdp", {}).get("activation_checkpointing") == "auto":  # another micro-batch might have it decide otherwise
-        written["fsdp"]["activation_checkpointing"] = best.fsdp.activation_checkpointing
-    write_file(path, best_recipe_text(written, made))
-    screen.say(f"the best recipe is {path}")
+    write_file(path, best_recipe_text(job, path, written, made, best))
+    job.screen.say(f"the best recipe is {path}")

@@ -78,9 +78,19 @@ class PlanJob:
         return self._trace
 
     def plan_it(self) -> Plan:
+        return self._plan_of(self.recipe, self.trace())
+
+    def plan_other(self, recipe: Recipe) -> Plan:
+        """Plan another resolved recipe on the same GPUs. Raises: FsdpTuneError if it cannot be traced."""
+        (found,) = self.tracing([recipe])
+        if isinstance(found, FsdpTuneError):
+            raise found
+        return self._plan_of(recipe, found)
+
+    def _plan_of(self, recipe: Recipe, trace: Trace) -> Plan:
         from fsdp_tune.plan.predict import plan
 
-        return plan(self.recipe, self.hardware, self.trace(), rows=self.rows, tokens=self.tokens, efficiency=self.efficiency)
+        return plan(recipe, self.hardware, trace, rows=self.rows, tokens=self.tokens, efficiency=self.efficiency)
 
     def plan_once(self) -> Plan:
         """`plan_it`, or what it said before of the same recipe on the same card; without a timeline then."""
@@ -132,40 +142,3 @@ class PlanJob:
         self.screen.say(
             f"{self.hardware.name} took {factor:.2f} of the predicted time in {measured.steps} steps of {run}; kept for later plans"
         )
-
-
-def best_recipe_text(written: dict[str, Any], plan: Plan) -> str:
-    """A recipe file: `written` as the user has it, the changes of the first alternative in place, and comments that say why.
-
-    `written` are the keys that the user wrote, by section.
-    """
-    import yaml
-
-    best = plan.alternatives[0]
-    head = [f"# {plan.recipe} for {best.num_processes} × {plan.gpu}, as `fsdp-tune plan` ranks it.", f"# Why: {plan.best_because}."]
-    head.append(f"# Predicted: {best.device_gib:.1f} of {best.usable_gib:.1f} GiB on each GPU (fits: {best.fits})")
-    if best.step_seconds is not None and best.tokens_per_second_per_device is not None:
-        head[-1] += f", {best.step_seconds:.3g} s a step, {best.tokens_per_second_per_device:,.0f} tokens a second and GPU"
-    head[-1] += "."
-    changes = {**best.recipe_changes, "launch.num_processes": best.num_processes, "launch.num_machines": best.num_machines}
-    if any(key.startswith("training.") for key in changes):
-        follows = "per_device_train_batch_size" if "training.per_device_train_batch_tokens" in changes else "global_batch_size"
-        written.get("training", {}).pop(follows, None)
-    for key, value in changes.items():
-        section, name = key.split(".")
-        written.setdefault(section, {})[name] = value
-    text = yaml.safe_dump(written, sort_keys=False, allow_unicode=True)
-    return "\n".join([*head, "", _marked(text, best.recipe_changes)])
-
-
-def _marked(text: str, changes: dict[str, Any]) -> str:
-    """Marks the lines of changed keys; keys of a section are indented by two."""
-    lines: list[str] = []
-    section = ""
-    for line in text.splitlines():
-        key = line.split(":")[0]
-        if not line.startswith(" "):
-            section = key
-        is_changed = line.startswith("  ") and f"{section}.{key.strip()}" in changes
-        lines.append(f"{line}  # changed by plan" if is_changed else line)
-    return "\n".join(lines) + "\n"

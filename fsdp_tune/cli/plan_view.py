@@ -14,6 +14,9 @@ BAR_CELLS = 40
 
 
 def show_plan(screen: Screen, plan: Plan) -> None:
+    from fsdp_tune.plan.hardware import CPU
+
+    one, outside = ("rank", "the process itself") if plan.gpu == CPU else ("GPU", "CUDA and NCCL")
     screen.say(
         f"{plan.recipe} on {plan.num_processes} × {plan.gpu}, {_machines(plan.num_machines)}: fits: {plan.fits} ({plan.fits_because})"
     )
@@ -22,9 +25,9 @@ def show_plan(screen: Screen, plan: Plan) -> None:
         screen.say(f"{key}: {what}")
     largest = max(plan.components.values(), default=0.0)
     rows = [(name, f"{size:.2f}", bar(size, largest)) for name, size in plan.components.items()]
-    screen.table(f"memory of one GPU at the peak: {plan.where}", ["component", "GiB", ""], rows)
+    screen.table(f"memory of one {one} at the peak: {plan.where}", ["component", "GiB", ""], rows)
     memory = f"{plan.peak_allocated_gib:.2f} GiB allocated, {plan.peak_reserved_gib:.2f} reserved"
-    screen.say(f"peak: {memory}, {plan.device_gib:.2f} with CUDA and NCCL, of {plan.usable_gib:.2f}")
+    screen.say(f"peak: {memory}, {plan.device_gib:.2f} with {outside}, of {plan.usable_gib:.2f}")
     screen.say(f"time: {time_line(plan)}")
     for line in _other_lines(plan):
         screen.say(line)

@@ -16,7 +16,7 @@ from fsdp_tune.plan.totals import DTYPE_BYTES
 from fsdp_tune.recipe.not_yet import refused, value_of
 from fsdp_tune.recipe.optimizer_arguments import state_bytes
 from fsdp_tune.recipe.resolve import ASSUMED_DEVICES, Machine, resolve
-from fsdp_tune.recipe.rules import RULES
+from fsdp_tune.recipe.rules import INPUTS, RULES
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.strategies import STRATEGIES, ShardingStrategy
 from fsdp_tune.recipe.training_rules import TOKENS_KEY
@@ -45,7 +45,7 @@ def changed(recipe: Recipe, changes: Changes) -> Recipe | None:
         # A plan is of rows of `max_length`, whatever a budget makes of shorter ones.
         data["training"]["per_device_train_batch_tokens"] = None
     wanted = Recipe.model_validate(data)
-    if refused(wanted) or any(rule(wanted) for rule in RULES):
+    if refused(wanted) or any((found := rule(wanted)) is not None and found.code not in INPUTS for rule in RULES):
         return None
     machine = Machine(wanted.launch.device, wanted.world_size, 1, None)
     try:

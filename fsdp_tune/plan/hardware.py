@@ -70,6 +70,14 @@ class Hardware:
         return None if self.pcie_gb_s is None else self.pcie_gb_s / 2 * 1e9
 
 
+CPU = "CPU rank"
+
+
+def cpu_rank(usable_bytes: int) -> Hardware:
+    """Return a rank on the CPU, with its share of the host's memory. Its speed is not known."""
+    return Hardware(CPU, memory_gb=usable_bytes / 1e9, bandwidth_gb_s=1.0, usable_gib=usable_bytes / GIB, devices_per_machine=None)
+
+
 _NUMBERS = ("memory_gb", "bandwidth_gb_s", "usable_gib", "nvlink_gb_s", "pcie_gb_s", "network_gb_s", "matmul_tflops", "dollars_per_hour")
 _PEAKS = ("bf16_tflops", "fp16_tflops", "fp8_tflops", "tf32_tflops", "fp32_tflops")
 _KEYS = (*_NUMBERS, *_PEAKS, "devices_per_machine", "device_names", "source", "name")

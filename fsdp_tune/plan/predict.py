@@ -9,7 +9,7 @@ from fsdp_tune.plan.accuracy import accuracy
 from fsdp_tune.plan.depth import full_depth
 from fsdp_tune.plan.efficiency import Efficiency, efficiency_of
 from fsdp_tune.plan.fits import CONTEXT_BYTES, Fit, Fits, fit
-from fsdp_tune.plan.hardware import Hardware
+from fsdp_tune.plan.hardware import CPU, Hardware
 from fsdp_tune.plan.memory import Memory
 from fsdp_tune.plan.mfu import ModelSize, expert_count, mfu
 from fsdp_tune.plan.timing import HOST_BYTES_PER_SECOND, StepTime, UnknownFigure, step_time
@@ -126,7 +126,7 @@ def plan(
         num_machines=recipe.launch.num_machines,
         fits=found.answer,
         fits_because=found.because,
-        **_memory(found),
+        **_memory(found, hardware),
         step_seconds=timed.step_seconds if timed else None,
         tokens_per_second_per_device=speed,
         mfu=_mfu(trace, hardware, speed, unknown),
@@ -144,11 +144,14 @@ def plan(
     )
 
 
-def _memory(found: Fit) -> dict[str, Any]:
+def _memory(found: Fit, hardware: Hardware) -> dict[str, Any]:
     memory = found.memory
     components = {name: size / GIB for name, size in memory.components.items()}
-    components["CUDA context"] = CONTEXT_BYTES / GIB
-    if found.outside_bytes > CONTEXT_BYTES:
+    if hardware.name == CPU:
+        components["process"] = found.outside_bytes / GIB
+    else:
+        components["CUDA context"] = CONTEXT_BYTES / GIB
+    if found.outside_bytes > CONTEXT_BYTES and hardware.name != CPU:
         components["NCCL"] = (found.outside_bytes - CONTEXT_BYTES) / GIB
     return {
         "peak_allocated_gib": memory.peak_allocated_bytes / GIB,
@@ -236,7 +239,7 @@ def _assumptions(trace: Trace, hardware: Hardware, efficiency: Efficiency, segme
         f"allocator: {'expandable segments' if segments == 'expandable' else 'plain segments'}",
         "every row is as long as data.max_length",
     ]
-    if not efficiency.is_measured:
+    if not efficiency.is_measured and hardware.name != CPU:
         said.append(f"nobody has published what {hardware.name} multiplies; the share of its peak is that of cards that were measured")
     experts, shards = expert_count(trace.facts.get("config", {})), trace.shapes.shard_size
     if experts > 1 and experts % shards:
@@ -248,6 +251,8 @@ def _assumptions(trace: Trace, hardware: Hardware, efficiency: Efficiency, segme
         said.append(
             "a cast to fp8 is a pass over memory of its own; compiled layers fuse casts, so with `kernels.compile` a step is shorter"
         )
+    if hardware.name == CPU:
+        said.append("the host's allocator holds as much memory as CUDA's would, and its attention kernel keeps as much as CUDA's")
     if hardware.usable_gib is None:
         said.append(f"what CUDA gives of {hardware.name}'s memory is not known: {hardware.memory_gb:g} × 10⁹ bytes are taken")
     return said

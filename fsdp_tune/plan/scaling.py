@@ -19,7 +19,10 @@ SIZES = tuple(1 << power for power in range(11))
 
 
 def scaling_table(search: Search, recipe: Recipe) -> list[dict[str, Any]]:
-    """One row a size: seconds of a step, tokens of all, share of the speed of as many single GPUs, memory. Only whole machines are used."""
+    """Return one row per size: seconds of a step, tokens of all GPUs, efficiency against single GPUs, memory.
+
+    Only full machines are used. Where the recipe fits on no size, there is no row.
+    """
     rows: list[dict[str, Any]] = []
     for other, trace in _traced(search, recipe):
         made = plan(other, search.hardware, trace, efficiency=search.efficiency)
@@ -35,7 +38,7 @@ def scaling_table(search: Search, recipe: Recipe) -> list[dict[str, Any]]:
                 "efficiency": None,
             }
         )
-    return _with_efficiency(rows)
+    return _with_efficiency(rows) if any(row["fits"] != "no" for row in rows) else []
 
 
 def _traced(search: Search, recipe: Recipe) -> Iterator[tuple[Recipe, Trace]]:

@@ -42,16 +42,32 @@ class LoadedRecipe:
     """`fsdp.version` → where that key is written; what stands at its default is absent."""
 
 
-def load_recipe(source: str, overrides: Sequence[str] = (), *, name: str | None = None, options: Sequence[OptionSays] = ()) -> LoadedRecipe:
-    """`source` is a path or a catalogue name, `name` overrides the recipe's. FsdpTuneError carries all problems, by line."""
+def load_recipe(
+    source: str,
+    overrides: Sequence[str] = (),
+    *,
+    name: str | None = None,
+    options: Sequence[OptionSays] = (),
+    unneeded: frozenset[str] = frozenset(),
+) -> LoadedRecipe:
+    """Read and check a recipe: `source` is a path or a catalogue name, `name` overrides the recipe's.
+
+    `unneeded`: codes of findings that do not matter to the caller (`rules.INPUTS`). Raises: FsdpTuneError with all problems, by line.
+    """
     path = find_recipe(source)
-    return parse_recipe(read_text(path), path, overrides, name=name, options=options)
+    return parse_recipe(read_text(path), path, overrides, name=name, options=options, unneeded=unneeded)
 
 
 def parse_recipe(
-    text: str, path: Path, overrides: Sequence[str] = (), *, name: str | None = None, options: Sequence[OptionSays] = ()
+    text: str,
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    name: str | None = None,
+    options: Sequence[OptionSays] = (),
+    unneeded: frozenset[str] = frozenset(),
 ) -> LoadedRecipe:
-    """`load_recipe` after reading; `path` is what errors cite, and its stem the default name."""
+    """Check the text of a recipe as `load_recipe` does; errors cite `path`, and its stem is the default name."""
     tree, problems = _compose_mapping(text, str(path))
     notices, wrong = translate(tree)
     problems.extend(wrong)
@@ -66,7 +82,7 @@ def parse_recipe(
     if recipe is not None:
         recipe, wrong = _named(recipe, path, name)
         problems.extend(wrong)
-        found_wrong = [as_problem(finding, positions) for finding in _findings(recipe) if not _touches(finding, dropped)]
+        found_wrong = [as_problem(finding, positions) for finding in _findings(recipe, unneeded) if not _touches(finding, dropped)]
         problems.extend(_in_the_file(problem, tree) for problem in found_wrong)
         found = [finding for finding in inactive_keys(recipe) if not _touches(finding, dropped)]
         notices.extend(as_notice(finding, positions, strict=True) for finding in found)
@@ -153,8 +169,8 @@ def _named(recipe: Recipe, path: Path, name: str | None) -> tuple[Recipe, list[P
     return recipe.model_copy(update={"name": chosen}), []
 
 
-def _findings(recipe: Recipe) -> list[Finding]:
-    found = [finding for rule in RULES if (finding := rule(recipe)) is not None]
+def _findings(recipe: Recipe, unneeded: frozenset[str]) -> list[Finding]:
+    found = [finding for rule in RULES if (finding := rule(recipe)) is not None and finding.code not in unneeded]
     for row, value in refused(recipe):
         text = "" if isinstance(value, dict) else f": {str(value).lower() if isinstance(value, bool) else value}"
         message = f"`{row.key}{text}` is not supported yet: this release has no {row.what}"

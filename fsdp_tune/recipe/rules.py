@@ -56,6 +56,10 @@ def config_names_its_type(recipe: Recipe) -> Finding | None:
     return None
 
 
+INPUTS = frozenset({"no-tokenizer", "no-data"})
+"""Codes of findings about inputs that a run needs and a plan does not."""
+
+
 def some_training_data(recipe: Recipe) -> Finding | None:
     if recipe.data.train:
         return None

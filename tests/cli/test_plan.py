@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from fsdp_tune.bridge import tracing
 from fsdp_tune.cli.app import app
 from fsdp_tune.plan.trace_format import Trace
+from fsdp_tune.recipe.loader import load_recipe
 from fsdp_tune.recipe.schema import Recipe
 from tests.plan.test_search import ModelTracer
 
@@ -102,14 +103,61 @@ def test_no_search_asks_for_one_trace(recipe: str, fake: type[FakeTracing]) -> N
     assert len(fake.made[0].asked) == 1
 
 
-def test_what_contradicts_the_number_of_gpus_names_the_option(recipe: str) -> None:
+def test_number_of_gpus_changes_the_batch_and_reports_it(recipe: str) -> None:
+    document = json.loads(planned(recipe, "--no-search", "--json", gpus=3).stdout)
+    assert document["num_processes"] == 3
+    assert "= 66 sequences a step" in document["batch"]
+    assert document["decided"] == {"training.global_batch_size": "66 instead of 64, for `--num-gpus 3`"}
+    assert "training.global_batch_size: 66 instead of 64" in planned(recipe, "--no-search", gpus=3).stdout
+
+
+def test_set_values_are_not_changed_for_the_number_of_gpus(recipe: str) -> None:
     said = ["--gpu", "A100-40GB", "--num-gpus", "3"]
-    done = CliRunner().invoke(app, ["plan", recipe, *said])
+    done = CliRunner().invoke(app, ["plan", recipe, *said, "--set", "training.global_batch_size=64"])
     assert done.exit_code == 2
-    assert "--num-gpus 3" in done.output, "a global batch of 64 sequences has no share for each of 3 GPUs"
-    assert "--set #" not in done.output
+    assert "does not divide" in done.output
     twice = CliRunner().invoke(app, ["plan", recipe, *said, "--set", "launch.num_processes=4"])
     assert "set twice: --num-gpus 3 and --set #1" in twice.output
+
+
+def test_cpu_recipe_is_planned_for_the_memory_of_the_host(recipe: str) -> None:
+    cpu = ("--set", "launch.device=cpu", "--set", "launch.num_processes=2")
+    done = CliRunner().invoke(app, ["plan", recipe, "--json", *cpu])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert (document["gpu"], document["num_processes"], document["step_seconds"]) == ("CPU rank", 2, None)
+    assert document["usable_gib"] > 0
+    assert "process" in document["components"]
+    assert (document["alternatives"], document["scaling"]) == ([], [])
+    refused = CliRunner().invoke(app, ["plan", recipe, "--target", "cheapest", *cpu])
+    assert refused.exit_code == 2
+    assert "--gpu" in refused.output
+
+
+def test_recipe_without_tokenizer_and_data_is_planned_and_ranked(tmp_path: Path) -> None:
+    file = tmp_path / "bare.yaml"
+    file.write_text("model: {from_config: {model_type: llama}}\ndata: {max_length: 128}\n")
+    document = json.loads(planned(str(file), "--json").stdout)
+    assert len(document["alternatives"]) > 1
+    assert any(text.startswith("run.steps") for text in document["unknown"])
+
+
+def test_written_recipe_loads_whatever_the_search_reset(tmp_path: Path, recipe: str, fake: type[FakeTracing]) -> None:
+    """Keys that belong to the user's strategy and batch must not stay next to another strategy and batch."""
+    data = json.loads(Path(recipe).read_text())
+    data["fsdp"] = {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": True}
+    data["training"] |= {"gradient_accumulation_steps": 8}
+    data["launch"] = {"device": "cpu", "num_processes": 8}
+    Path(recipe).write_text(json.dumps(data))
+    best = tmp_path / "best.yaml"
+    document = json.loads(planned(recipe, "--json", "--write", str(best)).stdout)
+    assert "fsdp.sharding_strategy" in document["alternatives"][0]["recipe_changes"], "else this shows nothing"
+    loaded = load_recipe(str(best), ["launch.device=cuda"]).recipe
+    assert loaded.fsdp.sharding_strategy == document["alternatives"][0]["recipe_changes"]["fsdp.sharding_strategy"]
+    assert loaded.fsdp.reshard_after_forward is None
+    assert "device: cuda" in best.read_text()
+    again = json.loads(planned(str(best), "--json", "--no-search").stdout)
+    assert again["step_seconds"] == pytest.approx(document["alternatives"][0]["step_seconds"])
 
 
 @pytest.mark.parametrize("options", [(), ("--exact",)])
@@ -136,4 +184,5 @@ def test_what_fits_nowhere_names_the_smallest_hardware_that_does(
     document = json.loads(planned(recipe, "--json").stdout)
     assert {each["fits"] for each in document["alternatives"]} == {"no"}
     assert document["best_because"] is None
+    assert document["scaling"] == []
     assert (document["smallest_hardware"]["gpu"], document["smallest_hardware"]["num_processes"]) == ("H100-SXM", 8)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.plan.fits import fit_into
 from fsdp_tune.plan.hardware import find_hardware
 from fsdp_tune.plan.mfu import ModelSize, attended_length, flops_per_token, mfu
 from fsdp_tune.plan.page import changes_in_words, html_page
@@ -83,6 +84,14 @@ def test_what_is_unknown_is_null_and_named() -> None:
 )
 def test_fits_is_yes_with_something_to_spare_and_no_only_when_it_is_sure(size_gib: float, answer: str) -> None:
     assert plan(resolved(), A100, step(size_gib - 2)).fits == answer
+
+
+def test_reserved_memory_beyond_the_card_and_its_error_is_no() -> None:
+    """Freed memory that the next allocation cannot use stays reserved: 27 of 20 GiB are allocated at the peak."""
+    trace = Hand().hold(0, 13 * GIB).hold(0, -13 * GIB).hold(1, 20 * GIB).trace()
+    found = fit_into(trace, int(23.5 * GIB), segments="plain")
+    assert found.memory.peak_allocated_bytes < 21 * GIB < 32 * GIB < found.memory.peak_reserved_bytes
+    assert found.answer == "no"
 
 
 def test_deleting_something_from_the_step_changes_the_prediction() -> None:

@@ -1,0 +1,105 @@
+"""The recipe file of `plan --write`: as the user wrote it, with the changes of the first alternative; loaded and planned again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_tune.errors import failed_error
+
+if TYPE_CHECKING:
+    from fsdp_tune.cli.plan_job import PlanJob
+    from fsdp_tune.plan.predict import Plan
+    from fsdp_tune.recipe.schema import Recipe
+
+
+_BATCH = ("training.global_batch_size", "training.per_device_train_batch_tokens")
+"""Keys that the search resets and that `_settle_batch` keeps."""
+
+
+def best_recipe_text(job: PlanJob, path: Path, written: dict[str, Any], made: Plan, best: Recipe) -> str:
+    """Return the text of the file `path`, with comments that give the reason.
+
+    `written` are the keys that the user wrote, by section; they keep their place. Raises: FsdpTuneError if the text is not a recipe
+    that loads as `best` and fits.
+    """
+    import yaml
+
+    changes = made.alternatives[0].recipe_changes
+    document = _document(written, job.recipe, best, changes)
+    body = _marked(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), changes)
+    again = _load(body, path, best)
+    planned = job.plan_other(again)
+    if planned.fits == "no":
+        raise failed_error("written-recipe-differs", f"the recipe for {path} does not fit when it is planned again: {planned.fits_because}")
+    return "\n".join([*_head(made, planned), "", body])
+
+
+def _document(written: Mapping[str, Any], base: Recipe, best: Recipe, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the file: the user's, less those that `best` has otherwise, and the changes."""
+    from fsdp_tune.recipe.not_yet import value_of
+
+    document = {section: dict(value) if isinstance(value, dict) else value for section, value in written.items()}
+    for section, keys in document.items():
+        for name in list(keys) if isinstance(keys, dict) else ():
+            key = f"{section}.{name}"
+            if key not in (*changes, *_BATCH) and value_of(best, key) != value_of(base, key):
+                del document[section][name]
+    if document.get("launch", {}).get("device") == "cpu":
+        document["launch"]["device"] = best.launch.device
+    if document.get("fsdp", {}).get("activation_checkpointing") == "auto":  # another micro-batch might have it decide otherwise
+        document["fsdp"]["activation_checkpointing"] = best.fsdp.activation_checkpointing
+    size = {"launch.num_processes": best.world_size, "launch.num_machines": best.launch.num_machines}
+    for key, value in {**changes, **size}.items():
+        section, name = key.split(".")
+        document.setdefault(section, {})[name] = value
+    _settle_batch(document.setdefault("training", {}), best)
+    return document
+
+
+def _settle_batch(training: dict[str, Any], best: Recipe) -> None:
+    """Write the batch as the user did: by tokens, by the global batch, or by accumulation."""
+    if training.get("per_device_train_batch_tokens") is not None:
+        training.pop("per_device_train_batch_size", None)
+    elif training.get("global_batch_size") is not None:
+        training["global_batch_size"] = best.global_batch_size
+        training.pop("gradient_accumulation_steps", None)
+    else:
+        training["gradient_accumulation_steps"] = best.training.gradient_accumulation_steps
+
+
+def _load(text: str, path: Path, best: Recipe) -> Recipe:
+    """Load and resolve the text as `train` would. Raises: FsdpTuneError if it is refused or is not `best`."""
+    from fsdp_tune.plan.candidates import differences
+    from fsdp_tune.recipe.loader import parse_recipe
+    from fsdp_tune.recipe.resolve import Machine, resolve
+    from fsdp_tune.recipe.rules import INPUTS
+
+    loaded = parse_recipe(text, path, unneeded=INPUTS)
+    machine = Machine(best.launch.device, best.world_size, 1, None)
+    again = resolve(loaded.recipe, machine, cwd=Path.cwd(), assume=best.launch.device, positions=loaded.positions).recipe
+    if found := differences(best, again):
+        raise failed_error("written-recipe-differs", f"the recipe for {path} is not the one that was planned: {', '.join(found)}")
+    return again
+
+
+def _head(made: Plan, planned: Plan) -> list[str]:
+    head = [f"# {made.recipe} for {planned.num_processes} × {made.gpu}, as `fsdp-tune plan` ranks it.", f"# Why: {made.best_because}."]
+    predicted = f"# Predicted: {planned.device_gib:.1f} of {planned.usable_gib:.1f} GiB on each GPU (fits: {planned.fits})"
+    if planned.step_seconds is not None and planned.tokens_per_second_per_device is not None:
+        predicted += f", {planned.step_seconds:.3g} s a step, {planned.tokens_per_second_per_device:,.0f} tokens a second and GPU"
+    return [*head, f"{predicted}."]
+
+
+def _marked(text: str, changes: Mapping[str, Any]) -> str:
+    """Mark the lines of changed keys; keys of a section are indented by two."""
+    lines: list[str] = []
+    section = ""
+    for line in text.splitlines():
+        key = line.split(":")[0]
+        if not line.startswith(" "):
+            section = key
+        is_changed = line.startswith("  ") and f"{section}.{key.strip()}" in changes
+        lines.append(f"{line}  # changed by plan" if is_changed else line)
+    return "\n".join(lines) + "\n"
