@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,28 +24,30 @@ class Tokenizer(Protocol):
     def save_pretrained(self, directory: str) -> Any: ...
 
 
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
 def save_model_files(directory: Path, facts: dict[str, Any], tokenizer: Tokenizer) -> None:
     """Writes config.json, generation_config.json and the tokenizer. `facts` is the document of `model.inspect`."""
     tokenizer.save_pretrained(str(directory))
-    config = with_special_tokens(facts["config"], tokenizer)
-    generation = with_special_tokens(facts["generation_config"], tokenizer)
+    config = with_special_tokens(facts["config"], tokenizer, ("bos_token_id", "eos_token_id"))
+    # Some models compute with the padding id of their config: Youtu zeroes that row of the embedding on each load, XGLM that position.
+    # So config.json keeps the id that was trained with; `generate` pads with the generation config's.
+    padding = config.get("pad_token_id")
+    if isinstance(padding, int) and padding >= max(facts["embedding_rows"], len(tokenizer)):
+        config["pad_token_id"] = None
+    generation = with_special_tokens(facts["generation_config"], tokenizer, ("bos_token_id", "eos_token_id", "pad_token_id"))
     # `resize_embeddings` grows the embedding to the tokenizer; without it a larger tokenizer was refused before.
     vocabulary = {"vocab_size": len(tokenizer)} if len(tokenizer) > facts["embedding_rows"] else {}
     write_json(directory / "config.json", config | vocabulary | {"architectures": [facts["architecture"]], "use_cache": True})
     write_json(directory / "generation_config.json", generation)
 
 
-def with_special_tokens(config: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The tokenizer's special tokens where the config has others: a model that is trained on one EOS must stop at that one.
+def with_special_tokens(config: dict[str, Any], tokenizer: Tokenizer, names: Sequence[str]) -> dict[str, Any]:
+    """Return the config with the tokenizer's special tokens: a model that is trained on one EOS must stop at that one.
 
     A list of several EOS tokens that holds the tokenizer's (Llama 3) stays. An id that the tokenizer does not name stays
-    too, unless it lies beyond the vocabulary, as GPT-2's default 50256 does in a small model.
+    too, unless it is beyond the vocabulary, as GPT-2's default 50256 is in a small model.
     """
     changed = dict(config)
-    for name in SPECIAL:
+    for name in names:
         wanted: int | None = getattr(tokenizer, name)
         present = config.get(name)
         if wanted is None:

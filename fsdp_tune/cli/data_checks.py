@@ -71,9 +71,8 @@ def _find_sources(recipe: Recipe, found: DataFacts) -> None:
 
 
 def _first_rows(opened: Input, found: DataFacts) -> None:
-    from fsdp_tune.data.formats import RowError
     from fsdp_tune.data.inputs import bad_row_problem, raw_rows
-    from fsdp_tune.data.json_rows import BadRow
+    from fsdp_tune.data.json_rows import BadRow, RowError
 
     bad: list[tuple[int, BadRow]] = []
     seen = 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fsdp_tune.errors import failed_error
 
@@ -40,12 +41,13 @@ def _document(written: Mapping[str, Any], base: Recipe, best: Recipe, changes: M
     """Return the keys of the file: the user's, less those that `best` has otherwise, and the changes."""
     from fsdp_tune.recipe.not_yet import value_of
 
-    document = {section: dict(value) if isinstance(value, dict) else value for section, value in written.items()}
-    for section, keys in document.items():
-        for name in list(keys) if isinstance(keys, dict) else ():
+    document: dict[str, Any] = copy.deepcopy(dict(written))
+    sections = {section: cast("dict[str, Any]", keys) for section, keys in document.items() if isinstance(keys, dict)}
+    for section, keys in sections.items():
+        for name in list(keys):
             key = f"{section}.{name}"
             if key not in (*changes, *_BATCH) and value_of(best, key) != value_of(base, key):
-                del document[section][name]
+                del keys[name]
     if document.get("launch", {}).get("device") == "cpu":
         document["launch"]["device"] = best.launch.device
     if document.get("fsdp", {}).get("activation_checkpointing") == "auto":  # another micro-batch might have it decide otherwise

@@ -19,6 +19,7 @@ from fsdp_tune.data.encoder import Encoder
 from fsdp_tune.data.findings import data_notices, refuse_bad_rows, refuse_empty_set, refuse_nothing
 from fsdp_tune.data.inputs import TRAIN, Input, raw_rows
 from fsdp_tune.data.json_rows import BadRow
+from fsdp_tune.data.notes import RowNotes
 from fsdp_tune.data.sets import Cut, Examples, cut, held_out, is_weighted, mixed, packed
 from fsdp_tune.data.store import Int64, Mask, StoreWriter
 from fsdp_tune.data.tokenise import RawRow, Tokenised, Tokeniser, tokenise
@@ -49,6 +50,7 @@ class Found:
     """With the number of their file, in the order of the files."""
     untrained: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     counts: Counter[str] = field(default_factory=Counter[str])
+    notes: RowNotes = field(default_factory=RowNotes)
 
     def add(self, chunk: Tokenised) -> None:
         for name in ("lengths", "supervised", "sources", "hashes", "origins"):
@@ -56,6 +58,7 @@ class Found:
         self.bad += chunk.bad
         self.untrained += chunk.untrained
         self.counts += chunk.counts
+        self.notes.merge(chunk.notes)
 
     def examples(self) -> Examples:
         if not self.lengths:
@@ -237,8 +240,10 @@ def _report(
             "appended_to_chats": counts["eos_appended_to_chat"],
         },
         "bos": {"once": counts["bos_once"], "more": counts["bos_more"], "examples": len(examples)} if has_bos else None,
+        "bos_repeated_in_text": counts["bos_repeated_in_text"],
         "joined_without_space": counts["no_space"],
         "tokenised_apart": counts["apart"],
+        "notes": found.notes.report(names),
     }
 
 

@@ -18,11 +18,14 @@ from types import FrameType
 from typing import Any
 
 from fsdp_tune.data.encoder import Encoder
-from fsdp_tune.data.formats import Chat, RowError
+from fsdp_tune.data.formats import Chat
+from fsdp_tune.data.json_rows import RowError
+from fsdp_tune.data.notes import Note
+from fsdp_tune.data.unrendered import find_unrendered
 from fsdp_tune.errors import FsdpTuneError
 
 TEMPLATE_SECONDS = 5.0
-"""For all renderings of one row; a real conversation takes milliseconds."""
+"""Of CPU time, for all renderings of one row; a real conversation takes milliseconds."""
 
 
 class _TemplateTimeoutError(BaseException):
@@ -46,6 +49,8 @@ class RenderedChat:
     """Where trained answers begin and end, in characters; None = everything is trained."""
     ends_trained: bool
     """Whether an end of sequence behind the last message would be trained."""
+    notes: tuple[Note, ...] = ()
+    """Context that the template leaves out."""
 
     @property
     def pieces(self) -> list[str]:
@@ -82,15 +87,20 @@ class RenderedChat:
 
 
 def render_chat(chat: Chat, template: str, encoder: Encoder, *, check_repeat: bool) -> RenderedChat:
-    """RowError when the template raises, runs too long, differs from call to call (`check_repeat`), or is not prefix-stable."""
+    """The conversation as text, with the borders of its trained answers.
+
+    Raises: RowError if the template raises, runs too long, differs from call to call (`check_repeat`), is not
+    prefix-stable, or leaves out a part of a trained answer.
+    """
     with _time_limit():
         rendering = _Rendering(chat, template, encoder)
         if check_repeat and rendering.whole != rendering.render(len(chat.messages), generation_prompt=False):
             raise RowError("the chat template renders the same conversation differently each time")
+        answers = {index: rendering.answer(index) for index, trained in enumerate(chat.trained or ()) if trained}
+        notes = find_unrendered(chat, template, rendering.whole, answers, lambda count: rendering.render(count, generation_prompt=False))
         if chat.trained is None:
-            return RenderedChat(rendering.whole, None, ends_trained=True)
-        answers = tuple(rendering.answer(index) for index, trained in enumerate(chat.trained) if trained)
-        return RenderedChat(rendering.whole, answers, ends_trained=chat.trained[-1])
+            return RenderedChat(rendering.whole, None, ends_trained=True, notes=notes)
+        return RenderedChat(rendering.whole, tuple(answers.values()), ends_trained=chat.trained[-1], notes=notes)
 
 
 class _Rendering:
@@ -142,20 +152,23 @@ def _unstable(index: int, whole: str, prefix: str) -> str:
 
 @contextmanager
 def _time_limit() -> Iterator[None]:
-    """Interrupts Python code (which a template becomes) after TEMPLATE_SECONDS; needs the main thread of its process."""
+    """Interrupt Python code (which a template becomes) after TEMPLATE_SECONDS of CPU time; needs the main thread of its process.
+
+    CPU time, because a busy machine must not decide which rows are bad.
+    """
     assert threading.current_thread() is threading.main_thread(), "signals reach the main thread alone"
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise _TemplateTimeoutError
 
-    before = signal.signal(signal.SIGALRM, stop)
+    before = signal.signal(signal.SIGVTALRM, stop)
     try:
-        signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
+        signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS)
         try:
             yield
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     except _TemplateTimeoutError:
-        raise RowError(f"the chat template runs for more than {TEMPLATE_SECONDS:.0f} seconds") from None
+        raise RowError(f"the chat template runs for more than {TEMPLATE_SECONDS:.0f} seconds of CPU time") from None
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGVTALRM, before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, cast
+from typing import Any
 
 from fsdp_tune.data.formats import Chat, Example, Ids, Text
 
@@ -20,16 +20,6 @@ def _content(example: Example) -> list[Any]:
         case Text():
             return ["text", example.prompt + example.completion]
         case Chat():
-            return ["chat", _without_nulls(example.messages), _without_nulls(example.tools or [])]
+            return ["chat", example.messages, example.tools or []]
         case Ids():
             return ["ids", list(example.input_ids)]
-
-
-def _without_nulls(value: Any) -> Any:
-    """Parquet and Arrow give every message every key, null where a JSON row leaves it out."""
-    if isinstance(value, dict):
-        mapping = cast(dict[Any, Any], value)
-        return {str(key): _without_nulls(item) for key, item in mapping.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in cast(list[Any], value)]
-    return value

@@ -63,6 +63,7 @@ def data_notices(recipe: Recipe, inputs: Sequence[Input], report: dict[str, Any]
         *_length_notices(recipe, report),
         *_end_notices(inputs, report),
         *_text_notices(report),
+        *_chat_notices(report["notes"]),
     ]
     return [{"code": notice.code, "message": notice.message, "hint": notice.hint} for notice in notices]
 
@@ -125,7 +126,7 @@ def _length_notices(recipe: Recipe, report: dict[str, Any]) -> Iterator[Notice]:
 
 
 def _end_notices(inputs: Sequence[Input], report: dict[str, Any]) -> Iterator[Notice]:
-    eos, bos = report["eos"], report["bos"]
+    eos = report["eos"]
     if missing := eos["examples"] - eos["supervised"]:
         yield Notice(
             "eos-untrained",
@@ -138,8 +139,8 @@ def _end_notices(inputs: Sequence[Input], report: dict[str, Any]) -> Iterator[No
             f"the chat template does not end answers with `{eos['token']}`: it was added after {appended:,} conversations",
             hint="if answers end with another token, name that one in `model.tokens.eos`, or generation will not stop there",
         )
-    if bos and bos["more"]:
-        yield Notice("bos-twice", f"{bos['more']:,} examples hold the beginning of sequence more than once", hint="look at the texts")
+    if repeated := report["bos_repeated_in_text"]:
+        yield Notice("bos-twice", f"{repeated:,} examples hold the beginning of sequence more than once", hint="look at the texts")
     if any(opened.settings.template is not None and "strftime_now" in opened.settings.template for opened in inputs):
         yield Notice("dated-template", "the chat template writes today's date: prepared data keep the date of their preparation")
 
@@ -160,3 +161,32 @@ def _text_notices(report: dict[str, Any]) -> Iterator[Notice]:
         )
     for prompt in sorted({account["alpaca_prompt"] for account in report["inputs"] if account["alpaca_prompt"]}):
         yield Notice("alpaca-prompt", f"alpaca rows are written with {prompt}")
+
+
+def _chat_notices(notes: dict[str, dict[str, Any]]) -> Iterator[Notice]:
+    if unrendered := notes.get("not-rendered"):
+        yield Notice(
+            "not-rendered",
+            f"the chat template leaves out: {_listed(unrendered)}",
+            hint=f"choose another `data.chat_template` if the model needs them; {_first_of_all(unrendered)}",
+        )
+    if unanswered := notes.get("unanswered-turns"):
+        yield Notice(
+            "unanswered-turns",
+            f"turns after the last answer were left out, in conversations that end with: {_listed(unanswered)}",
+            hint=_first_of_all(unanswered),
+        )
+    if marked := notes.get("mark-without-effect"):
+        yield Notice(
+            "mark-without-effect",
+            f"`train` and `weight` only exclude messages; marked as trained, but not selected by `loss_on`: {_listed(marked)}",
+            hint=_first_of_all(marked),
+        )
+
+
+def _listed(details: dict[str, Any]) -> str:
+    return ", ".join(f"{detail} ({_counted(rows)})" for detail, rows in details.items())
+
+
+def _first_of_all(details: dict[str, Any]) -> str:
+    return _first(next(iter(details.values())))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from fsdp_tune.data.json_rows import kind_of
+from fsdp_tune.data.conversations import Message, read_messages, read_sharegpt, read_tools, take_training_mark
+from fsdp_tune.data.json_rows import ColumnError, RowError, kind_of
+from fsdp_tune.data.notes import Note
 from fsdp_tune.data.store import IGNORE_INDEX
 
 COLUMNS = {
@@ -29,19 +30,6 @@ LOSS_ON = {
 }
 """What can be trained in each format; the first is what `auto` means."""
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-ROLE_OF_SHAREGPT = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-}
-
 # Stanford Alpaca's two prompts, letter by letter: github.com/tatsu-lab/stanford_alpaca, train.py, PROMPT_DICT.
 STANFORD_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -52,18 +40,6 @@ STANFORD_WITHOUT_INPUT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:"
 )
-
-
-class RowError(ValueError):
-    """One row that cannot be used; its text is the reason. The caller knows file and line."""
-
-
-class _ColumnError(Exception):
-    """What is wrong with a column, until its name in the file is known."""
-
-    def __init__(self, column: str, what: str) -> None:
-        super().__init__(column, what)
-        self.column, self.what = column, what
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +55,12 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     trained: tuple[bool, ...] | None
     """Per message; None = every token of the conversation."""
     tools: list[Any] | None = None
+    notes: tuple[Note, ...] = field(default=(), repr=False, compare=False)
+    """What was left out or had no effect when the row was read. Not in `repr`, by which rows are held out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +83,8 @@ class Settings:
     separator: str
     append_eos: bool
     vocabulary_size: int
+    roles: Mapping[str, str] = field(default_factory=dict[str, str])
+    """`data.roles`: roles that the rows use, to those that templates know."""
     names_in_file: Mapping[str, str] = field(default_factory=dict[str, str])
     """Of columns that the recipe renames: people look for the old name in their file."""
 
@@ -112,7 +92,7 @@ class Settings:
         """RowError when the row does not hold what the format needs."""
         try:
             return self._example(row)
-        except _ColumnError as error:
+        except ColumnError as error:
             raise RowError(f"column `{self.names_in_file.get(error.column, error.column)}` {error.what}") from error
 
     def _example(self, row: dict[str, Any]) -> Example:
@@ -124,17 +104,16 @@ class Settings:
             case "alpaca":
                 return self._alpaca(row)
             case "messages":
-                return self._chat(_messages(row, "messages"), row)
+                return self._chat(read_messages(row, "messages", self.roles), row)
             case "sharegpt":
-                return self._chat(_sharegpt(row), row)
+                return self._chat(read_sharegpt(row, self.roles), row)
             case _:
                 return self._ids(row)
 
     def _prompt_completion(self, row: dict[str, Any]) -> Text | Chat:
         if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):  # both are chats, as in TRL
-            asked, answered = _messages(row, "prompt"), _messages(row, "completion")
-            trained = tuple(message["role"] == "assistant" for message in answered)
-            return self._checked_chat([*asked, *answered], (*(False for _ in asked), *trained), row)
+            prompt, completion = (read_messages(row, column, self.roles) for column in ("prompt", "completion"))
+            return self._chat([*prompt, *completion], row, first_answer=len(prompt))
         completion = _text(row, "completion")
         if not completion.strip():
             raise RowError("the completion is empty")
@@ -153,30 +132,32 @@ class Settings:
         filled = prompt.format_map({"instruction": instruction, "input": more})
         return Text(filled, output, train_prompt=self.loss_on == "all", fixed_prompt=True)
 
-    def _chat(self, messages: list[dict[str, Any]], row: dict[str, Any]) -> Chat:
-        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    def _chat(self, messages: list[Message], row: dict[str, Any], first_answer: int = 0) -> Chat:
+        """Answers before message `first_answer` are context. Messages after the last answer are dropped unless all is trained."""
+        marks = [take_training_mark(message, index) for index, message in enumerate(messages, 1)]
+        answers = [index for index in range(first_answer, len(messages)) if messages[index]["role"] == "assistant"]
+        if not answers:
+            raise RowError("no message is from the assistant: there is no answer to learn")
+        tools = read_tools(row)
+        if self.loss_on == "all":
+            if False in marks:
+                raise RowError(f"message {marks.index(False) + 1} is marked as not trained, and `loss_on: all` trains every message")
+            return Chat(messages, None, tools)
         wanted = answers[-1:] if self.loss_on == "last_assistant" else answers
-        trained = tuple(index in wanted and messages[index].get("weight", 1) != 0 for index in range(len(messages)))
-        return self._checked_chat(messages, trained, row)
-
-    def _checked_chat(self, messages: list[dict[str, Any]], trained: tuple[bool, ...], row: dict[str, Any]) -> Chat:
-        if messages[-1]["role"] != "assistant":
-            raise RowError(f"the last message is from `{messages[-1]['role']}`: there is no answer to learn")
-        tools = row.get("tools")
-        if isinstance(tools, str):
-            try:
-                tools = json.loads(tools)
-            except ValueError as error:
-                raise _ColumnError("tools", f"holds text that is no JSON: {error}") from error
-        return Chat(messages, None if self.loss_on == "all" else trained, tools or None)
+        kept = messages[: answers[-1] + 1]
+        trained = tuple(index in wanted and marks[index] is not False for index in range(len(kept)))
+        notes = [Note("mark-without-effect", f"`{messages[at]['role']}`") for at, mark in enumerate(marks) if mark and at not in wanted]
+        if len(kept) < len(messages):
+            notes.append(Note("unanswered-turns", f"`{messages[-1]['role']}`"))
+        return Chat(kept, trained, tools, tuple(dict.fromkeys(notes)))
 
     def _ids(self, row: dict[str, Any]) -> Ids:
         ids = _numbers(row, "input_ids")
         outside = next((number for number in ids if not 0 <= number < self.vocabulary_size), None)
         if outside is not None:
-            raise _ColumnError("input_ids", f"holds {outside}, and the tokenizer has {self.vocabulary_size} tokens")
+            raise ColumnError("input_ids", f"holds {outside}, and the tokenizer has {self.vocabulary_size} tokens")
         if not all(_numbers(row, "attention_mask", len(ids)) if row.get("attention_mask") is not None else ()):
-            raise _ColumnError("attention_mask", "holds zeros: leave the padding out of `input_ids`")
+            raise ColumnError("attention_mask", "holds zeros: leave the padding out of `input_ids`")
         for column in ("completion_mask", "assistant_masks"):
             if row.get(column) is not None:
                 return Ids(ids, [mask != 0 for mask in _numbers(row, column, len(ids))])
@@ -185,7 +166,7 @@ class Settings:
         labels = _numbers(row, "labels", len(ids))
         wrong = next((at for at, label in enumerate(labels) if label not in (IGNORE_INDEX, ids[at])), None)
         if wrong is not None:
-            raise _ColumnError(
+            raise ColumnError(
                 "labels",
                 f"holds {labels[wrong]} at position {wrong} where `input_ids` holds {ids[wrong]}: "
                 "labels are the same ids, or -100 where not trained, and not shifted",
@@ -202,76 +183,18 @@ def _text(row: dict[str, Any], column: str) -> str:
         raise RowError(f"it has no column `{column}`")
     value = row[column]
     if not isinstance(value, str):
-        raise _ColumnError(column, f"holds {kind_of(value)} and not text")
+        raise ColumnError(column, f"holds {kind_of(value)} and not text")
     return value
 
 
 def _numbers(row: dict[str, Any], column: str, length: int | None = None) -> list[int]:
     value: object = row.get(column)
     if not isinstance(value, list):
-        raise _ColumnError(column, f"holds {kind_of(value)} and not a list of whole numbers")
+        raise ColumnError(column, f"holds {kind_of(value)} and not a list of whole numbers")
     numbers = cast(list[Any], value)
     wrong = next((at for at, number in enumerate(numbers) if type(number) is not int), None)
     if wrong is not None:
-        raise _ColumnError(column, f"holds {kind_of(numbers[wrong])} at position {wrong}: it takes whole numbers alone")
+        raise ColumnError(column, f"holds {kind_of(numbers[wrong])} at position {wrong}: it takes whole numbers alone")
     if length is not None and len(numbers) != length:
-        raise _ColumnError(column, f"holds {len(numbers)} numbers, and `input_ids` {length}")
+        raise ColumnError(column, f"holds {len(numbers)} numbers, and `input_ids` {length}")
     return numbers
-
-
-def _turns(row: dict[str, Any], column: str) -> list[Any]:
-    value: object = row.get(column)
-    if not isinstance(value, list) or not value:
-        raise _ColumnError(column, f"holds {'an empty list' if value == [] else kind_of(cast(object, value))} and not a list of messages")
-    return cast(list[Any], value)
-
-
-def _messages(row: dict[str, Any], column: str) -> list[dict[str, Any]]:
-    return [_message(message, index) for index, message in enumerate(_turns(row, column), 1)]
-
-
-def _message(value: object, index: int) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise RowError(f"message {index} is {kind_of(value)} and not an object")
-    message = {key: part for key, part in cast(dict[str, Any], value).items() if part is not None}  # Arrow fills gaps with null
-    role = message.get("role")
-    if role not in ROLES:
-        raise RowError(f"message {index} has the unknown role `{role}`; known: {', '.join(ROLES)}")
-    content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        return message | {"content": ""}
-    if isinstance(content, list):
-        content = _joined_parts(cast(list[Any], content), index)
-    if not isinstance(content, str):
-        raise RowError(f"message {index}: `content` holds {kind_of(content)} and not text")
-    if role == "assistant" and not content.strip() and not message.get("tool_calls"):
-        raise RowError(f"message {index}: the answer is empty")
-    return message | {"content": content}
-
-
-def _joined_parts(parts: list[Any], index: int) -> str:
-    texts: list[str] = []
-    for part in parts:
-        text = cast(dict[str, Any], part).get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str):
-            raise RowError(f"message {index}: a part of its content is not text (images and sound are not trained here)")
-        texts.append(text)
-    return "".join(texts)
-
-
-def _sharegpt(row: dict[str, Any]) -> list[dict[str, Any]]:
-    turns = _turns(row, "conversations")
-    if isinstance(turns[0], dict) and "role" in turns[0]:
-        return _messages(row, "conversations")
-    messages: list[dict[str, Any]] = []
-    for index, turn in enumerate(turns, 1):
-        if not isinstance(turn, dict):
-            raise RowError(f"message {index} is {kind_of(turn)} and not an object")
-        speaker, text = cast(dict[str, Any], turn).get("from"), cast(dict[str, Any], turn).get("value")
-        if speaker not in ROLE_OF_SHAREGPT:
-            raise RowError(f"message {index} is from the unknown speaker `{speaker}`; known: {', '.join(ROLE_OF_SHAREGPT)}")
-        messages.append(_message({"role": ROLE_OF_SHAREGPT[speaker], "content": text}, index))
-    system = row.get("system")
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
-    return messages

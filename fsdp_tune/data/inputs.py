@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_tune.data.encoder import Encoder
-from fsdp_tune.data.formats import COLUMNS, LOSS_ON, RowError, Settings, matching_formats
-from fsdp_tune.data.json_rows import BadRow
+from fsdp_tune.data.formats import COLUMNS, LOSS_ON, Settings, matching_formats
+from fsdp_tune.data.json_rows import BadRow, RowError
 from fsdp_tune.data.sources import Source, find_source
 from fsdp_tune.data.templates import BUNDLED, resolve_template
 from fsdp_tune.data.tokenise import RawRow
@@ -141,7 +141,7 @@ def _settings(recipe: Recipe, source: Source, columns: Sequence[str], encoder: E
     append_eos = format_ != "tokenized" if data.append_eos == "auto" else data.append_eos
     loss_on = possible[0] if wanted == "auto" else wanted
     names = {new: old for old, new in entry.rename_columns.items()}
-    return Settings(format_, loss_on, template, data.separator, append_eos, encoder.vocabulary_size, names)
+    return Settings(format_, loss_on, template, data.separator, append_eos, encoder.vocabulary_size, data.roles, names)
 
 
 def _format(wanted: str, source: Source, columns: Sequence[str]) -> str:

@@ -24,6 +24,18 @@ class BadRow:
     column: int | None = None
 
 
+class RowError(ValueError):
+    """One row that cannot be used; its text is the reason. The caller knows file and line."""
+
+
+class ColumnError(Exception):
+    """What is wrong with a column, before its name in the file is known."""
+
+    def __init__(self, column: str, what: str) -> None:
+        super().__init__(column, what)
+        self.column, self.what = column, what
+
+
 NumberedRow = tuple[int, dict[str, Any]]
 
 

@@ -19,8 +19,9 @@ import numpy as np
 from fsdp_tune.data.chat import RenderedChat, render_chat
 from fsdp_tune.data.content import content_hash
 from fsdp_tune.data.encoder import Encoder
-from fsdp_tune.data.formats import Chat, Example, Ids, RowError, Settings, Text
-from fsdp_tune.data.json_rows import BadRow
+from fsdp_tune.data.formats import Chat, Example, Ids, Settings, Text
+from fsdp_tune.data.json_rows import BadRow, RowError
+from fsdp_tune.data.notes import Note, RowNotes
 from fsdp_tune.data.store import Int32, Int64, Mask
 from fsdp_tune.errors import failed_error
 
@@ -63,7 +64,8 @@ class Tokenised:
     untrained: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """File and row of examples without a single token to train."""
     counts: Counter[str] = field(default_factory=Counter[str])
-    """rows, eos_supervised, eos_appended_to_chat, bos_once, bos_more, apart, no_space."""
+    """rows, eos_supervised, eos_appended_to_chat, bos_once, bos_more, bos_repeated_in_text, apart, no_space."""
+    notes: RowNotes = field(default_factory=RowNotes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ class _Chunk:
         self.bad: list[tuple[int, BadRow]] = []
         self.untrained: list[tuple[int, int]] = []
         self.counts: Counter[str] = Counter()
+        self.notes = RowNotes()
 
     def encode_chats(self, chats: list[tuple[RawRow, Chat]]) -> Iterator[tuple[RenderedChat, list[list[int]]] | None]:
         """All conversations rendered, then encoded in one call, which uses all cores; None where one cannot be rendered."""
@@ -136,17 +139,19 @@ class _Chunk:
             self.bad.append((row.file, BadRow(row.number, str(error))))
             return
         self.counts["eos_appended_to_chat"] += tokens.eos_appended
-        self._keep(row, chat, tokens.ids, tokens.trained)
+        self._keep(row, chat, tokens.ids, tokens.trained, (*chat.notes, *rendered.notes))
 
     def add(self, row: RawRow, example: Example, ids: list[int], trained: list[bool]) -> None:
         self._keep(row, example, *self._ended(ids, trained, self._settings[row.source]))
 
-    def _keep(self, row: RawRow, example: Example, ids: list[int], trained: list[bool]) -> None:
+    def _keep(self, row: RawRow, example: Example, ids: list[int], trained: list[bool], notes: tuple[Note, ...] = ()) -> None:
         supervised = sum(trained[1:])
         if not supervised:
             self.untrained.append((row.file, row.number))
             return
-        self._count(ids, trained)
+        self._count(ids, trained, is_chat=isinstance(example, Chat))
+        for note in notes:
+            self.notes.add(note, row.file, row.number)
         self._ids += ids
         self._trained += trained
         self._rows.append((len(ids), supervised, row.source, row.file, row.number))
@@ -160,7 +165,7 @@ class _Chunk:
             return ids, [*trained[:-1], True]
         return [*ids, self._encoder.eos_id], [*trained, True]
 
-    def _count(self, ids: list[int], trained: list[bool]) -> None:
+    def _count(self, ids: list[int], trained: list[bool], *, is_chat: bool) -> None:
         encoder = self._encoder
         backwards = zip(reversed(ids), reversed(trained), strict=True)  # it stands at the end, so it is found at once
         self.counts["eos_supervised"] += any(flag and token == encoder.eos_id for token, flag in backwards)
@@ -168,6 +173,7 @@ class _Chunk:
             found = ids.count(encoder.bos_id)
             self.counts["bos_once"] += found == 1
             self.counts["bos_more"] += found > 1
+            self.counts["bos_repeated_in_text"] += found > 1 and not is_chat  # in a chat the template puts them there
 
     def finish(self) -> Tokenised:
         table = np.array(self._rows, np.int64).reshape(-1, 5)
@@ -182,6 +188,7 @@ class _Chunk:
             bad=self.bad,
             untrained=self.untrained,
             counts=self.counts,
+            notes=self.notes,
         )
 
 

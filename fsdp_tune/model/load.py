@@ -202,7 +202,9 @@ def _place_what_fsdp_leaves(recipe: Recipe, model: PreTrainedModel, device: torc
     """On the device, also where parameters are offloaded: FSDP2 fetches its units from the host and nothing else, so that buffers and
     ignored parameters are used where they lie."""
     for name in ignored_module_names(recipe, model):
-        model.get_submodule(name).to(device)
+        module = model.get_submodule(name)
+        if any(parameter.device != device for parameter in module.parameters()):
+            module.to(device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

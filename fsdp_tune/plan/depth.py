@@ -10,6 +10,7 @@ Layers are counted in stretches of one period. Stretch 0 is repeated: it becomes
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,13 +30,45 @@ class DepthError(ValueError):
     """The traced layers do not repeat, so that the missing ones cannot be filled in: trace the whole depth."""
 
 
-def layers_to_trace(layers: int, period: int, *, reach: int = 1) -> int:
-    """How many layers `full_depth` needs; all of them where that is no less.
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Which decoder layers are left out of a trace, because they equal the ones before them."""
 
-    `reach`: how many layers ahead a layer works (depth of the prefetch).
+    period: int
+    """Layers after which the pattern repeats."""
+    first: int
+    """Index of the first layer of the stretch that `full_depth` repeats."""
+    missing: int
+    """How many layers are left out, after that stretch: a multiple of the period."""
+
+    @property
+    def dropped(self) -> range:
+        return range(self.first + self.period, self.first + self.period + self.missing)
+
+
+def repeated_layers(signatures: Sequence[Hashable], *, reach: int = 1) -> Repeated | None:
+    """Return the layers that need no trace of their own, as many as possible; None where every layer must be traced.
+
+    Layers with equal signatures do the same thing. `reach`: how many layers ahead a layer works (depth of the prefetch).
     """
-    fewest = (2 * max(_MARGIN, reach + 1) + 1) * period
-    return min(layers, fewest + (layers - fewest) % period)
+    margin = max(_MARGIN, reach + 1)
+    stretches = 2 * margin + 1
+    best: Repeated | None = None
+    for period in range(1, len(signatures) // (stretches + 1) + 1):
+        for begin, end in _periodic_runs(signatures, period):
+            missing = (end - begin - stretches * period) // period * period
+            if missing > (best.missing if best else 0):
+                best = Repeated(period, begin + margin * period, missing)
+    return best
+
+
+def _periodic_runs(signatures: Sequence[Hashable], period: int) -> Iterator[tuple[int, int]]:
+    """Yield the longest ranges in which each signature equals the one `period` before it."""
+    begin = 0
+    for index in range(period, len(signatures) + 1):
+        if index == len(signatures) or signatures[index] != signatures[index - period]:
+            yield begin, index
+            begin = index - period + 1
 
 
 def full_depth(trace: Trace) -> Trace:
@@ -61,7 +94,7 @@ class _Splice:
     def __init__(self, trace: Trace, missing: int) -> None:
         self.trace, self.missing, self.period = trace, missing, trace.period
         self.copies = missing // trace.period
-        self.first = (trace.traced_layers // trace.period - 1) // 2 * trace.period  # first layer of stretch 0
+        self.first = trace.first_repeated
         self.places, self.stretches = self._runs()
         self.sweeps = self._sweeps()
         self.shifts = np.cumsum([0, *(self.copies * (sweep.end - sweep.begin) for sweep in self.sweeps)])

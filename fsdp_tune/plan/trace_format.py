@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from fsdp_tune.atomic import write_file
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 Records = npt.NDArray[Any]
 
@@ -156,6 +156,8 @@ class Trace:
     traced_layers: int
     period: int = 1
     """Decoder layers after which the pattern of layers repeats (2 when every second one is recomputed)."""
+    first_repeated: int = 0
+    """The first of the `period` traced layers that stand for those that were not traced."""
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     """What the trace assumed: attention kernel, versions, `config` (the model's config as a mapping)."""
 
@@ -178,6 +180,7 @@ class Trace:
             "shapes": asdict(self.shapes),
             "traced_layers": self.traced_layers,
             "period": self.period,
+            "first_repeated": self.first_repeated,
             "facts": self.facts,
         }
         buffer = io.BytesIO()
@@ -206,6 +209,7 @@ class Trace:
             shapes=Shapes(**head["shapes"]),
             traced_layers=head["traced_layers"],
             period=head["period"],
+            first_repeated=head["first_repeated"],
             facts=head["facts"],
         )
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Tag
 
 from fsdp_tune.recipe.effects import DATA, FREE, MEMORY, NOTHING, NUMBERS, REFUSED, TIME, Effect
-from fsdp_tune.recipe.kinds import Auto, DataFormat, Fraction, LossOn, Positive, Section, Text, Whole
+from fsdp_tune.recipe.kinds import Auto, ChatRole, DataFormat, Fraction, LossOn, Positive, Section, Text, Whole
 
 
 class Tokens(Section):
@@ -149,6 +149,8 @@ class Data(Section):
     """Which tokens are trained; auto: text all, prompt_completion and alpaca completion, chats assistant."""
     chat_template: Annotated[Text | None, Effect(DATA, REFUSED)] = None
     """null = the tokenizer's | bundled name | file.jinja | hub id; chats with none are an error."""
+    roles: Annotated[dict[str, ChatRole], Effect(DATA, REFUSED)] = {}
+    """{role in the rows: known role}, for chats whose speakers have other names; `function_call` is a call as JSON text."""
     max_length: Annotated[Whole, Effect(DATA | MEMORY | TIME, REFUSED)] = 2048
     """Tokens of one row; longer rows follow `overlong`."""
     overlong: Annotated[Literal["auto", "truncate", "drop", "split", "error"], Effect(DATA, REFUSED)] = "auto"

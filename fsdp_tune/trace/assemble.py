@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -15,6 +14,7 @@ from fsdp_tune.model.build import TORCH_DTYPE
 from fsdp_tune.model.experts import active_parameters
 from fsdp_tune.model.float8 import plan_fp8
 from fsdp_tune.model.units import decoder_layers
+from fsdp_tune.plan.depth import Repeated
 from fsdp_tune.plan.trace_format import COLLECTIVE, EVENT, OP, WAIT, Counts, Shapes, Trace, Unit
 from fsdp_tune.recipe.fp8_rules import gathers_in_fp8
 from fsdp_tune.recipe.schema import Recipe
@@ -23,8 +23,10 @@ from fsdp_tune.trace.slices import most_tokens
 from fsdp_tune.trace.step import STEPS, Run
 
 
-def assemble(recipe: Recipe, config: PreTrainedConfig, run: Run, counts: Counts, units: tuple[Unit, ...], *, period: int) -> Trace:
-    """`config` is the one that ran; `counts` and `units` are of the whole model."""
+def assemble(
+    recipe: Recipe, config: PreTrainedConfig, run: Run, counts: Counts, units: tuple[Unit, ...], repeated: Repeated | None
+) -> Trace:
+    """Return the trace of a run. `config`, `counts` and `units` are those of the full model."""
     recorder = run.recorder
     events = np.array(recorder.events, EVENT)
     events["kind"] = np.array(recorder.kinds, np.int8)[events["block"]]
@@ -53,7 +55,8 @@ def assemble(recipe: Recipe, config: PreTrainedConfig, run: Run, counts: Counts,
             replicate_size=replicate if recipe.is_sharded else recipe.world_size,
         ),
         traced_layers=run.layers,
-        period=period,
+        period=repeated.period if repeated else 1,
+        first_repeated=repeated.first if repeated else 0,
         facts={
             "attention": sorted(run.attention),
             "slice_tokens": most_tokens(counts.vocabulary) if run.loaded.kernels["kernels.loss"].value == "chunked" else None,
@@ -77,8 +80,8 @@ def _waits(waits: list[tuple[int, int, int, int]], events: Any) -> Any:
     return table
 
 
-def count(config: PreTrainedConfig, model: PreTrainedModel) -> Counts:
-    """Of a whole model on the meta device."""
+def count(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel) -> Counts:
+    """Return the counts of the full model, which is on the meta device."""
     parameters = list(model.parameters())
     heads = int(getattr(config, "num_attention_heads", 0) or 0)
     hidden = int(getattr(config, "hidden_size", 0) or 0)
@@ -89,7 +92,7 @@ def count(config: PreTrainedConfig, model: PreTrainedModel) -> Counts:
         active_parameters=active_parameters(config, model.named_parameters()),
         trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        layers=len(decoder_layers(model)),
+        layers=len(decoder_layers(model, recipe.layer_classes)),
         hidden_size=hidden,
         attention_heads=heads,
         head_dim=int(getattr(config, "head_dim", None) or (hidden // heads if heads else 0)),
@@ -98,46 +101,9 @@ def count(config: PreTrainedConfig, model: PreTrainedModel) -> Counts:
     )
 
 
-def deepened(
-    recipe: Recipe, counts: Counts, units: tuple[Unit, ...], layers: int, model: PreTrainedModel
-) -> tuple[Counts, tuple[Unit, ...]]:
-    """The counts and units of the model with `layers` layers: the missing ones are like the middle one, which is cut out below."""
-    missing = layers - counts.layers
-    if not missing:
-        return counts, units
-    name, middle = decoder_layers(model)[counts.layers // 2]
-    own = list(middle.parameters())
-    active = active_parameters(model.config, middle.named_parameters(prefix=name))
-    more = replace(
-        counts,
-        parameters=counts.parameters + missing * sum(p.numel() for p in own),
-        active_parameters=None if active is None or counts.active_parameters is None else counts.active_parameters + missing * active,
-        trained_parameters=counts.trained_parameters + missing * sum(p.numel() for p in own if p.requires_grad),
-        parameter_bytes=counts.parameter_bytes + missing * sum(p.numel() * p.element_size() for p in own),
-        layers=layers,
-    )
-    of_layers = [unit for unit in units if unit.layer >= 0]
-    if not of_layers:
-        root = units[-1]
-        of_layer = _unit(recipe, model, (name,), -1, set(), _ids_gathered_in_fp8(recipe, model)).gathered_bytes
-        added = more.parameters - counts.parameters
-        grown = replace(
-            root,
-            parameters=root.parameters + added,
-            parameter_bytes=root.parameter_bytes + more.parameter_bytes - counts.parameter_bytes,
-            gathered_bytes=root.gathered_bytes + missing * of_layer,
-        )
-        return more, (*units[:-1], grown)
-    prefix = name.rpartition(".")[0]
-    like = next((unit for unit in of_layers if unit.layer == counts.layers // 2), of_layers[-1])
-    copies = [replace(like, name=f"{prefix}.{index}", layer=index) for index in range(counts.layers, layers)]
-    last = units.index(of_layers[-1]) + 1
-    return more, (*units[:last], *copies, *units[last:])
-
-
 def unit_list(recipe: Recipe, model: PreTrainedModel, groups: tuple[tuple[str, ...], ...]) -> tuple[Unit, ...]:
     """The units of the whole model in the order of wrapping, the root last; one 'unit' for plain DDP."""
-    layer_of = {name: index for index, (name, _) in enumerate(decoder_layers(model))}
+    layer_of = {name: index for index, (name, _) in enumerate(decoder_layers(model, recipe.layer_classes))}
     taken: set[int] = set()
     in_fp8 = _ids_gathered_in_fp8(recipe, model)
     units = [_unit(recipe, model, group, layer_of.get(group[0], -1), taken, in_fp8) for group in groups]

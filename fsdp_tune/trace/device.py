@@ -94,13 +94,17 @@ class Stream:
         clock.wait(0, self.index, clock.now)
 
 
+def current_stream(*_device: Any) -> Stream:
+    return Stream(index=clock.streams[-1])
+
+
 class _Module(_DummyBackendModule):
     """What `torch.cuda` is to CUDA."""
 
     Stream, Event = Stream, Event
 
     def current_stream(self, *_device: Any) -> Stream:
-        return Stream(index=clock.streams[-1])
+        return current_stream()
 
     @contextlib.contextmanager
     def stream(self, stream: Stream | None) -> Iterator[None]:

@@ -1,44 +1,37 @@
-"""The recipe's model on the fake device, wrapped by the worker's own code, with as many decoder layers as asked for."""
+"""The recipe's model for a trace: on the meta device with every layer, then on the fake device."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from fsdp_tune.errors import usage_error
+from fsdp_tune.model.attention import has_variable_lengths
 from fsdp_tune.model.build import attention, build_empty
 from fsdp_tune.recipe.schema import Recipe
 
-# Packages of their own, which the planning machine rarely has; their memory is that of torch's flash attention.
-_FLASH = {"flash_attention_2", "flash_attention_3", "flash_attention_4"}
 
+def build_traced(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> tuple[Recipe, PreTrainedModel]:
+    """Return the recipe to trace and its model on the meta device.
 
-def truncated(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """The same model with its first `layers` decoder layers."""
-    config = copy.deepcopy(config)
-    config.num_hidden_layers = layers
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        config.layer_types = kinds[:layers]
-    return config
-
-
-def period(recipe: Recipe, config: PreTrainedConfig) -> int:
-    """After how many decoder layers the pattern repeats: kinds of attention, and which layers are recomputed."""
-    kinds: list[str] = list(getattr(config, "layer_types", None) or [])
-    length = next((n for n in range(1, len(kinds) + 1) if all(kinds[i] == kinds[i - n] for i in range(n, len(kinds)))), 1)
-    every = recipe.fsdp.activation_checkpointing_every if recipe.fsdp.activation_checkpointing != "none" else 1
-    return length * every if length % every else length
-
-
-def on_fake_device(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None, device: torch.device) -> PreTrainedModel:
-    """Call under a FakeTensorMode: every parameter and buffer gets a fake storage on `device`; ties stay ties."""
-    if attention(recipe, config) in _FLASH:
-        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attn_implementation": "sdpa"})})
+    A FlashAttention package becomes torch's own kernel, which allocates the same: the machine that plans rarely has the package.
+    Raises: FsdpTuneError (exit 2) for a model that does not support FlashAttention.
+    """
+    if not has_variable_lengths(attention(recipe, config)):
+        return recipe, build_empty(recipe, config, vocabulary=vocabulary)
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attn_implementation": "sdpa"})})
     model = build_empty(recipe, config, vocabulary=vocabulary)
+    if not model._supports_flash_attn:
+        message = f"`model.attn_implementation`: {type(model).__name__} does not support FlashAttention"
+        raise usage_error("model-refused", message, hint="--set model.attn_implementation=auto")
+    return recipe, model
+
+
+def on_fake_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Give every parameter and buffer of a meta model a fake storage on `device`, in place. Call under a FakeTensorMode; ties stay ties."""
     made: dict[int, Any] = {}
 
     def materialised(tensor: torch.Tensor) -> Any:

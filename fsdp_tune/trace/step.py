@@ -18,8 +18,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import _foreach_supported_types
-from transformers import PreTrainedConfig, masking_utils
+from transformers import PreTrainedModel
 
+from fsdp_tune.model import packed
 from fsdp_tune.model.float8 import convert_to_fp8
 from fsdp_tune.model.load import Loaded, wrap_whole
 from fsdp_tune.model.loss import auxiliary_loss_weight
@@ -59,14 +60,17 @@ def traced_micro_batches(recipe: Recipe) -> int:
     return min(2, recipe.training.gradient_accumulation_steps or 1)
 
 
-def run_step(recipe: Recipe, config: PreTrainedConfig, *, vocabulary: int | None = None) -> Run:
-    """Call inside `fake_world(recipe.world_size)`. `config` may have fewer layers than the recipe's model."""
+def run_step(recipe: Recipe, model: PreTrainedModel, *, is_masked: bool) -> Run:
+    """Run the training step of a model on the meta device, with all or some of its layers. Call inside `fake_world`.
+
+    `is_masked`: whether packed examples are kept apart by a mask.
+    """
     where = torch.device(device.DEVICE, 0)
     attention = CudaAttention()
     mesh = make_mesh(recipe, device.DEVICE)  # outside: a mesh holds the numbers of its ranks, which fake tensors have not
-    with FakeTensorMode(allow_non_fake_inputs=True), _packing(packed=recipe.data.packing), _no_garbage(), attention.installed():
+    with FakeTensorMode(allow_non_fake_inputs=True), _packing(is_masked=is_masked), _no_garbage(), attention.installed():
         recorder = Recorder(device.restart(), _groups(mesh), recipe.training.per_device_train_batch_size)
-        model = on_fake_device(recipe, config, vocabulary, where)
+        on_fake_device(model, where)
         convert_to_fp8(recipe, model, device.DEVICE)  # before modules are known by identity: these become others
         bare = Names.of(recipe, model)
         sharded = wrap_whole(recipe, model, mesh, where) if recipe.is_sharded else None
@@ -87,14 +91,9 @@ def _groups(mesh: Any) -> dict[str, int]:
     return {mesh.get_group(name).group_name: 0 if name == names[-1] else 1 for name in names}
 
 
-@contextlib.contextmanager
-def _packing(*, packed: bool) -> Iterator[None]:
-    """transformers looks into the position ids whether a row holds several examples, and takes a fake tensor for one that does."""
-    if packed:
-        yield
-        return
-    with mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
-        yield
+def _packing(*, is_masked: bool) -> contextlib.AbstractContextManager[Any]:
+    """Kernels that take the lengths of packed examples get no mask of them."""
+    return contextlib.nullcontext() if is_masked else mock.patch.object(packed, "example_numbers", return_value=None)
 
 
 @contextlib.contextmanager

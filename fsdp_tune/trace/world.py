@@ -22,7 +22,9 @@ def fake_world(size: int) -> Iterator[None]:
     autocast.install()
     dist.init_process_group(f"cpu:fake,{device.DEVICE}:fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        with mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks):
+        # FSDP2 waits there for units that were gathered and not needed, such as frozen ones below the last gradient.
+        on_accelerator = mock.patch.object(torch.accelerator, "current_stream", device.current_stream)
+        with on_accelerator, mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks):
             yield
     finally:
         dist.destroy_process_group()

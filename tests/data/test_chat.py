@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 import time
+from typing import Any
 
 import pytest
 
 from fsdp_tune.data import chat as chat_module
 from fsdp_tune.data.chat import ChatTokens, render_chat
-from fsdp_tune.data.formats import Chat, RowError
+from fsdp_tune.data.formats import Chat
+from fsdp_tune.data.json_rows import RowError
 from tests.data.support import CHATML, ByteEncoder
 
 LLAMA2 = (
@@ -150,11 +152,21 @@ def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
     assert "Range too big" in refused(conversation("a", "b"), "{% for x in range(10**10) %}{% endfor %}")
 
 
+def test_the_time_of_other_processes_does_not_count_for_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WaitingEncoder(ByteEncoder):
+        def render(self, *given: Any, **named: Any) -> str:
+            time.sleep(0.2)  # as a process that gets no CPU
+            return super().render(*given, **named)
+
+    monkeypatch.setattr(chat_module, "TEMPLATE_SECONDS", 0.1)
+    assert tokenised(conversation("a", "b"), CHATML, WaitingEncoder()).ids
+
+
 def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_module, "TEMPLATE_SECONDS", 0.3)
     endless = "{% for x in range(99999) %}{% for y in range(99999) %}{% endfor %}{% endfor %}"
     began = time.monotonic()
     assert "runs for more than" in refused(conversation("a", "b"), endless)
     assert time.monotonic() - began < 5
-    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from fsdp_tune.data.formats import Chat, Ids, RowError, Settings, Text, matching_formats
+from fsdp_tune.data.formats import Chat, Ids, Settings, Text, matching_formats
+from fsdp_tune.data.json_rows import RowError
+from fsdp_tune.data.notes import Note
 
 USER, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
 
@@ -89,9 +92,52 @@ def test_a_chat_trains_the_turns_that_were_asked_for(loss_on: str, trained: tupl
     assert example("messages", {"messages": [USER, ANSWER, USER, ANSWER]}, loss_on=loss_on).trained == trained
 
 
-def test_a_message_of_weight_zero_is_not_trained() -> None:
-    chat = example("messages", {"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER]}, loss_on="assistant")
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"train": False, "weight": 0}])
+def test_a_message_marked_as_not_trained_is_not_trained_and_the_mark_is_removed(mark: dict[str, Any]) -> None:
+    chat = example("messages", {"messages": [USER, ANSWER | mark, USER, ANSWER | {"weight": 1}]}, loss_on="assistant")
     assert chat.trained == (False, False, False, True)
+    assert chat.messages == [USER, ANSWER, USER, ANSWER]
+    turns = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"} | mark, {"from": "gpt", "value": "b"}]
+    assert example("sharegpt", {"conversations": turns}, loss_on="assistant").trained == (False, False, True)
+
+
+def test_marks_exclude_answers_from_a_conversational_completion_too() -> None:
+    row = {"prompt": [USER], "completion": [ANSWER | {"train": False}, USER, ANSWER]}
+    assert example("prompt_completion", row).trained == (False, False, False, True)
+
+
+def test_a_mark_as_trained_on_a_message_that_is_not_trained_is_noted() -> None:
+    chat = example("messages", {"messages": [USER | {"train": True}, ANSWER]}, loss_on="assistant")
+    assert chat.trained == (False, True)
+    assert chat.notes == (Note("mark-without-effect", "`user`"),)
+
+
+@pytest.mark.parametrize(
+    ("mark", "says"),
+    [
+        ({"weight": 0.5}, "message 2: `weight` is 0.5; it is 0 or 1"),
+        ({"train": "false"}, "message 2: `train` is 'false'; it is true or false"),
+        ({"train": True, "weight": 0}, "message 2: `train` and `weight` contradict each other"),
+    ],
+)
+def test_marks_that_cannot_be_honoured_are_refused(mark: dict[str, Any], says: str) -> None:
+    assert refused("messages", {"messages": [USER, ANSWER | mark]}, loss_on="assistant") == says
+
+
+def test_a_message_marked_as_not_trained_contradicts_loss_on_all() -> None:
+    assert "`loss_on: all` trains every message" in refused("messages", {"messages": [USER, ANSWER | {"train": False}]}, loss_on="all")
+
+
+@pytest.mark.parametrize(("loss_on", "trained"), [("assistant", (False, True)), ("last_assistant", (False, True))])
+def test_turns_after_the_last_answer_are_dropped_and_noted(loss_on: str, trained: tuple[bool, ...]) -> None:
+    chat = example("messages", {"messages": [USER, ANSWER, USER, USER]}, loss_on=loss_on)
+    assert (chat.messages, chat.trained) == ([USER, ANSWER], trained)
+    assert chat.notes == (Note("unanswered-turns", "`user`"),)
+
+
+def test_loss_on_all_keeps_the_turns_after_the_last_answer() -> None:
+    chat = example("messages", {"messages": [USER, ANSWER, USER]}, loss_on="all")
+    assert (len(chat.messages), chat.trained, chat.notes) == (3, None, ())
 
 
 @pytest.mark.parametrize(
@@ -100,7 +146,7 @@ def test_a_message_of_weight_zero_is_not_trained() -> None:
         ([], "an empty list and not a list of messages"),
         ("hello", "text and not a list of messages"),
         ([USER, "b"], "message 2 is text and not an object"),
-        ([USER], "the last message is from `user`: there is no answer to learn"),
+        ([USER], "no message is from the assistant: there is no answer to learn"),
         ([{"role": "wizard", "content": "x"}, ANSWER], "message 1 has the unknown role `wizard`"),
         ([USER, {"role": "assistant", "content": " "}], "message 2: the answer is empty"),
         ([USER, {"role": "assistant", "content": None}], "message 2: `content` holds null and not text"),
@@ -122,14 +168,66 @@ def test_an_answer_may_be_a_tool_call_and_tools_may_be_json_text() -> None:
     chat = example("messages", {"messages": [USER, call], "tools": '[{"name": "f"}]'}, loss_on="assistant")
     assert chat.messages[1]["content"] == ""
     assert chat.tools == [{"name": "f"}]
-    assert "no JSON" in refused("messages", {"messages": [USER, ANSWER], "tools": "["}, loss_on="assistant")
+    assert "not JSON" in refused("messages", {"messages": [USER, ANSWER], "tools": "["}, loss_on="assistant")
 
 
 def test_sharegpt_speakers_become_roles_and_a_system_column_comes_first() -> None:
     row = {"system": "be brief", "conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]}
     assert example("sharegpt", row, loss_on="assistant").messages == [{"role": "system", "content": "be brief"}, USER, ANSWER]
-    assert "unknown speaker `bing`" in refused("sharegpt", {"conversations": [{"from": "bing", "value": "b"}]}, loss_on="assistant")
+    assert "message 1 has the unknown role `bing`" in refused(
+        "sharegpt", {"conversations": [{"from": "bing", "value": "b"}]}, loss_on="assistant"
+    )
     assert example("sharegpt", {"conversations": [USER, ANSWER]}, loss_on="assistant").messages == [USER, ANSWER]
+
+
+def test_a_sharegpt_function_call_is_an_answer_with_tool_calls() -> None:
+    call = {"name": "weather", "arguments": {"city": "Rome", "unit": None}}
+    turns = [
+        {"from": "human", "value": "a?"},
+        {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "{}"},
+        {"from": "gpt", "value": "b"},
+    ]
+    chat = example("sharegpt", {"conversations": turns, "tools": '[{"name": "weather"}]'}, loss_on="assistant")
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}]
+    assert chat.messages[1] == {"role": "assistant", "content": "", "tool_calls": calls}
+    assert [message["role"] for message in chat.messages] == ["user", "assistant", "tool", "assistant"]
+    assert chat.trained == (False, True, False, True)
+    two = example("sharegpt", {"conversations": [turns[0], turns[1] | {"value": json.dumps([call, call])}]}, loss_on="assistant")
+    assert two.messages[1]["tool_calls"] == calls * 2
+
+
+@pytest.mark.parametrize("text", ["weather()", '{"arguments": {}}', "[]", "7"])
+def test_a_function_call_that_is_not_a_call_is_refused(text: str) -> None:
+    turns = [{"from": "human", "value": "a?"}, {"from": "function_call", "value": text}]
+    assert "message 2: a function call is JSON with `name` and `arguments`" in refused("sharegpt", {"conversations": turns})
+
+
+def test_roles_of_the_recipe_are_added_to_the_known_ones_and_win() -> None:
+    settings = Settings("sharegpt", "assistant", None, "", append_eos=True, vocabulary_size=9, roles={"bing": "assistant", "tool": "user"})
+    turns = [{"from": "tool", "value": "a?"}, {"from": "bing", "value": "b"}]
+    assert settings.example({"conversations": turns}).messages == [USER, ANSWER]
+    settings = Settings("messages", "assistant", None, "", append_eos=True, vocabulary_size=9, roles={"model": "assistant"})
+    assert settings.example({"messages": [USER, {"role": "model", "content": "b"}]}).messages == [USER, ANSWER]
+
+
+def test_a_system_column_that_contradicts_the_conversation_is_refused() -> None:
+    turns = [{"from": "system", "value": "be brief"}, {"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]
+    assert len(example("sharegpt", {"system": "be brief", "conversations": turns}, loss_on="assistant").messages) == 3
+    assert "another text than" in refused("sharegpt", {"system": "be long", "conversations": turns}, loss_on="assistant")
+
+
+def test_nulls_are_removed_at_every_depth_of_messages_and_tools() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"query": "x", "a": None, "b": {"c": None, "d": [1, None]}}}}
+    row = {
+        "messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call | {"id": None}]}],
+        "tools": [{"name": "f", "parameters": {"default": None, "type": "object"}}],
+    }
+    chat = example("messages", row, loss_on="assistant")
+    wanted = {"type": "function", "function": {"name": "f", "arguments": {"query": "x", "b": {"d": [1, None]}}}}
+    assert chat.messages[1]["tool_calls"] == [wanted]
+    assert chat.tools == [{"name": "f", "parameters": {"type": "object"}}]
+    assert example("messages", row | {"tools": json.dumps(row["tools"])}, loss_on="assistant").tools == chat.tools
 
 
 def test_tokenized_rows_say_what_is_trained() -> None:

@@ -116,6 +116,70 @@ def test_chats_that_the_template_ends_with_another_token_are_told(tmp_path: Path
     assert problems(tmp_path / "other", rows)[0].code == "no-chat-template"
 
 
+def test_a_template_that_writes_the_beginning_of_sequence_itself_is_not_reported(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": turns * 2}])
+    found = prepared(tmp_path, rows, encoder=ByteEncoder(template=CHATML, eos="<|im_end|>", bos="<|im_start|>"), max_length=200)
+    assert found.report["bos"] == {"once": 0, "more": 1, "examples": 1}
+    assert told(found) == {}
+
+
+def test_what_a_template_leaves_out_is_reported_once_with_counts(tmp_path: Path) -> None:
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    chats = [{"messages": [user | {"name": "Anna"}, answer]}, {"messages": [user, answer], "tools": [{"name": "f"}]}] * 2
+    chats.append({"messages": [user, answer | {"train": True}, user]})
+    rows = write_jsonl(tmp_path / "rows.jsonl", chats)
+    found = prepared(tmp_path, rows, encoder=ByteEncoder(template=CHATML, eos="<|im_end|>"), max_length=200)
+    assert found.train_rows == 5
+    assert told(found) == {
+        "not-rendered": "the chat template leaves out: `name` of `user` messages (2 rows), tools (2 rows)",
+        "unanswered-turns": "turns after the last answer were left out, in conversations that end with: `user` (1 row)",
+    }
+    assert found.report["notes"]["not-rendered"]["tools"] == {"rows": 2, "first": [f"{rows}:2", f"{rows}:4"]}
+
+
+def test_a_tool_call_that_the_template_ignores_names_its_row(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "get_weather", "arguments": {}}}]}
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "a"}, call]}])
+    first, _ = problems(tmp_path, rows, encoder=ByteEncoder(template=CHATML), max_length=200)
+    assert (first.where.line, first.message) == (1, "message 2: the chat template leaves out 'get_weather'")
+
+
+def test_roles_of_the_recipe_map_the_speakers_of_the_rows(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "a"}, {"from": "bing", "value": "b"}]
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"conversations": turns}])
+    encoder = ByteEncoder(template=CHATML, eos="<|im_end|>")
+    first, _ = problems(tmp_path, rows, encoder=encoder)
+    assert "the unknown role `bing`" in first.message
+    assert "`data.roles` maps others" in first.message
+    assert (
+        "assistant\n[b<|im_end|>]"
+        in shown(prepared(tmp_path, rows, encoder=encoder, roles={"bing": "assistant"}, max_length=200), encoder)[0]
+    )
+
+
+def test_tool_calls_have_the_same_tokens_from_json_lines_parquet_and_saved_sets(tmp_path: Path) -> None:
+    """Arrow gives every call the arguments of all others, as nulls."""
+    from datasets import Dataset
+
+    template = CHATML.replace("{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}")
+    arguments: list[dict[str, Any]] = [{"query": "x", "c": None}, {"a": 1, "b": {"deep": "y"}}]
+    calls = [[{"type": "function", "function": {"name": "f", "arguments": given}}] for given in arguments]
+    chats = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": call}], "tools": call}
+        for call in calls
+    ]
+    Dataset.from_list(chats).save_to_disk(str(tmp_path / "saved"))
+    Dataset.from_list(chats).to_parquet(str(tmp_path / "rows.parquet"))
+    encoder = ByteEncoder(template=template, eos="<|im_end|>")
+    from_lines, *others = (
+        shown(prepared(tmp_path, path, encoder=encoder, max_length=300), encoder)
+        for path in (write_jsonl(tmp_path / "rows.jsonl", chats), tmp_path / "rows.parquet", tmp_path / "saved")
+    )
+    assert "null" not in "".join(from_lines)
+    assert others == [from_lines, from_lines]
+
+
 # --- what is left out ---
 
 

@@ -1,0 +1,49 @@
+"""Notes about rows: things that are allowed and reported, counted by kind and detail, with the first rows of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fsdp_tune.data.sets import NAMED_ROWS
+
+
+class Note(NamedTuple):
+    kind: str
+    """The code of the notice that reports it."""
+    detail: str
+
+
+@dataclass(slots=True)
+class _Noted:
+    rows: int = 0
+    first: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """File and row in it."""
+
+
+class RowNotes:
+    """The notes of many rows. Memory does not grow with the number of rows."""
+
+    def __init__(self) -> None:
+        self._noted: dict[Note, _Noted] = {}
+
+    def add(self, note: Note, file: int, row: int) -> None:
+        noted = self._noted.setdefault(note, _Noted())
+        noted.rows += 1
+        if len(noted.first) < NAMED_ROWS:
+            noted.first.append((file, row))
+
+    def merge(self, later: RowNotes) -> None:
+        for note, more in later._noted.items():
+            noted = self._noted.setdefault(note, _Noted())
+            noted.rows += more.rows
+            noted.first += more.first[: NAMED_ROWS - len(noted.first)]
+
+    def report(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Per kind and detail: `rows`, and the `first` of them as `file:row`. The most frequent detail comes first."""
+        report: dict[str, dict[str, Any]] = {}
+        for note, noted in sorted(self._noted.items(), key=lambda item: (-item[1].rows, item[0])):
+            first = [f"{names[file]}:{row}" for file, row in noted.first]
+            report.setdefault(note.kind, {})[note.detail] = {"rows": noted.rows, "first": first}
+        return report
