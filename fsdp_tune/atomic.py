@@ -1,7 +1,8 @@
 """The one place that writes artefacts: a reader sees the old whole file or directory, or the new one, never half.
 
 Protocol: write under a stage name beside the target, fsync every file and directory, rename, fsync the parent.
-Stage names start with `.` and end in `.stage-<pid>`, so that leftovers can be told from what users made.
+Stage names start with `.` and end in `.stage-<pid and random digits>`, so that leftovers can be told from what users made,
+and processes of several machines with equal pids do not share one.
 `DISK` is the one door to the file system for writes; the fault suite puts in one that fails at the n-th operation.
 """
 
@@ -13,6 +14,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 STAGE_MARK = ".stage-"
+_SUFFIX = f"{secrets.randbelow(10**9):09d}"
 
 
 class Disk:
@@ -75,8 +78,8 @@ DISK = Disk()
 
 
 def stage_path(target: Path) -> Path:
-    """The hidden sibling under which `target` is built."""
-    return target.with_name(f".{target.name}{STAGE_MARK}{os.getpid()}")
+    """Return the hidden sibling under which this process builds `target`."""
+    return target.with_name(f".{target.name}{STAGE_MARK}{os.getpid()}{_SUFFIX}")
 
 
 def write_file(path: Path, data: bytes | str) -> None:
@@ -132,7 +135,7 @@ def publish(stage: Path, final: Path, *, replace: bool = False) -> None:
     """
     DISK.fsync_dir(stage)
     if replace and final.exists():
-        aside = final.with_name(f".{final.name}.old{STAGE_MARK}{os.getpid()}")
+        aside = final.with_name(f".{final.name}.old{STAGE_MARK}{os.getpid()}{_SUFFIX}")
         DISK.rename(final, aside)
         DISK.rename(stage, final)
         DISK.fsync_dir(final.parent)
@@ -142,6 +145,12 @@ def publish(stage: Path, final: Path, *, replace: bool = False) -> None:
         DISK.fsync_dir(final.parent)
 
 
+def staging_place(final: Path, *, last: str | None) -> Path:
+    """Return the stage that `staged_directory` uses in this process."""
+    fills = last is not None and must_be_filled(final)
+    return final / stage_path(final).name if fills else stage_path(final)
+
+
 @contextmanager
 def staged_directory(final: Path, *, replace: bool = False, last: str | None = None) -> Iterator[Path]:
     """Give an empty stage directory; publish it when the block succeeds, remove it when it does not.
@@ -149,8 +158,8 @@ def staged_directory(final: Path, *, replace: bool = False, last: str | None = N
     `last` names the file without which `final` counts as absent. With it, a directory that no rename can replace (see `must_be_filled`)
     is filled instead: staged inside, moved entry by entry, `last` at the end.
     """
-    fills = last is not None and must_be_filled(final)
-    stage = final / stage_path(final).name if fills else stage_path(final)
+    stage = staging_place(final, last=last)
+    fills = stage.parent == final
     if stage.exists():
         DISK.rmtree(stage)
     DISK.mkdir(stage)
@@ -189,13 +198,23 @@ def occupants(directory: Path, *, ignored: Collection[str] = ("lost+found",)) ->
     """Return the names in a directory, without `ignored` and without what a killed fill has left; [] where it does not exist."""
     if not directory.is_dir():
         return []
-    ours = {name for stage in stages_inside(directory) for name in (stage.name, *_filled_names(stage))}
+    ours = {path.name for path in _staged_inside(directory)} | {name for stage in stages_inside(directory) for name in _filled_names(stage)}
     return sorted(path.name for path in directory.iterdir() if path.name not in ignored and path.name not in ours)
+
+
+def stage_lock(stage: Path) -> Path:
+    """Return the lock file of a stage, for `ownership.announced`: it outlives the rename of the stage."""
+    return stage.with_name(f"{stage.name}.lock")
 
 
 def stages_inside(directory: Path) -> list[Path]:
     """Return the stages of fills of a directory that have not finished."""
-    return sorted(directory.glob(f".{glob.escape(directory.name)}{STAGE_MARK}*"))
+    return sorted(path for path in _staged_inside(directory) if path.is_dir())
+
+
+def _staged_inside(directory: Path) -> Iterator[Path]:
+    """Stages and their lock files."""
+    return directory.glob(f".{glob.escape(directory.name)}{STAGE_MARK}*")
 
 
 _FILLING_NAME = ".filling.json"

@@ -97,11 +97,25 @@ def read_owner(path: Path) -> Owner | None:
 def live_owner(path: Path) -> Owner | None:
     """Return the owner that holds a lock file, or None. Takes no lock and writes nothing."""
     owner = read_owner(path)
-    if owner is None:
-        return None
-    if owner.is_visible:
-        return owner if _start_of(owner.pid) == owner.started else None
-    return owner if _age(path, time.time()) < FOREIGN_SILENCE_SECONDS else None
+    return owner if owner is not None and _is_live(owner, path, time.time()) else None
+
+
+def is_abandoned(path: Path) -> bool:
+    """Return whether no process holds a lock file, nor is about to write its record. The directory must be writable."""
+    now, owner = _file_system_time(path.parent), read_owner(path)
+    return _age(path, now) >= _CLAIM_SECONDS if owner is None else not _is_live(owner, path, now)
+
+
+@contextmanager
+def announced(path: Path) -> Iterator[None]:
+    """Hold a lock file that no other process claims, so that others see that this one lives. It is removed at the end."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        with _recorded(descriptor, path):
+            yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 @contextmanager
@@ -111,26 +125,37 @@ def owned(path: Path) -> Iterator[Claim]:
     The file is removed at the end where ownership rests on its existence; otherwise it is emptied and stays, since
     removing it would let two processes lock two files of one name.
     """
-    owner = Owner(
-        socket.gethostname(), os.getpid(), time.time(), secrets.token_hex(8), _kernel(), _namespace(), _start_of(os.getpid()) or ""
-    )
     descriptor, previous, has_flock = _claim(path)
     try:
-        _write(descriptor, path, owner)
-        ended = threading.Event()
-        refresher = threading.Thread(target=_refresh, args=(descriptor, ended), daemon=True)
-        refresher.start()
-        try:
+        with _recorded(descriptor, path) as owner:
             yield Claim(owner, previous, has_flock)
-        finally:
-            ended.set()
-            refresher.join()
     finally:
         if not has_flock and _is_at(descriptor, path):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
         os.close(descriptor)
+
+
+@contextmanager
+def _recorded(descriptor: int, path: Path) -> Iterator[Owner]:
+    """Write the record of a new claim and keep it fresh."""
+    started = _start_of(os.getpid()) or ""
+    owner = Owner(socket.gethostname(), os.getpid(), time.time(), secrets.token_hex(8), _kernel(), _namespace(), started)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(asdict(owner)).encode(), 0)
+    except OSError as error:  # a full disk; the error of a write has no file name
+        error.filename = str(path)
+        raise
+    ended = threading.Event()
+    refresher = threading.Thread(target=_refresh, args=(descriptor, ended), daemon=True)
+    refresher.start()
+    try:
+        yield owner
+    finally:
+        ended.set()
+        refresher.join()
 
 
 def _claim(path: Path) -> tuple[int, Owner | None, bool]:
@@ -153,7 +178,7 @@ def _claim(path: Path) -> tuple[int, Owner | None, bool]:
             previous = _clear_dead(path) or previous
             continue
         owner = read_owner(path)
-        if owner is not None and owner.kernel != _kernel() and _is_fresh(path, FOREIGN_SILENCE_SECONDS):
+        if owner is not None and owner.kernel != _kernel() and not is_abandoned(path):
             os.close(descriptor)
             raise HeldError(owner, is_certain=False)
         return descriptor, owner, True
@@ -180,31 +205,18 @@ def _clear_dead(path: Path) -> Owner | None:
     try:
         os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644))
     except FileExistsError:
-        if not _is_fresh(guard, FOREIGN_SILENCE_SECONDS):  # left by a process that was killed here
+        if _age(guard, _file_system_time(path.parent)) >= FOREIGN_SILENCE_SECONDS:  # left by a process that was killed here
             guard.unlink(missing_ok=True)
         time.sleep(_RETRY_SECONDS)
         return None
     try:
         owner = read_owner(path)
-        if owner is not None and owner.is_visible:
-            is_live = _start_of(owner.pid) == owner.started
-        else:
-            is_live = _is_fresh(path, FOREIGN_SILENCE_SECONDS if owner else _CLAIM_SECONDS)
-        if is_live:
+        if not is_abandoned(path):
             raise HeldError(owner, is_certain=owner is not None and owner.is_visible)
         path.unlink(missing_ok=True)
         return owner
     finally:
         guard.unlink(missing_ok=True)
-
-
-def _write(descriptor: int, path: Path, owner: Owner) -> None:
-    try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(asdict(owner)).encode(), 0)
-    except OSError as error:  # a full disk; the error of a write has no file name
-        error.filename = str(path)
-        raise
 
 
 def _refresh(descriptor: int, ended: threading.Event) -> None:
@@ -221,11 +233,16 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _is_fresh(path: Path, seconds: float) -> bool:
-    """Whether the file was refreshed within `seconds`, by the clock of the file system: those of machines may differ."""
-    with tempfile.TemporaryFile(dir=path.parent) as file:
-        now = os.fstat(file.fileno()).st_mtime
-    return _age(path, now) < seconds
+def _is_live(owner: Owner, path: Path, now: float) -> bool:
+    if owner.is_visible:
+        return _start_of(owner.pid) == owner.started
+    return _age(path, now) < FOREIGN_SILENCE_SECONDS
+
+
+def _file_system_time(directory: Path) -> float:
+    """Return the clock that sets modification times in a directory: that of a file server may differ from this machine's."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        return os.fstat(file.fileno()).st_mtime
 
 
 def _age(path: Path, now: float) -> float:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from fsdp_tune.errors import FsdpTuneError, Notice, Where, failed_error
+from fsdp_tune.launch import children
 from fsdp_tune.merge.layout import Layout
 
 _SHOWN = 5
@@ -24,30 +25,26 @@ class Child:
     """One run of `fsdp_tune.merge.loaded`, started at once and waited for when its answer is needed."""
 
     def __init__(self, mode: str, folder: Path) -> None:
-        self._process = subprocess.Popen(
-            # -P: a `torch.py` in the current directory, which may be the checkpoint's, is not ours to run.
-            [sys.executable, "-P", "-m", "fsdp_tune.merge.loaded", mode, str(folder.absolute())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **_ENVIRONMENT},
-        )
+        # -P: a `torch.py` in the current directory, which may be the checkpoint's, is not ours to run.
+        command = [sys.executable, "-P", "-m", "fsdp_tune.merge.loaded", mode, str(folder.absolute())]
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self._process = children.start(command, {**os.environ, **_ENVIRONMENT}, errors="replace", **pipes)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._process.kill()
+        children.end(self._process)
         self._process.communicate()
 
     def answer(self) -> dict[str, Any] | str:
-        """What the child found, or the last line of its error."""
+        """Return what the child found, or the last line of its error."""
         output, errors = self._process.communicate()
-        lines = output.decode(errors="replace").splitlines()
+        lines = output.splitlines()
         if self._process.returncode == 0 and lines:
             return json.loads(lines[-1])
-        said = [line for line in errors.decode(errors="replace").splitlines() if line.strip()]
-        return said[-1] if said else f"exit code {self._process.returncode}"
+        printed = [line for line in errors.splitlines() if line.strip()]
+        return printed[-1] if printed else f"exit code {self._process.returncode}"
 
 
 def compare_parameters(answer: dict[str, Any] | str, layout: Layout, tied: Mapping[str, str], folder: Path) -> list[Notice]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import errno
-import fcntl
+import glob
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from fsdp_tune.atomic import DISK, STAGE_MARK, must_be_filled, occupants, stages_inside, undo_fill
+from fsdp_tune.atomic import DISK, STAGE_MARK, must_be_filled, occupants, stage_lock, stages_inside, staging_place, undo_fill
 from fsdp_tune.errors import Notice, Where, failed_error, usage_error
 from fsdp_tune.merge.layout import Layout
 from fsdp_tune.merge.source import Selection
+from fsdp_tune.ownership import announced, is_abandoned
 from fsdp_tune.units import format_bytes
 
 RECORD_NAME = "merge.json"
@@ -124,8 +125,8 @@ def check_space(target: Path, layout: Layout) -> None:
 
 
 def bring_back(target: Path) -> list[Notice]:
-    """Undoes a replacement that was killed between its two renames: the old output takes its place again."""
-    asides = _siblings(target, f".old{STAGE_MARK}")
+    """Undo a replacement that was killed between its two renames: the old output takes its place again."""
+    asides = [path for path in _siblings(target, f".old{STAGE_MARK}") if is_abandoned(_lock_of(path, target))]
     if not asides or target.exists():
         return []
     DISK.rename(asides[-1], target)
@@ -133,21 +134,27 @@ def bring_back(target: Path) -> list[Notice]:
 
 
 def clear_leftovers(target: Path) -> list[Notice]:
-    """Removes the stages of merges that were killed, and old outputs that were replaced.
+    """Remove the stages of merges that were killed, and old outputs that were replaced.
 
-    A stage that is being written is locked (see `locked`), whatever machine its process runs on.
+    Each merge holds a lock file next to its stage (see `stage_owned`). One on another machine counts as killed 300 s after
+    its last sign of life.
     """
     notices: list[Notice] = []
     for path in _siblings(target, f".old{STAGE_MARK}"):
-        DISK.rmtree(path)
+        if is_abandoned(_lock_of(path, target)):
+            DISK.rmtree(path)
     for stage in stages_inside(target):
-        if not _is_locked(stage):
+        if is_abandoned(stage_lock(stage)):
             undo_fill(target, stage)
             notices.append(Notice("merge-leftover", "the unfinished output of a merge that was killed was removed", Where(str(target))))
     for path in _siblings(target, STAGE_MARK):
-        if path.is_dir() and not _is_locked(path):
+        if path.is_dir() and is_abandoned(stage_lock(path)):
             DISK.rmtree(path)
             notices.append(Notice("merge-leftover", "the unfinished output of a merge that was killed was removed", Where(str(path))))
+    for folder in (target.parent, target):
+        for lock in folder.glob(f".{glob.escape(target.name)}{STAGE_MARK}*.lock"):
+            if is_abandoned(lock):
+                DISK.unlink(lock)
     return notices
 
 
@@ -159,28 +166,19 @@ def _siblings(target: Path, mark: str) -> list[Path]:
     return sorted(path for path in target.parent.iterdir() if path.name.startswith(prefix) and path.name[len(prefix) :].isdecimal())
 
 
-def _is_locked(path: Path) -> bool:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held by another, or a file system without locks: in doubt it is in use
-        return True
-    else:
-        return False
-    finally:
-        os.close(descriptor)
+def _lock_of(aside: Path, target: Path) -> Path:
+    """The lock file of the merge that moved an old output aside: both names end alike."""
+    suffix = aside.name.rpartition(STAGE_MARK)[2]
+    return stage_lock(target.with_name(f".{target.name}{STAGE_MARK}{suffix}"))
 
 
 @contextmanager
-def locked(stage: Path) -> Iterator[None]:
-    """Marks a stage as in use for as long as this process lives."""
-    descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def stage_owned(target: Path) -> Iterator[None]:
+    """Show other merges that the stage of this one is in use, until its output is in place."""
+    lock = stage_lock(staging_place(target, last=RECORD_NAME))
+    DISK.mkdir(lock.parent)
+    with announced(lock):
         yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -137,7 +137,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | N
             place.check_space(target, layout)
             leftovers += place.clear_leftovers(target)
             replace = options.overwrite and target.exists()
-            with staged_directory(target, replace=replace, last=place.RECORD_NAME) as stage, place.locked(stage):
+            with place.stage_owned(target), staged_directory(target, replace=replace, last=place.RECORD_NAME) as stage:
                 written, compared = _copy(copy, stage, show)
                 if written.non_finite and not options.allow_nonfinite:
                     _refuse_non_finite(written, settings, target)

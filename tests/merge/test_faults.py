@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import os
 import resource
 import shutil
@@ -15,14 +16,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from fsdp_tune.atomic import Disk
+from fsdp_tune.atomic import Disk, stage_lock
 from fsdp_tune.errors import FsdpTuneError
 from fsdp_tune.merge import integrity
 from fsdp_tune.merge.reader import SourceFiles
 from fsdp_tune.merge.run import MergeOptions, merge_checkpoint
+from fsdp_tune.ownership import announced, live_owner
+from tests.conftest import REPOSITORY
 from tests.faults.checks import in_child
 from tests.merge.checkpoints import SHARDS, contents, make_run, merged_tensors, same_bits, save_dcp
 
@@ -109,7 +113,7 @@ def test_a_killed_replacement_keeps_the_old_or_has_the_new(run):
             merge_checkpoint(run, MergeOptions(step=999))
         shutil.rmtree(output, ignore_errors=True)
         for path in run.glob(".merged*"):
-            shutil.rmtree(path)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         merge_checkpoint(run, MergeOptions(dtype="keep"))
     assert number > 15
 
@@ -123,18 +127,56 @@ def test_an_old_output_that_was_caught_between_two_renames_comes_back(run):
     assert contents(run / "merged") == old
 
 
-def test_the_stage_of_a_living_merge_is_left_alone(run):
-    import fcntl
+def leave_stage(run: Path, number: int, *, age_seconds: float = 0.0, **owner: object) -> Path:
+    """Leave the stage of a merge of this process, except for what `owner` changes; its last sign of life is so long ago."""
+    stage = run / f".merged.stage-{number}"
+    stage.mkdir()
+    (stage / "model.safetensors").write_bytes(b"half")
+    lock = stage_lock(stage)
+    with announced(lock):
+        record = json.loads(lock.read_bytes())
+    lock.write_text(json.dumps(record | owner))
+    moment = time.time() - age_seconds
+    os.utime(lock, (moment, moment))
+    return stage
 
-    for name in (".merged.stage-1", ".merged.stage-2"):
-        (run / name).mkdir()
-    descriptor = os.open(run / ".merged.stage-1", os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+ELSEWHERE = {"host": "elsewhere", "kernel": "another"}
+
+
+def test_the_stage_of_a_living_merge_is_left_alone(run):
+    """On this machine by its process, on another one until 300 s after its last sign of life."""
+    live = [leave_stage(run, 1), leave_stage(run, 2, age_seconds=200, **ELSEWHERE)]
+    dead = [leave_stage(run, 3, started="1"), leave_stage(run, 4, age_seconds=400, **ELSEWHERE), run / ".merged.stage-5"]
+    dead[-1].mkdir()
     result = merge_checkpoint(run, OPTIONS)
-    os.close(descriptor)
-    assert (run / ".merged.stage-1").exists()
-    assert not (run / ".merged.stage-2").exists()
-    assert any("unfinished output" in notice.message for notice in result.notices)
+    assert [stage.exists() and stage_lock(stage).exists() for stage in live] == [True, True]
+    assert not [stage for stage in dead if stage.exists() or stage_lock(stage).exists()]
+    assert sum("unfinished output" in notice.message for notice in result.notices) == len(dead)
+
+
+def test_the_old_output_that_a_living_merge_is_replacing_is_left_alone(run):
+    merge_checkpoint(run, OPTIONS)
+    stage = leave_stage(run, 1, **ELSEWHERE)
+    aside = run / ".merged.old.stage-1"
+    (run / "merged").rename(aside)
+    merge_checkpoint(run, OPTIONS)
+    assert aside.exists()
+    assert stage.exists()
+
+
+def test_a_merge_shows_that_it_lives_until_its_output_is_in_place(run, monkeypatch):
+    seen: list[bool] = []
+    rename = Disk.rename
+
+    def look(self: Disk, source: Path, target: Path) -> None:
+        seen.append(live_owner(stage_lock(source)) is not None)
+        rename(self, source, target)
+
+    monkeypatch.setattr(Disk, "rename", look)
+    merge_checkpoint(run, OPTIONS)
+    assert seen == [True]
+    assert not list(run.glob(".merged*"))
 
 
 @pytest.mark.parametrize("limit_bytes", [1, 100, *range(1_000, 23_000, 1_000)])
@@ -313,3 +355,30 @@ def test_a_signal_leaves_nothing_that_looks_like_a_model(tmp_path, number):
     merge_checkpoint(tmp_path / "source", MergeOptions(output=output, overwrite=True))
     assert merged_tensors(output).keys() == state.keys()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+CHECKING = """
+import sys, time
+from pathlib import Path
+from fsdp_tune.merge.model_check import Child
+with Child("forward", Path(sys.argv[1])):
+    print("started", flush=True)
+    time.sleep(60)
+"""
+SLOW_CHILD = """
+import sys, time
+if "fsdp_tune.merge.loaded" in sys.orig_argv:
+    time.sleep(60)
+"""
+
+
+def test_the_process_that_loads_the_output_ends_with_a_killed_merge(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SLOW_CHILD)
+    env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{tmp_path}"}
+    with subprocess.Popen([sys.executable, "-c", CHECKING, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True) as merge:
+        assert merge.stdout.readline() == "started\n"
+        (child,) = psutil.Process(merge.pid).children()
+        while "-m" not in child.cmdline():
+            time.sleep(0.01)
+        merge.kill()
+    assert psutil.wait_procs([child], timeout=10)[1] == []
