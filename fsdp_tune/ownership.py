@@ -33,7 +33,9 @@ import psutil
 LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 """What flock fails with on a file system that has no locks."""
 FOREIGN_SILENCE_SECONDS = 300.0
+"""A refresh every 10 s, and the slowest network file systems show one within half a minute."""
 REFRESH_SECONDS = 10.0
+_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW  # the directory may be writable by others
 _CLAIM_SECONDS = 10.0
 """A file without a record that is younger than this may belong to a process that is about to write one."""
 _CLAIM_ATTEMPTS = 20
@@ -109,7 +111,7 @@ def is_abandoned(path: Path) -> bool:
 @contextmanager
 def announced(path: Path) -> Iterator[None]:
     """Hold a lock file that no other process claims, so that others see that this one lives. It is removed at the end."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, 0o644)
+    descriptor = os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         with _recorded(descriptor, path):
             yield
@@ -187,12 +189,11 @@ def _claim(path: Path) -> tuple[int, Owner | None, bool]:
 
 def _open(path: Path) -> tuple[int, bool]:
     """Open the lock file; the second value is whether this call created it."""
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW  # the directory may be writable by others
     while True:
         with contextlib.suppress(FileExistsError):
-            return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644), True
+            return os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o644), True
         with contextlib.suppress(FileNotFoundError):
-            return os.open(path, flags), False
+            return os.open(path, _FLAGS), False
 
 
 def _clear_dead(path: Path) -> Owner | None:
@@ -203,7 +204,7 @@ def _clear_dead(path: Path) -> Owner | None:
     """
     guard = path.with_name(f".{path.name}.taking")
     try:
-        os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644))
+        os.close(os.open(guard, _FLAGS | os.O_CREAT | os.O_EXCL, 0o644))
     except FileExistsError:
         if _age(guard, _file_system_time(path.parent)) >= FOREIGN_SILENCE_SECONDS:  # left by a process that was killed here
             guard.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from pathlib import Path
 
@@ -12,6 +13,10 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True)
 settings.register_profile("searching", print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))  # a change is judged by its own faults, not by the day's luck
+
+for _number in (signal.SIGINT, signal.SIGHUP):  # `nohup pytest`, `pytest &` in a script: what is ignored here stays so in the commands
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else lambda *_: None)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; several ranks share few cores
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported; children inherit it

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from fsdp_tune.errors import ExitCode, FsdpTuneError, Notice, Problem
+from fsdp_tune.launch.stop_signals import heeded
 
 if TYPE_CHECKING:
     from fsdp_tune.cli.progress import Bar
@@ -217,7 +218,7 @@ def stopping_cleanly() -> Iterator[None]:
         name = signal.Signals(number).name
         raise FsdpTuneError(Problem("stopped", f"stopped by {name} while no rank was running"), exit_code=ExitCode.PREEMPTED)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
+    before = {number: signal.signal(number, stop) for number in heeded((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))}
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ from fsdp_tune.errors import failed_error, usage_error
 from fsdp_tune.fsdp import environment as library_environment
 from fsdp_tune.launch.arguments import check_extra
 from fsdp_tune.launch.environment import clean, mask_text, masked, telling
+from fsdp_tune.launch.stop_signals import heeded
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import RunDir
 
@@ -38,7 +40,7 @@ LAUNCHER_MODULE = "accelerate.commands.launch"
 DEFAULT_MULTI_MACHINE_PORT = 29500
 # A save after a signal takes as long as it moves bytes; the supervisor, not torchrun's agent, ends ranks that stand still.
 AGENT_SHUTDOWN_SECONDS = 7 * 24 * 3600
-SIGNALS_TO_HANDLE = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+SIGNALS_TO_HANDLE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 LOOPBACK = "127.0.0.1"
 
 
@@ -191,7 +193,7 @@ def _allocator_settings(recipe: Recipe, inherited: Mapping[str, str]) -> dict[st
 def _settings(recipe: Recipe, run: RunDir, address: Address) -> dict[str, str]:
     settings = library_environment(recipe) | {
         "OMP_NUM_THREADS": str(recipe.launch.num_cpu_threads_per_process),
-        "PET_SIGNALS_TO_HANDLE": SIGNALS_TO_HANDLE,
+        "PET_SIGNALS_TO_HANDLE": ",".join(number.name for number in heeded(SIGNALS_TO_HANDLE)),
         "PYTHONSAFEPATH": "1",  # else a `datasets.py` in the user's directory is imported by ranks instead of the library
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(AGENT_SHUTDOWN_SECONDS),
     }
@@ -222,13 +224,14 @@ def check_port(recipe: Recipe, machine_rank: int = 0) -> None:
 
 
 def by_hand(recipe: Recipe, run: RunDir) -> tuple[str, ...]:
-    """The lines with which a user starts a run directory written by `--no-start`."""
+    """Return the command lines that start a run directory written by `--no-start`; `N` stands for the machine's number."""
     path = shlex.quote(str(run.path))
-    several = recipe.launch.num_machines > 1
-    machines = (
-        f"--num_machines {recipe.launch.num_machines} --machine_rank N --main_process_ip IP --main_process_port PORT " if several else ""
-    )
-    nodes = f"--nnodes {recipe.launch.num_machines} --node-rank N --master-addr IP --master-port PORT " if several else ""
+    machines = nodes = ""
+    if recipe.launch.num_machines > 1:
+        address = main_process_address(recipe, os.environ, unknown="IP")
+        ip, count = shlex.quote(address.ip), recipe.launch.num_machines
+        machines = f"--num_machines {count} --machine_rank N --main_process_ip {ip} --main_process_port {address.port} "
+        nodes = f"--nnodes {count} --node-rank N --master-addr {ip} --master-port {address.port} "
     config = shlex.quote(str(run.accelerate_yaml))
     return (
         f"accelerate launch --config_file {config} --use_fsdp --num_processes {recipe.world_size} {machines}-m fsdp_tune.worker {path}",

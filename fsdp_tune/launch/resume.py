@@ -9,7 +9,7 @@ import shlex
 import stat
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,16 @@ LENGTH_KEYS = frozenset({"training.max_steps", "training.num_train_epochs", "tra
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What every use of a run directory changes."""
+
+    launched: bytes | None
+    """launch.json, which each command writes again; None where there is none."""
+    checkpoints: frozenset[str]
+    """Ranks that are started without a command write these alone."""
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """Where a run begins. `checkpoint` None: step 0."""
 
@@ -44,8 +54,8 @@ class Start:
     digests_checked: bool = False
     data_key: str | None = field(default=None)
     """Content key of the data that the steps so far were trained on; None for a new run."""
-    launched: bytes | None = field(default=None)
-    """launch.json of the run that is gone on with, as it was when this was decided: each command writes its own. None for a new run."""
+    snapshot: Snapshot | None = None
+    """Of the directory, before anything else in it was read."""
 
     @property
     def step(self) -> int:
@@ -61,10 +71,12 @@ def decide(run: RunDir, recipe: Recipe, resume: str | None, *, overwrite: bool, 
     if run.path.is_symlink() and not run.path.exists():
         raise usage_error("bad-output-dir", f"{run.path} is a link that leads nowhere", hint="remove it, or name another `output_dir`")
     _refuse_open_directory(run)
+    snapshot = _snapshot(run)  # first: another command may use the directory while checkpoints are hashed
     refuse_when_held(run)
     _refuse_live_ranks(run)
     if overwrite and resume is not None:
-        raise usage_error("contradiction", f"--overwrite begins anew and --resume {resume} goes on: choose one")
+        message = f"`--overwrite` starts over and `--resume {resume}` continues; pass only one of them"
+        raise usage_error("contradiction", message)
     if resume is None:
         start = _fresh(run, overwrite=overwrite)
     elif resume == AUTO:
@@ -75,7 +87,7 @@ def decide(run: RunDir, recipe: Recipe, resume: str | None, *, overwrite: bool, 
         _refuse_read_only(run)
     max_steps = training_value(recipe.training, "max_steps")
     refuse_beyond_end(start, max_steps if isinstance(max_steps, int) and max_steps > 0 else None)
-    return start
+    return replace(start, snapshot=snapshot)
 
 
 def refuse_beyond_end(start: Start, total_steps: int | None) -> None:
@@ -175,7 +187,6 @@ def _newest(run: RunDir, recipe: Recipe, *, digests: bool) -> Start:
         notices=notices,
         digests_checked=digests,
         data_key=read_data_key(run),
-        launched=_launch_file(run),
     )
 
 
@@ -204,18 +215,22 @@ def _explicit(run: RunDir, recipe: Recipe, path: Path) -> Start:
             f"{run.path} has checkpoints after step {verdict.step} ({names}), which the run would write again",
             ways_out=("--resume auto goes on from the newest", "--set output_dir=… goes on in a new directory", "remove them"),
         )
-    return Start(verdict, is_new=not run.is_used, trajectory_changes=trajectory, data_key=read_data_key(source), launched=_launch_file(run))
+    return Start(verdict, is_new=not run.is_used, trajectory_changes=trajectory, data_key=read_data_key(source))
 
 
-def _launch_file(run: RunDir) -> bytes | None:
-    return run.launch_json.read_bytes() if run.launch_json.exists() else None
+def _snapshot(run: RunDir) -> Snapshot:
+    checkpoints = frozenset(path.name for path in run.path.glob("checkpoint-*"))
+    return Snapshot(run.launch_json.read_bytes() if run.launch_json.exists() else None, checkpoints)
 
 
 def refuse_when_continued(run: RunDir, start: Start) -> None:
-    """Under the lock: what was decided before the inputs were checked rests on checkpoints that another command may have gone beyond."""
-    if not start.is_new and _launch_file(run) != start.launched:
-        message = f"another command has gone on with {run.path} while this one looked at its inputs, and has ended"
-        raise usage_error("run-in-use", message, hint="run this command again: it begins from what is there now")
+    """Raise a usage error where the directory has been used since `start` was decided. Call it while owning the directory."""
+    if start.is_new:
+        return
+    _refuse_live_ranks(run)
+    if _snapshot(run) != start.snapshot:
+        message = f"another command continued {run.path} while this one checked its inputs, and has ended"
+        raise usage_error("run-in-use", message, hint="run this command again: it continues from what is there now")
 
 
 def _same(left: Path, right: Path) -> bool:

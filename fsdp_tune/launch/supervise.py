@@ -27,6 +27,7 @@ from fsdp_tune.launch.leash import leashed
 from fsdp_tune.launch.machines import Machines
 from fsdp_tune.launch.processes import is_alive, kill_for_good
 from fsdp_tune.launch.ranks import clear, verdict_path
+from fsdp_tune.launch.stop_signals import heeded
 from fsdp_tune.launch.stopping import stop_line
 from fsdp_tune.launch.verdict import Ended, Seen, judge
 from fsdp_tune.launch.watch import RankWatch
@@ -152,7 +153,7 @@ class Supervisor:
         def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the shape of a handler
             self._signals.append((number, time.monotonic()))
 
-        before = {number: signal.signal(number, note) for number in FORWARDED}
+        before = {number: signal.signal(number, note) for number in heeded(FORWARDED)}
         try:
             yield
         finally:

@@ -8,6 +8,7 @@ import time
 from types import FrameType
 
 from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitReason
+from fsdp_tune.launch.stop_signals import heeded
 
 # Ordered: the largest wish wins where ranks differ.
 WISHES: dict[int, ExitReason] = {
@@ -63,7 +64,7 @@ class StopWish:
         """How long before the deadline to vote for the stop; see `seconds_to_stop`."""
 
     def install(self) -> None:
-        for number in _WISH_OF_SIGNAL:
+        for number in heeded(_WISH_OF_SIGNAL):
             signal.signal(number, self._handle)
 
     def end(self) -> None:

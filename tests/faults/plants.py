@@ -665,8 +665,8 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "the agent does not pass on Slurm's signal",
         "launch/accelerate",
-        '"SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"',
-        '"SIGTERM,SIGINT,SIGHUP,SIGQUIT"',
+        "signal.SIGQUIT, signal.SIGUSR1)",
+        "signal.SIGQUIT)",
         "F059",
     ),
     _plant(

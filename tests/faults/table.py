@@ -255,6 +255,7 @@ RUN = (
          "launch/test_plan::signals_and_time_to_save_reach_the_agent"),
     _row(
         "F060", "r", 7, SURVIVED, "SIGINT of the terminal, SIGHUP, a terminal that goes away", "launch/test_supervise::a_signal_is_passed_on_and_the_ranks_save",
+        "launch/test_supervise::a_signal_that_was_ignored_at_the_start_stays_ignored",
         "cli/test_output::a_reader_that_goes_away_stops_nothing",
     ),
     _row(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -149,6 +150,15 @@ def test_signals_and_time_to_save_reach_the_agent(tmp_path: Path) -> None:
     assert int(settings["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 600
 
 
+def test_a_signal_that_the_command_ignores_does_not_end_the_agent(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        handled = plan(tmp_path).settings["PET_SIGNALS_TO_HANDLE"].split(",")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert handled == ["SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR1"]
+
+
 def test_variables_of_the_recipe_reach_the_ranks(tmp_path: Path) -> None:
     made = plan(tmp_path, "launch.env={NCCL_SOCKET_IFNAME: ib0}")
     assert made.env["NCCL_SOCKET_IFNAME"] == "ib0"
@@ -255,3 +265,24 @@ def test_the_lines_to_start_by_hand_name_ranks_and_directory(tmp_path: Path) -> 
     accelerate, torchrun = by_hand(resolved(tmp_path), run)
     assert "--use_fsdp --num_processes 2 -m fsdp_tune.worker '" in accelerate
     assert torchrun.startswith("torchrun --nproc-per-node 2 -m fsdp_tune.worker '")
+
+
+@pytest.mark.parametrize(
+    ("keys", "variables", "ip", "port"),
+    [
+        (("launch.main_process_ip=10.0.0.7", "launch.main_process_port=29511"), {}, "10.0.0.7", 29511),
+        (("launch.main_process_ip=10.0.0.7",), {"MASTER_ADDR": "10.0.0.9"}, "10.0.0.7", 29500),
+        ((), {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.8"}, "10.0.0.8", 29500),
+        ((), {}, "IP", 29500),
+    ],
+)
+def test_the_lines_to_start_several_machines_have_the_address_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...], variables: dict[str, str], ip: str, port: int
+) -> None:
+    for name in ("MASTER_ADDR", "SLURM_LAUNCH_NODE_IPADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    accelerate, torchrun = by_hand(resolved(tmp_path, "launch.num_machines=2", *keys), RunDir(tmp_path / "run"))
+    assert f"--num_machines 2 --machine_rank N --main_process_ip {ip} --main_process_port {port} -m" in accelerate
+    assert f"--nnodes 2 --node-rank N --master-addr {ip} --master-port {port} --nproc-per-node" in torchrun

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -167,6 +168,29 @@ def test_device_memory_is_not_tried_again_and_host_memory_is(tmp_path: Path, how
         assert "live: activations, gathered parameters and workspace 74.02 GiB, optimizer state" in ended.problem.message
         assert ended.problem.message.endswith("(rank 1, step 2)")
         assert len(ended.problem.ways_out) == 3
+
+
+@pytest.mark.slow
+def test_a_run_under_nohup_survives_a_hangup(tmp_path: Path) -> None:
+    """SIGHUP and SIGINT, which the caller ignores, to the command, the launcher and the ranks."""
+
+    def ignore() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    run = RunDir(tmp_path / "run")
+    words = ["--set", f"output_dir={run.path}", "--set", "training.max_steps=30", "--set", "merge.at_end=false", "--json"]
+    command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *words]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True, preexec_fn=ignore) as process:
+        deadline = time.monotonic() + 200
+        while (beat := read_heartbeat(run, 1)) is None or beat.step < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for each in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+            each.send_signal(signal.SIGHUP)
+            each.send_signal(signal.SIGINT)
+        outcome = json.loads(process.communicate(timeout=300)[0])
+    assert (process.returncode, outcome["exit_reason"], outcome["steps"]) == (0, "finished", 30)
 
 
 PLAYED_HOST = """

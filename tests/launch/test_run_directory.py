@@ -20,7 +20,7 @@ from fsdp_tune.launch.run_files import RunFiles, write_run
 from fsdp_tune.launch.status import run_status
 from fsdp_tune.manifest import MANIFEST_NAME, Manifest, digest_file
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run_dir import CHECKPOINT_KIND, RunDir
+from fsdp_tune.run_dir import CHECKPOINT_KIND, Checkpoint, Rejected, RunDir, latest_checkpoint
 from tests.launch.test_plan import BASE, resolved
 
 Written = Callable[..., RunDir]
@@ -205,8 +205,31 @@ def test_what_was_decided_holds_only_while_nobody_else_goes_on(fresh: RunDir, tm
         refuse_when_continued(fresh, start)
     write_run(fresh, files_of(fresh, recipe, starts[0]))
     for start in starts:
-        with pytest.raises(FsdpTuneError, match="another command has gone on"):
+        with pytest.raises(FsdpTuneError, match="another command continued"):
             refuse_when_continued(fresh, start)
+
+
+@pytest.mark.parametrize("use", ["command", "ranks started manually"])
+def test_a_run_that_came_and_went_while_checkpoints_were_hashed_is_noticed(
+    fresh: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: str
+) -> None:
+    recipe = used(fresh, tmp_path)
+    checkpoint(fresh, 10)
+    latest = latest_checkpoint
+
+    def used_meanwhile(run: RunDir, *, digests: bool = False) -> tuple[Checkpoint | None, list[Rejected]]:
+        found = latest(run, digests=digests)
+        if use == "command":
+            write_run(fresh, files_of(fresh, recipe, Start(is_new=False)))
+        else:
+            checkpoint(fresh, 20)
+        return found
+
+    monkeypatch.setattr("fsdp_tune.launch.resume.latest_checkpoint", used_meanwhile)
+    start = decide(fresh, recipe, "auto", overwrite=False)
+    with locked(fresh), pytest.raises(FsdpTuneError, match="another command continued") as caught:
+        refuse_when_continued(fresh, start)
+    assert caught.value.exit_code == 2
 
 
 def test_a_run_that_came_into_use_meanwhile_is_not_moved_aside(fresh: RunDir, tmp_path: Path) -> None:
@@ -355,7 +378,7 @@ def test_what_is_no_checkpoint_is_refused_and_the_newest_is_named(fresh: RunDir,
 
 
 def test_overwrite_and_resume_contradict(fresh: RunDir, tmp_path: Path) -> None:
-    with pytest.raises(FsdpTuneError, match="choose one"):
+    with pytest.raises(FsdpTuneError, match="pass only one"):
         decide(fresh, resolved(tmp_path), "auto", overwrite=True)
 
 

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from fsdp_tune.cli.output import stopping_cleanly
 from fsdp_tune.errors import ExitCode, ExitReason
 from fsdp_tune.launch import hang, supervise, watch
 from fsdp_tune.launch.accelerate import LaunchPlan
@@ -101,6 +102,27 @@ def test_a_signal_is_passed_on_and_the_ranks_save(plan_of: PlanOf, number: int, 
     assert ended.problem is None
     assert ended.step == 7
     assert any(isinstance(event, Said) and "stopping after step 9 (2 more steps) and saving" in event.text for event in events)
+
+
+@pytest.fixture
+def ignoring() -> Iterator[None]:
+    """A command under `nohup`, in the background of a shell without job control."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("ignoring")
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(plan_of: PlanOf) -> None:
+    acts = [["beat", "training", 7], ["log", {"step": 7}], ["sleep", 1.0], ["outcome", FINISHED]]
+    with stopping_cleanly():
+        ended, _ = drive(plan_of({"0": acts}), act=signals(signal.SIGHUP, signal.SIGINT))
+    assert (ended.exit_code, ended.reason) == (0, ExitReason.FINISHED)
+    waiting = [["beat", "training", 7], ["listen"], ["log", {"step": 7}], ["wait-for-signal"]]
+    with stopping_cleanly():
+        ended, _ = drive(plan_of({"0": waiting}), act=signals(signal.SIGHUP, signal.SIGTERM))
+    assert ended.exit_code == 143
 
 
 def test_a_signal_that_arrives_twice_at_once_is_one(plan_of: PlanOf) -> None:

@@ -93,6 +93,21 @@ def test_an_outcome_is_written_whatever_the_last_loss_is(loss: float, tmp_path: 
     assert outcome["loss"] == outcome["nested"][0]["loss"] == (loss if loss == 1.5 else str(loss))
 
 
+def test_a_rank_keeps_ignoring_what_its_launcher_ignores() -> None:
+    import signal
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        StopWish().install()
+        assert [number for number in numbers if signal.getsignal(number) is signal.SIG_IGN] == [signal.SIGINT, signal.SIGHUP]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_signal_does_not_keep_an_outcome_from_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent ends the ranks that are left as soon as one has failed, and another may be writing its own failure then."""
     import os
