@@ -96,13 +96,15 @@ def asked_recipe(
     name: str | None = None,
     options: Sequence[OptionSays] = (),
     starts_here: bool = False,
+    needs_trackers: bool = False,
     strict: bool = False,
     unneeded: frozenset[str] = frozenset(),
 ) -> Asked:
     """Loads and resolves. Shows what loading has to say, less what `strict` makes errors of; the resolution's notices are the caller's.
 
     A command that `starts_here` needs the devices that the recipe names, and asks torch for those that nothing else shows. Any other
-    has a GPU assumed where this machine shows none, and does not wait for torch.
+    has a GPU assumed where this machine shows none, and does not wait for torch. `needs_trackers` is for commands that judge whether
+    a recipe can train here: `validate` and `train` in all its forms return one verdict.
     """
     from fsdp_tune.bridge.devices import this_machine
     from fsdp_tune.recipe.loader import load_recipe
@@ -113,4 +115,5 @@ def asked_recipe(
     wanted = loaded.recipe.launch.device
     machine = this_machine(wanted if starts_here or wanted == "cpu" else "auto")
     assume = None if starts_here else "cuda"
-    return Asked(loaded, resolve(loaded.recipe, machine, cwd=Path.cwd(), assume=assume, positions=loaded.positions), machine)
+    resolution = resolve(loaded.recipe, machine, cwd=Path.cwd(), assume=assume, needs_trackers=needs_trackers, positions=loaded.positions)
+    return Asked(loaded, resolution, machine)

@@ -102,7 +102,8 @@ def train(
 
         profiled = parse_profile(profile) if profile is not None else None
         starts_here = not (dry_run or no_start)
-        asked = asked_recipe(screen, chosen_recipe(recipe, config), overrides, name=name, starts_here=starts_here)
+        chosen = chosen_recipe(recipe, config)
+        asked = asked_recipe(screen, chosen, overrides, name=name, starts_here=starts_here, needs_trackers=True)
         loaded, resolution = asked.loaded, asked.resolution
         screen.notices(resolution.notices)
         check_trust(resolution.recipe, trust_remote_code)

@@ -40,7 +40,7 @@ def validate(
     with command(json_output) as screen, stopping_cleanly():
         from fsdp_tune.recipe.findings import pinned
 
-        asked = asked_recipe(screen, chosen_recipe(recipe, config), overrides, name=name, strict=strict)
+        asked = asked_recipe(screen, chosen_recipe(recipe, config), overrides, name=name, needs_trackers=True, strict=strict)
         loaded = asked.loaded
         checked = _check(asked.resolution, offline=offline)
         resolution = _decided(asked.resolution, checked, offline=offline)

@@ -49,6 +49,7 @@ def resolve(
     *,
     cwd: Path,
     assume: str | None = None,
+    needs_trackers: bool = True,
     positions: Mapping[str, Where] | None = None,
 ) -> Resolution:
     """Fills everything that is open. FsdpTuneError carries all problems that need the machine or the number of ranks.
@@ -68,7 +69,8 @@ def resolve(
         work.evaluation()
     work.model()
     work.rest()
-    work.trackers()
+    if needs_trackers:
+        work.trackers()
     output, wrong = output_directory(recipe, cwd)
     work.data["output_dir"] = str(output)
     local_paths, path_problems = absolute_paths(work.data, cwd)
@@ -182,8 +184,8 @@ class _Work:
             self.decide("fsdp.cpu_ram_efficient_loading", value=False, reason="FSDP1 on the CPU cannot send rank 0's weights")
 
     def trackers(self) -> None:
-        """A tracker that is not installed would end every rank minutes later. Nothing is asked where nothing starts."""
-        for name in self.recipe.training.report_to if self.assume is None else []:
+        """Refuse trackers that are not installed, which would end every rank minutes later."""
+        for name in self.recipe.training.report_to:
             if importlib.util.find_spec(TRACKERS[name]) is None:
                 message = f"`training.report_to` names {name}, and the package `{TRACKERS[name]}` is not installed"
                 self.complain("tracker-not-installed", ("training.report_to",), message, f"`pip install {TRACKERS[name]}`, or leave it out")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from fsdp_tune.bridge import devices
 from fsdp_tune.bridge.devices import Device
+from fsdp_tune.cli.app import app
 from fsdp_tune.cli.options import asked_recipe
 from fsdp_tune.cli.output import Screen
 from tests.recipe.loading import MINIMAL
@@ -24,6 +28,19 @@ def test_a_device_that_is_named_is_counted_as_one_that_is_found(tmp_path: Path, 
         for starts_here in (True, False):
             asked = asked_recipe(Screen(json_output=True), str(file), starts_here=starts_here)
             assert (asked.recipe.world_size, asked.recipe.launch.device) == (4, "cuda")
+
+
+def test_a_tracker_that_is_not_installed_gets_one_verdict_from_validate_dry_run_and_train(tmp_path: Path) -> None:
+    missing = "comet_ml"
+    if importlib.util.find_spec(missing) is not None:
+        pytest.skip(f"{missing} is installed")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(MINIMAL + "training: {report_to: [comet_ml]}\nlaunch: {device: cpu, num_processes: 1}\n")
+    for words in (["validate", str(file)], ["train", str(file), "--dry-run"], ["train", str(file), "--no-start"], ["train", str(file)]):
+        done = CliRunner().invoke(app, [*words, "--json"])
+        assert done.exit_code == 2, words
+        assert [error["code"] for error in json.loads(done.stdout)["errors"]] == ["tracker-not-installed"], words
+    assert asked_recipe(Screen(json_output=True), str(file)).recipe.training.report_to == ["comet_ml"], "`plan` and `prepare` need none"
 
 
 def test_no_verb_loads_a_recipe_in_a_way_of_its_own(repository: Path) -> None:
