@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fsdp_tune.data.builtin import CHAT_TEMPLATE, EOS, MODEL_MAX_LENGTH, PAD, builtin_tokenizer, is_builtin
+from fsdp_tune.data.encoder import SpecialToken
 from fsdp_tune.data.hub import Wanted, hub_is_reachable
 from fsdp_tune.data.templates import resolve_template
 from fsdp_tune.errors import FsdpTuneError, Notice, usage_error
@@ -74,6 +75,7 @@ class TokenizerEncoder:
         self.bos_id: int | None = None if tokenizer.bos_token is None else _id(tokenizer, str(tokenizer.bos_token))
         self.chat_template: str | None = cast("str | None", tokenizer.chat_template)  # one text: `open_tokenizer` has seen to it
         self.prefix_ids = _prefix_ids(tokenizer)
+        self.special_tokens = _special_tokens(tokenizer)
         self._backend = _plain_backend(tokenizer)
         self.digest = self._digest()
 
@@ -82,6 +84,16 @@ class TokenizerEncoder:
         if self._backend is not None:
             return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         return _encode(self.tokenizer, texts) if texts else []
+
+    def encode_as_text(self, texts: list[str]) -> list[list[int]]:
+        """Token ids, with special tokens that a text spells out as ordinary text."""
+        if self._backend is None:
+            return _encode(self.tokenizer, texts, split_special_tokens=True) if texts else []
+        self._backend.encode_special_tokens = True
+        try:
+            return self.encode(texts)
+        finally:
+            self._backend.encode_special_tokens = False
 
     def decode(self, ids: Sequence[int]) -> str:
         text = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -221,8 +233,18 @@ def _one_template(templates: dict[str, str], name: str) -> str:
     return templates["default"]
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, split_special_tokens: bool = False) -> list[list[int]]:
+    return tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, verbose=False, split_special_tokens=split_special_tokens
+    )["input_ids"]
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[SpecialToken, ...]:
+    return tuple(
+        SpecialToken(str(token), number, str(token) == str(tokenizer.unk_token), token.lstrip, token.rstrip)
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+    )
 
 
 def _id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:

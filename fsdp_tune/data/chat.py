@@ -17,7 +17,7 @@ from itertools import chain
 from types import FrameType
 from typing import Any
 
-from fsdp_tune.data.encoder import Encoder
+from fsdp_tune.data.encoder import Encoder, TextEncoder
 from fsdp_tune.data.formats import Chat
 from fsdp_tune.data.json_rows import RowError
 from fsdp_tune.data.notes import Note
@@ -58,7 +58,7 @@ class RenderedChat:
         ends = [border for answer in self.answers or () for border in answer]
         return [self.whole, *(self.whole[begin:end] for begin, end in zip([0, *ends], [*ends, len(self.whole)], strict=True))]
 
-    def tokens(self, encoded: list[list[int]], encoder: Encoder, *, append_eos: bool) -> ChatTokens:
+    def tokens(self, encoded: list[list[int]], encoder: TextEncoder, *, append_eos: bool) -> ChatTokens:
         """`encoded` are the ids of `pieces`. RowError when a token spans the border of an answer."""
         ids, *parts = encoded
         if self.answers is None:
@@ -72,7 +72,7 @@ class RenderedChat:
             return ChatTokens(ids, trained, eos_appended=False)
         return ChatTokens([*ids, encoder.eos_id], [*trained, self.ends_trained], eos_appended=True)
 
-    def _lengths_by_beginnings(self, ids: list[int], encoder: Encoder) -> list[int]:
+    def _lengths_by_beginnings(self, ids: list[int], encoder: TextEncoder) -> list[int]:
         """Tokens between borders, for tokenizers that write a text's beginning in a way of its own (a space before it)."""
         borders = [border for answer in self.answers or () for border in answer]
         ends: list[int] = []

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fsdp_tune.data.build import Found
 
 SHOWN_BAD_ROWS = 5
+SHOWN_DETAILS = 8
 POOR_FILL = 0.8
 MANY_REPEATS = 4
 """Muennighoff et al. 2023 (Scaling Data-Constrained Language Models): data repeated up to 4 times train almost as well as new data."""
@@ -64,6 +65,7 @@ def data_notices(recipe: Recipe, inputs: Sequence[Input], report: dict[str, Any]
         *_end_notices(inputs, report),
         *_text_notices(report),
         *_chat_notices(report["notes"]),
+        *_special_token_notices(report["notes"]),
     ]
     return [{"code": notice.code, "message": notice.message, "hint": notice.hint} for notice in notices]
 
@@ -159,6 +161,12 @@ def _text_notices(report: dict[str, Any]) -> Iterator[Notice]:
             f"in {count:,} of {kept:,} rows a token would span prompt and completion: the two were tokenised apart",
             hint="let completions begin with the white space, and not prompts end with it",
         )
+    if changed := report["notes"].get("text-changed"):
+        yield Notice(
+            "text-changed",
+            f"the trained text is not the text of the row, because the tokenizer writes a space before every text: {_listed(changed)}",
+            hint=f"let completions begin with white space; {_first_of_all(changed)}",
+        )
     for prompt in sorted({account["alpaca_prompt"] for account in report["inputs"] if account["alpaca_prompt"]}):
         yield Notice("alpaca-prompt", f"alpaca rows are written with {prompt}")
 
@@ -184,8 +192,31 @@ def _chat_notices(notes: dict[str, dict[str, Any]]) -> Iterator[Notice]:
         )
 
 
+def _special_token_notices(notes: dict[str, dict[str, Any]]) -> Iterator[Notice]:
+    key = "data.special_tokens_in_content"
+    if as_text := notes.get("special-tokens-as-text"):
+        yield Notice(
+            "special-tokens-as-text",
+            f"rows contain special tokens, which are encoded as ordinary text: {_listed(as_text)}",
+            hint=f"`{key}: control` encodes them as special tokens; {_first_of_all(as_text)}",
+        )
+    if as_control := notes.get("special-tokens-as-control"):
+        yield Notice(
+            "special-tokens-as-control",
+            f"rows contain special tokens, which are encoded as such: {_listed(as_control)}",
+            hint=f"`{key}: text` encodes them as ordinary text; {_first_of_all(as_control)}",
+        )
+    if inseparable := notes.get("special-tokens-inseparable"):
+        yield Notice(
+            "special-tokens-inseparable",
+            f"special tokens in rows cannot be encoded as text with this tokenizer and template and remain special: {_listed(inseparable)}",
+            hint=f"remove them from the rows; {_first_of_all(inseparable)}",
+        )
+
+
 def _listed(details: dict[str, Any]) -> str:
-    return ", ".join(f"{detail} ({_counted(rows)})" for detail, rows in details.items())
+    listed = [f"{detail} ({_counted(rows)})" for detail, rows in details.items()]
+    return ", ".join(listed[:SHOWN_DETAILS]) + (f" and {len(listed) - SHOWN_DETAILS} more" if len(listed) > SHOWN_DETAILS else "")
 
 
 def _first_of_all(details: dict[str, Any]) -> str:

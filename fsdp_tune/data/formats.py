@@ -85,6 +85,8 @@ class Settings:
     vocabulary_size: int
     roles: Mapping[str, str] = field(default_factory=dict[str, str])
     """`data.roles`: roles that the rows use, to those that templates know."""
+    special_tokens: str = "auto"
+    """`data.special_tokens_in_content`: auto | text | control"""
     names_in_file: Mapping[str, str] = field(default_factory=dict[str, str])
     """Of columns that the recipe renames: people look for the old name in their file."""
 
@@ -94,6 +96,12 @@ class Settings:
             return self._example(row)
         except ColumnError as error:
             raise RowError(f"column `{self.names_in_file.get(error.column, error.column)}` {error.what}") from error
+
+    def encodes_special_tokens_as_text(self, example: Example) -> bool:
+        """Whether content that spells a special token is ordinary text. By default where a template frames the content."""
+        if self.special_tokens == "auto":
+            return isinstance(example, Chat) or self.format == "alpaca"
+        return self.special_tokens == "text"
 
     def _example(self, row: dict[str, Any]) -> Example:
         match self.format:

@@ -141,7 +141,9 @@ def _settings(recipe: Recipe, source: Source, columns: Sequence[str], encoder: E
     append_eos = format_ != "tokenized" if data.append_eos == "auto" else data.append_eos
     loss_on = possible[0] if wanted == "auto" else wanted
     names = {new: old for old, new in entry.rename_columns.items()}
-    return Settings(format_, loss_on, template, data.separator, append_eos, encoder.vocabulary_size, data.roles, names)
+    return Settings(
+        format_, loss_on, template, data.separator, append_eos, encoder.vocabulary_size, data.roles, data.special_tokens_in_content, names
+    )
 
 
 def _format(wanted: str, source: Source, columns: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, cast
 
@@ -18,10 +18,12 @@ import numpy as np
 
 from fsdp_tune.data.chat import RenderedChat, render_chat
 from fsdp_tune.data.content import content_hash
-from fsdp_tune.data.encoder import Encoder
+from fsdp_tune.data.encoder import Encoder, TextEncoder
 from fsdp_tune.data.formats import Chat, Example, Ids, Settings, Text
+from fsdp_tune.data.joined import EncodedText, encode_texts
 from fsdp_tune.data.json_rows import BadRow, RowError
 from fsdp_tune.data.notes import Note, RowNotes
+from fsdp_tune.data.special_tokens import AS_CONTROL, AS_TEXT, INSEPARABLE, InseparableError, RestoringEncoder, SpecialTokens, notes_of
 from fsdp_tune.data.store import Int32, Int64, Mask
 from fsdp_tune.errors import failed_error
 
@@ -88,21 +90,31 @@ class Tokeniser:
         work.counts["rows"] = len(rows)
         if check_only:
             return work.finish()
-        texts = _encode_texts([example for _, example in examples if isinstance(example, Text)], self.encoder, work.counts)
+        texts = work.encode_texts([(row, example) for row, example in examples if isinstance(example, Text)])
         chats = work.encode_chats([(row, example) for row, example in examples if isinstance(example, Chat)])
         for row, example in examples:
             if isinstance(example, Text):
-                work.add(row, example, *next(texts))
+                work.add(row, example, next(texts))
             elif isinstance(example, Ids):
-                work.add(row, example, example.input_ids, example.trained)
+                work.add(row, example, EncodedText(example.input_ids, example.trained, ()))
             else:
                 work.add_chat(row, example, next(chats))
         return work.finish()
 
 
+@dataclass(frozen=True, slots=True)
+class _EncodedChat:
+    rendered: RenderedChat
+    encoder: TextEncoder
+    ids: list[list[int]] = field(default_factory=list[list[int]])
+    """Of its pieces."""
+    notes: tuple[Note, ...] = ()
+
+
 class _Chunk:
     def __init__(self, encoder: Encoder, settings: tuple[Settings, ...]) -> None:
         self._encoder, self._settings = encoder, settings
+        self._special = SpecialTokens(encoder)
         self._ids: list[int] = []
         self._trained: list[bool] = []
         self._rows: list[tuple[int, int, int, int, int]] = []
@@ -112,39 +124,62 @@ class _Chunk:
         self.counts: Counter[str] = Counter()
         self.notes = RowNotes()
 
-    def encode_chats(self, chats: list[tuple[RawRow, Chat]]) -> Iterator[tuple[RenderedChat, list[list[int]]] | None]:
+    def encode_texts(self, texts: list[tuple[RawRow, Text]]) -> Iterator[EncodedText]:
+        return encode_texts([(text, self._settings[row.source]) for row, text in texts], self._encoder, self._special, self.counts)
+
+    def encode_chats(self, chats: list[tuple[RawRow, Chat]]) -> Iterator[_EncodedChat | None]:
         """All conversations rendered, then encoded in one call, which uses all cores; None where one cannot be rendered."""
         rendered = [self._rendered(row, chat, check_repeat=at < REPEATED_RENDERINGS) for at, (row, chat) in enumerate(chats)]
-        pieces = iter(self._encoder.encode([piece for chat in rendered if chat is not None for piece in chat.pieces]))
+        ordinary = [chat.rendered for chat in rendered if chat is not None and not chat.ids]
+        pieces = iter(self._encoder.encode([piece for chat in ordinary for piece in chat.pieces]))
         for chat in rendered:
-            yield None if chat is None else (chat, list(islice(pieces, len(chat.pieces))))
+            if chat is not None and not chat.ids:
+                chat = replace(chat, ids=list(islice(pieces, len(chat.rendered.pieces))))
+            yield chat
 
-    def _rendered(self, row: RawRow, chat: Chat, *, check_repeat: bool) -> RenderedChat | None:
-        template = self._settings[row.source].template
+    def _rendered(self, row: RawRow, chat: Chat, *, check_repeat: bool) -> _EncodedChat | None:
+        settings = self._settings[row.source]
         try:
-            if template is None:
+            if settings.template is None:
                 raise RowError("it is a conversation, and there is no chat template")
-            return render_chat(chat, template, self._encoder, check_repeat=check_repeat)
+            rendered = render_chat(chat, settings.template, self._encoder, check_repeat=check_repeat)
         except RowError as error:
             self.bad.append((row.file, BadRow(row.number, str(error))))
             return None
+        spelled = self._special.spelled_in([chat.messages, chat.tools])
+        if not spelled:
+            return _EncodedChat(rendered, self._encoder)
+        if not settings.encodes_special_tokens_as_text(chat):
+            return _EncodedChat(rendered, self._encoder, notes=notes_of(AS_CONTROL, spelled))
+        try:
+            return self._with_text(chat, settings.template, rendered, spelled)
+        except RowError:
+            return _EncodedChat(rendered, self._encoder, notes=notes_of(INSEPARABLE, spelled))
 
-    def add_chat(self, row: RawRow, chat: Chat, encoded: tuple[RenderedChat, list[list[int]]] | None) -> None:
+    def _with_text(self, chat: Chat, template: str, rendered: RenderedChat, spelled: tuple[str, ...]) -> _EncodedChat:
+        """The chat with special tokens in its content as text. Raises: RowError if the template or the tokenizer cannot separate them."""
+        replaced, placeholders = self._special.with_placeholders(chat, spelled, rendered.whole)
+        marked = render_chat(replaced, template, self._encoder, check_repeat=False)
+        if placeholders.restore(marked.whole) != rendered.whole:
+            raise InseparableError
+        encoder = RestoringEncoder(self._encoder, self._special, placeholders)
+        return _EncodedChat(marked, encoder, encoder.encode(marked.pieces), notes_of(AS_TEXT, spelled))
+
+    def add_chat(self, row: RawRow, chat: Chat, encoded: _EncodedChat | None) -> None:
         if encoded is None:
             return
-        rendered, ids = encoded
         try:
-            tokens = rendered.tokens(ids, self._encoder, append_eos=self._settings[row.source].append_eos)
+            tokens = encoded.rendered.tokens(encoded.ids, encoded.encoder, append_eos=self._settings[row.source].append_eos)
         except RowError as error:
             self.bad.append((row.file, BadRow(row.number, str(error))))
             return
         self.counts["eos_appended_to_chat"] += tokens.eos_appended
-        self._keep(row, chat, tokens.ids, tokens.trained, (*chat.notes, *rendered.notes))
+        self._keep(row, chat, tokens.ids, tokens.trained, (*chat.notes, *encoded.rendered.notes, *encoded.notes))
 
-    def add(self, row: RawRow, example: Example, ids: list[int], trained: list[bool]) -> None:
-        self._keep(row, example, *self._ended(ids, trained, self._settings[row.source]))
+    def add(self, row: RawRow, example: Example, encoded: EncodedText) -> None:
+        self._keep(row, example, *self._ended(encoded.ids, encoded.trained, self._settings[row.source]), encoded.notes)
 
-    def _keep(self, row: RawRow, example: Example, ids: list[int], trained: list[bool], notes: tuple[Note, ...] = ()) -> None:
+    def _keep(self, row: RawRow, example: Example, ids: list[int], trained: list[bool], notes: tuple[Note, ...]) -> None:
         supervised = sum(trained[1:])
         if not supervised:
             self.untrained.append((row.file, row.number))
@@ -190,32 +225,6 @@ class _Chunk:
             counts=self.counts,
             notes=self.notes,
         )
-
-
-def _encode_texts(texts: list[Text], encoder: Encoder, counts: Counter[str]) -> Iterator[tuple[list[int], list[bool]]]:
-    """Ids and trained flags of each text, with the tokenizer's own prefix (BOS) once at its beginning.
-
-    A prompt gets exactly the ids that it has alone, for that is what the model is given at inference. Where a token of
-    the joined text would span prompt and completion, the two are tokenised apart, and counted.
-    """
-    prompts = [text for text in texts if text.prompt]
-    alone = iter(encoder.encode([text.prompt for text in prompts]))
-    joined = encoder.encode([text.prompt + text.completion for text in texts])
-    for text, ids in zip(texts, joined, strict=True):
-        prompt_ids: list[int] = []
-        if text.prompt:
-            prompt_ids = next(alone)
-            counts["no_space"] += not (text.fixed_prompt or text.prompt[-1:].isspace() or text.completion[:1].isspace())
-            if ids[: len(prompt_ids)] != prompt_ids:
-                ids = [*prompt_ids, *encoder.encode([text.completion])[0]]
-                counts["apart"] += 1
-        yield _with_prefix(ids, [text.train_prompt] * len(prompt_ids) + [True] * (len(ids) - len(prompt_ids)), encoder.prefix_ids)
-
-
-def _with_prefix(ids: list[int], trained: list[bool], prefix: tuple[int, ...]) -> tuple[list[int], list[bool]]:
-    if not prefix or tuple(ids[: len(prefix)]) == prefix or not ids:
-        return ids, trained
-    return [*prefix, *ids], [False] * len(prefix) + trained
 
 
 def tokenise(

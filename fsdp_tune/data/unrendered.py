@@ -74,7 +74,7 @@ def _missing_of_answer(text: str, message: Message, begin: int, end: int) -> str
 
 
 def _is_rendered(text: str, value: str, begin: int, end: int) -> bool:
-    """Whether `text[begin:end]` holds `value` as it is, escaped as JSON, or word by word with other white space."""
+    """Whether `text[begin:end]` holds `value` as it is, escaped, or word by word with other white space."""
     return any(text.find(form, begin, end) >= 0 for form in _forms(value)) or _first_missing(text, value, begin, end) is None
 
 
@@ -85,6 +85,7 @@ def _forms(value: str) -> Iterator[str]:
         once = json.dumps(value, ensure_ascii=ascii_only)
         yield once[1:-1]
         yield json.dumps(once, ensure_ascii=ascii_only)[3:-3]  # JSON text that is quoted once more
+    yield repr(value)[1:-1]  # of arguments that are printed as a Python dict
 
 
 def _first_missing(text: str, value: str, begin: int, end: int) -> str | None:
@@ -134,9 +135,9 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _is_field_rendered(text: str, template: str, name: str, value: Any) -> bool:
-    """Text is searched for. Numbers occur anywhere by chance, so for them it counts whether the template names the field."""
-    texts = [leaf for leaf in _leaves(value) if not leaf.isdigit()]
-    return all(_is_rendered(text, leaf, 0, len(text)) for leaf in texts) if texts else name in template or f'"{name}"' in text
+    """Whether the template or the text names the field, and the text holds its values. Numbers occur anywhere by chance."""
+    is_named = name in template or f'"{name}"' in text or f"'{name}'" in text
+    return is_named and all(_is_rendered(text, leaf, 0, len(text)) for leaf in _leaves(value) if not leaf.isdigit())
 
 
 def _tool_names(tools: list[Any]) -> Iterator[str]:

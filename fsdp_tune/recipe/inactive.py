@@ -30,6 +30,10 @@ def _saves_by_steps(recipe: Recipe) -> bool:
     return training_value(recipe.training, "save_strategy") in {"steps", "best"}
 
 
+def _formats_are_among(*formats: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: {entry.format or recipe.data.format for _, entry in recipe.data.sources} <= set(formats)
+
+
 INACTIVE = (
     Inactive(("fsdp.min_num_params",), _policy_is_not("SIZE_BASED_WRAP"), "only SIZE_BASED_WRAP reads it"),
     Inactive(("fsdp.modules_to_wrap",), _policy_is_not("MODULE_NAMES_WRAP"), "only MODULE_NAMES_WRAP reads it"),
@@ -51,6 +55,8 @@ INACTIVE = (
         lambda recipe: not recipe.is_sharded,
         "`fsdp.sharding_strategy` is NO_SHARD, which is plain DDP",
     ),
+    Inactive(("data.roles",), _formats_are_among("text", "alpaca", "tokenized"), "no format of the data has roles"),
+    Inactive(("data.special_tokens_in_content",), _formats_are_among("tokenized"), "all data are token ids"),
     Inactive(("data.packing_strategy",), lambda recipe: not (recipe.data.packing or recipe.data.eval_packing), "`data.packing` is false"),
     Inactive(("data.eval_packing",), lambda recipe: recipe.data.eval is None, "there is no `data.eval`"),
     Inactive(("data.shuffle_buffer_size",), lambda recipe: not recipe.data.streaming, "`data.streaming` is false"),

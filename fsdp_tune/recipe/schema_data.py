@@ -165,6 +165,8 @@ class Data(Section):
     """Stands between prompt and completion."""
     append_eos: Annotated[bool | Auto, Effect(DATA, REFUSED)] = "auto"
     """End of sequence after each example, supervised; auto = all but tokenized. Never doubled."""
+    special_tokens_in_content: Annotated[Literal["auto", "text", "control"], Effect(DATA, REFUSED)] = "auto"
+    """What `<|im_end|>` and the like in the rows become: text, or control tokens; auto = text in chats and alpaca rows. Always counted."""
     streaming: Annotated[bool, Effect(DATA | MEMORY | TIME, REFUSED)] = False
     """Reads rows while training; needs training.max_steps."""
     shuffle: Annotated[bool, Effect(DATA, REFUSED)] = True

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from fsdp_tune.data.encoder import SpecialToken
 from fsdp_tune.data.prepare import Prepared, prepare
 from fsdp_tune.data.store import Row, RowStore
 from fsdp_tune.recipe.schema import Recipe
@@ -36,6 +37,7 @@ class ByteEncoder:
         self.bos_id = None if bos is None else self.id(bos)
         self.prefix_ids = (self.id("<s>"),) if adds_bos else ()
         self.chat_template = template
+        self.special_tokens = tuple(SpecialToken(text, self.id(text)) for text in self.SPECIAL)
 
     @property
     def digest(self) -> str:
@@ -43,6 +45,10 @@ class ByteEncoder:
 
     def id(self, piece: str) -> int:
         return 256 + self.pieces.index(piece)
+
+    def encode_as_text(self, texts: list[str]) -> list[list[int]]:
+        """Merges are tokens of ordinary text; the zero byte, which no text of a test holds, keeps special tokens apart."""
+        return [[number for number in ids if number] for ids in self.encode([re.sub("([<[])", "\\1\0", text) for text in texts])]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         pattern = "|".join(map(re.escape, self.pieces))
