@@ -18,17 +18,24 @@ from fsdp_tune.units import format_bytes
 
 
 def choose_loss(recipe: Recipe, model: PreTrainedModel) -> Choice:
-    """`kernels.loss`. FsdpTuneError where the recipe asks for a chunked loss that the model's forward does not allow."""
+    """Choose `kernels.loss`, for training and evaluation alike: auto is chunked where the larger batch of the two needs it.
+
+    Raises: FsdpTuneError if the recipe asks for a chunked loss that the model's forward does not allow.
+    """
     asked = recipe.kernels.loss
     if asked == "full":
         return Choice("full", WRITTEN)
     if asked == "liger":
         demand_installed("kernels.loss: liger")
-    tokens = recipe.training.per_device_train_batch_size * recipe.data.max_length
+    training = recipe.training
+    rows = training.per_device_train_batch_size
+    of_evaluation = training.per_device_eval_batch_size if recipe.evaluates else None
+    what = "tokens of an evaluation" if of_evaluation is not None and of_evaluation > rows else "tokens"
+    tokens = max(rows, of_evaluation or 0) * recipe.data.max_length
     vocabulary = _head_rows(model)
     if asked == "auto" and tokens * vocabulary <= SLICE_ELEMENTS:
         size, limit = format_bytes(4 * tokens * vocabulary), format_bytes(4 * SLICE_ELEMENTS)
-        return Choice("full", f"{tokens:,} tokens × {vocabulary:,} logits are {size} in fp32, {limit} are one slice")
+        return Choice("full", f"{tokens:,} {what} × {vocabulary:,} logits are {size} in fp32, {limit} are one slice")
     try:
         logits_of(model)
     except OpaqueHead as opaque:
@@ -40,7 +47,7 @@ def choose_loss(recipe: Recipe, model: PreTrainedModel) -> Choice:
     if asked == "auto":
         part = slice_tokens(tokens, vocabulary)
         size = format_bytes(4 * tokens * vocabulary)
-        return Choice("chunked", f"{tokens:,} tokens × {vocabulary:,} logits would be {size} in fp32; {part:,} tokens at a time")
+        return Choice("chunked", f"{tokens:,} {what} × {vocabulary:,} logits would be {size} in fp32; {part:,} tokens at a time")
     return Choice(asked, WRITTEN)
 
 

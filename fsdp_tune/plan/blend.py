@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_tune.plan.trace_format import Records, Shapes, Trace
+from fsdp_tune.plan.trace_format import EVALUATION, Records, Shapes, Trace
 
 _SIZES = {"events": ("bytes",), "ops": ("flops", "moved_bytes", "batch_bytes", "slice_bytes"), "collectives": ("bytes",)}
 _PRIMES = (7919, 7907, 7901, 7883, 7879, 7877, 7873, 7867)
@@ -77,20 +77,22 @@ def at_micro_batch(traced: Trace, micro_batch: int, accumulation: int) -> Trace:
     Traced with accumulation, it stands for a step without it too: its time leaves the second micro-batch out, and its memory is that of one
     that accumulates, which has gradients at hand a little earlier. One sequence alone is a program of its own in a few places (rotary
     tables are not repeated), which move neither peak. Of a loss in slices there is one in the trace and in what is made of it, with the
-    work of all.
+    work of all. An evaluation was traced at its own batch size, and stays as it is.
     """
     prime, slice_prime = traced.shapes.micro_batch, slice_for(traced.shapes.micro_batch)
     tokens = micro_batch * traced.shapes.tokens
     slice_tokens = min(tokens, traced.facts.get("slice_tokens") or tokens)
     slices = tokens / slice_tokens
 
-    def sized(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def sized(table: Records, column: str) -> npt.NDArray[Any]:
+        values = table[column]
         in_batch = np.where(values % prime == 0, values // prime * micro_batch, values)
-        return np.where((values % slice_prime == 0) & (values % prime != 0), values // slice_prime * slice_tokens, in_batch)
+        of_steps = np.where((values % slice_prime == 0) & (values % prime != 0), values // slice_prime * slice_tokens, in_batch)
+        return np.where(_in_evaluation(table), values, of_steps)
 
     events, ops, collectives = traced.events.copy(), traced.ops.copy(), traced.collectives.copy()
     for table, column in ((events, "bytes"), (ops, "flops"), (ops, "batch_bytes"), (ops, "slice_bytes"), (collectives, "bytes")):
-        table[column] = sized(table[column])
+        table[column] = sized(table, column)
     same = traced.ops["moved_bytes"] - traced.ops["batch_bytes"] - traced.ops["slice_bytes"]
     times = np.where(ops["in_slice"], slices, 1.0)
     ops["flops"] *= times
@@ -98,6 +100,14 @@ def at_micro_batch(traced: Trace, micro_batch: int, accumulation: int) -> Trace:
     ops["kernels"] = np.ceil(ops["kernels"] * times)
     shapes = replace(traced.shapes, micro_batch=micro_batch, accumulation=accumulation)
     return replace(traced, events=events, ops=ops, collectives=collectives, shapes=shapes)
+
+
+def _in_evaluation(table: Records) -> npt.NDArray[np.bool_]:
+    """Records of the evaluation; of events, also where a block that it allocated is freed."""
+    during: npt.NDArray[np.bool_] = table["phase"] == EVALUATION
+    if "block" not in (table.dtype.names or ()):
+        return during
+    return np.isin(table["block"], table["block"][during & (table["bytes"] > 0)])
 
 
 def at_shards(few: Trace, many: Trace, shard_size: int, *, world_size: int, replicate_size: int) -> Trace:

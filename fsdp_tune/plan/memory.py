@@ -10,14 +10,15 @@ import numpy.typing as npt
 
 from fsdp_tune.plan.allocator import Block, CachingAllocator, DeviceMemoryError
 from fsdp_tune.plan.depth import full_depth
-from fsdp_tune.plan.trace_format import EVENT, KINDS, PHASES, Records, Segments, Trace
+from fsdp_tune.plan.trace_format import EVALUATION, EVENT, KINDS, PHASES, Records, Segments, Trace
 
 TIMELINE_POINTS = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Device memory over the last traced step, at most `TIMELINE_POINTS` moments (each the highest of its stretch)."""
+    """Device memory over the last traced step and the evaluation after it: at most `TIMELINE_POINTS` moments, each the highest of its
+    stretch."""
 
     at: npt.NDArray[np.int64]
     """Place in the common order of the full-depth trace."""
@@ -90,7 +91,7 @@ def place(trace: Trace, record: Any) -> str:
     """Where in the run a record lies, in words."""
     step, layer = int(record["step"]), int(record["layer"])
     phase, module = PHASES[int(record["phase"])], trace.modules[int(record["module"])]
-    where = phase if step < 0 else f"step {step + 1}, {phase}"
+    where = phase if step < 0 or phase == "evaluation" else f"step {step + 1}, {phase}"
     if layer >= 0:
         leaf = module.split(".", 3)[-1] if module.count(".") >= 3 else ""
         return f"{where} of layer {layer + 1} of {trace.layers}" + (f" ({leaf})" if leaf else "")
@@ -157,8 +158,8 @@ def _levels(events: Records) -> dict[str, npt.NDArray[np.int64]]:
 
 
 def _timeline(events: Records, replayed: _Replayed, levels: dict[str, npt.NDArray[np.int64]]) -> Timeline:
-    last = int(events["step"].max(initial=-1))
-    window = np.flatnonzero(events["step"] == last)
+    last = int(events["step"][events["phase"] != EVALUATION].max(initial=-1))
+    window = np.flatnonzero(events["step"] >= last)
     stretches: list[npt.NDArray[np.int64]] = np.array_split(window, min(TIMELINE_POINTS, len(window))) if len(window) else []
     highest = [int(part[np.argmax(replayed.allocated[part])]) for part in stretches]
     picked = np.array(highest, np.int64)

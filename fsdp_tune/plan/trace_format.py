@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from fsdp_tune.atomic import write_file
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 Records = npt.NDArray[Any]
 
@@ -34,7 +34,9 @@ _WHERE = [
     ("module", "i4"),  # index into Trace.modules: the innermost module at work
     ("stream", "i1"),  # index into Trace.streams; 0 is the stream of compute
 ]
-PHASES = ("load", "forward", "loss", "backward", "clip", "optimizer", "zero_grad")
+PHASES = ("load", "forward", "loss", "backward", "clip", "optimizer", "zero_grad", "evaluation")
+EVALUATION = PHASES.index("evaluation")
+"""After the last step: one batch, with a step number of its own."""
 
 EVENT = np.dtype([*_WHERE, ("block", "i4"), ("bytes", "i8"), ("kind", "i1"), ("host", "?")])
 """`block` is allocated (`bytes` > 0) or freed (`bytes` < 0, the same size). `kind` indexes KINDS. `host`: in (pinned) host memory,

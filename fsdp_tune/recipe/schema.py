@@ -227,6 +227,11 @@ class Recipe(Section):
         return self.training.per_device_train_batch_size * self.dp_size * (self.training.gradient_accumulation_steps or 1)
 
     @property
+    def evaluates(self) -> bool:
+        """Whether a run evaluates at all."""
+        return self.data.eval is not None and self.training.eval_strategy != "no"
+
+    @property
     def is_sharded(self) -> bool:
         """False for NO_SHARD, which is plain DDP."""
         return STRATEGIES[self.fsdp.sharding_strategy].is_sharded

@@ -6,6 +6,7 @@ change is said, so that nobody takes the rehearsal for more than it is.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from fsdp_tune.atomic import write_file
 from fsdp_tune.plan.mfu import EXPERT_COUNTS
 from fsdp_tune.recipe.kinds import is_flash_kernel
 from fsdp_tune.recipe.schema import EvalFraction, EvalRows, Recipe
+from fsdp_tune.rehearsal.small_layers import ignored_on_small_layers, on_small_layers
 
 LAYERS = 2
 HEADS = 4
@@ -166,6 +168,8 @@ def _model(small: Small, recipe: Recipe, config: Mapping[str, Any], reach: Reach
         "frozen_dtype": recipe.model.frozen_dtype,
     }
     of, to = _first(config, LAYER_KEYS), _first(shrunk, LAYER_KEYS)
+    if of is not None and to is not None:
+        _patterns(small, recipe, of, to)
     wide, narrow = _first(config, HIDDEN_KEYS), _first(shrunk, HIDDEN_KEYS)
     small.changes.append(f"model: random weights, {to} of {of} layers, hidden size {narrow} instead of {wide}")
     if not reach.tokenizer:
@@ -174,6 +178,22 @@ def _model(small: Small, recipe: Recipe, config: Mapping[str, Any], reach: Reach
     if is_flash_kernel(recipe.model.attn_implementation):
         model["attn_implementation"] = "auto"
         small.changes.append(f"attention: transformers' default, since {recipe.model.attn_implementation} needs a GPU")
+
+
+def _patterns(small: Small, recipe: Recipe, of: int, to: int) -> None:
+    """Map patterns that name layers to the layers of the small model; what changes is listed."""
+    fsdp, model = small.document["fsdp"], small.document["model"]
+    model["freeze"] = on_small_layers(recipe.model.freeze, of, to)
+    fsdp["modules_to_wrap"] = on_small_layers(recipe.fsdp.modules_to_wrap, of, to)
+    if recipe.fsdp.ignored_modules is not None:
+        fsdp["ignored_modules"] = ignored_on_small_layers(recipe.fsdp.ignored_modules, of, to)
+    for key, old, new in (
+        ("model.freeze", recipe.model.freeze, model["freeze"]),
+        ("fsdp.modules_to_wrap", recipe.fsdp.modules_to_wrap, fsdp["modules_to_wrap"]),
+        ("fsdp.ignored_modules", recipe.fsdp.ignored_modules, fsdp["ignored_modules"]),
+    ):
+        if new != old:
+            small.changes.append(f"{key}: {json.dumps(new)}, the layers of the small model")
 
 
 _CPU_KERNELS = (("liger", True, "auto"), ("loss", "liger", "chunked"), ("compile", True, False))
@@ -212,6 +232,14 @@ def _data(small: Small, recipe: Recipe, folder: Path, reach: Reach) -> None:
         small.changes.append(f"data.max_length: {MAX_LENGTH_TOKENS} instead of {recipe.data.max_length}")
         if recipe.data.overlong in ("drop", "error") and "overlong" in data:
             data["overlong"] = "truncate"  # rows that fit the real length must not be lost to the small one
+            small.changes.append(f"data.overlong: truncate instead of {recipe.data.overlong}, which is for the real length")
+
+
+_LISTED_TRAINING = (
+    *("per_device_eval_batch_size", "report_to", "load_best_model_at_end", "early_stopping", "push_to_hub"),
+    *("warmup_steps", "logging_steps", "save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps"),
+)
+"""Keys that a rehearsal sets itself and that its line on the batch does not show."""
 
 
 def _training(small: Small, recipe: Recipe, ranks: int, steps: int) -> None:
@@ -241,6 +269,10 @@ def _training(small: Small, recipe: Recipe, ranks: int, steps: int) -> None:
     if recipe.training.per_device_train_batch_tokens is not None:
         training |= {"global_batch_size": batch, "per_device_train_batch_tokens": micro_batch * small.document["data"]["max_length"]}
     small.changes.append(f"training: {steps} steps of {batch} sequences ({micro_batch} × {ranks} ranks × {accumulation} accumulation)")
+    written = recipe.model_dump(mode="json")["training"]
+    for name in _LISTED_TRAINING:
+        if name in written and written[name] != training[name]:
+            small.changes.append(f"training.{name}: {json.dumps(training[name])} instead of {json.dumps(written[name])}")
 
 
 def _sharding(small: Small, recipe: Recipe, device: str) -> None:

@@ -77,7 +77,9 @@ class _Tracker:
             if self.place.layer == 0:
                 self._when_gradient_arrives(args, layer=-1, name="", in_head=False)
         if id(module) == self.head:
-            self.place.phase, self.place.in_head = PHASE["loss"], True
+            self.place.in_head = True
+            if self.place.phase != PHASE["evaluation"]:
+                self.place.phase = PHASE["loss"]
             self._when_gradient_arrives(args, layer=-1, name="", in_head=False)
 
     def leave(self, module: nn.Module, _args: Any, output: Any) -> None:

@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 from fsdp_tune.model import packed
 from fsdp_tune.model.float8 import convert_to_fp8
 from fsdp_tune.model.load import Loaded, wrap_whole
-from fsdp_tune.model.loss import auxiliary_loss_weight
+from fsdp_tune.model.loss import auxiliary_loss_weight, micro_batch_loss
 from fsdp_tune.model.optimizer import build_optimizer
-from fsdp_tune.model.step import clip_factor, flat_shard_group, forward_backward, plain_name, scale_gradients, total_norm
+from fsdp_tune.model.step import clip_factor, compute_context, flat_shard_group, forward_backward, plain_name, scale_gradients, total_norm
 from fsdp_tune.model.torchao_adamw import parts_of
 from fsdp_tune.model.wrap import make_mesh
 from fsdp_tune.recipe.schema import Recipe
@@ -78,8 +78,11 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, is_masked: bool) -> Run:
         with recorder.recording(), torch.autograd.set_multithreading_enabled(False):
             _loaded(recorder, model if sharded is None else sharded.wrapped, bare)
             loaded = sharded or wrap_traceable(recipe, model, where, recorder, bare)
-            with one_slice(recorder), _foreach():
-                _train(recipe, loaded, bare, recorder, where)
+            with scopes(bare, recorder):
+                with one_slice(recorder), _foreach():
+                    _train(recipe, loaded, recorder, where)
+                if recipe.evaluates:
+                    _evaluate(recipe, loaded, recorder, where)
         return Run(recorder, loaded, attention.used, traced_micro_batches(recipe), len(bare.layers))
 
 
@@ -142,18 +145,33 @@ def _loaded(recorder: Recorder, wrapped: nn.Module, bare: Names) -> None:
     recorder.place.layer, recorder.place.module = -1, ""
 
 
-def _train(recipe: Recipe, loaded: Loaded, bare: Names, recorder: Recorder, where: torch.device) -> None:
+def _train(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.device) -> None:
     optimizer = build_optimizer(recipe, loaded.wrapped, loaded.size.decayed)
     micro_batches = traced_micro_batches(recipe)
     place = recorder.place
     loaded.wrapped.train()
-    with scopes(bare, recorder):
-        for step in range(STEPS):
-            for micro in range(0 if step else micro_batches - 1, micro_batches):
-                place.step, place.micro, place.phase = step, micro, PHASE["forward"]
-                _micro_batch(recipe, loaded, recorder, where, last=micro == micro_batches - 1)
-            place.micro = -1
-            _update(recipe, loaded, recorder, optimizer)
+    for step in range(STEPS):
+        for micro in range(0 if step else micro_batches - 1, micro_batches):
+            place.step, place.micro, place.phase = step, micro, PHASE["forward"]
+            _micro_batch(recipe, loaded, recorder, where, last=micro == micro_batches - 1)
+        place.micro = -1
+        _update(recipe, loaded, recorder, optimizer)
+
+
+def _evaluate(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.device) -> None:
+    """Run one batch of an evaluation, as `worker.evaluate` does; slices of the loss are run as they are."""
+    place = recorder.place
+    place.step, place.micro, place.phase = STEPS, -1, PHASE["evaluation"]
+    place.layer, place.module, place.in_head = -1, "", False
+    loaded.wrapped.eval()
+    rows = recipe.training.per_device_eval_batch_size or recipe.training.per_device_train_batch_size
+    batch = _batch(recipe, where, rows, is_packed=bool(recipe.data.eval_packing))
+    for tensor in batch.values():
+        recorder.mark(tensor, "inputs")
+    with torch.no_grad(), packed.packing_known(is_packed="position_ids" in batch), compute_context(recipe, device.DEVICE):
+        loss, auxiliary = micro_batch_loss(loaded.wrapped, batch)
+    del loss, auxiliary, batch
+    autocast.forget_weights()
 
 
 def _micro_batch(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.device, *, last: bool) -> None:
@@ -163,7 +181,7 @@ def _micro_batch(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torc
         wrapped.set_requires_gradient_sync(synchronise)
         if recipe.is_hybrid:
             wrapped.set_requires_all_reduce(last)
-    batch = _batch(recipe, where)
+    batch = _batch(recipe, where, recipe.training.per_device_train_batch_size, is_packed=recipe.data.packing)
     for tensor in batch.values():
         recorder.mark(tensor, "inputs")
     no_sync = contextlib.nullcontext() if synchronise or isinstance(wrapped, FSDPModule) else _no_sync(wrapped)
@@ -186,10 +204,10 @@ def _no_sync(wrapped: nn.Module) -> contextlib.AbstractContextManager[Any]:
     return context()
 
 
-def _batch(recipe: Recipe, where: torch.device) -> dict[str, torch.Tensor]:
-    """As the worker sends it to the device: rows as long as `data.max_length` allows."""
-    shape = (recipe.training.per_device_train_batch_size, recipe.data.max_length)
-    names = ["input_ids", "labels", *(["position_ids"] if recipe.data.packing else [])]
+def _batch(recipe: Recipe, where: torch.device, rows: int, *, is_packed: bool) -> dict[str, torch.Tensor]:
+    """Return a batch as the worker sends it to the device: rows as long as `data.max_length` allows."""
+    shape = (rows, recipe.data.max_length)
+    names = ["input_ids", "labels", *(["position_ids"] if is_packed else [])]
     return {name: torch.empty(shape, dtype=torch.int64, device=where) for name in names}
 
 

@@ -15,6 +15,7 @@ from fsdp_tune.recipe.loader import load_recipe
 from fsdp_tune.recipe.resolve import Machine, resolve
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.rehearsal.shrink import EXPERTS, HEADS, HIDDEN_SIZE, MAX_LENGTH_TOKENS, Reach, Small, small_config, small_recipe
+from fsdp_tune.rehearsal.small_layers import ignored_on_small_layers, on_small_layers
 from tests.model.families import FAMILIES
 
 MACHINE = Machine(None, 0, 2, None)
@@ -121,3 +122,40 @@ def test_a_config_that_transformers_wrote_stays_one_in_the_small() -> None:
     assert (
         small_config({"model_type": "qwen3_moe", "hidden_size": 64, "transformers_version": "5.23.0"})["transformers_version"] == "5.23.0"
     )
+
+
+@pytest.mark.parametrize(
+    ("patterns", "mapped"),
+    [
+        (["model.embed_tokens.*"], ["model.embed_tokens.*"]),
+        (["model.layers.*"], ["model.layers.*"]),
+        (["model.layers.20.*"], ["model.layers.1.*"]),
+        ([f"model.layers.{index}.mlp.*" for index in range(10)], ["model.layers.0.mlp.*"]),
+        ([f"model.layers.{index}.*" for index in range(31)], ["model.layers.0.*"]),
+        (["model.layers.?.*", "model.layers.[12]?.*", "model.layers.3?.*"], ["model.layers.0.*", "model.layers.1.*"]),
+    ],
+)
+def test_patterns_of_layers_name_layers_of_the_small_model(patterns: list[str], mapped: list[str]) -> None:
+    assert on_small_layers(patterns, 32, 2) == mapped
+
+
+def test_ignored_layers_are_those_that_are_frozen() -> None:
+    assert ignored_on_small_layers(r"model\.layers\.(9|10|20)\.mlp", 32, 2) == r"model\.layers\.(0|0|0)\.mlp"
+    assert ignored_on_small_layers(r".*\.layers\.\d{1,2}\.[a-z0-9]+", 32, 2) == r".*\.layers\.\d{1,2}\.[a-z0-9]+"
+
+
+def test_patterns_of_layers_are_mapped_and_listed(tmp_path: Path) -> None:
+    small = shrunk(
+        resolved({"model": {"from_config": LLAMA, "tokenizer": "builtin:arithmetic", "freeze": ["model.layers.31.*"]}}), tmp_path
+    )
+    assert small.document["model"]["freeze"] == ["model.layers.1.*"]
+    assert any(line.startswith("model.freeze:") for line in small.changes)
+
+
+def test_every_changed_key_of_training_and_overlong_is_listed(tmp_path: Path) -> None:
+    training = {"per_device_eval_batch_size": 16, "early_stopping": {"patience": 3}, "load_best_model_at_end": True, "save_total_limit": 3}
+    data = {"train": [{"path": "builtin:arithmetic"}], "eval": {"rows": 64}, "max_length": 512, "overlong": "drop"}
+    small = shrunk(resolved({"training": training, "data": data}), tmp_path)
+    listed = {line.partition(":")[0] for line in small.changes}
+    keys = {"per_device_eval_batch_size", "report_to", "load_best_model_at_end", "early_stopping", "save_total_limit"}
+    assert {"data.overlong", *(f"training.{key}" for key in keys)} <= listed
