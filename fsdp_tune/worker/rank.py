@@ -138,7 +138,9 @@ def share_time_limit(groups: Iterable[Any]) -> None:
 
 
 def _backends(group: Any) -> list[Any]:
-    return [group._get_backend(device) for device in group._device_types]
+    """Those whose limit torch lets us read and set."""
+    backends = {id(backend): backend for device in group._device_types if (backend := group._get_backend(device))}
+    return [backend for backend in backends.values() if backend.name() in ("gloo", "nccl")]
 
 
 def configure_accelerate(recipe: Recipe) -> None:

@@ -279,7 +279,7 @@ def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
         local = local_part(tensor.detach())
         if local.numel():
             names.append(name)
-            values.append(torch.hash_tensor(local.view(torch.uint8) if local.element_size() == 1 else local))
+            values.append(torch.hash_tensor(local.view(torch.uint8) if local.element_size() == 1 else local).view(torch.int64))
     by_device: dict[torch.device, list[int]] = defaultdict(list)
     for index, value in enumerate(values):
         by_device[value.device].append(index)

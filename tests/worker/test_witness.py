@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
+import sys
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from fsdp_tune.run_dir import RunDir
 from fsdp_tune.worker.witness import checksums, copy_differences, generator_differences, row_differences
+from tests.conftest import REPOSITORY
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
@@ -287,6 +292,24 @@ def test_first_update_is_witnessed_after_warmup_and_only_then(bench: Bench) -> N
     run = runs.write_run(bench.new_folder(), runs.merged(case.recipe(str(bench.model("gpt2"))), keys), bench.store)
     runs.train(bench.pool, run, case.ranks)
     assert [line["step"] for line in runs.lines(run) if line.get("event") == "witnessed"] == [FIRST_UPDATE]
+
+
+@pytest.mark.slow
+def test_witness_takes_less_than_half_a_percent_of_the_demo(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    changes = ("training.max_steps=100", "training.eval_strategy=no", f"output_dir={output}", "merge.at_end=false")
+    command = [
+        sys.executable,
+        "-m",
+        "fsdp_tune",
+        "train",
+        "--config",
+        "gpt2_smoke",
+        *(word for each in changes for word in ("--set", each)),
+    ]
+    subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True, timeout=280)
+    [cost] = [line for line in runs.lines(RunDir(output)) if line.get("event") == "witness_cost"]
+    assert cost["cpu_seconds"] < 0.005 * cost["training_cpu_seconds"]
 
 
 @pytest.mark.ranks
