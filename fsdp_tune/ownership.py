@@ -103,7 +103,7 @@ def live_owner(path: Path) -> Owner | None:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Return whether no process holds a lock file, nor is about to write its record. The directory must be writable."""
+    """Return whether no process holds a lock file, nor is about to write its record. By the clock of the file system."""
     now, owner = _file_system_time(path.parent), read_owner(path)
     return _age(path, now) >= _CLAIM_SECONDS if owner is None else not _is_live(owner, path, now)
 
@@ -242,8 +242,11 @@ def _is_live(owner: Owner, path: Path, now: float) -> bool:
 
 def _file_system_time(directory: Path) -> float:
     """Return the clock that sets modification times in a directory: that of a file server may differ from this machine's."""
-    with tempfile.TemporaryFile(dir=directory) as file:
-        return os.fstat(file.fileno()).st_mtime
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:  # nothing can be written there
+        return time.time()
 
 
 def _age(path: Path, now: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -15,11 +14,11 @@ from typing import Any
 from fsdp_tune.atomic import DISK, STAGE_MARK, staged_directory, write_file, write_json
 from fsdp_tune.data.store import STORE_KIND
 from fsdp_tune.manifest import MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
+from fsdp_tune.ownership import LOCKLESS
 
 STORES = "data"
 """Folder of the stores below `data.cache_dir`."""
 USE_MARK = ".use-"
-LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def content_key(parts: Any) -> str:

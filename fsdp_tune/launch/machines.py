@@ -25,7 +25,7 @@ from fsdp_tune.atomic import write_json
 from fsdp_tune.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.launch.hang import Standing
 from fsdp_tune.launch.verdict import ECHO_CODES, Ended
-from fsdp_tune.ownership import live_owner, read_owner
+from fsdp_tune.ownership import is_abandoned, read_owner
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.units import format_seconds
 
@@ -63,7 +63,7 @@ class Word:
 
 
 class Machines:
-    """This machine's part in a run over several. One machine alone tells nobody, and nobody is waited for."""
+    """The part of this machine in a run over several. A machine alone writes nothing and waits for none."""
 
     def __init__(self, run: RunDir, machine: int, count: int, *, patience_seconds: float) -> None:
         self._run, self._machine, self._count, self._patience_seconds = run, machine, count, patience_seconds
@@ -202,8 +202,8 @@ class Machines:
         return None
 
     def _is_led(self) -> bool:
-        owner = live_owner(self._run.lock)
-        return owner is not None and owner.claim == self._life
+        owner = read_owner(self._run.lock)
+        return owner is not None and owner.claim == self._life and not is_abandoned(self._run.lock)
 
     def _is_admitted(self, machine: int, token: object) -> bool:
         """Whether a file is by the command that joined, and not by an earlier one for that machine; checked by the first machine."""

@@ -19,7 +19,7 @@ from fsdp_tune.launch.lock import in_use, locked, refuse_when_held
 from fsdp_tune.launch.processes import is_rank_of
 from fsdp_tune.launch.ranks import read_heartbeat, read_outcome
 from fsdp_tune.launch.resume_diff import Change, check, compare
-from fsdp_tune.ownership import live_owner
+from fsdp_tune.ownership import is_abandoned
 from fsdp_tune.recipe.effects import OnResume
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.training_fields import training_value
@@ -288,7 +288,7 @@ def wait_for_run(run: RunDir, recipe: Recipe, *, patience_seconds: float = 3600.
     Machines may differ in what only they use (cores); what is trained and the number of ranks must agree.
     """
     deadline = time.monotonic() + patience_seconds
-    while not (run.is_used and is_for(run, recipe) and live_owner(run.lock) is not None):
+    while not (run.is_used and is_for(run, recipe) and not is_abandoned(run.lock)):
         if time.monotonic() > deadline:
             raise failed_error(
                 "first-machine-missing",

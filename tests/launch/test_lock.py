@@ -119,6 +119,16 @@ def test_an_owner_on_another_machine_is_live_until_300_seconds_after_its_last_si
         assert "stale-lock" in [notice.code for notice in notices]
 
 
+@FILE_SYSTEMS
+def test_a_clock_that_differs_from_the_file_servers_takes_no_run_away(
+    run: RunDir, lockless: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign(run)
+    monkeypatch.setattr(time, "time", lambda: 4e9)
+    with pytest.raises(FsdpTuneError, match="pid 1 on elsewhere"), locked(run):
+        pass
+
+
 def test_the_kernel_vouches_for_containers_on_one_machine(run: RunDir) -> None:
     """A container that was restarted has pids and a host name of its own; its machine's locks still tell that the owner is dead."""
     with locked(run):
