@@ -23,6 +23,8 @@ from typing import IO, Any, cast
 
 STAGE_MARK = ".stage-"
 _SUFFIX = f"{secrets.randbelow(10**9):09d}"
+PRIVATE_MODE = 0o600
+"""Of recipes, environments and logs: users put more into them than a program can recognise as secret."""
 
 
 class Disk:
@@ -30,6 +32,10 @@ class Disk:
 
     def open(self, path: Path, mode: str = "wb") -> IO[bytes]:
         return open(path, mode)
+
+    def open_private(self, path: Path, mode: str = "wb") -> IO[bytes]:
+        """Like `open`; a file that does not exist yet is created readable by its owner alone."""
+        return open(path, mode, opener=lambda name, flags: os.open(name, flags, PRIVATE_MODE))
 
     def open_direct(self, path: Path) -> IO[bytes]:
         """For reading and writing past the page cache, in whole pages at addresses of whole pages.
@@ -82,12 +88,13 @@ def stage_path(target: Path) -> Path:
     return target.with_name(f".{target.name}{STAGE_MARK}{os.getpid()}{_SUFFIX}")
 
 
-def write_file(path: Path, data: bytes | str) -> None:
-    """Replaces `path` by `data` at once."""
+def write_file(path: Path, data: bytes | str, *, private: bool = False) -> None:
+    """Replaces `path` by `data` at once. A `private` file is readable by its owner alone, any other as the umask says."""
     raw = data.encode() if isinstance(data, str) else data
     stage = stage_path(path)
     try:
-        with DISK.open(stage) as file:
+        stage.unlink(missing_ok=True)  # a leftover would keep its mode
+        with DISK.open_private(stage) if private else DISK.open(stage) as file:
             DISK.write(file, raw)
             DISK.fsync(file)
         DISK.replace(stage, path)
@@ -112,8 +119,8 @@ def json_safe(value: Any) -> Any:
             return value
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_file(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+def write_json(path: Path, value: Any, *, private: bool = False) -> None:
+    write_file(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", private=private)
 
 
 def fsync_tree(root: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_tune.errors import usage_error
+from fsdp_tune.errors import FsdpTuneError, Problem, Where, usage_error
 
 if TYPE_CHECKING:
     from fsdp_tune.cli.output import Screen
@@ -61,18 +61,53 @@ VerifyDataOption = Annotated[
     typer.Option("--verify-data", help="Hash all data files, also those whose size and times have not changed since they were hashed."),
 ]
 TrustOption = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Honour `model.trust_remote_code`: run Python code from the model's repository.")
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Honour `model.trust_remote_code`, and kernels from the hub: run code from their repositories."
+    ),
+]
+AllowEnvOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-env",
+        metavar="NAME",
+        help="Let `launch.env` set this variable, which is not known to be a plain setting. Repeatable.",
+        show_default=False,
+    ),
 ]
 
 
-def check_trust(recipe: Recipe, trust_remote_code: bool) -> None:
-    """A recipe from elsewhere must not run a stranger's code because it says so: the person at the command line says it too."""
-    if recipe.model.trust_remote_code and not trust_remote_code:
-        raise usage_error(
-            "remote-code-not-trusted",
-            f"the recipe wants to run Python code from the repository of {recipe.model.name_or_path} (`model.trust_remote_code`)",
-            hint="read that code; if you trust it, add `--trust-remote-code`",
-        )
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What the command line lets a recipe run."""
+
+    remote_code: bool = False
+    variables: Sequence[str] | None = None
+    """Names in `launch.env`; None: the command starts no rank, so that they have no effect."""
+
+
+def refuse_code(loaded: LoadedRecipe, allowed: Allowed) -> None:
+    """A recipe on its own runs no code: the person at the command line has to allow it. Raises: usage error listing everything to allow."""
+    from fsdp_tune.recipe.environment_rules import variables_to_allow
+    from fsdp_tune.recipe.findings import pinned
+
+    model = loaded.recipe.model
+    kernel = model.attn_implementation
+    found: list[Problem] = []
+    trust = "read that code; if you trust it, add `--trust-remote-code`"
+    if model.trust_remote_code and not allowed.remote_code:
+        message = f"the recipe wants to run Python code from the repository of {model.name_or_path} (`model.trust_remote_code`)"
+        found.append(Problem("remote-code-not-trusted", message, Where(key="model.trust_remote_code"), trust))
+    if "/" in kernel and not allowed.remote_code:
+        message = f"the recipe wants to run an attention kernel from the hub, `{kernel}` (`model.attn_implementation`)"
+        found.append(Problem("remote-code-not-trusted", message, Where(key="model.attn_implementation"), trust))
+    for name in variables_to_allow(loaded.recipe.launch.env):
+        if allowed.variables is not None and name not in allowed.variables:
+            message = f"`launch.env.{name}` is not known to be a plain setting, and a variable can make the ranks run code"
+            hint = f"read what it does; if you trust it, add `--allow-env {name}`"
+            found.append(Problem("variable-not-allowed", message, Where(key=f"launch.env.{name}"), hint))
+    if found:
+        raise FsdpTuneError(*(pinned(problem, loaded.positions) for problem in found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +134,10 @@ def asked_recipe(
     needs_trackers: bool = False,
     strict: bool = False,
     unneeded: frozenset[str] = frozenset(),
+    allowed: Allowed = Allowed(),
 ) -> Asked:
     """Loads and resolves. Shows what loading has to say, less what `strict` makes errors of; the resolution's notices are the caller's.
+    Refuses a recipe that runs code which the command line does not allow (`refuse_code`).
 
     A command that `starts_here` needs the devices that the recipe names, and asks torch for those that nothing else shows. Any other
     has a GPU assumed where this machine shows none, and does not wait for torch. `needs_trackers` is for commands that judge whether
@@ -112,6 +149,7 @@ def asked_recipe(
 
     loaded = load_recipe(source, overrides or (), name=name, options=options, unneeded=unneeded)
     screen.notices([notice for notice in loaded.notices if not (strict and notice.strict)])
+    refuse_code(loaded, allowed)
     wanted = loaded.recipe.launch.device
     machine = this_machine(wanted if starts_here or wanted == "cpu" else "auto")
     assume = None if starts_here else "cuda"

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, NameOption, SetOption, asked_recipe, chosen_recipe
+from fsdp_tune.cli.options import (
+    Allowed,
+    ConfigArg,
+    ConfigOption,
+    JsonOption,
+    NameOption,
+    SetOption,
+    TrustOption,
+    asked_recipe,
+    chosen_recipe,
+)
 from fsdp_tune.cli.output import Screen, command, stopping_cleanly
 from fsdp_tune.errors import usage_error
 
@@ -71,6 +81,7 @@ def plan(
     write: WriteOption = None,
     html: HtmlOption = None,
     calibrate: CalibrateOption = None,
+    trust_remote_code: TrustOption = False,
     json_output: JsonOption = False,
 ) -> None:
     """Predict memory, time, communication and disk of a recipe from a traced step, and rank recipes that fit. Starts nothing.
@@ -88,7 +99,7 @@ def plan(
 
         if no_search and (target or write):
             raise usage_error("usage", "`--no-search` ranks nothing: leave it out, or `--target` and `--write`")
-        wanted = _resolved(screen, chosen_recipe(recipe, config), overrides or [], name, gpu, number)
+        wanted = _resolved(screen, chosen_recipe(recipe, config), overrides or [], name, gpu, number, Allowed(trust_remote_code))
         if wanted.hardware.name == CPU and (target or write):
             raise usage_error("usage", "recipes are ranked for GPUs, and this one runs on the CPU", hint="name a GPU by `--gpu`")
         ranks_others = not no_search and wanted.hardware.name != CPU
@@ -112,7 +123,9 @@ class _Wanted:
     """Key → the value that `--num-gpus` forces, and why."""
 
 
-def _resolved(screen: Screen, source: str, overrides: list[str], name: str | None, gpu: str | None, number: int | None) -> _Wanted:
+def _resolved(
+    screen: Screen, source: str, overrides: list[str], name: str | None, gpu: str | None, number: int | None, allowed: Allowed
+) -> _Wanted:
     from fsdp_tune.bridge.devices import this_machine
     from fsdp_tune.plan.candidates import devices_of_machine
     from fsdp_tune.plan.hardware import cpu_rank, find_hardware
@@ -131,7 +144,7 @@ def _resolved(screen: Screen, source: str, overrides: list[str], name: str | Non
     written = load_recipe(source, overrides, name=name, options=options, unneeded=INPUTS).recipe
     if hardware is not None and plain.launch.device != "cuda":  # what is planned are GPUs, whatever the recipe runs on here
         options.append(OptionSays(f"plan for {hardware.name}", "launch.device=cuda"))
-    asked = asked_recipe(screen, source, overrides, name=name, options=options, unneeded=INPUTS)
+    asked = asked_recipe(screen, source, overrides, name=name, options=options, unneeded=INPUTS, allowed=allowed)
     screen.notices(asked.resolution.notices)
     if hardware is None:
         from fsdp_tune.cli.plan_auto import budget_of

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fsdp_tune.cli.options import (
+    Allowed,
     ConfigArg,
     ConfigOption,
     JsonOption,
@@ -16,7 +17,6 @@ from fsdp_tune.cli.options import (
     TrustOption,
     VerifyDataOption,
     asked_recipe,
-    check_trust,
     chosen_recipe,
 )
 from fsdp_tune.cli.output import Screen, command, printable, stopping_cleanly
@@ -57,8 +57,7 @@ def prepare(
         from fsdp_tune.data.prepare import prepare as prepare_data
 
         # What was decided for the ranks is not told: none is started, and the rows are the same for any number of them.
-        asked = asked_recipe(screen, chosen_recipe(recipe, config), overrides, name=name)
-        check_trust(asked.recipe, trust_remote_code)
+        asked = asked_recipe(screen, chosen_recipe(recipe, config), overrides, name=name, allowed=Allowed(trust_remote_code))
         if download:
             _download(screen, asked.recipe)
         encoder = load_encoder(asked.recipe)

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, SetOption, asked_recipe, chosen_recipe
+from fsdp_tune.cli.options import (
+    Allowed,
+    AllowEnvOption,
+    ConfigArg,
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    TrustOption,
+    asked_recipe,
+    chosen_recipe,
+)
 from fsdp_tune.cli.output import Screen, command, stopping_cleanly
 from fsdp_tune.errors import FsdpTuneError, failed_error, usage_error
 
@@ -37,6 +47,8 @@ def rehearse(
     overrides: SetOption = None,
     num_processes: RanksOption = None,
     parity: ParityOption = False,
+    trust_remote_code: TrustOption = False,
+    allow_env: AllowEnvOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Play a recipe through on CPU ranks with the model shrunk: train, kill a rank, resume, merge, reload, compare.
@@ -53,7 +65,11 @@ def rehearse(
         from fsdp_tune.rehearsal.scenes import Rehearsal
         from fsdp_tune.rehearsal.switches import comparable, parity_checks
 
-        found = asked_recipe(screen, chosen_recipe(recipe, config), overrides)
+        found = asked_recipe(screen, chosen_recipe(recipe, config), overrides, allowed=Allowed(trust_remote_code, allow_env or ()))
+        allowed = (
+            *(["--trust-remote-code"] if trust_remote_code else []),
+            *(word for each in allow_env or () for word in ("--allow-env", each)),
+        )
         screen.notices(found.resolution.notices)
         asked = found.recipe
         folder = Path(tempfile.mkdtemp(prefix="fsdp-tune-rehearsal-"))
@@ -68,7 +84,10 @@ def rehearse(
                 small = comparable(small)
             for line in small.changes:
                 screen.say(f"  {line}")
-            for check in parity_checks(small, folder) if parity else Rehearsal(small.write(folder), folder, ranks, STEPS).checks():
+            played = (
+                parity_checks(small, folder, allowed) if parity else Rehearsal(small.write(folder), folder, ranks, STEPS, allowed).checks()
+            )
+            for check in played:
                 checks.append(check)
                 screen.say(f"{'ok  ' if check.passed else 'FAIL'}  {check.name}: {check.detail}  ({check.seconds:.0f} s)")
         finally:

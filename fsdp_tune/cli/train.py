@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdp_tune.cli.options import (
+    Allowed,
+    AllowEnvOption,
     ConfigArg,
     ConfigOption,
     JsonOption,
@@ -17,7 +19,6 @@ from fsdp_tune.cli.options import (
     TrustOption,
     VerifyDataOption,
     asked_recipe,
-    check_trust,
     chosen_recipe,
 )
 from fsdp_tune.cli.output import Screen, command, stopping_cleanly
@@ -79,6 +80,7 @@ def train(
     no_start: NoStartOption = False,
     machine_rank: MachineRankOption = None,
     trust_remote_code: TrustOption = False,
+    allow_env: AllowEnvOption = None,
     ignore_plan: IgnorePlanOption = False,
     verify_data: VerifyDataOption = False,
     profile: ProfileOption = None,
@@ -102,11 +104,10 @@ def train(
 
         profiled = parse_profile(profile) if profile is not None else None
         starts_here = not (dry_run or no_start)
-        chosen = chosen_recipe(recipe, config)
-        asked = asked_recipe(screen, chosen, overrides, name=name, starts_here=starts_here, needs_trackers=True)
+        chosen, allowed = chosen_recipe(recipe, config), Allowed(trust_remote_code, allow_env or ())
+        asked = asked_recipe(screen, chosen, overrides, name=name, starts_here=starts_here, needs_trackers=True, allowed=allowed)
         loaded, resolution = asked.loaded, asked.resolution
         screen.notices(resolution.notices)
-        check_trust(resolution.recipe, trust_remote_code)
         run = RunDir(Path(resolution.recipe.output_dir))
         rank = machine_rank_of(resolution.recipe, machine_rank, os.environ) if starts_here else machine_rank or 0
         plan = launch_plan(

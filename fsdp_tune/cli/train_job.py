@@ -83,12 +83,18 @@ class Job:
     def surroundings(self) -> list[Notice]:
         """What lies about on this machine and would have steered a bare `accelerate launch`; it does not steer this one."""
         from fsdp_tune.diagnose.environment import accelerate_default_config
+        from fsdp_tune.recipe.secrets import MASK, mask_text
 
         notices: list[Notice] = []
         if (default := accelerate_default_config(os.environ)) is not None:
             notices.append(Notice("accelerate-config-ignored", f"{default['path']} is not used: the recipe decides"))
         if self.plan.removed:
             notices.append(Notice("stale-environment", f"variables of another job are kept from the ranks: {', '.join(self.plan.removed)}"))
+        if hidden := self.plan.unwritten_variables():
+            notices.append(Notice("secret-not-written", f"launch.json lists {', '.join(hidden)} without values, which look like secrets"))
+        if mask_text(self.loaded.text) != self.loaded.text:
+            message = f"{self.loaded.path} has a comment with what looks like a secret; the run's recipe.yaml gets `{MASK}` instead"
+            notices.append(Notice("secret-not-written", message))
         return notices
 
     def check_inputs(self, start: Start) -> Inputs:

@@ -11,9 +11,9 @@ import yaml
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.progress import Bar
 from fsdp_tune.launch.accelerate import LaunchPlan
-from fsdp_tune.launch.environment import masked
 from fsdp_tune.launch.resume import Start
 from fsdp_tune.recipe.resolve import Resolution
+from fsdp_tune.recipe.secrets import masked
 from fsdp_tune.units import format_bytes, format_seconds
 
 SHOWN_PHASE_SECONDS = 0.1

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, NameOption, SetOption, asked_recipe, chosen_recipe
+from fsdp_tune.cli.options import (
+    Allowed,
+    AllowEnvOption,
+    ConfigArg,
+    ConfigOption,
+    JsonOption,
+    NameOption,
+    SetOption,
+    TrustOption,
+    asked_recipe,
+    chosen_recipe,
+)
 from fsdp_tune.cli.output import Screen, command, stopping_cleanly
 from fsdp_tune.errors import FsdpTuneError, Notice, Problem
 
@@ -29,6 +40,8 @@ def validate(
     name: NameOption = None,
     strict: StrictOption = False,
     offline: OfflineOption = False,
+    trust_remote_code: TrustOption = False,
+    allow_env: AllowEnvOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Check a recipe: keys, values, contradictions, the arithmetic of the batch, model and data. Starts nothing.
@@ -40,7 +53,15 @@ def validate(
     with command(json_output) as screen, stopping_cleanly():
         from fsdp_tune.recipe.findings import pinned
 
-        asked = asked_recipe(screen, chosen_recipe(recipe, config), overrides, name=name, needs_trackers=True, strict=strict)
+        asked = asked_recipe(
+            screen,
+            chosen_recipe(recipe, config),
+            overrides,
+            name=name,
+            needs_trackers=True,
+            strict=strict,
+            allowed=Allowed(trust_remote_code, allow_env or ()),
+        )
         loaded = asked.loaded
         checked = _check(asked.resolution, offline=offline)
         resolution = _decided(asked.resolution, checked, offline=offline)

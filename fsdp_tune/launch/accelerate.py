@@ -31,9 +31,11 @@ from typing import Any
 from fsdp_tune.errors import failed_error, usage_error
 from fsdp_tune.fsdp import environment as library_environment
 from fsdp_tune.launch.arguments import check_extra
-from fsdp_tune.launch.environment import clean, mask_text, masked, telling
+from fsdp_tune.launch.environment import clean, telling, unwritten
 from fsdp_tune.launch.stop_signals import heeded
+from fsdp_tune.recipe.environment_rules import variables_to_allow
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.secrets import mask_text, masked
 from fsdp_tune.run_dir import RunDir
 
 LAUNCHER_MODULE = "accelerate.commands.launch"
@@ -57,6 +59,8 @@ class LaunchPlan:
     """Global ranks of this machine."""
     machine_rank: int
     world_size: int
+    allowed_variables: tuple[str, ...] = ()
+    """Names in `launch.env` that the command line had to allow (`--allow-env`)."""
 
     @property
     def is_whole(self) -> bool:
@@ -75,10 +79,15 @@ class LaunchPlan:
             "environment": {name: masked(name, value) for name, value in sorted(self.settings.items())},
             "inherited": telling({name: value for name, value in self.env.items() if name not in self.settings}),
             "removed": list(self.removed),
+            "allowed_variables": list(self.allowed_variables),
             "machine_rank": self.machine_rank,
             "world_size": self.world_size,
             "python": sys.executable,
         }
+
+    def unwritten_variables(self) -> list[str]:
+        """Inherited variables that launch.json lists without their values, since these look like secrets."""
+        return unwritten({name: value for name, value in self.env.items() if name not in self.settings})
 
     def quoted_argv(self) -> list[str]:
         return [shlex.quote(mask_text(word)) for word in self.argv]
@@ -119,6 +128,7 @@ def launch_plan(
         ranks=range(machine_rank * recipe.local_world_size, (machine_rank + 1) * recipe.local_world_size),
         machine_rank=machine_rank,
         world_size=recipe.world_size,
+        allowed_variables=tuple(variables_to_allow(recipe.launch.env)),
     )
 
 

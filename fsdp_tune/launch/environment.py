@@ -6,9 +6,10 @@ PET_*), so they are removed and named in `launch.json`. Nothing is read from the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
+
+from fsdp_tune.recipe.secrets import MASK, masked
 
 # Set by launchers for their own children, or read by accelerate and torchrun as defaults of options.
 STALE_NAMES = frozenset(
@@ -40,11 +41,6 @@ TELLING_PREFIXES = (
     *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "DATASETS_", "XDG_", "SLURM_", "PYTHON", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
 )
 
-_SECRET_NAME = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|COOKIE|(^|_)(API_?)?KEY($|_)|(^|_)AUTH($|_)", re.IGNORECASE)
-_SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_SECRET_VALUE = re.compile(r"\bhf_[A-Za-z0-9]{20,}\b")
-MASK = "***"
-
 
 def is_stale(name: str, *, in_slurm_step: bool) -> bool:
     if name.startswith(SLURM_PREFIX):
@@ -59,23 +55,14 @@ def clean(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     return {name: value for name, value in environment.items() if name not in removed}, removed
 
 
-def is_secret(name: str) -> bool:
-    return _SECRET_NAME.search(name) is not None
-
-
-def masked(name: str, value: str) -> str:
-    """`value` as it may be written to a file or a screen."""
-    return MASK if is_secret(name) else mask_text(value)
-
-
-def mask_text(text: str) -> str:
-    """Takes passwords out of URLs, and Hub tokens out of anything."""
-    return _SECRET_VALUE.sub(MASK, _SECRET_IN_URL.sub(MASK, text))
-
-
 def telling(environment: Mapping[str, str]) -> dict[str, str]:
     """The inherited variables that matter to a run, masked, sorted by name."""
     return {name: masked(name, environment[name]) for name in sorted(environment) if name.startswith(TELLING_PREFIXES)}
+
+
+def unwritten(environment: Mapping[str, str]) -> list[str]:
+    """The inherited variables that `telling` lists and whose values look like secrets, sorted by name."""
+    return [name for name, value in telling(environment).items() if MASK in value and value != environment[name]]
 
 
 def relevant_variables(environment: Mapping[str, str]) -> dict[str, Any]:

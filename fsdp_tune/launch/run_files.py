@@ -22,6 +22,7 @@ from fsdp_tune.launch.lock import locked
 from fsdp_tune.launch.profiled import ProfiledSteps
 from fsdp_tune.launch.resume import Start
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.secrets import mask_text
 from fsdp_tune.run_dir import Checkpoint, RunDir
 
 RESUME_NAME = "resume.json"
@@ -90,15 +91,15 @@ def _renew(run: RunDir, files: RunFiles) -> None:
 
 def _write_files(run: RunDir, files: RunFiles) -> None:
     """recipe.json last: it is what makes a directory a run."""
-    write_file(run.recipe_yaml, _with_overrides(files.recipe_text, files.overrides))
+    write_file(run.recipe_yaml, mask_text(_with_overrides(files.recipe_text, files.overrides)), private=True)
     write_file(run.accelerate_yaml, yaml.safe_dump(accelerate_config(files.recipe), sort_keys=False))
-    write_json(run.environment_json, dict(files.environment))
+    write_json(run.environment_json, dict(files.environment), private=True)
     write_file(run.data_json, files.data)
     profile = [files.profile.first, files.profile.last] if files.profile else None
     launch = {"started_at": time.time(), "reasons": dict(files.reasons), "profile": profile}
-    write_json(run.launch_json, files.plan.to_json() | launch)
+    write_json(run.launch_json, files.plan.to_json() | launch, private=True)
     write_resume(run, files.start.checkpoint, digests_checked=files.start.digests_checked)
-    write_file(run.recipe_json, files.recipe.model_dump_json(by_alias=True, indent=2) + "\n")
+    write_file(run.recipe_json, files.recipe.model_dump_json(by_alias=True, indent=2) + "\n", private=True)
 
 
 def write_resume(run: RunDir, checkpoint: Checkpoint | None, *, digests_checked: bool) -> None:

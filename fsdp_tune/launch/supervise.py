@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from fsdp_tune.atomic import write_file, write_json
+from fsdp_tune.atomic import DISK, write_file, write_json
 from fsdp_tune.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.launch.accelerate import LaunchPlan
 from fsdp_tune.launch.follow import Follower
@@ -136,7 +136,7 @@ class Supervisor:
             yield Logged(line)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        with open(self._plan.launcher_log, "ab") as log:
+        with DISK.open_private(self._plan.launcher_log, "ab") as log:
             return subprocess.Popen(
                 leashed(list(self._plan.argv)),
                 env=self._plan.env | self._machines.environment(),
@@ -209,7 +209,7 @@ class Supervisor:
         standings = self._machines.share(mine, silent_seconds)
         path = self._run.hang_report if self._plan.machine_rank == 0 else self._run.logs / f"hang-{self._plan.machine_rank:02d}.txt"
         problem = hang_problem(standings, silent_seconds, path)
-        write_file(path, report_text(standings, texts, problem))
+        write_file(path, report_text(standings, texts, problem), private=True)
         return problem
 
     def _seen(self, watch: RankWatch, launcher_code: int, log_start: int) -> Seen:

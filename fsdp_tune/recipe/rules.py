@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from fsdp_tune.recipe.environment_rules import ENVIRONMENT_RULES
 from fsdp_tune.recipe.findings import Finding, Rule, given
 from fsdp_tune.recipe.fp8_rules import FP8_RULES
 from fsdp_tune.recipe.kinds import is_flash_kernel
@@ -17,14 +18,6 @@ from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema_data import BUILDERS
 from fsdp_tune.recipe.strategies import STRATEGIES
 from fsdp_tune.recipe.training_rules import TRAINING_RULES
-
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(?:^|_)(?:API_?)?KEY(?:$|_)|ACCESS_KEY|PRIVATE_KEY", re.IGNORECASE)
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_OURS = ("FSDP_", "ACCELERATE_", "PET_", "TORCHELASTIC_", "PARALLELISM_CONFIG_", "FSDP_TUNE_")
-_OUR_NAMES = {
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MIXED_PRECISION"),
-}
 
 
 def model_source(recipe: Recipe) -> Finding | None:
@@ -170,10 +163,28 @@ def bf16_storage(recipe: Recipe) -> Finding | None:
 
 
 OUTPUT_FIELDS = re.compile(r"\{(name|seed)\}")
+_SHELL_VARIABLE = re.compile(r"\$(\{)?([A-Za-z_][A-Za-z0-9_]*)(?(1)\})")
+
+
+def paths_hold_no_shell_variables(recipe: Recipe) -> Finding | None:
+    """`$SCRATCH/x` would become a directory of that name. Paths that are only read are refused for a `$` at their start alone."""
+    read = [("model.name_or_path", recipe.model.name_or_path), ("model.tokenizer", recipe.model.tokenizer)]
+    read += [(f"{key}.path", source.path) for key, source in recipe.data.sources]
+    read = [(key, path) for key, path in read if path is not None and path.startswith("$")]
+    for key, path in [("output_dir", recipe.output_dir), ("data.cache_dir", recipe.data.cache_dir or ""), *read]:
+        if variable := _SHELL_VARIABLE.search(path):
+            message = f"`{key}` holds `{shown(variable[0])}`, and a recipe does not expand variables of the shell"
+            hint = "write the path out"
+            if "[" not in key:
+                hint += f', or let the shell fill it in: `--set {key}="{shown(path)}"`'
+            return Finding("shell-variable", (key,), message, hint)
+    return None
 
 
 def output_dir_template(recipe: Recipe) -> Finding | None:
     keys = ("output_dir",)
+    if _SHELL_VARIABLE.search(recipe.output_dir):
+        return None  # `paths_hold_no_shell_variables` reports it
     rest = OUTPUT_FIELDS.sub("", recipe.output_dir)
     if "{" in rest or "}" in rest:
         braces = re.search(r"\{[^{}]*\}?|\}", rest)
@@ -183,26 +194,6 @@ def output_dir_template(recipe: Recipe) -> Finding | None:
         return Finding("bad-output-dir", keys, "`output_dir` begins with `~`, which is not expanded", "write the path out")
     if "\0" in recipe.output_dir or not recipe.output_dir.isprintable():
         return Finding("bad-output-dir", keys, "`output_dir` holds a character that no path should")
-    return None
-
-
-def environment_is_plain(recipe: Recipe) -> Finding | None:
-    for name in recipe.launch.env:
-        key = f"launch.env.{name}"
-        if not _VARIABLE.fullmatch(name):
-            return Finding("bad-variable", (key,), f"`{shown(name)}` is no name of an environment variable")
-        if _SECRET.search(name):
-            hint = "set it in the environment of the command: ranks inherit it, and it is written nowhere"
-            return Finding(
-                "secret-in-recipe", (key,), f"`launch.env.{name}` looks like a secret, and a recipe is copied and published", hint
-            )
-        if name in _OUR_NAMES or name.startswith(_OURS):
-            return Finding(
-                "bad-variable",
-                (key,),
-                f"`launch.env.{name}` is set by the launch itself",
-                "change the key of the recipe that it follows from",
-            )
     return None
 
 
@@ -275,12 +266,13 @@ RULES: tuple[Rule, ...] = (
     version_1_limits,
     named_modules_are_named,
     bf16_storage,
+    paths_hold_no_shell_variables,
     output_dir_template,
-    environment_is_plain,
     ranks_need_collectives,
     cpu_limits,
     liger_needs_a_gpu,
     compiled_offload_is_of_whole_layers,
+    *ENVIRONMENT_RULES,
     *OPTIMIZER_RULES,
     *FP8_RULES,
     *TRAINING_RULES,

@@ -54,7 +54,7 @@ class Launch(Section):
     main_process_port: Annotated[Port | Auto, Effect(NOTHING, FREE)] = "auto"
     """auto = a free port."""
     env: Annotated[dict[str, str], Effect(MEMORY | TIME, FREE)] = {}
-    """Extra variables for ranks (NCCL_SOCKET_IFNAME: ib0); secrets and our own are refused."""
+    """Extra variables for ranks (NCCL_SOCKET_IFNAME: ib0); what may run code needs `--allow-env NAME`; secrets and our own are refused."""
     max_restarts: Annotated[WholeOrZero, Effect(NOTHING, FREE)] = 0
     """Restarts after a failure."""
     max_runtime: Annotated[Duration | None, Effect(NOTHING, FREE)] = None

@@ -47,8 +47,9 @@ def ask(argv: Sequence[str], text: str = "") -> Answer:
     return finish(_start(argv, subprocess.PIPE), text)
 
 
-def start_training(recipe: Path, output: Path) -> subprocess.Popen[str]:
-    return _start((*FSDP_TUNE, "train", "--config", str(recipe), "--set", f"output_dir={output}", "--json"), subprocess.DEVNULL)
+def start_training(recipe: Path, output: Path, options: Sequence[str]) -> subprocess.Popen[str]:
+    command = (*FSDP_TUNE, "train", "--config", str(recipe), "--set", f"output_dir={output}", *options, "--json")
+    return _start(command, subprocess.DEVNULL)
 
 
 def _start(argv: Sequence[str], stdin: int) -> subprocess.Popen[str]:

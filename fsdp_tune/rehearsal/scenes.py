@@ -47,6 +47,8 @@ class Rehearsal:
     folder: Path
     ranks: int
     steps: int
+    allowed: tuple[str, ...] = ()
+    """Options by which the command line lets the recipe run code; every `train` of the rehearsal gets them."""
 
     @property
     def whole(self) -> RunDir:
@@ -80,7 +82,7 @@ class Rehearsal:
                 return
 
     def train(self) -> str:
-        answer = fsdp_tune("train", "--config", str(self.recipe), "--set", f"output_dir={self.whole.path}")
+        answer = fsdp_tune("train", "--config", str(self.recipe), "--set", f"output_dir={self.whole.path}", *self.allowed)
         _demand(answer)
         losses = [line["loss"] for line in _loss_lines(self.whole)]
         if len(losses) != self.steps:
@@ -89,7 +91,7 @@ class Rehearsal:
 
     def kill_a_rank(self) -> str:
         """SIGKILL to the last rank, once a checkpoint is complete."""
-        child = start_training(self.recipe, self.killed.path)
+        child = start_training(self.recipe, self.killed.path, self.allowed)
         try:
             victim = self._wait_for_checkpoint(child.poll)
             if victim is not None:
@@ -127,7 +129,9 @@ class Rehearsal:
             time.sleep(0.1)
 
     def resume(self) -> str:
-        answer = fsdp_tune("train", "--config", str(self.recipe), "--set", f"output_dir={self.killed.path}", "--resume", "auto")
+        answer = fsdp_tune(
+            "train", "--config", str(self.recipe), "--set", f"output_dir={self.killed.path}", "--resume", "auto", *self.allowed
+        )
         _demand(answer)
         return f"finished at step {answer.document.get('steps')}"
 

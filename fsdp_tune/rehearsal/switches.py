@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,13 +116,16 @@ def _precision(document: dict[str, Any]) -> list[Switch]:
     return [] if written == "no" else [Switch(f"as written, in {written}", precision=written)]
 
 
-def parity_checks(base: Small, folder: Path) -> Iterator[Check]:
-    """One check a switch, in the order of `switches`; a run that fails is a check that fails. `base` is a `comparable` recipe."""
+def parity_checks(base: Small, folder: Path, options: Sequence[str] = ()) -> Iterator[Check]:
+    """One check a switch, in the order of `switches`; a run that fails is a check that fails. `base` is a `comparable` recipe.
+
+    `options` are added to every `train`.
+    """
     reference: dict[str, Any] | None = None
     for number, switch in enumerate(switches(base.document)):
         began = time.monotonic()
         run = RunDir(folder / f"{number:02d}")
-        why = _train(base, switch, run)
+        why = _train(base, switch, run, options)
         if why is None and reference is None:
             answer = torch_script("trajectory", {"run": str(run.path), "compute_dtype": "fp32", "skipped": []})
             reference, why = answer.document, None if answer.exit_code == 0 else f"the reference: {answer.why}"
@@ -134,13 +137,13 @@ def parity_checks(base: Small, folder: Path) -> Iterator[Check]:
         yield Check(switch.name, passed, detail, time.monotonic() - began)
 
 
-def _train(base: Small, switch: Switch, run: RunDir) -> str | None:
+def _train(base: Small, switch: Switch, run: RunDir, options: Sequence[str]) -> str | None:
     """None, or why there are no numbers."""
     document: dict[str, Any] = copy.deepcopy(base.document) | {"output_dir": str(run.path), "name": run.name}
     document["precision"] = document.get("precision", {}) | {"mixed_precision": switch.precision}
     for section, keys in switch.changes.items():
         document[section] = document.get(section, {}) | keys
-    answer = fsdp_tune("train", "--config", str(Small(document).write(run.path.parent, f"{run.name}.yaml")))
+    answer = fsdp_tune("train", "--config", str(Small(document).write(run.path.parent, f"{run.name}.yaml")), *options)
     return None if answer.exit_code == 0 else answer.why
 
 

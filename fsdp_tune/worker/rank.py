@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import IO, Any
 
+from fsdp_tune.atomic import PRIVATE_MODE
 from fsdp_tune.errors import usage_error
 from fsdp_tune.fsdp import OWNED_PREFIXES, environment
 from fsdp_tune.launch.accelerate import by_hand
@@ -75,7 +76,7 @@ def set_environment(recipe: Recipe, run: RunDir) -> None:
 def redirect_output(run: RunDir, rank: int) -> IO[str]:
     """Sends this process's stdout and stderr, C++ included, to its log; returns the launcher's stdout for plain lines."""
     run.logs.mkdir(parents=True, exist_ok=True)
-    log = os.open(run.rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+    log = os.open(run.rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, PRIVATE_MODE)
     screen = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     sys.stdout.flush()
     sys.stderr.flush()

@@ -401,8 +401,8 @@ PLANTS: tuple[Plant, ...] = (
     _plant("paths may lead out", "manifest", 'and not name.startswith("/") and ".." not in name.split("/")', "", "F116"),
     _plant(
         "tokens are written as they are",
-        "launch/environment",
-        "    return MASK if is_secret(name) else mask_text(value)\n",
+        "recipe/secrets",
+        "    return MASK if has_secret_name(name) or _WANDB_KEY.fullmatch(value.strip()) else mask_text(value)\n",
         "    return value\n",
         "F120",
     ),
@@ -579,8 +579,8 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "a stranger's recipe may run code",
         "cli/options",
-        "    if recipe.model.trust_remote_code and not trust_remote_code:\n",
-        "    if trust_remote_code and not recipe.model.trust_remote_code:\n",
+        "    if model.trust_remote_code and not allowed.remote_code:\n",
+        "    if allowed.remote_code and not model.trust_remote_code:\n",
         "F118",
     ),
     _plant(

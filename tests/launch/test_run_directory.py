@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -177,6 +178,30 @@ def test_a_new_run_is_never_open_to_everybody(fresh: RunDir, tmp_path: Path) -> 
     finally:
         os.umask(before)
     assert fresh.path.stat().st_mode & 0o002 == 0
+
+
+def test_recipe_and_environment_are_readable_by_their_owner_alone(fresh: RunDir, tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        recipe = used(fresh, tmp_path)
+        checkpoint(fresh, 3)
+        write_run(fresh, files_of(fresh, recipe, decide(fresh, recipe, "auto", overwrite=False)))
+    finally:
+        os.umask(before)
+    private = [fresh.recipe_yaml, fresh.recipe_json, fresh.launch_json, fresh.environment_json]
+    private += [fresh.history / "001" / path.name for path in private]
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in private} == {path.name: 0o600 for path in private}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (fresh.path, fresh.logs, fresh.model)} == {0o755}
+    assert stat.S_IMODE(fresh.data_json.stat().st_mode) == 0o644
+
+
+def test_token_in_a_comment_or_an_override_is_not_copied_into_the_run(fresh: RunDir, tmp_path: Path) -> None:
+    token = "hf_" + "a" * 30
+    recipe = resolved(tmp_path)
+    write_run(fresh, files_of(fresh, recipe, text=f"{BASE}# log in with {token}\n", overrides=(f"training.hub_model_id={token}",)))
+    text = fresh.recipe_yaml.read_text()
+    assert token not in text
+    assert "# log in with ***" in text
 
 
 def test_a_run_that_everybody_may_write_into_is_refused(fresh: RunDir, tmp_path: Path) -> None:

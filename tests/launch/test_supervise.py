@@ -203,6 +203,12 @@ def test_a_rank_that_dies_before_it_can_report_shows_its_exception(plan_of: Plan
     assert "launcher.log" in (ended.problem.hint or "")
 
 
+def test_launcher_log_is_readable_by_its_owner_alone(plan_of: PlanOf) -> None:
+    plan = plan_of({"0": [["raise", "no such library"]]})
+    drive(plan)
+    assert plan.launcher_log.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_rank_that_begins_and_ends_between_two_looks_is_missed(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine so busy that the rank is gone before it is seen: without it the other one, deaf to signals, would be waited for."""
     see = watch.find_ranks
