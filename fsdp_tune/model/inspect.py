@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-from fsdp_tune.errors import FsdpTuneError, Notice, Problem
+from fsdp_tune.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.recipe.schema import Recipe
 
 
@@ -55,7 +55,11 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
         problems += error.problems
     except (ValueError, ImportError) as error:
         # transformers' own refusal: an attention kernel the model lacks, a package that is not installed
-        problems.append(Problem("model-refused", f"transformers refuses this model: {str(error).splitlines()[0]}"))
+        reason = str(error).splitlines()[0]
+        kernel = recipe.model.attn_implementation
+        key = "model.attn_implementation" if kernel in reason and kernel != "auto" else "model"
+        hint = "`auto` chooses a kernel that is installed and that the model supports" if key != "model" else None
+        problems.append(Problem("model-refused", f"transformers refuses this model: {reason}", Where(key=key), hint))
     return {**found, "problems": [p.as_dict() for p in problems], "notices": [n.as_dict() for n in notices]}
 
 
@@ -84,7 +88,8 @@ def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> tuple[list[Pro
     if positions is not None and longest > positions:
         if _has_table_of_positions(model, positions):
             message = f"data.max_length is {longest}, and the model has a table of positions for {positions} tokens"
-            problems.append(Problem("max-length-beyond-positions", message, hint=f"--set data.max_length={positions}"))
+            hint = f"write `max_length: {positions}`, or `--set data.max_length={positions}`"
+            problems.append(Problem("max-length-beyond-positions", message, Where(key="data.max_length"), hint))
         else:  # rotary positions can be computed for any length, which is why nothing fails
             message = (
                 f"data.max_length is {longest}, and the model's configuration says {positions} positions: it has seen none beyond them"
@@ -96,6 +101,7 @@ def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> tuple[list[Pro
             Problem(
                 "packing-not-isolated",
                 f"{type(model).__name__} takes no position ids, so packed examples would see each other",
+                Where(key="data.packing"),
                 hint="--set data.packing=false",
             )
         )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
 from fsdp_tune.errors import Problem, Where
 from fsdp_tune.recipe.keys import choices, closest, dotted, element_words, field_at, field_words, sections_in, unknown_key_hint
-from fsdp_tune.recipe.scalars import ScalarError, parse_plain, printable, shown
+from fsdp_tune.recipe.kinds import Text
+from fsdp_tune.recipe.optimizer_arguments import WORDS
+from fsdp_tune.recipe.scalars import ScalarError, enumerated, parse_plain, printable, shown
 from fsdp_tune.recipe.schema import Training
 from fsdp_tune.recipe.schema_data import EVAL_TAGS
 from fsdp_tune.recipe.training_fields import TRAINING_FIELDS, complaint, installed_transformers, owner_of, version_gap
+from fsdp_tune.recipe.yaml_mistakes import UNSPACED
 from fsdp_tune.recipe.yaml_tree import ListNode, MappingNode, Node, ScalarNode, entries_of, plain_value
 
 Path = tuple[str | int, ...]
@@ -82,9 +85,11 @@ def wrong_value(tree: MappingNode, path: Path, reason: str | None = None) -> Pro
     """`reason` is a finished sentence where the kind of value has one (sizes, durations)."""
     node, field = node_at(tree, path), field_at(path)
     in_list = bool(path) and isinstance(path[-1], int)
-    takes = "another value" if field is None else element_words(field.annotation) if in_list else field_words(field)
+    takes = _free_words(path) if field is None else element_words(field.annotation) if in_list else field_words(field)
     hint = (
-        _source_hint(path, node)
+        _unspaced_hint(path, node)
+        or _source_hint(path, node)
+        or _quotes_hint(node, takes)
         or _section_hint(path, node)
         or _value_hint(node, takes, choices(field.annotation) if field is not None else [])
     )
@@ -97,12 +102,54 @@ def wrong_value(tree: MappingNode, path: Path, reason: str | None = None) -> Pro
     return Problem("wrong-value", f"`{dotted(path)}` is {given(node)}; it takes {takes}", where, hint)
 
 
+def _free_words(path: Path) -> str:
+    """What a key below a free mapping takes: text in `launch.env` and `rename_columns`, else unknown."""
+    parent = field_at(path[:-1])
+    of_text = parent is not None and any(get_args(each)[1:2] in ((str,), (Text,)) for each in _mappings_in(parent.annotation))
+    return "text" if of_text else "another value"
+
+
+def _mappings_in(annotation: Any) -> list[Any]:
+    if get_origin(annotation) is dict:
+        return [annotation]
+    return [found for argument in get_args(annotation) for found in _mappings_in(argument)]
+
+
+def _unspaced_hint(path: Path, node: Node | None) -> str | None:
+    """`name_or_path:gpt2` alone under `model:` is a text to YAML."""
+    field = field_at(path)
+    match = UNSPACED.fullmatch(node.text) if isinstance(node, ScalarNode) and node.plain else None
+    if field is None or match is None:
+        return None
+    names = {inner.alias or name for section in sections_in(field.annotation) for name, inner in section.model_fields.items()}
+    return f"write a space after the colon: `{match['key']}: {shown(match['value'])}`" if match["key"] in names else None
+
+
 def _source_hint(path: Path, node: Node | None) -> str | None:
-    """A bare file name where a list of sources belongs."""
-    if path[:2] != ("data", "train") or not isinstance(node, ScalarNode) or not isinstance(node.value, str) or len(path) > 3:
+    """A file name, or one source, where a list of sources belongs."""
+    if path[:1] != ("data",) or path[1:2] not in (("train",), ("eval",)):
+        return None
+    if isinstance(node, MappingNode) and len(path) == 2:
+        named = entries_of(node).get("path")
+        path_text = shown(named.node.text) if named is not None and isinstance(named.node, ScalarNode) else "…"
+        return f"write a list: `{path[1]}: [{{path: {path_text}}}]`, or `- ` before the first key"
+    if not isinstance(node, ScalarNode) or not isinstance(node.value, str) or len(path) > 3:
         return None
     source = f"{{path: {shown(node.text)}}}"
     return f"write `{source}`" if len(path) == 3 else f"write `[{source}]`"
+
+
+def _quotes_hint(node: Node | None, takes: str) -> str | None:
+    """`{name}` without quotes is a mapping to YAML, and `false` is not text."""
+    if "text" not in takes.split(" or ")[0].split(","):
+        return None
+    if isinstance(node, MappingNode) and len(node.entries) == 1:
+        ((name, entry),) = node.entries.items()
+        if isinstance(entry.node, ScalarNode) and entry.node.plain and not entry.node.text:
+            return f'write "{{{shown(name)}}}" in quotes'
+    if isinstance(node, ScalarNode) and isinstance(node.value, bool):
+        return f'write "{node.text}" in quotes'
+    return None
 
 
 def _section_hint(path: Path, node: Node | None) -> str | None:
@@ -127,13 +174,16 @@ def _value_hint(node: Node | None, takes: str, options: Sequence[str]) -> str | 
     if not isinstance(node, ScalarNode):
         return None
     value = node.value
-    wants_number, wants_text = "number" in takes, "text" in takes or "name" in takes
+    wants_number = any(word in takes for word in ("number", "a port", "share"))
+    wants_text = "text" in takes or "name" in takes
     if node.suspicion and (wants_number or "true or false" in takes):
         return node.suspicion
     if isinstance(value, str):
         if not node.plain and (wants_number or "true or false" in takes) and _is_more_than_text(value):
             return "write it without quotes"
-        near = closest(value, options) if options else None
+        near = _longer(value, options) or closest(value, options)
+        if near is None and takes.startswith("a list"):
+            return f"write a list: `[{', '.join(shown(part.strip()) for part in value.split(','))}]`"
         return f"did you mean `{near}`?" if near else None
     if isinstance(value, float) and value.is_integer() and "whole number" in takes and abs(value) < 1e15:
         return f"write `{int(value)}`"
@@ -144,6 +194,11 @@ def _value_hint(node: Node | None, takes: str, options: Sequence[str]) -> str | 
     if wants_text and not isinstance(value, bool | None):
         return f'write "{node.text}" in quotes if it is meant as text'
     return None
+
+
+def _longer(text: str, options: Sequence[str]) -> str | None:
+    """The first option that begins so: `adamw` for `adamw_torch_fused`."""
+    return next((option for option in options if len(text) > 2 and option.lower().startswith(text.lower())), None)
 
 
 def _is_more_than_text(text: str) -> bool:
@@ -161,7 +216,7 @@ def check_training(tree: MappingNode) -> dict[Path, Problem]:
     installed = installed_transformers()
     for name, entry in entries_of(section).items():
         path: Path = ("training", name)
-        if name in Training.model_fields:
+        if name in Training.model_fields or (isinstance(entry.node, ScalarNode) and entry.node.broken):
             continue
         where = where_of(tree, path, key=True)
         if (owner := owner_of(name)) is not None:
@@ -171,13 +226,32 @@ def check_training(tree: MappingNode) -> dict[Path, Problem]:
         elif gap := version_gap(name, installed):
             problems[path] = Problem("unknown-field", f"`training.{name}` cannot be passed on: {gap}", where)
         elif takes := complaint(name, plain_value(entry.node)):
+            options = _enum_values(name)
+            if len(options) > SHOWN_OPTIONS:
+                takes = f"one of {len(options)} names, such as {enumerated([f'`{option}`' for option in options[:3]], 'and')}"
             message = f"`training.{name}` is {given(entry.node)}; it takes {takes}"
-            hint = _value_hint(entry.node, takes, _enum_values(name))
+            hint = _SWITCHED_OFF.get(name) if _is_nothing(entry.node) else None
+            hint = hint or _value_hint(entry.node, takes, options) or f"write {takes}"
             problems[path] = Problem("wrong-value", message, where_of(tree, path), hint)
     return problems
 
 
+SHOWN_OPTIONS = 15
+_SWITCHED_OFF = {"max_grad_norm": "write `0` to switch clipping off"}
+
+
+def _is_nothing(node: Node) -> bool:
+    return isinstance(node, ScalarNode) and (node.value is None or str(node.value).lower() in {"none", "off", "no", "false"})
+
+
 def _enum_values(name: str) -> list[str]:
+    """The names that a field takes; optimizers that are trained with first."""
+    if name == "optim":
+        return list(
+            dict.fromkeys(
+                [*WORDS, *TRAINING_FIELDS.enums[next(kind for kind in TRAINING_FIELDS.fields[name].types if kind in TRAINING_FIELDS.enums)]]
+            )
+        )
     return [value for kind in TRAINING_FIELDS.fields[name].types for value in TRAINING_FIELDS.enums.get(kind, ())]
 
 

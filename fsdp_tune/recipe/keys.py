@@ -15,6 +15,7 @@ from fsdp_tune.recipe.effects import UNDECLARED, Effect
 from fsdp_tune.recipe.kinds import Says, Section
 from fsdp_tune.recipe.scalars import enumerated
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.synonyms import synonym_hint
 from fsdp_tune.recipe.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, owner_of
 
 Path = tuple[str | int, ...]
@@ -173,7 +174,7 @@ def _closest_ones(name: str, candidates: Sequence[str]) -> list[str]:
 
 
 def unknown_key_hint(path: Sequence[str | int]) -> str | None:
-    """For a key that does not exist: the section where that name is known, else the closest spelling."""
+    """For a key that does not exist: the section that has it, the name it has here, or the closest spelling in its own section."""
     *parent_path, name = [part for part in path if isinstance(part, str)]
     parent = tuple(parent_path)
     if "token" in name.lower() and ("hf" in name.lower() or "hub" in name.lower() or "auth" in name.lower() or name.lower() == "token"):
@@ -181,15 +182,14 @@ def unknown_key_hint(path: Sequence[str | int]) -> str | None:
     homes = _homes(name, parent)
     if homes:
         return f"belongs under {enumerated([f'`{home}:`' if home else 'the top of the recipe' for home in homes])}"
+    if (known := synonym_hint(name)) is not None:
+        return known
     if (owner := owner_of(name)) is not None:
         return owner
     siblings = [key.path[-1] for key in all_keys() if key.path[:-1] == parent]
     siblings += [field for field in TRAINING_FIELDS.fields if owner_of(field) is None] if parent == ("training",) else []
     if near := _closest_ones(name, siblings):
         return f"did you mean {enumerated([f'`{dotted((*parent, one))}`' for one in near])}?"
-    elsewhere = {key.path[-1]: key.name for key in all_keys()} | {field: f"training.{field}" for field in TRAINING_FIELDS.fields}
-    if near := closest(name, list(elsewhere)):
-        return f"did you mean `{elsewhere[near]}`?"
     place = f"`{'.'.join(parent)}`" if parent else "the top of a recipe"
     return f"{place} takes {enumerated([f'`{sibling}`' for sibling in siblings], 'and')}" if siblings and len(siblings) <= 15 else None
 

@@ -5,15 +5,17 @@ An option of a verb that stands for a key (`plan --num-gpus 4`) goes the same wa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_tune.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.recipe.keys import dotted
 from fsdp_tune.recipe.legacy import translate
-from fsdp_tune.recipe.scalars import ScalarError, parse_plain, shown
+from fsdp_tune.recipe.scalars import ScalarError, enumerated, parse_plain, shown
+from fsdp_tune.recipe.translation import Translation
 from fsdp_tune.recipe.yaml_text import check_characters
-from fsdp_tune.recipe.yaml_tree import Entry, ListNode, MappingNode, Node, ScalarNode, compose
+from fsdp_tune.recipe.yaml_tree import Entry, ListNode, MappingNode, Node, ScalarNode, compose, entries_of
 
 Path = tuple[str, ...]
 
@@ -49,6 +51,11 @@ def apply_overrides(tree: MappingNode, overrides: Sequence[str], options: Sequen
                 problems.append(Problem("duplicate-key", message, Where(where.source, key=dotted(path)), "keep one of them"))
                 continue
             taken.append((path, where))
+            if lost := _lost(tree, path, node):
+                keys = enumerated([f"`{shown(name)}`" for name in lost], "and")
+                message = f"`{shown(dotted(path))}` is replaced as a whole: {keys} of the file no longer count"
+                hint = f"one key alone: `--set {shown(dotted((*path, lost[0])))}=VALUE`"
+                notices.append(Notice("section-replaced", message, Where(where.source, key=dotted(path)), hint))
             problems.extend(_put(tree, path, node, where))
     return notices, problems
 
@@ -58,9 +65,15 @@ def _parse(text: str, where: Where) -> MappingNode:
     key, separator, raw = check_characters(text, where).partition("=")
     parts = key.strip().split(".")
     if not separator or not all(part and part == part.strip() for part in parts):
-        problem = Problem("bad-override", f"`{shown(text)}` is no override", where, "write it as `--set training.learning_rate=1e-4`")
+        found = re.fullmatch(r"\s*([\w.]+)\s*[:\s]\s*(\S.*)", text)
+        example = f"{found[1]}={shown(found[2])}" if found and not separator else "training.learning_rate=1e-4"
+        problem = Problem("bad-override", f"`{shown(text)}` is not `KEY=VALUE`", where, f"write it as `--set {example}`")
         raise FsdpTuneError(problem)
     value = raw.strip()
+    if (index := re.search(r"\[\d*\]", key)) is not None:
+        whole, rest = key[: index.start()], key[index.end() :].strip(". ")
+        hint = f"set the full list: `--set {shown(whole)}=[{{{shown(rest)}: {shown(value)}}}]`" if rest else f"`--set {shown(whole)}=[…]`"
+        raise FsdpTuneError(Problem("bad-override", f"`{shown(key)}` leads into a list", Where(where.source, key=whole), hint))
     if not value:
         hint = f'`--set {shown(key)}=null` resets it to the default, `--set {shown(key)}=""` is an empty text'
         raise FsdpTuneError(Problem("no-value", f"`{shown(key)}` has no value", Where(where.source, key=key.strip()), hint))
@@ -100,6 +113,14 @@ def _overlap(path: Path, taken: list[tuple[Path, Where]]) -> Where | None:
         if path[:shorter] == other[:shorter]:
             return where
     return None
+
+
+def _lost(tree: MappingNode, path: Path, entry: Entry) -> list[str]:
+    """Keys of the file that a mapping given as a value leaves out."""
+    before = Translation(tree).find(path)
+    if not isinstance(entry.node, MappingNode) or before is None:
+        return []
+    return [name for name in entries_of(before.node) if name not in entry.node.entries]
 
 
 def _put(tree: MappingNode, path: Path, entry: Entry, where: Where) -> list[Problem]:

@@ -11,9 +11,10 @@ import re
 from fsdp_tune.recipe.environment_rules import ENVIRONMENT_RULES
 from fsdp_tune.recipe.findings import Finding, Rule, given
 from fsdp_tune.recipe.fp8_rules import FP8_RULES
+from fsdp_tune.recipe.keys import closest
 from fsdp_tune.recipe.kinds import is_flash_kernel
 from fsdp_tune.recipe.optimizer_rules import OPTIMIZER_RULES, rounds_by_chance
-from fsdp_tune.recipe.scalars import shown
+from fsdp_tune.recipe.scalars import printable, shown
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema_data import BUILDERS
 from fsdp_tune.recipe.strategies import STRATEGIES
@@ -192,9 +193,24 @@ def output_dir_template(recipe: Recipe) -> Finding | None:
         return Finding("bad-output-dir", keys, message, "only {name} and {seed} are")
     if recipe.output_dir.startswith("~"):
         return Finding("bad-output-dir", keys, "`output_dir` begins with `~`, which is not expanded", "write the path out")
-    if "\0" in recipe.output_dir or not recipe.output_dir.isprintable():
-        return Finding("bad-output-dir", keys, "`output_dir` holds a character that no path should")
+    if found := next((character for character in recipe.output_dir if not character.isprintable()), None):
+        escape = printable(found)
+        message = f"`output_dir` holds the control character `{escape}`"
+        return Finding("bad-output-dir", keys, message, f"in double quotes `{escape}` is one character: write the path in single quotes")
     return None
+
+
+KERNELS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+
+
+def attention_kernel_is_spelt_right(recipe: Recipe) -> Finding | None:
+    """A name that no list of transformers has may be a model's own; one that is close to a known name is a typing error."""
+    kernel = recipe.model.attn_implementation
+    near = None if kernel in KERNELS or "/" in kernel else closest(kernel, KERNELS)
+    if near is None:
+        return None
+    message = f"`model.attn_implementation` is `{shown(kernel)}`, which is not a kernel of transformers"
+    return Finding("wrong-value", ("model.attn_implementation",), message, f"did you mean `{near}`?")
 
 
 def ranks_need_collectives(recipe: Recipe) -> Finding | None:
@@ -213,7 +229,11 @@ def cpu_limits(recipe: Recipe) -> Finding | None:
             return _fsdp1_needs_a_gpu("fsdp.offload_params", "it asks for the GPU that the weights come back to")
     kernel = recipe.model.attn_implementation
     # FlashAttention is CUDA code; torch has no backward pass of FlexAttention on the CPU.
-    if recipe.launch.device == "cpu" and (is_flash_kernel(kernel) or kernel == "flex_attention"):
+    if (
+        recipe.launch.device == "cpu"
+        and not attention_kernel_is_spelt_right(recipe)
+        and (is_flash_kernel(kernel) or kernel == "flex_attention")
+    ):
         message = f"`model.attn_implementation: {kernel}` cannot train on the CPU"
         return Finding("contradiction", ("model.attn_implementation", "launch.device"), message, "leave it at auto, or write `sdpa`")
     return None
@@ -268,6 +288,7 @@ RULES: tuple[Rule, ...] = (
     bf16_storage,
     paths_hold_no_shell_variables,
     output_dir_template,
+    attention_kernel_is_spelt_right,
     ranks_need_collectives,
     cpu_limits,
     liger_needs_a_gpu,

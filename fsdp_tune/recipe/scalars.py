@@ -44,7 +44,7 @@ def parse_plain(text: str) -> tuple[Value, str | None]:
     if _FLOAT.fullmatch(text):
         return _float(text), None
     if _NOT_FINITE.fullmatch(text):
-        raise ScalarError(f"`{text}` is no number that a recipe can hold: write a finite one")
+        raise ScalarError(f"`{text}` is not a number that a recipe can hold")
     return text, suspicion(text)
 
 

@@ -114,7 +114,7 @@ EVAL_TAGS = ("<fraction>", "<rows>", "<list>")
 
 def eval_kind(value: object) -> str:
     """Which of the three forms of `data.eval` is meant. Tags start with `<`, which no key does."""
-    if isinstance(value, list):
+    if isinstance(value, list) or (isinstance(value, dict) and "path" in value):  # one source, where a list of sources belongs
         return "<list>"
     if isinstance(value, EvalRows) or (isinstance(value, dict) and "rows" in value and "fraction" not in value):
         return "<rows>"

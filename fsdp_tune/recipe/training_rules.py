@@ -116,6 +116,10 @@ def trackers_are_known(recipe: Recipe) -> Finding | None:
         if name not in TRACKERS:
             near = closest(name, list(TRACKERS))
             hint = f"did you mean `{near}`?" if near else f"there are {', '.join(TRACKERS)}"
+            if "," in name:
+                hint = f"write a list: `[{', '.join(shown(part.strip()) for part in name.split(','))}]`"
+            elif name == "all":
+                hint = "name each one, for example `[tensorboard, wandb]`: a run must not report to whatever is installed"
             message = f"`training.report_to` names the tracker `{shown(name)}`, which transformers does not know"
             return Finding("wrong-value", ("training.report_to",), message, hint)
     return None

@@ -15,6 +15,7 @@ import yaml
 
 from fsdp_tune.errors import FsdpTuneError, Problem, Where
 from fsdp_tune.recipe.scalars import ScalarError, Value, parse_plain, shown
+from fsdp_tune.recipe.yaml_mistakes import SPACES, UNSPACED, explain_syntax, space_mistake, unspaced
 
 MAX_NODES = 10_000
 MAX_DEPTH = 32
@@ -91,7 +92,9 @@ def compose(text: str, source: str, *, line: int | None = 1) -> tuple[Node | Non
     try:
         composer.consume(parser)
     except yaml.MarkedYAMLError as error:
-        raise FsdpTuneError(*composer.problems, _syntax_problem(error, text, composer)) from error
+        last = _syntax_problem(error, text, composer)
+        before = [problem for problem in composer.problems if problem.message != last.message]  # a no-break space may be found twice
+        raise FsdpTuneError(*before, last) from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         # PyYAML lets ValueError out of an escape such as "\UFFFFFFFF".
         problem = Problem("yaml-syntax", f"the recipe is not YAML: {error}", composer.latest)
@@ -103,6 +106,7 @@ def compose(text: str, source: str, *, line: int | None = 1) -> tuple[Node | Non
 class _Frame:
     node: MappingNode | ListNode
     anchor: str | None
+    tagged: bool = False
     key: ScalarNode | None = None
     merged: list[tuple[Entry, str]] = field(default_factory=list[tuple[Entry, str]])
 
@@ -159,11 +163,17 @@ class _Composer:
         if any("\ud800" <= character <= "\udfff" for character in text):
             self.problems.append(Problem("recipe-not-text", "the text holds half a surrogate pair, which no file can store", self.latest))
             node.value, node.broken = None, True
+        elif plain and (mistake := space_mistake(0, 0, text)) is not None:
+            place = self.latest
+            if place.column is not None and event.start_mark.line == event.end_mark.line:
+                place = replace(place, column=place.column + mistake.column)
+            self.problems.append(Problem("yaml-syntax", mistake.message, place, mistake.hint))
+            node.text, node.broken = "".join(character for character in text if character not in SPACES), True
         elif plain:
             try:
                 node.value, node.suspicion = parse_plain(text)
             except ScalarError as error:
-                self.problems.append(Problem("not-a-number", str(error), self.latest))
+                self.problems.append(Problem("not-a-number", str(error), self.latest, "write a finite number"))
                 node.value, node.broken = None, True
         return node
 
@@ -172,7 +182,8 @@ class _Composer:
         if any(frame.anchor == name for frame in self._frames):
             self._fail(Problem("yaml-alias", f"the alias `*{shown(name)}` stands inside the value that it names", self.latest))
         if name not in self._anchors:
-            self._fail(Problem("yaml-alias", f"the alias `*{shown(name)}` names no anchor `&{shown(name)}` above it", self.latest))
+            message = f"the alias `*{shown(name)}` has no anchor `&{shown(name)}` above it"
+            self._fail(Problem("yaml-alias", message, self.latest, f'a text that begins with `*` needs quotes: `"*{shown(name)}"`'))
         node = self._anchors[name]
         size, depth = _measure(node)
         self._count(size)
@@ -191,14 +202,15 @@ class _Composer:
         if len(self._frames) >= MAX_DEPTH:
             self._fail(Problem("yaml-too-deep", f"more than {MAX_DEPTH} levels of nesting", self.latest))
         node = MappingNode({}, self.latest) if isinstance(event, yaml.MappingStartEvent) else ListNode([], self.latest)
-        self._frames.append(_Frame(node, event.anchor))
+        self._frames.append(_Frame(node, event.anchor, tagged=event.tag is not None))
 
     def _close(self) -> None:
         frame = self._frames.pop()
         if isinstance(frame.node, MappingNode):
             for entry, key in frame.merged:
                 self._insert(frame.node, key, entry, through_merge=True)
-        self._place(frame.node, frame.anchor)
+        broken = ScalarNode(None, "", plain=True, where=frame.node.where, broken=True)
+        self._place(broken if frame.tagged else frame.node, frame.anchor)
 
     def _place(self, node: Node, anchor: str | None) -> None:
         """Puts a finished node where it belongs: the root, a list, or a mapping (as its key or as the key's value)."""
@@ -221,7 +233,20 @@ class _Composer:
             if key.plain and key.text == MERGE_KEY:
                 self._merge(frame, node)
             else:
-                self._insert(frame.node, key.text, Entry(key.where, node), through_merge=False)
+                name = self._key_name(key, node)
+                if key.broken:
+                    node = ScalarNode(None, "", plain=True, where=node.where, broken=True)
+                self._insert(frame.node, name, Entry(key.where, node), through_merge=False)
+
+    def _key_name(self, key: ScalarNode, node: Node) -> str:
+        """The text of a key; of `path:x`, which YAML takes for a key without a value, the part before the colon."""
+        found = UNSPACED.fullmatch(key.text) if key.plain else None
+        if found is None or not isinstance(node, ScalarNode) or not node.plain or node.text:
+            return key.text
+        message, hint = unspaced(found["key"], found["value"])
+        self.problems.append(Problem("yaml-syntax", message, key.where, hint))
+        node.broken = True
+        return found["key"]
 
     def _merge(self, frame: _Frame, node: Node) -> None:
         for mapping in node.items if isinstance(node, ListNode) else [node]:
@@ -253,8 +278,8 @@ def _measure(node: Node) -> tuple[int, int]:
 _SYNTAX = (
     ("cannot start any token", "this character cannot begin a value", "put the value in double quotes"),
     ("mapping values are not allowed here", "a `: ` where no key can stand", "check the indentation, or quote a text that holds `: `"),
-    ("could not find expected ':'", "this line is neither `key: value` nor a list item", None),
-    ("expected <block end>", "the indentation does not fit the lines above", None),
+    ("could not find expected ':'", "this line is neither `key: value` nor a list item", "write `key: value`"),
+    ("expected <block end>", "the indentation does not fit the lines above", "align the line with the other keys of its section"),
     ("expected '<document start>'", "something stands after the end of the value", "check the brackets and the indentation"),
 )
 
@@ -263,17 +288,20 @@ def _syntax_problem(error: yaml.MarkedYAMLError, text: str, composer: _Composer)
     mark = error.problem_mark or error.context_mark
     where = composer.where(mark)
     detail = error.problem or "unreadable"
-    lines = re.split("\r\n|\r|\n", text)
-    line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
-    if mark is not None and ("\t" in re.split(r"[^\s]", line)[0] or "'\\t'" in detail):
-        return Problem("yaml-tab", "a tab in the indentation", where, "YAML indents with spaces")
+    if (mistake := explain_syntax(error, text)) is not None:
+        place = Where(composer.source, mistake.line + 1, mistake.column + 1) if composer.positions else where
+        if mistake.message.startswith("a tab"):
+            return Problem("yaml-tab", mistake.message, place, mistake.hint)
+        return Problem("yaml-syntax", mistake.message, place, mistake.hint)
     opened = composer.where(error.context_mark)
     since = f" opened on line {opened.line}, column {opened.column}," if opened.line is not None else ""
     if bracket := re.match("expected ',' or '(.)'", detail):
-        return Problem("yaml-syntax", f"the bracket{since} is not closed by `{bracket[1]}` here", where)
+        hint = "close it, or put the text in double quotes if the bracket is part of one"
+        return Problem("yaml-syntax", f"the bracket{since} is not closed by `{bracket[1]}` here", where, hint)
     if "unexpected end of stream" in detail and error.context_mark is not None:
-        return Problem("yaml-syntax", f"the text in quotes{since} has no end", where)
+        return Problem("yaml-syntax", f"the text in quotes{since} has no end", where, "close the quotes")
     for pattern, message, hint in _SYNTAX:
         if pattern in detail:
             return Problem("yaml-syntax", message, where, hint)
-    return Problem("yaml-syntax", f"the recipe is not YAML: {error.context + ', ' if error.context else ''}{detail}", where)
+    message = f"the recipe is not YAML: {error.context + ', ' if error.context else ''}{detail}"
+    return Problem("yaml-syntax", message, where, "put a text with special characters in double quotes")

@@ -124,7 +124,7 @@ def test_an_unknown_key_says_where_it_belongs(extra: str, place: str, message: s
         ("training: {num_train_epochs: 0}", "`training.num_train_epochs` is `0`; it takes a number above 0", None),
         ("training: {adam_beta2: 1.5}", "`training.adam_beta2` is `1.5`; it takes a number below 1", None),
         ("training: {weight_decay: true}", "`training.weight_decay` is `true`; it takes a number", None),
-        ("training: {optim: adamw}", "`training.optim` is `adamw`; it takes `adafactor`", None),
+        ("training: {optim: adamw}", "`training.optim` is `adamw`; it takes one of", "did you mean `adamw_torch_fused`?"),
         ("training: {learning_rate:}", "`training.learning_rate` has no value; it takes a number, 0 or more", "write the value, or remove"),
     ],
 )

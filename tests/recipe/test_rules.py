@@ -104,6 +104,11 @@ WHOLE = [
         "values_are_not_secret",
         "`data.train[0].data_files` contains",
     ),
+    (
+        "model: {name_or_path: a, attn_implementation: flash_attention2}\ndata: {train: [{path: b}]}",
+        "attention_kernel_is_spelt_right",
+        "`flash_attention2`",
+    ),
     ("data: {train: [{path: a}]}\nmodel: {}", "model_source", "`model.name_or_path` is missing"),
     ("data: {train: [{path: a}]}\nmodel: {name_or_path: a, from_config: b}", "model_source", "random weights"),
     ("data: {train: [{path: a}]}\nmodel: {from_config: {model_type: gpt2}}", "model_source", "`model.tokenizer` is missing"),

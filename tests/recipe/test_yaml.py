@@ -41,7 +41,7 @@ def fails(text: str) -> Problem:
         ("a:\n  <<: 1\n", "yaml-merge", "r.yaml:2:7", "takes a mapping"),
         ('a: "\\ud800"\n', "recipe-not-text", "r.yaml:1:4", "surrogate"),
         ('a: "\\UFFFFFFFF"\n', "yaml-syntax", "r.yaml:1:1", "not YAML"),
-        ("a: .nan\n", "not-a-number", "r.yaml:1:4", "finite"),
+        ("a: .nan\n", "not-a-number", "r.yaml:1:4", "not a number"),
     ],
 )
 def test_a_file_that_is_no_tree_is_told_with_line_and_column(text: str, code: str, place: str, words: str) -> None:
