@@ -41,6 +41,7 @@ from fsdp_tune.plan.memory import Memory, peak_memory
 from fsdp_tune.plan.trace_format import Segments, Trace
 from fsdp_tune.recipe.resolve import Machine, resolve
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.world import MOST_NARROW_SUMS
 from fsdp_tune.units import GIB
 
 PROGRAMS: dict[str, dict[str, Any]] = {
@@ -145,7 +146,8 @@ def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
         "precision": {"mixed_precision": "no" if pure else row["mixed_precision"], "reduce_dtype": reduce_dtype},
         "training": {
             "per_device_train_batch_size": int(row["micro_batch"]),
-            "gradient_accumulation_steps": int(accumulation[1]) if accumulation else 1,
+            # Two micro-batches are traced; a recipe may not add the gradients of more in bf16.
+            "gradient_accumulation_steps": min(MOST_NARROW_SUMS, int(accumulation[1])) if accumulation else 1,
             "optim": program["optim"],
             "max_grad_norm": program["max_grad_norm"],
         },

@@ -25,6 +25,7 @@ from fsdp_tune.plan.timing import step_time
 from fsdp_tune.plan.trace_format import Trace
 from fsdp_tune.recipe.resolve import Machine, resolve
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.world import MOST_NARROW_SUMS
 
 TUNED_ON = ("mosaicml/llm-foundry", "foundation-model-stack/fms-acceleration")
 PER_MACHINE = 8
@@ -79,6 +80,7 @@ def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
     """A resolved recipe: same shapes, same layout; rows as long as `seq_len`."""
     gpus, length = int(row["num_gpus"]), int(row["seq_len"])
     accumulation = re.search(r"grad_accum=(\d+)", row["notes"])
+    steps = int(accumulation[1]) if accumulation else 1
     strategy = {"none": "FULL_SHARD", "unknown": "FULL_SHARD"}.get(row["sharding"], row["sharding"])
     mixed = row["mixed_precision"]
     data: dict[str, Any] = {
@@ -94,11 +96,13 @@ def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
         "precision": {"mixed_precision": mixed if mixed in ("bf16", "fp16") else "no", "reduce_dtype": reduce_dtype(row)},
         "training": {
             "per_device_train_batch_size": int(row["micro_batch"]),
-            "gradient_accumulation_steps": int(accumulation[1]) if accumulation else 1,
+            "gradient_accumulation_steps": min(MOST_NARROW_SUMS, steps),
         },
         "launch": {"num_processes": gpus, "num_machines": math.ceil(gpus / PER_MACHINE), "device": "cuda"},
     }
-    return resolve(Recipe.model_validate(data), Machine("cuda", gpus, 8, None), cwd=Path.cwd(), assume="cuda").recipe
+    # A recipe may not add the gradients of more micro-batches in bf16, as some of these programs did: set past its rules.
+    found = resolve(Recipe.model_validate(data), Machine("cuda", gpus, 8, None), cwd=Path.cwd(), assume="cuda").recipe
+    return found.model_copy(update={"training": found.training.model_copy(update={"gradient_accumulation_steps": steps})})
 
 
 def reduce_dtype(row: dict[str, str]) -> str:
