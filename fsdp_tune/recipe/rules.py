@@ -137,6 +137,8 @@ def version_1_limits(recipe: Recipe) -> Finding | None:
         return _needs_2("kernels.compile", "`kernels.compile: true`")
     if recipe.fsdp.activation_checkpointing_offload:
         return _needs_2("fsdp.activation_checkpointing_offload", "`fsdp.activation_checkpointing_offload: true`")
+    if recipe.training.on_nonfinite == "skip":  # after the forward that locates the value, FSDP1's ranks wait for ever
+        return _needs_2("training.on_nonfinite", "`training.on_nonfinite: skip`")
     reshard = recipe.fsdp.reshard_after_forward
     if type(reshard) is int:
         return _needs_2("fsdp.reshard_after_forward", f"`fsdp.reshard_after_forward: {reshard}` (ranks)")

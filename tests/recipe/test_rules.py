@@ -19,6 +19,7 @@ CONTRADICTIONS = [
     ("fsdp:\n  forward_prefetch: 2\n  version: 1", "version_1_limits", 4, "line 5"),
     ("fsdp:\n  version: 1\n  activation_checkpointing_offload: true\n  activation_checkpointing: full", "version_1_limits", 5, "line 4"),
     ("fsdp:\n  version: 1\nkernels:\n  compile: true", "version_1_limits", 6, "line 4"),
+    ("fsdp:\n  version: 1\ntraining:\n  on_nonfinite: skip", "version_1_limits", 6, "line 4"),
     (
         "fsdp: {activation_checkpointing: selective, activation_checkpointing_offload: true}\nkernels: {compile: true}",
         "compiled_offload_is_of_whole_layers",

@@ -24,7 +24,6 @@ CASES = [
     pytest.param(Case("gpt2-dropout", strategy="HYBRID_SHARD", ranks=4), marks=pytest.mark.slow),
     pytest.param(Case("gpt2-dropout", strategy="HYBRID_SHARD_ZERO2", ranks=4), marks=pytest.mark.slow),
     pytest.param(Case("gpt2-dropout", ranks=4, fsdp=(("reshard_after_forward", 2),)), marks=pytest.mark.slow),
-    pytest.param(Case("gpt2-dropout", strategy="SHARD_GRAD_OP", version=1), marks=pytest.mark.slow),
     pytest.param(Case("gpt2-dropout", training=(("optim_args", "state_dtype=bf16"),)), marks=pytest.mark.slow),
 ]
 
