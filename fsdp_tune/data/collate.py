@@ -52,6 +52,20 @@ def cumulative_lengths(rows: Sequence[Row], width: int) -> Int32:
     return np.concatenate([[0], np.cumsum(spans)]).astype(np.int32)
 
 
+def example_ids(rows: Sequence[Row], width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return (int64 [rows, width], int64 [examples]): the index of each token's example in the batch, and the tokens of each example.
+
+    Padding has the number of examples as its index.
+    """
+    lengths = np.array([length for row in rows for length in row.lengths], np.int64)
+    ids = np.full((max(1, len(rows)), width), len(lengths), np.int64)
+    first = 0
+    for at, row in enumerate(rows):
+        ids[at, : len(row.input_ids)] = np.repeat(np.arange(first, first + len(row.lengths)), row.lengths)
+        first += len(row.lengths)
+    return ids, lengths
+
+
 def _spans(row: Row, width: int) -> list[int]:
     padding = width - sum(row.lengths)
     return [*row.lengths, *([padding] if padding else [])]

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.errors import usage_error
 from fsdp_tune.model.attention import live_attention
+from fsdp_tune.model.balance import demand_known_balance
 from fsdp_tune.model.choice import WRITTEN, Choice
 from fsdp_tune.model.compiled import choose_compile
 from fsdp_tune.model.head import OpaqueHead, logits_of, put_loss_into_head
@@ -58,7 +59,8 @@ def _head_rows(model: PreTrainedModel) -> int:
 
 
 def choose_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, Choice]:
-    """By recipe key, for the bare model and the device that it will run on."""
+    """Return the choices by recipe key, for the bare model and the device that it will run on."""
+    demand_known_balance(model)
     return {
         "model.attn_implementation": live_attention(recipe, model),
         "kernels.loss": choose_loss(recipe, model),

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from fsdp_tune.data.store import IGNORE_INDEX
+from fsdp_tune.model.balance import examples_alone
 from fsdp_tune.model.head import loss_kernel_of
 
 
@@ -42,10 +43,14 @@ def summed_token_loss(logits: torch.Tensor, labels: torch.Tensor, label_smoothin
     )
 
 
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+_NOT_OF_THE_MODEL = ("labels", "cu_seq_lens", "example_ids", "example_lengths")
+
+
 def model_inputs(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What a model's forward takes of a batch. `cu_seq_lens` [examples + 1] int32, where it is there, tells the kernels with
     variable lengths where examples end in the batch laid out as one line; without it they read position ids, of one row alone."""
-    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name not in ("labels", "cu_seq_lens")}
+    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name not in _NOT_OF_THE_MODEL}
     if (ends := batch.get("cu_seq_lens")) is not None:
         # The longest example is not known without asking the device; the kernels take a bound.
         longest = batch["input_ids"].shape[1]
@@ -56,24 +61,27 @@ def model_inputs(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
 def micro_batch_loss(
     model: torch.nn.Module, batch: dict[str, torch.Tensor], label_smoothing: float = 0.0, gradient_scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One forward: (summed loss in fp32, auxiliary loss or zero). `batch` has input_ids, labels and perhaps position_ids
-    and cu_seq_lens.
+    """Run one forward and return (summed loss in fp32, auxiliary loss or zero).
 
+    `batch` has input_ids, labels and perhaps position_ids and cu_seq_lens. Where it has example_ids and example_lengths, the
+    auxiliary loss is that of each example times its tokens, summed (`summed_balance`); else the model's own, of the batch.
     `gradient_scale` is what the caller multiplies the summed loss with before it differentiates.
     """
     inputs = model_inputs(batch)
-    if loss_kernel_of(model) == "full":
-        outputs: Any = model(**inputs, use_cache=False)
-        loss = summed_token_loss(outputs.logits, batch["labels"], label_smoothing)
-        auxiliary = getattr(outputs, "aux_loss", None)
-    else:
-        targets = shift_labels(batch["labels"])
-        options = {"targets": targets, "label_smoothing": label_smoothing, "gradient_scale": gradient_scale}
-        loss, auxiliary = model(**inputs, use_cache=False, **options)
+    with examples_alone(model, batch):
+        if loss_kernel_of(model) == "full":
+            outputs: Any = model(**inputs, use_cache=False)
+            loss = summed_token_loss(outputs.logits, batch["labels"], label_smoothing)
+            auxiliary = getattr(outputs, "aux_loss", None)
+        else:
+            targets = shift_labels(batch["labels"])
+            options = {"targets": targets, "label_smoothing": label_smoothing, "gradient_scale": gradient_scale}
+            loss, auxiliary = model(**inputs, use_cache=False, **options)
     return loss, auxiliary if isinstance(auxiliary, torch.Tensor) else torch.zeros_like(loss)
 
 
 def auxiliary_loss_weight(model: PreTrainedModel) -> float:
-    """How much a mixture of experts weighs its router's balance; zero where the config does not ask for it."""
-    config = model.config
-    return float(getattr(config, "router_aux_loss_coef", 0.0)) if getattr(config, "output_router_logits", False) else 0.0
+    """Return the coefficient of the load-balancing loss; zero where the configuration leaves `output_router_logits` off."""
+    if not getattr(model.config, "output_router_logits", False):
+        return 0.0
+    return next((float(getattr(model, name)) for name in _COEFFICIENTS if hasattr(model, name)), 0.0)

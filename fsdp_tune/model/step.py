@@ -74,7 +74,7 @@ def forward_backward(
     """One micro-batch. Returns (the loss that was differentiated, the sum of its token losses), both detached scalars.
 
     `share` turns the sum of token losses into this rank's part of the step's loss; `auxiliary` is the weight of a mixture
-    of experts' own loss, the share included; `loss_scale` is fp16's.
+    of experts' auxiliary loss, this rank's part of the step's tokens included; `loss_scale` is fp16's.
     """
     scale = share if loss_scale is None else share * loss_scale
     with packing_known(is_packed="position_ids" in batch):  # in the backward too: recomputation runs layers again

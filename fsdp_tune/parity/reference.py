@@ -1,7 +1,8 @@
 """The trajectory that every run must follow: a plain PyTorch loop on one device, with nothing of the package but its data.
 
 No Trainer, no Accelerate, no FSDP, no padding and no packing: each example goes through the model alone. The loss of a
-step is the sum of its token losses over the number of its supervised tokens; AdamW (Loshchilov & Hutter,
+step is the sum of its token losses over the number of its supervised tokens, and for a mixture of experts with
+`output_router_logits` the mean of its examples' load-balancing losses, weighted by tokens; AdamW (Loshchilov & Hutter,
 arXiv:1711.05101) decays matrices only; the gradient is clipped by its global norm; the learning rate warms up linearly
 and falls as a cosine.
 """
@@ -120,22 +121,26 @@ def _examples(rows: list[Row]) -> Iterator[Example]:
 def _accumulate(model: nn.Module, settings: Settings, rows: list[Row]) -> tuple[float, int]:
     """Adds the gradient of the step's loss to `.grad`; returns the loss and the number of supervised tokens."""
     examples = list(_examples(rows))
-    tokens = sum(int((labels[1:] != -100).sum()) for _, labels in examples)
+    targets = sum(int((labels[1:] != -100).sum()) for _, labels in examples)
+    tokens = sum(ids.shape[1] for ids, _ in examples)
     total = 0.0
-    for example in examples:
-        loss = _summed_loss(model, settings.compute_dtype, example)
-        (loss / tokens).backward()
+    for ids, labels in examples:
+        loss, balance = _losses(model, settings.compute_dtype, (ids, labels))
+        (loss / targets + balance * ids.shape[1] / tokens).backward()
         total += float(loss.detach())
-    return total / tokens, tokens
+    return total / targets, targets
 
 
-def _summed_loss(model: nn.Module, compute_dtype: torch.dtype, example: Example) -> torch.Tensor:
+def _losses(model: nn.Module, compute_dtype: torch.dtype, example: Example) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """The summed token loss of an example, and a mixture's load-balancing loss of it times the coefficient."""
     ids, labels = example
     weights = {name: p.to(compute_dtype) for name, p in model.named_parameters()}
-    logits = torch.func.functional_call(model, weights, kwargs={"input_ids": ids, "use_cache": False}).logits[0]
-    log_probabilities = torch.log_softmax(logits.float(), dim=-1)
+    outputs = torch.func.functional_call(model, weights, kwargs={"input_ids": ids, "use_cache": False})
+    log_probabilities = torch.log_softmax(outputs.logits[0].float(), dim=-1)
     supervised = [at for at, label in enumerate(labels.tolist()) if at > 0 and label != -100]
-    return -log_probabilities[[at - 1 for at in supervised], labels[supervised]].sum()
+    balance = getattr(outputs, "aux_loss", None)
+    loss = -log_probabilities[[at - 1 for at in supervised], labels[supervised]].sum()
+    return loss, 0.0 if balance is None else balance * model.router_aux_loss_coef
 
 
 @torch.no_grad()
@@ -143,5 +148,5 @@ def evaluate(model: nn.Module, compute_dtype: torch.dtype, stores: Iterable[RowS
     """Mean loss of all supervised tokens of some sets, each example alone."""
     model.eval()
     examples = list(_examples([store[index] for store in stores for index in range(len(store))]))
-    losses = [float(_summed_loss(model, compute_dtype, example)) for example in examples]
+    losses = [float(_losses(model, compute_dtype, example)[0]) for example in examples]
     return sum(losses) / sum(int((labels[1:] != -100).sum()) for _, labels in examples)

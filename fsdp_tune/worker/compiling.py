@@ -1,4 +1,4 @@
-"""How long the compiler took, as an event, and out of the steps' time; and a warning when it starts again late in a run."""
+"""Report the compiler's time as an event, outside the steps' time, and warn where it starts again or gives up."""
 
 from __future__ import annotations
 
@@ -7,31 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from fsdp_tune.model.compiled import CompileClock
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.model.compiled import CompileClock, expected_graphs
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
 
-GRAPHS_OF_A_LAYER = 4
-"""One for the first width of a batch, one for any width, one for the short last batch of an epoch, and one for evaluation, which keeps
-nothing for a backward."""
-
-
-def expected_graphs(recipe: Recipe) -> int:
-    """At most; layers of a kind share theirs, and one that is recomputed is of another kind than one that is not.
-
-    Where inputs go to the host the graph ends inside what is recomputed, and a forward and its repetition get one each.
-    """
-    fsdp = recipe.fsdp
-    if fsdp.activation_checkpointing == "none":
-        return GRAPHS_OF_A_LAYER
-    kinds = (2 if fsdp.activation_checkpointing_every > 1 else 1) * (2 if fsdp.activation_checkpointing_offload else 1)
-    return kinds * GRAPHS_OF_A_LAYER
-
 
 class CompileReport(TrainerCallback):
-    """Looks after each step whether the compiler has been at work. `say` prints a plain line on rank 0."""
+    """Report after each step what the compiler did. `say` prints a plain line on rank 0."""
 
     trainer: FsdpTrainer
 
@@ -41,12 +24,16 @@ class CompileReport(TrainerCallback):
         self._seconds, self._graphs = 0.0, 0
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        for function in self._clock.take_fallbacks():
+            message = f"{function} was compiled too often and runs uncompiled from here on where no graph fits"
+            self.trainer.parts.metrics.event("compile_fallback", state.global_step, message=message)
+            self._say(f"WARNING: {message}; TORCH_LOGS=recompiles shows why")
         seconds, graphs = self._clock.seconds - self._seconds, self._clock.graphs
         if graphs == self._graphs:
             return
         self._seconds, self._graphs = self._clock.seconds, graphs
         self.trainer.lines.leave_out(seconds)
         self.trainer.parts.metrics.event("compiled", state.global_step, seconds=seconds, graphs=graphs)
-        expected = expected_graphs(self.trainer.parts.recipe)
+        expected = expected_graphs(self.trainer.parts.recipe, [layer for _, layer in self.trainer.parts.loaded.layers])
         again = f"; {graphs} graphs by now, where {expected} were expected" if graphs > expected else ""
         self._say(f"compiled in {seconds:.1f} s, in step {state.global_step}{again}")

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from fsdp_tune.data.collate import collate, cumulative_lengths
+from fsdp_tune.data.collate import collate, cumulative_lengths, example_ids
 from fsdp_tune.data.order import rank_micro_batches
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row, RowStore
 from fsdp_tune.data.token_batches import TokenBudget, token_micro_batches
@@ -88,7 +88,9 @@ class Collator:
     max_length: int | None = None
     """Rounding up to `multiple_of` stops here: a model may have no positions beyond."""
     variable_lengths: bool = False
-    """Batches with position ids carry `cu_seq_lens` too: the attention kernel goes by it."""
+    """Batches with position ids have `cu_seq_lens` too: the attention kernel goes by it."""
+    names_examples: bool = False
+    """Batches have `example_ids` and `example_lengths`: a mixture's load-balancing loss is of each example alone."""
 
     def __call__(self, items: Sequence[Row | None]) -> Batch:
         if not items:
@@ -102,6 +104,9 @@ class Collator:
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self.variable_lengths and "position_ids" in tensors:
             tensors["cu_seq_lens"] = torch.from_numpy(cumulative_lengths(rows, arrays["input_ids"].shape[1]))
+        if self.names_examples:
+            ids, lengths = example_ids(rows, arrays["input_ids"].shape[1])
+            tensors |= {"example_ids": torch.from_numpy(ids), "example_lengths": torch.from_numpy(lengths)}
         return Batch(
             tensors,
             tuple(row.row_id for row in rows),

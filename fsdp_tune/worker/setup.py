@@ -22,6 +22,7 @@ from fsdp_tune.launch.run_files import RESUME_NAME
 from fsdp_tune.model.attention import has_variable_lengths
 from fsdp_tune.model.build import model_config
 from fsdp_tune.model.load import Loaded, load
+from fsdp_tune.model.loss import auxiliary_loss_weight
 from fsdp_tune.model.step import LossScale
 from fsdp_tune.model.wrap import process_groups
 from fsdp_tune.recipe.schema import Recipe
@@ -74,6 +75,7 @@ def build_trainer(
             recipe.data.pad_to_multiple_of,
             recipe.data.max_length,
             variable_lengths=has_variable_lengths(loaded.model.config._attn_implementation),
+            names_examples=auxiliary_loss_weight(loaded.model) > 0,
         ),
         metrics=MetricsFile(run, resume_step=resume.step if resume else None, enabled=rank.is_first),
         heartbeat=heartbeat,

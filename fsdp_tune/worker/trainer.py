@@ -81,6 +81,7 @@ class FsdpTrainer(Trainer):
         self._watch = CurveWatch(parts.loaded.model.config.vocab_size if parts.recipe.model.from_config is None else None)
         self.batches: list[Batch] = []
         self._batches_done = 0
+        self._step_tokens = 0  # over all ranks, padding left out
         self._audited = False
         self._auxiliary_weight = auxiliary_loss_weight(parts.loaded.model)
 
@@ -137,12 +138,13 @@ class FsdpTrainer(Trainer):
         started = time.monotonic()
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         waited = time.monotonic() - started
-        mine = sum(batch.supervised_tokens for batch in batches)
-        self.lines.sums.add_batch(sum(batch.tokens for batch in batches), mine, waited, sum(batch.attended for batch in batches))
-        # On the host: the batches are there, so neither the device nor its queue is asked.
-        summed = torch.tensor(float(mine), dtype=torch.float64)
+        mine, tokens = sum(batch.supervised_tokens for batch in batches), sum(batch.tokens for batch in batches)
+        self.lines.sums.add_batch(tokens, mine, waited, sum(batch.attended for batch in batches))
+        # On the host, where the batches are: the device and its queue are not involved.
+        summed = torch.tensor([mine, tokens], dtype=torch.float64)
         dist.all_reduce(summed)
-        if (total := int(summed.item())) == 0:
+        total, self._step_tokens = int(summed[0].item()), int(summed[1].item())
+        if total == 0:
             raise failed_error(
                 "step-without-targets",
                 f"step {self.state.global_step + 1}: no token of the global batch is supervised, so there is no loss",
@@ -176,7 +178,7 @@ class FsdpTrainer(Trainer):
         """`step_targets`: supervised tokens of the whole step, over all ranks and micro-batches."""
         # Ranks average their gradients, so the share of one rank is multiplied by their number.
         share = dist.get_world_size() / step_targets
-        auxiliary = self._auxiliary_weight * batch.supervised_tokens * share
+        auxiliary = self._auxiliary_weight * dist.get_world_size() / self._step_tokens
         scale = self.parts.scale.scale if self.parts.scale is not None else None
         smoothing = self.args.label_smoothing_factor
         loss, loss_sum = forward_backward(

@@ -14,14 +14,13 @@ import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from fsdp_tune.fsdp import environment
-from fsdp_tune.model.build import build_full
-from fsdp_tune.model.compiled import CompileClock, compile_layers, is_compiled
+from fsdp_tune.model.build import build_empty, build_full
+from fsdp_tune.model.compiled import GRAPHS_OF_A_LAYER, CompileClock, compile_layers, expected_graphs, is_compiled
 from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.model.recompute import recompute_activations
-from fsdp_tune.recipe.rules import compiled_offload_is_of_whole_layers
+from fsdp_tune.model.units import decoder_layers
 from fsdp_tune.worker.audit import DtypeAudit
-from fsdp_tune.worker.compiling import GRAPHS_OF_A_LAYER, CompileReport, expected_graphs
+from fsdp_tune.worker.compiling import CompileReport
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
@@ -122,7 +121,8 @@ def test_compiling_is_an_event_and_no_part_of_a_step() -> None:
     report = CompileReport(said.append)
     metrics = SimpleNamespace(event=lambda event, step, **details: events.append({"event": event, "step": step, **details}))
     report.trainer = SimpleNamespace(
-        parts=SimpleNamespace(metrics=metrics, recipe=recipe_of("llama")), lines=SimpleNamespace(leave_out=left_out.append)
+        parts=SimpleNamespace(metrics=metrics, recipe=recipe_of("llama"), loaded=SimpleNamespace(layers=[("0", torch.nn.Linear(1, 1))])),
+        lines=SimpleNamespace(leave_out=left_out.append),
     )  # type: ignore[assignment]
 
     def step(number: int, graphs: int, seconds: float) -> None:
@@ -133,50 +133,53 @@ def test_compiling_is_an_event_and_no_part_of_a_step() -> None:
     step(1, 1, 20.0)
     step(2, 1, 0.0)
     step(3, 2, 10.0)
-    step(9, 5, 1.0)
+    step(9, 6, 1.0)
     assert events == [
         {"event": "compiled", "step": 1, "seconds": 20.0, "graphs": 1},
         {"event": "compiled", "step": 3, "seconds": 10.0, "graphs": 2},
-        {"event": "compiled", "step": 9, "seconds": 1.0, "graphs": 5},
+        {"event": "compiled", "step": 9, "seconds": 1.0, "graphs": 6},
     ]
     assert left_out == [20.0, 10.0, 1.0]
-    assert f"5 graphs by now, where {GRAPHS_OF_A_LAYER} were expected" in said[-1]
+    assert f"6 graphs by now, where {GRAPHS_OF_A_LAYER} were expected" in said[-1]
     assert not any("expected" in line for line in said[:-1])
+
+
+def layers_of(family: str, **overrides: Any) -> list[torch.nn.Module]:
+    recipe = recipe_of({"from_config": FAMILIES[family], "config_overrides": overrides})
+    return [layer for _, layer in decoder_layers(build_empty(recipe))]
 
 
 def test_layers_of_two_kinds_make_twice_the_graphs() -> None:
     every_second = {"activation_checkpointing": "full", "activation_checkpointing_every": 2}
-    assert expected_graphs(recipe_of("llama", fsdp=every_second)) == 2 * GRAPHS_OF_A_LAYER
+    assert expected_graphs(recipe_of("llama", fsdp=every_second), layers_of("llama")) == 2 * GRAPHS_OF_A_LAYER
+    mixed = layers_of("gemma3_text", layer_types=["sliding_attention", "full_attention"])
+    assert expected_graphs(recipe_of("gemma3_text"), mixed) == 2 * GRAPHS_OF_A_LAYER
+    assert expected_graphs(recipe_of("llama"), layers_of("llama")) == GRAPHS_OF_A_LAYER
 
 
-def test_layers_whose_inputs_go_to_the_host_are_compiled_inside() -> None:
-    """torch's compiler gives up on a function that changes how tensors are saved, and runs it as it is."""
-    fields = {**FAMILIES["llama"], "num_hidden_layers": 2}
-    to_host = {"activation_checkpointing": "full", "activation_checkpointing_offload": True}
-    recipe = recipe_of({"from_config": fields}, fsdp=to_host, kernels={"compile": True})
-    plain = build_full(recipe).train()
-    compiled = copy.deepcopy(plain)
-    for model in (plain, compiled):
-        recompute_activations(recipe, model)
-    names = compile_layers(recipe, compiled)
-    assert [name for name, module in compiled.named_modules() if is_compiled(module)] == names
-    clock = CompileClock()
-    (loss, true), (found_loss, found) = (loss_and_gradient(model, 24) for model in (plain, compiled))
-    assert found_loss == pytest.approx(loss, rel=1e-6)
-    assert float((found - true).norm() / true.norm()) <= 1e-6
-    assert clock.graphs == 1
+def test_limit_of_graphs_follows_from_the_kinds_of_layers() -> None:
+    recipe = recipe_of("llama")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        compile_layers(recipe, build_empty(recipe))
+        assert torch._dynamo.config.recompile_limit >= 2 * GRAPHS_OF_A_LAYER
 
 
-def test_policy_that_cannot_look_into_machine_code_is_refused() -> None:
-    to_host = {"activation_checkpointing": "selective", "activation_checkpointing_offload": True}
-    compiled, plain = (recipe_of("llama", fsdp=to_host, kernels={"compile": each}) for each in (True, False))
-    found = compiled_offload_is_of_whole_layers(compiled)
-    assert found is not None
-    assert "selective" in found.message
-    assert compiled_offload_is_of_whole_layers(plain) is None
+def test_fallback_to_uncompiled_code_is_reported() -> None:
+    report, said = CompileReport(lambda line: said.append(line)), list[str]()
+    events: list[str] = []
+    metrics = SimpleNamespace(event=lambda event, step, **details: events.append(event))
+    report.trainer = SimpleNamespace(  # type: ignore[assignment]
+        parts=SimpleNamespace(metrics=metrics, recipe=recipe_of("llama"), loaded=SimpleNamespace(layers=[])),
+        lines=SimpleNamespace(leave_out=lambda seconds: None),
+    )
 
+    def of_layer(x: torch.Tensor, kind: str) -> torch.Tensor:
+        return x + len(kind)
 
-def test_what_was_compiled_is_kept_beside_the_prepared_data() -> None:
-    recipe = recipe_of("llama", data={"train": [{"path": "x"}], "cache_dir": "/cache"}, kernels={"compile": True})
-    assert environment(recipe)["TORCHINDUCTOR_CACHE_DIR"] == "/cache/compiled"
-    assert "TORCHINDUCTOR_CACHE_DIR" not in environment(recipe_of("llama"))
+    compiled = torch.compile(of_layer, backend="aot_eager")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for kind in ("a", "bb", "ccc"):
+            compiled(torch.ones(3), kind)
+    report.on_step_end(TrainingArguments(use_cpu=True), TrainerState(global_step=1), TrainerControl())
+    assert events == ["compile_fallback", "compiled"]
+    assert "WARNING: 'of_layer'" in said[0]

@@ -22,6 +22,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma": {"model_type": "gemma", **_DECODER, "tie_word_embeddings": True},  # scaled embedding, norm weights around zero
     # The widths are as odd as torch's grouped product takes them (rows of 16 bytes); three experts divide by no world.
     "mixtral": {"model_type": "mixtral", **_DECODER, **_EXPERTS, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None},
+    # The coefficient is a hundred times the default, so that a wrong balance shows in the trajectory.
+    "mixtral-balanced": {
+        "model_type": "mixtral",
+        **_DECODER,
+        **_EXPERTS,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.1,
+    },
     # Every Linear of its layers can compute in fp8, on one, two and four ranks.
     "llama-16": {
         "model_type": "llama",

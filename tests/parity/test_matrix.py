@@ -9,8 +9,10 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp_tune.model.build import build_empty
+from fsdp_tune.model.compiled import expected_graphs
+from fsdp_tune.model.units import decoder_layers
 from fsdp_tune.run_dir import RunDir
-from fsdp_tune.worker.compiling import expected_graphs
 from fsdp_tune.worker.main import read_recipe
 from tests.parity import runs
 from tests.parity.architectures import resized
@@ -43,9 +45,35 @@ def test_run_follows_the_reference(case: Case, bench: Bench, record_property) ->
 def check_compiled(case: Case, run: RunDir) -> None:
     """The layers that trained were machine code, and after the first epoch nothing more was compiled."""
     graphs = [(line["step"], line["graphs"]) for line in runs.lines(run) if line.get("event") == "compiled"]
-    looked_at = 1 if case.packed else 0  # before the first step, whether packed examples see each other
-    assert looked_at < graphs[-1][1] <= expected_graphs(read_recipe(run)), graphs
+    recipe = read_recipe(run)
+    layers = [layer for _, layer in decoder_layers(build_empty(recipe), recipe.layer_classes)]
+    checked = 1  # before the first step: what tokens see
+    assert checked < graphs[-1][1] <= expected_graphs(recipe, layers), graphs
     assert graphs[-1][0] <= STEPS_OF_AN_EPOCH + (runs.SAVED_STEP if case.resumed != "no" else 0), graphs
+
+
+def slow(case: Case) -> object:
+    return pytest.param(case, id=str(case), marks=[pytest.mark.slow])
+
+
+BALANCED = [
+    Case("mixtral-balanced", accumulation=4),
+    Case("mixtral-balanced", ranks=4, accumulation=2),
+    Case("mixtral-balanced", packed=True),
+    Case("mixtral-balanced", ranks=4, strategy="NO_SHARD", kernels=(("loss", "chunked"),)),
+    Case("mixtral-balanced", tokens=64, recomputation="full"),
+    Case("mixtral-balanced", version=1, accumulation=2),
+    Case("mixtral-balanced", kernels=(("compile", True),)),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", [*(pytest.param(case, id=str(case)) for case in BALANCED[:2]), *(slow(case) for case in BALANCED[2:])])
+def test_balance_of_experts_is_that_of_each_example_alone(case: Case, bench: Bench, record_property) -> None:
+    """Whatever is padded, packed or batched together, on any number of ranks."""
+    found = deviation(bench.run(case), bench.reference(case.architecture, packed=case.packed))
+    record_property("parity", found.row("load-balancing loss", case))
+    assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
 
 
 _COMPILED = (("compile", True),)
@@ -68,10 +96,6 @@ def test_machine_code_follows_the_reference(case: Case, bench: Bench, record_pro
     record_property("parity", found.row("compiled by inductor", case))
     assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
     check_compiled(case, run)
-
-
-def slow(case: Case) -> object:
-    return pytest.param(case, id=str(case), marks=[pytest.mark.slow])
 
 
 HALF_PRECISION = [

@@ -1,0 +1,72 @@
+"""The load-balancing loss of a mixture counts real tokens alone, and each example for itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from fsdp_tune.data.collate import example_ids
+from fsdp_tune.data.store import Row
+from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.model.balance import demand_known_balance, summed_balance
+from fsdp_tune.model.build import build_empty, build_full
+from fsdp_tune.model.loss import micro_batch_loss
+from fsdp_tune.worker.dataset import Collator
+from tests.model.families import FAMILIES
+from tests.model.recipes import recipe_of
+
+BALANCED = {**FAMILIES["mixtral"], "output_router_logits": True}
+
+
+def row(length: int, *lengths: int, seed: int = 0) -> Row:
+    every = (length, *lengths)
+    ids = np.random.default_rng(seed).integers(0, 257, sum(every)).astype(np.int32)
+    return Row(ids, ids.copy(), every, seed)
+
+
+def router_gradient(batches: list[list[Row | None]]) -> torch.Tensor:
+    model = build_full(recipe_of({"from_config": BALANCED})).train()
+    collator = Collator(pad_token_id=0, multiple_of=8, names_examples=True)
+    for rows in batches:
+        micro_batch_loss(model, collator(rows).tensors)[1].backward()
+    return torch.cat([p.grad.flatten() for name, p in model.named_parameters() if "gate." in name and p.grad is not None])
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [[[row(64, seed=1)], [row(8, seed=2)]], [[row(8, seed=2), row(64, seed=1)]], [[row(64, seed=1)], [row(8, seed=2)], [None]]],
+    ids=["alone", "other order", "with a batch of padding"],
+)
+def test_gradient_of_the_router_does_not_depend_on_batching(batches: list[list[Row | None]]) -> None:
+    together = router_gradient([[row(64, seed=1), row(8, seed=2)]])
+    assert float((router_gradient(batches) - together).norm() / together.norm()) <= 1e-5
+
+
+def test_sum_is_that_of_transformers_function_over_the_examples() -> None:
+    rows = [row(5, 9), row(3)]
+    width = 16
+    ids, lengths = (torch.from_numpy(array) for array in example_ids(rows, width))
+    logits = tuple(torch.randn(2 * width, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    spans = [slice(0, 5), slice(5, 14), slice(width, width + 3)]
+    wanted = sum(float(load_balancing_loss_func(tuple(each[span] for each in logits), 4, 2)) * (span.stop - span.start) for span in spans)
+    assert float(summed_balance(logits, 4, 2, ids.reshape(-1), lengths)) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_padding_has_an_index_of_its_own() -> None:
+    ids, lengths = example_ids([row(2, 1), row(1)], 4)
+    assert ids.tolist() == [[0, 0, 1, 3], [2, 3, 3, 3]]
+    assert lengths.tolist() == [2, 1, 1]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss"])
+def test_known_balance_is_taken(family: str) -> None:
+    demand_known_balance(build_empty(recipe_of({"from_config": {**FAMILIES[family], "output_router_logits": True}})))
+
+
+def test_balance_that_a_model_defines_in_its_own_way_is_refused() -> None:
+    doge = {**{key: value for key, value in FAMILIES["llama"].items() if key != "model_type"}, "model_type": "doge", "is_moe": True}
+    model = build_empty(recipe_of({"from_config": doge | {"output_router_logits": True}}))
+    with pytest.raises(FsdpTuneError, match="DogeForCausalLM defines its load-balancing loss in a way of its own"):
+        demand_known_balance(model)
