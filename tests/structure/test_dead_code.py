@@ -27,6 +27,7 @@ CALLED_BY = {
     "torch.distributed.checkpoint": {"create_stream"},
     "ctypes": {"_fields_"},
     "files": {"writable"},
+    "logging": {"emit"},
     "recipe files": {"recipe_version"},
 }
 TRAINER_EVENT = re.compile(r"on_\w+")
