@@ -242,8 +242,8 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "a step without targets has loss 0",
         "worker/trainer",
-        "        if (total := int(summed.item())) == 0:\n",
-        "        if (total := int(summed.item())) < 0:\n",
+        "        if total == 0:\n",
+        "        if total < 0:\n",
         "F021",
         by=("faults/test_numbers.py::step_without_a_single_target_is_an_error_and_no_loss_of_zero",),
     ),
