@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +18,7 @@ DAMAGE_NAME = "damage.json"
 """Next to a manifest: the files whose contents were found to differ from it, so that nobody has to read them again to know."""
 FORMAT_VERSION = 2
 DIGEST_CHUNK_BYTES = 1 << 22
+Progress = Callable[[int], object]
 _SHOWN_LETTERS = 200
 
 
@@ -87,11 +88,14 @@ class Digester:
         return FileEntry(self.size_bytes, self._hash.hexdigest())
 
 
-def digest_file(path: Path) -> FileEntry:
+def digest_file(path: Path, progress: Progress | None = None) -> FileEntry:
+    """Hash a file. `progress` is called with the number of bytes, as they are hashed."""
     digester = Digester()
     with open(path, "rb") as file:
         while chunk := file.read(DIGEST_CHUNK_BYTES):
             digester.update(chunk)
+            if progress is not None:
+                progress(len(chunk))
     return digester.entry()
 
 
@@ -123,17 +127,19 @@ class Damage:
         return f"{self.name[:_SHOWN_LETTERS]}: {self.what}"
 
 
-def damage(root: Path, manifest: Manifest, *, digests: bool) -> list[Damage]:
+def damage(root: Path, manifest: Manifest, *, digests: bool, progress: Progress | None = None) -> list[Damage]:
     """Return one entry per file that is missing, of another size or of other contents; [] when everything is there.
 
     Contents are read only with `digests`; without, what `mark_damaged` has recorded counts for files that have not changed since.
     """
     marked = {} if digests else _marked(root)
-    found = [(name, _damage_of(root, name, entry, digests=digests, marked=marked)) for name, entry in sorted(manifest.files.items())]
-    return [each for _, each in found if each is not None]
+    found = (_damage_of(root, name, entry, marked, digests=digests, progress=progress) for name, entry in sorted(manifest.files.items()))
+    return [each for each in found if each is not None]
 
 
-def _damage_of(root: Path, name: str, entry: FileEntry, *, digests: bool, marked: dict[str, list[int]]) -> Damage | None:
+def _damage_of(
+    root: Path, name: str, entry: FileEntry, marked: dict[str, list[int]], *, digests: bool, progress: Progress | None
+) -> Damage | None:
     path = root / name
     try:
         if not is_inside(name) or _passes_a_link(root, path):
@@ -142,7 +148,7 @@ def _damage_of(root: Path, name: str, entry: FileEntry, *, digests: bool, marked
             return Damage(name, "missing")
         if (size_bytes := path.stat().st_size) != entry.size_bytes:
             return Damage(name, f"{size_bytes} bytes instead of {entry.size_bytes}")
-        if marked.get(name) == _identity(path) or (digests and digest_file(path) != entry):
+        if marked.get(name) == _identity(path) or (digests and digest_file(path, progress) != entry):
             return Damage(name, "its contents are not those that were written (digest differs)", is_of_contents=True)
     except OSError as error:  # a bad sector, a name that no file system takes
         return Damage(name, f"cannot be read ({error.strerror})")

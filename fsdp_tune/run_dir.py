@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from fsdp_tune.manifest import Manifest, damage, mark_damaged, read_manifest
+from fsdp_tune.manifest import Manifest, Progress, damage, mark_damaged, read_manifest
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 CHECKPOINT_KIND = "fsdp-tune checkpoint"
@@ -176,7 +176,7 @@ def checkpoint_step(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def inspect_checkpoint(path: Path, *, digests: bool) -> Checkpoint | Rejected:
+def inspect_checkpoint(path: Path, *, digests: bool, progress: Progress | None = None) -> Checkpoint | Rejected:
     """Decide whether one directory is a complete checkpoint of ours.
 
     With `digests` every file is read, and contents that differ are recorded: such a checkpoint is rejected from then on without reading.
@@ -194,7 +194,7 @@ def inspect_checkpoint(path: Path, *, digests: bool) -> Checkpoint | Rejected:
         return Rejected(path, "it has no manifest: the save did not finish, or another tool wrote it")
     if manifest.kind != CHECKPOINT_KIND or manifest.facts.get("step") != step:
         return Rejected(path, f"its manifest is of `{manifest.kind}`, step {manifest.facts.get('step')}")
-    bad = damage(path, manifest, digests=digests)
+    bad = damage(path, manifest, digests=digests, progress=progress)
     if digests:
         mark_damaged(path, [each.name for each in bad if each.is_of_contents])
     if bad:
@@ -214,11 +214,14 @@ def complete_checkpoints(run: RunDir, *, digests: bool = False) -> tuple[list[Ch
     return sorted(complete, key=lambda c: -c.step), sorted(rejected, key=lambda r: r.path.name)
 
 
-def latest_checkpoint(run: RunDir, *, digests: bool = False) -> tuple[Checkpoint | None, list[Rejected]]:
-    """The newest complete checkpoint, by step and not by time; digests are checked newest first, only as far as needed."""
+def latest_checkpoint(run: RunDir, *, digests: bool = False, progress: Progress | None = None) -> tuple[Checkpoint | None, list[Rejected]]:
+    """Return the newest complete checkpoint, by step and not by time, and what was rejected on the way.
+
+    Digests are checked newest first, only as far as needed; `progress` is called with the number of bytes, as they are hashed.
+    """
     complete, rejected = complete_checkpoints(run)
     for candidate in complete:
-        verdict = inspect_checkpoint(candidate.path, digests=digests) if digests else candidate
+        verdict = inspect_checkpoint(candidate.path, digests=digests, progress=progress) if digests else candidate
         if isinstance(verdict, Checkpoint):
             return verdict, rejected
         rejected.append(verdict)

@@ -50,9 +50,11 @@ class Job:
         from fsdp_tune.launch.accelerate import check_port
         from fsdp_tune.launch.lock import locked
         from fsdp_tune.launch.resume import decide, move_aside, refuse_when_continued
+        from fsdp_tune.launch.work import WorkCounter
 
         run = self.plan.run
-        start = decide(run, self.recipe, resume, overwrite=overwrite)
+        with WorkCounter(run, self.recipe.launch.num_machines) as work:
+            start = decide(run, self.recipe, resume, overwrite=overwrite, progress=work.advance)
         self.screen.notices([*self.surroundings(), *start.notices])
         for change in start.trajectory_changes:
             self.screen.say(f"from step {start.step} on {change}")
@@ -109,6 +111,7 @@ class Job:
         from fsdp_tune.data.token_batches import filling_lines
         from fsdp_tune.launch.children import threads
         from fsdp_tune.launch.resume import check_data, refuse_beyond_end
+        from fsdp_tune.launch.work import CountedBar, WorkCounter
         from fsdp_tune.plan.totals import total_steps
         from fsdp_tune.recipe.world import batch_arithmetic
 
@@ -119,7 +122,9 @@ class Job:
             try:
                 encoder = load_encoder(recipe)
                 screen.notices(encoder.notices)
-                with screen.progress("tokenising", None, "rows") as bar:
+                counter = WorkCounter(self.plan.run, recipe.launch.num_machines)
+                with screen.progress("tokenising", None, "rows") as screen_bar, counter as work:
+                    bar = CountedBar(screen_bar, work)
                     data = prepare(recipe, encoder, progress=bar, verify=self.verify_data, run=self.plan.run.path)
             except FsdpTuneError as error:
                 if error.exit_code is ExitCode.PREEMPTED:  # a signal: nobody waits for what else is wrong

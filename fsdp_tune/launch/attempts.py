@@ -16,6 +16,7 @@ from fsdp_tune.launch.resume import is_for
 from fsdp_tune.launch.run_files import append_event, write_resume
 from fsdp_tune.launch.supervise import Event, Said, Supervisor
 from fsdp_tune.launch.verdict import ECHO_CODES, Ended
+from fsdp_tune.launch.work import WorkCounter
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import Checkpoint, RunDir, latest_checkpoint
 from fsdp_tune.units import parse_seconds
@@ -93,7 +94,8 @@ class Attempts:
     def _decide(self, ended: Ended, *, has_trained: bool) -> tuple[Restart | Problem, Checkpoint | None]:
         assert ended.problem is not None, "only failures come here"
         digests = self._recipe.checkpoint.verify == "digest" and self._recipe.launch.max_restarts > 0
-        checkpoint, _ = latest_checkpoint(self._plan.run, digests=digests)
+        with WorkCounter(self._plan.run, self._recipe.launch.num_machines) as work:
+            checkpoint, _ = latest_checkpoint(self._plan.run, digests=digests, progress=work.advance)
         checkpoint_step = checkpoint.step if checkpoint else 0
         self._failures.append(Failure(ended.problem, ended.step, checkpoint_step, has_trained))
         return decide(self._failures, self._recipe.launch.max_restarts, self._rows_of_step), checkpoint

@@ -25,12 +25,14 @@ from fsdp_tune.atomic import write_json
 from fsdp_tune.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.launch.hang import Standing
 from fsdp_tune.launch.verdict import ECHO_CODES, Ended
+from fsdp_tune.launch.work import WorkWatch
 from fsdp_tune.ownership import is_abandoned, read_owner
 from fsdp_tune.run_dir import RunDir
 from fsdp_tune.units import format_seconds
 
 JOIN_SECONDS = 3600.0
-"""For the first machine's command to check its inputs and to confirm that this machine is in."""
+"""For the first machine's command to check its inputs and to confirm that this machine is in. It may take longer while its count of
+work moves (`launch.work`), as it may for the next launch."""
 LOOK_SECONDS = 1.0
 """Network file systems are not asked more often."""
 GATHER_SECONDS = 90.0
@@ -38,7 +40,7 @@ GATHER_SECONDS = 90.0
 SHARE_SECONDS = 60.0
 """For the other machines to tell where their ranks stand."""
 WORD_SECONDS = 600.0
-"""For the first machine's word after a launch; hashing a large checkpoint takes it a while."""
+"""For the first machine's word after a launch."""
 
 NOT_STARTED = -1
 """The launch of a machine that has confirmed none."""
@@ -109,8 +111,8 @@ class Machines:
     def join(self) -> Problem | None:
         """Join the life of the run that the first machine's command leads now; returns the problem if that does not come."""
         is_announced = False
-        deadline = time.monotonic() + JOIN_SECONDS
-        while time.monotonic() < deadline:
+        work = WorkWatch(self._run)
+        while work.silent_seconds() < JOIN_SECONDS:
             if not is_announced or not _path(self._run, self._machine).exists():  # `--overwrite` moves it aside with the old run
                 with contextlib.suppress(FileNotFoundError):
                     self._say(Word(self._machine, NOT_STARTED, "waiting"))
@@ -183,8 +185,8 @@ class Machines:
         Returns its number once all machines have confirmed it, or how the run ended; None where the first machine is gone.
         """
         confirmed: int | None = None
-        deadline = time.monotonic() + WORD_SECONDS
-        while time.monotonic() < deadline:
+        deadline, work = time.monotonic() + WORD_SECONDS, WorkWatch(self._run)
+        while time.monotonic() < deadline or work.silent_seconds() < WORD_SECONDS:
             is_led = self._is_led()  # before its file is read: the last thing that it writes may be there by then
             word = self._read(0)
             if word is not None and word.state == "final":

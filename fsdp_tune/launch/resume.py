@@ -19,6 +19,8 @@ from fsdp_tune.launch.lock import in_use, locked, refuse_when_held
 from fsdp_tune.launch.processes import is_rank_of
 from fsdp_tune.launch.ranks import read_heartbeat, read_outcome
 from fsdp_tune.launch.resume_diff import Change, check, compare
+from fsdp_tune.launch.work import WorkWatch
+from fsdp_tune.manifest import Progress
 from fsdp_tune.ownership import is_abandoned
 from fsdp_tune.recipe.effects import OnResume
 from fsdp_tune.recipe.schema import Recipe
@@ -63,10 +65,13 @@ class Start:
         return self.checkpoint.step if self.checkpoint else 0
 
 
-def decide(run: RunDir, recipe: Recipe, resume: str | None, *, overwrite: bool, digests: bool = True) -> Start:
-    """Reads only. FsdpTuneError (exit 2) with the ways out where the directory must not be used so. `resume` None: a new run.
+def decide(
+    run: RunDir, recipe: Recipe, resume: str | None, *, overwrite: bool, digests: bool = True, progress: Progress | None = None
+) -> Start:
+    """Decide where a run starts; reads only. `resume` None: a new run.
 
-    `digests` False leaves the bytes of checkpoints unread, for an answer at once.
+    `digests` False leaves the bytes of checkpoints unread, for an answer at once. `progress` is called with the bytes as they are read.
+    Raises: a usage error (exit 2) with the ways out, where the directory must not be used like this.
     """
     if run.path.is_symlink() and not run.path.exists():
         raise usage_error("bad-output-dir", f"{run.path} is a link that leads nowhere", hint="remove it, or name another `output_dir`")
@@ -80,7 +85,7 @@ def decide(run: RunDir, recipe: Recipe, resume: str | None, *, overwrite: bool, 
     if resume is None:
         start = _fresh(run, overwrite=overwrite)
     elif resume == AUTO:
-        start = _newest(run, recipe, digests=digests and recipe.checkpoint.verify == "digest")
+        start = _newest(run, recipe, digests=digests and recipe.checkpoint.verify == "digest", progress=progress)
     else:
         start = _explicit(run, recipe, Path(resume))
     if not start.is_finished:
@@ -166,14 +171,14 @@ def _refuse_foreign(run: RunDir) -> None:
         )
 
 
-def _newest(run: RunDir, recipe: Recipe, *, digests: bool) -> Start:
+def _newest(run: RunDir, recipe: Recipe, *, digests: bool, progress: Progress | None) -> Start:
     if not run.is_used:
         _refuse_foreign(run)
         return Start()
     old = read_resolved(run)
     changes = compare(old, recipe)
     trajectory = check(changes)
-    checkpoint, rejected = latest_checkpoint(run, digests=digests)
+    checkpoint, rejected = latest_checkpoint(run, digests=digests, progress=progress)
     notices = [Notice("checkpoint-rejected", f"{bad.path.name} is not used: {bad.reason}") for bad in rejected]
     if checkpoint is None:
         notices.append(Notice("no-checkpoint", f"{run.path} has no complete checkpoint: training begins at step 0"))
@@ -283,16 +288,17 @@ def check_data(start: Start, key: str) -> None:
 
 
 def wait_for_run(run: RunDir, recipe: Recipe, *, patience_seconds: float = 3600.0, poll_seconds: float = 2.0) -> None:
-    """Returns when the first machine has written the run directory for this recipe and holds it. FailedError when it does not.
+    """Return when the first machine has written the run directory for this recipe and owns it.
 
     Machines may differ in what only they use (cores); what is trained and the number of ranks must agree.
+    Raises: FailedError when it has not within `patience_seconds`, nor has its count of work changed for so long.
     """
-    deadline = time.monotonic() + patience_seconds
+    work = WorkWatch(run)
     while not (run.is_used and is_for(run, recipe) and not is_abandoned(run.lock)):
-        if time.monotonic() > deadline:
+        if work.silent_seconds() > patience_seconds:
             raise failed_error(
                 "first-machine-missing",
-                f"the first machine has not started this recipe in {run.path} within {patience_seconds:.0f} s",
+                f"the first machine has not started this recipe in {run.path}, nor counted work for it, within {patience_seconds:.0f} s",
                 hint="all machines must see the same directory, and be given the same recipe and `--set`",
             )
         time.sleep(poll_seconds)

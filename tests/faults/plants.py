@@ -46,8 +46,8 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "digests are not compared",
         "manifest",
-        "(digests and digest_file(path) != entry)",
-        "(digests and digest_file(path) is None)",
+        "(digests and digest_file(path, progress) != entry)",
+        "(digests and digest_file(path, progress) is None)",
         "F072",
         "F073",
         "F076",
@@ -65,8 +65,8 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "files that came later are damage",
         "manifest",
-        "    return [each for _, each in found if each is not None]\n",
-        '    return [each for _, each in found if each is not None] + [Damage(one.name, "came later") for one in root.rglob("*~")]\n',
+        "    return [each for each in found if each is not None]\n",
+        '    return [each for each in found if each is not None] + [Damage(one.name, "came later") for one in root.rglob("*~")]\n',
         "F075",
     ),
     _plant(
