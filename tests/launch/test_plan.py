@@ -129,7 +129,7 @@ def test_leftovers_of_another_job_are_removed_and_listed(tmp_path: Path) -> None
     made = plan(tmp_path, inherited={**stale, "PATH": "/bin", "NCCL_DEBUG": "INFO"})
     assert list(made.removed) == sorted(stale)
     assert made.env["PATH"] == "/bin"
-    assert made.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "3600"
+    assert made.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == str(7 * 86_400)
     assert not {"RANK", "WORLD_SIZE", "PET_NNODES", "SLURM_JOB_ID"} & made.env.keys()
     written = made.to_json()
     assert written["removed"] == sorted(stale)

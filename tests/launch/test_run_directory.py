@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -242,8 +243,8 @@ def test_a_run_that_came_and_went_while_checkpoints_were_hashed_is_noticed(
     checkpoint(fresh, 10)
     latest = latest_checkpoint
 
-    def used_meanwhile(run: RunDir, *, digests: bool = False) -> tuple[Checkpoint | None, list[Rejected]]:
-        found = latest(run, digests=digests)
+    def used_meanwhile(run: RunDir, **options: Any) -> tuple[Checkpoint | None, list[Rejected]]:
+        found = latest(run, **options)
         if use == "command":
             write_run(fresh, files_of(fresh, recipe, Start(is_new=False)))
         else:
