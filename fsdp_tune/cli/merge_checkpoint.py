@@ -183,14 +183,14 @@ def byte_progress(screen: Screen, label: str, total: int | None, unit: str) -> I
     """A bar in MiB with the rate in GB/s; the bar itself adds the time that is left."""
     assert unit == "bytes"
     with screen.progress(label, None if total is None else -(-total // MIB), "MiB") as bar:
-        yield _ByteBar(bar, None if screen.is_live else total)
+        yield _ByteBar(bar)
 
 
 class _ByteBar:
-    """Counts bytes, shows MiB: several threads advance by pieces that are no whole MiB. `total`: where the bar shows no time left."""
+    """Counts bytes and shows MiB: several threads advance by pieces that are not multiples of 1 MiB."""
 
-    def __init__(self, bar: Bar, total: int | None) -> None:
-        self._bar, self._total, self._bytes, self._started = bar, total, 0, time.monotonic()
+    def __init__(self, bar: Bar) -> None:
+        self._bar, self._bytes, self._started = bar, 0, time.monotonic()
         self._lock = threading.Lock()
 
     def advance(self, n: int = 1) -> None:
@@ -198,5 +198,4 @@ class _ByteBar:
             self._bytes += n
             done = self._bytes
         rate = done / max(time.monotonic() - self._started, 1e-9)
-        left = f", {format_seconds(max(self._total - done, 0) / rate)} left" if self._total else ""
-        self._bar.at(-(-done // MIB), f"{rate / 1e9:.2f} GB/s{left}")
+        self._bar.at(-(-done // MIB), f"{rate / 1e9:.2f} GB/s")

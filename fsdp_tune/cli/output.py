@@ -27,6 +27,7 @@ from fsdp_tune.launch.stop_signals import heeded
 
 if TYPE_CHECKING:
     from fsdp_tune.cli.progress import Bar
+    from fsdp_tune.cli.screen_log import ScreenLog
 
 
 def printable(text: str) -> str:
@@ -55,6 +56,9 @@ class Screen:
         self._notices: list[Notice] = []
         self.log_directory: Path | None = None
         """Where the traceback of a bug goes; a temporary file when no run directory is there yet."""
+        self._log: ScreenLog | None = None
+        self._shown: list[str] = []
+        """Lines shown before there is a log file."""
 
     @property
     def talk(self) -> TextIO:
@@ -66,11 +70,46 @@ class Screen:
         """Whether lines may be redrawn in place."""
         return self.talk.isatty() and os.environ.get("TERM") != "dumb"
 
+    def log_to(self, path: Path) -> None:
+        """Append every line to a file too, starting with the lines that were shown before. A file that fails is given up with a warning."""
+        from fsdp_tune.cli.screen_log import ScreenLog
+
+        self._log = ScreenLog(path, failed=self._log_failed)
+        for line in self._shown:
+            self._log.write(line)
+        self._shown.clear()
+
     def say(self, text: str) -> None:
+        self._record(text)
         _write(self.talk, printable(text) + "\n")
 
+    def say_fields(self, fields: Sequence[str]) -> None:
+        """Print `fields`, most important first, on one line. A terminal gets those that fit; a pipe and the log file get all of them."""
+        from fsdp_tune.cli.progress import fitted
+
+        whole = "  ".join(fields)
+        self._record(whole)
+        _write(self.talk, printable(fitted(fields, self._width()) if self.talk.isatty() else whole) + "\n")
+
     def warn(self, text: str) -> None:
+        self._record(text)
         _write(sys.stderr, printable(text) + "\n")
+
+    def _record(self, text: str) -> None:
+        if self._log is None:
+            self._shown.append(printable(text))
+        else:
+            self._log.write(printable(text))
+
+    def _log_failed(self, path: Path, error: OSError) -> None:
+        _write(sys.stderr, printable(f"warning: {path} cannot be written ({error.strerror}) and gets nothing more; the run continues\n"))
+
+    def _width(self) -> int:
+        """Columns of the terminal behind `talk`; 80 where it does not say."""
+        try:
+            return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(self.talk.fileno()).columns or 80
+        except (OSError, ValueError):
+            return 80
 
     def notices(self, notices: Sequence[Notice]) -> None:
         """Shows each notice once, on stderr, and carries it in the JSON document."""
@@ -79,20 +118,25 @@ class Screen:
                 continue
             self._notices.append(notice)
             place = str(notice.where)
-            _paint("notice:", "yellow", f" {place}: {notice.message}" if place else f" {notice.message}")
+            self._paint("notice:", "yellow", f" {place}: {notice.message}" if place else f" {notice.message}")
             if notice.hint:
-                _paint("hint:", "cyan", f" {notice.hint}")
+                self._paint("hint:", "cyan", f" {notice.hint}")
+
+    def _paint(self, head: str, colour: str, tail: str) -> None:
+        self._record(head + tail)
+        wants_colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+        _write(sys.stderr, (typer.style(head, fg=colour, bold=True) if wants_colour else head) + printable(tail) + "\n")
 
     def problems(self, problems: Sequence[Problem]) -> None:
         for problem in problems:
             first, *rest = problem_lines(problem)
-            _paint("error:", "red", first.removeprefix("error:"))
+            self._paint("error:", "red", first.removeprefix("error:"))
             for line in rest:
                 head, colon, tail = line.partition(":")
                 if head in ("hint", "ways out"):
-                    _paint(head + colon, "cyan", tail)
+                    self._paint(head + colon, "cyan", tail)
                 else:
-                    _write(sys.stderr, printable(line) + "\n")
+                    self.warn(line)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """A table under its title; columns are padded by hand, so that a pipe gets the same words as a terminal."""
@@ -117,8 +161,10 @@ class Screen:
             yield bar
 
     def close(self, problems: Sequence[Problem] = ()) -> None:
-        """Ends the command: the problems for people, and the one document for programs."""
+        """End the command: print the problems, close the log, and print the JSON document."""
         self.problems(problems)
+        if self._log is not None:
+            self._log.close()
         if not self.json_output:
             return
         document = dict(self._document)
@@ -190,11 +236,6 @@ def _log_traceback(directory: Path | None) -> str:
             continue
     _write(sys.stderr, printable(text))
     return "the lines above (no log file could be written)"
-
-
-def _paint(head: str, colour: str, tail: str) -> None:
-    wants_colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    _write(sys.stderr, (typer.style(head, fg=colour, bold=True) if wants_colour else head) + printable(tail) + "\n")
 
 
 def _write(stream: TextIO, text: str) -> None:

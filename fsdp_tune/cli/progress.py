@@ -1,40 +1,94 @@
-"""Bars: rich on a terminal, plain lines elsewhere."""
+"""Bars: redrawn in place on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
+from fsdp_tune.units import format_seconds
+
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from fsdp_tune.cli.output import Screen
 
 PLAIN_INTERVAL_SECONDS = 10.0
+BAR_WIDTH = 24
+
+
+def fitted(fields: Sequence[str], width: int) -> str:
+    """Join `fields`, most important first, with two spaces, and leave out those at the end that do not fit into `width` columns."""
+    line = fields[0]
+    for field in fields[1:]:
+        if len(line) + 2 + len(field) > width:
+            break
+        line += f"  {field}"
+    return line
 
 
 class Bar(Protocol):
     def advance(self, n: int = 1) -> None:
-        """Moves on by `n` units; may be called from several threads."""
+        """Add `n` finished units; may be called from several threads."""
         ...
 
     def at(self, done: int, detail: str = "") -> None:
-        """Stands at `done` units, with `detail` beside the bar."""
+        """Set the number of finished units, and the text next to the bar."""
         ...
 
-    def resize(self, total: int) -> None:
-        """Sets the total once it is known."""
+    def start(self, done: int, total: int) -> None:
+        """Set the total once it is known, with `done` units finished earlier: the time left is estimated from the others."""
+        ...
+
+    def seconds_left(self) -> float | None:
+        """Estimate the time left; None before a unit is finished, and where the total is unknown."""
         ...
 
 
-class PlainBar:
+class _Count:
+    """Finished units and when they were finished."""
+
+    def __init__(self, label: str, total: int | None, unit: str) -> None:
+        self._label, self._total, self._unit = label, total, unit
+        self._done, self._detail = 0, ""
+        self._started, self._done_at_start = time.monotonic(), 0
+        self._updated = self._started
+        self._lock = threading.Lock()
+
+    def advance(self, n: int = 1) -> None:
+        with self._lock:
+            self._done, self._updated = self._done + n, time.monotonic()
+            self._changed()
+
+    def at(self, done: int, detail: str = "") -> None:
+        with self._lock:
+            self._done, self._detail, self._updated = done, detail, time.monotonic()
+            self._changed()
+
+    def start(self, done: int, total: int) -> None:
+        with self._lock:
+            self._done, self._total, self._done_at_start = done, total, done
+            self._started = self._updated = time.monotonic()
+
+    def seconds_left(self) -> float | None:
+        if self._total is None or self._done <= self._done_at_start:
+            return None
+        each = (self._updated - self._started) / (self._done - self._done_at_start)
+        return max(0.0, each * (self._total - self._done) - (time.monotonic() - self._updated))
+
+    def _changed(self) -> None: ...
+
+
+class PlainBar(_Count):
     """A line every ten seconds and one at the end, if there was a line before: short work stays silent."""
 
     def __init__(self, screen: Screen, label: str, total: int | None, unit: str) -> None:
-        self._screen, self._label, self._total, self._unit = screen, label, total, unit
-        self._done, self._detail, self._lines = 0, "", 0
+        super().__init__(label, total, unit)
+        self._screen, self._lines = screen, 0
         self._last = time.monotonic()
-        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -43,27 +97,16 @@ class PlainBar:
         if self._lines and kind is None:
             self._print()
 
-    def advance(self, n: int = 1) -> None:
-        with self._lock:
-            self._done += n
-            self._print_when_due()
-
-    def at(self, done: int, detail: str = "") -> None:
-        with self._lock:
-            self._done, self._detail = done, detail
-            self._print_when_due()
-
-    def resize(self, total: int) -> None:
-        self._total = total
-
-    def _print_when_due(self) -> None:
+    def _changed(self) -> None:
         if time.monotonic() - self._last >= PLAIN_INTERVAL_SECONDS:
             self._print()
 
     def _print(self) -> None:
         share = f" ({100 * self._done / self._total:.0f} %)" if self._total else ""
         of = f" of {self._total:,}" if self._total else ""
-        self._screen.say(f"{self._label}: {self._done:,}{of} {self._unit}{share} {self._detail}".rstrip())
+        left = self.seconds_left()
+        rest = ", ".join([*([self._detail] if self._detail else []), *([f"{format_seconds(left)} left"] if left else [])])
+        self._screen.say(f"{self._label}: {self._done:,}{of} {self._unit}{share} {rest}".rstrip())
         self._lines += 1
         self._last = time.monotonic()
 
@@ -75,37 +118,41 @@ class SilentBar(PlainBar):
         self._last = time.monotonic()
 
 
-class LiveBar:
+class LiveBar(_Count):
+    """One line, redrawn ten times a second: count, time left, detail, and a bar where the terminal is wide enough."""
+
     def __init__(self, screen: Screen, label: str, total: int | None, unit: str) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.live import Live
 
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn(unit),
-            TextColumn("{task.fields[detail]}", markup=False),
-            TimeRemainingColumn(),
-            console=Console(file=screen.talk),
-            transient=False,
+        super().__init__(label, total, unit)
+        self._console = Console(file=screen.talk)
+        # A stream that is sent to a file stays there; rich would move its lines to the terminal.
+        self._live = Live(
+            get_renderable=self._line,
+            console=self._console,
+            refresh_per_second=10,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
         )
-        self._task = self._progress.add_task(label, total=total, detail="")
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        self._live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._progress.tasks[0].completed == 0:
-            self._progress.live.transient = True  # nothing was to be done: leave no empty bar behind
-        self._progress.stop()
+        if self._done == 0:
+            self._live.transient = True  # nothing was done: leave no empty line behind
+        self._live.stop()
 
-    def advance(self, n: int = 1) -> None:
-        self._progress.advance(self._task, n)
+    def _line(self) -> Text:
+        from rich.text import Text
 
-    def at(self, done: int, detail: str = "") -> None:
-        self._progress.update(self._task, completed=done, detail=detail)
-
-    def resize(self, total: int) -> None:
-        self._progress.update(self._task, total=total)
+        fields = [self._label, f"{self._done:,}{f'/{self._total:,}' if self._total else ''} {self._unit}"]
+        left = self.seconds_left()
+        fields += [f"{format_seconds(left)} left"] if left else []
+        fields += [self._detail] if self._detail else []
+        if self._total and self._console.encoding.startswith("utf"):
+            filled = min(BAR_WIDTH, BAR_WIDTH * self._done // self._total)
+            fields.append("━" * filled + "─" * (BAR_WIDTH - filled))
+        return Text(fitted(fields, self._console.width), no_wrap=True, overflow="crop")

@@ -77,6 +77,7 @@ class Job:
             if not start.is_new:
                 inputs.write()
             self.screen.log_directory = run.logs
+            self.screen.log_to(self.plan.screen_log)
             if no_start:
                 job.print_commands()
             else:
@@ -178,8 +179,8 @@ class Job:
         raise AssertionError("the supervisor ends with a verdict")
 
     def conclude(self, ended: Ended) -> None:
-        """Merges a finished run; tells the next command for any other. Ends the command with the run's exit code."""
-        from fsdp_tune.cli.train_plan import predicted_and_measured
+        """Merge a finished run, print the final card, and end the command with the run's exit code."""
+        from fsdp_tune.cli.run_card import card, commands_after
         from fsdp_tune.cli.train_view import final_document
         from fsdp_tune.launch.resume import ways_on
         from fsdp_tune.run_dir import latest_checkpoint
@@ -194,9 +195,9 @@ class Job:
             self.screen.document(document(reason=ExitReason.FAILED.value, merged=None))  # what stands should the merge fail
             merged = self.merge() if self.recipe.merge.at_end else None
             self.screen.document(document(reason=ended.reason.value, merged=merged))
-            for line in predicted_and_measured(run):
-                self.screen.say(line)
             self.screen.say(f"finished at step {ended.step}; {_where_the_model_is(run, merged)}")
+            for line in card(run, facts, commands_after(run, self.recipe, merged)):
+                self.screen.say(line)
             return
         ways = ways_on(run, checkpoint)
         if ended.problem is not None:
@@ -205,8 +206,8 @@ class Job:
             )
             raise FsdpTuneError(problem, exit_code=ended.exit_code)
         self.screen.say(f"stopped at step {ended.step} ({ended.reason.value})")
-        for way in ways:
-            self.screen.say(f"  {way}")
+        for line in card(run, facts, ways):
+            self.screen.say(line)
         raise typer.Exit(EXIT_CODE_OF_REASON[ended.reason])
 
     def merge(self) -> Path:
@@ -247,6 +248,7 @@ class Job:
         self.screen.say(f"machine {self.plan.machine_rank}: waiting for the first machine to write {self.plan.run.path}")
         wait_for_run(self.plan.run, self.recipe)
         self.screen.log_directory = self.plan.run.logs
+        self.screen.log_to(self.plan.screen_log)
         ended = self.supervise()
         self.screen.document(
             {"run_dir": str(self.plan.run.path), "machine_rank": self.plan.machine_rank, "exit_reason": ended.reason.value}

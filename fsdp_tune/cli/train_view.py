@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +72,12 @@ def data_lines(report: dict[str, Any], *, reused: bool) -> list[str]:
 
 
 class StepView:
-    """Turns lines of metrics.jsonl into a live bar on a terminal, and into plain lines elsewhere."""
+    """Print a line for each step and event of metrics.jsonl, above the bar on a terminal."""
 
     def __init__(self, screen: Screen, bar: Bar) -> None:
         self._screen = screen
         self._bar = bar
         self._total = 0
-        self._began: tuple[float, int] | None = None
 
     def show(self, line: dict[str, Any]) -> None:
         if "event" in line:
@@ -98,9 +96,7 @@ class StepView:
         name, step = line["event"], line.get("step")
         if name == "train_started":
             self._total = int(line["total_steps"])
-            self._began = (time.monotonic(), int(step or 0))
-            self._bar.resize(self._total)
-            self._bar.at(int(step or 0))
+            self._bar.start(int(step or 0), self._total)
             self._screen.say(
                 f"the live model is what the recipe says; training to step {self._total}" + (f" from step {step}" if step else "")
             )
@@ -118,36 +114,32 @@ class StepView:
             self._screen.warn(f"warning: checkpoint-{step} was NOT saved: {line['message']}")
         elif name in ("slow_rank", "tracker_failed"):
             self._screen.warn(f"warning: step {step}: {line['message']}")
-        elif name not in ("train_finished", "checkpoint_probed", "recipe_changed", "restarted"):
+        elif name not in ("train_finished", "checkpoint_probed", "recipe_changed", "restarted", "witnessed"):
             details = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("event", "step", "time"))
             self._screen.say(f"step {step}: {name.replace('_', ' ')}" + (f" ({details})" if details else ""))
 
     def _step(self, line: dict[str, Any]) -> None:
+        """Keep one line: the step, the time left and the loss first, then what a narrow terminal can do without."""
         step = int(line["step"])
-        parts = [
-            f"loss {_number(line['loss'], '.4f')}",
+        loss = f"loss {_number(line['loss'], '.4f')}"
+        self._bar.at(step, loss)
+        left = self._bar.seconds_left()
+        fields = [
+            f"step {step}{f'/{self._total}' if self._total else ''}",
+            *([f"{format_seconds(left)} left"] if left else []),
+            loss,
             f"grad norm {_number(line.get('grad_norm'), '.3f')}",
             f"lr {_number(line.get('learning_rate'), '.2e')}",
             f"{_number(line.get('tokens_per_second_per_device'), ',.0f')} tokens/s/device",
         ]
         if line.get("mfu") is not None:
-            parts.append(f"MFU {line['mfu']:.0%}")
+            fields.append(f"MFU {line['mfu']:.0%}")
         memory = line.get("peak_reserved_gib") or line.get("peak_host_gib")
         if memory is not None:
-            parts.append(f"{_number(memory, '.2f')} GiB")
+            fields.append(f"{_number(memory, '.2f')} GiB")
         if shares := _shares(line):
-            parts.append(f"({shares})")
-        self._bar.at(step, "  ".join(parts))
-        if not self._screen.is_live:
-            left = self._seconds_left(step)
-            of = f"/{self._total}" if self._total else ""
-            self._screen.say("  ".join([f"step {step}{of}", *parts, *([f"{format_seconds(left)} left"] if left is not None else [])]))
-
-    def _seconds_left(self, step: int) -> float | None:
-        if self._began is None or step <= self._began[1]:
-            return None
-        began, first = self._began
-        return (time.monotonic() - began) / (step - first) * (self._total - step)
+            fields.append(f"({shares})")
+        self._screen.say_fields(fields)
 
 
 def _shares(line: dict[str, Any]) -> str:

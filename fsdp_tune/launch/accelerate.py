@@ -72,6 +72,11 @@ class LaunchPlan:
         """Machines may share the directory, and each has a launcher of its own."""
         return self.run.launcher_log if self.machine_rank == 0 else self.run.logs / f"launcher-{self.machine_rank:02d}.log"
 
+    @property
+    def screen_log(self) -> Path:
+        """The file with the lines that this machine's command prints."""
+        return self.run.logs / ("train.log" if self.machine_rank == 0 else f"train-{self.machine_rank:02d}.log")
+
     def to_json(self) -> dict[str, Any]:
         """The content of launch.json; no secret is in it."""
         return {

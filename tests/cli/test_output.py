@@ -161,3 +161,35 @@ def test_text_that_the_terminal_cannot_encode_is_escaped() -> None:
 def test_a_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     Screen(json_output=False).table("Title", ["name", "n"], [["a", 1], ["longer", 22]])
     assert capsys.readouterr().out.splitlines() == ["Title", "  name    n", "  ──────  ──", "  a       1", "  longer  22"]
+
+
+def test_the_log_holds_what_the_console_said_also_before_there_was_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "logs" / "train.log"
+    screen = Screen(json_output=False)
+    screen.say("said early")
+    screen.log_to(path)
+    screen.say_fields(["step 1", "loss 2.0"])
+    screen.warn("warning: w")
+    screen.notices([Notice("n", "note", hint="do this")])
+    screen.close([Problem("a", "it broke", hint="fix it")])
+    out, err = capsys.readouterr()
+    logged = [line[21:] for line in path.read_text().splitlines()]
+    assert logged == ["said early", "step 1  loss 2.0", "warning: w", "notice: note", "hint: do this", "error: it broke", "hint: fix it"]
+    assert sorted(logged) == sorted((out + err).splitlines())
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_log_that_cannot_be_written_is_reported_once_and_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with command(False) as screen:
+        screen.log_to(tmp_path / "train.log")
+        monkeypatch.setattr(atomic.DISK, "write", full)
+        screen.say("first")
+        screen.say("second")
+    out, err = capsys.readouterr()
+    assert out == "first\nsecond\n"
+    assert err == f"warning: {tmp_path}/train.log cannot be written (No space left on device) and gets nothing more; the run continues\n"

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -15,9 +18,10 @@ from fsdp_tune.cli.train_view import StepView, data_lines, kernels_line
 STEP = {"step": 20, "loss": 2.5, "grad_norm": 1.25, "learning_rate": 1e-4, "tokens_per_second_per_device": 1234.5, "peak_host_gib": 0.5}
 
 
-def shown_on_a_terminal(program: str) -> str:
-    """What the program writes when its stdout is a terminal, without colours and movements."""
+def shown_on_a_terminal(program: str, columns: int = 0) -> str:
+    """What the program writes when its stdout is a terminal, without colours and movements. 0 columns: the terminal does not say."""
     main, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40 if columns else 0, columns, 0, 0))
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=terminal, stderr=subprocess.PIPE, env={**os.environ, "TERM": "xterm"}
     ) as child:
@@ -41,11 +45,11 @@ def test_lines_may_be_said_while_a_bar_is_drawn() -> None:
     program = (
         "from fsdp_tune.cli.output import command\n"
         "with command(False) as screen, screen.progress('training', None, 'steps') as bar:\n"
-        "    bar.resize(60); screen.say('said → in between'); bar.at(60, 'loss 1.5')"
+        "    bar.start(0, 60); screen.say('said → in between'); bar.at(60, 'loss 1.5')"
     )
     shown = shown_on_a_terminal(program)
     assert "said → in between\r\n" in shown
-    assert "60/60 steps loss 1.5" in shown
+    assert "training  60/60 steps  loss 1.5  ━" in shown
 
 
 def test_a_bar_with_nothing_to_do_leaves_nothing_behind() -> None:
@@ -79,11 +83,47 @@ def test_a_step_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
         view.show({**STEP, "step": 60, "mfu": 0.412, **shares})
         view.show({"event": "loss_scale_backed_off", "step": 41, "time": 1.0, "loss_scale": 512})
     lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"step 20/100  loss 2\.5000  grad norm 1\.250  lr 1\.00e-04  1,234 tokens/s/device  0\.50 GiB  .* left", lines[1])
-    assert lines[2].startswith("step 40/100  loss nan  grad norm -")
+    assert re.fullmatch(r"step 20/100  .* left  loss 2\.5000  grad norm 1\.250  lr 1\.00e-04  1,234 tokens/s/device  0\.50 GiB", lines[1])
+    assert re.match(r"step 40/100  .* left  loss nan  grad norm -", lines[2])
     assert lines[3] == "step 40: eval loss 1.5000 (a 1.0000, b 2.0000)"
     assert "tokens/s/device  MFU 41%  0.50 GiB  (data 1%, optimizer 5%)" in lines[4]
     assert lines[5] == "step 41: loss scale backed off (loss_scale 512)"
+
+
+LONG_RUN = (
+    "from fsdp_tune.cli.output import command\n"
+    "from fsdp_tune.cli.train_view import StepView\n"
+    "line = {'loss': 2.5, 'grad_norm': 1.25, 'learning_rate': 1e-4, 'tokens_per_second_per_device': 1234.5, 'peak_host_gib': 0.5}\n"
+    "line |= {'step_seconds': 2.0, 'data_wait_seconds': 0.02, 'mfu': 0.412, 'last_step_seconds': 1.0, 'optimizer_seconds': 0.05}\n"
+    "with command(False) as screen, screen.progress('training', None, 'steps', lines=False) as bar:\n"
+    "    view = StepView(screen, bar)\n"
+    "    view.show({'event': 'train_started', 'step': 0, 'total_steps': 20000})\n"
+    "    bar._started -= 3600\n"
+    "    view.show({**line, 'step': 1000}); view.show({**line, 'step': 2000, 'loss': 'nan'})"
+)
+
+
+@pytest.mark.parametrize(("columns", "last"), [(60, "loss"), (80, "lr"), (120, "GiB"), (200, "optimizer")])
+def test_each_logged_step_stays_on_the_terminal_with_step_time_left_and_loss_first(columns: int, last: str) -> None:
+    shown = shown_on_a_terminal(LONG_RUN, columns)
+    kept = [line for line in re.split(r"[\r\n]+", shown) if line.startswith("step ")]
+    assert [re.match(r"step (\d+)/20000  1?\dh..m..s left  loss (2.5000|nan)", line) is not None for line in kept] == [True, True]
+    assert all(len(line) <= columns for line in kept)
+    assert last in kept[0]
+    bars = [line for line in re.split(r"[\r\n]+", shown) if line.startswith("training")]
+    assert re.match(r"training  2,000/20,000 steps  .*h..m..s left  loss nan", bars[-1])
+    assert all(len(line) <= columns for line in bars)
+
+
+def test_the_time_left_of_a_resumed_run_counts_the_steps_of_this_start(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(json_output=False)
+    with screen.progress("training", None, "steps", lines=False) as bar:
+        bar.start(90, 100)
+        assert bar.seconds_left() is None
+        bar._started -= 5.0  # type: ignore[attr-defined]
+        bar.at(95)
+        assert bar.seconds_left() == pytest.approx(5.0, abs=0.5)
+    capsys.readouterr()
 
 
 def test_every_kernel_is_told_with_its_reason() -> None:

@@ -167,14 +167,20 @@ def test_a_run_ends_with_a_model_and_everything_in_its_place(cli: Cli, tmp_path:
     assert manifest is not None
     assert manifest.facts["recipe_digest"] == run.recipe_digest() == json.loads((run.merged / "merge.json").read_text())["recipe_digest"]
     logs = {path.name: path.stat().st_mode & 0o077 for path in run.logs.glob("*.log")}
-    assert logs == dict.fromkeys(("launcher.log", "rank-0000.log", "rank-0001.log"), 0)
+    assert logs == dict.fromkeys(("launcher.log", "rank-0000.log", "rank-0001.log", "train.log"), 0)
+    logged = [line.split("  ", 1)[1] for line in (run.logs / "train.log").read_text().splitlines()]
+    assert logged == done.stderr.splitlines(), "the log holds what the console said, from the first line to the last"
+    card = {line[2:15].strip(): line[16:] for line in logged[logged.index(f"finished at step 6; the model is in {run.merged}") + 1 :]}
+    assert list(card) == ["time", "tokens", "loss", "eval loss", "peak memory", "size on disk", "next", ""]
     again = cli("train", *SHORT, "--resume", "never")
     assert again.returncode == 2
     assert "--resume auto" in again.stderr
     finished = cli("train", *SHORT, "--resume", "auto", "--json")
     assert (finished.returncode, document(finished)["steps"], "nothing to do" in finished.stderr) == (0, 6, True)
     shorter = cli("train", *SHORT, "--resume", "auto", "--set", "training.max_steps=5")
-    assert (shorter.returncode, "is at step 6, and the recipe ends at step 5" in " ".join(shorter.stderr.split())) == (2, True)
+    assert (shorter.returncode, "is at step 6, and the recipe ends at step 5" in " ".join(shorter.stderr.split())) == (2, True), (
+        shorter.stderr
+    )
     assert json.loads(cli("status", "run", "--json").stdout)["state"] == "finished"
 
 

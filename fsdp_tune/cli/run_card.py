@@ -1,0 +1,130 @@
+"""The card at the end of a run: time, tokens, losses, memory against the plan, size on disk, and the next commands."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_tune.cli.train_plan import predicted_and_measured
+from fsdp_tune.recipe.training_fields import training_value
+from fsdp_tune.run_dir import RunDir, checkpoint_step
+from fsdp_tune.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from fsdp_tune.recipe.schema import Recipe
+
+Line = dict[str, Any]
+
+
+def card(run: RunDir, facts: dict[str, Any], next_commands: Sequence[str]) -> list[str]:
+    """Return the lines of the card. `facts` are those of rank 0's outcome; the rest is read from the run directory."""
+    lines = run.metrics()
+    steps = [line for line in lines if "loss" in line]
+    rows = [
+        ("time", _time(facts, steps)),
+        ("tokens", _tokens(facts, steps)),
+        ("loss", _losses(steps, "loss")),
+        ("eval loss", _losses([line for line in lines if "eval_loss" in line], "eval_loss")),
+        ("peak memory", _memory(steps)),
+        *(("plan", each) for each in predicted_and_measured(run)),
+        ("size on disk", _sizes(run)),
+        *(("next", each) for each in next_commands),
+    ]
+    shown, label = list[str](), ""
+    for name, text in rows:
+        if text:
+            shown.append(f"  {name if name != label else '':<13} {text}")
+            label = name
+    return shown
+
+
+def commands_after(run: RunDir, recipe: Recipe, merged: Path | None) -> list[str]:
+    """What to type after a run has finished; paths below the current directory are relative."""
+    tracked = "tensorboard" in recipe.training.report_to and run.tensorboard.is_dir()
+    return [
+        f"fsdp-tune merge-checkpoint {shlex.quote(_short(run.path))}" if merged is None else _generating(merged),
+        f"fsdp-tune train … --resume auto {_longer(recipe)}",
+        *([f"tensorboard --logdir {shlex.quote(_short(run.tensorboard))}"] if tracked else []),
+    ]
+
+
+def _generating(merged: Path) -> str:
+    """A command that lets the merged model continue a text."""
+    program = f"from transformers import pipeline; print(pipeline('text-generation', {_short(merged)!r})('The'))"
+    return f"python -c {shlex.quote(program) if '$' in program or '`' in program else chr(34) + program + chr(34)}"
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _longer(recipe: Recipe) -> str:
+    """The option that continues a finished run."""
+    steps = int(training_value(recipe.training, "max_steps"))
+    if steps > 0:
+        return f"--set training.max_steps={2 * steps}"
+    return f"--set training.num_train_epochs={math.ceil(2 * float(training_value(recipe.training, 'num_train_epochs')))}"
+
+
+def _time(facts: dict[str, Any], steps: Sequence[Line]) -> str:
+    """This start from the launch of rank 0, and the steps of all starts."""
+    in_steps, before = 0.0, 0
+    for line in steps:
+        in_steps += float(line.get("step_seconds") or 0.0) * (line["step"] - before)
+        before = line["step"]
+    parts = [f"{format_seconds(facts['seconds'])} since the ranks started"] if facts.get("seconds") is not None else []
+    return ", ".join([*parts, *([f"{format_seconds(in_steps)} in the run's {before:,} steps"] if before else [])])
+
+
+def _tokens(facts: dict[str, Any], steps: Sequence[Line]) -> str:
+    tokens = facts.get("tokens") or (steps[-1].get("tokens") if steps else None)
+    return f"{tokens:,}" if tokens is not None else ""
+
+
+def _losses(lines: Sequence[Line], name: str) -> str:
+    """First, last and best; values such as `nan` are written as text and are never the best."""
+    if not lines:
+        return ""
+
+    def shown(line: Line) -> str:
+        value = line[name]
+        return f"{value:.4f} (step {line['step']})" if isinstance(value, int | float) else f"{value} (step {line['step']})"
+
+    numbers = [line for line in lines if isinstance(line[name], int | float)]
+    best = f", best {shown(min(numbers, key=lambda line: float(line[name])))}" if numbers else ""
+    return f"first {shown(lines[0])}, last {shown(lines[-1])}{best}"
+
+
+def _memory(steps: Sequence[Line]) -> str:
+    for name, kind in (("peak_reserved_gib", "GPU memory reserved"), ("peak_host_gib", "host memory")):
+        values = [float(line[name]) for line in steps if line.get(name)]
+        if values:
+            return f"{max(values):.2f} GiB of {kind} on rank 0"
+    return ""
+
+
+def _sizes(run: RunDir) -> str:
+    try:
+        checkpoints = [path for path in run.path.iterdir() if checkpoint_step(path) is not None]
+    except OSError:
+        return ""
+    parts = [f"{len(checkpoints)} checkpoint{'' if len(checkpoints) == 1 else 's'} {format_bytes(sum(map(_bytes_below, checkpoints)))}"]
+    if run.merged.is_dir():
+        parts.append(f"merged model {format_bytes(_bytes_below(run.merged))}")
+    return f"{format_bytes(_bytes_below(run.path))}, of which {', '.join(parts)}"
+
+
+def _bytes_below(root: Path) -> int:
+    """Bytes of the files below `root`; a file that disappears meanwhile is not counted."""
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            try:
+                total += Path(folder, name).lstat().st_size
+            except OSError:
+                continue
+    return total

@@ -1,0 +1,78 @@
+"""The card at the end of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fsdp_tune.cli.run_card import card, commands_after
+from fsdp_tune.run_dir import RunDir
+from tests.plan.recipes import resolved
+
+
+def run_with(folder: Path, lines: list[dict[str, object]]) -> RunDir:
+    run = RunDir(folder)
+    run.metrics_jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+LINES: list[dict[str, object]] = [
+    {"event": "train_started", "step": 0, "total_steps": 30},
+    {
+        "step": 10,
+        "loss": 3.0,
+        "tokens": 1000,
+        "step_seconds": 2.0,
+        "peak_reserved_gib": 12.0,
+        "peak_allocated_gib": 8.0,
+        "peak_host_gib": 3.0,
+    },
+    {"step": 10, "eval_loss": 3.5},
+    {
+        "step": 20,
+        "loss": 1.5,
+        "tokens": 2000,
+        "step_seconds": 1.0,
+        "peak_reserved_gib": 13.0,
+        "peak_allocated_gib": 9.0,
+        "peak_host_gib": 3.0,
+    },
+    {"step": 30, "loss": "nan", "tokens": 3000, "step_seconds": 1.0, "peak_reserved_gib": 12.5, "peak_allocated_gib": 9.0},
+    {"step": 30, "eval_loss": 2.5},
+]
+
+
+def test_the_card_has_losses_tokens_time_and_memory_against_the_plan(tmp_path: Path) -> None:
+    run = run_with(tmp_path, LINES)
+    run.plan_json.write_text(json.dumps({"peak_reserved_gib": 10.0}))
+    shown = card(run, {"seconds": 75.0, "tokens": 3000}, ["first command", "second command"])
+    assert shown[:6] == [
+        "  time          1m15s since the ranks started, 40.0s in the run's 30 steps",
+        "  tokens        3,000",
+        "  loss          first 3.0000 (step 10), last nan (step 30), best 1.5000 (step 20)",
+        "  eval loss     first 3.5000 (step 10), last 2.5000 (step 30), best 2.5000 (step 30)",
+        "  peak memory   13.00 GiB of GPU memory reserved on rank 0",
+        "  plan          peak_reserved_gib: 10 GiB predicted, 12.5 measured (-20.0%)",
+    ]
+    assert shown[-2:] == ["  next          first command", "                second command"]
+
+
+def test_sizes_are_those_of_the_checkpoints_and_the_merged_model(tmp_path: Path) -> None:
+    run = run_with(tmp_path, [])
+    for folder, size in ((run.checkpoint(1), 1 << 20), (run.checkpoint(2), 1 << 20), (run.merged, 512 << 10)):
+        folder.mkdir()
+        (folder / "weights").write_bytes(bytes(size))
+    assert card(run, {}, []) == ["  size on disk  2.50 MiB, of which 2 checkpoints 2.00 MiB, merged model 512.00 KiB"]
+
+
+def test_a_run_directory_that_disappeared_leaves_a_card_without_sizes(tmp_path: Path) -> None:
+    assert card(RunDir(tmp_path / "gone"), {"tokens": 5}, []) == ["  tokens        5"]
+
+
+def test_the_next_commands_merge_what_is_not_merged_and_continue_for_longer(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    by_epochs = commands_after(run, resolved(training={"max_steps": -1, "num_train_epochs": 1.5}), None)
+    assert by_epochs == [f"fsdp-tune merge-checkpoint {run.path}", "fsdp-tune train … --resume auto --set training.num_train_epochs=3"]
+    merged = commands_after(run, resolved(training={"max_steps": 50}), run.merged)
+    assert merged[0].endswith(f"pipeline('text-generation', '{run.merged}')('The'))\"")
+    assert merged[1] == "fsdp-tune train … --resume auto --set training.max_steps=100"
