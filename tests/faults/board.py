@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.chaos.page import section_of, with_section
 from tests.faults.plants import PLANTS, Plant
 from tests.faults.scoreboard import MISSING, NOT_RUN, STUCK, WRONG, Board, Standing
 from tests.faults.table import ROWS, Row
@@ -212,7 +213,8 @@ def main() -> int:
     if options.write or not options.rows:
         print("\n".join(["", *board.summary()]))
     if options.write:
-        DOCUMENT.write_text(board.page(), encoding="utf-8")
+        chaos = section_of(DOCUMENT.read_text(encoding="utf-8"))
+        DOCUMENT.write_text(with_section(board.page(), chaos), encoding="utf-8")
     # Without the slow tests a bug may well go unseen.
     whole = not options.fast and not options.no_plants
     caught = {row: set(names) for row, names in red.items()}
