@@ -1,0 +1,45 @@
+"""The smallest models of the architectures that are drawn: no dropout, so that one device computes the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.model.families import FAMILIES as DECODERS
+
+VOCABULARY = 257
+_NO_DROPOUT: dict[str, dict[str, Any]] = {
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 1},
+    "opt": {"dropout": 0.0, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None},
+    "falcon": {"bos_token_id": 0, "eos_token_id": 1},
+    "bloom": {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None},
+    "gpt_neox": {"bos_token_id": 0, "eos_token_id": 1},
+}
+_MORE: dict[str, dict[str, Any]] = {
+    "granite": DECODERS["llama"] | {"model_type": "granite"},
+    "olmo2": DECODERS["llama"] | {"model_type": "olmo2"},
+    "stablelm": DECODERS["llama"] | {"model_type": "stablelm"},
+    "starcoder2": DECODERS["llama"] | {"model_type": "starcoder2", "embedding_dropout": 0.0, "residual_dropout": 0.0},
+    "cohere": DECODERS["llama"] | {"model_type": "cohere"},
+}
+FAMILIES: dict[str, dict[str, Any]] = {name: fields | _NO_DROPOUT.get(name, {}) for name, fields in (DECODERS | _MORE).items()}
+LAYERS = {
+    **dict.fromkeys(("gpt2", "falcon", "bloom"), "transformer.h.*"),
+    "gpt_neox": "gpt_neox.layers.*",
+    "opt": "model.decoder.layers.*",
+}
+"""Pattern of the decoder layers' names where it is not `model.layers.*`."""
+EXPERTS = frozenset({"mixtral", "qwen2_moe", "gpt_oss"})
+
+
+def make_model(family: str, overrides: dict[str, Any], models: Path) -> Path:
+    """Random weights as an ordinary model directory below `models`, by transformers alone; made once."""
+    folder = models / "-".join([family, *map(str, overrides)])
+    if not folder.exists():
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        fields = FAMILIES[family] | overrides
+        torch.manual_seed(7)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields)).save_pretrained(folder)
+    return folder

@@ -1,0 +1,58 @@
+"""Bugs that were once in the code, planted again on every rank: what the fuzzer must find."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+
+@dataclass(frozen=True)
+class Plant:
+    what: str
+    install: Callable[[], AbstractContextManager[Any]]
+
+
+@contextlib.contextmanager
+def _units_stay_gathered() -> Iterator[None]:
+    """The forward that looks for a NaN leaves units gathered: the next step computes with the weights before the update."""
+    import torch
+
+    from fsdp_tune.worker import nonfinite
+
+    @contextlib.contextmanager
+    def gathered(*_: Any) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+
+    with patch.object(nonfinite, "outside_step", gathered):
+        yield
+
+
+def _balance_of_the_padded_batch() -> AbstractContextManager[Any]:
+    """The load-balancing loss of a micro-batch is the model's own, which counts padding."""
+    from fsdp_tune.worker import trainer
+
+    original = trainer.forward_backward
+
+    def without_examples(recipe: Any, model: Any, tensors: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+        kept = {name: tensor for name, tensor in tensors.items() if name not in ("example_ids", "example_lengths")}
+        options["auxiliary"] *= tensors["input_ids"].numel()
+        return original(recipe, model, kept, *arguments, **options)
+
+    return patch.object(trainer, "forward_backward", without_examples)
+
+
+def _sums_in_bf16() -> AbstractContextManager[Any]:
+    """Micro-batches add up in the dtype of the weights, as FSDP2 does by itself."""
+    return patch("fsdp_tune.model.optimizer.sums_need_fp32", lambda _: False)
+
+
+PLANTS: dict[str, Plant] = {
+    "units stay gathered": Plant("after a step that is skipped", _units_stay_gathered),
+    "balance counts padding": Plant("a mixture's auxiliary loss", _balance_of_the_padded_batch),
+    "sums in bf16": Plant("gradients of bf16 weights over micro-batches", _sums_in_bf16),
+}

@@ -1,0 +1,65 @@
+"""Recipes drawn from the schema follow the plain loop, and the fuzzer finds the bugs that it is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.recipe.keys import effect_of
+from tests.fuzz.__main__ import fuzz, trial
+from tests.fuzz.families import FAMILIES
+from tests.fuzz.plants import PLANTS
+from tests.fuzz.space import NOT_DRAWN, draw, drawn_keys, keys, reason_not_drawn, values_of
+from tests.ranks import shared_pool
+
+
+def test_every_key_that_can_change_numbers_is_drawn_or_has_a_reason() -> None:
+    for name in keys():
+        if reason_not_drawn(name) is None:
+            assert len(values_of(name)) > 0, name
+    assert len(drawn_keys()) >= 30
+
+
+def test_no_reason_outlives_its_key() -> None:
+    assert [name for name in NOT_DRAWN if name not in set(keys())] == []
+
+
+def test_draws_are_those_of_their_seed_and_reach_every_family_and_switch() -> None:
+    assert str(draw(7)) == str(draw(7)) != str(draw(8))
+    drawn = [draw(seed) for seed in range(300)]
+    assert {one.family for one in drawn} == FAMILIES.keys()
+    assert {name for one in drawn for name in one.switches} >= set(drawn_keys())
+    assert 0.4 < sum(one.resumed is not None for one in drawn) / len(drawn) < 0.6
+
+
+def test_a_resumed_part_changes_only_what_may_change_freely() -> None:
+    for seed in range(100):
+        first = draw(seed)
+        if first.resumed is None:
+            continue
+        changed = {
+            name
+            for name in first.switches.keys() | first.resumed.switches.keys()
+            if first.switches.get(name) != first.resumed.switches.get(name)
+        }
+        assert all(effect_of(name).on_resume == "free" for name in changed - {"fsdp.modules_to_wrap"}), (seed, changed)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("seed", [5, 9, 13])
+def test_drawn_recipe_follows_the_plain_loop(tmp_path: Path, seed: int) -> None:
+    assert trial(draw(seed), tmp_path / "trial", shared_pool()).failures == []
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_three_hundred_drawn_recipes_follow_the_plain_loop(tmp_path: Path) -> None:
+    assert fuzz(range(1000, 1300), tmp_path, shared_pool()) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("plant", PLANTS)
+def test_planted_bug_is_found_within_two_hundred_trials(tmp_path: Path, plant: str) -> None:
+    assert fuzz(range(200), tmp_path, shared_pool(), plant) == 0

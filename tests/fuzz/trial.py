@@ -1,0 +1,344 @@
+"""One trial: the recipe is judged by the rules, run by the real worker, perhaps killed and resumed, and held against the plain loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from fsdp_tune.data.store import STORE_KIND, RowStore, StoreWriter
+from fsdp_tune.errors import FsdpTuneError, Problem
+from fsdp_tune.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
+from fsdp_tune.parity import reference
+from fsdp_tune.recipe.loader import parse_recipe
+from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.run_dir import RunDir
+from tests.fuzz import ranks
+from tests.fuzz.families import VOCABULARY, make_model
+from tests.fuzz.space import SAVED_STEP, STEPS, Draw
+from tests.parity import runs
+from tests.parity.compare import relative
+from tests.ranks import RankPool
+
+MAX_LENGTH = 48
+EVAL_ROWS = 5
+# fp32: what docs/numbers.md promises. The first gradient is held by tensor, before an optimizer can turn rounding into a sign.
+LOSS_TOLERANCE, NORM_TOLERANCE, GRADIENT_TOLERANCE, PARAMETER_TOLERANCE = 1e-5, 1e-5, 1e-4, 1e-3
+HALF_RATIO = 3.0
+"""A run in bf16 scatters around fp32 at most so many times as far as one device in bf16."""
+HALF_FLOOR = 2e-3
+
+
+@dataclass
+class Verdict:
+    """`failures`: what is wrong, in sentences. `refusals`: codes of the rules that refused, each with the switch that was taken out."""
+
+    draw: Draw
+    """As it was run in the end: without refused switches."""
+    failures: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+
+
+def judge(draw: Draw, folder: Path, pool: RankPool, plant: str | None = None) -> Verdict:
+    """Runs a trial in an empty folder."""
+    verdict = Verdict(draw)
+    store = make_rows(folder / "rows", draw)
+    model = make_model(draw.family, draw.overrides, pool.folder / "models")
+    if not _accepted(verdict, folder, model):
+        return verdict
+    run = _run(verdict, folder, store, model, pool, plant)
+    if isinstance(run, RunDir):
+        _compare(verdict, run, store, model)
+    elif run in REFUSALS_OF_RANKS and verdict.draw.batch["data.packing"]:
+        # The ranks look at the live model; without packing it must train.
+        smaller = judge(verdict.draw.unpacked(), folder / "unpacked", pool, plant)
+        return Verdict(smaller.draw, smaller.failures, [*verdict.refusals, f"{run}: data.packing", *smaller.refusals])
+    else:
+        verdict.failures.append(run)
+    return verdict
+
+
+# ---- The rules
+
+
+REFUSALS_OF_RANKS = ("packing-not-isolated",)
+
+
+def _accepted(verdict: Verdict, folder: Path, model: Path) -> bool:
+    """Takes out what the rules refuse, switch by switch; a refusal that no switch of the draw explains is a failure."""
+    for _ in range(20):
+        problem = _refused(verdict.draw, folder, model)
+        if problem is None:
+            return True
+        switch = _blamed(problem, verdict.draw)
+        if switch is None:
+            verdict.failures.append(f"refused, and no drawn switch explains it: [{problem.code}] {problem.message}")
+            return False
+        verdict.refusals.append(f"{problem.code}: {switch}")
+        verdict.draw = verdict.draw.without(switch)
+    verdict.failures.append("refused again and again, whatever switch is taken out")
+    return False
+
+
+def _refused(draw: Draw, folder: Path, model: Path) -> Problem | None:
+    for each in (draw, draw.resumed):
+        if each is None:
+            continue
+        tree = runs.merged(BASE, each.recipe() | {"output_dir": str(folder / "run")})
+        tree["model"]["name_or_path"] = str(model)
+        try:
+            resolve(parse_recipe(yaml.safe_dump(tree), folder / "drawn.yaml").recipe, Machine(None, 0, 2, None), cwd=folder)
+        except FsdpTuneError as error:
+            return error.problems[0]
+    return None
+
+
+def _blamed(problem: Problem, draw: Draw) -> str | None:
+    """The drawn switch that a refusal names: by its key, else in its words."""
+    drawn = {**draw.switches, **(draw.resumed.switches if draw.resumed else {})}
+    text = f"{problem.where.key or ''} {problem.message} {problem.hint or ''}"
+    named = [name for name in re.findall(r"[\w]+(?:\.[\w]+)+", text) if name in drawn]
+    return named[0] if named else None
+
+
+# ---- The run
+
+BASE: dict[str, Any] = {
+    "model": {"tokenizer": "builtin:arithmetic"},
+    "data": {"train": [{"path": "hand-made.jsonl"}], "eval": {"rows": EVAL_ROWS}, "max_length": MAX_LENGTH},
+    "precision": {"mixed_precision": "no"},
+    "training": {
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 0,
+        "weight_decay": 0.0,
+        "adam_epsilon": 1e-4,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "save_steps": SAVED_STEP,
+        "save_total_limit": None,
+        "eval_strategy": "steps",
+        "eval_steps": STEPS,
+        "report_to": [],
+    },
+    "checkpoint": {"probe": False},
+    "launch": {"device": "cpu"},
+}
+
+
+def make_rows(folder: Path, draw: Draw) -> Path:
+    """Sets `train` and `eval` of unequal examples, one a row or packed; more than an epoch and less than two of them are trained."""
+    dice = np.random.default_rng(draw.seed)
+    size = _batch_size(draw)
+    count = size * (STEPS - 2) + int(dice.integers(1, size))
+    examples = 8 * count
+    lengths = dice.integers(3, 41, size=examples).astype(np.int64)
+    folder.mkdir(parents=True)
+    writer = StoreWriter(folder)
+    tokens = np.concatenate([(dice.integers(VOCABULARY) + dice.integers(1, 4) * np.arange(n)) % VOCABULARY for n in lengths]).astype(
+        np.int32
+    )
+    trained = np.concatenate([np.arange(n) >= (dice.integers(1, n - 1) if dice.random() < 0.5 else 0) for n in lengths]).astype(np.uint8)
+    writer.add(tokens, trained, lengths, np.stack([np.zeros(examples, np.int64), np.arange(1, examples + 1)], axis=1))
+    writer.finish_pool()
+    segments = np.stack([np.cumsum(lengths) - lengths, lengths], axis=1)
+    rows = _filled(lengths) if draw.batch["data.packing"] else np.arange(examples + 1)
+    for name, start, stop in (("train", 0, count), ("eval", count, count + EVAL_ROWS)):
+        taken = rows[start : stop + 1]
+        writer.add_set(name, segments[int(taken[0]) : int(taken[-1])], taken - int(taken[0]))
+    files = {name: digest_file(folder / name) for name in list_files(folder)}
+    (folder / MANIFEST_NAME).write_text(Manifest(STORE_KIND, files, {"files": ["hand-made"]}).to_json())
+    return folder
+
+
+def _filled(lengths: Any) -> Any:
+    rows, used = [0], 0
+    for index, length in enumerate(lengths.tolist()):
+        if used + length > MAX_LENGTH:
+            rows.append(index)
+            used = 0
+        used += length
+    return np.array(rows, np.int64)
+
+
+def _batch_size(draw: Draw) -> int:
+    return draw.ranks * draw.batch["training.per_device_train_batch_size"] * draw.batch["training.gradient_accumulation_steps"]
+
+
+def _write(folder: Path, draw: Draw, store: Path, model: Path) -> RunDir:
+    changes = runs.merged(BASE, draw.recipe())
+    changes["model"]["name_or_path"] = str(model)
+    run = runs.write_run(folder, changes, store, vocabulary=VOCABULARY)
+    document = json.loads(run.data_json.read_text())
+    document |= {"train": str(store / "train"), "evals": {"eval": str(store / "eval")}, "train_rows": len(RowStore(store / "train"))}
+    run.data_json.write_text(json.dumps(document))
+    return run
+
+
+def _run(verdict: Verdict, folder: Path, store: Path, model: Path, pool: RankPool, plant: str | None) -> RunDir | str:
+    """The finished run, or what a rank failed with."""
+    draw = verdict.draw
+    killed = draw.killed_after if draw.resumed else None
+    run = _write(folder / "run", draw, store, model)
+    outcomes = pool.run(draw.ranks, ranks.run, str(run.path), _orders(draw, plant, bad_step=draw.bad_step, killed_after=killed))
+    if draw.resumed is None or any("Killed" not in str(outcome["traceback"]) for outcome in outcomes):
+        return _failure(outcomes) or run
+    resumed = _write(folder / "resumed", draw.resumed, store, model)
+    runs.resume_from(resumed, run, SAVED_STEP)
+    outcomes = pool.run(draw.resumed.ranks, ranks.run, str(resumed.path), _orders(draw.resumed, plant))
+    if (gradients := run.path / ranks.GRADIENTS).exists():
+        gradients.rename(resumed.path / ranks.GRADIENTS)
+    return _failure(outcomes) or resumed
+
+
+def _orders(draw: Draw, plant: str | None, **fields: Any) -> dict[str, Any]:
+    uses_kernels = bool(draw.switches.get("kernels.compile")) or draw.switches.get("kernels.loss") == "chunked"
+    return ranks.orders_of(uses_kernels=uses_kernels, plant=plant, **fields)
+
+
+def _failure(outcomes: list[dict[str, Any]]) -> str | None:
+    problem = next((outcome["problem"] or {} for outcome in outcomes if outcome["exit_code"] != 0), None)
+    if problem is None or problem.get("code") in REFUSALS_OF_RANKS:
+        return problem and problem["code"]
+    return f"the run failed: [{problem.get('code')}] {problem.get('message')}"
+
+
+# ---- Against the plain loop
+
+
+def settings_of(draw: Draw, *, compute: torch.dtype) -> reference.Settings:
+    tree = runs.merged(BASE, draw.recipe())
+    training = tree["training"]
+    warmup = training.get("warmup_steps", 0)
+    return reference.Settings(
+        steps=STEPS,
+        global_batch_size=_batch_size(draw),
+        learning_rate=training["learning_rate"],
+        warmup_steps=math.ceil(warmup * STEPS) if 0 < warmup < 1 else int(warmup),
+        weight_decay=training.get("weight_decay", 0.0),
+        betas=(training.get("adam_beta1", 0.9), training.get("adam_beta2", 0.999)),
+        epsilon=training["adam_epsilon"],
+        max_grad_norm=training.get("max_grad_norm", 1.0),
+        optimizer="adamw" if training.get("optim", "adamw").startswith("adamw") else training["optim"],
+        schedule=training["lr_scheduler_type"],
+        label_smoothing=training.get("label_smoothing_factor", 0.0),
+        frozen=tuple(tree["model"].get("freeze", ())),
+        seed=training["seed"],
+        shuffle=tree["data"].get("shuffle", True),
+        packed=tree["data"]["packing"],
+        compute_dtype=compute,
+        stored_dtype=torch.bfloat16 if tree["model"].get("dtype") == "bf16" else torch.float32,
+        skipped=frozenset({draw.bad_step} if draw.bad_step else ()),
+    )
+
+
+def _compare(verdict: Verdict, run: RunDir, store: Path, model: Path) -> None:
+    draw = verdict.draw
+    rows = (RowStore(store / "train"), RowStore(store / "eval"))
+    half = draw.switches.get("precision.mixed_precision") == "bf16" or draw.switches.get("model.dtype") == "bf16"
+    true = reference.train(dataclasses.replace(settings_of(draw, compute=torch.float32), stored_dtype=torch.float32), model, *rows)
+    lines = runs.loss_lines(run)
+    if [line["step"] for line in lines] != list(range(1, STEPS + 1)):
+        verdict.failures.append(f"steps in metrics.jsonl: {[line['step'] for line in lines]}")
+        return
+    if [line["supervised_tokens"] for line in lines] != true.supervised_tokens:
+        verdict.failures.append(f"supervised tokens {[line['supervised_tokens'] for line in lines]} instead of {true.supervised_tokens}")
+        return
+    rates = [line["learning_rate"] for line in lines]
+    if any(not math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-15) for one, other in zip(rates, true.learning_rates, strict=True)):
+        verdict.failures.append(f"learning rates {rates} instead of {true.learning_rates}")
+    found = _trajectory(run, draw)
+    if half:
+        alone = reference.train(settings_of(draw, compute=torch.bfloat16), model, *rows)
+        verdict.failures += _half_failures(found, alone, true)
+    else:
+        verdict.failures += _fp32_failures(found, true)
+
+
+def _trajectory(run: RunDir, draw: Draw) -> reference.Trajectory:
+    lines = runs.loss_lines(run)
+    gradients = run.path / ranks.GRADIENTS
+    return reference.Trajectory(
+        losses=[float(line["loss"]) for line in lines],
+        grad_norms=[math.nan if line["step"] == draw.bad_step else float(line["grad_norm"]) for line in lines],
+        eval_loss=[line["eval_loss"] for line in runs.lines(run) if "eval_loss" in line][-1],
+        first_gradients=torch.load(gradients) if gradients.exists() else {},
+        final=runs.saved_parameters(run, STEPS),
+    )
+
+
+def _fp32_failures(found: reference.Trajectory, true: reference.Trajectory) -> list[str]:
+    failures = []
+    for name, ours, theirs, tolerance in (
+        ("loss", found.losses, true.losses, LOSS_TOLERANCE),
+        ("gradient norm", found.grad_norms, true.grad_norms, NORM_TOLERANCE),
+        ("eval loss", [found.eval_loss], [true.eval_loss], LOSS_TOLERANCE),
+    ):
+        off = [abs(relative(one, other)) if not math.isnan(one) else 0.0 for one, other in zip(ours, theirs, strict=True)]
+        if max(off) > tolerance:
+            step = off.index(max(off)) + 1
+            failures.append(f"{name} is off by {max(off):.1e} at step {step} ({ours[step - 1]:.8g} instead of {theirs[step - 1]:.8g})")
+    if found.first_gradients:
+        failures += _gradient_failures(found.first_gradients, true.first_gradients)
+    off = _update_deviation(found, true)
+    if off > PARAMETER_TOLERANCE:
+        failures.append(f"the parameters are off by {off:.1e} of their update")
+    return failures
+
+
+def _gradient_failures(found: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> list[str]:
+    if found.keys() != true.keys():
+        return [f"other parameters have gradients: {sorted(found.keys() ^ true.keys())[:3]}"]
+    total = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in true.values()))
+    off = {
+        name: float((found[name].double() - one.double()).norm()) / (float(one.double().norm()) + 1e-3 * total)
+        for name, one in true.items()
+    }
+    worst = max(off, key=lambda name: off[name])
+    return [f"the first gradient of {worst} is off by {off[worst]:.1e}"] if off[worst] > GRADIENT_TOLERANCE else []
+
+
+def _update_deviation(found: reference.Trajectory, true: reference.Trajectory) -> float:
+    names = [name for name in true.final if not torch.equal(true.final[name], true.initial[name]) or name not in found.final]
+    missing = [name for name in names if name not in found.final]
+    if missing:
+        return math.inf
+    off = sum(float((found.final[name].double() - true.final[name].double()).square().sum()) for name in true.final if name in found.final)
+    moved = sum(float((true.final[name].double() - true.initial[name].double()).square().sum()) for name in true.final)
+    return math.sqrt(off / moved) if moved else 0.0
+
+
+def _half_failures(found: reference.Trajectory, alone: reference.Trajectory, true: reference.Trajectory) -> list[str]:
+    """A run in half precision is held to how far one device in the same precision is from fp32."""
+    failures = []
+    for name, ours, device, exact in (
+        ("loss", found.losses, alone.losses, true.losses),
+        ("eval loss", [found.eval_loss], [alone.eval_loss], [true.eval_loss]),
+    ):
+        off, allowed = _rms(ours, exact), HALF_RATIO * _rms(device, exact) + HALF_FLOOR
+        if not off <= allowed:
+            failures.append(f"{name} scatters by {off:.1e} around fp32, and one device by {_rms(device, exact):.1e}")
+    if found.first_gradients:
+        off, device_off = (_gradient_distance(each.first_gradients, true.first_gradients) for each in (found, alone))
+        if not off <= HALF_RATIO * device_off:
+            failures.append(f"the first gradient is {off:.1e} from fp32, and one device's {device_off:.1e}")
+    return failures
+
+
+def _rms(values: list[float], exact: list[float]) -> float:
+    return math.sqrt(sum(relative(one, other) ** 2 for one, other in zip(values, exact, strict=True)) / len(values))
+
+
+def _gradient_distance(found: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> float:
+    if found.keys() != true.keys():
+        return math.inf
+    off = sum(float((found[name].double() - true[name].double()).square().sum()) for name in true)
+    return math.sqrt(off / sum(float(one.double().square().sum()) for one in true.values()))
