@@ -2,7 +2,8 @@
 
 A bounded number of values per shard is copied before the step: those with the largest and the smallest gradient, and a few at equal
 distances. The recipe's optimizer, as torch implements it, then repeats the step on the copies in fp64. A value whose update exceeds half
-a unit in the last place must differ afterwards. Optimizers that work elementwise can be repeated so; all of a recipe's do.
+a unit in the last place (with weight decay, a whole one) must differ afterwards. Optimizers that work elementwise can be repeated so; all
+of a recipe's do.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ class UpdateSample:
         state = {key: first[key].cpu() if key == "step" else joined([sampled.state[key] for sampled in some]) for key in first}
         options = {**self._optimizer.param_groups[index], "lr": self._rates[index]}
         update = (_repeated(type(self._optimizer), options, before, gradient, state) - before).abs()
-        must_change = update > ROUNDING_MARGIN * self._ulps * _units_in_last_place(before, dtype)
+        # Weight decay is a step of its own: two updates of less than half a unit each may both be rounded away.
+        ulps = self._ulps + (0.5 if options.get("weight_decay") else 0.0)
+        must_change = update > ROUNDING_MARGIN * ulps * _units_in_last_place(before, dtype)
         stuck = (must_change & (after == before)).split([len(sampled.before) for sampled in some])
         return [sampled.name for sampled, each in zip(some, stuck, strict=True) if bool(each.any())]
 

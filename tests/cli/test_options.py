@@ -44,7 +44,7 @@ def test_a_tracker_that_is_not_installed_gets_one_verdict_from_validate_dry_run_
 
 
 def test_no_verb_loads_a_recipe_in_a_way_of_its_own(repository: Path) -> None:
-    """`plan` reads it a second time as it is written, for `--write`."""
+    """`plan` reads it a second time as it is written, for `--write`, and `plan_best` what is about to be written."""
     found = {
         path.name
         for path in (repository / "fsdp_tune" / "cli").glob("*.py")
@@ -53,4 +53,4 @@ def test_no_verb_loads_a_recipe_in_a_way_of_its_own(repository: Path) -> None:
         and node.module in {"fsdp_tune.recipe.loader", "fsdp_tune.recipe.resolve"}
         and {alias.name for alias in node.names} & {"load_recipe", "resolve"}
     }
-    assert found == {"options.py", "plan.py"}
+    assert found == {"options.py", "plan.py", "plan_best.py"}

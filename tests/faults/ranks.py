@@ -230,8 +230,9 @@ def come_back_late(checkpoint: Path, late: int, seconds: float, by_name: bool, w
 def come_back_half_blind(checkpoint: Path, blind: int) -> str:
     """Code of the error on this rank, where only rank `blind` cannot read what is there."""
     from fsdp_tune.errors import FsdpTuneError
+    from fsdp_tune.manifest import Damage
 
-    unreadable = patch("fsdp_tune.worker.resume.damage", lambda *arguments, **options: ["weights: cannot be read"])
+    unreadable = patch("fsdp_tune.worker.resume.damage", lambda *arguments, **options: [Damage("weights", "cannot be read")])
     try:
         with unreadable if dist.get_rank() == blind else contextlib.nullcontext():
             resume.agreed_checkpoint(str(checkpoint), digests=True)

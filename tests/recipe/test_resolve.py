@@ -101,6 +101,7 @@ def test_nothing_is_left_open_that_resolve_decides() -> None:
         "data.loss_on",
         "data.overlong",
         "data.append_eos",
+        "data.special_tokens_in_content",
         "fsdp.min_num_params",
         "kernels.loss",
         "kernels.liger",

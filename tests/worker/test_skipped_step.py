@@ -70,6 +70,7 @@ def trained(bench: Bench, case: Case, *, nonfinite: bool) -> RunDir:
         "eval_strategy": "steps",
         "eval_steps": 2,
         "on_nonfinite": "skip",
+        "witness": "first",  # a later one would stop the run whose update is left out
     }
     recipe = runs.merged(case.recipe(str(bench.model(case.architecture))), {"training": short})
     run = runs.write_run(bench.new_folder(), recipe, bench.store)

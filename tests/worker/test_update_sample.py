@@ -83,6 +83,15 @@ def test_update_below_half_a_unit_in_the_last_place_may_vanish(dtype: torch.dtyp
     assert bench.unchanged("1.weight") == ["1.weight"]
 
 
+def test_decay_and_update_of_less_than_half_a_unit_each_may_vanish() -> None:
+    bench = Bench(lr=0.4 * 2**-23, weight_decay=0.5)
+    for parameter in bench.model.parameters():
+        parameter.data.fill_(1.5)
+        parameter.grad = torch.ones_like(parameter)
+    assert bench.unchanged() == []
+    assert all(torch.equal(parameter, torch.full_like(parameter, 1.5)) for parameter in bench.model.parameters())
+
+
 def test_stochastic_rounding_may_leave_a_value_until_the_update_is_a_whole_unit() -> None:
     bench = Bench("lean", dtype=torch.bfloat16, lr=6e-3, weight_decay=0.0, rounds_parameters=True)
     for parameter in bench.model.parameters():
