@@ -211,7 +211,11 @@ class MicroBatches(BatchSampler):
 def loader(
     store: RowStore, sampler: BatchSampler, collator: Collator, *, workers: int, pin_memory: bool, prefetch: int | None = None
 ) -> DataLoader[Batch]:
-    """`workers` processes read ahead `prefetch` micro-batches each; 0 reads in the training process."""
+    """`workers` processes read ahead `prefetch` micro-batches each; 0 reads in the training process.
+
+    Iterating draws a seed for the processes, from a generator of its own. From the global one, which dropout draws from, it would be
+    drawn once per epoch without processes and once per launch with them, so that a resume at the start of an epoch drew other masks.
+    """
     # The collator makes batches of rows; torch's types know a loader only by what its data set gives.
     rows: Any = Rows(store)
     return DataLoader(
@@ -221,6 +225,7 @@ def loader(
         num_workers=workers,
         pin_memory=pin_memory,
         persistent_workers=workers > 0,
+        generator=torch.Generator(),
         prefetch_factor=prefetch if workers else None,
         worker_init_fn=ignore_stop_signals,
     )

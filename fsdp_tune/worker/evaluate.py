@@ -34,8 +34,7 @@ def evaluate_sets(
 ) -> dict[str, float]:
     """`eval_loss` over the tokens of all sets, and `eval_<label>_loss` of each where there are several."""
     wrapped.eval()
-    # A loader draws its seed from the generator that dropout draws from. A run that stops may omit an evaluation, and the resumed run must
-    # still draw the same masks: `outside_step` restores the generator.
+    # A run that stops may omit an evaluation, and the resumed run must still draw the same masks: `outside_step` restores the generator.
     with outside_step(wrapped, device):
         sums = {label: _sums(recipe, wrapped, store, collator, device) for label, store in sets.items()}
     wrapped.train()

@@ -21,7 +21,7 @@ from fsdp_tune.units import parse_seconds
 from fsdp_tune.worker import flight
 from fsdp_tune.worker.heartbeat import Heartbeat
 from fsdp_tune.worker.rank import Rank, configure_accelerate, start_process_group
-from fsdp_tune.worker.signals import StoppedEarly, StopWish
+from fsdp_tune.worker.signals import StoppedEarly, StopWish, end_loader_processes
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
@@ -52,8 +52,10 @@ def run_rank(run: RunDir, recipe: Recipe, rank: Rank, say: Callable[[str], None]
         outcome = Outcome(EXIT_CODE_OF_REASON[stop.reason], stop.reason)
     except BaseException as error:  # noqa: BLE001  the outcome file is the last word of this process, whatever ended it
         outcome = _outcome_of(error, recipe, heartbeat, crew[0] if crew else None)
-        sys.stderr.write(outcome.traceback or "")
+        with contextlib.suppress(OSError):  # the log may be on a full disk; the outcome has the traceback too
+            sys.stderr.write(outcome.traceback or "")
     wish.end()
+    end_loader_processes()
     heartbeat.close()
     with contextlib.suppress(OSError, FsdpTuneError):  # the run directory may be gone; the exit code still tells the outcome
         heartbeat.beat("finished" if outcome.exit_code == 0 else "failed")

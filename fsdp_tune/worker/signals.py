@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -30,6 +31,14 @@ def ignore_stop_signals(_worker: int) -> None:
     """For the loader's processes: a launcher signals a rank's whole process group, and the batches of a last save are still needed."""
     for number in _WISH_OF_SIGNAL:
         signal.signal(number, signal.SIG_IGN)
+
+
+def end_loader_processes() -> None:
+    """Kill the processes of the data loader at the end of a rank. Waiting for them, as the interpreter does, would take for ever: it
+    sends SIGTERM, which they ignore."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where one of them is killed
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 class StoppedEarly(BaseException):

@@ -86,6 +86,16 @@ def test_loader_that_fails_in_a_worker_ends_the_run(what: str, forks: ForkServer
     training.is_whole(run)
 
 
+@slow
+def test_a_run_with_loader_processes_that_is_resumed_between_two_epochs_loses_nothing(forks: ForkServer) -> None:
+    training = Training(forks, changes={"training": {"dataloader_num_workers": 1}})
+    run = training.new()
+    training.attempt(run, [Happening(1, "forward", 8)])
+    assert verified_steps(run) == [3, 6], "an epoch ends at step 6"
+    training.finish(run)
+    training.is_whole(run)
+
+
 @pytest.mark.parametrize("step", [5, pytest.param(11, marks=slow), pytest.param(12, marks=slow)])
 def test_metrics_that_cannot_be_written_end_the_run_once_it_is_saved(step: int, training: Training) -> None:
     """The lines that are missing are in the checkpoint: the resumed run writes them. The first line of a step is that of the witness,

@@ -170,3 +170,16 @@ def test_an_empty_place_passes_the_loader_as_nothing(workers: int, tmp_path) -> 
     found = list(loader(store, [[], [0, 1], [FILLER]], Collator(0, 8), workers=workers, pin_memory=False))  # type: ignore[arg-type]
     assert [bool(batch.tensors) for batch in found] == [False, True, True]
     assert found[0] == NOTHING
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_draws_nothing_from_the_generator_of_dropout(workers: int, tmp_path) -> None:
+    """With processes it would draw once per launch, so that a run resumed between two epochs had other masks than one that was not."""
+    from fsdp_tune.data.store import RowStore
+    from fsdp_tune.worker.dataset import loader
+    from tests.parity.store import make_store
+
+    store = RowStore(make_store(tmp_path / "store") / "train")
+    before = torch.get_rng_state()
+    list(loader(store, [[0], [1]], Collator(0, 8), workers=workers, pin_memory=False))  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), before)

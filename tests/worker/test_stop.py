@@ -135,3 +135,41 @@ def test_a_signal_does_not_keep_an_outcome_from_being_written(tmp_path: Path, mo
             signal.signal(number, handler)
     outcome = json.loads(run.rank_outcome(0).read_text())
     assert Problem.from_dict(outcome["problem"]).message == "ValueError: a bug"
+
+
+FAILING_RANK = """
+import multiprocessing, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from fsdp_tune.run_dir import RunDir
+from fsdp_tune.worker import main
+from fsdp_tune.worker.rank import Rank
+from fsdp_tune.worker.signals import ignore_stop_signals
+
+def read(ready):
+    ignore_stop_signals(0)
+    ready.set()
+    time.sleep(3600)
+
+def fail(*_):
+    ready = multiprocessing.Event()
+    multiprocessing.Process(target=read, args=(ready,), daemon=True).start()
+    ready.wait()
+    raise ValueError("a bug")
+
+main._train = fail
+recipe = SimpleNamespace(launch=SimpleNamespace(hang_timeout="30m", max_runtime=None, device="cpu"))
+sys.exit(main.run_rank(RunDir(Path(sys.argv[1])), recipe, Rank(0, 0, 1), print, 0.0).exit_code)
+"""
+
+
+def test_a_failed_rank_whose_log_is_full_writes_its_outcome_and_exits_although_a_loader_process_ignores_signals(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    with open("/dev/full", "w") as log:
+        done = subprocess.run([sys.executable, "-c", FAILING_RANK, str(run.path)], stderr=log, timeout=60, check=False)
+    outcome = json.loads(run.rank_outcome(0).read_text())
+    assert (done.returncode, Problem.from_dict(outcome["problem"]).message) == (1, "ValueError: a bug")
