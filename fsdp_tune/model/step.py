@@ -33,8 +33,11 @@ def compute_context(recipe: Recipe, device_type: str) -> AbstractContextManager[
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Weight decay acts on matrices: not on norms, biases and other vectors, wherever they are called what."""
-    return parameter.ndim >= 2 and "norm" not in name.lower()
+    """Return whether weight decay acts on a parameter: a matrix whose name contains neither "norm" nor "bias".
+
+    Stacked experts (gpt-oss) and attention heads (XLNet) have biases of two dimensions.
+    """
+    return parameter.ndim >= 2 and not any(word in name.lower() for word in ("norm", "bias"))
 
 
 def plain_name(name: str) -> str:

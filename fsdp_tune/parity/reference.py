@@ -3,8 +3,8 @@
 No Trainer, no Accelerate, no FSDP, no padding and no packing: each example goes through the model alone. The loss of a
 step is the sum of its token losses over the number of its supervised tokens, and for a mixture of experts with
 `output_router_logits` the mean of its examples' load-balancing losses, weighted by tokens; gradients of examples add up in
-fp32, whatever the weights are stored in; AdamW (Loshchilov & Hutter, arXiv:1711.05101) decays matrices only; the gradient is
-clipped by its global norm; the learning rate warms up linearly and follows one of the schedules of `SCHEDULES`.
+fp32, whatever the weights are stored in; AdamW (Loshchilov & Hutter, arXiv:1711.05101) decays matrices only,
+and no bias of two dimensions; the gradient is clipped by its global norm; the learning rate warms up linearly and follows one of the schedules of `SCHEDULES`.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ def train(settings: Settings, model_directory: Path, train_rows: RowStore, *eval
 
 
 def _optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for name, p in trained if p.ndim >= 2 and "bias" not in name], "weight_decay": settings.weight_decay},
+        {"params": [p for name, p in trained if p.ndim < 2 or "bias" in name], "weight_decay": 0.0},
     ]
     options: dict[str, Any] = {"lr": settings.learning_rate, "foreach": False}
     if settings.optimizer == "adamw":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -100,6 +101,8 @@ def test_scaling_reaches_every_dtype_and_leaves_what_has_no_gradient() -> None:
     assert parameters[2].grad is None
 
 
+_SMALL = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 4}
+
 # By hand: the vectors of each family, by the last part of their names; everything else is a matrix and decays.
 VECTORS = {
     "gpt2": {"bias", "ln_1.weight", "ln_2.weight", "ln_f.weight"},
@@ -121,6 +124,27 @@ def test_norms_and_biases_do_not_decay(family: str) -> None:
     for parameter in decayed["params"]:
         assert not any(name_of[id(parameter)].endswith(f".{end}") for end in VECTORS[family]), name_of[id(parameter)]
     assert len(decayed["params"]) + len(kept["params"]) == len(name_of)
+
+
+TWO_DIMENSIONAL_BIASES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "gpt_oss": (FAMILIES["gpt_oss"], {"gate_up_proj_bias", "down_proj_bias"}),
+    "xlnet": ({"model_type": "xlnet", "vocab_size": 257, "d_model": 32, "n_layer": 2, "n_head": 4}, {"r_w_bias", "r_r_bias", "r_s_bias"}),
+    "recurrent_gemma": (
+        {"model_type": "recurrent_gemma", **_SMALL, "num_hidden_layers": 3, "lru_width": 32},
+        {"input_gate_bias", "recurrent_gate_bias"},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", TWO_DIMENSIONAL_BIASES)
+def test_biases_of_two_dimensions_do_not_decay(family: str) -> None:
+    section, biases = TWO_DIMENSIONAL_BIASES[family]
+    model = build_empty(recipe_of({"from_config": section}))
+    decayed = decayed_names(model)
+    of_two_dimensions = {name for name, p in model.named_parameters() if p.ndim == 2 and name.rpartition(".")[2] in biases}
+    assert {name.rpartition(".")[2] for name in of_two_dimensions} == biases
+    assert not of_two_dimensions & decayed
+    assert decayed
 
 
 def test_frozen_parameters_are_in_no_group() -> None:
