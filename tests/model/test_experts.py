@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
@@ -39,3 +40,40 @@ def test_an_expert_that_all_tokens_share_counts_whole() -> None:
 
 def test_a_number_that_is_not_told_is_not_made_up() -> None:
     assert active_parameters(PreTrainedConfig(num_local_experts=4), [("layers.0.experts.up", torch.empty(4, 2, 2))]) is None
+
+
+def parameters_with_experts(small: PreTrainedConfig, large: PreTrainedConfig) -> tuple[int | None, int | None]:
+    """Active parameters of two models."""
+    found = []
+    for config in (small, large):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        found.append(active_parameters(config, model.named_parameters()))
+    return found[0], found[1]
+
+
+_SIZES = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 2}
+_NAMED = {
+    "ernie4_5_moe": ("moe_num_experts", "moe_k", {"num_attention_heads": 4, "moe_intermediate_size": 48, "moe_layer_start_index": 0}),
+    "jetmoe": ("num_local_experts", "num_experts_per_tok", {"kv_channels": 8}),
+    "aria_text": ("moe_num_experts", "moe_topk", {"num_attention_heads": 4}),
+    "granitemoe": ("num_local_experts", "num_experts_per_tok", {"num_attention_heads": 4}),
+}
+
+
+@pytest.mark.parametrize("family", _NAMED)
+def test_more_experts_add_only_their_share_of_the_router(family: str) -> None:
+    count, chosen, other = _NAMED[family]
+    sizes = {n: AutoConfig.for_model(family, **_SIZES, **other, **{count: n, chosen: 2}, pad_token_id=0) for n in (4, 8)}
+    few, many = parameters_with_experts(sizes[4], sizes[8])
+    assert few is not None
+    assert many is not None
+    assert 0 < many - few <= 4 * 2 * (2 * 32 + 1), "in each of 2 layers a row of each router, and its correction"
+
+
+def test_experts_that_the_configuration_does_not_count_are_not_guessed() -> None:
+    stacked = [("blocks.0.ffn.experts.mlp.w1", torch.empty(8, 32, device="meta"))]
+    assert active_parameters(PreTrainedConfig(ffn_config={"moe_num_experts": 4}), stacked) is None
+    assert active_parameters(PreTrainedConfig(num_experts=4, num_experts_per_tok=2), stacked) is None
+    dense = [("layers.0.mlp.up.weight", torch.empty(8, 32, device="meta"))]
+    assert active_parameters(PreTrainedConfig(num_experts=4, num_experts_per_tok=2), dense) is None
