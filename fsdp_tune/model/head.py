@@ -59,8 +59,17 @@ def logits_of(model: PreTrainedModel) -> Logits:
             return _measured(model)
     except OpaqueHead:
         raise
-    except Exception as error:  # any model's code runs here, and may want what its body did not give
-        raise OpaqueHead(f"{type(model).__name__} cannot be asked what it does to its logits ({type(error).__name__}: {error})") from error
+    except Exception as error:  # the model's code runs here, and may need what only its real body computes
+        raise OpaqueHead(_why_opaque(model)) from error
+
+
+def _why_opaque(model: PreTrainedModel) -> str:
+    """Describe why the forward of `model` cannot be run without its body and its head."""
+    known = (model.base_model, model.get_output_embeddings())
+    others = [name for name, child in model.named_children() if child not in known and any(True for _ in child.parameters())]
+    if others:
+        return f"{type(model).__name__} computes its logits with `{others[0]}`, in addition to its body and its output embedding"
+    return f"the forward of {type(model).__name__} does not run without its body"
 
 
 def _measured(model: PreTrainedModel) -> Logits:

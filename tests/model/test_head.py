@@ -24,6 +24,7 @@ from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
 _LLAMA = {key: value for key, value in FAMILIES["llama"].items() if key != "model_type"}
+_LLAMA_SIZES = {key: _LLAMA[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
 SHAPED: dict[str, tuple[dict[str, Any], Logits]] = {
     "gemma2": ({**_LLAMA, "head_dim": 8, "final_logit_softcapping": 30.0}, Logits(softcap=30.0)),
     "cohere": ({**_LLAMA, "logit_scale": 0.0625}, Logits(scale=0.0625)),
@@ -189,6 +190,20 @@ def test_head_that_is_no_linear_layer_is_left_alone() -> None:
     model.lm_head = Other(32, 257, bias=False)
     with pytest.raises(OpaqueHead, match="no plain linear layer"):
         logits_of(model)
+
+
+def test_layer_between_body_and_head_is_named_in_the_refusal() -> None:
+    tokens = dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id", "cls_token_id", "sep_token_id"), 0)
+    section = {"model_type": "modernbert-decoder", **_LLAMA_SIZES, **tokens}
+    recipe = recipe_of({"from_config": section}, kernels={"loss": "chunked"})
+    with pytest.raises(FsdpTuneError) as caught:
+        choose_loss(recipe, build_empty(recipe))
+    [problem] = caught.value.problems
+    assert problem.code == "loss-not-chunkable"
+    assert problem.message == (
+        "`kernels.loss: chunked`: ModernBertDecoderForCausalLM computes its logits with `lm_head`, "
+        "in addition to its body and its output embedding"
+    )
 
 
 def test_auto_takes_slices_where_the_logits_are_more_than_one() -> None:
