@@ -14,8 +14,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.data.hub import hub_is_reachable
-from fsdp_tune.errors import FsdpTuneError, usage_error
+from fsdp_tune.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.model.attention import choose_attention
+from fsdp_tune.model.rotary import fix_rotary_frequencies
 from fsdp_tune.recipe.catalogue import architecture
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import run_of
@@ -151,6 +152,7 @@ def _from_config(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         own, dtype=storage_dtype(recipe), attn_implementation=attention(recipe, own), trust_remote_code=recipe.model.trust_remote_code
     )
+    fix_rotary_frequencies(model, recipe.data.max_length)
     return model
 
 
@@ -192,16 +194,38 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
             )
         except (OSError, ValueError) as error:
             raise model_not_found(name, error) from error
+        fix_rotary_frequencies(model, recipe.data.max_length)
     _finish(recipe, model, vocabulary)
     return model
 
 
 def _finish(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> None:
+    _refuse_layerdrop(model)
     resize_embeddings(recipe, model, vocabulary)
     # Routing biases of mixtures, sinusoidal positions: the read-back must not take them for a mistake of ours.
     model.frozen_by_its_code = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)  # type: ignore[assignment]
     freeze(recipe, model)
     model.config.use_cache = False
+
+
+def _refuse_layerdrop(model: PreTrainedModel) -> None:
+    """Raises: usage error if the model skips layers at random.
+
+    Each rank draws from its own stream, so ranks would skip different layers: FSDP would wait forever for the ranks that never
+    gather a layer, and DDP for gradients that are never computed.
+    """
+    rate = max((rate for module in model.modules() if isinstance(rate := getattr(module, "layerdrop", None), int | float)), default=0.0)
+    if rate <= 0.0:
+        return
+    fields = [name for name, value in model.config.to_dict().items() if name.endswith("layerdrop") and value == rate]
+    name = next((name for name in fields if not name.startswith("encoder")), "layerdrop")
+    raise usage_error(
+        "layerdrop-not-supported",
+        f"{type(model).__name__} skips layers at random (`{name}: {rate}` in its configuration); "
+        "ranks would skip different layers and wait for each other forever",
+        where=Where(key="model.config_overrides"),
+        hint=f"--set model.config_overrides.{name}=0.0, or write `model.config_overrides: {{{name}: 0.0}}`",
+    )
 
 
 def frozen_by_its_code(model: PreTrainedModel) -> frozenset[str]:

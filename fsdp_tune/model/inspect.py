@@ -40,7 +40,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "embedding_rows": embedding_rows(model),
             "tied_embeddings": _tied(model),
-            "max_positions": getattr(config, "max_position_embeddings", None),
+            "max_positions": _max_positions(config),
             "attention": model.config._attn_implementation,
         }
         wrong, told = _limits(recipe, model, found)
@@ -68,6 +68,12 @@ def _tied(model: Any) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
+def _max_positions(config: Any) -> int | None:
+    """Return the positions that the configuration declares, or None if it declares no limit (XLNet's -1)."""
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
 def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
     from fsdp_tune.model.units import decoder_layers, plan_units
 
@@ -82,6 +88,8 @@ def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
 
 
 def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> tuple[list[Problem], list[Notice]]:
+    from fsdp_tune.model.rotary import fixed_rotary
+
     problems: list[Problem] = []
     notices: list[Notice] = []
     positions, longest = found["max_positions"], recipe.data.max_length
@@ -96,6 +104,19 @@ def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> tuple[list[Pro
             )
             hint = "lower data.max_length, or stretch the positions: `model.config_overrides: {rope_parameters: {rope_type: yarn, …}}`"
             notices.append(Notice("positions-never-trained", message, hint=hint))
+    for kind, original in fixed_rotary(model).items():
+        if longest > original:
+            message = (
+                f"`rope_type: {kind}`: every row uses the rotary frequencies for data.max_length ({longest} tokens); "
+                f"transformers uses others for batches of up to {original} tokens"
+            )
+            notices.append(
+                Notice(
+                    "rotary-frequencies-fixed",
+                    message,
+                    hint=f"--set data.max_length={original} trains with the frequencies of short batches",
+                )
+            )
     if recipe.data.packing and "position_ids" not in inspect.signature(model.forward).parameters:
         problems.append(
             Problem(

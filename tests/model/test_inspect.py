@@ -29,6 +29,18 @@ LLAMA = {
     "max_position_embeddings": 128,
 }
 
+BART = {
+    "model_type": "bart",
+    "vocab_size": 256,
+    "d_model": 32,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 2,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 128,
+    "is_decoder": True,
+    "is_encoder_decoder": False,
+}
+
 
 def codes(model: str | dict[str, Any], max_length: int) -> tuple[list[str], list[str]]:
     section = {"from_config": model} if isinstance(model, dict) else model
@@ -45,3 +57,33 @@ def test_a_row_beyond_the_table_of_positions_is_refused(model: str | dict[str, A
 def test_a_row_beyond_the_positions_that_were_trained_is_told() -> None:
     assert codes(LLAMA, 128) == ([], [])
     assert codes(LLAMA, 129) == ([], ["positions-never-trained"])
+
+
+def document_of(model: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    return facts(recipe_of({"from_config": model, **sections}, data={"train": [{"path": "x"}], "max_length": 64}))
+
+
+@pytest.mark.parametrize(("model", "field"), [(OPT, "layerdrop"), (BART, "decoder_layerdrop")], ids=["opt", "bart"])
+def test_model_that_skips_layers_at_random_is_refused(model: dict[str, Any], field: str) -> None:
+    [problem] = document_of(model | {field: 0.25})["problems"]
+    assert problem["code"] == "layerdrop-not-supported"
+    assert f"`{field}: 0.25`" in problem["message"]
+    assert problem["hint"].startswith(f"--set model.config_overrides.{field}=0.0")
+    assert document_of(model | {field: 0.25}, config_overrides={field: 0.0})["problems"] == []
+
+
+def test_frequencies_fixed_beyond_the_original_positions_are_reported() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    notices = {
+        max_positions: document_of({**LLAMA, "max_position_embeddings": max_positions, "rope_parameters": rope})["notices"]
+        for max_positions in (32, 64)
+    }
+    assert [notice["code"] for notice in notices[32]] == ["positions-never-trained", "rotary-frequencies-fixed"]
+    assert notices[64] == []
+
+
+def test_model_without_a_limit_of_positions_has_none() -> None:
+    xlnet = {"model_type": "xlnet", "vocab_size": 257, "d_model": 32, "n_layer": 2, "n_head": 4}
+    document = document_of(xlnet)
+    assert document["max_positions"] is None
+    assert document["notices"] == []
