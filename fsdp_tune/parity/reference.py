@@ -3,8 +3,9 @@
 No Trainer, no Accelerate, no FSDP, no padding and no packing: each example goes through the model alone. The loss of a
 step is the sum of its token losses over the number of its supervised tokens, and for a mixture of experts with
 `output_router_logits` the mean of its examples' load-balancing losses, weighted by tokens; gradients of examples add up in
-fp32, whatever the weights are stored in; AdamW (Loshchilov & Hutter, arXiv:1711.05101) decays matrices only,
-and no bias of two dimensions; the gradient is clipped by its global norm; the learning rate warms up linearly and follows one of the schedules of `SCHEDULES`.
+fp32, whatever the weights are stored in; AdamW (Loshchilov & Hutter, arXiv:1711.05101) decays matrices only, and no
+bias of two dimensions; the gradient is clipped by its global norm; the learning rate warms up linearly and follows one of the
+schedules of `SCHEDULES`.
 """
 
 from __future__ import annotations
