@@ -31,11 +31,11 @@ JAMBA = {
 }
 
 
-def run_of(bench: Bench, model: dict[str, Any], **fsdp: Any) -> tuple[RunDir, list[dict[str, Any]]]:
-    """Two steps on two ranks, and every rank's outcome."""
+def run_of(bench: Bench, model: dict[str, Any], rows: int = 4, **fsdp: Any) -> tuple[RunDir, list[dict[str, Any]]]:
+    """Two steps on two ranks with `rows` in a micro-batch, and every rank's outcome."""
     changes = {
         "model": {"from_config": model},
-        "training": {"max_steps": 2, "per_device_train_batch_size": 4, "eval_strategy": "no"},
+        "training": {"max_steps": 2, "per_device_train_batch_size": rows, "gradient_accumulation_steps": 4 // rows, "eval_strategy": "no"},
         "data": {"eval": None},
         "fsdp": fsdp,
         "launch": {"num_processes": 2},
@@ -44,9 +44,9 @@ def run_of(bench: Bench, model: dict[str, Any], **fsdp: Any) -> tuple[RunDir, li
     return run, bench.pool.run(2, runs.run_worker, str(run.path))
 
 
-def finished(bench: Bench, model: dict[str, Any], **fsdp: Any) -> tuple[dict[str, Any], list[tuple[float, float]]]:
+def finished(bench: Bench, model: dict[str, Any], rows: int = 4, **fsdp: Any) -> tuple[dict[str, Any], list[tuple[float, float]]]:
     """The read-back, and loss and gradient norm of each step."""
-    run, outcomes = run_of(bench, model, **fsdp)
+    run, outcomes = run_of(bench, model, rows, **fsdp)
     assert [outcome["exit_reason"] for outcome in outcomes] == ["finished"] * 2, outcomes[0]["traceback"]
     return json.loads(run.readback_json.read_text()), [(line["loss"], line["grad_norm"]) for line in runs.loss_lines(run)]
 
@@ -61,6 +61,14 @@ def test_layers_of_several_classes_are_all_recomputed(bench: Bench) -> None:
 def test_parameter_that_the_model_freezes_stays_frozen_and_is_listed(bench: Bench) -> None:
     document, _ = finished(bench, ERNIE)
     assert document["frozen_by_its_code"] == [f"model.layers.{layer}.mlp.gate.moe_statics.e_score_correction_bias" for layer in (0, 1)]
+
+
+@pytest.mark.ranks
+def test_loss_under_dynamic_rope_does_not_depend_on_the_micro_batch(bench: Bench) -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = FAMILIES["llama"] | {"max_position_embeddings": 16, "rope_parameters": rope}
+    together, apart = (finished(bench, model, rows)[1] for rows in (4, 1))
+    assert together == [pytest.approx(step, rel=1e-5) for step in apart]
 
 
 @pytest.mark.ranks
