@@ -63,3 +63,6 @@ def outside_step(wrapped: nn.Module, device: torch.device) -> Iterator[None]:
                     reshard_fsdp1(unit, unit._handle, True)
             else:
                 unit.reshard()
+                # A backward prefetches in the recorded order of forwards: this forward has none, and the next would gather a unit for it.
+                unit.comm_ctx.post_forward_order.clear()
+                unit._post_forward_indices.clear()

@@ -238,7 +238,9 @@ def test_processes_are_found_by_their_mark_also_without_their_parent(tmp_path: P
     """The sleeper's parent ends at once, so that no walk over children would find it."""
     environment = {**os.environ, MARK: "token-of-a-test", MACHINE: "1", "RANK": "3"}
     subprocess.run(["/bin/sh", "-c", "sleep 30 >/dev/null 2>&1 &"], env=environment, check=True)
-    found = marked("token-of-a-test")
+    deadline = time.monotonic() + 10
+    while not (found := marked("token-of-a-test")) and time.monotonic() < deadline:
+        time.sleep(0.05)  # the sleeper may not have its environment yet
     try:
         assert [(process.role, process.machine, process.rank) for process in found] == [(CHILD, 1, 3)]
     finally:

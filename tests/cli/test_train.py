@@ -177,7 +177,7 @@ def test_a_run_ends_with_a_model_and_everything_in_its_place(cli: Cli, tmp_path:
     assert "--resume auto" in again.stderr
     finished = cli("train", *SHORT, "--resume", "auto", "--json")
     assert (finished.returncode, document(finished)["steps"], "nothing to do" in finished.stderr) == (0, 6, True)
-    shorter = cli("train", *SHORT, "--resume", "auto", "--set", "training.max_steps=5")
+    shorter = cli("train", *smoke(5), "--resume", "auto")
     assert (shorter.returncode, "is at step 6, and the recipe ends at step 5" in " ".join(shorter.stderr.split())) == (2, True), (
         shorter.stderr
     )
