@@ -138,9 +138,11 @@ class Host:
     total_bytes: int | None
 
 
-def host_problem(recipe: Recipe, phase: str, host: Host) -> Problem:
-    """Where host memory ran out, who held how much, and the first three changes that apply."""
+def host_problem(recipe: Recipe, phase: str, host: Host, *, page_locked: bool = False) -> Problem:
+    """Name the phase in which host memory ran out, how much was held, and the first three changes that apply."""
     parts: list[str] = []
+    if page_locked:
+        parts.append("page-locked memory for copies to the device was refused")
     if host.process_bytes is not None:
         parts.append(f"this rank has held up to {format_bytes(host.process_bytes)}")
     if host.available_bytes is not None and host.total_bytes is not None:
@@ -161,6 +163,8 @@ def host_ways(recipe: Recipe, phase: str) -> Iterator[str]:
         yield f"training.dataloader_num_workers: {workers // 2} (now {workers}): fewer processes beside each rank"
     if recipe.fsdp.offload_params:
         yield "fsdp.offload_params: false (now true): parameters, gradients and moments live on the device"
+    if recipe.fsdp.activation_checkpointing_offload:
+        yield "fsdp.activation_checkpointing_offload: false (now true): inputs of layers stay on the device"
     if recipe.fsdp.state_dict_type == "FULL_STATE_DICT":
         yield "fsdp.state_dict_type: SHARDED_STATE_DICT (now FULL_STATE_DICT): no rank gathers the whole model to save it"
     yield f"launch.num_machines: {recipe.launch.num_machines + 1}: fewer ranks share a machine's memory"

@@ -9,12 +9,15 @@ import torch.distributed as dist
 
 
 def patient_group() -> dist.ProcessGroup:
-    """All ranks, by gloo, with no limit of its own to speak of. Collective.
+    """Create a gloo group of all ranks whose collectives may wait for days. Collective.
 
-    Who waits for a slow disk does not hang. The supervisor sees the bytes that the other rank moves; NCCL's watchdog and the default
-    group's limit see nothing but time.
+    A rank that waits for a slow disk does not hang. The supervisor sees the bytes that the other rank moves; NCCL's watchdog and the
+    default group's limit see nothing but time.
     """
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    bound = dist.group.WORLD.bound_device_id
+    # torch requires a backend for the device that the default group is bound to, and gives "gloo" one for CPU and CUDA only.
+    backend = "gloo" if bound is None or bound.type == "cuda" else f"cpu:gloo,{bound.type}:gloo"
+    group = dist.new_group(backend=backend, timeout=timedelta(days=7))
     assert isinstance(group, dist.ProcessGroup), "every rank is in it"
     return group
 

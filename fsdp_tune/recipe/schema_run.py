@@ -44,7 +44,7 @@ class Launch(Section):
     num_processes: Annotated[Whole | Auto, Effect(MEMORY | TIME, FREE)] = "auto"
     """TOTAL over machines, as in accelerate; auto = visible devices × num_machines."""
     device: Annotated[Device, Effect(MEMORY | TIME, FREE)] = "auto"
-    """cuda | xpu | npu | mps | cpu; auto NEVER falls to cpu: that must be written."""
+    """cuda | xpu | npu | mps | cpu; auto NEVER falls to cpu: that must be written. xpu and npu are tested with stand-ins alone."""
     num_cpu_threads_per_process: Annotated[Whole | Auto, Effect(TIME, FREE)] = "auto"
     """auto = cores / local ranks."""
     enable_cpu_affinity: Annotated[bool, Effect(TIME, FREE)] = False

@@ -56,7 +56,7 @@ class RunCallback(TrainerCallback):
         document |= {"causality_deviation": found and found.later, "packing_deviation": found and found.packed}
         if self._is_first:
             write_json(self._run.readback_json, document)
-        for line in _table(document):
+        for line in [*_table(document), *(f"WARNING: host memory: {warning}" for warning in document["warnings"])]:
             self._say(line)
         trainer.parts.metrics.event("train_started", state.global_step, total_steps=state.max_steps)
         self._wish.training = True

@@ -35,7 +35,8 @@ def dump(run: RunDir, rank: int, device_type: str) -> dict[str, Any] | None:
     """
     import torch._C._distributed_c10d as c10d
 
-    kind = "nccl" if device_type == "cuda" else "fr"  # two recorders: one knows CUDA's events, the other is gloo's
+    # Each has the recorder of its own backend; gloo's, on an accelerator, would name collectives of the CPU alone.
+    kind = {"cpu": "fr", "cuda": "nccl", "xpu": "xccl"}.get(device_type)
     whole: Any = getattr(c10d, f"_dump_{kind}_trace", None)
     as_json: Any = getattr(c10d, f"_dump_{kind}_trace_json", None)
     if whole is None or as_json is None:

@@ -158,7 +158,7 @@ def _outcome_of(error: BaseException, recipe: Recipe, heartbeat: Heartbeat, trai
         problem, facts = device_problem(recipe, moment), {"memory": moment.as_dict()}
         return Outcome(ExitCode.OUT_OF_MEMORY, ExitReason.OUT_OF_MEMORY, problem, trace, facts)
     if memory.is_host_out_of_memory(error):
-        return Outcome(ExitCode.FAILED, ExitReason.FAILED, memory.host_out_of_memory(recipe, heartbeat), trace)
+        return Outcome(ExitCode.FAILED, ExitReason.FAILED, memory.host_out_of_memory(recipe, heartbeat, error), trace)
     lost = next((words for words in _PEER_LOST if words in str(error)), None)
     if isinstance(error, RuntimeError) and lost is not None:
         return Outcome(ExitCode.LOST_RANK, ExitReason.LOST_RANK, Problem("lost-rank", f"another rank is gone ({lost})"), trace)

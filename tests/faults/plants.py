@@ -250,15 +250,15 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "out of memory is a failure like others",
         "worker/memory",
-        "    return isinstance(error, MemoryError) or",
-        "    return isinstance(error, ZeroDivisionError) or",
+        "    if isinstance(error, MemoryError) or",
+        "    if isinstance(error, ZeroDivisionError) or",
         "F047",
     ),
     _plant(
         "a full device is a failure like others",
         "worker/memory",
-        "    return isinstance(error, torch.OutOfMemoryError) or",
-        "    return isinstance(error, ZeroDivisionError) or",
+        "    if isinstance(error, torch.OutOfMemoryError):",
+        "    if isinstance(error, ZeroDivisionError):",
         "F048",
     ),
     _plant(
