@@ -128,9 +128,13 @@ class RankPool:
 
     def close(self) -> None:
         for process in self._processes:
-            process.kill()
+            process.terminate()  # `scripts/coverage` has a rank write its data at this signal
         for process, pipe in zip(self._processes, self._pipes, strict=True):
-            process.wait()
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
             pipe.close()
         self._processes, self._pipes = [], []
 

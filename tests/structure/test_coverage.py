@@ -1,0 +1,56 @@
+"""The list of lines for a GPU is true, and the table of coverage is written where it belongs."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def script(repository: Path) -> dict[str, Any]:
+    return runpy.run_path(str(repository / "scripts" / "coverage"))
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[str]:
+    """Qualified names, as coverage.py writes them."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield f"{prefix}{node.name}"
+            yield from functions(node, f"{prefix}{node.name}.")
+
+
+def test_each_function_for_a_gpu_exists_and_has_a_gpu_test(repository: Path, script: dict[str, Any]) -> None:
+    entries = script["gpu_functions"]()
+    assert entries
+    for (file, name), test in entries.items():
+        assert name in set(functions(ast.parse((repository / file).read_text(encoding="utf-8")))), f"{file} has no {name}"
+        test_file, _, test_name = test.partition("::")
+        text = (repository / test_file).read_text(encoding="utf-8")
+        assert test_name in set(functions(ast.parse(text))), f"{test_file} has no {test_name}"
+        assert "pytest.mark.gpu" in text
+
+
+def report(**missing: list[int]) -> dict[str, Any]:
+    """A file of worker/ with ten lines and four branches; `missing` lines by function."""
+    lines = sum(len(numbers) for numbers in missing.values())
+    summary = {"num_statements": 10, "covered_lines": 10 - lines, "num_branches": 4, "covered_branches": 3}
+    found = {name: {"missing_lines": numbers} for name, numbers in missing.items()}
+    return {"files": {"fsdp_tune/worker/metrics.py": {"summary": summary, "functions": found}}}
+
+
+def test_lines_for_a_gpu_are_not_counted_as_untested(script: dict[str, Any]) -> None:
+    folders = script["by_folder"](report(memory=[3, 4], model_size=[7, 8, 9, 11]))
+    assert folders["worker"].missing == {"fsdp_tune/worker/metrics.py": ["model_size: 7-9, 11"]}
+    assert "| `worker` | 40.0 % | 75.0 % | 4 | 2 |" in script["table"](folders)
+
+
+def test_table_replaces_the_one_in_its_section(script: dict[str, Any]) -> None:
+    page = "# Page\n\n## Coverage\n\nThe command.\n\n| old |\n\n## Next\n\n| kept |\n"
+    once = script["written"](page, "| new |\n")
+    assert once == "# Page\n\n## Coverage\n\nThe command.\n\n| new |\n\n## Next\n\n| kept |\n"
+    assert script["written"](once, "| new |\n") == once
