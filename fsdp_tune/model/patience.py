@@ -14,7 +14,9 @@ def patient_group() -> dist.ProcessGroup:
     A rank that waits for a slow disk does not hang. The supervisor sees the bytes that the other rank moves; NCCL's watchdog and the
     default group's limit see nothing but time.
     """
-    bound = dist.group.WORLD.bound_device_id
+    world = dist.group.WORLD
+    assert world is not None, "the default group exists before any other"
+    bound = world.bound_device_id
     # torch requires a backend for the device that the default group is bound to, and gives "gloo" one for CPU and CUDA only.
     backend = "gloo" if bound is None or bound.type == "cuda" else f"cpu:gloo,{bound.type}:gloo"
     group = dist.new_group(backend=backend, timeout=timedelta(days=7))
