@@ -22,9 +22,9 @@ def shown_on_a_terminal(program: str, columns: int = 0) -> str:
     """What the program writes when its stdout is a terminal, without colours and movements. 0 columns: the terminal does not say."""
     main, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40 if columns else 0, columns, 0, 0))
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=terminal, stderr=subprocess.PIPE, env={**os.environ, "TERM": "xterm"}
-    ) as child:
+    # Parallel test runners set COLUMNS, which goes before the size of the terminal.
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=terminal, stderr=subprocess.PIPE, env=environment) as child:
         os.close(terminal)
         raw = b""
         while True:
