@@ -163,8 +163,10 @@ def load_optimizer(live: Live, directory: Path) -> None:
 
 
 def _load_sharded(state: dict[str, dict[str, Any]], directory: Path) -> None:
+    reader = RestrictedReader(directory / OPTIMIZER_DIRECTORY)
+    reader.read_metadata()  # raises an error of ours, which DCP would wrap in a CheckpointException
     try:
-        dcp.load({"optimizer": {"state": state}}, storage_reader=RestrictedReader(directory / OPTIMIZER_DIRECTORY))
+        dcp.load({"optimizer": {"state": state}}, storage_reader=reader)
     except CheckpointException as error:  # a BaseException, and the same on every rank
         if not any("block boundary" in str(cause) for cause, _ in error.failures.values()):  # torchao's words
             raise

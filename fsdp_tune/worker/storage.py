@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from fsdp_tune.atomic import DISK
 from fsdp_tune.errors import FsdpTuneError, failed_error
@@ -151,7 +151,11 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class RestrictedReader(FileSystemReader):
-    """DCP's reader whose `.metadata` cannot run code."""
+    """DCP's reader for checkpoints of tensors, which cannot run code.
+
+    DCP unpickles every entry that is not a tensor without restriction (`DefaultLoadPlanner.load_bytes`), also where the live state has
+    a tensor of that name, so such entries are refused together with a `.metadata` that names other classes.
+    """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / ".metadata"
@@ -160,6 +164,8 @@ class RestrictedReader(FileSystemReader):
                 metadata = _MetadataUnpickler(file).load()
             if not isinstance(metadata, Metadata):
                 raise TypeError(f"it holds a {type(metadata).__name__}, not checkpoint metadata")
+            if others := sorted(n for n, entry in metadata.state_dict_metadata.items() if not isinstance(entry, TensorStorageMetadata)):
+                raise TypeError(f"`{others[0]}` is not a tensor in it")
         except Exception as error:
             raise failed_error(
                 "checkpoint-metadata-refused", f"{path}: {error}", hint="the file is damaged or not from this tool; take another checkpoint"

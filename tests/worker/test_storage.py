@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_tune.errors import FailedError
 from fsdp_tune.manifest import digest_file
@@ -54,6 +56,20 @@ def test_damaged_metadata_is_an_error_of_ours(raw: bytes, tmp_path: Path) -> Non
     (tmp_path / ".metadata").write_bytes(raw)
     with pytest.raises(FailedError):
         RestrictedReader(tmp_path).read_metadata()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_entry_that_replaces_a_tensor_by_a_pickle_is_refused_unread(tmp_path: Path) -> None:
+    """DCP unpickles entries that are not tensors without restriction, also where the live state has a tensor of that name."""
+    sentinel = tmp_path / "sentinel"
+    dcp.save({"optimizer": {"exp_avg": RunsCode(sentinel)}}, checkpoint_id=tmp_path / "shards", no_dist=True)
+    reader = RestrictedReader(tmp_path / "shards")
+    with pytest.raises(FailedError, match=r"`optimizer.exp_avg` is not a tensor") as caught:
+        reader.read_metadata()
+    assert caught.value.problems[0].code == "checkpoint-metadata-refused"
+    with pytest.raises(CheckpointException):
+        dcp.load({"optimizer": {"exp_avg": torch.zeros(2)}}, storage_reader=reader, no_dist=True)
+    assert not sentinel.exists()
 
 
 @pytest.mark.ranks
