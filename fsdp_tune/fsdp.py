@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_tune.recipe.optimizer_arguments import state_bits, state_dtype
+from fsdp_tune.recipe.paths import COMPILED, default_cache_directory
 from fsdp_tune.recipe.schema import Recipe
 
 # Variables of these prefixes steer transformers and Accelerate behind our back; a rank starts without any of them.
@@ -21,8 +22,8 @@ def environment(recipe: Recipe) -> dict[str, str]:
 
     `launch.json` records them; each rank removes what else carries their prefixes and sets exactly these.
     """
-    # What was compiled once is not compiled again by the next run.
-    compiled = {"TORCHINDUCTOR_CACHE_DIR": f"{recipe.data.cache_dir}/compiled"} if recipe.kernels.compile else {}
+    # What was compiled once is not compiled again by the next run. Inductor runs what it finds there: no recipe chooses the place.
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": str(default_cache_directory() / COMPILED)} if recipe.kernels.compile else {}
     return {
         **compiled,
         "ACCELERATE_USE_FSDP": str(recipe.is_sharded).lower(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any
 
@@ -100,4 +101,7 @@ app.add_typer(recipes, no_args_is_help=False)  # a missing command is an error l
 
 
 def main() -> None:
+    # Children take modules from the installation alone. Processes that multiprocessing spawns (tokenising, its resource tracker) would
+    # otherwise import a `selectors.py` or `pickle.py` of the working directory.
+    os.environ["PYTHONSAFEPATH"] = "1"
     app()

@@ -90,8 +90,9 @@ def remove_leftovers(path: Path) -> None:
 
 
 def record_use(path: Path, *, recipe: str, run: Path | None) -> None:
-    """Record which recipe uses a store now, and in which run: one file for each run, and one for `prepare`. Best effort."""
+    """Record which recipe uses an entry now, and in which run: one file for each run, and one for `prepare`. Best effort."""
     user = hashlib.blake2b(str(run or "").encode(), digest_size=8).hexdigest()
     content = {"time": time.time(), "recipe": recipe, "run": str(run) if run else None}
     with suppress(OSError):  # a cache that cannot be written to can still be read
+        DISK.mkdir(path.parent)
         write_json(path.with_name(f".{path.name}{USE_MARK}{user}.json"), content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,12 +14,14 @@ from fsdp_tune.atomic import DISK, STAGE_MARK
 from fsdp_tune.data.cache import STORES, USE_MARK, alone, complete, remove_leftovers
 from fsdp_tune.manifest import Manifest
 from fsdp_tune.ownership import live_owner
+from fsdp_tune.recipe.paths import COMPILED, default_cache_directory
 from fsdp_tune.run_dir import RunDir
 
 STARTING_SECONDS = 600.0
 """A run that has just prepared its data has no lock on its directory yet; it counts as live for so long."""
-SHARED = {"traces": "traces of `plan`", "compiled": "compiled kernels"}
-"""Folders of the cache that are one entry each, with what they hold."""
+TRACES = "traces"
+_KEY = re.compile(r"[0-9a-f]{32}")
+"""Names of stores and traces. A folder of the cache may hold other files, which are never entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +67,28 @@ def list_entries(cache_dir: Path) -> list[Entry]:
     """Return the entries of a cache directory, the one used last first."""
     stores = [_store(path) for path in _store_paths(cache_dir)]
     live = tuple(use for entry in stores for use in entry.live)
-    shared = [
-        Entry(path, what, _size(path), (), path.stat().st_mtime, live)  # any run may read them
-        for name, what in SHARED.items()
-        if (path := cache_dir / name).is_dir()
-    ]
+    shared = [entry for entry in (_traces(cache_dir / TRACES, live), _compiled(cache_dir / COMPILED, live)) if entry is not None]
     return sorted([*stores, *shared], key=lambda entry: -entry.last_used)
+
+
+def _traces(path: Path, live: tuple[Use, ...]) -> Entry | None:
+    """All traces as one entry, kept while any run is `live`; None where there is no trace."""
+    files = _trace_files(path)
+    if not files:
+        return None
+    return Entry(path, "traces of `plan`", sum(map(_size, files)), (), path.stat().st_mtime, live)
+
+
+def _trace_files(path: Path) -> list[Path]:
+    return [file for file in path.glob("*.npz") if _KEY.fullmatch(file.stem)]
+
+
+def _compiled(path: Path, live: tuple[Use, ...]) -> Entry | None:
+    """Inductor's kernels as one entry; None outside the default cache directory, the only one that has them."""
+    if path.parent.resolve() != default_cache_directory().resolve() or not path.is_dir():
+        return None
+    uses = _sorted_uses(path)
+    return Entry(path, "compiled kernels", _size(path), uses, path.stat().st_mtime, (*(use for use in uses if use.is_live), *live))
 
 
 def clean(cache_dir: Path, *, unused_seconds: float, dry_run: bool) -> tuple[list[Entry], list[tuple[Entry, str]]]:
@@ -91,8 +110,14 @@ def clean(cache_dir: Path, *, unused_seconds: float, dry_run: bool) -> tuple[lis
 def _remove(entry: Entry) -> bool:
     """Remove an entry; False where another process is building it."""
     path = entry.path
-    if path.name in SHARED:
+    if path.name == TRACES:
+        for file in _trace_files(path):
+            DISK.unlink(file)
+        return True
+    if path.name == COMPILED:
         DISK.rmtree(path)
+        for use in _use_files(path):
+            DISK.unlink(use)
         return True
     try:
         with alone(path, wait=False):
@@ -113,13 +138,13 @@ def _store_paths(cache_dir: Path) -> list[Path]:
     folder = cache_dir / STORES
     if not folder.is_dir():
         return []
-    names = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    names = {path.name for path in folder.iterdir() if path.is_dir()}
     names |= {path.name[1:].split(".")[0] for path in folder.glob(f".*{STAGE_MARK}*")}
-    return [folder / name for name in sorted(names)]
+    return [folder / name for name in sorted(names) if _KEY.fullmatch(name)]
 
 
 def _store(path: Path) -> Entry:
-    uses = tuple(sorted(_uses(path), key=lambda use: -use.time))
+    uses = _sorted_uses(path)
     stages = list(path.parent.glob(f".{path.name}*{STAGE_MARK}*"))
     present = [one for one in (path, *stages) if one.exists()]
     manifest = complete(path)
@@ -134,6 +159,11 @@ def _described(manifest: Manifest) -> str:
     others = f" and {len(files) - 1} more" if len(files) > 1 else ""
     rows = ", ".join(f"{name} {account['rows']:,}" for name, account in sorted(sets.items(), key=lambda item: item[0] != "train"))
     return f"rows of {files[0]}{others}: {rows}"
+
+
+def _sorted_uses(path: Path) -> tuple[Use, ...]:
+    """Return the recorded uses of an entry, the newest first."""
+    return tuple(sorted(_uses(path), key=lambda use: -use.time))
 
 
 def _uses(path: Path) -> Iterator[Use]:
@@ -151,7 +181,7 @@ def _use_files(path: Path) -> list[Path]:
 
 def _size(path: Path) -> int:
     total = 0
-    for file in path.rglob("*"):
+    for file in path.rglob("*") if path.is_dir() else [path]:
         try:
             total += file.lstat().st_size if file.is_file() else 0
         except FileNotFoundError:  # removed meanwhile

@@ -17,6 +17,7 @@ from fsdp_tune.data.inputs import TRAIN, Input, open_inputs
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.errors import Notice, usage_error
 from fsdp_tune.manifest import Manifest
+from fsdp_tune.recipe.paths import COMPILED, default_cache_directory
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema_data import DataSource
 
@@ -81,6 +82,8 @@ def prepare(
 
     manifest, reused = built(path, build, digests=verify)
     record_use(path, recipe=recipe.name or "", run=run)
+    if run is not None and recipe.kernels.compile:
+        record_use(default_cache_directory() / COMPILED, recipe=recipe.name or "", run=run)
     prepared = _prepared(path, training_key, manifest, encoder, reused=reused)
     if check_rows:
         _refuse_few_rows(recipe, prepared)

@@ -20,7 +20,9 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OURS = ("FSDP_", "ACCELERATE_", "PET_", "TORCHELASTIC_", "PARALLELISM_CONFIG_", "FSDP_TUNE_")
 _OUR_NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MIXED_PRECISION"),
+    *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MIXED_PRECISION", "PYTHONSAFEPATH", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
+    *("TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_TELEMETRY", "TORCHINDUCTOR_CACHE_DIR", "TENSORBOARD_LOGGING_DIR"),
+    *("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"),
 }
 
 _PREFIXES = (
@@ -36,11 +38,11 @@ _NAMES = frozenset(
         *("CUDA_CACHE_MAXSIZE", "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE"),
         *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
         *("TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_BLAS_PREFER_CUBLASLT"),
-        *("TORCH_FR_BUFFER_SIZE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
-        *("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS"),
+        *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",),
+        *("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS"),
         *("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT", "HF_HUB_DISABLE_XET", "HF_XET_HIGH_PERFORMANCE", "HF_HUB_VERBOSITY"),
         *("HF_HUB_ENABLE_HF_TRANSFER", "HF_DATASETS_IN_MEMORY_MAX_SIZE", "TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY"),
-        *("TRANSFORMERS_NO_ADVISORY_WARNINGS", "TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS"),
+        *("TRANSFORMERS_NO_ADVISORY_WARNINGS", "RAYON_NUM_THREADS"),
         *("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_NAME", "WANDB_NOTES", "WANDB_TAGS", "WANDB_RUN_GROUP", "WANDB_JOB_TYPE", "WANDB_MODE"),
         *("WANDB_DISABLED", "WANDB_SILENT", "WANDB_WATCH", "WANDB_LOG_MODEL", "MLFLOW_EXPERIMENT_NAME", "COMET_PROJECT_NAME"),
         *("FI_PROVIDER", "FI_LOG_LEVEL", "FI_EFA_USE_DEVICE_RDMA", "FI_EFA_FORK_SAFE", "FI_EFA_USE_HUGE_PAGE", "RDMAV_FORK_SAFE"),
@@ -73,10 +75,12 @@ def variable_has_a_name(recipe: Recipe) -> Finding | None:
 
 
 def variable_is_not_ours(recipe: Recipe) -> Finding | None:
+    """The launch and the ranks set these after `launch.env`, so that a recipe's value would be ignored."""
     for name in recipe.launch.env:
         if name in _OUR_NAMES or name.startswith(_OURS):
             message = f"`launch.env.{name}` is set by the launch itself"
-            return Finding("bad-variable", (f"launch.env.{name}",), message, "change the key of the recipe that it follows from")
+            hint = "leave it out; where a key of the recipe decides it, change that key"
+            return Finding("bad-variable", (f"launch.env.{name}",), message, hint)
     return None
 
 

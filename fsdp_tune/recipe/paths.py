@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,14 @@ from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema_data import BUILDERS
 
 PACKAGE = Path(__file__).resolve().parent.parent
+COMPILED = "compiled"
+"""Folder of inductor's kernels, in the default cache directory: inductor unpickles and runs what it finds there."""
+
+
+def default_cache_directory() -> Path:
+    """$XDG_CACHE_HOME/fsdp-tune; a relative XDG_CACHE_HOME is ignored, as its specification says."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "fsdp-tune"
 
 
 def output_directory(recipe: Recipe, cwd: Path) -> tuple[Path, list[Finding]]:

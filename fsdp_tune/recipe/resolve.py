@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from fsdp_tune.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.recipe.findings import Finding, as_notice, as_problem, given
 from fsdp_tune.recipe.fp8_rules import FP8_MULTIPLE, computes_in_fp8
-from fsdp_tune.recipe.paths import absolute_paths, output_directory
+from fsdp_tune.recipe.paths import absolute_paths, default_cache_directory, output_directory
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.training_fields import training_value
 from fsdp_tune.recipe.training_rules import TRACKERS
@@ -262,9 +261,3 @@ class _Work:
             self.decide("data.cache_dir", str(default_cache_directory()), "the user's cache")
         if recipe.merge.dtype == "auto":
             self.decide("merge.dtype", recipe.compute_dtype, "the compute dtype")
-
-
-def default_cache_directory() -> Path:
-    """$XDG_CACHE_HOME/fsdp-tune; a relative XDG_CACHE_HOME is ignored, as its specification says."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "fsdp-tune"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,32 @@ def test_no_verb_runs_code_for_a_recipe_alone(tmp_path: Path, verb: str, key: st
     assert (error["code"], error["line"], error["key"]) == ("remote-code-not-trusted", 1, f"model.{key.split(':')[0]}")
     assert "--trust-remote-code" in error["hint"]
     assert not (tmp_path / "run").exists()
+
+
+def test_children_of_a_command_import_nothing_from_the_working_directory(tmp_path: Path) -> None:
+    """multiprocessing starts its processes with `python -c`, which puts the working directory first on the import path."""
+    data, ran = tmp_path / "data", tmp_path / "ran"
+    data.mkdir()
+    for module in ("multiprocessing", "pickle", "selectors"):
+        (data / f"{module}.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    script = tmp_path / "bin" / "command.py"  # as an installed script: not in the working directory
+    script.parent.mkdir()
+    script.write_text(
+        "import multiprocessing, os\n"
+        "from fsdp_tune.cli import app\n"
+        "def start():\n"
+        "    child = multiprocessing.get_context('spawn').Process(target=os.getpid)\n"
+        "    child.start()\n"
+        "    child.join()\n"
+        "    raise SystemExit(child.exitcode)\n"
+        "if __name__ == '__main__':\n"
+        "    app.app = start\n"
+        "    app.main()\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    done = subprocess.run([sys.executable, str(script)], cwd=data, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not ran.exists()
 
 
 @pytest.mark.usefixtures("nothing_starts")

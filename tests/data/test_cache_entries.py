@@ -16,6 +16,7 @@ from fsdp_tune.data import cache_entries
 from fsdp_tune.data.cache import alone
 from fsdp_tune.data.prepare import Prepared, prepare
 from fsdp_tune.ownership import owned
+from fsdp_tune.recipe.schema import Recipe
 from tests.data.support import ByteEncoder, recipe_for, rows_of, write_jsonl
 
 
@@ -105,3 +106,37 @@ def test_an_empty_cache_and_one_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     assert cache(tmp_path, "list")["entries"] == []
     assert cache(tmp_path, "clean")["removed"] == []
+
+
+def test_clean_removes_nothing_that_is_not_an_entry(tmp_path: Path) -> None:
+    """`data.cache_dir` may be a folder with other files in it; `data/` and `traces/` are common names."""
+    entry = used(tmp_path, "a")
+    trace = tmp_path / "cache" / "traces" / f"{'0' * 32}.npz"
+    others = [tmp_path / "cache" / name for name in ("data/raw/rows.jsonl", "data/.raw.stage-1/x", "traces/mine.npz", "compiled/mine.py")]
+    for path in (trace, *others):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    listed = {each["path"] for each in cache(tmp_path, "list")["entries"]}
+    assert listed == {entry.path, str(trace.parent)}
+    assert set(removed(cache(tmp_path, "clean"))) == listed
+    assert not trace.exists()
+    assert [path.read_text() for path in others] == ["mine"] * len(others)
+
+
+def test_compiled_kernels_of_a_live_run_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in the default cache directory, also those of a run that keeps its data elsewhere."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    kernel = tmp_path / "user" / "fsdp-tune" / "compiled" / "kernel.py"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text("")
+    rows = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"{n} ", "completion": str(n)} for n in range(9)])
+    run = tmp_path / "run"
+    run.mkdir()
+    compiled = Recipe.model_validate(recipe_for(tmp_path, rows).model_dump(by_alias=True) | {"kernels": {"compile": True}})
+    prepare(compiled, ByteEncoder(), run=run)
+    with owned(run / "run.lock"):
+        done = CliRunner().invoke(app, ["cache", "clean", "--json"])
+        assert [entry["reason"] for entry in json.loads(done.stdout)["kept"]] == [f"in use by run {run}"]
+    done = CliRunner().invoke(app, ["cache", "clean", "--json"])
+    assert removed(json.loads(done.stdout)) == [str(kernel.parent)]
+    assert not list(kernel.parent.parent.iterdir())

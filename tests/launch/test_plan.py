@@ -19,6 +19,7 @@ from fsdp_tune.recipe.loader import parse_recipe
 from fsdp_tune.recipe.resolve import Machine, resolve
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import RunDir
+from fsdp_tune.worker import rank
 
 BASE = """
 model: {from_config: {model_type: llama, hidden_size: 64}, tokenizer: "builtin:words"}
@@ -161,6 +162,26 @@ def test_variables_of_the_recipe_reach_the_ranks(tmp_path: Path) -> None:
     made = plan(tmp_path, "launch.env={NCCL_SOCKET_IFNAME: ib0}")
     assert made.env["NCCL_SOCKET_IFNAME"] == "ib0"
     assert made.to_json()["environment"]["NCCL_SOCKET_IFNAME"] == "ib0"
+
+
+def test_variable_that_the_launch_or_a_rank_sets_is_refused_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch's value would win, and the recipe's would be ignored."""
+    of_rank: dict[str, str] = {}
+    settings = plan(tmp_path, "kernels.compile=true").settings
+    with monkeypatch.context() as patched:
+        patched.setattr(rank.os, "environ", of_rank)
+        rank.set_environment(resolved(tmp_path, "kernels.compile=true"), RunDir(tmp_path / "run"))
+    for name in {*settings, *of_rank}:
+        with pytest.raises(FsdpTuneError) as caught:
+            resolved(tmp_path, f"launch.env={{{name}: x}}")
+        assert [problem.code for problem in caught.value.problems] == ["bad-variable"], name
+
+
+def test_compiled_kernels_are_not_read_from_a_directory_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """inductor unpickles what it finds there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    settings = plan(tmp_path, "kernels.compile=true", f"data.cache_dir={tmp_path / 'of the recipe'}").settings
+    assert settings["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "user" / "fsdp-tune" / "compiled")
 
 
 @pytest.mark.parametrize(("asked", "set_to"), [("true", "true"), ("false", "false")])

@@ -39,7 +39,7 @@ def test_variable_that_may_load_code_needs_the_command_line(name: str) -> None:
     [
         *("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_CALIBRATE", "NCCL_TOPO_FILE", "GLOO_SOCKET_IFNAME"),
         *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "OMP_PROC_BIND", "KMP_AFFINITY"),
-        *("MKL_NUM_THREADS", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "PYTORCH_ALLOC_CONF", "WANDB_PROJECT", "FI_PROVIDER", "TZ"),
+        *("MKL_NUM_THREADS", "HF_HUB_OFFLINE", "PYTORCH_ALLOC_CONF", "WANDB_PROJECT", "FI_PROVIDER", "TZ"),
     ],
 )
 def test_plain_setting_needs_nothing_but_the_recipe(name: str) -> None:
