@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+import textwrap
 import traceback
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,10 @@ from fsdp_tune.launch.stop_signals import heeded
 if TYPE_CHECKING:
     from fsdp_tune.cli.progress import Bar
     from fsdp_tune.cli.screen_log import ScreenLog
+
+
+LEAST_LAST_COLUMN = 20
+"""Characters. A table whose last column would be narrower is wider than the terminal, which then breaks its lines."""
 
 
 def printable(text: str) -> str:
@@ -139,13 +144,19 @@ class Screen:
                     self.warn(line)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """A table under its title; columns are padded by hand, so that a pipe gets the same words as a terminal."""
+        """Print a table under its title. On a terminal the last column is wrapped to fit; a pipe gets one line for each row."""
         cells = [[printable(str(cell)) for cell in row] for row in rows]
         widths = [max(len(line[index]) for line in [list(columns), *cells]) for index in range(len(columns))]
         if title:
             self.say(title)
+        indent = 2 + sum(width + 2 for width in widths[:-1])
+        if self.talk.isatty():
+            widths[-1] = min(widths[-1], max(self._width() - indent, LEAST_LAST_COLUMN))
         for line in [list(columns), ["─" * width for width in widths], *cells]:
-            self.say("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+            first, *rest = textwrap.wrap(line[-1], widths[-1]) if len(line[-1]) > widths[-1] else [line[-1]]
+            self.say("  " + "  ".join(cell.ljust(width) for cell, width in zip([*line[:-1], first], widths, strict=True)).rstrip())
+            for part in rest:
+                self.say(" " * indent + part)
 
     def document(self, value: dict[str, Any]) -> None:
         """Sets the command's JSON document. A later failure adds its `errors` to it."""

@@ -92,11 +92,12 @@ def _losses(lines: Sequence[Line], name: str) -> str:
 
     def shown(line: Line) -> str:
         value = line[name]
-        return f"{value:.4f} (step {line['step']})" if isinstance(value, int | float) else f"{value} (step {line['step']})"
+        return f"{value:.4f}" if isinstance(value, int | float) else str(value)
 
     numbers = [line for line in lines if isinstance(line[name], int | float)]
-    best = f", best {shown(min(numbers, key=lambda line: float(line[name])))}" if numbers else ""
-    return f"first {shown(lines[0])}, last {shown(lines[-1])}{best}"
+    best = min(numbers, key=lambda line: float(line[name]), default=None)
+    at_best = f", best {shown(best)} (step {best['step']})" if best is not None else ""
+    return f"first {shown(lines[0])}, last {shown(lines[-1])}{at_best}"
 
 
 def _memory(steps: Sequence[Line]) -> str:
@@ -114,8 +115,8 @@ def _sizes(run: RunDir) -> str:
         return ""
     parts = [f"{len(checkpoints)} checkpoint{'' if len(checkpoints) == 1 else 's'} {format_bytes(sum(map(_bytes_below, checkpoints)))}"]
     if run.merged.is_dir():
-        parts.append(f"merged model {format_bytes(_bytes_below(run.merged))}")
-    return f"{format_bytes(_bytes_below(run.path))}, of which {', '.join(parts)}"
+        parts.append(f"merged {format_bytes(_bytes_below(run.merged))}")
+    return f"{format_bytes(_bytes_below(run.path))} ({', '.join(parts)})"
 
 
 def _bytes_below(root: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,10 +23,12 @@ from fsdp_tune.cli.options import (
     chosen_recipe,
 )
 from fsdp_tune.cli.output import Screen, command, stopping_cleanly
+from fsdp_tune.errors import usage_error
 
 if TYPE_CHECKING:
     from fsdp_tune.launch.accelerate import LaunchPlan
     from fsdp_tune.recipe.resolve import Resolution
+    from fsdp_tune.recipe.schema import Recipe
 
 
 def _start_of(resume: str | None) -> str | None:
@@ -57,6 +60,8 @@ MachineRankOption = Annotated[
 IgnorePlanOption = Annotated[
     bool, typer.Option("--ignore-plan", help="Start also what the planner says cannot fit on this machine's GPUs.")
 ]
+FullOption = Annotated[bool, typer.Option("--full", help="With --dry-run: print every key, not only those that differ from the defaults.")]
+VerboseOption = Annotated[bool, typer.Option("--verbose", help="Print every value and kernel that was chosen, with the reason.")]
 ProfileOption = Annotated[
     str | None,
     typer.Option(
@@ -77,6 +82,7 @@ def train(
     resume: ResumeOption = None,
     overwrite: OverwriteOption = False,
     dry_run: DryRunOption = False,
+    full: FullOption = False,
     no_start: NoStartOption = False,
     machine_rank: MachineRankOption = None,
     trust_remote_code: TrustOption = False,
@@ -84,6 +90,7 @@ def train(
     ignore_plan: IgnorePlanOption = False,
     verify_data: VerifyDataOption = False,
     profile: ProfileOption = None,
+    verbose: VerboseOption = False,
     json_output: JsonOption = False,
 ) -> None:
     """Fine-tune a model as a recipe says, and merge the result into an ordinary model directory.
@@ -98,39 +105,41 @@ def train(
         fsdp-tune train llama7b_full_shard --dry-run
     """
     with command(json_output) as screen, stopping_cleanly():
-        from fsdp_tune.launch.accelerate import launch_plan, machine_rank_of
+        from fsdp_tune.launch.accelerate import machine_rank_of
         from fsdp_tune.launch.profiled import parse_profile
-        from fsdp_tune.run_dir import RunDir
 
+        if full and not dry_run:
+            raise usage_error("usage", "`--full` belongs to `--dry-run`", hint="add `--dry-run`, or leave out `--full`")
         profiled = parse_profile(profile) if profile is not None else None
         starts_here = not (dry_run or no_start)
         chosen, allowed = chosen_recipe(recipe, config), Allowed(trust_remote_code, allow_env or ())
         asked = asked_recipe(screen, chosen, overrides, name=name, starts_here=starts_here, needs_trackers=True, allowed=allowed)
         loaded, resolution = asked.loaded, asked.resolution
         screen.notices(resolution.notices)
-        run = RunDir(Path(resolution.recipe.output_dir))
         rank = machine_rank_of(resolution.recipe, machine_rank, os.environ) if starts_here else machine_rank or 0
-        plan = launch_plan(
-            resolution.recipe,
-            run,
-            machine_rank=rank,
-            extra=context.meta.get("launcher_arguments", ()),
-            unknown_address=None if starts_here else "FIRST_MACHINE",
-        )
+        plan = _launch_plan(resolution.recipe, rank, context.meta.get("launcher_arguments", ()), starts_here=starts_here)
         if dry_run:
-            _dry_run(screen, resolution, plan, resume, overwrite=overwrite)
+            _dry_run(screen, resolution, plan, resume, overwrite=overwrite, full=full)
             return
         from fsdp_tune.cli.train_job import Job
 
-        job = Job(screen, loaded, resolution, plan, ignore_plan=ignore_plan, verify_data=verify_data, profile=profiled)
+        job = Job(screen, loaded, resolution, plan, ignore_plan=ignore_plan, verify_data=verify_data, profile=profiled, verbose=verbose)
         if rank > 0:
             job.follow()
         else:
             job.lead(resume, overwrite=overwrite, no_start=no_start)
 
 
-def _dry_run(screen: Screen, resolution: Resolution, plan: LaunchPlan, resume: str | None, *, overwrite: bool) -> None:
+def _launch_plan(recipe: Recipe, rank: int, extra: Sequence[str], *, starts_here: bool) -> LaunchPlan:
+    from fsdp_tune.launch.accelerate import launch_plan
+    from fsdp_tune.run_dir import RunDir
+
+    unknown_address = None if starts_here else "FIRST_MACHINE"
+    return launch_plan(recipe, RunDir(Path(recipe.output_dir)), machine_rank=rank, extra=extra, unknown_address=unknown_address)
+
+
+def _dry_run(screen: Screen, resolution: Resolution, plan: LaunchPlan, resume: str | None, *, overwrite: bool, full: bool) -> None:
     from fsdp_tune.cli.train_view import show_dry_run
     from fsdp_tune.launch.resume import decide
 
-    show_dry_run(screen, resolution, plan, decide(plan.run, resolution.recipe, resume, overwrite=overwrite, digests=False))
+    show_dry_run(screen, resolution, plan, decide(plan.run, resolution.recipe, resume, overwrite=overwrite, digests=False), full=full)

@@ -40,6 +40,8 @@ class Job:
     verify_data: bool = False
     """Hashes every data file instead of trusting sizes and times."""
     profile: ProfiledSteps | None = None
+    verbose: bool = False
+    """Prints each value and kernel that was chosen, with the reason."""
 
     @property
     def recipe(self) -> Recipe:
@@ -107,7 +109,7 @@ class Job:
         from fsdp_tune.cli.checks import model_facts
         from fsdp_tune.cli.plan_auto import in_words
         from fsdp_tune.cli.train_plan import plan_of, predicted_line, refuse_what_cannot_fit
-        from fsdp_tune.cli.train_view import data_lines, kernels_line, model_line
+        from fsdp_tune.cli.train_view import data_lines, kernels_line, model_line, show_decided
         from fsdp_tune.data.prepare import prepare
         from fsdp_tune.data.token_batches import filling_lines
         from fsdp_tune.launch.children import threads
@@ -143,6 +145,8 @@ class Job:
         refuse_beyond_end(start, total_steps(recipe, data.train_rows))
         refuse_what_cannot_fit(predicted, ignore_plan=self.ignore_plan)
         planned = [*(f"{key}: {what}" for key, what in in_words(decided).items()), *([predicted_line(predicted)] if predicted else [])]
+        if self.verbose:
+            show_decided(screen, replace(self.resolution, recipe=decided.recipe), model.facts)
         for line in (
             model_line(model.facts),
             kernels_line(model.facts),

@@ -11,23 +11,30 @@ from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.progress import Bar
 from fsdp_tune.launch.accelerate import LaunchPlan
 from fsdp_tune.launch.resume import Start
+from fsdp_tune.recipe.not_yet import value_of
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.secrets import masked
 from fsdp_tune.units import format_bytes, format_seconds
 
 SHOWN_PHASE_SECONDS = 0.1
+_KERNEL_NAMES = {"model.attn_implementation": "attention"}
+"""Keys that the kernels line does not name by their last word."""
 
 
-def show_dry_run(screen: Screen, resolution: Resolution, plan: LaunchPlan, start: Start) -> None:
-    """The resolved recipe, why each open key has its value, where the run begins, the exact command and the environment."""
+def show_dry_run(screen: Screen, resolution: Resolution, plan: LaunchPlan, start: Start, *, full: bool) -> None:
+    """Print the resolved recipe, the reason for each resolved key, the first step, the environment and the command.
+
+    Without `full` only the keys that differ from their defaults are printed. The JSON document always has the complete recipe.
+    """
     recipe = resolution.recipe.model_dump(mode="json", by_alias=True)
     launch = plan.to_json()
     screen.notices(start.notices)
     begins = {"step": start.step, "checkpoint": str(start.checkpoint.path) if start.checkpoint else None}
     changes = [change.as_dict() for change in start.trajectory_changes]
     screen.document({"recipe": recipe, "reasons": resolution.reasons, "begins": begins, "changes": changes, **launch})
-    screen.say("# the recipe as resolved")
-    screen.say(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=140).rstrip())
+    screen.say("# the resolved recipe" + ("" if full else ": keys that differ from their defaults (`--full` prints all keys)"))
+    shown = recipe if full else resolution.recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    screen.say(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=140).rstrip())
     screen.say("\n# why")
     for key, reason in sorted(resolution.reasons.items()):
         screen.say(f"#   {key}: {reason}")
@@ -51,9 +58,23 @@ def model_line(facts: dict[str, Any]) -> str:
 
 
 def kernels_line(facts: dict[str, Any]) -> str:
-    """Which kernels the model runs on, each with the reason why."""
+    """Return the chosen kernels in one line; those that are off are left out."""
     chosen: dict[str, dict[str, str]] = facts["kernels"]
-    return "kernels: " + "; ".join(f"{key.split('.')[-1]} {choice['value']} ({choice['reason']})" for key, choice in chosen.items())
+    values = {_KERNEL_NAMES.get(key, key.split(".")[-1]): each["value"] for key, each in chosen.items()}
+    return "kernels: " + ", ".join(name if value == "true" else f"{name} {value}" for name, value in values.items() if value != "false")
+
+
+def show_decided(screen: Screen, resolution: Resolution, facts: dict[str, Any]) -> None:
+    """Print each key that the recipe leaves unset, and each kernel, with the chosen value and the reason."""
+    rows = [(key, _word(value_of(resolution.recipe, key)), reason) for key, reason in resolution.reasons.items() if "[" not in key]
+    kernels: dict[str, dict[str, str]] = facts.get("kernels", {})
+    rows += [(key, choice["value"], choice["reason"]) for key, choice in kernels.items()]
+    screen.table("decided for you", ["key", "value", "because"], rows)
+
+
+def _word(value: object) -> str:
+    """Format a value as YAML does."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def data_lines(report: dict[str, Any], *, reused: bool) -> list[str]:

@@ -151,13 +151,10 @@ def _document(loaded: LoadedRecipe, resolution: Resolution, checked: _Checked) -
 
 
 def _show(screen: Screen, loaded: LoadedRecipe, resolution: Resolution, checked: _Checked) -> None:
-    from fsdp_tune.recipe.not_yet import value_of
+    from fsdp_tune.cli.train_view import show_decided
     from fsdp_tune.recipe.world import batch_arithmetic
 
-    rows = [(key, _value(value_of, resolution, key), reason) for key, reason in resolution.reasons.items() if "[" not in key]
-    kernels: dict[str, dict[str, str]] = checked.model.get("kernels", {})
-    rows += [(key, choice["value"], choice["reason"]) for key, choice in kernels.items()]
-    screen.table("decided for you", ["key", "value", "because"], rows)
+    show_decided(screen, resolution, checked.model)
     if checked.model:
         layers = f"{checked.model['layers']} layers ({', '.join(checked.model['layer_classes'])})"
         screen.say(f"model: {checked.model['parameters']:,} parameters, {layers}, {len(checked.model['units'])} FSDP units")
@@ -168,8 +165,3 @@ def _show(screen: Screen, loaded: LoadedRecipe, resolution: Resolution, checked:
     for line in checked.unchecked:
         screen.say(f"not checked: {line}")
     screen.say(f"{loaded.path} is valid")
-
-
-def _value(value_of: Any, resolution: Resolution, key: str) -> str:
-    value = value_of(resolution.recipe, key)
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -139,22 +139,8 @@ def small_recipe(recipe: Recipe, config: Mapping[str, Any], folder: Path, *, ran
         "max_runtime": None,
         "hang_timeout": "3m",
     }
-    small.document = _written(document, Recipe().model_dump(mode="json", by_alias=True))
+    small.document = Recipe.model_validate(document).model_dump(mode="json", by_alias=True, exclude_defaults=True)
     return small
-
-
-def _written(document: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the keys that are at their default, which a person would not write either."""
-    kept: dict[str, Any] = {}
-    for name, value in document.items():
-        if isinstance(value, dict) and isinstance(defaults.get(name), dict) and name != "config_overrides":
-            value = _written(cast("dict[str, Any]", value), defaults[name])
-            if not value:
-                continue
-        elif name in defaults and value == defaults[name]:
-            continue
-        kept[name] = value
-    return kept
 
 
 def _model(small: Small, recipe: Recipe, config: Mapping[str, Any], reach: Reach) -> None:

@@ -13,7 +13,9 @@ import pytest
 
 from fsdp_tune.cli import progress
 from fsdp_tune.cli.output import Screen
-from fsdp_tune.cli.train_view import StepView, data_lines, kernels_line
+from fsdp_tune.cli.train_view import StepView, data_lines, kernels_line, show_decided
+from fsdp_tune.recipe.resolve import Resolution
+from tests.plan.recipes import resolved
 
 STEP = {"step": 20, "loss": 2.5, "grad_norm": 1.25, "learning_rate": 1e-4, "tokens_per_second_per_device": 1234.5, "peak_host_gib": 0.5}
 
@@ -126,13 +128,36 @@ def test_the_time_left_of_a_resumed_run_counts_the_steps_of_this_start(capsys: p
     capsys.readouterr()
 
 
-def test_every_kernel_is_told_with_its_reason() -> None:
-    kernels = {
+KERNELS = {
+    "kernels": {
         "model.attn_implementation": {"value": "sdpa", "reason": "flash-attn is not installed"},
-        "kernels.loss": {"value": "full", "reason": "the recipe says so"},
+        "kernels.loss": {"value": "chunked", "reason": "the logits are larger than one slice"},
+        "kernels.liger": {"value": "false", "reason": "Liger is for GPUs"},
+        "kernels.compile": {"value": "true", "reason": "the recipe requests it"},
     }
-    line = kernels_line({"kernels": kernels})
-    assert line == "kernels: attn_implementation sdpa (flash-attn is not installed); loss full (the recipe says so)"
+}
+
+
+def test_the_line_of_kernels_names_what_was_chosen() -> None:
+    assert kernels_line(KERNELS) == "kernels: attention sdpa, loss chunked, compile"
+
+
+def test_every_choice_is_shown_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    show_decided(Screen(json_output=False), Resolution(resolved(), {"fsdp.reshard_after_forward": "FULL_SHARD"}, ()), KERNELS)
+    shown = capsys.readouterr().out
+    assert re.search(r"kernels.liger +false +Liger is for GPUs", shown)
+    assert re.search(r"fsdp.reshard_after_forward +true +FULL_SHARD", shown)
+
+
+def test_the_last_column_of_a_table_is_wrapped_to_the_terminal() -> None:
+    program = (
+        "from fsdp_tune.cli.output import command\n"
+        "with command(False) as screen: screen.table('t', ['key', 'because'], [['a.key', 'words ' * 30], ['b', 'short']])"
+    )
+    lines = shown_on_a_terminal(program, 60).replace("\r", "").splitlines()
+    assert max(map(len, lines)) <= 60
+    assert " ".join(lines).split().count("words") == 30
+    assert lines[4].startswith("         words")
 
 
 def test_the_account_of_the_data_is_a_line_a_set_the_training_set_first() -> None:

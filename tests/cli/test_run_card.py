@@ -49,8 +49,8 @@ def test_the_card_has_losses_tokens_time_and_memory_against_the_plan(tmp_path: P
     assert shown[:6] == [
         "  time          1m15s since the ranks started, 40.0s in the run's 30 steps",
         "  tokens        3,000",
-        "  loss          first 3.0000 (step 10), last nan (step 30), best 1.5000 (step 20)",
-        "  eval loss     first 3.5000 (step 10), last 2.5000 (step 30), best 2.5000 (step 30)",
+        "  loss          first 3.0000, last nan, best 1.5000 (step 20)",
+        "  eval loss     first 3.5000, last 2.5000, best 2.5000 (step 30)",
         "  peak memory   13.00 GiB of GPU memory reserved on rank 0",
         "  plan          peak_reserved_gib: 10 GiB predicted, 12.5 measured (-20.0%)",
     ]
@@ -62,7 +62,7 @@ def test_sizes_are_those_of_the_checkpoints_and_the_merged_model(tmp_path: Path)
     for folder, size in ((run.checkpoint(1), 1 << 20), (run.checkpoint(2), 1 << 20), (run.merged, 512 << 10)):
         folder.mkdir()
         (folder / "weights").write_bytes(bytes(size))
-    assert card(run, {}, []) == ["  size on disk  2.50 MiB, of which 2 checkpoints 2.00 MiB, merged model 512.00 KiB"]
+    assert card(run, {}, []) == ["  size on disk  2.50 MiB (2 checkpoints 2.00 MiB, merged 512.00 KiB)"]
 
 
 def test_a_run_directory_that_disappeared_leaves_a_card_without_sizes(tmp_path: Path) -> None:

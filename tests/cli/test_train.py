@@ -12,9 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fsdp_tune.manifest import read_manifest
 from fsdp_tune.recipe.catalogue import catalogue
+from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import RunDir
 from tests.cli.conftest import Cli, document
 
@@ -44,10 +46,22 @@ def test_every_recipe_of_the_catalogue_can_be_looked_at_anywhere(cli: Cli, tmp_p
 def test_a_dry_run_prints_recipe_command_and_environment(cli: Cli, tmp_path: Path) -> None:
     done = cli("train", *SHORT, "--dry-run", RANK="7")
     assert done.returncode == 0
-    assert "max_steps: 6" in done.stdout
+    recipe = done.stdout[: done.stdout.index("# why")]
+    assert "max_steps: 6" in recipe
+    assert "sync_each_batch" not in recipe, "a key at its default"
+    assert "hang_timeout" not in recipe
+    assert "null" not in recipe, "a key of a source at its default"
+    resolved = document(cli("train", *SHORT, "--dry-run", "--json"))["recipe"]
+    assert Recipe.model_validate(yaml.safe_load(recipe)) == Recipe.model_validate(resolved)
     assert f"-m accelerate.commands.launch --use_fsdp --config_file {tmp_path}/run/accelerate.yaml --num_processes 2" in done.stdout
     assert "FSDP_VERSION=2" in done.stdout
     assert "removed: RANK" in done.stdout
+
+
+def test_a_full_dry_run_prints_every_key(cli: Cli) -> None:
+    shown = cli("train", *SHORT, "--dry-run", "--full").stdout
+    assert {"sync_each_batch:", "mixed_precision:", "hang_timeout:"} <= set(shown.split())
+    assert errors(cli("train", *SHORT, "--full", "--json")) == ["usage"]
 
 
 def test_a_dry_run_answers_as_the_run_would(cli: Cli, tmp_path: Path) -> None:
