@@ -139,6 +139,11 @@ class RunDir:
         return self.path / "tensorboard"
 
     @property
+    def trackers_json(self) -> Path:
+        """The ids of the runs that trackers have of this run."""
+        return self.path / "trackers.json"
+
+    @property
     def model(self) -> Path:
         return self.path / "model"
 

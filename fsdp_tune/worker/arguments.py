@@ -19,6 +19,7 @@ def training_arguments(recipe: Recipe, run: RunDir) -> TrainingArguments:
     fields: dict[str, Any] = {name: value for name, value in recipe.training.model_dump().items() if name not in _OURS}
     fields |= {
         "output_dir": str(run.path),
+        "run_name": recipe.name,
         "use_cpu": recipe.launch.device == "cpu",
         "accelerator_config": {
             "use_configured_state": True,

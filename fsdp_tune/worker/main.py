@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import sys
 import time
 import traceback
@@ -22,6 +23,7 @@ from fsdp_tune.worker import flight
 from fsdp_tune.worker.heartbeat import Heartbeat
 from fsdp_tune.worker.rank import Rank, configure_accelerate, start_process_group
 from fsdp_tune.worker.signals import StoppedEarly, StopWish, end_loader_processes
+from fsdp_tune.worker.tracker_runs import continue_tracker_runs
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
@@ -115,6 +117,8 @@ def _train(
     crew: list[FsdpTrainer],
 ) -> Outcome:
     """`crew` gets the trainer as soon as there is one: when memory runs out, what it holds is counted."""
+    if rank.is_first:
+        continue_tracker_runs(run, recipe.training.report_to, os.environ, say)
     device_type = start_process_group(recipe, rank)
     heartbeat.beat("importing")
     from fsdp_tune.worker.progress import Progress

@@ -45,6 +45,7 @@ from fsdp_tune.worker.rotation import remove_leftovers
 from fsdp_tune.worker.shares import StepShares
 from fsdp_tune.worker.signals import StopWish
 from fsdp_tune.worker.state import Live
+from fsdp_tune.worker.tracker_runs import keep_id
 from fsdp_tune.worker.trainer import FsdpTrainer, Parts
 from fsdp_tune.worker.witness import Witness
 
@@ -93,9 +94,7 @@ def build_trainer(
     trainer.lines.shares = shares.take
     for each in (callback, witness, *compiling, *profiling):
         each.trainer = trainer
-    # A tracker that hangs must be cut off before the supervisor takes the rank for one that hangs.
-    patience_seconds = min(trackers.LIMIT_SECONDS, parse_seconds(recipe.launch.hang_timeout) / 2)
-    trackers.guard_trackers(trainer, _tracker_reporter(trainer, say), patience_seconds)
+    _set_up_trackers(trainer, run, recipe, say)
     trainer.create_optimizer()
     trainer.checkpointer = Checkpointer(
         run=run,
@@ -152,6 +151,13 @@ def _sampler(recipe: Recipe, store: RowStore, rank: Rank) -> MicroBatches:
 def _extra_callbacks(recipe: Recipe) -> list[TrainerCallback]:
     stopping = recipe.training.early_stopping
     return [EarlyStoppingCallback(stopping.patience, stopping.threshold)] if stopping else []
+
+
+def _set_up_trackers(trainer: FsdpTrainer, run: RunDir, recipe: Recipe, say: Callable[[str], None]) -> None:
+    trackers.keep_mlflow_run(trainer, partial(keep_id, run, "mlflow", say=say))
+    # A tracker that hangs must be cut off before the supervisor takes the rank for one that hangs.
+    limit_seconds = min(trackers.LIMIT_SECONDS, parse_seconds(recipe.launch.hang_timeout) / 2)
+    trackers.guard_trackers(trainer, _tracker_reporter(trainer, say), limit_seconds)
 
 
 def _tracker_reporter(trainer: FsdpTrainer, say: Callable[[str], None]) -> Callable[[str], None]:

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.integrations import MLflowCallback
 
 _INTEGRATIONS = "transformers.integrations"
 
@@ -66,6 +67,24 @@ def _passing(event: str) -> Callable[..., Any]:
 
 for _event in [name for name in dir(TrainerCallback) if name.startswith("on_")]:
     setattr(Guarded, _event, _passing(_event))
+
+
+def keep_mlflow_run(trainer: Trainer, keep: Callable[[str], None]) -> None:
+    """Pass the id of the MLflow run to `keep` when `MLflowCallback` has started one; MLflow takes no ids that a client chooses."""
+    for callback in trainer.callback_handler.callbacks:
+        if type(callback) is MLflowCallback:
+            callback.setup = _keeping(callback, keep)
+
+
+def _keeping(callback: MLflowCallback, keep: Callable[[str], None]) -> Callable[..., None]:
+    setup = callback.setup
+
+    def set_up(args: TrainingArguments, state: TrainerState, model: Any) -> None:
+        setup(args, state, model)
+        if state.is_world_process_zero:
+            keep(callback._ml_flow.active_run().info.run_id)
+
+    return set_up
 
 
 def guard_trackers(trainer: Trainer, told: Callable[[str], None], limit_seconds: float) -> None:

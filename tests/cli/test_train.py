@@ -249,3 +249,38 @@ def test_a_run_directory_can_be_started_by_hand(cli: Cli, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert RunDir(tmp_path / "run").checkpoint(6).is_dir()
     assert json.loads(cli("status", "run", "--json").stdout)["state"] == "finished"
+
+
+WANDB = """
+import json, os, types
+AT_IMPORT = [os.environ.get(name) for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_DIR")]
+run = None
+class Config(dict):
+    def update(self, *_, **__): pass
+config = Config()
+def init(**given):
+    global run
+    run = types.SimpleNamespace(_label=lambda **_: None)
+    with open(os.environ["WANDB_DIR"] + "/seen.jsonl", "a") as file:
+        file.write(json.dumps([*AT_IMPORT, given.get("name")]) + "\\n")
+def log(*_, **__): pass
+def finish(): pass
+"""
+
+
+@pytest.mark.slow
+def test_a_resumed_run_continues_its_run_of_wandb(cli: Cli, tmp_path: Path) -> None:
+    package = tmp_path / "packages" / "wandb"
+    (package / "sdk" / "lib").mkdir(parents=True)
+    (package / "__init__.py").write_text(WANDB)
+    (package / "sdk" / "__init__.py").touch()
+    (package / "sdk" / "lib" / "__init__.py").touch()
+    (package / "sdk" / "lib" / "config_util.py").write_text("class ConfigError(Exception): pass\n")
+    for steps, more in ((2, ()), (3, ("--resume", "auto"))):
+        tracked = ("--set", "training.report_to=[wandb]", "--set", "name=smoke")
+        done = cli("train", *smoke(steps), *tracked, *more, PYTHONPATH=str(package.parent))
+        assert done.returncode == 0, done.stderr
+    run = RunDir(tmp_path / "run")
+    kept = json.loads(run.trackers_json.read_text())["wandb"]
+    seen = [json.loads(line) for line in (run.path / "seen.jsonl").read_text().splitlines()]
+    assert seen == [[kept, "allow", str(run.path), "smoke"]] * 2
