@@ -5,19 +5,23 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import signal
+import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdp_tune.run_dir import RunDir
 from tests.chaos import page
-from tests.chaos.draw import MOST_IN_A_ROW, PHASES, Disturbance, draw
-from tests.chaos.invariants import Attempt, judge, leftovers, listening, lost_checkpoints, merged_differences, step_differences
+from tests.chaos.draw import KINDS, MOST_IN_A_ROW, PHASES, Disturbance, Setting, Tally, draw_start
+from tests.chaos.ends import Attempt, judge
+from tests.chaos.invariants import leftovers, listening, lost_checkpoints, merged_differences, step_differences
 from tests.chaos.play import HANG_SECONDS, KEEP, LAST_STEP, Play, Stage, compile_shim, port_of
+from tests.faults.checks import verified_steps
 
-MINUTES_FOR_ALL_PHASES = 30.0
+MINUTES_FOR_ALL = 30.0
+"""A test this long fails if it has not hit every phase and every kind."""
 LEAST_ENDS = 4
 """After so many starts a run must have finished: none after the last disturbance is disturbed."""
 
@@ -29,13 +33,13 @@ class Chaos:
     folder: Path
     dice: random.Random
     machines: int
-    hits: Counter[tuple[str, str]] = field(default_factory=Counter)
-    missed: Counter[str] = field(default_factory=Counter)
-    """Phases that were drawn and did not come, because the run ended before or the process was not there."""
+    tally: Tally = field(default_factory=Tally)
     violations: list[str] = field(default_factory=list)
     attempts: int = 0
     stories: int = 0
     reference: RunDir | None = None
+    lengths: dict[str, float] = field(default_factory=dict)
+    """The shortest time that each phase has taken, in seconds: the machine may become faster at any time."""
 
     def __post_init__(self) -> None:
         self.shim = compile_shim(self.folder)
@@ -43,23 +47,29 @@ class Chaos:
     def undisturbed(self) -> None:
         """Run the reference, which every other run must equal."""
         stage = self._stage("reference")
-        attempt = Play(stage, None, self.dice).run(resume=False)
+        play = Play(stage, (), self.dice, self.lengths)
+        attempt = play.run(resume=False)
         if set(attempt.codes) != {0}:
             raise SystemExit(f"the undisturbed run failed: {attempt.codes}\n{attempt.text}")
         self.reference = stage.run
+        self._note_lengths(play)
 
-    def story(self, disturbances: list[Disturbance] | None = None) -> None:
-        """One run from its start to its end, with up to three disturbances on the way; the given ones or drawn ones."""
+    def _note_lengths(self, play: Play) -> None:
+        """Of phases that came to their end."""
+        for phase, seconds in play.lengths().items():
+            self.lengths[phase] = min(seconds, self.lengths.get(phase, seconds))
+
+    def story(self, planned: list[list[Disturbance]] | None = None) -> None:
+        """One run from its start to its end, of which up to `MOST_IN_A_ROW` starts are disturbed; as planned by start, or as drawn."""
         self.stories += 1
-        planned = list(disturbances) if disturbances is not None else None
         total = self.dice.randint(1, MOST_IN_A_ROW) if planned is None else len(planned)
         stage = self._stage(f"run-{self.stories}")
         before = len(self.violations)
         for number in range(total + LEAST_ENDS):
-            disturbance = None
+            disturbances: list[Disturbance] = []
             if number < total:
-                disturbance = planned[number] if planned is not None else self._drawn()
-            attempt = self._attempt(stage, disturbance, resume=number > 0)
+                disturbances = planned[number] if planned is not None else self._drawn(stage.run)
+            attempt = self._attempt(stage, disturbances, resume=number > 0)
             if set(attempt.codes) == {0}:
                 self._check_finished(stage)
                 break
@@ -71,30 +81,34 @@ class Chaos:
     def _stage(self, name: str) -> Stage:
         folder = self.folder / name / "place"
         folder.mkdir(parents=True)
-        return Stage(folder, self.shim, self.machines, max_restarts=self.dice.choice((0, 0, 2)) if name != "reference" else 0)
+        if name == "reference":
+            return Stage(folder, self.shim, self.machines)
+        return Stage(
+            folder, self.shim, self.machines, max_restarts=self.dice.choice((0, 0, 2)), verify=self.dice.choice(("quick", "quick", "full"))
+        )
 
-    def _drawn(self) -> Disturbance:
-        by_name: Counter[str] = Counter(self.missed)
-        for (kind, phase), count in self.hits.items():
-            by_name[kind] += count
-            by_name[phase] += count
-        return draw(self.dice, by_name, machines=self.machines, hang_seconds=HANG_SECONDS, last_step=LAST_STEP)
+    def _drawn(self, run: RunDir) -> list[Disturbance]:
+        first_step = max(verified_steps(run), default=0) if run.path.is_dir() else 0
+        return draw_start(self.dice, self.tally, Setting(self.machines, HANG_SECONDS, first_step, LAST_STEP))
 
-    def _attempt(self, stage: Stage, disturbance: Disturbance | None, *, resume: bool) -> Attempt:
+    def _attempt(self, stage: Stage, disturbances: list[Disturbance], *, resume: bool) -> Attempt:
         self.attempts += 1
         started = time.monotonic()
-        play = Play(stage, disturbance, self.dice)
+        play = Play(stage, disturbances, self.dice, self.lengths)
         attempt = play.run(resume=resume)
-        if disturbance is not None and play.hit:
-            self.hits[disturbance.kind, disturbance.phase] += 1
-        elif disturbance is not None:
-            self.missed[disturbance.phase] += 1
-        what = "undisturbed" if disturbance is None else str(disturbance) if play.hit else f"{disturbance}: it did not come"
+        self._note_lengths(play)
+        for each in play.done:
+            self.tally.add(each, is_hit=True)
+        for each in play.pending:
+            self.tally.add(each, is_hit=False)
+        what = [*map(str, play.done), *(f"{each}: it did not come" for each in play.pending)]
         target = f" → {attempt.target}" if attempt.target is not None else ""
+        at = f" at step {attempt.situation.step}" if attempt.situation is not None and attempt.situation.step else ""
         how = f"exit {', '.join(map(str, attempt.codes))}" + (f", {attempt.restarts} restarts" if attempt.restarts else "")
         problems = f": {'; '.join(attempt.problems)}" if attempt.problems else ""
-        print(f"{stage.folder.parent.name}: {what}{target}: {how} after {time.monotonic() - started:.0f} s{problems}", flush=True)
-        found = judge(disturbance, attempt, hang_seconds=HANG_SECONDS, has_restarts=stage.max_restarts > 0)
+        story = f"{stage.folder.parent.name}: {'; '.join(what) or 'undisturbed'}{target}{at}"
+        print(f"{story}: {how} after {time.monotonic() - started:.0f} s{problems}", flush=True)
+        found = judge(play.done[-1] if play.done else None, attempt, hang_seconds=HANG_SECONDS, last_step=LAST_STEP)
         if stage.run.path.is_dir():
             found += lost_checkpoints(stage.run, attempt.saved, KEEP)
             found += leftovers(stage.run, is_finished=set(attempt.codes) == {0}, seen=stage.pids)
@@ -118,7 +132,7 @@ class Chaos:
         """Return what was done, in one sentence."""
         machines = "one machine" if self.machines == 1 else f"{self.machines} commands that play machines"
         return (
-            f"{self.stories} runs on {machines}, {self.attempts} starts, {sum(self.hits.values())} disturbances, "
+            f"{self.stories} runs on {machines}, {self.attempts} starts, {self.tally.count()} disturbances, "
             f"{len(self.violations)} violations."
         )
 
@@ -130,25 +144,26 @@ def main() -> int:
     parser.add_argument("--machines", type=int, choices=(1, 2), default=1, help="2: two commands play two machines with one rank each")
     parser.add_argument("--write", action="store_true", help="write the counts into docs/faults.md")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of the clean-up that ends the run in progress
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     chaos = Chaos(folder, random.Random(options.seed), options.machines)
     deadline = time.monotonic() + 60 * options.minutes
     chaos.undisturbed()
     while time.monotonic() < deadline:
         chaos.story()
-    print(f"\nseed {options.seed}: {chaos.summary()}\n\n{page.table(chaos.hits)}\n")
-    never = [phase for phase in PHASES if not any(hit == phase for _, hit in chaos.hits)]
+    print(f"\nseed {options.seed}: {chaos.summary()}\n\n{page.tables(chaos.tally)}\n")
+    never = [phase for phase in PHASES if not chaos.tally.count(phase=phase)] + [kind for kind in KINDS if not chaos.tally.count(kind)]
     if never:
-        print(f"phases that were never hit: {', '.join(never)}")
+        print(f"never hit: {', '.join(never)}")
     if options.write:
         text = page.DOCUMENT.read_text(encoding="utf-8")
         summary = f"Seed {options.seed}, {options.minutes:.0f} minutes: {chaos.summary()}"
-        page.DOCUMENT.write_text(page.with_section(text, page.section(summary, chaos.hits)), encoding="utf-8")
+        page.DOCUMENT.write_text(page.with_part(text, options.machines, summary, chaos.tally), encoding="utf-8")
     if chaos.violations:
         print(f"violations ({folder} has the runs):", *chaos.violations, sep="\n  ")
     else:
         shutil.rmtree(folder)
-    return 1 if chaos.violations or (never and options.minutes >= MINUTES_FOR_ALL_PHASES) else 0
+    return 1 if chaos.violations or (never and options.minutes >= MINUTES_FOR_ALL) else 0
 
 
 if __name__ == "__main__":

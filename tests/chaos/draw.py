@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 PHASES = (
     *("preparing", "launching", "importing", "loading the model", "reading back", "probing a save"),
@@ -17,13 +18,24 @@ SLOW_DISK, FULL_DISK, READ_ONLY_DISK = "slow disk", "full disk", "read-only disk
 CLOCK = "clock"
 DISKS = (SLOW_DISK, FULL_DISK, READ_ONLY_DISK)
 KINDS = (KILL, SHORT_STOP, LONG_STOP, *SIGNALS, *DISKS, CLOCK)
+HARMLESS = (SHORT_STOP, SLOW_DISK, CLOCK)
+"""Kinds that must not end a run, so that others may follow in the same start of it."""
 COMMAND, AGENT, RANK, LOADER, CHILD = "command", "agent", "rank", "loader", "child"
 """Processes of a run. A child is any other process that a command has started: it inspects the model, or checks the merged one."""
+TARGETS = (COMMAND, AGENT, RANK, LOADER, CHILD)
 
-_BY_COMMAND = {"preparing": (COMMAND, CHILD), "merging": (COMMAND, CHILD)}
+_OF_COMMAND = ("preparing", "merging")
+"""Phases of the command alone and its children."""
 _EARLY = ("launching", "importing", "loading the model", "reading back")
 """Phases without processes of a data loader."""
-MOST_IN_A_ROW = 3
+_AT_STEPS = ("training", "saving", "evaluating")
+_LONG = ("preparing", "launching", "importing", "merging")
+"""Phases of seconds; in a shorter one, a disturbance comes as soon as the phase is seen."""
+MOST_IN_A_ROW = 4
+"""Starts of a run that are disturbed."""
+MOST_BEFORE = 2
+"""Harmless disturbances of a start, in addition to the one that may end it."""
+LONGEST_DELAY = 0.6
 
 
 @dataclass(frozen=True)
@@ -37,34 +49,97 @@ class Disturbance:
     """Not before this step."""
     seconds: float = 0.0
     """How long a stop or a bad disk lasts; for a clock, how far it jumps."""
+    delay: float = 0.0
+    """How long after the start of the phase, as a share of the shortest time that the phase has taken."""
 
     def __str__(self) -> str:
         where = f"machine {self.machine}" if self.kind in (*DISKS, CLOCK) else f"{self.target} of machine {self.machine}"
         how = f" {self.seconds:+.0f} s" if self.kind == CLOCK else f" {self.seconds:.1f} s" if self.seconds else ""
-        return f"{self.kind}{how}, {where}, {self.phase}" + (f" from step {self.step}" if self.step else "")
+        when = f" from step {self.step}" if self.step else f" after {100 * self.delay:.0f}%" if self.delay else ""
+        return f"{self.kind}{how}, {where}, {self.phase}{when}"
 
 
-def draw(dice: random.Random, hits: Counter[str], *, machines: int, hang_seconds: float, last_step: int) -> Disturbance:
-    """Draw one disturbance. Phases and kinds that were hit less often are more likely; `hits` counts both by name."""
-    phase = _rare(dice, PHASES, hits)
-    kind = _rare(dice, KINDS, hits)
-    step = dice.randrange(1, last_step) if phase in ("training", "saving", "evaluating") else 0
+@dataclass
+class Tally:
+    """What was drawn so far."""
+
+    hits: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """By kind, phase and target."""
+    missed: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """Disturbances that were drawn and did not come, because the run ended before or the process was not there."""
+
+    def add(self, disturbance: Disturbance, *, is_hit: bool) -> None:
+        counter = self.hits if is_hit else self.missed
+        counter[disturbance.kind, disturbance.phase, disturbance.target] += 1
+
+    def count(self, kind: str | None = None, phase: str | None = None, target: str | None = None) -> int:
+        """Return the hits of a kind, a phase, a target, or a combination of them."""
+        return _sum(self.hits, kind, phase, target)
+
+    def drawn(self, kind: str | None = None, phase: str | None = None, target: str | None = None) -> float:
+        """Return `count`, with each miss as half a hit: what never comes must not be drawn for ever."""
+        return self.count(kind, phase, target) + _sum(self.missed, kind, phase, target) / 2
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all disturbances of a start."""
+
+    machines: int
+    hang_seconds: float
+    first_step: int
+    """Where the run continues."""
+    last_step: int
+
+
+def draw_start(dice: random.Random, tally: Tally, setting: Setting) -> list[Disturbance]:
+    """Draw the disturbances of one start: a main one, and harmless ones in other phases, which come before it if it is harmful."""
+    main = draw(dice, tally, setting)
+    phases = PHASES[: PHASES.index(main.phase)] if main.kind not in HARMLESS else [each for each in PHASES if each != main.phase]
+    found = [main]
+    for _ in range(dice.randint(0, MOST_BEFORE)):
+        if phases:
+            found.append(draw(dice, tally, setting, phases=phases, kinds=HARMLESS))
+            phases = [each for each in phases if each != found[-1].phase]
+    return found
+
+
+def draw(
+    dice: random.Random, tally: Tally, setting: Setting, *, phases: Sequence[str] = PHASES, kinds: Sequence[str] = KINDS
+) -> Disturbance:
+    """Draw one disturbance: of the rarest phases one, then of the kinds that are rarest in it the rarest, then the rarest target."""
+    machines, hang_seconds, first_step, last_step = setting.machines, setting.hang_seconds, setting.first_step, setting.last_step
+    phase = _rarest(dice, phases, lambda each: (tally.drawn(phase=each),))
+    kind = _rarest(dice, kinds, lambda each: (tally.drawn(each, phase), tally.drawn(each)))
+    step = dice.randrange(first_step + 1, last_step) if phase in _AT_STEPS and first_step + 1 < last_step else 0
+    delay = dice.uniform(0.0, LONGEST_DELAY) if phase in _LONG else 0.0
     machine = 0 if phase == "merging" else dice.randrange(machines)
     if kind in DISKS:
-        seconds = 2 * hang_seconds if kind == SLOW_DISK else dice.uniform(1.0, hang_seconds / 2)
-        return Disturbance(kind, phase, "", machine, step, seconds)
+        seconds = dice.uniform(0.5, 1.5) * hang_seconds if kind == SLOW_DISK else dice.uniform(1.0, hang_seconds / 2)
+        return Disturbance(kind, phase, "", machine, step, seconds, delay)
     if kind == CLOCK:
-        return Disturbance(kind, phase, "", machine, step, dice.choice((-1, 1)) * dice.choice((90, 3600, 86400)))
-    target = dice.choice(_targets(phase))
-    seconds = {SHORT_STOP: dice.uniform(0.5, hang_seconds / 2), LONG_STOP: hang_seconds + 20.0}.get(kind, 0.0)
-    return Disturbance(kind, phase, target, machine, step, seconds)
+        return Disturbance(kind, phase, "", machine, step, dice.choice((-1, 1)) * dice.choice((90, 3600, 86400)), delay)
+    target = _rarest(dice, _targets(phase, machine), lambda each: (tally.drawn(kind, phase, each), tally.drawn(target=each)))
+    seconds = {SHORT_STOP: dice.uniform(0.5, hang_seconds / 2), LONG_STOP: _long(target, hang_seconds)}.get(kind, 0.0)
+    return Disturbance(kind, phase, target, machine, step, seconds, delay)
 
 
-def _targets(phase: str) -> tuple[str, ...]:
-    if phase in _BY_COMMAND:
-        return _BY_COMMAND[phase]
+def _long(target: str, hang_seconds: float) -> float:
+    """A rank's stop ends with the run, which must report it first. Other processes continue after theirs."""
+    return 4 * hang_seconds if target in (RANK, LOADER) else 1.5 * hang_seconds
+
+
+def _targets(phase: str, machine: int) -> tuple[str, ...]:
+    if phase in _OF_COMMAND:
+        return (COMMAND, CHILD) if machine == 0 else (COMMAND,)  # only the first machine inspects and merges
     return (COMMAND, AGENT, RANK) if phase in _EARLY else (COMMAND, AGENT, RANK, LOADER)
 
 
-def _rare(dice: random.Random, names: tuple[str, ...], hits: Counter[str]) -> str:
-    return dice.choices(names, [1 / (1 + hits[name]) ** 2 for name in names])[0]
+def _rarest(dice: random.Random, names: Sequence[str], count: Callable[[str], tuple[float, ...]]) -> str:
+    counts = {name: count(name) for name in names}
+    least = min(counts.values())
+    return dice.choice([name for name in names if counts[name] == least])
+
+
+def _sum(counter: Counter[tuple[str, str, str]], *wanted: str | None) -> int:
+    return sum(number for key, number in counter.items() if all(want in (None, have) for want, have in zip(wanted, key, strict=True)))

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from pathlib import Path
 
-from tests.chaos.draw import KINDS, PHASES
+from tests.chaos.draw import KINDS, PHASES, TARGETS, Tally
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 START, END = "<!-- chaos: written by scripts/test-chaos --write -->", "<!-- end of chaos -->"
 
 
-def table(hits: Counter[tuple[str, str]]) -> str:
-    """Return the hits by kind and phase as a Markdown table with sums. `hits` counts (kind, phase)."""
+def tables(tally: Tally) -> str:
+    """Return the hits by kind and phase as a Markdown table with sums, and a sentence with those of each kind of process."""
     lines = [f"| | {' | '.join(PHASES)} | all |", f"|---{'|---' * (len(PHASES) + 1)}|"]
     for kind in KINDS:
-        counts = [hits[kind, phase] for phase in PHASES]
+        counts = [tally.count(kind, phase) for phase in PHASES]
         lines.append(f"| {kind} | {' | '.join(str(count or '') for count in counts)} | {sum(counts)} |")
-    totals = [sum(hits[kind, phase] for kind in KINDS) for phase in PHASES]
+    totals = [tally.count(phase=phase) for phase in PHASES]
     lines.append(f"| all | {' | '.join(map(str, totals))} | {sum(totals)} |")
-    return "\n".join(lines)
+    targets = ", ".join(f"{target} {tally.count(target=target)}" for target in TARGETS)
+    return "\n".join([*lines, "", f"Processes that were killed, stopped or signalled: {targets}."])
 
 
 def section_of(page: str) -> str:
@@ -34,8 +35,22 @@ def with_section(page: str, section: str) -> str:
     return f"{rest}\n{section}" if section else rest
 
 
-def section(summary: str, hits: Counter[tuple[str, str]]) -> str:
-    return f"{START}\n\n## Chaos\n\n{_ABOUT}\n{summary}\n\n{table(hits)}\n\n{END}\n"
+def with_part(page: str, machines: int, summary: str, tally: Tally) -> str:
+    """Return the page with the counts for that many machines; the section keeps those for the other number."""
+    parts = _parts(section_of(page)) | {machines: f"{summary}\n\n{tables(tally)}"}
+    texts = [f"### {_title(number)}\n\n{parts[number]}\n" for number in sorted(parts)]
+    return with_section(page, "\n".join([f"{START}\n\n## Chaos\n\n{_ABOUT}", *texts, f"{END}\n"]))
+
+
+def _parts(section: str) -> dict[int, str]:
+    """Return the text below each heading of a section, by the number of machines."""
+    number = {_title(each): each for each in (1, 2)}
+    found = re.findall(r"^### ([^\n]*)\n\n(.*?)\n*(?=^###|^<!-- end)", section, re.MULTILINE | re.DOTALL)
+    return {number[title]: text for title, text in found}
+
+
+def _title(machines: int) -> str:
+    return "One machine" if machines == 1 else "Two commands that play two machines"
 
 
 _ABOUT = """`scripts/test-chaos` starts `fsdp-tune train` on two CPU ranks and waits for a phase that a seed has drawn. Then it

@@ -12,30 +12,27 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.run_dir import RunDir
-from tests.chaos.draw import (
-    CLOCK,
-    DISKS,
-    FULL_DISK,
-    KILL,
-    READ_ONLY_DISK,
-    SLOW_DISK,
-    Disturbance,
-)
-from tests.chaos.invariants import Attempt
-from tests.chaos.processes import MACHINE, MARK, Moment, Process, marked, moment
+from tests.chaos.draw import AGENT, CLOCK, COMMAND, DISKS, FULL_DISK, HARMLESS, KILL, LOADER, RANK, READ_ONLY_DISK, SLOW_DISK, Disturbance
+from tests.chaos.ends import Attempt, Situation
+from tests.chaos.processes import MACHINE, MARK, Moment, Process, Watcher, listens_to, marked
 
-HANG_SECONDS = 20.0
-LAST_STEP = 16
+HANG_SECONDS = 30.0
+LAST_STEP = 20
 KEEP = 2
-LIMIT_SECONDS = 420.0
+LIMIT_SECONDS = 1200.0
 """For one start of the commands to end, on a busy machine."""
-GONE_SECONDS = 5.0
+GONE_SECONDS = 60.0
+"""For what is left to end by itself. It is gone in five seconds, but not on a busy machine."""
+PAST_SECONDS = 1.0
+"""A phase that was not seen for so long before the disturbance had ended."""
+DISMISS_SECONDS = 20.0
+"""After the end of the first machine's command, for another command to see that."""
 POLL_SECONDS = 0.02
 SCAN_SECONDS = 0.25
 _DISK_MODES = {SLOW_DISK: (1, 60_000, 1000), FULL_DISK: (2, 0, 0), READ_ONLY_DISK: (3, 0, 0)}
@@ -67,15 +64,19 @@ class Stage:
     shim: Path
     machines: int
     max_restarts: int = 0
+    verify: str = "quick"
+    """How the merge checks its output: `full` starts processes for that, which import torch."""
     pids: set[int] = field(default_factory=set)
     """Every process of the run so far."""
+    clocks: dict[int, float] = field(default_factory=dict)
+    """By machine, how far its clock has jumped."""
 
     @property
     def run(self) -> RunDir:
         return RunDir(self.folder / "run")
 
     def command(self, *, resume: bool) -> list[str]:
-        keys = {**_KEYS, "launch.max_restarts": self.max_restarts, "output_dir": self.run.path}
+        keys = {**_KEYS, "launch.max_restarts": self.max_restarts, "merge.verify": self.verify, "output_dir": self.run.path}
         if self.machines > 1:
             keys |= {"launch.num_machines": self.machines, "launch.main_process_ip": "127.0.0.1"}
         words = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
@@ -98,59 +99,68 @@ class Stage:
     def _control(self, machine: int) -> Path:
         return self.folder / f"control-{machine}"
 
-    def control(self, machine: int, disk: str | None = None, clock_seconds: float = 0.0) -> None:
+    def control(self, machine: int, disk: str | None = None) -> None:
         """Set the disk (one of `DISKS`, or None for a healthy one) and the clock of a machine, for processes that run too."""
         path = self._control(machine)
         with open(path, "r+b" if path.exists() else "wb") as file:
-            file.write(struct.pack("iiii", *_DISK_MODES.get(disk or "", (0, 0, 0)), int(clock_seconds)))
+            file.write(struct.pack("iiii", *_DISK_MODES.get(disk or "", (0, 0, 0)), int(self.clocks.get(machine, 0.0))))
 
 
 class Play:
-    """One attempt: `run` starts the commands, disturbs them once, and returns how they ended."""
+    """One attempt: `run` starts the commands, disturbs them, and returns how they ended."""
 
-    def __init__(self, stage: Stage, disturbance: Disturbance | None, dice: random.Random) -> None:
-        self._stage, self._disturbance, self._dice = stage, disturbance, dice
+    def __init__(self, stage: Stage, planned: Sequence[Disturbance], dice: random.Random, lengths: Mapping[str, float]) -> None:
+        self._stage, self._dice, self._lengths = stage, dice, lengths
+        self.pending = list(planned)
+        """Disturbances that have not come yet. After one that may end the run, none comes."""
+        self.done: list[Disturbance] = []
         self._token = secrets.token_hex(8)
         self._started_at = time.time()
+        self._watcher = Watcher(stage.run, started_at=self._started_at, last_step=LAST_STEP)
         self._commands: list[subprocess.Popen[bytes]] = []
         self._processes: list[Process] = []
         self._scanned_at = 0.0
         self._attempt = Attempt([])
         self._done_at: float | None = None
-        """When the disturbance was done, monotonic seconds."""
+        """When the last disturbance was done, monotonic seconds."""
         self._undo_at: float | None = None
+        self._leader_ended_at: float | None = None
         self._saved: set[int] = set()
         self._old_restarts = _restarts(stage.run.metrics())
-        self.hit = False
-        """Whether the drawn phase came."""
+        self._phase_times: dict[str, tuple[float, float]] = {}
+        """When each phase was seen first and last, monotonic seconds."""
+
+    def lengths(self) -> dict[str, float]:
+        """Return the seconds from the first to the last sight of each phase that was not disturbed."""
+        if self._done_at is None:
+            return {phase: last - first for phase, (first, last) in self._phase_times.items()}
+        return {phase: last - first for phase, (first, last) in self._phase_times.items() if last < self._done_at - PAST_SECONDS}
 
     def run(self, *, resume: bool) -> Attempt:
         stage = self._stage
+        stage.clocks.clear()
         for machine in range(stage.machines):
             stage.control(machine)
         logs = [stage.folder / f"command-{machine}.log" for machine in range(stage.machines)]
         try:
             for machine, log in enumerate(logs):
-                with open(log, "wb") as file:
-                    self._commands.append(
-                        subprocess.Popen(
-                            stage.command(resume=resume) + (["--machine-rank", str(machine)] if stage.machines > 1 else []),
-                            env=stage.environment(self._token, machine),
-                            stdin=subprocess.DEVNULL,
-                            stdout=file,
-                            stderr=file,
-                            start_new_session=True,
-                        )
-                    )
+                self._commands.append(self._start(machine, log, resume=resume))
             self._watch()
         finally:
             self._undo()
             self._attempt.codes = [each.poll() for each in self._commands]
             self._end_what_is_left()
-        self._attempt.text = "\n".join(log.read_text(errors="replace") for log in logs)
+        self._attempt.texts = [log.read_text(errors="replace") for log in logs]
         self._attempt.problems = re.findall(r"error: .*?(?= hint:| ways out:|$)", " ".join(self._attempt.text.split()))
         self._note_metrics()
         return self._attempt
+
+    def _start(self, machine: int, log: Path, *, resume: bool) -> subprocess.Popen[bytes]:
+        stage = self._stage
+        words = stage.command(resume=resume) + (["--machine-rank", str(machine)] if stage.machines > 1 else [])
+        environment = stage.environment(self._token, machine)
+        with open(log, "wb") as file:
+            return subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
 
     def _watch(self) -> None:
         deadline = time.monotonic() + LIMIT_SECONDS
@@ -161,8 +171,8 @@ class Play:
                 self._scan()
                 self._note_metrics()
                 self._note_hang()
-            if self._disturbance is not None and self._done_at is None:
-                self._disturb_when_due(self._disturbance)
+                self._dismiss_followers(now)
+            self._disturb_when_due(now)
             if self._undo_at is not None and now > self._undo_at:
                 self._undo()
 
@@ -170,43 +180,94 @@ class Play:
         self._processes, self._scanned_at = marked(self._token), time.monotonic()
         self._stage.pids |= {process.pid for process in self._processes}
 
-    def _moment(self) -> Moment:
-        return moment(self._stage.run, self._processes, started_at=self._started_at, last_step=LAST_STEP)
-
-    def _disturb_when_due(self, disturbance: Disturbance) -> None:
-        now = self._moment()
-        if disturbance.phase not in now.phases or now.step < disturbance.step:
+    def _dismiss_followers(self, now: float) -> None:
+        """End what waits for a first machine that ended before its ranks started. It would wait for an hour, as is documented."""
+        leader, *followers = self._commands
+        if leader.poll() is None:
             return
+        self._leader_ended_at = self._leader_ended_at or now
+        for machine, command in enumerate(followers, start=1):
+            agents = [process for process in self._processes if process.role == AGENT and process.machine == machine]
+            is_waiting = command.poll() is None and not agents and machine not in self._attempt.dismissed
+            if is_waiting and now - self._leader_ended_at > DISMISS_SECONDS:
+                command.terminate()
+                self._attempt.dismissed.add(machine)
+
+    def _disturb_when_due(self, now: float) -> None:
+        moment = self._watcher.moment(self._processes)
+        for phase in moment.phases:
+            self._phase_times[phase] = (self._phase_times.get(phase, (now, now))[0], now)
+        if self._undo_at is not None:
+            return  # one at a time
+        for disturbance in self.pending:
+            if self._is_due(disturbance, moment, now) and self._disturb(disturbance, moment):
+                self.pending.remove(disturbance)
+                self.done.append(disturbance)
+                self._done_at = time.monotonic()
+                lasts = disturbance.seconds > 0 and disturbance.kind != CLOCK
+                self._undo_at = self._done_at + disturbance.seconds if lasts else None
+                if disturbance.kind not in HARMLESS:
+                    self.pending.clear()
+                return
+
+    def _is_due(self, disturbance: Disturbance, moment: Moment, now: float) -> bool:
+        if disturbance.phase not in moment.phases or self._step(moment) < disturbance.step:
+            return False
+        delay_seconds = disturbance.delay * self._lengths.get(disturbance.phase, 0.0)
+        return now - self._phase_times[disturbance.phase][0] >= delay_seconds
+
+    def _step(self, moment: Moment) -> int:
+        """A heartbeat may show a step up to a second late, metrics.jsonl has only those that are done."""
+        return max([moment.step, *(int(line["step"]) for line in self._stage.run.metrics()[-1:])])
+
+    def _disturb(self, disturbance: Disturbance, moment: Moment) -> bool:
+        """Return whether it could be done. A process may come a little later, or not in this phase."""
         self._scan()
         here = [process for process in self._processes if process.machine == disturbance.machine]
-        if disturbance.kind in (*DISKS, CLOCK):
-            self._attempt.target = next(iter(here), None)
-            if disturbance.kind == CLOCK:
-                self._stage.control(disturbance.machine, clock_seconds=disturbance.seconds)
+        if disturbance.kind not in (*DISKS, CLOCK):
+            return self._disturb_process(disturbance, moment, here)
+        if disturbance.kind == CLOCK:
+            self._stage.clocks[disturbance.machine] = disturbance.seconds
+        self._stage.control(disturbance.machine, disk=disturbance.kind)
+        self._attempt.target, self._attempt.situation = None, Situation(self._step(moment))
+        return True
+
+    def _disturb_process(self, disturbance: Disturbance, moment: Moment, here: list[Process]) -> bool:
+        candidates = [process for process in here if process.role == disturbance.target]
+        if disturbance.target == RANK:  # ranks are not in step
+            candidates = [each for each in candidates if moment.phase_of_rank.get(each.rank or 0, disturbance.phase) == disturbance.phase]
+        if not candidates:
+            return False
+        target = self._dice.choice(candidates)
+        number = {KILL: signal.SIGKILL}.get(disturbance.kind) or getattr(signal, disturbance.kind, signal.SIGSTOP)
+        listens = number in (signal.SIGKILL, signal.SIGSTOP) or listens_to(target.pid, number)
+        try:
+            if number == signal.SIGINT and target.role == COMMAND:
+                os.killpg(target.pid, number)  # what Ctrl-C in a terminal does
             else:
-                self._stage.control(disturbance.machine, disk=disturbance.kind)
-                self._undo_at = time.monotonic() + disturbance.seconds
-        else:
-            candidates = [process for process in here if process.role == disturbance.target]
-            if not candidates:
-                return  # it comes a little later, or not in this phase
-            target = self._attempt.target = self._dice.choice(candidates)
-            number = {KILL: signal.SIGKILL}.get(disturbance.kind) or getattr(signal, disturbance.kind, signal.SIGSTOP)
-            try:
                 os.kill(target.pid, number)
-            except ProcessLookupError:
-                return
-            if number == signal.SIGSTOP:
-                self._undo_at = time.monotonic() + disturbance.seconds
-        self._done_at, self.hit = time.monotonic(), True
+        except ProcessLookupError:
+            return False
+        self._attempt.target, self._attempt.situation = target, Situation(self._step(moment), self._is_over(target), listens)
+        return True
+
+    def _is_over(self, target: Process) -> bool:
+        """Whether a process had nothing left to do when it was disturbed. A killed or stopped one writes nothing from then on."""
+        run = self._stage.run
+        if target.role in (RANK, LOADER):
+            return run.rank_outcome(target.rank or 0).exists()
+        if target.role == AGENT:
+            ranks = {process.rank for process in self._processes if process.role == RANK and process.machine == target.machine}
+            return all(run.rank_outcome(rank or 0).exists() for rank in ranks)
+        return target.role == COMMAND and run.merged.is_dir()
 
     def _undo(self) -> None:
         """End a stop or a bad disk. A clock that has jumped stays as it is."""
-        self._undo_at = None
-        if self._disturbance is None or self._done_at is None:
+        if self._undo_at is None:
             return
-        if self._disturbance.kind in DISKS:
-            self._stage.control(self._disturbance.machine)
+        self._undo_at = None
+        if self.done[-1].kind in DISKS:
+            self._stage.control(self.done[-1].machine)
         elif (target := self._attempt.target) is not None and any(process.pid == target.pid for process in marked(self._token)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(target.pid, signal.SIGCONT)

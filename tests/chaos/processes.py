@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from fsdp_tune.atomic import STAGE_MARK
 from fsdp_tune.launch.ranks import verdict_path
 from fsdp_tune.run_dir import RunDir
-from tests.chaos.draw import AGENT, CHILD, COMMAND, LOADER, RANK
+from tests.chaos.draw import AGENT, CHILD, COMMAND, LOADER, PHASES, RANK
 
 MARK, MACHINE = "CHAOS_RUN", "CHAOS_MACHINE"
 STEP_PHASES = ("training", "forward", "backward", "optimizer step")
+FRESH_SECONDS = 0.3
+"""A rank that has left a phase writes the next one within a second, so only a heartbeat as young as this tells its phase."""
 _NAMES = {"starting": "launching"} | dict.fromkeys(STEP_PHASES, "training")
 
 
@@ -67,38 +72,76 @@ def _role(words: list[str]) -> str:
 class Moment:
     """What a run does at one time. Ranks are not in step, and a save may go on in the background: several phases at once."""
 
-    phases: frozenset[str]
+    phases: frozenset[str] = frozenset()
     step: int = 0
+    phase_of_rank: dict[int, str] = field(default_factory=dict)
+    """By rank, of the ranks that have written a heartbeat."""
 
 
-def moment(run: RunDir, processes: Iterable[Process], *, started_at: float, last_step: int) -> Moment:
-    """Return the phases from the heartbeats of live ranks, the stages in the run directory, and the process table."""
-    present = list(processes)
-    if not any(process.role == AGENT for process in present):
-        return Moment(frozenset(_of_command(run, present, started_at)))
-    pids = {process.pid for process in present if process.role == RANK}
-    beats = [beat for path in sorted(run.logs.glob("rank-*.heartbeat.json")) if (beat := _beat(path)).get("pid") in pids]
-    step = max((int(beat["step"]) for beat in beats), default=0)
-    phases = {_NAMES.get(beat["phase"], beat["phase"]) for beat in beats} or {"launching"}
-    if "training" in phases:  # saves in the background have no phase of their own
-        phases |= {"saving" for stage in run.path.glob(".checkpoint-[0-9]*.stage-*")}
-    if "saving" in phases and step >= last_step:
-        phases = phases - {"saving"} | {"final save"}
-    return Moment(frozenset(phases), step)
+class Watcher:
+    """Read the phases of one start of the commands from heartbeats of live ranks, stages in the run directory, and the process table."""
+
+    def __init__(self, run: RunDir, *, started_at: float, last_step: int) -> None:
+        self._run, self._started_at, self._last_step = run, started_at, last_step
+        self._agents: set[int] = set()
+        """The agents that have run so far."""
+        self._agents_of_beats: set[int] = set()
+        """Those whose ranks have written heartbeats."""
+
+    def moment(self, processes: Iterable[Process]) -> Moment:
+        present = list(processes)
+        agents = {process.pid for process in present if process.role == AGENT}
+        if not agents:
+            return Moment(frozenset(self._phases_without_agent(present)))
+        self._agents |= agents
+        pids = {process.pid for process in present if process.role == RANK}
+        beats = {int(beat["rank"]): beat for path in self._heartbeats() if (beat := _read_beat(path)).get("pid") in pids}
+        if not beats:
+            return Moment(frozenset({"launching"} if not agents & self._agents_of_beats else ()))
+        self._agents_of_beats |= agents
+        step = max(int(beat["step"]) for beat in beats.values())
+        named = {rank: _NAMES.get(beat["phase"], str(beat["phase"])) for rank, beat in beats.items()}
+        phases = {named[rank] for rank, beat in beats.items() if beat["age_seconds"] < FRESH_SECONDS}
+        if "training" in named.values():  # saves in the background have no phase of their own
+            phases |= {"saving" for _ in self._run.path.glob(f".checkpoint-[0-9]*{STAGE_MARK}*")}
+        if "saving" in phases and step >= self._last_step:
+            phases = phases - {"saving"} | {"final save"}
+        return Moment(frozenset(phases & set(PHASES)), step, named)
+
+    def _heartbeats(self) -> list[Path]:
+        return sorted(self._run.logs.glob("rank-*.heartbeat.json"))
+
+    def _phases_without_agent(self, processes: list[Process]) -> set[str]:
+        if not any(process.role == COMMAND and process.machine == 0 for process in processes):
+            return set()
+        if self._agents:  # it may also decide on a restart
+            return {"merging"} if self._has_ended_well() else set()
+        is_merging = any(self._run.path.glob(f".{self._run.merged.name}{STAGE_MARK}*"))  # of a run that had finished before
+        return {"merging"} if is_merging else {"preparing"}
+
+    def _has_ended_well(self) -> bool:
+        try:
+            return (
+                verdict_path(self._run).stat().st_mtime >= self._started_at
+                and json.loads(verdict_path(self._run).read_bytes())["exit_code"] == 0
+            )
+        except (OSError, ValueError):
+            return False
 
 
-def _of_command(run: RunDir, processes: list[Process], started_at: float) -> set[str]:
-    if not any(process.role == COMMAND for process in processes):
-        return set()
+def _read_beat(path: Path) -> dict[str, Any]:
+    """Return a heartbeat with its age, by the clock of the file system; {} where it was removed or replaced meanwhile."""
     try:
-        has_ended = verdict_path(run).stat().st_mtime >= started_at
-    except OSError:
-        has_ended = False
-    return {"merging"} if has_ended else {"preparing"}
-
-
-def _beat(path: Path) -> dict[str, object]:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):  # it may be removed or replaced at any time
+        return json.loads(path.read_bytes()) | {"age_seconds": time.time() - path.stat().st_mtime}
+    except (OSError, ValueError):
         return {}
+
+
+def listens_to(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal, or ignores it."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigCgt:", "SigIgn:"))]
+    return any(mask & (1 << (number - 1)) for mask in masks)

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from tests.chaos.draw import (
     CLOCK,
     COMMAND,
     FULL_DISK,
+    HARMLESS,
     KILL,
     KINDS,
     LOADER,
@@ -39,13 +41,18 @@ from tests.chaos.draw import (
     SHORT_STOP,
     SLOW_DISK,
     Disturbance,
+    Setting,
+    Tally,
     draw,
+    draw_start,
 )
-from tests.chaos.invariants import Attempt, judge, leftovers, listening, lost_checkpoints, merged_differences, step_differences
+from tests.chaos.ends import Attempt, Situation, judge
+from tests.chaos.invariants import leftovers, listening, lost_checkpoints, merged_differences, step_differences
 from tests.chaos.play import compile_shim
-from tests.chaos.processes import MACHINE, MARK, Process, marked, moment
+from tests.chaos.processes import FRESH_SECONDS, MACHINE, MARK, Process, Watcher, listens_to, marked
 
 HANG = 20.0
+LAST_STEP = 16
 
 
 def write_steps(run: RunDir, steps: range, **last: float) -> None:
@@ -79,11 +86,16 @@ def reference(tmp_path: Path) -> RunDir:
 # ------------------------------------------------------------------------------------------------ drawing
 
 
-def drawn(seed: int, number: int, machines: int = 1) -> list[Disturbance]:
-    dice, hits, found = random.Random(seed), Counter[str](), []
+def setting(machines: int = 1, first_step: int = 0) -> Setting:
+    return Setting(machines, HANG, first_step, LAST_STEP)
+
+
+def drawn(seed: int, number: int, machines: int = 1, never: str = "") -> list[Disturbance]:
+    """Disturbances in a row, each of which hits but those of the phase `never`."""
+    dice, tally, found = random.Random(seed), Tally(), []
     for _ in range(number):
-        one = draw(dice, hits, machines=machines, hang_seconds=HANG, last_step=16)
-        hits.update((one.kind, one.phase))
+        one = draw(dice, tally, setting(machines))
+        tally.add(one, is_hit=one.phase != never)
         found.append(one)
     return found
 
@@ -93,17 +105,58 @@ def test_a_seed_draws_the_same_disturbances_again() -> None:
     assert drawn(3, 20) != drawn(4, 20)
 
 
-def test_every_phase_and_kind_is_drawn_before_long() -> None:
-    for seed in range(20):
-        found = drawn(seed, 40, machines=2)
-        assert {one.phase for one in found} == set(PHASES)
-        assert {one.kind for one in found} == set(KINDS)
-        assert {one.machine for one in found} == {0, 1}
+@pytest.mark.parametrize("seed", range(20))
+def test_phases_and_kinds_are_drawn_evenly(seed: int) -> None:
+    phases = Counter(one.phase for one in drawn(seed, 2 * len(PHASES)))
+    kinds = Counter(one.kind for one in drawn(seed, 2 * len(KINDS)))
+    assert phases == dict.fromkeys(PHASES, 2)
+    assert set(kinds) == set(KINDS)
+    assert max(kinds.values()) <= 3
+
+
+def test_every_combination_comes_before_one_comes_twice() -> None:
+    found = Counter((one.kind, one.phase) for one in drawn(5, len(PHASES) * len(KINDS)))
+    assert found == {(kind, phase): 1 for phase in PHASES for kind in KINDS}
+
+
+def test_all_processes_and_both_machines_are_disturbed() -> None:
+    found = drawn(1, 60, machines=2)
+    assert {one.machine for one in found} == {0, 1}
+    assert {one.target for one in found} == {"", COMMAND, AGENT, RANK, LOADER, CHILD}
+
+
+def test_a_phase_that_does_not_come_is_drawn_more_often_but_not_alone() -> None:
+    phases = Counter(one.phase for one in drawn(0, 48, never="merging"))
+    assert max(phases, key=phases.__getitem__) == "merging"
+    assert set(phases) == set(PHASES)
+    assert phases["merging"] < 12
+
+
+def test_steps_are_drawn_from_those_that_are_left() -> None:
+    dice = random.Random(0)
+    found = [draw(dice, Tally(), setting(first_step=12)) for _ in range(100)]
+    assert {one.step for one in found} == {0, 13, 14, 15}
+    assert {one.step > 0 for one in found if one.phase == "training"} == {True}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_all_disturbances_of_a_start_can_come(seed: int) -> None:
+    """A harmful one may end the run, so it is the last one."""
+    dice, tally = random.Random(seed), Tally()
+    for _ in range(20):
+        main, *others = draw_start(dice, tally, setting())
+        assert all(one.kind in HARMLESS for one in others)
+        assert len({one.phase for one in (main, *others)}) == 1 + len(others) <= 3
+        if main.kind not in HARMLESS:
+            assert all(PHASES.index(one.phase) < PHASES.index(main.phase) for one in others)
+        for one in (main, *others):
+            tally.add(one, is_hit=True)
+    assert tally.count() > 20
 
 
 def test_a_short_stop_is_below_the_hang_timeout_and_a_long_one_above() -> None:
-    stops = [one for one in drawn(0, 300) if "stop" in one.kind]
-    assert all(one.seconds < HANG if one.kind == SHORT_STOP else one.seconds > HANG + 10 for one in stops)
+    stops = [one for one in drawn(0, 60) if "stop" in one.kind]
+    assert all(one.seconds < HANG if one.kind == SHORT_STOP else one.seconds > HANG + 5 for one in stops)
 
 
 # ------------------------------------------------------------------------------------------------ invariants
@@ -179,36 +232,59 @@ def test_an_open_port_is_found() -> None:
         assert listening(port) == [f"port {port} is still open"]
 
 
-RANK_1 = Process(11, 10, RANK, 0, 1)
+# ------------------------------------------------------------------------------------------------ ends
+
 HANG_TEXT = "error: nothing has moved for 25s: rank 1 (step 3, `forward`, stopped (SIGSTOP)) is late"
+KILLED_TEXT = "error: rank 1 was killed by SIGKILL at step 3"
+LOADER_TEXT = "error: a process of the data loader is gone while rows were read: DataLoader worker (pid 4) is killed by signal: Killed."
 
 
-def verdict(kind: str, target: str, attempt: Attempt, *, restarts: bool = False) -> list[str]:
-    attempt = replace(attempt, target=attempt.target or Process(11, 10, target, 0, 1))
-    return judge(Disturbance(kind, "training", target), attempt, hang_seconds=HANG, has_restarts=restarts)
+def ended(*codes: int | None, text: str = "", step: int = 3, is_over: bool = False, listens: bool = True, **more: object) -> Attempt:
+    """One command for each code; each prints the same text."""
+    situation = Situation(step, is_over=is_over, listens=listens)
+    return Attempt(list(codes), [text] * len(codes), situation=situation, **more)
+
+
+def verdict(kind: str, target: str, attempt: Attempt, phase: str = "training") -> list[str]:
+    attempt = replace(attempt, target=Process(11, 10, target, 0, 1))
+    return judge(Disturbance(kind, phase, target), attempt, hang_seconds=HANG, last_step=LAST_STEP)
 
 
 @pytest.mark.parametrize(
     ("kind", "target", "attempt"),
     [
-        (SHORT_STOP, RANK, Attempt([5])),
-        (SHORT_STOP, COMMAND, Attempt([0], restarts=1)),
-        (LONG_STOP, AGENT, Attempt([5])),
-        (SLOW_DISK, "", Attempt([5])),
-        (CLOCK, "", Attempt([1])),
-        (FULL_DISK, "", Attempt([5])),
-        (KILL, RANK, Attempt([1])),
-        (KILL, RANK, Attempt([5], "error: rank 0 was killed by SIGKILL at step 3")),
-        (LONG_STOP, RANK, Attempt([5], HANG_TEXT.replace("rank 1", "rank 0"), named_after_seconds=25.0)),
-        (LONG_STOP, RANK, Attempt([5], HANG_TEXT, named_after_seconds=40.0)),
-        (LONG_STOP, LOADER, Attempt([5], HANG_TEXT)),
-        ("SIGTERM", RANK, Attempt([130])),
-        ("SIGINT", COMMAND, Attempt([143])),
-        ("SIGTERM", CHILD, Attempt([-15])),
-        (KILL, RANK, Attempt([None])),
-        (KILL, COMMAND, Attempt([-9], left=["rank 11 (rank 1)"])),
-        (KILL, COMMAND, Attempt([0, -9])),
-        ("SIGTERM", COMMAND, Attempt([143], "Traceback (most recent call last):")),
+        pytest.param(SHORT_STOP, RANK, ended(5, text=HANG_TEXT), id="short stop is a hang"),
+        pytest.param(SHORT_STOP, COMMAND, ended(0, restarts=1), id="short stop restarts"),
+        pytest.param(SLOW_DISK, "", ended(5, text=HANG_TEXT), id="slow disk is a hang"),
+        pytest.param(CLOCK, "", ended(1, text="error: late"), id="clock ends the run"),
+        pytest.param(LONG_STOP, AGENT, ended(5, text=HANG_TEXT), id="another is named than the agent"),
+        pytest.param(LONG_STOP, RANK, ended(0), id="a rank stands still and the run finishes"),
+        pytest.param(
+            LONG_STOP, RANK, ended(5, text=HANG_TEXT.replace("rank 1", "rank 0"), named_after_seconds=25.0), id="other rank named"
+        ),
+        pytest.param(LONG_STOP, RANK, ended(5, text=HANG_TEXT, named_after_seconds=60.0), id="named late"),
+        pytest.param(LONG_STOP, LOADER, ended(5, text=HANG_TEXT), id="no report of a hang"),
+        pytest.param(KILL, RANK, ended(0), id="a rank is killed and the run finishes"),
+        pytest.param(KILL, RANK, ended(5), id="killed rank without a message"),
+        pytest.param(KILL, RANK, ended(1, text=KILLED_TEXT), id="killed rank with another code"),
+        pytest.param(KILL, RANK, ended(5, text=KILLED_TEXT.replace("rank 1", "rank 0")), id="another rank is named as killed"),
+        pytest.param(KILL, RANK, ended(0, restarts=1), id="restarted without a reason"),
+        pytest.param(KILL, LOADER, ended(1, text="error: RuntimeError: no message"), id="killed loader without its message"),
+        pytest.param(KILL, LOADER, ended(0), id="a loader is killed and the run finishes"),
+        pytest.param(KILL, CHILD, ended(1, text="error: this is a bug"), id="killed child is not named"),
+        pytest.param(KILL, COMMAND, ended(-9, left=["rank 11 (rank 1)"]), id="a rank is left"),
+        pytest.param(KILL, COMMAND, ended(0, -9), id="the other command is killed"),
+        pytest.param(KILL, RANK, ended(None), id="no end"),
+        pytest.param(FULL_DISK, "", ended(5, text=HANG_TEXT), id="full disk is a hang"),
+        pytest.param(FULL_DISK, "", ended(1, text="error: rank 0 ended before it could report"), id="full disk is not named"),
+        pytest.param(READ_ONLY_DISK, "", ended(1, text="error: No space left on device"), id="another error than that of the disk"),
+        pytest.param("SIGTERM", RANK, ended(130), id="SIGTERM ends as Ctrl-C"),
+        pytest.param("SIGINT", COMMAND, ended(143), id="Ctrl-C ends as SIGTERM"),
+        pytest.param("SIGHUP", COMMAND, ended(0), id="the run does not stop"),
+        pytest.param("SIGTERM", COMMAND, ended(-15), id="a command that listens dies"),
+        pytest.param("SIGTERM", LOADER, ended(143), id="a loader's signal ends the run"),
+        pytest.param("SIGTERM", CHILD, ended(-15), id="a child's signal ends the command"),
+        pytest.param("SIGTERM", COMMAND, ended(143, text="Traceback (most recent call last):"), id="traceback"),
     ],
 )
 def test_an_end_that_is_not_promised_is_found(kind: str, target: str, attempt: Attempt) -> None:
@@ -216,19 +292,33 @@ def test_an_end_that_is_not_promised_is_found(kind: str, target: str, attempt: A
 
 
 @pytest.mark.parametrize(
-    ("kind", "target", "attempt", "restarts"),
+    ("kind", "target", "attempt"),
     [
-        (SHORT_STOP, RANK, Attempt([0]), False),
-        (KILL, COMMAND, Attempt([-9]), False),
-        (KILL, RANK, Attempt([5], "error: rank 1 was killed by\nSIGKILL at step 3"), False),
-        (KILL, RANK, Attempt([0], "rank 1 was killed by SIGKILL at step 3: restarting", restarts=1), True),
-        (LONG_STOP, RANK, Attempt([5], HANG_TEXT, named_after_seconds=25.0), False),
-        ("SIGTERM", RANK, Attempt([143, 143]), False),
-        (FULL_DISK, "", Attempt([1]), False),
+        pytest.param(SHORT_STOP, RANK, ended(0), id="short stop"),
+        pytest.param(KILL, RANK, ended(5, text=KILLED_TEXT), id="killed rank"),
+        pytest.param(KILL, RANK, ended(5, 5, text=KILLED_TEXT), id="killed rank, two machines"),
+        pytest.param(KILL, RANK, ended(0, text=KILLED_TEXT, restarts=1), id="killed rank, restarted"),
+        pytest.param(KILL, RANK, ended(0, is_over=True), id="killed when all was done"),
+        pytest.param(KILL, LOADER, ended(1, text=LOADER_TEXT), id="killed loader"),
+        pytest.param(KILL, LOADER, ended(0, step=14), id="loader killed after its last batch"),
+        pytest.param(KILL, COMMAND, ended(-9), id="killed command"),
+        pytest.param(KILL, COMMAND, ended(-9, 5, text="error: another rank is gone"), id="killed command of two"),
+        pytest.param(KILL, COMMAND, ended(-9, 143, text="error:", dismissed={1}), id="a command that waited for the killed one"),
+        pytest.param(LONG_STOP, RANK, ended(5, text=HANG_TEXT, named_after_seconds=25.0), id="hang"),
+        pytest.param(LONG_STOP, COMMAND, ended(0), id="the command stood still"),
+        pytest.param("SIGTERM", RANK, ended(143, 143), id="a signal to a rank of two machines"),
+        pytest.param("SIGHUP", COMMAND, ended(0, step=10), id="a signal shortly before the end"),
+        pytest.param("SIGTERM", COMMAND, ended(-15, listens=False), id="a command that does not listen yet"),
+        pytest.param(FULL_DISK, "", ended(1, text="error: metrics.jsonl: No space left on device"), id="full disk"),
     ],
 )
-def test_a_promised_end_is_no_violation(kind: str, target: str, attempt: Attempt, restarts: bool) -> None:
-    assert verdict(kind, target, attempt, restarts=restarts) == []
+def test_a_promised_end_is_no_violation(kind: str, target: str, attempt: Attempt) -> None:
+    assert verdict(kind, target, attempt) == []
+
+
+def test_an_attempt_that_was_not_disturbed_must_finish() -> None:
+    assert judge(None, Attempt([0], [""]), hang_seconds=HANG, last_step=LAST_STEP) == []
+    assert judge(Disturbance(KILL, "training", RANK), Attempt([5], [KILLED_TEXT]), hang_seconds=HANG, last_step=LAST_STEP)
 
 
 # ------------------------------------------------------------------------------------------------ observation
@@ -248,40 +338,87 @@ def test_processes_are_found_by_their_mark_also_without_their_parent(tmp_path: P
             os.kill(process.pid, 9)
 
 
-def write_beat(run: RunDir, rank: int, pid: int, phase: str, step: int) -> None:
-    run.rank_heartbeat(rank).write_text(json.dumps({"pid": pid, "phase": phase, "step": step}))
+def write_beat(run: RunDir, rank: int, pid: int, phase: str, step: int, age_seconds: float = 0.0) -> None:
+    path = run.rank_heartbeat(rank)
+    path.write_text(json.dumps({"rank": rank, "pid": pid, "phase": phase, "step": step}))
+    written_at = time.time() - age_seconds
+    os.utime(path, (written_at, written_at))
+
+
+COMMAND_0, AGENT_0, RANK_0 = Process(1, 0, COMMAND, 0, None), Process(2, 1, AGENT, 0, None), Process(3, 2, RANK, 0, 0)
 
 
 def test_a_phase_is_read_from_heartbeats_of_live_ranks_stages_and_the_process_table(run: RunDir) -> None:
-    command, agent, rank = Process(1, 0, COMMAND, 0, None), Process(2, 1, AGENT, 0, None), Process(3, 2, RANK, 0, 0)
+    watcher = Watcher(run, started_at=time.time() - 5, last_step=LAST_STEP)
 
     def phases(*processes: Process) -> set[str]:
-        return set(moment(run, processes, started_at=time.time() - 5, last_step=16).phases)
+        return set(watcher.moment(processes).phases)
 
-    assert phases(command) == {"preparing"}
-    assert phases(command, agent) == {"launching"}
+    assert phases(COMMAND_0) == {"preparing"}
+    assert phases(COMMAND_0, AGENT_0) == {"launching"}
     write_beat(run, 0, 999, "training", 5)
-    assert phases(command, agent, rank) == {"launching"}, "the heartbeat is of an older rank"
+    assert phases(COMMAND_0, AGENT_0, RANK_0) == {"launching"}, "the heartbeat is of an older rank"
     write_beat(run, 0, 3, "backward", 5)
-    assert phases(command, agent, rank) == {"training"}
+    assert phases(COMMAND_0, AGENT_0, RANK_0) == {"training"}
     (run.path / ".checkpoint-3.stage-7").mkdir()
-    assert phases(command, agent, rank) == {"training", "saving"}
-    write_beat(run, 0, 3, "saving", 16)
-    assert phases(command, agent, rank) == {"final save"}
-    (run.logs / "outcome.json").touch()
-    assert phases(command) == {"merging"}
+    assert phases(COMMAND_0, AGENT_0, RANK_0) == {"training", "saving"}
+    write_beat(run, 0, 3, "saving", LAST_STEP)
+    assert phases(COMMAND_0, AGENT_0, RANK_0) == {"final save"}
+    assert phases(COMMAND_0, AGENT_0) == set(), "its ranks have ended"
+    assert phases(COMMAND_0) == set(), "the command may start the ranks again"
+    (run.logs / "outcome.json").write_text('{"exit_code": 0}')
+    assert phases(COMMAND_0) == {"merging"}
     assert phases() == set()
+
+
+def test_a_phase_that_a_heartbeat_may_have_left_is_not_seen(run: RunDir) -> None:
+    watcher = Watcher(run, started_at=time.time(), last_step=LAST_STEP)
+    write_beat(run, 0, 3, "evaluating", 5, age_seconds=2 * FRESH_SECONDS)
+    assert watcher.moment([COMMAND_0, AGENT_0, RANK_0]).phases == set()
+    write_beat(run, 0, 3, "evaluating", 5)
+    found = watcher.moment([COMMAND_0, AGENT_0, RANK_0])
+    assert (found.phases, found.step, found.phase_of_rank) == ({"evaluating"}, 5, {0: "evaluating"})
+
+
+def test_a_merge_of_a_run_that_had_finished_before_is_seen(run: RunDir) -> None:
+    watcher = Watcher(run, started_at=time.time(), last_step=LAST_STEP)
+    assert watcher.moment([COMMAND_0]).phases == {"preparing"}
+    (run.path / ".merged.stage-1").mkdir()
+    assert watcher.moment([COMMAND_0]).phases == {"merging"}
+
+
+def test_a_process_listens_to_what_it_handles_or_ignores() -> None:
+    script = "import signal; signal.signal(signal.SIGTERM, print); signal.signal(signal.SIGHUP, signal.SIG_IGN); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert [listens_to(child.pid, number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)] == [True, True, False]
+        child.kill()
 
 
 # ------------------------------------------------------------------------------------------------ the page
 
 
-def test_the_section_is_replaced_and_the_rest_of_the_page_stays() -> None:
-    first, second = (page.section(f"Seed {seed}.", Counter({(KILL, "training"): seed})) for seed in (1, 2))
-    written = page.with_section(page.with_section("# Faults\n\nrows\n", first), second)
+def tally_of(*hits: tuple[str, str, str]) -> Tally:
+    return Tally(Counter(hits))
+
+
+def test_the_counts_of_one_number_of_machines_are_replaced_and_the_rest_of_the_page_stays() -> None:
+    tally = tally_of((KILL, "training", RANK), (CLOCK, "merging", ""))
+    written = page.with_part("# Faults\n\nrows\n", 1, "Seed 1.", tally_of())
+    written = page.with_part(written, 2, "Seed 2.", tally)
+    written = page.with_part(written, 1, "Seed 3.", tally)
     assert written.startswith("# Faults\n\nrows\n\n<!-- chaos")
-    assert (page.section_of(written), written.count("## Chaos")) == (second, 1)
-    assert page.with_section("# Faults\n\nrows\n", page.section_of("# no section")) == "# Faults\n\nrows\n"
+    assert "Seed 1." not in written
+    assert [written.count(text) for text in ("## Chaos\n", "### One machine\n\nSeed 3.", "Seed 2.", f"| {KILL} |")] == [1, 1, 1, 2]
+    assert written.count("command 0, agent 0, rank 1, loader 0, child 0") == 2
+    assert page.with_part(written, 2, "Seed 2.", tally) == written
+
+
+def test_the_section_is_kept_when_the_rest_of_the_page_is_written_again() -> None:
+    section = page.section_of(page.with_part("# Old\n", 1, "Seed 1.", tally_of()))
+    assert page.with_section("# New\n\nrows\n", section) == f"# New\n\nrows\n\n{section}"
+    assert page.with_section("# New\n", page.section_of("# no section")) == "# New\n"
 
 
 # ------------------------------------------------------------------------------------------------ the disk, and a run
@@ -342,7 +479,8 @@ threading.Event().wait(0.1)
 print(time.time(), 0.25 < time.monotonic() - started < 20)
 """
     for seconds in (86400, -86400):
-        stage.control(0, clock_seconds=seconds)
+        stage.clocks[0] = seconds
+        stage.control(0)
         command = [sys.executable, "-c", script]
         done = subprocess.run(command, env=stage.environment("t", 0), capture_output=True, text=True, check=True, timeout=60)
         told, waited = done.stdout.split()
@@ -356,7 +494,7 @@ print(time.time(), 0.25 < time.monotonic() - started < 20)
 def test_a_run_whose_rank_was_killed_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
     chaos = Chaos(tmp_path, random.Random(0), machines=1)
     chaos.undisturbed()
-    chaos.story([Disturbance(KILL, "training", RANK, step=4)])
+    chaos.story([[Disturbance(KILL, "training", RANK, step=4)]])
     assert chaos.violations == []
-    assert chaos.hits == {(KILL, "training"): 1}
+    assert chaos.tally.hits == {(KILL, "training", RANK): 1}
     assert chaos.attempts in (1, 2, 3)
