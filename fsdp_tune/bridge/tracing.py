@@ -133,8 +133,7 @@ class Tracing:
     def _last_words(self, code: int) -> FsdpTuneError:
         assert self._log is not None
         self._log.seek(0)
-        lines = self._log.read().strip().splitlines()
-        last = lines[-1] if lines else f"it ended with exit code {code}"
+        last = children.last_words(code, self._log.read())
         return FsdpTuneError(
             Problem("trace-failed", f"the step could not be traced: {last}", hint="`fsdp-tune env` shows the installation")
         )

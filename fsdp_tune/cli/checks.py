@@ -65,8 +65,6 @@ def model_facts(recipe: Recipe, *, offline: bool = False, command: Sequence[str]
 
 
 def _crashed(exit_code: int, output: str) -> Problem:
-    lines = output.strip().splitlines()
-    last = lines[-1] if lines else f"it ended with exit code {exit_code}"
-    return Problem(
-        "model-not-inspected", f"the model could not be looked at: {last}", hint="this is a bug, or a broken installation: `fsdp-tune env`"
-    )
+    is_killed = exit_code < 0
+    hint = "out of host memory? The kernel then kills a process: see `dmesg`" if is_killed else "`fsdp-tune env` shows the installation"
+    return Problem("model-not-inspected", f"the model could not be inspected: {children.last_words(exit_code, output)}", hint=hint)

@@ -33,6 +33,14 @@ def end(child: subprocess.Popen[str]) -> None:
         child.wait()
 
 
+def last_words(child_code: int, errors: str) -> str:
+    """Describe how a child failed: the signal that killed it, or the last line of its error output."""
+    if child_code < 0:
+        return f"its process was killed by {signal.Signals(-child_code).name}"
+    lines = [line for line in errors.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else f"its process ended with exit code {child_code}"
+
+
 @contextlib.contextmanager
 def threads(number: int) -> Iterator[ThreadPoolExecutor]:
     """Threads that wait for children. What leaves the block by an exception (Ctrl-C, a signal, a mistake in the recipe) ends the children

@@ -38,13 +38,12 @@ class Child:
         self._process.communicate()
 
     def answer(self) -> dict[str, Any] | str:
-        """Return what the child found, or the last line of its error."""
+        """Return what the child found, or how it failed."""
         output, errors = self._process.communicate()
         lines = output.splitlines()
         if self._process.returncode == 0 and lines:
             return json.loads(lines[-1])
-        printed = [line for line in errors.splitlines() if line.strip()]
-        return printed[-1] if printed else f"exit code {self._process.returncode}"
+        return children.last_words(self._process.returncode, errors)
 
 
 def compare_parameters(answer: dict[str, Any] | str, layout: Layout, tied: Mapping[str, str], folder: Path) -> list[Notice]:

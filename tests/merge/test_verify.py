@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,12 @@ def test_what_transformers_dislikes_is_not_published(kind, merged_gpt2, monkeypa
     with pytest.raises(FsdpTuneError) as caught:
         model_check.load_and_run(merged_gpt2, allow_nonfinite=False)
     assert caught.value.exit_code == 1
+
+
+def test_a_killed_check_is_reported_with_its_signal(merged_gpt2):
+    with model_check.Child("forward", merged_gpt2) as child:
+        os.kill(child._process.pid, signal.SIGTERM)
+        assert child.answer() == "its process was killed by SIGTERM"
 
 
 def test_full_through_the_children(tmp_path, monkeypatch):

@@ -227,6 +227,14 @@ def test_an_inspection_that_dies_says_its_last_words(tmp_path: Path, output: str
     assert "last words" in facts.problems[0].message
 
 
+def test_a_killed_inspection_is_reported_with_its_signal(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text("import os, sys\nsys.stderr.write('a warning\\n')\nsys.stderr.flush()\nos.kill(os.getpid(), 9)\n")
+    facts = checks.model_facts(load(MINIMAL).recipe, command=(sys.executable, str(script)))
+    assert "was killed by SIGKILL" in facts.problems[0].message
+    assert "memory" in str(facts.problems[0].hint)
+
+
 def test_the_embedded_recipe_is_valid_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real child process builds the real model on the meta device."""
     monkeypatch.chdir(tmp_path)
