@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 PHASES = (
     *("preparing", "launching", "importing", "loading the model", "reading back", "probing a save"),
@@ -33,8 +33,9 @@ _LONG = ("preparing", "launching", "importing", "merging")
 """Phases of seconds; in a shorter one, a disturbance comes as soon as the phase is seen."""
 MOST_IN_A_ROW = 4
 """Starts of a run that are disturbed."""
+LONGEST_BEFORE_SECONDS = 4.0
 MOST_BEFORE = 2
-"""Harmless disturbances of a start, in addition to the one that may end it."""
+"""Harmless disturbances of a start, in addition to the one that may end it. They are short, since one has to end before the next."""
 LONGEST_DELAY = 0.6
 
 
@@ -99,7 +100,8 @@ def draw_start(dice: random.Random, tally: Tally, setting: Setting) -> list[Dist
     found = [main]
     for _ in range(dice.randint(0, MOST_BEFORE)):
         if phases:
-            found.append(draw(dice, tally, setting, phases=phases, kinds=HARMLESS))
+            one = draw(dice, tally, setting, phases=phases, kinds=HARMLESS)
+            found.append(replace(one, seconds=min(one.seconds, LONGEST_BEFORE_SECONDS)) if one.kind != CLOCK else one)
             phases = [each for each in phases if each != found[-1].phase]
     return found
 

@@ -18,7 +18,9 @@ from tests.chaos.draw import AGENT, CHILD, COMMAND, LOADER, PHASES, RANK
 MARK, MACHINE = "CHAOS_RUN", "CHAOS_MACHINE"
 STEP_PHASES = ("training", "forward", "backward", "optimizer step")
 FRESH_SECONDS = 0.3
-"""A rank that has left a phase writes the next one within a second, so only a heartbeat as young as this tells its phase."""
+"""A rank that has left a phase writes the next one within a second, so only a heartbeat as young as this tells its phase, or one
+that was written since the last look."""
+STALE_SECONDS = 2.0
 _NAMES = {"starting": "launching"} | dict.fromkeys(STEP_PHASES, "training")
 
 
@@ -87,6 +89,8 @@ class Watcher:
         """The agents that have run so far."""
         self._agents_of_beats: set[int] = set()
         """Those whose ranks have written heartbeats."""
+        self._written_at: dict[int, float] = {}
+        """By rank, when the heartbeat of the last look was written."""
 
     def moment(self, processes: Iterable[Process]) -> Moment:
         present = list(processes)
@@ -101,7 +105,11 @@ class Watcher:
         self._agents_of_beats |= agents
         step = max(int(beat["step"]) for beat in beats.values())
         named = {rank: _NAMES.get(beat["phase"], str(beat["phase"])) for rank, beat in beats.items()}
-        phases = {named[rank] for rank, beat in beats.items() if beat["age_seconds"] < FRESH_SECONDS}
+        now = time.time()
+        fresh = {rank for rank, beat in beats.items() if self._written_at.get(rank) != beat["written_at"] > now - STALE_SECONDS}
+        fresh |= {rank for rank, beat in beats.items() if now - beat["written_at"] < FRESH_SECONDS}
+        self._written_at |= {rank: beat["written_at"] for rank, beat in beats.items()}
+        phases = {named[rank] for rank in fresh}
         if "training" in named.values():  # saves in the background have no phase of their own
             phases |= {"saving" for _ in self._run.path.glob(f".checkpoint-[0-9]*{STAGE_MARK}*")}
         if "saving" in phases and step >= self._last_step:
@@ -130,9 +138,9 @@ class Watcher:
 
 
 def _read_beat(path: Path) -> dict[str, Any]:
-    """Return a heartbeat with its age, by the clock of the file system; {} where it was removed or replaced meanwhile."""
+    """Return a heartbeat with the time of its file; {} where it was removed or replaced meanwhile."""
     try:
-        return json.loads(path.read_bytes()) | {"age_seconds": time.time() - path.stat().st_mtime}
+        return json.loads(path.read_bytes()) | {"written_at": path.stat().st_mtime}
     except (OSError, ValueError):
         return {}
 

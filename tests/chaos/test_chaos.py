@@ -49,7 +49,7 @@ from tests.chaos.draw import (
 from tests.chaos.ends import Attempt, Situation, judge
 from tests.chaos.invariants import leftovers, listening, lost_checkpoints, merged_differences, step_differences
 from tests.chaos.play import compile_shim
-from tests.chaos.processes import FRESH_SECONDS, MACHINE, MARK, Process, Watcher, listens_to, marked
+from tests.chaos.processes import FRESH_SECONDS, MACHINE, MARK, STALE_SECONDS, Process, Watcher, listens_to, marked
 
 HANG = 20.0
 LAST_STEP = 16
@@ -373,7 +373,10 @@ def test_a_phase_is_read_from_heartbeats_of_live_ranks_stages_and_the_process_ta
 
 def test_a_phase_that_a_heartbeat_may_have_left_is_not_seen(run: RunDir) -> None:
     watcher = Watcher(run, started_at=time.time(), last_step=LAST_STEP)
+    write_beat(run, 0, 3, "evaluating", 5, age_seconds=STALE_SECONDS)
+    assert watcher.moment([COMMAND_0, AGENT_0, RANK_0]).phases == set()
     write_beat(run, 0, 3, "evaluating", 5, age_seconds=2 * FRESH_SECONDS)
+    assert watcher.moment([COMMAND_0, AGENT_0, RANK_0]).phases == {"evaluating"}, "it was written since the last look"
     assert watcher.moment([COMMAND_0, AGENT_0, RANK_0]).phases == set()
     write_beat(run, 0, 3, "evaluating", 5)
     found = watcher.moment([COMMAND_0, AGENT_0, RANK_0])
