@@ -74,6 +74,15 @@ def variable_has_a_name(recipe: Recipe) -> Finding | None:
     return None
 
 
+def value_has_no_null_character(recipe: Recipe) -> Finding | None:
+    """The system ends a value there, and refuses to start a process with one."""
+    for name, value in recipe.launch.env.items():
+        if "\0" in value:
+            message = f"the value of `launch.env.{name}` holds the character `\\x00`"
+            return Finding("bad-variable", (f"launch.env.{name}",), message, "in double quotes `\\0` is one character: use single quotes")
+    return None
+
+
 def variable_is_not_ours(recipe: Recipe) -> Finding | None:
     """The launch and the ranks set these after `launch.env`, so that a recipe's value would be ignored."""
     for name in recipe.launch.env:
@@ -114,4 +123,7 @@ def _texts(value: Any, key: str) -> Iterable[tuple[str, str]]:
             yield from _texts(inner, f"{key}[{index}]")
 
 
-ENVIRONMENT_RULES: tuple[Rule, ...] = (variable_has_a_name, variable_is_not_ours, variable_is_not_secret, values_are_not_secret)
+ENVIRONMENT_RULES: tuple[Rule, ...] = (
+    *(variable_has_a_name, value_has_no_null_character),
+    *(variable_is_not_ours, variable_is_not_secret, values_are_not_secret),
+)

@@ -195,10 +195,15 @@ def output_dir_template(recipe: Recipe) -> Finding | None:
         return Finding("bad-output-dir", keys, message, "only {name} and {seed} are")
     if recipe.output_dir.startswith("~"):
         return Finding("bad-output-dir", keys, "`output_dir` begins with `~`, which is not expanded", "write the path out")
-    if found := next((character for character in recipe.output_dir if not character.isprintable()), None):
-        escape = printable(found)
-        message = f"`output_dir` holds the control character `{escape}`"
-        return Finding("bad-output-dir", keys, message, f"in double quotes `{escape}` is one character: write the path in single quotes")
+    return None
+
+
+def written_paths_are_printable(recipe: Recipe) -> Finding | None:
+    for key, path, code in (("output_dir", recipe.output_dir, "bad-output-dir"), ("data.cache_dir", recipe.data.cache_dir, "wrong-value")):
+        if found := next((character for character in path or "" if not character.isprintable()), None):
+            escape = printable(found)
+            message = f"`{key}` holds the control character `{escape}`"
+            return Finding(code, (key,), message, f"in double quotes `{escape}` is one character: write the path in single quotes")
     return None
 
 
@@ -290,6 +295,7 @@ RULES: tuple[Rule, ...] = (
     bf16_storage,
     paths_hold_no_shell_variables,
     output_dir_template,
+    written_paths_are_printable,
     attention_kernel_is_spelt_right,
     ranks_need_collectives,
     cpu_limits,
