@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fsdp_tune import __version__
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run_dir import RunDir
@@ -24,7 +26,7 @@ def model_card(
     base: str | None = None,
     is_adapter: bool = False,
 ) -> str:
-    """Markdown. `facts` are (label, value) rows; the recipe, if known, follows as it was written. `base`: known without a recipe."""
+    """Markdown. `facts` are (label, value) rows; the recipe, if known, follows. `base`: known without a recipe."""
     library = "peft" if is_adapter else "transformers"
     front: dict[str, Any] = {
         "library_name": library,
@@ -49,10 +51,20 @@ def model_card(
     lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", "", f"# {name}", ""]
     lines += ["| | |", "|---|---|", *(f"| {label} | {_cell(value)} |" for label, value in rows), ""]
     lines += [f"Merged with fsdp-tune {__version__}; `merge.json` lists every tensor with its digest.", ""]
-    if run is not None and run.recipe_yaml.is_file():
-        text = run.recipe_yaml.read_text(encoding="utf-8", errors="replace").replace("```", "'''")
-        lines += ["## Recipe", "", "```yaml", text.rstrip(), "```", ""]
+    if recipe is not None:
+        lines += ["## Recipe", "", "```yaml", _published(recipe).replace("```", "'''").rstrip(), "```", ""]
     return "\n".join(lines)
+
+
+def _published(recipe: Recipe) -> str:
+    """The resolved recipe without defaults, as YAML.
+
+    Without what belongs to a machine, above all `launch.env`, and without the comments of recipe.yaml: that file is readable by its owner
+    alone, and a card is published.
+    """
+    left_out = {"launch": True, "output_dir": True, "data": {"cache_dir", "num_proc"}}
+    settings = recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude=left_out)
+    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
 
 
 def _last_values(run: RunDir, step: int) -> list[tuple[str, str]]:

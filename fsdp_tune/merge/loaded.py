@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 TOKENS = 8
+ATTENTION = "eager"
+"""Every model has it. A config.json may name a kernel that is not installed here, or one that transformers downloads and runs."""
 # Loading holds the weights once; the rest is for activations, torch itself and other processes.
 _MEMORY_SHARE = 0.6
 
@@ -40,11 +42,20 @@ def _on_meta(folder: Path) -> Any:
         return _from_config(folder)
 
 
+def _config(folder: Path) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    # By attribute: a config.json may have `_attn_implementation`, which wins over the argument.
+    config._attn_implementation = ATTENTION
+    return config
+
+
 def _from_config(folder: Path) -> Any:
     """The model of the config's own class, with whatever weights the device in force gives."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = _config(folder)
     names = getattr(config, "architectures", None) or []
     kind = getattr(transformers, names[0], None) if names else None
     return transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind._from_config(config)
@@ -58,7 +69,9 @@ def load_and_run(folder: Path) -> dict[str, Any]:
     size_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if size_bytes > _MEMORY_SHARE * available_bytes():
         return {"where": "shapes", "report": {}, "finite": None, "shape": _run_on_shapes(folder)}
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False, output_loading_info=True)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, config=_config(folder), dtype="auto", trust_remote_code=False, output_loading_info=True
+    )
     model, report = loaded
     logits = _run(model)
     keys = {name: sorted(str(key) for key in found) for name, found in report.items() if found}

@@ -87,10 +87,15 @@ def test_merge_json_lists_every_tensor_with_the_digest_of_its_bytes(tmp_path):
 
 
 def test_the_model_card_tells_data_recipe_and_last_values(tmp_path):
-    from fsdp_tune.recipe.schema import Data, DataSource, Model, Recipe
+    from fsdp_tune.recipe.schema import Data, DataSource, Launch, Model, Recipe
 
-    recipe = Recipe(model=Model(name_or_path="org/base-7b"), data=Data(train=[DataSource(path="org/data"), DataSource(path="rows.jsonl")]))
+    recipe = Recipe(
+        model=Model(name_or_path="org/base-7b"),
+        data=Data(train=[DataSource(path="org/data"), DataSource(path="rows.jsonl")], max_length=99),
+        launch=Launch(env={"WANDB_NOTES": "of this machine"}),
+    )
     run = make_run(tmp_path / "run", {7: STATE}, recipe=recipe)
+    (run / "recipe.yaml").write_text("model: {name_or_path: org/base-7b}  # of the owner alone\n")
     lines = [
         {"step": 5, "loss": 3.0, "tokens": 100},
         {"step": 7, "loss": 2.5, "tokens": 1400},
@@ -106,12 +111,28 @@ def test_the_model_card_tells_data_recipe_and_last_values(tmp_path):
         "| Training loss | 2.5000 |",
         "| Evaluation loss | 2.2500 |",
         "1,400",
-        "# a recipe",
+        "max_length: 99",
     ):
         assert text in card, text
+    for text in ("of the owner alone", "of this machine"):
+        assert text not in card, text
 
 
 # ------------------------------------------------------------------------------------------------------- transformers
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "someone/kernel"])
+def test_kernel_that_a_config_names_is_neither_needed_nor_loaded(key, kernel, tmp_path):
+    """flash-attn is not installed here, and transformers would download and run a kernel from the hub."""
+    model = small_gpt2()
+    model_directory(model, tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {key: kernel}))
+    model.save_pretrained(tmp_path / "weights")
+    (tmp_path / "weights" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    assert "lm_head.weight" in loaded.parameter_list(tmp_path)["parameters"]
+    assert loaded.load_and_run(tmp_path)["finite"]
 
 
 @pytest.fixture(scope="module")
