@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from fsdp_tune.manifest import Manifest, Progress, damage, mark_damaged, read_manifest
+from fsdp_tune.manifest import MANIFEST_NAME, Manifest, Progress, damage, mark_damaged, read_manifest
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 CHECKPOINT_KIND = "fsdp-tune checkpoint"
@@ -179,6 +179,13 @@ def json_objects(raw: bytes) -> list[dict[str, Any]]:
 def checkpoint_step(path: Path) -> int | None:
     match = CHECKPOINT_NAME.fullmatch(path.name)
     return int(match[1]) if match else None
+
+
+def enclosing_checkpoint(path: Path) -> Path | None:
+    """Return the checkpoint of ours that `path` is in, or None. What is in a checkpoint is removed together with it."""
+    return next(
+        (folder for folder in path.resolve().parents if checkpoint_step(folder) is not None and (folder / MANIFEST_NAME).is_file()), None
+    )
 
 
 def inspect_checkpoint(path: Path, *, digests: bool, progress: Progress | None = None) -> Checkpoint | Rejected:

@@ -25,7 +25,15 @@ from fsdp_tune.ownership import is_abandoned
 from fsdp_tune.recipe.effects import OnResume
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.training_fields import training_value
-from fsdp_tune.run_dir import Checkpoint, RunDir, checkpoint_step, complete_checkpoints, inspect_checkpoint, latest_checkpoint
+from fsdp_tune.run_dir import (
+    Checkpoint,
+    RunDir,
+    checkpoint_step,
+    complete_checkpoints,
+    enclosing_checkpoint,
+    inspect_checkpoint,
+    latest_checkpoint,
+)
 
 AUTO = "auto"
 # Keys that say how long a run is; when they are unchanged, a finished run stays finished.
@@ -75,6 +83,9 @@ def decide(
     """
     if run.path.is_symlink() and not run.path.exists():
         raise usage_error("bad-output-dir", f"{run.path} is a link that leads nowhere", hint="remove it, or name another `output_dir`")
+    if (checkpoint := enclosing_checkpoint(run.path)) is not None:
+        message = f"{run.path} is inside the checkpoint {checkpoint}, and would be removed together with it"
+        raise usage_error("output-in-checkpoint", message, hint="name another `output_dir`")
     _refuse_open_directory(run)
     snapshot = _snapshot(run)  # first: another command may use the directory while checkpoints are hashed
     refuse_when_held(run)

@@ -15,6 +15,7 @@ from fsdp_tune.errors import Notice, Where, failed_error, usage_error
 from fsdp_tune.merge.layout import Layout
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.ownership import announced, is_abandoned
+from fsdp_tune.run_dir import enclosing_checkpoint
 from fsdp_tune.units import format_bytes
 
 RECORD_NAME = "merge.json"
@@ -61,6 +62,13 @@ def check_output(output: Path, selection: Selection, base: Path | None = None) -
                 where=Where(str(output)),
                 hint="give another `--output`",
             )
+    if (checkpoint := enclosing_checkpoint(target)) is not None:
+        raise usage_error(
+            "output-in-checkpoint",
+            f"the output would be inside the checkpoint `{checkpoint}`, and would be removed together with it",
+            where=Where(str(output)),
+            hint="give another `--output`",
+        )
     return target
 
 

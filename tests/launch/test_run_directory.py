@@ -118,6 +118,15 @@ def test_a_used_directory_is_refused_with_the_ways_out(fresh: RunDir, tmp_path: 
     assert [way.split()[0] for way in caught.value.problems[0].ways_out] == ["--resume", "--set", "--overwrite"]
 
 
+def test_run_in_a_checkpoint_of_another_run_is_refused(fresh: RunDir, tmp_path: Path) -> None:
+    """Rotation would remove it together with the checkpoint."""
+    fresh.path.mkdir(parents=True)
+    inside = RunDir(checkpoint(fresh, 4) / "new")
+    with pytest.raises(FsdpTuneError) as caught:
+        decide(inside, resolved(tmp_path), None, overwrite=False)
+    assert caught.value.problems[0].code == "output-in-checkpoint"
+
+
 def test_a_directory_of_somebody_else_is_neither_filled_nor_moved(fresh: RunDir, tmp_path: Path) -> None:
     fresh.path.mkdir(parents=True)
     (fresh.path / "thesis.tex").write_text("x")
