@@ -14,6 +14,7 @@ from fsdp_tune.atomic import DISK, STAGE_MARK, must_be_filled, occupants, stage_
 from fsdp_tune.errors import Notice, Where, failed_error, usage_error
 from fsdp_tune.merge.layout import Layout
 from fsdp_tune.merge.source import Selection
+from fsdp_tune.merge.weights import Format, Weights
 from fsdp_tune.ownership import announced, is_abandoned
 from fsdp_tune.run_dir import enclosing_checkpoint
 from fsdp_tune.units import format_bytes
@@ -38,7 +39,7 @@ def check_output(output: Path, selection: Selection, base: Path | None = None) -
     target = output.parent.resolve() / output.name
     if output.name in ("", ".", ".."):
         target = output.resolve()
-    inputs = [weights.checkpoint.resolve() for weights in selection.weights] + [weights.root for weights in selection.weights]
+    inputs = [path for weights in selection.weights for path in _read_paths(weights)]
     if base is not None:
         inputs.append(base.resolve())
     if selection.run is not None:
@@ -70,6 +71,13 @@ def check_output(output: Path, selection: Selection, base: Path | None = None) -
             hint="give another `--output`",
         )
     return target
+
+
+def _read_paths(weights: Weights) -> list[Path]:
+    """Return the directories that weights are read from, or the file where they are one file of another tool."""
+    if weights.format is Format.PICKLE and weights.manifest is None:
+        return [weights.root / weights.file]
+    return [weights.checkpoint.resolve(), weights.root]
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:

@@ -114,7 +114,8 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | N
     show = progress or _no_progress
     selection = select_checkpoint(source, Choice(options.step, options.best, options.average, options.allow_incomplete))
     settings = settle(selection, options.output, options.dtype, options.max_shard_bytes, options.verify, adapter=options.adapter)
-    target = place.check_output(settings.output, selection)
+    base = Path(options.base) if options.base is not None and Path(options.base).is_dir() else None
+    target = place.check_output(settings.output, selection, base)
     with place.writing_to(target):
         leftovers = place.bring_back(target)
     place.check_target(target, overwrite=options.overwrite)

@@ -58,6 +58,27 @@ def test_a_link_to_the_source_is_the_source(run, tmp_path):
     assert contents(run) == before
 
 
+def test_base_is_never_replaced(run, tmp_path):
+    """Its weights are not in the output: only config and tokenizer are taken from it."""
+    base = tmp_path / "base"
+    merge_checkpoint(run, MergeOptions(output=base))
+    (base / "config.json").write_text('{"model_type": "gpt2"}')
+    before = (base / "model.safetensors").read_bytes()
+    with pytest.raises(FsdpTuneError) as caught:
+        merge_checkpoint(run, MergeOptions(output=base, base=str(base), overwrite=True))
+    assert caught.value.problems[0].code == "merge-output-is-input"
+    assert (base / "model.safetensors").read_bytes() == before
+
+
+def test_a_file_is_merged_into_a_directory_next_to_it(tmp_path):
+    torch.save({"w": torch.ones(2, 3)}, tmp_path / "model.pt")
+    merged = merge_checkpoint(tmp_path / "model.pt", MergeOptions(output=tmp_path / "merged"))
+    assert torch.equal(merged_tensors(merged.output)["w"], torch.ones(2, 3))
+    with pytest.raises(FsdpTuneError) as caught:
+        merge_checkpoint(tmp_path / "model.pt", MergeOptions(output=tmp_path, overwrite=True))
+    assert caught.value.problems[0].code == "merge-output-is-input"
+
+
 def test_an_existing_output_is_refused_with_the_ways_out(run, tmp_path):
     merge_checkpoint(run, MergeOptions(output=tmp_path / "out"))
     before = contents(tmp_path / "out")
