@@ -41,6 +41,10 @@ COST_STEPS = 100
 """After as many steps the witness's CPU time is written next to that of training."""
 
 
+CHECKSUM_PIECE = 1021
+"""Values that are hashed together: odd, and no multiple of the sizes at which values of buffers repeat (prime)."""
+
+
 class Witness(TrainerCallback):
     """`when`: the value of `training.witness`. Generators are compared whatever it is."""
 
@@ -279,7 +283,7 @@ def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
         local = local_part(tensor.detach())
         if local.numel():
             names.append(name)
-            values.append(torch.hash_tensor(local.view(torch.uint8) if local.element_size() == 1 else local).view(torch.int64))
+            values.append(_checksum(local.reshape(-1)))
     by_device: dict[torch.device, list[int]] = defaultdict(list)
     for index, value in enumerate(values):
         by_device[value.device].append(index)
@@ -288,6 +292,21 @@ def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
         for index, number in zip(indices, torch.stack([values[index] for index in indices]).tolist(), strict=True):
             numbers[index] = number
     return dict(zip(names, numbers, strict=True))
+
+
+def _checksum(flat: torch.Tensor) -> torch.Tensor:
+    """A scalar int64 that depends on each value and, beyond `CHECKSUM_PIECE` values, on its position.
+
+    `torch.hash_tensor` is the XOR of all values: of an even number of equal ones (a norm's weights, a bias) it is always zero. So it is
+    taken over pieces of an odd length, which are then added with a weight each.
+    """
+    values = flat.view(torch.uint8) if flat.element_size() == 1 else flat
+    whole = values.numel() // CHECKSUM_PIECE * CHECKSUM_PIECE
+    rest = values[whole:]
+    pieces = [torch.hash_tensor(values[:whole].view(-1, CHECKSUM_PIECE), 1)]
+    pieces += [torch.hash_tensor(piece).reshape(1) for piece in (rest[:-1], rest[-1:]) if piece.numel()]
+    hashes = torch.cat([piece.view(torch.int64) for piece in pieces])
+    return (hashes * torch.arange(1, 2 * len(hashes), 2, device=hashes.device)).sum()
 
 
 def _generators(device: torch.device) -> dict[str, str]:

@@ -70,6 +70,18 @@ def test_checksum_sees_a_change_of_one_value(dtype: torch.dtype) -> None:
     assert checksums({"x": values}) != {"x": before}
 
 
+@pytest.mark.parametrize("count", [64, 1021, 4096])
+def test_checksum_sees_equal_values_that_all_change(count: int) -> None:
+    """The weights of a norm, which weight decay shrinks alike."""
+    assert checksums({"x": torch.ones(count)}) != checksums({"x": torch.full((count,), 0.9)})
+    assert checksums({"x": torch.zeros(count // 64, 64)}) != checksums({"x": torch.full((count // 64, 64), 0.5)})
+
+
+def test_checksum_sees_pieces_in_another_order() -> None:
+    rows = torch.arange(4096.0).view(4, 1024)
+    assert checksums({"x": rows}) != checksums({"x": rows[[1, 0, 2, 3]]})
+
+
 # ---------------------------------------------------------------------------------------------------------- planted bugs
 
 
