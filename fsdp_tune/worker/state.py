@@ -28,6 +28,7 @@ from fsdp_tune.model.float8_weights import plain, refresh_scales
 from fsdp_tune.model.local import local_part
 from fsdp_tune.model.step import plain_name
 from fsdp_tune.run_dir import SHARD_FOLDER
+from fsdp_tune.worker.agree import gather
 from fsdp_tune.worker.storage import RestrictedReader
 
 OPTIMIZER_DIRECTORY = "optimizer_0"  # Accelerate's name, as SHARD_FOLDER is
@@ -79,8 +80,14 @@ def _tied_names(model: nn.Module) -> set[str]:
 
 
 def optimizer_state(live: Live) -> dict[str, Any]:
-    """Tensors of the optimizer, as state → parameter → kind. Learning rates and decay come from the recipe, never from here."""
+    """Return the optimizer's tensors, as parameter → kind → tensor; collective. Learning rates and decay come from the recipe.
+
+    {} before the first update, and without parameters that were never updated. `get_optimizer_state_dict` would make the state
+    of an optimizer that has none by a step without gradients, and the first update would count as the second.
+    """
     assert live.optimizer is not None
+    if not any(gather(bool(live.optimizer.state))):
+        return {}
     state: Any = get_optimizer_state_dict(live.wrapped, live.optimizer)
     tensors: dict[str, dict[str, Any]] = state["state"]
     for parameter, kinds in tensors.items():
@@ -146,27 +153,48 @@ def _check_names(state: dict[str, Any], directory: Path, prefix: str) -> None:
 
 
 def load_optimizer(live: Live, directory: Path) -> None:
-    """Reads the optimizer's tensors; the hyper-parameters of its groups stay those of the recipe in force."""
+    """Read the optimizer's tensors; the hyper-parameters of its groups stay those of the recipe in force.
+
+    A parameter without state in the checkpoint was never updated, and has none afterwards.
+    """
     assert live.optimizer is not None
     hyper = [{key: value for key, value in group.items() if key != "params"} for group in live.optimizer.param_groups]
     state: Any = get_optimizer_state_dict(live.wrapped, live.optimizer)
     if (directory / FULL_OPTIMIZER_FILE).exists():
         with safe_open(directory / FULL_OPTIMIZER_FILE, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                parameter, kind = name.rsplit("::", 1)
+            stored = {name: name.rsplit("::", 1) for name in file.keys()}  # noqa: SIM118
+            state["state"] = _of_parameters(state["state"], {parameter for parameter, _ in stored.values()})
+            for name, (parameter, kind) in stored.items():
                 _fill(state["state"][parameter][kind], file.get_tensor(name))
     else:
+        state["state"] = _of_parameters(state["state"], _parameters_with_state(state["state"], directory))
         _load_sharded(state["state"], directory)
-    set_optimizer_state_dict(live.wrapped, live.optimizer, state)
+    set_optimizer_state_dict(live.wrapped, live.optimizer, state, options=StateDictOptions(strict=False))
     for group, values in zip(live.optimizer.param_groups, hyper, strict=True):
         group.update(values)
 
 
+def _of_parameters(state: dict[str, dict[str, Any]], names: set[str]) -> dict[str, dict[str, Any]]:
+    return {parameter: kinds for parameter, kinds in state.items() if parameter in names}
+
+
+def _parameters_with_state(state: dict[str, dict[str, Any]], directory: Path) -> set[str]:
+    """The parameters of `state` for which sharded optimizer state is stored, as `optimizer.state.PARAMETER.KIND`."""
+    found: set[str] = set()
+    # Read before `dcp.load`, which would wrap an error of ours in a CheckpointException.
+    for key in RestrictedReader(directory / OPTIMIZER_DIRECTORY).read_metadata().state_dict_metadata:
+        name = key.removeprefix("optimizer.state.")
+        while name and name not in state:
+            name = name.rpartition(".")[0]
+        found.add(name)
+    return found
+
+
 def _load_sharded(state: dict[str, dict[str, Any]], directory: Path) -> None:
-    reader = RestrictedReader(directory / OPTIMIZER_DIRECTORY)
-    reader.read_metadata()  # raises an error of ours, which DCP would wrap in a CheckpointException
+    if not state:
+        return
     try:
-        dcp.load({"optimizer": {"state": state}}, storage_reader=reader)
+        dcp.load({"optimizer": {"state": state}}, storage_reader=RestrictedReader(directory / OPTIMIZER_DIRECTORY))
     except CheckpointException as error:  # a BaseException, and the same on every rank
         if not any("block boundary" in str(cause) for cause, _ in error.failures.values()):  # torchao's words
             raise

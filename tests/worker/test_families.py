@@ -16,6 +16,7 @@ from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
 from tests.parity.compare import deviation
+from tests.parity.store import VOCABULARY
 
 _LLAMA = {key: value for key, value in FAMILIES["llama"].items() if key != "model_type"}
 ERNIE = {**_LLAMA, "model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "moe_layer_start_index": 0}
@@ -29,6 +30,24 @@ JAMBA = {
     "num_experts_per_tok": 1,
     "mamba_d_state": 4,
 }
+
+
+BART = {
+    "model_type": "bart",
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 2,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 128,
+    "is_decoder": True,
+    "is_encoder_decoder": False,
+    "dropout": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+"""Its decoder has attention to an encoder, which gets no gradient without one."""
 
 
 def run_of(bench: Bench, model: dict[str, Any], rows: int = 4, **fsdp: Any) -> tuple[RunDir, list[dict[str, Any]]]:
@@ -61,6 +80,17 @@ def test_layers_of_several_classes_are_all_recomputed(bench: Bench) -> None:
 def test_parameter_that_the_model_freezes_stays_frozen_and_is_listed(bench: Bench) -> None:
     document, _ = finished(bench, ERNIE)
     assert document["frozen_by_its_code"] == [f"model.layers.{layer}.mlp.gate.moe_statics.e_score_correction_bias" for layer in (0, 1)]
+
+
+@pytest.mark.ranks
+def test_model_with_parameters_that_never_get_a_gradient_resumes(bench: Bench) -> None:
+    run, _ = run_of(bench, BART)
+    recipe = json.loads(run.recipe_json.read_text())
+    recipe["training"]["max_steps"] = 3
+    run.recipe_json.write_text(json.dumps(recipe))
+    (run.path / "resume.json").write_text(json.dumps({"resume_from": str(run.checkpoint(2))}))
+    runs.train(bench.pool, run, 2)
+    assert [line["step"] for line in runs.loss_lines(run)] == [1, 2, 3]
 
 
 @pytest.mark.ranks

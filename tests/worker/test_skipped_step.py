@@ -102,3 +102,33 @@ def test_run_with_skipped_step_equals_run_without_that_update(case: Case, bench:
     one, other = (runs.saved_parameters(run, STEPS) for run in (skipped, left_out))
     assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
     assert all(after > before for before, after in itertools.pairwise(row[1] for row in curves[0]))
+
+
+def train_with_nan_at_first(path: str) -> dict[str, Any]:
+    with patch(f"{__name__}.BAD_STEP", 1):
+        return train(path, nonfinite=True)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "optimizer",
+    [{"optim_args": "state_dtype=bf16"}, pytest.param({"optim": "sgd", "optim_args": "momentum=0.9"}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_save_before_the_first_update_leaves_the_optimizer_as_it_is(optimizer: dict[str, str], bench: Bench) -> None:
+    """torch makes state for a checkpoint by a step without gradients, which would count."""
+
+    def new_run(*, save_steps: int, probes: bool) -> RunDir:
+        training = {"warmup_steps": 0, "max_steps": 3, "eval_strategy": "no", "on_nonfinite": "skip", "save_steps": save_steps}
+        changes: dict[str, Any] = {"training": training | optimizer, "checkpoint": {"probe": probes}}
+        return runs.write_run(bench.new_folder(), runs.merged(Case().recipe(str(bench.model("llama"))), changes), bench.store)
+
+    never, early, resumed = new_run(save_steps=3, probes=False), new_run(save_steps=1, probes=True), new_run(save_steps=3, probes=False)
+    for run in (never, early):
+        runs.train(bench.pool, run, 2, train_with_nan_at_first)
+    runs.resume_from(resumed, early, 1)
+    runs.train(bench.pool, resumed, 2)
+    expected = runs.saved_parameters(never, 3)
+    for run in (early, resumed):
+        found = runs.saved_parameters(run, 3)
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
