@@ -46,10 +46,20 @@ def commands_after(run: RunDir, recipe: Recipe, merged: Path | None) -> list[str
     """What to type after a run has finished; paths below the current directory are relative."""
     tracked = "tensorboard" in recipe.training.report_to and run.tensorboard.is_dir()
     return [
-        f"fsdp-tune merge-checkpoint {shlex.quote(_short(run.path))}" if merged is None else _generating(merged),
+        merge_command(_short(run.path), recipe) if merged is None else _generating(merged),
         f"fsdp-tune train … --resume auto {_longer(recipe)}",
         *([f"tensorboard --logdir {shlex.quote(_short(run.tensorboard))}"] if tracked else []),
     ]
+
+
+def merge_command(path: str, recipe: Recipe) -> str:
+    """The command that merges the model of a finished run."""
+    return f"fsdp-tune merge-checkpoint {shlex.quote(path)}" + (" --best" if takes_best(recipe) else "")
+
+
+def takes_best(recipe: Recipe) -> bool:
+    """Whether the model of a finished run is its best checkpoint, and not its last."""
+    return bool(training_value(recipe.training, "load_best_model_at_end"))
 
 
 def _generating(merged: Path) -> str:

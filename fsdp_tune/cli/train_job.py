@@ -199,7 +199,7 @@ class Job:
             self.screen.document(document(reason=ExitReason.FAILED.value, merged=None))  # what stands should the merge fail
             merged = self.merge() if self.recipe.merge.at_end else None
             self.screen.document(document(reason=ended.reason.value, merged=merged))
-            self.screen.say(f"finished at step {ended.step}; {_where_the_model_is(run, merged)}")
+            self.screen.say(f"finished at step {ended.step}; {_where_the_model_is(run, self.recipe, merged)}")
             for line in card(run, facts, commands_after(run, self.recipe, merged)):
                 self.screen.say(line)
             return
@@ -216,9 +216,12 @@ class Job:
 
     def merge(self) -> Path:
         from fsdp_tune.cli.merge_checkpoint import byte_progress
+        from fsdp_tune.cli.run_card import takes_best
         from fsdp_tune.merge.run import MergeOptions, merge_checkpoint
 
-        result = merge_checkpoint(self.plan.run.path, MergeOptions(overwrite=True), partial(byte_progress, self.screen))
+        result = merge_checkpoint(
+            self.plan.run.path, MergeOptions(overwrite=True, best=takes_best(self.recipe)), partial(byte_progress, self.screen)
+        )
         self.screen.notices(result.notices)
         return result.output
 
@@ -234,7 +237,7 @@ class Job:
         if merged is None and self.recipe.merge.at_end:
             merged = self.merge()
         self.screen.document(final_document(run.path, outcome.facts, step=outcome.step, reason=ExitReason.FINISHED.value, merged=merged))
-        self.screen.say(f"nothing to do: {run.path} has finished at step {outcome.step}; {_where_the_model_is(run, merged)}")
+        self.screen.say(f"nothing to do: {run.path} has finished at step {outcome.step}; {_where_the_model_is(run, self.recipe, merged)}")
 
     def print_commands(self) -> None:
         from fsdp_tune.launch.accelerate import by_hand
@@ -263,8 +266,10 @@ class Job:
             raise typer.Exit(ended.exit_code)
 
 
-def _where_the_model_is(run: RunDir, merged: Path | None) -> str:
-    return f"the model is in {merged}" if merged else f"`fsdp-tune merge-checkpoint {run.path}` merges it"
+def _where_the_model_is(run: RunDir, recipe: Recipe, merged: Path | None) -> str:
+    from fsdp_tune.cli.run_card import merge_command
+
+    return f"the model is in {merged}" if merged else f"`{merge_command(str(run.path), recipe)}` merges it"
 
 
 def _unreachable(what: str) -> Problem:

@@ -67,7 +67,7 @@ class Merge(Section):
     default_effect = Effect(NOTHING, FREE)
 
     at_end: bool = True
-    """Merges the last checkpoint into RUN/merged when the run has finished."""
+    """Merges the last checkpoint into RUN/merged when the run has finished; with training.load_best_model_at_end the best."""
     dtype: Literal["auto", "keep", "bf16", "fp16", "fp32"] = "auto"
     """dtype of the merged weights; auto = the compute dtype."""
     max_shard_size: Size = "5GB"

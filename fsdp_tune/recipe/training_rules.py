@@ -46,17 +46,33 @@ def evaluation_needs_data(recipe: Recipe) -> Finding | None:
 
 
 def best_model_is_measured(recipe: Recipe) -> Finding | None:
-    """The best checkpoint must have been evaluated, so that saving and evaluating go together."""
-    wants = "early_stopping" if recipe.training.early_stopping else "load_best_model_at_end"
-    if recipe.data.eval is None or not (recipe.training.early_stopping or training_value(recipe.training, wants)):
+    """Every evaluation must come with a save: the best evaluated step is else one without a checkpoint."""
+    training = recipe.training
+    loads_best = bool(training_value(training, "load_best_model_at_end"))
+    if recipe.data.eval is None or not (training.early_stopping or loads_best):
         return None
-    if recipe.training.eval_strategy == "no":
+    if training.eval_strategy == "no":
+        wants = "early_stopping" if training.early_stopping else "load_best_model_at_end"
         message = f"`training.{wants}` needs evaluations, and `training.eval_strategy` is no"
         return Finding("contradiction", (f"training.{wants}", "training.eval_strategy"), message, "write `eval_strategy: auto`")
-    save = training_value(recipe.training, "save_strategy")
-    if wants == "load_best_model_at_end" and recipe.training.eval_strategy not in {"auto", save} and save != "best":
-        message = f"`training.load_best_model_at_end` needs a save with every evaluation, and `save_strategy` is {save}"
-        return Finding("contradiction", ("training.eval_strategy", "training.save_strategy"), message, "write `eval_strategy: auto`")
+    return _every_evaluation_is_saved(recipe) if loads_best else None
+
+
+def _every_evaluation_is_saved(recipe: Recipe) -> Finding | None:
+    training = recipe.training
+    save, eval_steps = training_value(training, "save_strategy"), training_value(training, "eval_steps")
+    needs = "`training.load_best_model_at_end` needs a save with every evaluation"
+    if save == "best":
+        return None
+    if save == "no":
+        keys = ("training.save_strategy", "training.load_best_model_at_end")
+        return Finding("contradiction", keys, f"{needs}, and `save_strategy` is no", "write `save_strategy: steps`")
+    if training.eval_strategy not in {"auto", save}:
+        keys = ("training.eval_strategy", "training.save_strategy")
+        return Finding("contradiction", keys, f"{needs}, and `save_strategy` is {save}", "write `eval_strategy: auto`")
+    if save == "steps" and eval_steps not in (None, training.save_steps):
+        message = f"{needs}: `eval_steps` is {eval_steps:g}, and `save_steps` is {training.save_steps:g}"
+        return Finding("contradiction", ("training.eval_steps", "training.save_steps"), message, "write the same number for both")
     return None
 
 

@@ -63,7 +63,6 @@ class Checkpointer:
     facts: dict[str, Any]
     report: Callable[[Saved], None]
     heartbeat: Heartbeat
-    best_step: int | None = None
     last_step: int | None = None
     longest_seconds: float = 0.0
     """The slowest save of this launch, from its start to its end; the probe is one."""
@@ -77,15 +76,15 @@ class Checkpointer:
         # Saves in the background must not share a group with the step's own collectives.
         self._group = patient_group()
 
-    def save(self, step: int, trainer: str, own: dict[str, Any]) -> None:
-        """Save step `step`, after the save before it has ended. Every failure reaches `report`."""
+    def save(self, step: int, trainer: str, own: dict[str, Any], *, best_step: int | None) -> None:
+        """Save step `step`, after the save before it has ended. Every failure reaches `report`. `best_step` is not rotated out."""
         with self.heartbeat.during("saving", step):
-            self._save(step, trainer, own)
+            self._save(step, trainer, own, best_step)
 
-    def _save(self, step: int, trainer: str, own: dict[str, Any]) -> None:
+    def _save(self, step: int, trainer: str, own: dict[str, Any], best_step: int | None) -> None:
         started = time.monotonic()
         self.wait()
-        snapshot = self._snapshot(step, trainer, own)
+        snapshot = self._snapshot(step, trainer, own, best_step)
         self._pending = Saved(step, 0.0)
         if self.asynchronous:
             if not self.live.full:  # what rank 0 has gathered is a copy already
@@ -102,10 +101,10 @@ class Checkpointer:
         """Of the last save, also while it is still being written: the same on every rank at the same step."""
         return self._pending.step if self._pending is not None else self.last_step
 
-    def _snapshot(self, step: int, trainer: str, own: dict[str, Any]) -> Snapshot:
+    def _snapshot(self, step: int, trainer: str, own: dict[str, Any], best_step: int | None = None) -> Snapshot:
         rank = {"rng": live_state.rng_state(self.device_type), "own": own}
         facts = {**self.facts, "step": step}
-        return Snapshot(step, live_state.model_state(self.live), live_state.optimizer_state(self.live), rank, trainer, facts)
+        return Snapshot(step, live_state.model_state(self.live), live_state.optimizer_state(self.live), rank, trainer, facts, best_step)
 
     def poll(self) -> None:
         """Reports a background save that has succeeded; a failed one is reported by `wait`, where all ranks meet."""
@@ -144,7 +143,7 @@ class Checkpointer:
         started = time.monotonic()
         try:
             saved.size_bytes = self._size_bytes = self._write(snapshot, self.run.checkpoint(snapshot.step))
-            saved.left = self._rotate(snapshot.step)
+            saved.left = self._rotate(snapshot)
         except Exception as error:  # noqa: BLE001  an error of the disk or of torch: it becomes the save's outcome
             told = f"checkpoint-{snapshot.step} could not be written: {reason_of(error)}"
             failure = error if isinstance(error, FsdpTuneError) else failed_error("save-failed", told, hint=SAVE_HINT)
@@ -188,10 +187,11 @@ class Checkpointer:
             raise
         return manifest.size_bytes if manifest else 0
 
-    def _rotate(self, step: int) -> str | None:
-        """Removes old checkpoints; a sentence where the disk refuses."""
+    def _rotate(self, snapshot: Snapshot) -> str | None:
+        """Remove old checkpoints; returns a sentence if the disk refuses."""
+        protected = {snapshot.step, snapshot.best_step or -1}
         try:
-            from_rank0(lambda: rotate(self.run, self.keep, protected={step, self.best_step or -1}), "removing old checkpoints", self._group)
+            from_rank0(lambda: rotate(self.run, self.keep, protected=protected), "removing old checkpoints", self._group)
         except FsdpTuneError as error:
             return error.problems[0].message
         except OSError as error:

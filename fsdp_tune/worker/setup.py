@@ -198,7 +198,8 @@ def close(trainer: FsdpTrainer) -> None:
         failures: list[Saved] = []
         checkpointer.report = failures.append
         checkpointer.asynchronous = False
-        checkpointer.save(trainer.state.global_step, trainer_state_json(trainer), trainer.own_state())
+        state = trainer.state
+        checkpointer.save(state.global_step, trainer_state_json(trainer), trainer.own_state(), best_step=state.best_global_step)
         if failures[-1].error is not None:
             raise failures[-1].error
     metrics = trainer.parts.metrics

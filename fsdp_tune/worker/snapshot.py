@@ -22,6 +22,8 @@ class Snapshot:
     trainer: str
     """trainer_state.json"""
     facts: dict[str, Any]
+    best_step: int | None = None
+    """The best evaluated step when this one was taken. A later best has no checkpoint before this one is written."""
 
 
 def in_host_memory(snapshot: Snapshot) -> Snapshot:

@@ -263,16 +263,13 @@ class FsdpTrainer(Trainer):
         if self.checkpointer.newest_step == step:
             return  # the end of an epoch and the last step ask for the same checkpoint
         started = time.monotonic()
-        self.checkpointer.best_step = self.state.best_global_step
         if self.state.best_global_step is not None:
             self.state.best_model_checkpoint = str(self.checkpointer.run.checkpoint(self.state.best_global_step))
-        self.checkpointer.save(step, trainer_state_json(self), self.own_state())
+        self.checkpointer.save(step, trainer_state_json(self), self.own_state(), best_step=self.state.best_global_step)
         self.lines.leave_out(time.monotonic() - started)
 
     def _load_best_model(self) -> None:
-        self.checkpointer.wait()
-        if self.state.best_global_step is not None:
-            restore_model(self.checkpointer.live, str(self.checkpointer.run.checkpoint(self.state.best_global_step)))
+        """Nothing: the merge reads the best checkpoint, and the last step may still have to be saved with its own weights."""
 
     def own_state(self) -> dict[str, Any]:
         """What only this rank knows, for its file in a checkpoint; the last thing that is asked before one is made."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
 
 from fsdp_tune.cli.run_card import card, commands_after
 from fsdp_tune.run_dir import RunDir
@@ -76,3 +79,21 @@ def test_the_next_commands_merge_what_is_not_merged_and_continue_for_longer(tmp_
     merged = commands_after(run, resolved(training={"max_steps": 50}), run.merged)
     assert merged[0].endswith(f"pipeline('text-generation', '{run.merged}')('The'))\"")
     assert merged[1] == "fsdp-tune train … --resume auto --set training.max_steps=100"
+
+
+def test_run_that_loads_the_best_merges_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdp_tune.cli.train_job import Job
+    from fsdp_tune.merge import run as merging
+
+    asked: list[bool] = []
+
+    def merge(_source: Path, options: merging.MergeOptions, _progress: object) -> MagicMock:
+        asked.append(options.best)
+        return MagicMock()
+
+    for loads_best in (False, True):
+        recipe = resolved(training={"load_best_model_at_end": loads_best, "max_steps": 50})
+        monkeypatch.setattr(merging, "merge_checkpoint", merge)
+        Job.merge(MagicMock(recipe=recipe))
+        assert commands_after(RunDir(tmp_path), recipe, None)[0].endswith(" --best") == loads_best
+    assert asked == [False, True]

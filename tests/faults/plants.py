@@ -110,8 +110,8 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "every save keeps a file open",
         "worker/checkpoint",
-        "        snapshot = self._snapshot(step, trainer, own)\n",
-        '        snapshot = self._snapshot(step, trainer, own)\n        self.__dict__.setdefault("kept", []).append(open("/dev/null"))\n',
+        "        snapshot = self._snapshot(step, trainer, own, best_step)\n",
+        '        snapshot = self._snapshot(step, trainer, own, best_step)\n        self.__dict__.setdefault("kept", []).append(open("/dev/null"))\n',
         "F088",
     ),
     _plant(

@@ -103,7 +103,7 @@ def _save(
     checkpointer = _checkpointer(path, live, keep=keep, asynchronous=asynchronous, saved=saved)
     torch.manual_seed(step)
     with around or contextlib.nullcontext():
-        checkpointer.save(step, json.dumps({"global_step": step}), {"sums": [float(step), 1.0, 2.0], "loss_scale": None})
+        checkpointer.save(step, json.dumps({"global_step": step}), {"sums": [float(step), 1.0, 2.0], "loss_scale": None}, best_step=None)
         checkpointer.wait()
     return saved[-1]
 
@@ -257,7 +257,7 @@ def many_saves(path: Path, saves: int) -> list[tuple[int, int, int]]:
     saved: list[Saved] = []
     checkpointer = _checkpointer(path, live, keep=2, asynchronous=True, saved=saved)
     for number in range(1, saves + 1):
-        checkpointer.save(number, "{}", {"sums": [0.0, 0.0, 0.0], "loss_scale": None})
+        checkpointer.save(number, "{}", {"sums": [0.0, 0.0, 0.0], "loss_scale": None}, best_step=None)
         if number in (saves // 10, saves):
             checkpointer.wait()
             with open("/proc/self/statm") as file:

@@ -153,6 +153,18 @@ WHOLE = [
         "a save with every evaluation",
     ),
     (
+        "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\n"
+        "training: {load_best_model_at_end: true, early_stopping: {}, eval_steps: 10, save_steps: 20}",
+        "best_model_is_measured",
+        "`eval_steps` is 10, and `save_steps` is 20",
+    ),
+    (
+        "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\n"
+        "training: {load_best_model_at_end: true, save_strategy: no}",
+        "best_model_is_measured",
+        "`save_strategy` is no",
+    ),
+    (
         "model: {name_or_path: a}\ndata: {train: [{path: b}], max_length: 512, packing: true}\n"
         "training: {global_batch_size: 8, per_device_train_batch_tokens: 1024}",
         "token_budget_fits",

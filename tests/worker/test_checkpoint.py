@@ -109,6 +109,48 @@ def test_finished_run_keeps_both_its_last_and_its_best_checkpoint(bench: Bench) 
 
 
 @pytest.mark.ranks
+def test_last_checkpoint_has_the_weights_of_the_last_step_where_the_best_is_another(bench: Bench) -> None:
+    """`save_strategy: best` leaves the last step to the end of the run."""
+    best_is_first = {"metric_for_best_model": "loss", "greater_is_better": True, "save_strategy": "best"}
+    short = {"load_best_model_at_end": True, "max_steps": 4, "eval_steps": 2, "warmup_steps": 0, "save_total_limit": 1}
+    recipe = runs.merged(Case().recipe(str(bench.model("llama"))), {"training": best_is_first | short})
+    run = runs.write_run(bench.new_folder(), recipe, bench.store)
+    runs.train(bench.pool, run, 2)
+    assert steps(run) == [4, 2]
+    last, best = (runs.saved_parameters(run, step) for step in (4, 2))
+    assert not any(torch.equal(last[name], best[name]) for name in last)
+    recipe["training"] |= {"max_steps": 6}
+    longer = runs.write_run(bench.new_folder(), recipe, bench.store)
+    runs.resume_from(longer, run, 2)
+    runs.resume_from(longer, run, 4)
+    runs.train(bench.pool, longer, 2)
+    assert steps(longer) == [6, 2], "a resumed run knows the best of the run before"
+
+
+@pytest.mark.ranks
+def test_rotation_keeps_the_best_until_a_better_one_is_written(bench: Bench) -> None:
+    short = {"metric_for_best_model": "loss", "max_steps": 6, "save_steps": 2, "eval_steps": 2, "warmup_steps": 0, "save_total_limit": 1}
+    run = runs.write_run(bench.new_folder(), runs.merged(Case().recipe(str(bench.model("llama"))), {"training": short}), bench.store)
+    outcomes = bench.pool.run(2, run_recording_rotations, str(run.path))
+    assert outcomes[0] == [[2], [4], [6]]
+
+
+def run_recording_rotations(path: str) -> list[list[int]]:
+    """The steps that each rotation protects; each step is better than the one before, and saves are slower than steps."""
+    from fsdp_tune.worker import checkpoint
+
+    protected_steps: list[list[int]] = []
+
+    def record(*_: Any, protected: set[int]) -> list[Path]:
+        protected_steps.append(sorted(protected))
+        return []
+
+    with patch.object(checkpoint, "rotate", record):
+        run_with_slow_disk(path)
+    return protected_steps
+
+
+@pytest.mark.ranks
 def test_background_save_holds_the_step_that_it_names(bench: Bench) -> None:
     """Steps go on while a save is written: it must be that of a run which waits."""
     case = Case()
