@@ -89,7 +89,6 @@ class Allowed:
 def refuse_code(loaded: LoadedRecipe, allowed: Allowed) -> None:
     """A recipe on its own runs no code: the person at the command line has to allow it. Raises: usage error listing everything to allow."""
     from fsdp_tune.recipe.environment_rules import variables_to_allow
-    from fsdp_tune.recipe.findings import pinned
 
     model = loaded.recipe.model
     kernel = model.attn_implementation
@@ -107,7 +106,7 @@ def refuse_code(loaded: LoadedRecipe, allowed: Allowed) -> None:
             hint = f"read what it does; if you trust it, add `--allow-env {name}`"
             found.append(Problem("variable-not-allowed", message, Where(key=f"launch.env.{name}"), hint))
     if found:
-        raise FsdpTuneError(*(pinned(problem, loaded.positions) for problem in found))
+        raise FsdpTuneError(*found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +147,7 @@ def asked_recipe(
     from fsdp_tune.recipe.resolve import resolve
 
     loaded = load_recipe(source, overrides or (), name=name, options=options, unneeded=unneeded)
+    screen.positions = loaded.positions
     screen.notices([notice for notice in loaded.notices if not (strict and notice.strict)])
     refuse_code(loaded, allowed)
     wanted = loaded.recipe.launch.device

@@ -29,6 +29,7 @@ from fsdp_tune.launch.stop_signals import heeded
 if TYPE_CHECKING:
     from fsdp_tune.cli.progress import Bar
     from fsdp_tune.cli.screen_log import ScreenLog
+    from fsdp_tune.recipe.findings import Positions
 
 
 LEAST_LAST_COLUMN = 20
@@ -61,6 +62,8 @@ class Screen:
         self._notices: list[Notice] = []
         self.log_directory: Path | None = None
         """Where the traceback of a bug goes; a temporary file when no run directory is there yet."""
+        self.positions: Positions = {}
+        """Where the keys of the command's recipe are written."""
         self._log: ScreenLog | None = None
         self._shown: list[str] = []
         """Lines shown before there is a log file."""
@@ -172,7 +175,14 @@ class Screen:
             yield bar
 
     def close(self, problems: Sequence[Problem] = ()) -> None:
-        """End the command: print the problems, close the log, and print the JSON document."""
+        """End the command: print the problems, close the log, and print the JSON document.
+
+        A problem that names a key of the recipe without a place gets the line of that key.
+        """
+        if self.positions:
+            from fsdp_tune.recipe.findings import pinned  # imports the schema, as whoever gave the positions has
+
+            problems = [pinned(problem, self.positions) for problem in problems]
         self.problems(problems)
         if self._log is not None:
             self._log.close()

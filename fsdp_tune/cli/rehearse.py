@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -102,8 +103,10 @@ def rehearse(
 
 def _shrink(screen: Screen, recipe: Recipe, folder: Path, ranks: int, device: str) -> Small:
     """Looks at the model and the data as `validate` does; what is wrong there is exit 2, what is out of reach is replaced."""
+    from fsdp_tune.bridge.tokenizer import load_encoder
     from fsdp_tune.cli.checks import model_facts
-    from fsdp_tune.cli.data_checks import data_facts
+    from fsdp_tune.cli.data_checks import FIRST_ROWS, data_facts
+    from fsdp_tune.data.first_targets import length_with_targets
     from fsdp_tune.launch.children import threads
     from fsdp_tune.rehearsal.shrink import Reach, small_recipe
 
@@ -121,6 +124,8 @@ def _shrink(screen: Screen, recipe: Recipe, folder: Path, ranks: int, device: st
             hint="its config.json is enough: `--set model.name_or_path=null --set model.from_config=PATH`",
         )
     reach = Reach(tokenizer=data.vocabulary_size is not None, data=not data.unchecked)
+    if reach.tokenizer and reach.data:
+        reach = replace(reach, tokens=length_with_targets(recipe, load_encoder(recipe), rows=FIRST_ROWS))
     return small_recipe(recipe, model.facts["config"], folder, ranks=ranks, device=device, steps=STEPS, reach=reach)
 
 

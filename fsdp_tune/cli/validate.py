@@ -51,8 +51,6 @@ def validate(
         fsdp-tune validate --config llama7b_full_shard --strict
     """
     with command(json_output) as screen, stopping_cleanly():
-        from fsdp_tune.recipe.findings import pinned
-
         asked = asked_recipe(
             screen,
             chosen_recipe(recipe, config),
@@ -66,7 +64,6 @@ def validate(
         checked = _check(asked.resolution, offline=offline)
         resolution = _decided(asked.resolution, checked, offline=offline)
         notices = [*loaded.notices, *resolution.notices, *checked.notices]
-        checked.problems = [pinned(problem, loaded.positions) for problem in checked.problems]
         checked.problems.extend(_as_error(notice) for notice in notices if strict and notice.strict)
         screen.notices([notice for notice in notices if not (strict and notice.strict)])
         screen.document(_document(loaded, resolution, checked))

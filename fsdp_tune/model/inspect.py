@@ -22,6 +22,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     from fsdp_tune.model.build import build_empty, config_or_facts, embedding_rows, generation_config
     from fsdp_tune.model.float8 import choose_fp8, fp8_notices
     from fsdp_tune.model.kernels import choose_kernels
+    from fsdp_tune.model.positions import max_positions
     from fsdp_tune.model.torchao_adamw import demand_optimizer
 
     problems: list[Problem] = []
@@ -40,7 +41,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "embedding_rows": embedding_rows(model),
             "tied_embeddings": _tied(model),
-            "max_positions": _max_positions(config),
+            "max_positions": max_positions(config),
             "attention": model.config._attn_implementation,
         }
         wrong, told = _limits(recipe, model, found)
@@ -68,12 +69,6 @@ def _tied(model: Any) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-def _max_positions(config: Any) -> int | None:
-    """Return the positions that the configuration declares, or None if it declares no limit (XLNet's -1)."""
-    positions = getattr(config, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and positions > 0 else None
-
-
 def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
     from fsdp_tune.model.units import decoder_layers, plan_units
 
@@ -88,16 +83,15 @@ def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
 
 
 def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> tuple[list[Problem], list[Notice]]:
+    from fsdp_tune.model.positions import beyond_table_of_positions
     from fsdp_tune.model.rotary import fixed_rotary
 
     problems: list[Problem] = []
     notices: list[Notice] = []
     positions, longest = found["max_positions"], recipe.data.max_length
     if positions is not None and longest > positions:
-        if _has_table_of_positions(model, positions):
-            message = f"data.max_length is {longest}, and the model has a table of positions for {positions} tokens"
-            hint = f"write `max_length: {positions}`, or `--set data.max_length={positions}`"
-            problems.append(Problem("max-length-beyond-positions", message, Where(key="data.max_length"), hint))
+        if (problem := beyond_table_of_positions(recipe, model)) is not None:
+            problems.append(problem)
         else:  # rotary positions can be computed for any length, which is why nothing fails
             message = (
                 f"data.max_length is {longest}, and the model's configuration says {positions} positions: it has seen none beyond them"
@@ -127,14 +121,6 @@ def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> tuple[list[Pro
             )
         )
     return problems, notices
-
-
-def _has_table_of_positions(model: Any, positions: int) -> bool:
-    """Learned (GPT-2; OPT's has two rows more), or computed once to that length (GPT-J): a position beyond it is an index error."""
-    from torch import nn
-
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
-    return hasattr(model.config, "n_positions") or any(0 <= m.num_embeddings - positions <= 2 for m in embeddings)
 
 
 def main() -> None:

@@ -184,8 +184,7 @@ def _same(base: Recipe) -> Changes:
 
 def longest(search: Search, base: Recipe, trace: Trace) -> list[Found]:
     """One sequence a forward, rows twice as long again and again while they fit and the model has positions for them."""
-    config = trace.facts.get("config", {})
-    positions = config.get("max_position_embeddings") or config.get("n_positions")
+    positions = trace.facts.get("max_positions")
     found: list[Found] = []
     for offload in OFFLOADS:
         if offload == "parameters" and _any_fits(found):

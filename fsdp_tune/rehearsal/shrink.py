@@ -99,6 +99,8 @@ class Reach:
 
     tokenizer: bool = True
     data: bool = True
+    tokens: int = 0
+    """Tokens that rows of the recipe's own data need to keep a trained token (`data.first_targets`)."""
 
 
 @dataclass(slots=True)
@@ -118,7 +120,7 @@ class Small:
 
 
 def small_recipe(recipe: Recipe, config: Mapping[str, Any], folder: Path, *, ranks: int, device: str, steps: int, reach: Reach) -> Small:
-    """`recipe` is resolved; the result is to be loaded and resolved again, as any recipe."""
+    """Return the recipe of a rehearsal. `recipe` is resolved; the result is loaded and resolved again, as any recipe."""
     small = Small(recipe.model_dump(mode="json", by_alias=True))
     document = small.document
     document |= {"name": f"{recipe.name or 'recipe'}-rehearsal", "output_dir": str(folder / "run")}
@@ -213,9 +215,11 @@ def _data(small: Small, recipe: Recipe, folder: Path, reach: Reach) -> None:
         elif data["eval"] is not None:
             for source in data["eval"]:
                 source["max_rows"] = min(source["max_rows"] or EVAL_ROWS, EVAL_ROWS)
-    if recipe.data.max_length > MAX_LENGTH_TOKENS:
-        data["max_length"] = MAX_LENGTH_TOKENS
-        small.changes.append(f"data.max_length: {MAX_LENGTH_TOKENS} instead of {recipe.data.max_length}")
+    shortest = MAX_LENGTH_TOKENS * max(1, -(-reach.tokens // MAX_LENGTH_TOKENS))
+    if recipe.data.max_length > shortest:
+        data["max_length"] = shortest
+        why = f", since prompts are longer than {MAX_LENGTH_TOKENS} tokens" if shortest > MAX_LENGTH_TOKENS else ""
+        small.changes.append(f"data.max_length: {shortest} instead of {recipe.data.max_length}{why}")
         if recipe.data.overlong in ("drop", "error") and "overlong" in data:
             data["overlong"] = "truncate"  # rows that fit the real length must not be lost to the small one
             small.changes.append(f"data.overlong: truncate instead of {recipe.data.overlong}, which is for the real length")

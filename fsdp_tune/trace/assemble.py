@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdp_tune.model.build import TORCH_DTYPE
 from fsdp_tune.model.experts import active_parameters
 from fsdp_tune.model.float8 import plan_fp8
+from fsdp_tune.model.positions import max_positions
 from fsdp_tune.model.units import decoder_layers
 from fsdp_tune.plan.depth import Repeated
 from fsdp_tune.plan.trace_format import COLLECTIVE, EVENT, OP, WAIT, Counts, Shapes, Trace, Unit
@@ -64,6 +65,7 @@ def assemble(
             "transformers": metadata.version("transformers"),
             "python": platform.python_version(),
             "config": config.to_diff_dict(),
+            "max_positions": max_positions(config),
         },
     )
 

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdp_tune.errors import usage_error
+from fsdp_tune.errors import FsdpTuneError, usage_error
 from fsdp_tune.model.attention import has_variable_lengths
 from fsdp_tune.model.build import attention, build_empty
+from fsdp_tune.model.positions import beyond_table_of_positions
 from fsdp_tune.recipe.schema import Recipe
 
 
@@ -18,8 +19,15 @@ def build_traced(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | Non
     """Return the recipe to trace and its model on the meta device.
 
     A FlashAttention package becomes torch's own kernel, which allocates the same: the machine that plans rarely has the package.
-    Raises: FsdpTuneError (exit 2) for a model that does not support FlashAttention.
+    Raises: FsdpTuneError (exit 2) for a model that does not support FlashAttention, or that has no positions for the recipe's rows.
     """
+    recipe, model = _build(recipe, config, vocabulary)
+    if (problem := beyond_table_of_positions(recipe, model)) is not None:  # a fake tensor is indexed without a check of the bounds
+        raise FsdpTuneError(problem)
+    return recipe, model
+
+
+def _build(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> tuple[Recipe, PreTrainedModel]:
     if not has_variable_lengths(attention(recipe, config)):
         return recipe, build_empty(recipe, config, vocabulary=vocabulary)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attn_implementation": "sdpa"})})

@@ -16,7 +16,7 @@ from fsdp_tune.model.loss import micro_batch_loss, shift_labels
 from fsdp_tune.model.packed import packing_known
 from fsdp_tune.worker import isolation
 from fsdp_tune.worker.dataset import Batch, Collator
-from fsdp_tune.worker.isolation import ALLOWED, Deviations, deviations, not_causal, rows_to_check
+from fsdp_tune.worker.isolation import ALLOWED, Deviations, deviations, not_causal, not_isolated, rows_to_check
 from tests.model.families import FAMILIES
 from tests.model.flash import FLASH_STAND_IN, flash_stand_in
 from tests.model.recipes import recipe_of
@@ -239,3 +239,8 @@ def test_flash_kernel_that_reads_position_ids_of_single_rows_is_caught(variable_
         found = deviations(recipe, model, rows_to_check(packed, 2), collator, torch.device("cpu"))
     assert found.packed is not None
     assert (found.packed <= ALLOWED["fp32"]) is variable_lengths
+
+
+def test_refusal_of_a_model_with_a_known_cause_names_the_report_upstream() -> None:
+    assert "transformers/pull/39997" in str(not_isolated(0.1, "GptOssForCausalLM", "eager").problems[0].hint)
+    assert not_isolated(0.1, "SomeModel", "eager").problems[0].hint == "--set data.packing=false"

@@ -256,3 +256,14 @@ def test_the_scaling_table_goes_to_1024_and_loses_efficiency_only(strategy: str)
     assert speeds[-1] <= speeds[3] + 1e-9
     shards = [row["peak_reserved_gib"] for row in rows]
     assert (shards[0] > shards[-1]) == (strategy == "FULL_SHARD")
+
+
+@pytest.mark.parametrize(("positions", "longest"), [(512, 512), (None, 128 * 128)])
+def test_largest_context_ends_at_the_positions_that_the_model_declares(positions: int | None, longest: int) -> None:
+    class Limited(ModelTracer):
+        def trace(self, recipe: Recipe) -> Trace:
+            return replace(super().trace(recipe), facts={"config": {"max_position_embeddings": -1}, "max_positions": positions})
+
+    tracer, recipe = Limited(80), resolved()
+    ranking = rank_recipes(Search(A100, tracer), recipe, tracer.trace(recipe), "largest-context")
+    assert max(each.recipe.data.max_length for each in ranking.ranked) == longest

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsdp_tune.bridge.tokenizer import load_encoder
+from fsdp_tune.data.first_targets import length_with_targets
+from fsdp_tune.data.prepare import prepare
 from fsdp_tune.recipe.catalogue import catalogue
 from fsdp_tune.recipe.loader import load_recipe
 from fsdp_tune.recipe.resolve import Machine, resolve
@@ -159,3 +162,29 @@ def test_every_changed_key_of_training_and_overlong_is_listed(tmp_path: Path) ->
     listed = {line.partition(":")[0] for line in small.changes}
     keys = {"per_device_eval_batch_size", "report_to", "load_best_model_at_end", "early_stopping", "save_total_limit"}
     assert {"data.overlong", *(f"training.{key}" for key in keys)} <= listed
+
+
+def test_rows_with_long_prompts_keep_trained_tokens(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    lines = [{"prompt": f"{number}+{number}=" * (5 if number % 3 else 60), "completion": str(number)} for number in range(10, 70)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = {"train": [{"path": str(rows)}], "eval": [{"path": str(rows), "max_rows": 3}], "max_length": 1024, "overlong": "drop"}
+    recipe = resolved({"data": data})
+    encoder = load_encoder(recipe)
+    tokens = length_with_targets(recipe, encoder, rows=200)
+    assert MAX_LENGTH_TOKENS < tokens < 1024, "of three rows in the evaluation set none is given up"
+    small = shrunk(recipe, tmp_path, reach=Reach(tokens=tokens))
+    length = small.document["data"]["max_length"]
+    assert length % MAX_LENGTH_TOKENS == 0
+    assert f"data.max_length: {length} instead of 1024, since prompts are longer than 128 tokens" in small.changes
+    sets = prepare(resolve(load_recipe(str(small.write(tmp_path))).recipe, MACHINE, cwd=tmp_path, assume="cuda").recipe, encoder).report[
+        "sets"
+    ]
+    assert min(account["supervised_tokens_per_example"]["min"] for account in sets.values()) >= 1
+
+
+def test_one_long_prompt_of_many_does_not_lengthen_a_rehearsal(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "1+1=" * (500 if number == 7 else 1), "completion": "2"}) + "\n" for number in range(40)))
+    recipe = resolved({"data": {"train": [{"path": str(rows)}], "max_length": 4096}})
+    assert length_with_targets(recipe, load_encoder(recipe), rows=200) < MAX_LENGTH_TOKENS

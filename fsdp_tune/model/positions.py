@@ -1,0 +1,31 @@
+"""How many tokens a model has positions for."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fsdp_tune.errors import Problem, Where
+from fsdp_tune.recipe.schema import Recipe
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Return the positions that the configuration declares, or None if it declares no limit (XLNet's -1)."""
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def beyond_table_of_positions(recipe: Recipe, model: PreTrainedModel) -> Problem | None:
+    """Return the problem of rows that are longer than the model's table of positions; None where there is no table."""
+    positions, longest = max_positions(model.config), recipe.data.max_length
+    if positions is None or longest <= positions or not _has_table_of_positions(model, positions):
+        return None
+    message = f"data.max_length is {longest}, and the model has a table of positions for {positions} tokens"
+    hint = f"write `max_length: {positions}`, or `--set data.max_length={positions}`"
+    return Problem("max-length-beyond-positions", message, Where(key="data.max_length"), hint)
+
+
+def _has_table_of_positions(model: PreTrainedModel, positions: int) -> bool:
+    """Whether positions are learned (GPT-2; OPT's table has two rows more) or computed once (GPT-J): one beyond them is an index error."""
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
+    return hasattr(model.config, "n_positions") or any(0 <= m.num_embeddings - positions <= 2 for m in embeddings)
