@@ -64,8 +64,7 @@ def data_notices(recipe: Recipe, inputs: Sequence[Input], report: dict[str, Any]
         *_length_notices(recipe, report),
         *_end_notices(inputs, report),
         *_text_notices(report),
-        *_chat_notices(report["notes"]),
-        *_special_token_notices(report["notes"]),
+        *_note_notices(report["notes"]),
     ]
     return [{"code": notice.code, "message": notice.message, "hint": notice.hint} for notice in notices]
 
@@ -161,63 +160,45 @@ def _text_notices(report: dict[str, Any]) -> Iterator[Notice]:
             f"in {count:,} of {kept:,} rows a token would span prompt and completion: the two were tokenised apart",
             hint="let completions begin with the white space, and not prompts end with it",
         )
-    if changed := report["notes"].get("text-changed"):
-        yield Notice(
-            "text-changed",
-            f"the trained text is not the text of the row, because the tokenizer writes a space before every text: {_listed(changed)}",
-            hint=f"let completions begin with white space; {_first_of_all(changed)}",
-        )
     for prompt in sorted({account["alpaca_prompt"] for account in report["inputs"] if account["alpaca_prompt"]}):
         yield Notice("alpaca-prompt", f"alpaca rows are written with {prompt}")
 
 
-def _chat_notices(notes: dict[str, dict[str, Any]]) -> Iterator[Notice]:
-    if unrendered := notes.get("not-rendered"):
-        yield Notice(
-            "not-rendered",
-            f"the chat template leaves out: {_listed(unrendered)}",
-            hint=f"choose another `data.chat_template` if the model needs them; {_first_of_all(unrendered)}",
-        )
-    if unanswered := notes.get("unanswered-turns"):
-        yield Notice(
-            "unanswered-turns",
-            f"turns after the last answer were left out, in conversations that end with: {_listed(unanswered)}",
-            hint=_first_of_all(unanswered),
-        )
-    if marked := notes.get("mark-without-effect"):
-        yield Notice(
-            "mark-without-effect",
-            f"`train` and `weight` only exclude messages; marked as trained, but not selected by `loss_on`: {_listed(marked)}",
-            hint=_first_of_all(marked),
-        )
+_NOTES = (
+    ("not-rendered", "the chat template leaves out", "choose another `data.chat_template` if the model needs them"),
+    ("unanswered-turns", "turns after the last answer were left out, in conversations that end with", ""),
+    ("mark-without-effect", "`train` and `weight` only exclude messages; marked as trained, but not selected by `loss_on`", ""),
+    (
+        "special-tokens-as-text",
+        "rows contain special tokens, which are encoded as ordinary text",
+        "`data.special_tokens_in_content: control` encodes them as special tokens",
+    ),
+    (
+        "special-tokens-as-control",
+        "rows contain special tokens, which are encoded as such",
+        "`data.special_tokens_in_content: text` encodes them as ordinary text",
+    ),
+    (
+        "special-tokens-inseparable",
+        "special tokens in rows cannot be encoded as text with this tokenizer and template and remain special",
+        "remove them from the rows",
+    ),
+    (
+        "text-changed",
+        "the trained text is not the text of the row, because the tokenizer writes a space before every text",
+        "let completions begin with white space",
+    ),
+)
+"""Kind of a note on rows (`data.notes`), what was found, and the hint; details and rows are added."""
 
 
-def _special_token_notices(notes: dict[str, dict[str, Any]]) -> Iterator[Notice]:
-    key = "data.special_tokens_in_content"
-    if as_text := notes.get("special-tokens-as-text"):
-        yield Notice(
-            "special-tokens-as-text",
-            f"rows contain special tokens, which are encoded as ordinary text: {_listed(as_text)}",
-            hint=f"`{key}: control` encodes them as special tokens; {_first_of_all(as_text)}",
-        )
-    if as_control := notes.get("special-tokens-as-control"):
-        yield Notice(
-            "special-tokens-as-control",
-            f"rows contain special tokens, which are encoded as such: {_listed(as_control)}",
-            hint=f"`{key}: text` encodes them as ordinary text; {_first_of_all(as_control)}",
-        )
-    if inseparable := notes.get("special-tokens-inseparable"):
-        yield Notice(
-            "special-tokens-inseparable",
-            f"special tokens in rows cannot be encoded as text with this tokenizer and template and remain special: {_listed(inseparable)}",
-            hint=f"remove them from the rows; {_first_of_all(inseparable)}",
-        )
+def _note_notices(notes: dict[str, dict[str, Any]]) -> Iterator[Notice]:
+    for code, found, hint in _NOTES:
+        if details := notes.get(code):
+            first = _first(next(iter(details.values())))
+            yield Notice(code, f"{found}: {_listed(details)}", hint=f"{hint}; {first}" if hint else first)
 
 
 def _listed(details: dict[str, Any]) -> str:
     listed = [f"{detail} ({_counted(rows)})" for detail, rows in details.items()]
     return ", ".join(listed[:SHOWN_DETAILS]) + (f" and {len(listed) - SHOWN_DETAILS} more" if len(listed) > SHOWN_DETAILS else "")
-
-
-def _first_of_all(details: dict[str, Any]) -> str:
-    return _first(next(iter(details.values())))

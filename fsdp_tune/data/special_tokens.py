@@ -17,6 +17,7 @@ from typing import Any, cast
 from fsdp_tune.data.encoder import Encoder
 from fsdp_tune.data.formats import Chat
 from fsdp_tune.data.json_rows import RowError
+from fsdp_tune.data.leaves import leaves
 from fsdp_tune.data.notes import Note
 
 AS_TEXT, AS_CONTROL, INSEPARABLE = "special-tokens-as-text", "special-tokens-as-control", "special-tokens-inseparable"
@@ -168,15 +169,7 @@ def notes_of(kind: str, spelled: tuple[str, ...]) -> tuple[Note, ...]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, part in cast(Mapping[str, Any], value).items():
-            yield key
-            yield from _texts(part)
-    elif isinstance(value, list):
-        for part in cast(list[Any], value):
-            yield from _texts(part)
+    return (leaf for leaf in leaves(value) if isinstance(leaf, str))
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, cast
 from fsdp_tune.data.conversations import Message
 from fsdp_tune.data.formats import Chat
 from fsdp_tune.data.json_rows import RowError
+from fsdp_tune.data.leaves import leaves
 from fsdp_tune.data.notes import Note
 
 NOT_RENDERED = "not-rendered"
@@ -120,18 +121,12 @@ def _parsed(value: Any) -> Any:
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Every key and value below `value`, as text."""
-    if isinstance(value, dict):
-        for key, part in cast(dict[str, Any], value).items():
-            yield key
-            yield from _leaves(part)
-    elif isinstance(value, list):
-        for part in cast(list[Any], value):
-            yield from _leaves(part)
-    elif isinstance(value, str):
-        yield value
-    elif value is not None and not isinstance(value, bool):  # true or True, false or False: the key says enough
-        yield json.dumps(value, default=str)
+    """Yield every key and value below `value` as text, but null, true and false: a template writes those in its own way or not at all."""
+    for leaf in leaves(value):
+        if isinstance(leaf, str):
+            yield leaf
+        elif leaf is not None and not isinstance(leaf, bool):
+            yield json.dumps(leaf, default=str)
 
 
 def _is_field_rendered(text: str, template: str, name: str, value: Any) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.diagnose.oom import REST, Host, Moment, device_problem, host_problem, sizes_in
+from fsdp_tune.diagnose.oom import REST, Host, Moment, _less_activation, device_problem, host_problem, sizes_in  # type: ignore[attr-defined]
 from fsdp_tune.units import GIB
 from tests.launch.mortal import CUDA_MESSAGE
 from tests.launch.test_plan import resolved
@@ -107,3 +107,22 @@ def test_host_memory_is_spared_by_what_fits_the_phase(tmp_path: Path, phase: str
     )
     assert problem.ways_out[0].startswith(first)
     assert len(problem.ways_out) == 3
+
+
+def test_refused_page_locked_memory_is_named_first(tmp_path: Path) -> None:
+    problem = host_problem(resolved(tmp_path), "saving", Host(3 * GIB, None, None), page_locked=True)
+    assert problem.message == (
+        "out of host memory in `saving`: page-locked memory for copies to the device was refused, this rank has held up to 3.00 GiB"
+    )
+
+
+def test_inputs_of_layers_go_to_the_host_where_all_layers_are_recomputed_and_stay_where_the_host_is_full(tmp_path: Path) -> None:
+    full = ("fsdp.activation_checkpointing=full", "checkpoint.async=false")
+    assert any(
+        way.startswith("fsdp.activation_checkpointing_offload: true (now false)") for way in _less_activation(resolved(tmp_path, *full))
+    )
+    offloaded = resolved(tmp_path, *full, "fsdp.activation_checkpointing_offload=true")
+    assert not any("activation_checkpointing_offload" in way for way in _less_activation(offloaded))
+    assert (
+        host_problem(offloaded, "backward", Host(None, None, None)).ways_out[0].startswith("fsdp.activation_checkpointing_offload: false")
+    )
