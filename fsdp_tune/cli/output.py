@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 LEAST_LAST_COLUMN = 20
-"""Characters. A table whose last column would be narrower is wider than the terminal, which then breaks its lines."""
+"""Characters. A table whose last column would be narrower is printed as a list of records."""
 
 
 def printable(text: str) -> str:
@@ -147,19 +147,38 @@ class Screen:
                     self.warn(line)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Print a table under its title. On a terminal the last column is wrapped to fit; a pipe gets one line for each row."""
+        """Print a table under its title. A pipe gets one line for each row.
+
+        On a terminal the last column is wrapped to fit; a table whose other columns take the width is printed as records.
+        """
         cells = [[printable(str(cell)) for cell in row] for row in rows]
         widths = [max(len(line[index]) for line in [list(columns), *cells]) for index in range(len(columns))]
         if title:
             self.say(title)
         indent = 2 + sum(width + 2 for width in widths[:-1])
         if self.talk.isatty():
-            widths[-1] = min(widths[-1], max(self._width() - indent, LEAST_LAST_COLUMN))
+            room = self._width() - indent
+            if room < min(widths[-1], LEAST_LAST_COLUMN):
+                self._records(columns, cells)
+                return
+            widths[-1] = min(widths[-1], room)
         for line in [list(columns), ["─" * width for width in widths], *cells]:
             first, *rest = textwrap.wrap(line[-1], widths[-1]) if len(line[-1]) > widths[-1] else [line[-1]]
             self.say("  " + "  ".join(cell.ljust(width) for cell, width in zip([*line[:-1], first], widths, strict=True)).rstrip())
             for part in rest:
                 self.say(" " * indent + part)
+
+    def _records(self, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+        """Print each row of a table that is wider than the terminal as its first cell, and below it a line for each other cell."""
+        name_width = max((len(name) for name in columns[1:]), default=0)
+        indent = 4 + name_width + 2
+        for first, *others in cells:
+            self.say(f"  {first}".rstrip())
+            for name, cell in zip(columns[1:], others, strict=True):
+                # Paths and hashes are not broken, so that they can be copied.
+                parts = textwrap.wrap(cell, max(self._width() - indent, LEAST_LAST_COLUMN), break_long_words=False, break_on_hyphens=False)
+                for number, part in enumerate(parts):
+                    self.say(f"    {'' if number else name:<{name_width}}  {part}")
 
     def document(self, value: dict[str, Any]) -> None:
         """Sets the command's JSON document. A later failure adds its `errors` to it."""

@@ -123,7 +123,8 @@ def _sizes(run: RunDir) -> str:
         checkpoints = [path for path in run.path.iterdir() if checkpoint_step(path) is not None]
     except OSError:
         return ""
-    parts = [f"{len(checkpoints)} checkpoint{'' if len(checkpoints) == 1 else 's'} {format_bytes(sum(map(_bytes_below, checkpoints)))}"]
+    held = format_bytes(sum(map(_bytes_below, checkpoints)))
+    parts = [f"{len(checkpoints)} checkpoint{'' if len(checkpoints) == 1 else 's'} {held}" if checkpoints else "no checkpoint"]
     if run.merged.is_dir():
         parts.append(f"merged {format_bytes(_bytes_below(run.merged))}")
     return f"{format_bytes(_bytes_below(run.path))} ({', '.join(parts)})"

@@ -135,7 +135,7 @@ class StepView:
             self._screen.warn(f"warning: checkpoint-{step} was NOT saved: {line['message']}")
         elif name in ("slow_rank", "tracker_failed"):
             self._screen.warn(f"warning: step {step}: {line['message']}")
-        elif name not in ("train_finished", "checkpoint_probed", "recipe_changed", "restarted", "witnessed"):
+        elif name not in ("train_finished", "checkpoint_probed", "recipe_changed", "restarted", "witnessed", "witness_cost"):
             details = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("event", "step", "time"))
             self._screen.say(f"step {step}: {name.replace('_', ' ')}" + (f" ({details})" if details else ""))
 

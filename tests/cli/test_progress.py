@@ -83,6 +83,7 @@ def test_a_step_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
         shares = {"step_seconds": 2.0, "data_wait_seconds": 0.02}
         shares |= {"last_step_seconds": 1.0, "exposed_communication_seconds": None, "optimizer_seconds": 0.05}
         view.show({**STEP, "step": 60, "mfu": 0.412, **shares})
+        view.show({"event": "witness_cost", "step": 40, "time": 1.0, "cpu_seconds": 0.1, "training_cpu_seconds": 3.0, "steps": 100})
         view.show({"event": "loss_scale_backed_off", "step": 41, "time": 1.0, "loss_scale": 512})
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"step 20/100  .* left  loss 2\.5000  grad norm 1\.250  lr 1\.00e-04  1,234 tokens/s/device  0\.50 GiB", lines[1])
@@ -158,6 +159,42 @@ def test_the_last_column_of_a_table_is_wrapped_to_the_terminal() -> None:
     assert max(map(len, lines)) <= 60
     assert " ".join(lines).split().count("words") == 30
     assert lines[4].startswith("         words")
+
+
+def test_a_table_wider_than_the_terminal_is_printed_as_records() -> None:
+    path = "/a/long-path/" + "x" * 50
+    program = (
+        "from fsdp_tune.cli.output import command\n"
+        f"row = ['train', '1,234,567', {path!r}, 'two words ' * 10, '']\n"
+        "with command(False) as screen: screen.table('t', ['set', 'rows', 'path', 'because', 'last'], [row, ['b', '2', '/b', 'c', 'd']])"
+    )
+    lines = shown_on_a_terminal(program, 80).replace("\r", "").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[:4] == ["t", "  train", "    rows     1,234,567", f"    path     {path}"]
+    assert lines[4].startswith("    because  two words two words")
+    assert lines[5].startswith("             ")
+    assert lines[6:] == ["  b", "    rows     2", "    path     /b", "    because  c", "    last     d"]
+    wide = shown_on_a_terminal(program, 240).replace("\r", "").splitlines()
+    assert wide[1].split() == ["set", "rows", "path", "because", "last"]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_account_of_prepared_data_fits_the_terminal(columns: int) -> None:
+    program = (
+        "from types import SimpleNamespace\n"
+        "from fsdp_tune.cli.output import command\n"
+        "from fsdp_tune.cli import prepare\n"
+        "prepare._lines = lambda report: []\n"
+        "spread = {'min': 2, 'median': 300, 'max': 4096}\n"
+        "account = {'rows': 889, 'examples': 889, 'tokens': 6686123, 'supervised_tokens': 2492, 'fill': 0.235,\n"
+        "           'supervised_tokens_per_example': spread, 'tokens_per_example': spread}\n"
+        "data = SimpleNamespace(report={'sets': {'train': account, 'held_out': account}}, reused=False, path='/c')\n"
+        "with command(False) as screen: prepare.show_data(screen, data, with_example=False)"
+    )
+    lines = shown_on_a_terminal(program, columns).replace("\r", "").splitlines()
+    assert max(map(len, lines)) <= columns
+    assert sum("6,686,123" in line for line in lines) == 2
+    assert sum(" ".join(line.split()).endswith("23.5 %") for line in lines) == 2
 
 
 def test_the_account_of_the_data_is_a_line_a_set_the_training_set_first() -> None:

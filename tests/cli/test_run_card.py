@@ -68,6 +68,10 @@ def test_sizes_are_those_of_the_checkpoints_and_the_merged_model(tmp_path: Path)
     assert card(run, {}, []) == ["  size on disk  2.50 MiB (2 checkpoints 2.00 MiB, merged 512.00 KiB)"]
 
 
+def test_a_run_without_checkpoints_has_none_in_its_sizes(tmp_path: Path) -> None:
+    assert card(run_with(tmp_path, []), {}, [])[0].endswith("(no checkpoint)")
+
+
 def test_a_run_directory_that_disappeared_leaves_a_card_without_sizes(tmp_path: Path) -> None:
     assert card(RunDir(tmp_path / "gone"), {"tokens": 5}, []) == ["  tokens        5"]
 
