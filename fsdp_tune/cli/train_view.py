@@ -131,6 +131,9 @@ class StepView:
             self._screen.say(f"profile: {line['trace']} (open it in https://ui.perfetto.dev)")
         elif name == "checkpoint_saved":
             self._screen.say(f"checkpoint-{step} saved: {format_bytes(line['size_bytes'])} in {format_seconds(line['seconds'])}")
+        elif name == "stopping":
+            self._bar.at(int(line["step"]))
+            self._screen.say(f"step {step}: stopping ({line['reason']})")
         elif name == "checkpoint_failed":
             self._screen.warn(f"warning: checkpoint-{step} was NOT saved: {line['message']}")
         elif name in ("slow_rank", "tracker_failed"):

@@ -25,6 +25,6 @@ def stop_line(beats: Sequence[Heartbeat], total_steps: int | None, step_seconds:
     phases = {beat.phase for beat in beats} & {"evaluating", "saving"}
     first = f"after the {'evaluation' if 'evaluating' in phases else 'save'} in progress, " if phases else ""
     if step_seconds is not None and step_seconds < NAMED_SECONDS:
-        return f"{first}saving a checkpoint within {VOTE_STEPS} steps (now at step {step}), then stopping"
+        return f"{first}saving a checkpoint within {VOTE_STEPS} more steps, then stopping"
     takes = f", about {format_seconds(VOTE_STEPS * step_seconds)}" if step_seconds is not None else ""
     return f"{first}stopping after step {step + VOTE_STEPS} ({VOTE_STEPS} more steps{takes}) and saving a checkpoint there"

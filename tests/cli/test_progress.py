@@ -143,6 +143,13 @@ def test_the_line_of_kernels_names_what_was_chosen() -> None:
     assert kernels_line(KERNELS) == "kernels: attention sdpa, loss chunked, compile"
 
 
+def test_a_stopped_run_leaves_the_bar_at_its_last_step() -> None:
+    program = LONG_RUN + "; view.show({'event': 'stopping', 'step': 2007, 'time': 1.0, 'reason': 'interrupted'})"
+    lines = re.split(r"[\r\n]+", shown_on_a_terminal(program, 80))
+    assert "step 2007: stopping (interrupted)" in lines
+    assert [line for line in lines if line.startswith("training")][-1].startswith("training  2,007/20,000 steps")
+
+
 def test_every_choice_is_shown_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     show_decided(Screen(json_output=False), Resolution(resolved(), {"fsdp.reshard_after_forward": "FULL_SHARD"}, ()), KERNELS)
     shown = capsys.readouterr().out

@@ -13,14 +13,14 @@ from fsdp_tune.launch.stopping import stop_line
     [
         (["backward", "forward"], 7, 10.0, "stopping after step 9 (2 more steps, about 20.0s) and saving a checkpoint there"),
         (["training", "training"], 7, None, "stopping after step 9 (2 more steps) and saving a checkpoint there"),
-        (["forward", "forward"], 7, 0.1, "saving a checkpoint within 2 steps (now at step 7), then stopping"),
+        (["forward", "forward"], 7, 0.1, "saving a checkpoint within 2 more steps, then stopping"),
         (
             ["evaluating", "evaluating"],
             7,
             10.0,
             "after the evaluation in progress, stopping after step 9 (2 more steps, about 20.0s) and saving a checkpoint there",
         ),
-        (["saving", "saving"], 7, 0.1, "after the save in progress, saving a checkpoint within 2 steps (now at step 7), then stopping"),
+        (["saving", "saving"], 7, 0.1, "after the save in progress, saving a checkpoint within 2 more steps, then stopping"),
         (["training", "saving"], 20, 10.0, "step 20 is the last one; saving a checkpoint there, then stopping"),
         (["training", "importing"], 0, 10.0, "stopping; no step has been trained since the launch, so there is nothing to save"),
         ([], 0, 10.0, "stopping; no step has been trained since the launch, so there is nothing to save"),
