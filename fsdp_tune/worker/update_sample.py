@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_tune.model.accumulation import round_gradients
 from fsdp_tune.model.local import local_part
 
 SPACED = 14
@@ -44,6 +45,7 @@ class UpdateSample:
     def __init__(self, names: Mapping[nn.Parameter, str], optimizer: torch.optim.Optimizer, *, stochastic: bool) -> None:
         """`stochastic`: bf16 parameters are rounded stochastically, so that only an update of a whole unit is sure to change them."""
         self._optimizer = optimizer
+        self._rounds_gradients = round_gradients in optimizer._optimizer_step_pre_hooks.values()
         self._ulps = 1.0 if stochastic else 0.5
         self._groups: dict[tuple[int, torch.dtype, torch.device], list[_Sampled]] = defaultdict(list)
         for index, group in enumerate(optimizer.param_groups):
@@ -74,7 +76,7 @@ class UpdateSample:
 
         before = joined([sampled.before for sampled in some])
         after = joined([_flat(sampled.parameter)[sampled.positions] for sampled in some])
-        gradient = joined([sampled.gradient for sampled in some])
+        gradient = joined([sampled.gradient.to(dtype) if self._rounds_gradients else sampled.gradient for sampled in some])
         first = some[0].state
         state = {key: first[key].cpu() if key == "step" else joined([sampled.state[key] for sampled in some]) for key in first}
         options = {**self._optimizer.param_groups[index], "lr": self._rates[index]}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_tune.model.accumulation import round_gradients
 from fsdp_tune.model.adamw import AdamW
 from fsdp_tune.model.lean_adamw import LeanAdamW
 from fsdp_tune.worker.update_sample import UpdateSample
@@ -70,6 +71,19 @@ def test_nothing_is_asked_of_values_without_an_update(case: str) -> None:
         idle.data, idle.grad = torch.empty(0, 2), None
         idle.grad = torch.empty(0, 2)
     assert bench.unchanged() == []
+    assert bench.unchanged() == []
+
+
+def test_momentum_that_a_rounded_gradient_cancels_changes_nothing() -> None:
+    bench = Bench(dtype=torch.bfloat16, lr=1.0, weight_decay=0.0)
+    bench.optimizer.register_step_pre_hook(round_gradients)
+    bench.unchanged()
+    for parameter in bench.model.parameters():
+        state = bench.optimizer.state[parameter]
+        state["exp_avg"].fill_(1.0)
+        state["exp_avg_sq"].fill_(1e-3)
+        parameter.grad_dtype = None
+        parameter.grad = torch.full(parameter.shape, -9.03)  # -9.0 in bf16, which makes the new momentum exactly zero
     assert bench.unchanged() == []
 
 
