@@ -246,7 +246,10 @@ class _Work:
             revision, reason = (model.revision, "model.revision") if same else ("main", "another repository than the model's")
             self.decide("model.tokenizer_revision", revision, reason)
         if model.frozen_dtype == "auto":
-            self.decide("model.frozen_dtype", self.recipe.compute_dtype, "the compute dtype")
+            if self.recipe.fsdp.version == 1 and self.recipe.is_sharded:
+                self.decide("model.frozen_dtype", model.dtype, "model.dtype: FSDP1 joins a unit's parameters in one flat tensor")
+            else:
+                self.decide("model.frozen_dtype", self.recipe.compute_dtype, "the compute dtype")
 
     def rest(self) -> None:
         recipe = self.recipe

@@ -139,6 +139,9 @@ def version_1_limits(recipe: Recipe) -> Finding | None:
         return _needs_2("fsdp.activation_checkpointing_offload", "`fsdp.activation_checkpointing_offload: true`")
     if recipe.training.on_nonfinite == "skip":  # after the forward that locates the value, FSDP1's ranks wait for ever
         return _needs_2("training.on_nonfinite", "`training.on_nonfinite: skip`")
+    model = recipe.model
+    if model.freeze and model.frozen_dtype not in ("auto", model.dtype):  # FSDP1 joins a unit's parameters in one flat tensor
+        return _needs_2("model.frozen_dtype", f"`model.frozen_dtype: {model.frozen_dtype}` with `model.dtype: {model.dtype}`")
     reshard = recipe.fsdp.reshard_after_forward
     if type(reshard) is int:
         return _needs_2("fsdp.reshard_after_forward", f"`fsdp.reshard_after_forward: {reshard}` (ranks)")

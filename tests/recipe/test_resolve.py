@@ -60,6 +60,7 @@ def refused(
         ("", "model.tokenizer", "gpt2", "model.name_or_path"),
         ("", "model.tokenizer_revision", "main", "model.revision"),
         ("", "model.frozen_dtype", "bf16", "the compute dtype"),
+        ("fsdp: {version: 1}", "model.frozen_dtype", "fp32", "model.dtype: FSDP1 joins a unit's parameters in one flat tensor"),
         ("precision: {mixed_precision: no}", "merge.dtype", "fp32", "the compute dtype"),
         ("fsdp: {sharding_strategy: SHARD_GRAD_OP}", "fsdp.reshard_after_forward", False, "SHARD_GRAD_OP"),
         ("", "data.num_proc", 16, "min(16, 64 cores)"),

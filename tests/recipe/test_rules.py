@@ -173,6 +173,13 @@ WHOLE = [
 ]
 
 
+def test_frozen_parameters_of_another_dtype_are_refused_under_fsdp1() -> None:
+    text = "fsdp: {version: 1}\ndata: {train: [{path: some/set}]}\nmodel: {name_or_path: gpt2, freeze: ['*wte*'], frozen_dtype: bf16}"
+    problem = one_problem(problems(text))
+    assert problem.message.startswith("`model.frozen_dtype: bf16` with `model.dtype: fp32` needs FSDP2")
+    assert load(text.replace("bf16", "fp32"))
+
+
 @pytest.mark.parametrize(("extra", "rule", "line", "words"), [row for row in CONTRADICTIONS if row[1]])
 def test_a_contradiction_names_both_lines(extra: str, rule: str, line: int, words: str) -> None:
     problem = one_problem(problems_with(extra))
