@@ -140,6 +140,7 @@ def _fsdp2(loaded: Loaded) -> dict[str, Any]:
         "reduce_dtype": _only({unit["reduce_dtype"] for unit in units}),
         "forward_prefetch": max((unit["forward_prefetch"] for unit in layers), default=0),
         "backward_prefetch": max((unit["backward_prefetch"] for unit in layers), default=0) or "implicit",
+        "prefetching_units": len(layers),
         "output_dtype": _only({unit["output_dtype"] for unit in units}),
         "units": units,
         "not_sharded": plain,
@@ -168,8 +169,8 @@ def _fsdp1(loaded: Loaded) -> dict[str, Any]:
     storage = _only({_name(p.dtype) for p in loaded.wrapped.parameters() if p.requires_grad})
     # torch answers any strategy with NO_SHARD on one rank; the root alone is freed by no one between forward and backward.
     return {
-        "placements": [] if strategy == "NO_SHARD" else ["Shard(dim=0)"],
-        "reshard_after_forward": None if strategy == "NO_SHARD" or len(units) == 1 else strategy == "FULL_SHARD",
+        "placements": [] if strategy == "NO_SHARD" else [*(["Replicate()"] if "HYBRID" in strategy else []), "Shard(dim=0)"],
+        "reshard_after_forward": None if strategy == "NO_SHARD" or len(units) == 1 else strategy in {"FULL_SHARD", "HYBRID_SHARD"},
         "compute_dtype": _name(precision.param_dtype) or storage,
         "reduce_dtype": _name(precision.reduce_dtype),
         "units": [{"modules": [type(unit.module).__name__], "strategy": unit.sharding_strategy.name} for unit in units],
@@ -219,6 +220,7 @@ def differences(recipe: Recipe, loaded: Loaded, reports: list[dict[str, Any]]) -
     found: list[str] = []
     wanted = expected(recipe)
     wanted.pop("optimizer_state_dtype")  # there is no state before the first step; checked after it
+    wanted |= _within_units(wanted, reports[0])
     for key, value in wanted.items():
         if reports[0].get(key) != value:
             found.append(f"{key}: the recipe means {value!r}, the run has {reports[0].get(key)!r}")
@@ -238,6 +240,18 @@ def differences(recipe: Recipe, loaded: Loaded, reports: list[dict[str, Any]]) -
     found += fp8_differences(recipe, loaded, reports[0]["fp8"])
     on_host = excessive_growth(recipe, reports) if recipe.launch.device == "cpu" else []
     return found + structure_differences(recipe, loaded, reports[0]) + on_host
+
+
+def _within_units(wanted: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """Return the prefetch depths of a model that has fewer units than the recipe gathers ahead."""
+    if "forward_prefetch" not in wanted:
+        return {}
+    others = max(0, report["prefetching_units"] - 1)
+    forward, backward = wanted["forward_prefetch"], wanted["backward_prefetch"]
+    return {
+        "forward_prefetch": min(forward, others),
+        "backward_prefetch": (min(backward, others) or "implicit") if isinstance(backward, int) else backward,
+    }
 
 
 def excessive_growth(recipe: Recipe, reports: list[dict[str, Any]]) -> list[str]:

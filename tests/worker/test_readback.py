@@ -15,6 +15,7 @@ from tests.model.recipes import recipe_of
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
+from tests.parity.compare import deviation
 from tests.worker.sabotage import SABOTAGE, run_sabotaged
 
 # By hand, from the papers' definitions (ZeRO, arXiv:1910.02054; FSDP, arXiv:2304.11277): wrapper, mesh of four ranks,
@@ -46,6 +47,32 @@ def test_live_run_is_what_the_strategy_means(strategy: str, bench: Bench) -> Non
     assert document["differences"] == []
     units = [tuple(unit["modules"]) for unit in document["units"]]
     assert len(units) == len(set(units)), "norm and head are one unit, told once"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("strategy", "reshards"), [("HYBRID_SHARD", True), ("HYBRID_SHARD_ZERO2", False)])
+def test_hybrid_fsdp1_has_two_replicas_and_follows_the_plain_loop(strategy: str, reshards: bool, bench: Bench) -> None:
+    case = Case(version=1, strategy=strategy, ranks=4)
+    run = bench.run(case)
+    assert meaning_of(json.loads(run.readback_json.read_text())) == ("fsdp1", [2, 2], ["Replicate()", "Shard(dim=0)"], reshards)
+    found = deviation(run, bench.reference(case.architecture))
+    assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
+
+
+@pytest.mark.ranks
+def test_prefetch_of_more_units_than_the_model_has_starts(bench: Bench) -> None:
+    document = json.loads(bench.run(Case(fsdp=(("forward_prefetch", 9), ("backward_prefetch", 9)))).readback_json.read_text())
+    units = document["prefetching_units"]
+    assert (document["forward_prefetch"], document["backward_prefetch"]) == (units - 1, units - 1)
+
+
+@pytest.mark.ranks
+def test_fsdp1_trains_next_to_frozen_parameters_of_the_same_unit_in_bf16(bench: Bench) -> None:
+    case = Case(version=1, precision="bf16")
+    changes = runs.merged(case.recipe(str(bench.model("llama"))), {"model": {"freeze": ["*.mlp.*"]}})
+    run = runs.write_run(bench.new_folder(), changes, bench.store)
+    runs.train(bench.pool, run, case.ranks)
+    assert json.loads(run.readback_json.read_text())["frozen_dtypes"] == ["float32"]
 
 
 @pytest.mark.ranks
