@@ -51,8 +51,20 @@ def _sums_in_bf16() -> AbstractContextManager[Any]:
     return patch("fsdp_tune.model.optimizer.sums_need_fp32", lambda _: False)
 
 
+@contextlib.contextmanager
+def _hub_kernel_is_unknown() -> Iterator[None]:
+    """Only kernels named `flash_attention…` get the lengths of packed examples; the check before the first step passes, as with one row."""
+    from fsdp_tune.worker import callbacks, setup
+    from fsdp_tune.worker.isolation import Deviations
+
+    by_prefix = patch.object(setup, "has_variable_lengths", lambda kernel: str(kernel).startswith("flash_attention"))
+    with by_prefix, patch.object(callbacks, "deviations", lambda *_: Deviations(0.0, 0.0)):
+        yield
+
+
 PLANTS: dict[str, Plant] = {
     "units stay gathered": Plant("after a step that is skipped", _units_stay_gathered),
+    "hub kernel is unknown": Plant("packed examples see each other", _hub_kernel_is_unknown),
     "balance counts padding": Plant("a mixture's auxiliary loss", _balance_of_the_padded_batch),
     "sums in bf16": Plant("gradients of bf16 weights over micro-batches", _sums_in_bf16),
 }

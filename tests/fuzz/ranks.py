@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 from transformers import TrainerCallback
 
+from tests.model.flash import flash_stand_in
 from tests.parity.runs import run_with_kernels, run_worker
 
 GRADIENTS = "first-gradients.pt"
@@ -20,11 +21,12 @@ GRADIENTS = "first-gradients.pt"
 
 @dataclass(frozen=True)
 class Orders:
-    """`bad_step`: its gradient becomes NaN on rank 0. `killed_after`: the worker ends there without a word."""
+    """`bad_step`: a value of its gradient becomes NaN. `killed_after`: the worker ends there without saving."""
 
     bad_step: int | None = None
     killed_after: int | None = None
     uses_kernels: bool = False
+    uses_flash: bool = False
     plant: str | None = None
 
 
@@ -38,7 +40,8 @@ def run(path: str, orders: dict[str, Any]) -> dict[str, Any]:
 
     asked = Orders(**orders)
     planted: AbstractContextManager[Any] = PLANTS[asked.plant].install() if asked.plant else contextlib.nullcontext()
-    with planted, _changed_trainer(asked):
+    flash = flash_stand_in() if asked.uses_flash else contextlib.nullcontext()
+    with planted, flash, _changed_trainer(asked):
         return (run_with_kernels if asked.uses_kernels else run_worker)(path)
 
 
@@ -89,12 +92,13 @@ def _record_first_gradient(trainer: Any) -> None:
 
 
 def _plant_nan(trainer: Any, bad_step: int) -> None:
+    """In the first shard, on every rank that holds a replica of it: gradients have been reduced."""
     original: Callable[..., Any] = trainer.gate.pass_or_skip
+    mesh = trainer.parts.loaded.mesh
+    holds_first_shard = mesh is None or mesh.get_local_rank(mesh.ndim - 1) == 0
 
     def poisoned(step: int, *arguments: Any) -> Any:
-        import torch.distributed as dist
-
-        if step == bad_step and dist.get_rank() == 0:
+        if step == bad_step and holds_first_shard:
             parameter = next(p for p in trainer.wrapped.parameters() if p.grad is not None and _local(p.grad).numel())
             _local(parameter.grad).view(-1)[0] = torch.nan
         return original(step, *arguments)

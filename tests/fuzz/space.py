@@ -14,7 +14,8 @@ from typing import Any, Literal, get_args, get_origin
 from fsdp_tune.recipe.effects import NOTHING, OnResume
 from fsdp_tune.recipe.keys import all_keys, effect_of
 from fsdp_tune.recipe.training_fields import PASSED_EFFECTS
-from tests.fuzz.families import EXPERTS, FAMILIES, LAYERS
+from tests.fuzz.families import EXPERTS, FAMILIES, LAYERS, TAKES_FLASH
+from tests.model.flash import FLASH_STAND_IN
 
 STEPS, SAVED_STEP = 6, 3
 
@@ -67,7 +68,7 @@ _VALUES_NOT_DRAWN: dict[str, dict[Any, str]] = {
     "training.eval_strategy": {"auto": "the reference evaluates at the last step", "no": "as auto", "epoch": "as auto"},
 }
 _DOMAINS: dict[str, tuple[Any, ...]] = {
-    "model.attn_implementation": ("auto", "sdpa", "eager"),
+    "model.attn_implementation": ("auto", "sdpa", "eager", FLASH_STAND_IN, FLASH_STAND_IN),
     "model.freeze": ([], [], ["*.0.*"], ["*.1.*weight"]),
     "fsdp.activation_checkpointing_every": (1, 2),
     "fsdp.forward_prefetch": (False, True, 2),
@@ -206,6 +207,8 @@ def draw(seed: int) -> Draw:
 
 def _switches(dice: random.Random, family: str, names: list[str]) -> dict[str, Any]:
     chosen = {name: dice.choice(values_of(name)) for name in names if dice.random() < 0.5}
+    if chosen.get("model.attn_implementation") == FLASH_STAND_IN and family not in TAKES_FLASH:
+        del chosen["model.attn_implementation"]
     if chosen.get("fsdp.auto_wrap_policy") == "MODULE_NAMES_WRAP":
         chosen["fsdp.modules_to_wrap"] = [LAYERS.get(family, "model.layers.*")]
     return chosen

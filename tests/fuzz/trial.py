@@ -14,19 +14,20 @@ import numpy as np
 import torch
 import yaml
 
-from fsdp_tune.data.store import STORE_KIND, RowStore, StoreWriter
+from fsdp_tune.data.store import RowStore
 from fsdp_tune.errors import FsdpTuneError, Problem
-from fsdp_tune.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
 from fsdp_tune.parity import reference
 from fsdp_tune.recipe.loader import parse_recipe
 from fsdp_tune.recipe.resolve import Machine, resolve
 from fsdp_tune.run_dir import RunDir
 from tests.fuzz import ranks
-from tests.fuzz.families import VOCABULARY, make_model
+from tests.fuzz.families import PACKED_EXAMPLES_MEET, VOCABULARY, make_model
 from tests.fuzz.space import SAVED_STEP, STEPS, Draw
+from tests.model.flash import FLASH_STAND_IN
 from tests.parity import runs
 from tests.parity.compare import relative
-from tests.ranks import RankPool
+from tests.parity.store import fill_rows, write_store
+from tests.ranks import RankPool, RanksFailed
 
 MAX_LENGTH = 48
 EVAL_ROWS = 5
@@ -54,11 +55,14 @@ def judge(draw: Draw, folder: Path, pool: RankPool, plant: str | None = None) ->
     model = make_model(draw.family, draw.overrides, pool.folder / "models")
     if not _accepted(verdict, folder, model):
         return verdict
-    run = _run(verdict, folder, store, model, pool, plant)
+    try:
+        run = _run(verdict, folder, store, model, pool, plant)
+    except RanksFailed as error:
+        run = f"a rank crashed: {error}"
     if isinstance(run, RunDir):
         _compare(verdict, run, store, model)
-    elif run in REFUSALS_OF_RANKS and verdict.draw.batch["data.packing"]:
-        # The ranks look at the live model; without packing it must train.
+    elif run == NOT_ISOLATED and verdict.draw.batch["data.packing"] and draw.family in PACKED_EXAMPLES_MEET:
+        # The ranks inspect the live model; without packing it must train.
         smaller = judge(verdict.draw.unpacked(), folder / "unpacked", pool, plant)
         return Verdict(smaller.draw, smaller.failures, [*verdict.refusals, f"{run}: data.packing", *smaller.refusals])
     else:
@@ -69,7 +73,7 @@ def judge(draw: Draw, folder: Path, pool: RankPool, plant: str | None = None) ->
 # ---- The rules
 
 
-REFUSALS_OF_RANKS = ("packing-not-isolated",)
+NOT_ISOLATED = "packing-not-isolated"
 
 
 def _accepted(verdict: Verdict, folder: Path, model: Path) -> bool:
@@ -94,6 +98,8 @@ def _refused(draw: Draw, folder: Path, model: Path) -> Problem | None:
             continue
         tree = runs.merged(BASE, each.recipe() | {"output_dir": str(folder / "run")})
         tree["model"]["name_or_path"] = str(model)
+        if tree["model"].get("attn_implementation") == FLASH_STAND_IN:  # no flash kernel of the hub runs on the CPU, but this one does
+            tree["model"]["attn_implementation"] = "sdpa"
         try:
             resolve(parse_recipe(yaml.safe_dump(tree), folder / "drawn.yaml").recipe, Machine(None, 0, 2, None), cwd=folder)
         except FsdpTuneError as error:
@@ -139,34 +145,10 @@ def make_rows(folder: Path, draw: Draw) -> Path:
     dice = np.random.default_rng(draw.seed)
     size = _batch_size(draw)
     count = size * (STEPS - 2) + int(dice.integers(1, size))
-    examples = 8 * count
-    lengths = dice.integers(3, 41, size=examples).astype(np.int64)
-    folder.mkdir(parents=True)
-    writer = StoreWriter(folder)
-    tokens = np.concatenate([(dice.integers(VOCABULARY) + dice.integers(1, 4) * np.arange(n)) % VOCABULARY for n in lengths]).astype(
-        np.int32
-    )
-    trained = np.concatenate([np.arange(n) >= (dice.integers(1, n - 1) if dice.random() < 0.5 else 0) for n in lengths]).astype(np.uint8)
-    writer.add(tokens, trained, lengths, np.stack([np.zeros(examples, np.int64), np.arange(1, examples + 1)], axis=1))
-    writer.finish_pool()
-    segments = np.stack([np.cumsum(lengths) - lengths, lengths], axis=1)
-    rows = _filled(lengths) if draw.batch["data.packing"] else np.arange(examples + 1)
-    for name, start, stop in (("train", 0, count), ("eval", count, count + EVAL_ROWS)):
-        taken = rows[start : stop + 1]
-        writer.add_set(name, segments[int(taken[0]) : int(taken[-1])], taken - int(taken[0]))
-    files = {name: digest_file(folder / name) for name in list_files(folder)}
-    (folder / MANIFEST_NAME).write_text(Manifest(STORE_KIND, files, {"files": ["hand-made"]}).to_json())
-    return folder
-
-
-def _filled(lengths: Any) -> Any:
-    rows, used = [0], 0
-    for index, length in enumerate(lengths.tolist()):
-        if used + length > MAX_LENGTH:
-            rows.append(index)
-            used = 0
-        used += length
-    return np.array(rows, np.int64)
+    lengths = dice.integers(3, 41, size=8 * count).astype(np.int64)
+    rows = fill_rows(lengths, MAX_LENGTH) if draw.batch["data.packing"] else np.arange(len(lengths) + 1)
+    sets = {"train": rows[: count + 1], "eval": rows[count : count + EVAL_ROWS + 1]}
+    return write_store(folder, dice, lengths, sets, vocabulary=VOCABULARY)
 
 
 def _batch_size(draw: Draw) -> int:
@@ -201,12 +183,13 @@ def _run(verdict: Verdict, folder: Path, store: Path, model: Path, pool: RankPoo
 
 def _orders(draw: Draw, plant: str | None, **fields: Any) -> dict[str, Any]:
     uses_kernels = bool(draw.switches.get("kernels.compile")) or draw.switches.get("kernels.loss") == "chunked"
-    return ranks.orders_of(uses_kernels=uses_kernels, plant=plant, **fields)
+    uses_flash = draw.switches.get("model.attn_implementation") == FLASH_STAND_IN
+    return ranks.orders_of(uses_kernels=uses_kernels, uses_flash=uses_flash, plant=plant, **fields)
 
 
 def _failure(outcomes: list[dict[str, Any]]) -> str | None:
     problem = next((outcome["problem"] or {} for outcome in outcomes if outcome["exit_code"] != 0), None)
-    if problem is None or problem.get("code") in REFUSALS_OF_RANKS:
+    if problem is None or problem.get("code") == NOT_ISOLATED:
         return problem and problem["code"]
     return f"the run failed: [{problem.get('code')}] {problem.get('message')}"
 
