@@ -39,7 +39,7 @@ def fuzz(seeds: range, folder: Path, pool: RankPool, plant: str | None = None) -
     started, failed, refusals = time.monotonic(), 0, Counter[str]()
     for number, seed in enumerate(seeds, start=1):
         verdict = trial(draw(seed), folder / str(seed), pool, plant)
-        refusals.update(verdict.refusals)
+        refusals.update(refusal.partition(":")[0] for refusal in verdict.refusals)
         if verdict.failures and plant and not trial(verdict.draw, folder / f"{seed}-without", pool).failures:
             print(f"found `{plant}` by trial {number} (seed {seed}): {verdict.failures[0]}")
             return 0
@@ -48,7 +48,7 @@ def fuzz(seeds: range, folder: Path, pool: RankPool, plant: str | None = None) -
             smallest = shrink(verdict, folder / f"{seed}-smaller", pool)
             print(f"\nseed {seed} FAILED\n  {smallest.draw}", *smallest.failures, sep="\n  ", flush=True)
         elif sys.stdout.isatty() or number % 10 == 0:
-            print(f"{number} of {len(seeds)} trials, {failed} failed, {time.monotonic() - started:.0f} s", flush=True)
+            print(f"{number} of {len(seeds)} trials, {failed} failed, {time.monotonic() - started:.0f} s", dict(refusals), flush=True)
     print(f"{len(seeds) - failed} passed, {failed} failed in {time.monotonic() - started:.0f} s; refusals, each right: {dict(refusals)}")
     return 1 if failed or plant else 0
 

@@ -180,7 +180,8 @@ def draw(seed: int) -> Draw:
     family = dice.choice(sorted(FAMILIES))
     micro_batches_many = dice.random() < 0.15
     packed = dice.random() < 0.4
-    switches = _switches(dice, family, drawn_keys())
+    compiles = seed % 4 == 0  # tracing takes ten times as long as the rest of a trial
+    switches = _switches(dice, family, drawn_keys(), compiles=compiles)
     if family in EXPERTS:  # routing flips by rounding, which no tolerance tells from a bug
         switches.pop("model.dtype", None)
         switches["precision.mixed_precision"] = "no"
@@ -198,15 +199,17 @@ def draw(seed: int) -> Draw:
     kept = {name: value for name, value in switches.items() if name not in free}
     ranks, batch = _layout(dice, packed=packed, many=micro_batches_many)
     same = {name: first.batch[name] for name in ("training.seed",)}
-    switches = kept | _switches(dice, family, free)
+    switches = kept | _switches(dice, family, free, compiles=compiles)
     if family == "gpt_oss":
         switches["model.attn_implementation"] = "eager"
     second = Draw(seed, family, ranks, batch | same, switches, overrides)
     return replace(first, resumed=second, killed_after=dice.randint(SAVED_STEP, STEPS - 1))
 
 
-def _switches(dice: random.Random, family: str, names: list[str]) -> dict[str, Any]:
+def _switches(dice: random.Random, family: str, names: list[str], *, compiles: bool) -> dict[str, Any]:
     chosen = {name: dice.choice(values_of(name)) for name in names if dice.random() < 0.5}
+    if not compiles:
+        chosen.pop("kernels.compile", None)
     if chosen.get("model.attn_implementation") == FLASH_STAND_IN and family not in TAKES_FLASH:
         del chosen["model.attn_implementation"]
     if chosen.get("fsdp.auto_wrap_policy") == "MODULE_NAMES_WRAP":

@@ -47,4 +47,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for line in summary(rows):
         terminalreporter.write_line(line)
     if path is not None:
-        path.write_text(markdown(rows), encoding="utf-8")
+        previous = path.read_text(encoding="utf-8") if path.exists() else ""
+        path.write_text(markdown(rows, previous), encoding="utf-8")

@@ -24,6 +24,9 @@ pulls to one side, rounding does not), `parameters` the norm of the difference a
 within 1e-4; half precision is held against what one device of that precision deviates from fp32 by itself.
 """
 
+DRAWN = "## recipes drawn from the schema"
+"""Heading of the last section of docs/parity.md, which is written by hand from what `scripts/test-fuzz` prints."""
+
 
 def by_section(rows: list[Row]) -> dict[str, list[Row]]:
     sections: dict[str, list[Row]] = defaultdict(list)
@@ -55,10 +58,12 @@ def _largest(values: list[str]) -> str | None:
         return None  # words
 
 
-def markdown(rows: list[Row]) -> str:
+def markdown(rows: list[Row], previous: str = "") -> str:
+    """Return the new docs/parity.md. The section DRAWN of the previous one is kept."""
     parts = [HEAD.format(**{name: version(name).split("+")[0] for name in ("torch", "transformers", "accelerate")})]
     for section, members in by_section(rows).items():
         names = _columns(members)
         table = [["case", *names], ["---"] * (len(names) + 1), *([row["case"], *(row.get(name, "") for name in names)] for row in members)]
         parts.append(f"## {section}\n\n" + "\n".join("| " + " | ".join(cells) + " |" for cells in table) + "\n")
-    return "\n".join(parts)
+    _, heading, drawn = previous.partition(DRAWN)
+    return "\n".join([*parts, heading + drawn])
