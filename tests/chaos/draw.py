@@ -98,7 +98,7 @@ def draw_start(dice: random.Random, tally: Tally, setting: Setting) -> list[Dist
     main = draw(dice, tally, setting)
     phases = PHASES[: PHASES.index(main.phase)] if main.kind not in HARMLESS else [each for each in PHASES if each != main.phase]
     found = [main]
-    for _ in range(dice.randint(0, MOST_BEFORE)):
+    for _ in range(dice.randint(1, MOST_BEFORE)):
         if phases:
             one = draw(dice, tally, setting, phases=phases, kinds=HARMLESS)
             found.append(replace(one, seconds=min(one.seconds, LONGEST_BEFORE_SECONDS)) if one.kind != CLOCK else one)

@@ -184,7 +184,7 @@ def _of_a_stop(phase: str, target: Process, machine: int, *, late: bool, steps_l
         return
     yield End(OK)
     if target.role == AGENT:  # ranks need it until they have found each other
-        yield End(LOST, r"nothing has moved for [^:]*: the launcher [^:]*stopped \(SIGSTOP\)")
+        yield End(LOST, r"nothing has moved for [^:]*: rank .*its launcher is stopped \(SIGSTOP\)")
     if target.role == COMMAND and target.machine != 0 and phase == "preparing":
         yield from _without_the_other(machine)
 

@@ -18,7 +18,23 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.run_dir import RunDir
-from tests.chaos.draw import AGENT, CLOCK, COMMAND, DISKS, FULL_DISK, HARMLESS, KILL, LOADER, RANK, READ_ONLY_DISK, SLOW_DISK, Disturbance
+from tests.chaos.draw import (
+    AGENT,
+    CLOCK,
+    COMMAND,
+    DISKS,
+    FULL_DISK,
+    HARMLESS,
+    KILL,
+    LOADER,
+    LONG_STOP,
+    RANK,
+    READ_ONLY_DISK,
+    SHORT_STOP,
+    SIGNALS,
+    SLOW_DISK,
+    Disturbance,
+)
 from tests.chaos.ends import Attempt, Situation
 from tests.chaos.processes import MACHINE, MARK, Moment, Process, Watcher, listens_to, marked
 
@@ -70,6 +86,8 @@ class Stage:
     """Every process of the run so far."""
     clocks: dict[int, float] = field(default_factory=dict)
     """By machine, how far its clock has jumped."""
+    disks: dict[int, str] = field(default_factory=dict)
+    """By machine, which of `DISKS` it has; none for a healthy one."""
 
     @property
     def run(self) -> RunDir:
@@ -99,11 +117,11 @@ class Stage:
     def _control(self, machine: int) -> Path:
         return self.folder / f"control-{machine}"
 
-    def control(self, machine: int, disk: str | None = None) -> None:
-        """Set the disk (one of `DISKS`, or None for a healthy one) and the clock of a machine, for processes that run too."""
+    def control(self, machine: int) -> None:
+        """Set the disk and the clock of a machine, for processes that run too."""
         path = self._control(machine)
         with open(path, "r+b" if path.exists() else "wb") as file:
-            file.write(struct.pack("iiii", *_DISK_MODES.get(disk or "", (0, 0, 0)), int(self.clocks.get(machine, 0.0))))
+            file.write(struct.pack("iiii", *_DISK_MODES.get(self.disks.get(machine, ""), (0, 0, 0)), int(self.clocks.get(machine, 0.0))))
 
 
 class Play:
@@ -123,7 +141,8 @@ class Play:
         self._attempt = Attempt([])
         self._done_at: float | None = None
         """When the last disturbance was done, monotonic seconds."""
-        self._undo_at: float | None = None
+        self._lasting: list[tuple[float, Disturbance, Process | None]] = []
+        """Stops and bad disks with their ends (monotonic seconds), and the process that is stopped."""
         self._leader_ended_at: float | None = None
         self._saved: set[int] = set()
         self._old_restarts = _restarts(stage.run.metrics())
@@ -139,6 +158,7 @@ class Play:
     def run(self, *, resume: bool) -> Attempt:
         stage = self._stage
         stage.clocks.clear()
+        stage.disks.clear()
         for machine in range(stage.machines):
             stage.control(machine)
         logs = [stage.folder / f"command-{machine}.log" for machine in range(stage.machines)]
@@ -147,7 +167,7 @@ class Play:
                 self._commands.append(self._start(machine, log, resume=resume))
             self._watch()
         finally:
-            self._undo()
+            self._undo(float("inf"))
             self._attempt.codes = [each.poll() for each in self._commands]
             self._end_what_is_left()
         self._attempt.texts = [log.read_text(errors="replace") for log in logs]
@@ -173,8 +193,7 @@ class Play:
                 self._note_hang()
                 self._dismiss_followers(now)
             self._disturb_when_due(now)
-            if self._undo_at is not None and now > self._undo_at:
-                self._undo()
+            self._undo(now)
 
     def _scan(self) -> None:
         self._processes, self._scanned_at = marked(self._token), time.monotonic()
@@ -197,15 +216,13 @@ class Play:
         moment = self._watcher.moment(self._processes)
         for phase in moment.phases:
             self._phase_times[phase] = (self._phase_times.get(phase, (now, now))[0], now)
-        if self._undo_at is not None:
-            return  # one at a time
         for disturbance in self.pending:
             if self._is_due(disturbance, moment, now) and self._disturb(disturbance, moment):
                 self.pending.remove(disturbance)
                 self.done.append(disturbance)
                 self._done_at = time.monotonic()
-                lasts = disturbance.seconds > 0 and disturbance.kind != CLOCK
-                self._undo_at = self._done_at + disturbance.seconds if lasts else None
+                if disturbance.kind in (*DISKS, SHORT_STOP, LONG_STOP):
+                    self._lasting.append((self._done_at + disturbance.seconds, disturbance, self._attempt.target))
                 if disturbance.kind not in HARMLESS:
                     self.pending.clear()
                 return
@@ -213,6 +230,8 @@ class Play:
     def _is_due(self, disturbance: Disturbance, moment: Moment, now: float) -> bool:
         if disturbance.phase not in moment.phases or self._step(moment) < disturbance.step:
             return False
+        if self._lasting and disturbance.kind in (*DISKS, *SIGNALS):
+            return False  # a machine has one disk, and a process that is stopped passes no signal on
         delay_seconds = disturbance.delay * self._lengths.get(disturbance.phase, 0.0)
         return now - self._phase_times[disturbance.phase][0] >= delay_seconds
 
@@ -228,7 +247,9 @@ class Play:
             return self._disturb_process(disturbance, moment, here)
         if disturbance.kind == CLOCK:
             self._stage.clocks[disturbance.machine] = disturbance.seconds
-        self._stage.control(disturbance.machine, disk=disturbance.kind)
+        else:
+            self._stage.disks[disturbance.machine] = disturbance.kind
+        self._stage.control(disturbance.machine)
         self._attempt.target, self._attempt.situation = None, Situation(self._step(moment))
         return True
 
@@ -261,16 +282,17 @@ class Play:
             return all(run.rank_outcome(rank or 0).exists() for rank in ranks)
         return target.role == COMMAND and run.merged.is_dir()
 
-    def _undo(self) -> None:
-        """End a stop or a bad disk. A clock that has jumped stays as it is."""
-        if self._undo_at is None:
-            return
-        self._undo_at = None
-        if self.done[-1].kind in DISKS:
-            self._stage.control(self.done[-1].machine)
-        elif (target := self._attempt.target) is not None and any(process.pid == target.pid for process in marked(self._token)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(target.pid, signal.SIGCONT)
+    def _undo(self, now: float) -> None:
+        """End the stops and bad disks whose time is up. A clock that has jumped stays as it is."""
+        due = [each for each in self._lasting if each[0] < now]
+        self._lasting = [each for each in self._lasting if each[0] >= now]
+        for _, disturbance, target in due:
+            if target is None:
+                self._stage.disks.pop(disturbance.machine)
+                self._stage.control(disturbance.machine)
+            elif any(process.pid == target.pid for process in marked(self._token)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(target.pid, signal.SIGCONT)
 
     def _note_hang(self) -> None:
         if self._done_at is None or self._attempt.named_after_seconds is not None:

@@ -457,11 +457,14 @@ for line in sys.stdin:
 
         inside, outside = stage.run.path / "a", tmp_path / "b"
         assert written(inside) == 100_000
-        stage.control(0, FULL_DISK)
+        stage.disks[0] = FULL_DISK
+        stage.control(0)
         assert (written(inside), written(outside)) == (28, 100_000)
-        stage.control(0, READ_ONLY_DISK)
+        stage.disks[0] = READ_ONLY_DISK
+        stage.control(0)
         assert (written(inside), written(outside)) == (30, 100_000)
-        stage.control(0, SLOW_DISK)
+        stage.disks[0] = SLOW_DISK
+        stage.control(0)
         started = time.monotonic()
         assert written(inside) == 100_000
         assert time.monotonic() - started > 1.0
