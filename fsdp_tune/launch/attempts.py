@@ -130,6 +130,7 @@ def _at_the_end(mine: Ended | None, word: Ended | None, run: RunDir) -> Ended:
         message = f"the first machine did not start its ranks in {run.path}"
         problem = Problem("first-machine-missing", message, hint="its own output says why")
         return Ended(ExitCode.FAILED, ExitReason.FAILED, 0, problem)
-    if word is None or word.problem is None or (mine.problem is not None and mine.problem.code not in ECHO_CODES):
+    is_echo = mine.problem is None or mine.problem.code in ECHO_CODES
+    if word is None or not is_echo or (word.problem is None and not word.is_stop):
         return mine
     return replace(mine, exit_code=word.exit_code, reason=word.reason, problem=word.problem)

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,19 @@ def look_at(run: RunDir, ranks: Mapping[int, psutil.Process], beats: Mapping[int
             )
         )
     return standings, texts
+
+
+def with_launcher_state(standings: Sequence[Standing], ranks: range, launcher: psutil.Process) -> list[Standing]:
+    """Return the standings of all `ranks`, with the state of their launcher where that cannot run.
+
+    torchrun's agent starts the ranks and serves the store through which they find each other, so they wait for it.
+    """
+    state = _state(launcher)
+    if state not in STATES.values():
+        return list(standings)
+    known = {standing.rank: standing for standing in standings}
+    every = [known.get(rank, Standing(rank)) for rank in ranks]
+    return [replace(each, state=each.state or f"its launcher is {state}") for each in every]
 
 
 def _state(process: psutil.Process) -> str | None:

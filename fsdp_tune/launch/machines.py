@@ -150,6 +150,10 @@ class Machines:
                 return Problem("machine-failed", f"machine {word.machine}: {word.ended.problem.message}", hint=word.ended.problem.hint)
         return None
 
+    def stopped_elsewhere(self) -> ExitReason | None:
+        """Return why the ranks of another machine were stopped; None where none were. Those here would wait for them."""
+        return next((word.ended.reason for word in self._read_others() if word.ended is not None and word.ended.is_stop), None)
+
     def _missing(self, present: Sequence[int], seconds: float) -> Problem:
         absent = [machine for machine in self.others if machine not in present]
         names = ", ".join(f"machine {machine}" for machine in absent)
@@ -285,8 +289,9 @@ def _ended(raw: dict[str, Any] | None) -> Ended | None:
 
 
 def combined(ended: Ended, elsewhere: Sequence[Ended]) -> Ended:
-    """`ended` with the problem of the machine where it began, and the largest step."""
+    """Return `ended` with the cause of the end, on whichever machine that was, and the largest step."""
     every = [ended, *elsewhere]
-    cause = next((each for each in every if each.problem is not None and each.problem.code not in ECHO_CODES), ended)
+    failure = next((each for each in every if each.problem is not None and each.problem.code not in ECHO_CODES), None)
+    cause = failure or next((each for each in every if each.is_stop), ended)
     step = max(each.step for each in every)
     return replace(ended, exit_code=cause.exit_code, reason=cause.reason, step=step, problem=cause.problem)

@@ -22,7 +22,7 @@ from fsdp_tune.atomic import DISK, write_file, write_json
 from fsdp_tune.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.launch.accelerate import LaunchPlan
 from fsdp_tune.launch.follow import Follower
-from fsdp_tune.launch.hang import hang_problem, report_text
+from fsdp_tune.launch.hang import hang_problem, report_text, with_launcher_state
 from fsdp_tune.launch.leash import leashed
 from fsdp_tune.launch.machines import Machines
 from fsdp_tune.launch.processes import is_alive, kill_for_good
@@ -183,9 +183,13 @@ class Supervisor:
             self._elsewhere = self._machines.trouble()
             if self._elsewhere is not None and watch.failed_at is None:
                 watch.failed_at = now
+            # In training, the ranks agree on the step where they stop.
+            stopped = self._machines.stopped_elsewhere() if not self.has_trained and not self._signals else None
+            if stopped is not None:
+                self._signals.append((signal.SIGINT if stopped is ExitReason.INTERRUPTED else signal.SIGTERM, now))
         if silent_seconds is not None:
             yield Said("nothing moves: asking every rank where it stands")
-            self._stuck = self._report_hang(watch, silent_seconds)
+            self._stuck = self._report_hang(launcher, watch, silent_seconds)
         if self._gave_up_saving or self._stuck is not None:
             _end_everything(launcher, watch)
             return
@@ -203,9 +207,10 @@ class Supervisor:
         if watch.all_ended_at is not None and now - watch.all_ended_at > patience:
             launcher.kill()
 
-    def _report_hang(self, watch: RankWatch, silent_seconds: float) -> Problem:
-        """Leaves RUN/logs/hang.txt with the stacks of all ranks of this machine, and the places of all others."""
-        mine, texts = watch.stacks()
+    def _report_hang(self, launcher: subprocess.Popen[bytes], watch: RankWatch, silent_seconds: float) -> Problem:
+        """Leave RUN/logs/hang.txt with the stacks of all ranks of this machine, and the places of all others."""
+        found, texts = watch.stacks()
+        mine = with_launcher_state(found, self._plan.ranks, psutil.Process(launcher.pid))
         standings = self._machines.share(mine, silent_seconds)
         path = self._run.hang_report if self._plan.machine_rank == 0 else self._run.logs / f"hang-{self._plan.machine_rank:02d}.txt"
         problem = hang_problem(standings, silent_seconds, path)

@@ -76,6 +76,11 @@ class Ended:
     first_outcome: Outcome | None = None
     """Of the first rank of this machine, which has the run's loss and counts."""
 
+    @property
+    def is_stop(self) -> bool:
+        """Whether a signal or `launch.max_runtime` ended the launch, and nothing failed."""
+        return self.problem is None and self.reason in STOPPED
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "exit_code": int(self.exit_code),

@@ -13,11 +13,14 @@ import pytest
 from fsdp_tune import ownership
 from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
 from fsdp_tune.launch import machines
+from fsdp_tune.launch.attempts import _at_the_end
 from fsdp_tune.launch.hang import Standing
 from fsdp_tune.launch.lock import locked
 from fsdp_tune.launch.machines import Machines, combined
+from fsdp_tune.launch.supervise import Supervisor
 from fsdp_tune.launch.verdict import Ended
 from fsdp_tune.run_dir import RunDir
+from tests.launch.conftest import PlanOf
 
 
 def ended(reason: ExitReason, code: str | None = None, step: int = 3) -> Ended:
@@ -117,6 +120,27 @@ def test_the_verdict_is_the_failure_and_not_its_echo(two: tuple[Machines, Machin
     assert judged.problem is not None
     assert judged.problem.code == problem
     assert judged.step == max(here.step, there.step)
+
+
+@pytest.mark.parametrize("reason", [ExitReason.PREEMPTED, ExitReason.INTERRUPTED])
+def test_ranks_that_wait_for_those_of_a_stopped_machine_are_stopped_too(
+    reason: ExitReason, two: tuple[Machines, Machines], plan_of: PlanOf
+) -> None:
+    first, second = two
+    start(first, second)
+    second.end(ended(reason, step=0))
+    supervisor = Supervisor(plan_of({"0": [["beat", "importing", 0], ["sleep", 60]]}), hang_timeout_seconds=60.0, machines=first)
+    *_, last = supervisor.events()
+    assert isinstance(last, Ended)
+    assert (last.reason, last.problem) == (reason, None)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_lost_the_ranks_of_a_stopped_machine_is_stopped_too(number: int, run: RunDir) -> None:
+    """It lost its connection to them before it could agree on a step with them."""
+    stopped = ended(ExitReason.PREEMPTED, step=0)
+    judged = combined(ECHO, [stopped]) if number == 0 else _at_the_end(ECHO, stopped, run)
+    assert (judged.exit_code, judged.reason, judged.problem) == (143, ExitReason.PREEMPTED, None)
 
 
 def test_an_out_of_memory_elsewhere_keeps_its_exit_code() -> None:

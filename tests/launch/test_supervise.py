@@ -248,6 +248,21 @@ def test_a_stopped_rank_is_late_and_tells_where_it_was(plan_of: PlanOf, run: Run
     assert all("fake_worker.py" in text for text in stacks[1:])
 
 
+def test_a_stopped_launcher_is_named_where_its_ranks_wait(plan_of: PlanOf) -> None:
+    """torchrun's agent serves the store through which ranks find each other."""
+    before = set(psutil.Process().children())
+
+    def stop_launcher() -> None:
+        (launcher,) = set(psutil.Process().children()) - before
+        launcher.suspend()
+
+    acts = [["stacks"], ["beat", "importing", 0], ["log", {"step": 0}], ["wait"]]
+    ended, _ = drive(plan_of({"0": acts, "1": acts}), hang_timeout_seconds=6.0, act=stop_launcher)
+    assert ended.problem is not None
+    assert ended.exit_code == ExitCode.LOST_RANK
+    assert "rank 0 (step 0, `importing`, its launcher is stopped (SIGSTOP)" in ended.problem.message
+
+
 def test_a_rank_that_cannot_dump_its_stacks_is_not_killed_by_the_question(plan_of: PlanOf) -> None:
     """SIGUSR2 ends a process without a handler; a rank that is stuck before it has one is named all the same."""
     ended, _ = drive(plan_of({"0": [["sleep", 60]], "1": [["sleep", 60]]}), hang_timeout_seconds=6.0)
