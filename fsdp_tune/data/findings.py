@@ -165,38 +165,38 @@ def _text_notices(report: dict[str, Any]) -> Iterator[Notice]:
 
 
 _NOTES = (
-    ("not-rendered", "the chat template leaves out", "choose another `data.chat_template` if the model needs them"),
-    ("unanswered-turns", "turns after the last answer were left out, in conversations that end with", ""),
-    ("mark-without-effect", "`train` and `weight` only exclude messages; marked as trained, but not selected by `loss_on`", ""),
-    (
+    Notice("not-rendered", "the chat template leaves out", hint="choose another `data.chat_template` if the model needs them"),
+    Notice("unanswered-turns", "turns after the last answer were left out, in conversations that end with"),
+    Notice("mark-without-effect", "`train` and `weight` only exclude messages; marked as trained, but not selected by `loss_on`"),
+    Notice(
         "special-tokens-as-text",
         "rows contain special tokens, which are encoded as ordinary text",
-        "`data.special_tokens_in_content: control` encodes them as special tokens",
+        hint="`data.special_tokens_in_content: control` encodes them as special tokens",
     ),
-    (
+    Notice(
         "special-tokens-as-control",
         "rows contain special tokens, which are encoded as such",
-        "`data.special_tokens_in_content: text` encodes them as ordinary text",
+        hint="`data.special_tokens_in_content: text` encodes them as ordinary text",
     ),
-    (
+    Notice(
         "special-tokens-inseparable",
         "special tokens in rows cannot be encoded as text with this tokenizer and template and remain special",
-        "remove them from the rows",
+        hint="remove them from the rows",
     ),
-    (
+    Notice(
         "text-changed",
         "the trained text is not the text of the row, because the tokenizer writes a space before every text",
-        "let completions begin with white space",
+        hint="let completions begin with white space",
     ),
 )
-"""Kind of a note on rows (`data.notes`), what was found, and the hint; details and rows are added."""
+"""By the kind of a note on rows (`data.notes`): the beginnings of message and hint, to which details and rows are added."""
 
 
 def _note_notices(notes: dict[str, dict[str, Any]]) -> Iterator[Notice]:
-    for code, found, hint in _NOTES:
-        if details := notes.get(code):
+    for kind in _NOTES:
+        if details := notes.get(kind.code):
             first = _first(next(iter(details.values())))
-            yield Notice(code, f"{found}: {_listed(details)}", hint=f"{hint}; {first}" if hint else first)
+            yield Notice(kind.code, f"{kind.message}: {_listed(details)}", hint=f"{kind.hint}; {first}" if kind.hint else first)
 
 
 def _listed(details: dict[str, Any]) -> str:
