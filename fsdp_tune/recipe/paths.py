@@ -53,15 +53,23 @@ def _objections(recipe: Recipe, path: Path, cwd: Path) -> list[tuple[str, str]]:
     for source in _local_directories(recipe, cwd):
         if path == source or source in path.parents:
             return [(f"lies inside the training data `{source}`", elsewhere)]
+    for source in _local_inputs(recipe, cwd):
         if path in source.parents and path.exists():
             return [(f"holds the data or model `{source}`, and `--overwrite` would move them away", elsewhere)]
     return []
 
 
 def _local_directories(recipe: Recipe, cwd: Path) -> list[Path]:
-    """Directories that the recipe reads from."""
+    """Directories of training and evaluation data."""
     named = [source.path for _, source in recipe.data.sources]
     return [path.resolve() for path in (Path(cwd, name) for name in named) if path.is_dir() and path.resolve() != cwd.resolve()]
+
+
+def _local_inputs(recipe: Recipe, cwd: Path) -> list[Path]:
+    """Files and directories that the recipe reads: data, model and tokenizer."""
+    named = [*(source.path for _, source in recipe.data.sources), recipe.model.name_or_path, recipe.model.tokenizer]
+    paths = (Path(cwd, Path(name).expanduser()) for name in named if name is not None)
+    return [path.resolve() for path in paths if path.exists()]
 
 
 def absolute_paths(data: dict[str, Any], cwd: Path) -> tuple[dict[str, str], list[Finding]]:

@@ -207,15 +207,21 @@ def test_what_can_only_be_a_path_must_exist(tmp_path: Path, text: str, words: st
         ("{tmp}/set/runs", "lies inside the training data"),
         ("{package}/runs", "lies inside the installed package"),
         ("{tmp}/parent", "holds the data or model"),
+        ("{tmp}/run", "holds the data or model"),
+        ("{tmp}/rows", "holds the data or model"),
     ],
 )
 def test_a_run_is_not_written_where_it_would_harm(tmp_path: Path, output_dir: str, words: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "set").mkdir()
     (tmp_path / "parent" / "set").mkdir(parents=True)
+    (tmp_path / "run" / "merged").mkdir(parents=True)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text("")
     package = Path(fsdp_tune.__file__).parent
     place = output_dir.format(tmp=tmp_path, home=Path.home(), package=package)
-    extra = f"model: {{name_or_path: a}}\noutput_dir: {place}\ndata: {{train: [{{path: set}}, {{path: parent/set}}]}}"
+    train = "[{path: set}, {path: parent/set}, {path: rows/train.jsonl}]"
+    extra = f"model: {{name_or_path: run/merged}}\noutput_dir: {place}\ndata: {{train: {train}}}"
     problem = refused("", cwd=tmp_path, text=extra)
     assert (problem.code, problem.where.line) == ("bad-output-dir", 2)
     assert words in problem.message
