@@ -104,6 +104,11 @@ class RunCallback(TrainerCallback):
             control.should_evaluate = bool(trainer.parts.evals) and args.eval_strategy != "no"
         self._step_began = time.monotonic()
 
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The Trainer also calls this where it leaves an epoch before its end; the step has then done what was due."""
+        if control.should_training_stop or state.global_step >= state.max_steps:
+            control.should_log = control.should_evaluate = control.should_save = False
+
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         now = time.monotonic()
         self._evaluation_seconds, self._step_began = max(self._evaluation_seconds, now - self._step_began), now

@@ -115,6 +115,23 @@ def test_signal_to_one_rank_saves_on_all_at_one_step_and_the_curve_goes_on(signa
     assert numbers(again) == numbers(whole)
 
 
+@pytest.mark.ranks
+def test_run_that_stops_or_ends_inside_an_epoch_logs_and_evaluates_in_turn(bench: Bench) -> None:
+    """The Trainer calls the end of the epoch a step's end where it leaves the epoch early."""
+    by_epoch = {"max_steps": -1, "num_train_epochs": 1.5, "eval_strategy": "epoch", "logging_strategy": "epoch", "warmup_steps": 0}
+    recipe = runs.merged(Case().recipe(str(bench.model("llama"))), {"training": by_epoch})
+    run = runs.write_run(bench.new_folder(), recipe, bench.store)
+    [stop] = {outcome["step"] for outcome in bench.pool.run(2, functools.partial(stop_after, str(run.path), 2, 0))}
+
+    def steps(kind: str) -> list[int]:
+        return [line["step"] for line in runs.lines(run) if kind in line]
+
+    assert (steps("loss"), steps("eval_loss")) == ([], [])
+    (run.path / "resume.json").write_text(json.dumps({"resume_from": str(run.checkpoint(stop))}))
+    runs.train(bench.pool, run, 2)
+    assert steps("loss") == steps("eval_loss") == [6, 9]
+
+
 def damage_file(run: RunDir, pattern: str) -> Path:
     [path, *_] = sorted(run.checkpoint(runs.SAVED_STEP).glob(pattern))
     raw = bytearray(path.read_bytes())
