@@ -144,7 +144,10 @@ def main() -> int:
     parser.add_argument("--machines", type=int, choices=(1, 2), default=1, help="2: two commands play two machines with one rank each")
     parser.add_argument("--write", action="store_true", help="write the counts into docs/faults.md")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of the clean-up that ends the run in progress
+    # By way of the clean-up that ends the run in progress. Handlers are not inherited as ignored signals are, by `nohup` or a shell's `&`:
+    # runs would ignore them too.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     chaos = Chaos(folder, random.Random(options.seed), options.machines)
     deadline = time.monotonic() + 60 * options.minutes

@@ -34,7 +34,7 @@ _LONG = ("preparing", "launching", "importing", "merging")
 MOST_IN_A_ROW = 4
 """Starts of a run that are disturbed."""
 LONGEST_BEFORE_SECONDS = 4.0
-MOST_BEFORE = 2
+MOST_BEFORE = 4
 """Harmless disturbances of a start, in addition to the one that may end it. They are short, since one has to end before the next."""
 LONGEST_DELAY = 0.6
 
