@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fsdp_tune.launch.ranks import read_outcome
 from fsdp_tune.run_dir import RunDir
 from tests.chaos import page
 from tests.chaos.draw import KINDS, MOST_IN_A_ROW, PHASES, Disturbance, Setting, Tally, draw_start
@@ -89,7 +90,9 @@ class Chaos:
 
     def _drawn(self, run: RunDir) -> list[Disturbance]:
         first_step = max(verified_steps(run), default=0) if run.path.is_dir() else 0
-        return draw_start(self.dice, self.tally, Setting(self.machines, HANG_SECONDS, first_step, LAST_STEP))
+        outcome = read_outcome(run, 0)
+        is_trained = outcome is not None and outcome.exit_code == 0
+        return draw_start(self.dice, self.tally, Setting(self.machines, HANG_SECONDS, first_step, LAST_STEP, is_trained))
 
     def _attempt(self, stage: Stage, disturbances: list[Disturbance], *, resume: bool) -> Attempt:
         self.attempts += 1

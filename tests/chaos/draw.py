@@ -24,7 +24,7 @@ COMMAND, AGENT, RANK, LOADER, CHILD = "command", "agent", "rank", "loader", "chi
 """Processes of a run. A child is any other process that a command has started: it inspects the model, or checks the merged one."""
 TARGETS = (COMMAND, AGENT, RANK, LOADER, CHILD)
 
-_OF_COMMAND = ("preparing", "merging")
+OF_COMMAND = ("preparing", "merging")
 """Phases of the command alone and its children."""
 _EARLY = ("launching", "importing", "loading the model", "reading back")
 """Phases without processes of a data loader."""
@@ -91,12 +91,17 @@ class Setting:
     first_step: int
     """Where the run continues."""
     last_step: int
+    is_trained: bool = False
+    """Whether only the merge is left."""
 
 
 def draw_start(dice: random.Random, tally: Tally, setting: Setting) -> list[Disturbance]:
     """Draw the disturbances of one start: a main one, and harmless ones in other phases, which come before it if it is harmful."""
-    main = draw(dice, tally, setting)
-    phases = PHASES[: PHASES.index(main.phase)] if main.kind not in HARMLESS else [each for each in PHASES if each != main.phase]
+    possible = OF_COMMAND if setting.is_trained else PHASES
+    main = draw(dice, tally, setting, phases=possible)
+    phases = [each for each in possible if each != main.phase]
+    if main.kind not in HARMLESS:
+        phases = [each for each in phases if PHASES.index(each) < PHASES.index(main.phase)]
     found = [main]
     for _ in range(dice.randint(1, MOST_BEFORE)):
         if phases:
@@ -132,7 +137,7 @@ def _long(target: str, hang_seconds: float) -> float:
 
 
 def _targets(phase: str, machine: int) -> tuple[str, ...]:
-    if phase in _OF_COMMAND:
+    if phase in OF_COMMAND:
         return (COMMAND, CHILD) if machine == 0 else (COMMAND,)  # only the first machine inspects and merges
     return (COMMAND, AGENT, RANK) if phase in _EARLY else (COMMAND, AGENT, RANK, LOADER)
 

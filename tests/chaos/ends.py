@@ -123,7 +123,7 @@ def _listed(ends: Iterable[End]) -> str:
 
 def _ends(disturbance: Disturbance | None, attempt: Attempt, machine: int, last_step: int) -> Iterator[End]:
     """Yield every end that is promised for the command of one machine."""
-    if machine in attempt.dismissed:
+    if machine in attempt.dismissed and attempt.codes[0] != OK:
         yield End(PREEMPTED)
     if disturbance is None or disturbance.kind in HARMLESS:
         yield End(OK)

@@ -284,6 +284,7 @@ def verdict(kind: str, target: str, attempt: Attempt, phase: str = "training") -
         pytest.param("SIGTERM", COMMAND, ended(-15), id="a command that listens dies"),
         pytest.param("SIGTERM", LOADER, ended(143), id="a loader's signal ends the run"),
         pytest.param("SIGTERM", CHILD, ended(-15), id="a child's signal ends the command"),
+        pytest.param(KILL, COMMAND, ended(0, 143, dismissed={1}), id="a command waits although the run has finished"),
         pytest.param("SIGTERM", COMMAND, ended(143, text="Traceback (most recent call last):"), id="traceback"),
     ],
 )
