@@ -125,7 +125,7 @@ def train(
 
         job = Job(screen, loaded, resolution, plan, ignore_plan=ignore_plan, verify_data=verify_data, profile=profiled, verbose=verbose)
         if rank > 0:
-            job.follow()
+            job.follow(resume)
         else:
             job.lead(resume, overwrite=overwrite, no_start=no_start)
 

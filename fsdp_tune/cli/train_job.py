@@ -248,22 +248,26 @@ class Job:
         for line in lines:
             self.screen.say(f"  {line}")
 
-    def follow(self) -> None:
-        """On another machine of the run: waits for the first one to write the directory, then runs this machine's ranks."""
+    def follow(self, resume: str | None) -> None:
+        """Run this machine's ranks, on another machine than the first, once that has written the run directory."""
         from fsdp_tune.launch.resume import wait_for_run
 
         self.screen.say(f"machine {self.plan.machine_rank}: waiting for the first machine to write {self.plan.run.path}")
-        wait_for_run(self.plan.run, self.recipe)
+        if not wait_for_run(self.plan.run, self.recipe, resume):
+            self._document_end(ExitReason.FINISHED)
+            self.screen.say(f"nothing to do: {self.plan.run.path} has finished")
+            return
         self.screen.log_directory = self.plan.run.logs
         self.screen.log_to(self.plan.screen_log)
         ended = self.supervise()
-        self.screen.document(
-            {"run_dir": str(self.plan.run.path), "machine_rank": self.plan.machine_rank, "exit_reason": ended.reason.value}
-        )
+        self._document_end(ended.reason)
         if ended.problem is not None:
             raise FsdpTuneError(ended.problem, exit_code=ended.exit_code)
         if ended.exit_code is not ExitCode.OK:
             raise typer.Exit(ended.exit_code)
+
+    def _document_end(self, reason: ExitReason) -> None:
+        self.screen.document({"run_dir": str(self.plan.run.path), "machine_rank": self.plan.machine_rank, "exit_reason": reason.value})
 
 
 def _where_the_model_is(run: RunDir, recipe: Recipe, merged: Path | None) -> str:

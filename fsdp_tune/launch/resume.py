@@ -21,7 +21,7 @@ from fsdp_tune.launch.ranks import read_heartbeat, read_outcome
 from fsdp_tune.launch.resume_diff import Change, check, compare
 from fsdp_tune.launch.work import WorkWatch
 from fsdp_tune.manifest import Progress
-from fsdp_tune.ownership import is_abandoned
+from fsdp_tune.ownership import is_abandoned, read_owner
 from fsdp_tune.recipe.effects import OnResume
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.training_fields import training_value
@@ -298,14 +298,24 @@ def check_data(start: Start, key: str) -> None:
         )
 
 
-def wait_for_run(run: RunDir, recipe: Recipe, *, patience_seconds: float = 3600.0, poll_seconds: float = 2.0) -> None:
-    """Return when the first machine has written the run directory for this recipe and owns it.
+def wait_for_run(
+    run: RunDir, recipe: Recipe, resume: str | None = None, *, patience_seconds: float = 3600.0, poll_seconds: float = 2.0
+) -> bool:
+    """Wait until the first machine has written the run directory for this recipe and owns it, then return True.
 
+    Returns False where `resume` finds a finished run: the first machine starts no ranks.
     Machines may differ in what only they use (cores); what is trained and the number of ranks must agree.
     Raises: FailedError when it has not within `patience_seconds`, nor has its count of work changed for so long.
     """
-    work = WorkWatch(run)
-    while not (run.is_used and is_for(run, recipe) and not is_abandoned(run.lock)):
+    work, is_checked = WorkWatch(run), resume != AUTO
+    while True:
+        if run.is_used and is_for(run, recipe):
+            if read_owner(run.lock) is not None and not is_abandoned(run.lock):
+                return True
+            if not is_checked and _newest(run, recipe, digests=False, progress=None).is_finished:
+                is_checked = True  # checkpoints are hashed once
+                if _newest(run, recipe, digests=recipe.checkpoint.verify == "digest", progress=None).is_finished:
+                    return False
         if work.silent_seconds() > patience_seconds:
             raise failed_error(
                 "first-machine-missing",

@@ -20,6 +20,7 @@ from fsdp_tune.fsdp import accelerate_config
 from fsdp_tune.launch.accelerate import LaunchPlan
 from fsdp_tune.launch.lock import locked
 from fsdp_tune.launch.profiled import ProfiledSteps
+from fsdp_tune.launch.ranks import clear
 from fsdp_tune.launch.resume import Start
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.secrets import mask_text
@@ -84,6 +85,7 @@ def _renew(run: RunDir, files: RunFiles) -> None:
     if not run.model.exists():
         with staged_directory(run.model) as stage:
             files.save_model(stage)
+    clear(run, range(files.recipe.world_size), with_verdict=True)  # before the recipe: the next command must not take this run for finished
     _write_files(run, files)
     if changes := files.start.trajectory_changes:
         append_event(run, "recipe_changed", files.start.step, changes=[change.as_dict() for change in changes])

@@ -348,6 +348,16 @@ def test_a_finished_run_has_nothing_to_do_unless_more_steps_are_asked_for(fresh:
     assert [change.key for change in longer.trajectory_changes] == ["training.max_steps"]
 
 
+def test_a_finished_run_that_is_continued_and_killed_before_its_ranks_start_is_not_finished(fresh: RunDir, tmp_path: Path) -> None:
+    recipe = used(fresh, tmp_path)
+    checkpoint(fresh, 100)
+    finish(fresh, 100)
+    longer = resolved(tmp_path, "training.max_steps=200")
+    write_run(fresh, files_of(fresh, longer, decide(fresh, longer, "auto", overwrite=False)))
+    assert not decide(fresh, longer, "auto", overwrite=False).is_finished
+    assert recipe.training != longer.training
+
+
 def test_a_finished_run_whose_last_checkpoint_is_damaged_is_finished_again_from_the_one_before(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     checkpoint(fresh, 90)
@@ -461,6 +471,22 @@ def test_another_machine_waits_for_the_first_and_gives_up_in_time(fresh: RunDir,
         wait_for_run(fresh, resolved(tmp_path, "launch.num_cpu_threads_per_process=7"), patience_seconds=0.05, poll_seconds=0.01)
         with pytest.raises(FsdpTuneError):
             wait_for_run(fresh, resolved(tmp_path, "training.max_steps=5"), patience_seconds=0.05, poll_seconds=0.01)
+
+
+def test_another_machine_does_not_wait_where_the_run_has_finished(fresh: RunDir, tmp_path: Path) -> None:
+    """The first machine has nothing to do then, and never owns the directory."""
+    recipe = used(fresh, tmp_path)
+    last = checkpoint(fresh, 100)
+    finish(fresh, 100)
+    assert not wait_for_run(fresh, recipe, "auto", patience_seconds=0.05, poll_seconds=0.01)
+    for other, resume in ((resolved(tmp_path, "training.max_steps=200"), "auto"), (recipe, None)):
+        with pytest.raises(FsdpTuneError, match="has not started this recipe"):
+            wait_for_run(fresh, other, resume, patience_seconds=0.05, poll_seconds=0.01)
+    with locked(fresh):
+        assert wait_for_run(fresh, recipe, "auto", patience_seconds=0.05, poll_seconds=0.01)
+    (last / "weights").write_bytes(b"12346")
+    with pytest.raises(FsdpTuneError, match="has not started this recipe"):
+        wait_for_run(fresh, recipe, "auto", patience_seconds=0.05, poll_seconds=0.01)
 
 
 def test_status_of_a_finished_run(fresh: RunDir, tmp_path: Path) -> None:
