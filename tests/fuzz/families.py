@@ -29,10 +29,11 @@ LAYERS = {
     "opt": "model.decoder.layers.*",
 }
 """Pattern of the decoder layers' names where it is not `model.layers.*`."""
-TAKES_FLASH = FAMILIES.keys() - {"mistral", "gemma3_text", "gpt_oss", "bloom", "falcon"}
-"""Models that `tests.model.flash` computes as their own attention does: no window, no sinks, no ALiBi, no attention class per kernel."""
-PACKED_EXAMPLES_MEET = frozenset({"bloom", "lfm2"})
-"""Models that cannot tell packed examples apart: ALiBi without position ids, and a convolution over the row."""
+TAKES_FLASH = FAMILIES.keys() - {"mistral", "gemma3_text", "gpt_oss", "bloom", "falcon", "stablelm"}
+"""Models that `tests.model.flash` computes as their own attention does: no window, no sinks, no ALiBi, no attention class per kernel, and
+lengths of examples that reach the kernel (StableLM's layers drop them)."""
+PACKED_EXAMPLES_MEET = frozenset({"bloom", "opt", "falcon", "lfm2", "gpt_oss"})
+"""Models that cannot separate packed examples in transformers (tests/model/test_packing.py): runs of the others must not be refused."""
 EXPERTS = frozenset({"mixtral", "qwen2_moe", "gpt_oss"})
 
 
