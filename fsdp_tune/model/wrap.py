@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_utils
 
 from fsdp_tune.model.build import TORCH_DTYPE
 from fsdp_tune.model.units import UnitPlan, ignored_module_names
@@ -81,9 +81,21 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
         fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=False if keep else reshard, **options)
     # None is FSDP2's own rule for the root: it stays gathered, since the backward begins with it.
     fully_shard(model, **options)
+    _keep_recorded_outputs(model)
     names = {group[0] for group in units.groups if group not in units.keeps_gathered}
     set_prefetch(recipe, [module for name, module in model.named_modules() if name in names])
     return model
+
+
+def _keep_recorded_outputs(model: PreTrainedModel) -> None:
+    """Let transformers record what layers return (router logits) also where the decoder is a unit.
+
+    Its registry is keyed by the printed class of a model (`_CanRecordRegistry`), which `fully_shard` replaces.
+    """
+    registry: dict[str, Any] = modeling_utils._CAN_RECORD_REGISTRY
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and isinstance(module, FSDPModule):
+            dict.__setitem__(registry, str(type(module)), dict.get(registry, str(bare_class(module))))
 
 
 def ignored_parameters(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:

@@ -77,6 +77,13 @@ def test_layers_of_several_classes_are_all_recomputed(bench: Bench) -> None:
 
 
 @pytest.mark.ranks
+def test_balance_of_a_mixture_whose_decoder_is_a_unit_is_that_of_any_wrapping(bench: Bench) -> None:
+    model = FAMILIES["mixtral"] | {"output_router_logits": True}
+    by_size, as_one = (finished(bench, model, auto_wrap_policy=policy)[1] for policy in ("SIZE_BASED_WRAP", "NO_WRAP"))
+    assert by_size == [pytest.approx(step, rel=1e-5) for step in as_one]
+
+
+@pytest.mark.ranks
 def test_parameter_that_the_model_freezes_stays_frozen_and_is_listed(bench: Bench) -> None:
     document, _ = finished(bench, ERNIE)
     assert document["frozen_by_its_code"] == [f"model.layers.{layer}.mlp.gate.moe_statics.e_score_correction_bias" for layer in (0, 1)]
