@@ -32,6 +32,8 @@ LAYERS = {
 TAKES_FLASH = FAMILIES.keys() - {"mistral", "gemma3_text", "gpt_oss", "bloom", "falcon", "stablelm"}
 """Models that `tests.model.flash` computes as their own attention does: no window, no sinks, no ALiBi, no attention class per kernel, and
 lengths of examples that reach the kernel (StableLM's layers drop them)."""
+HAS_EAGER_ALONE = frozenset({"bloom", "gpt_oss"})
+"""Models whose ALiBi or sinks have no other kernel in transformers."""
 PACKED_EXAMPLES_MEET = frozenset({"bloom", "opt", "falcon", "lfm2", "gpt_oss"})
 """Models that cannot separate packed examples in transformers (tests/model/test_packing.py): runs of the others must not be refused."""
 EXPERTS = frozenset({"mixtral", "qwen2_moe", "gpt_oss"})

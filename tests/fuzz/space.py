@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from fsdp_tune.recipe.effects import NOTHING, OnResume
 from fsdp_tune.recipe.keys import all_keys, effect_of
 from fsdp_tune.recipe.training_fields import PASSED_EFFECTS
-from tests.fuzz.families import EXPERTS, FAMILIES, LAYERS, TAKES_FLASH
+from tests.fuzz.families import EXPERTS, FAMILIES, HAS_EAGER_ALONE, LAYERS, TAKES_FLASH
 from tests.model.flash import FLASH_STAND_IN
 
 STEPS, SAVED_STEP = 6, 3
@@ -185,8 +185,6 @@ def draw(seed: int) -> Draw:
     if family in EXPERTS:  # routing flips by rounding, which no tolerance tells from a bug
         switches.pop("model.dtype", None)
         switches["precision.mixed_precision"] = "no"
-    if family == "gpt_oss":  # its sinks have no other kernel in transformers
-        switches["model.attn_implementation"] = "eager"
     overrides = {"output_router_logits": True} if family in EXPERTS and dice.random() < 0.6 else {}
     if switches.get("training.optim") in ("adagrad", "rmsprop"):  # their first steps are signs, which amplify rounding
         switches["training.learning_rate"] = 1e-3
@@ -200,8 +198,6 @@ def draw(seed: int) -> Draw:
     ranks, batch = _layout(dice, packed=packed, many=micro_batches_many)
     same = {name: first.batch[name] for name in ("training.seed",)}
     switches = kept | _switches(dice, family, free, compiles=compiles)
-    if family == "gpt_oss":
-        switches["model.attn_implementation"] = "eager"
     second = Draw(seed, family, ranks, batch | same, switches, overrides)
     return replace(first, resumed=second, killed_after=dice.randint(SAVED_STEP, STEPS - 1))
 
@@ -210,6 +206,8 @@ def _switches(dice: random.Random, family: str, names: list[str], *, compiles: b
     chosen = {name: dice.choice(values_of(name)) for name in names if dice.random() < 0.5}
     if not compiles:
         chosen.pop("kernels.compile", None)
+    if family in HAS_EAGER_ALONE:
+        chosen["model.attn_implementation"] = "eager"
     if chosen.get("model.attn_implementation") == FLASH_STAND_IN and family not in TAKES_FLASH:
         del chosen["model.attn_implementation"]
     if chosen.get("fsdp.auto_wrap_policy") == "MODULE_NAMES_WRAP":
