@@ -101,6 +101,8 @@ def judge(seen: Seen) -> Ended:
     if seen.stuck is not None:
         return _ended(ExitReason.LOST_RANK, step, seen.stuck, first)
     failure = _first_failure(seen)
+    if step == 0 and failure is not None and (early := _stop_before(seen, failure)) is not None:
+        return _ended(early, 0, None, first)
     if seen.elsewhere is not None and (failure is None or (isinstance(failure, Outcome) and failure.reason is ExitReason.LOST_RANK)):
         return _ended(ExitReason.LOST_RANK, step, seen.elsewhere, first)
     if not isinstance(failure, Outcome) and not seen.outcomes:
@@ -141,6 +143,17 @@ def _first_failure(seen: Seen) -> Outcome | Death | None:
         return is_echo, is_collateral, end.time, end.rank
 
     return min(bad, key=order, default=None)
+
+
+def _stop_before(seen: Seen, failure: Outcome | Death) -> ExitReason | None:
+    """Return why a rank had stopped before `failure`, which then is the end of a rank that waited for it; None where none had.
+
+    Before training a rank leaves at the first signal. Others may wait for it in code that runs no handler: they lose their peer, or
+    their agent kills them after 30 s. In training there is something to save, so the same is a failure.
+    """
+    is_echo = isinstance(failure, Death) or failure.reason is ExitReason.LOST_RANK
+    before = [outcome for outcome in seen.outcomes.values() if outcome.reason in STOPPED and outcome.time <= failure.time]
+    return min(before, key=lambda outcome: outcome.time).reason if before and is_echo else None
 
 
 def _failed(seen: Seen, failure: Outcome | Death, step: int, first: Outcome | None) -> Ended:

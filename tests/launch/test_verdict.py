@@ -54,6 +54,8 @@ def seen(*outcomes: Outcome, **more: Any) -> Seen:
 OOM = end(1, ExitReason.OUT_OF_MEMORY, 3, at=5.0, code_name="oom")
 LOST = end(0, ExitReason.LOST_RANK, 5, at=2.0, code_name="lost")
 TERM = [signal.SIGTERM]
+LEFT = end(1, ExitReason.PREEMPTED, 143, step=0)
+"""A rank that a signal reached before training."""
 BOTH_SAVED = end(0, ExitReason.PREEMPTED, 143), end(1, ExitReason.PREEMPTED, 143)
 
 
@@ -66,6 +68,11 @@ BOTH_SAVED = end(0, ExitReason.PREEMPTED, 143), end(1, ExitReason.PREEMPTED, 143
         (seen(end(0, ExitReason.INTERRUPTED, 130), end(1, ExitReason.PREEMPTED, 143), launcher_code=1), 130, "interrupted", None),
         (seen(end(0, ExitReason.MAX_RUNTIME, 143), end(1, ExitReason.MAX_RUNTIME, 143), launcher_code=1), 143, "max_runtime", None),
         (seen(good(0), good(1), signals=TERM), 0, "finished", None),
+        (seen(LEFT, deaths=[Death(0, 31.0)], launcher_code=1), 143, "preempted", None),
+        (seen(LEFT, deaths=[Death(0, 31.0)], signals=TERM, launcher_code=1), 143, "preempted", None),
+        (seen(LEFT, dataclasses.replace(LOST, step=0), launcher_code=1), 143, "preempted", None),
+        (seen(LEFT, deaths=[Death(0, 0.5)], launcher_code=1), 1, "failed", "rank-died"),
+        (seen(LEFT, deaths=[Death(0, 31.0)], last_step=4, launcher_code=1), 1, "failed", "rank-died"),
         (seen(OOM, LOST), 3, "out_of_memory", "oom"),
         (seen(end(0, ExitReason.NON_FINITE, 4, code_name="nan"), OOM), 4, "non_finite", "nan"),
         (seen(end(0, ExitReason.FAILED, 2, code_name="bad-input")), 2, "failed", "bad-input"),
