@@ -27,7 +27,7 @@ def rank_main(rank: int, world_size: int, folder: str, layers: int, rounds: int)
     import torch
     import torch.distributed as dist
 
-    from fsdp_tune.launch.leash import die_with_parent
+    from fsdp_tune.core.leash import die_with_parent
 
     die_with_parent()
     torch.set_num_threads(1)
@@ -45,9 +45,9 @@ def measure(folder: Path, layers: int, rounds: int) -> tuple[dict[bool, list[flo
     import torch
     import torch.distributed as dist
 
-    from fsdp_tune.run_dir import RunDir
-    from fsdp_tune.worker.checkpoint import Checkpointer, Saved, trainer_state_facts
-    from fsdp_tune.worker.state import Live
+    from fsdp_tune.run.directory import RunDir
+    from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_facts
+    from fsdp_tune.worker.checkpoint.state import Live
 
     model, optimizer = sharded_model(layers)
     batch = torch.randn(8, WIDTH)

@@ -26,7 +26,7 @@ import numpy as np
 from step_inputs import SIZES, learn_tokenizer, write_tokenizer
 
 if TYPE_CHECKING:
-    from fsdp_tune.data.prepare import Prepared
+    from fsdp_tune.data.preparation import Prepared
     from fsdp_tune.recipe.schema import Recipe
 
 MICRO_BATCH, RANKS = 8, 2
@@ -54,7 +54,8 @@ def recipe_of(folder: Path, rows: Path, **data: Any) -> dict[str, Any]:
 
 
 def resolved(folder: Path, rows: Path, **data: Any) -> Recipe:
-    from fsdp_tune.recipe.resolve import Machine, resolve
+    from fsdp_tune.core.devices import Machine
+    from fsdp_tune.recipe.resolve import resolve
     from fsdp_tune.recipe.schema import Recipe
 
     recipe = Recipe.model_validate(recipe_of(folder, rows, **data))
@@ -63,8 +64,8 @@ def resolved(folder: Path, rows: Path, **data: Any) -> Recipe:
 
 def prepared(recipe: Recipe) -> tuple[Prepared, float]:
     """The data, and the seconds that they took; opening the tokenizer counts."""
-    from fsdp_tune.bridge.tokenizer import load_encoder
-    from fsdp_tune.data.prepare import prepare
+    from fsdp_tune.data.preparation import prepare
+    from fsdp_tune.data.tokenise.tokenizer import load_encoder
 
     started = time.perf_counter()
     data = prepare(recipe, load_encoder(recipe), check_rows=False)
@@ -96,7 +97,7 @@ def lengths_of(data: Prepared) -> Any:
 
 
 def after_padding(lengths: Any, *, grouped: bool) -> float:
-    from fsdp_tune.data.order import epoch_order
+    from fsdp_tune.data.order.permutation import epoch_order
 
     size = MICRO_BATCH * RANKS
     order = epoch_order(lengths, seed=42, epoch=0, shuffle=True, group_by_length=grouped, global_batch_size=size)
@@ -110,8 +111,8 @@ def after_padding(lengths: Any, *, grouped: bool) -> float:
 
 def budget(folder: Path, gsm8k: Path) -> None:
     """An epoch's whole steps of `GLOBAL_BATCH` sequences over two ranks, as `train` would order and cut them."""
-    from fsdp_tune.data.order import epoch_order, rank_micro_batches
-    from fsdp_tune.data.token_batches import TokenBudget, filling, token_micro_batches
+    from fsdp_tune.data.order.permutation import epoch_order, rank_micro_batches
+    from fsdp_tune.data.order.token_batches import TokenBudget, filling, token_micro_batches
 
     one_a_row, _ = prepared(resolved(folder, gsm8k, max_length=BUDGET_LENGTH))
     lengths, slots = lengths_of(one_a_row), TokenBudget(BUDGET, 8, BUDGET_LENGTH)

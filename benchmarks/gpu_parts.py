@@ -58,7 +58,7 @@ class Bench:
 
     @cached_property
     def tracing(self) -> Any:
-        from fsdp_tune.bridge.tracing import Tracing
+        from fsdp_tune.planner.tracing import Tracing
 
         return Tracing(self.run.folder / "traces", offline=True)
 
@@ -80,7 +80,7 @@ class Bench:
         return tree | {name: tree.get(name, {}) | keys for name, keys in sections.items()}
 
     def planned(self, tree: dict[str, Any]) -> Row:
-        from fsdp_tune.errors import FsdpTuneError
+        from fsdp_tune.core.errors import FsdpTuneError
 
         try:
             recipe = resolved(tree, self.run.folder / "planned.json", self.run.device, self.run.device_name)
@@ -124,9 +124,9 @@ def best_recipes(bench: Bench) -> Iterator[Row]:
 
 def best_recipe(bench: Bench, name: str, config: dict[str, Any] | None) -> Iterator[Row]:
     """fp32 weights where plan finds a recipe that fits without offload, else bf16 ones."""
-    from fsdp_tune.errors import FsdpTuneError
-    from fsdp_tune.plan.candidates import least_state_bytes
-    from fsdp_tune.plan.search import rank_recipes
+    from fsdp_tune.core.errors import FsdpTuneError
+    from fsdp_tune.planner.search.candidates import least_state_bytes
+    from fsdp_tune.planner.search.search import rank_recipes
 
     for dtype in ("fp32", "bf16"):
         tree = bench.large(dtype, kernels={"loss": "auto"}, training={"gradient_accumulation_steps": GLOBAL_ROWS})
@@ -163,8 +163,8 @@ def of_the_best(bench: Bench, name: str, dtype: str, tree: dict[str, Any], ranki
 
 
 def searching(bench: Bench) -> Any:
-    from fsdp_tune.errors import FsdpTuneError
-    from fsdp_tune.plan.search import Search
+    from fsdp_tune.core.errors import FsdpTuneError
+    from fsdp_tune.planner.search.search import Search
 
     def traced(recipes: Any) -> Iterator[Any]:
         found = [bench.tracing.result(key) for key in bench.tracing.ask(recipes)]

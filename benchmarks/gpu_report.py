@@ -17,7 +17,7 @@ COMPARED = ("allocated_gib", "reserved_gib", "step_seconds")
 
 def write(document: dict[str, Any], parts: Sequence[Part], output: Path) -> None:
     """Both files, each whole at any time."""
-    from fsdp_tune.atomic import write_file, write_json
+    from fsdp_tune.core.atomic import write_file, write_json
 
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / JSON_NAME, document)

@@ -44,7 +44,7 @@ def example_lengths(tokens: int, examples: int) -> list[int]:
 def write_rows(folder: Path, tokens: int, rows: int, vocabulary: int, examples: int = 1) -> Path:
     """A store of prepared rows, all of `tokens` tokens: each example counts up in steps of its own, which a model can learn."""
     from fsdp_tune.data.store import STORE_KIND, StoreWriter
-    from fsdp_tune.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
+    from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
 
     store = folder / f"rows-{tokens}-{rows}-{vocabulary}-{examples}"
     if store.exists():
@@ -66,9 +66,10 @@ def write_rows(folder: Path, tokens: int, rows: int, vocabulary: int, examples: 
 
 def resolved(tree: dict[str, Any], file: Path, device: str, name: str | None) -> Any:
     """The recipe of a tree of keys, read and checked like a user's file. FsdpTuneError where it is refused."""
-    from fsdp_tune.cores import available_cores
-    from fsdp_tune.recipe.loader import load_recipe
-    from fsdp_tune.recipe.resolve import Machine, resolve
+    from fsdp_tune.core.cores import available_cores
+    from fsdp_tune.core.devices import Machine
+    from fsdp_tune.recipe.read.loader import load_recipe
+    from fsdp_tune.recipe.resolve import resolve
 
     file.write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML
     machine = Machine("cuda", 1, available_cores(), name) if device == "cuda" else Machine(None, 0, available_cores(), None)
@@ -77,8 +78,8 @@ def resolved(tree: dict[str, Any], file: Path, device: str, name: str | None) ->
 
 def write_run(recipe: Any, folder: Path, store: Path, vocabulary: int) -> None:
     """What a rank reads of a run directory."""
-    from fsdp_tune.data.prepare import Prepared
-    from fsdp_tune.run_dir import RunDir
+    from fsdp_tune.data.preparation import Prepared
+    from fsdp_tune.run.directory import RunDir
 
     run = RunDir(folder)
     run.logs.mkdir(parents=True)
@@ -139,7 +140,7 @@ def _told(job: dict[str, Any]) -> str | None:
     """Of a worker: the problem in its outcome file."""
     if job["kind"] != "worker":
         return None
-    from fsdp_tune.run_dir import RunDir
+    from fsdp_tune.run.directory import RunDir
 
     file = RunDir(Path(job["run"])).rank_outcome(0)
     problem = json.loads(file.read_text(encoding="utf-8")).get("problem") if file.exists() else None
@@ -180,7 +181,7 @@ def warm_up() -> None:
 
 
 def do(job: dict[str, Any]) -> int:
-    from fsdp_tune.launch.leash import die_with_parent
+    from fsdp_tune.core.leash import die_with_parent
 
     die_with_parent()
     return {"worker": worker, "bare": bare, "ceilings": ceilings, "probe": probe}[job["kind"]](job)
@@ -209,7 +210,7 @@ def _meeting() -> dict[str, str]:
 
 
 def _draw_on_the_device() -> None:
-    from fsdp_tune.model import load as loading
+    from fsdp_tune.model.build import assemble as loading
     from fsdp_tune.worker import setup
 
     loading._choose = lambda *_: ("checkpoint", None)  # "the weights come later"
@@ -327,7 +328,7 @@ class Measured:
 
 
 def measured(folder: Path) -> Measured:
-    from fsdp_tune.run_dir import RunDir
+    from fsdp_tune.run.directory import RunDir
 
     run = RunDir(folder)
     every = [json.loads(line) for line in run.metrics_jsonl.read_text(encoding="utf-8").splitlines()]
@@ -349,7 +350,7 @@ class Runner:
 
     def __call__(self, tree: dict[str, Any], *, draw: bool = True, examples: int = 1, rows: int = 64) -> Measured | str:
         """What a run of the recipe measured, or why there is none."""
-        from fsdp_tune.errors import FsdpTuneError
+        from fsdp_tune.core.errors import FsdpTuneError
 
         if (seconds := self._seconds()) is None:
             return "not run: the time was up"

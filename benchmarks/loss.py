@@ -21,7 +21,7 @@ def measure(way: str, tokens: int, width: int, vocabulary: int, dtype_name: str,
     """(median seconds, MiB by which the peak is above inputs and weights) of one way."""
     import torch
 
-    from fsdp_tune.model import linear_loss
+    from fsdp_tune.model.kernels import linear_loss
     from fsdp_tune.model.loss import summed_token_loss
 
     torch.set_num_threads(1)

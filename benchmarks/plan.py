@@ -17,7 +17,7 @@ from typing import Any
 import plan_memory
 import plan_timing
 
-from fsdp_tune.plan.accuracy import TABLE
+from fsdp_tune.planner.predict.predict import TABLE
 
 
 def main() -> None:

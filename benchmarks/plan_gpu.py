@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from gpu_runs import Runner, find_device, resolved, warm_up
 
 if TYPE_CHECKING:
-    from fsdp_tune.bridge.tracing import Tracing
-    from fsdp_tune.plan.hardware import Hardware
-    from fsdp_tune.plan.predict import Plan
+    from fsdp_tune.planner.hardware.gpus import Hardware
+    from fsdp_tune.planner.predict.predict import Plan
+    from fsdp_tune.planner.tracing import Tracing
 
 FIGURES = (
     ("peak_allocated_gib", "allocated_gib", "GiB allocated"),
@@ -144,8 +144,8 @@ def rows(run: Runner, tracing: Tracing, hardware: Hardware, cases: Sequence[Case
 
 def predicted(recipe: Any, hardware: Hardware, trace: Any) -> dict[str, Any]:
     """What `plan` says of a resolved recipe, under the names that `against` reads."""
-    from fsdp_tune.errors import FsdpTuneError
-    from fsdp_tune.plan.predict import plan
+    from fsdp_tune.core.errors import FsdpTuneError
+    from fsdp_tune.planner.predict.predict import plan
 
     if isinstance(trace, FsdpTuneError):
         return {"fits": "unknown", "plan_failed": trace.problems[0].message}
@@ -173,8 +173,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name has this word")
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
-    from fsdp_tune.bridge.tracing import Tracing
-    from fsdp_tune.plan.hardware import detect, find_hardware
+    from fsdp_tune.planner.hardware.gpus import detect, find_hardware
+    from fsdp_tune.planner.tracing import Tracing
 
     on_cpu = options.device == "cpu"
     warm_up()

@@ -34,15 +34,16 @@ from programs import (
     trace_in_child,
 )
 
-from fsdp_tune.bridge.tracing import trace_key
-from fsdp_tune.plan.fits import CONTEXT_BYTES, NCCL_BYTES, fit, workspace_bytes
-from fsdp_tune.plan.hardware import Hardware
-from fsdp_tune.plan.memory import Memory, peak_memory
-from fsdp_tune.plan.trace_format import Segments, Trace
-from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.core.devices import Machine
+from fsdp_tune.core.units import GIB
+from fsdp_tune.planner.hardware.gpus import Hardware
+from fsdp_tune.planner.predict.fits import CONTEXT_BYTES, NCCL_BYTES, fit, workspace_bytes
+from fsdp_tune.planner.predict.memory import Memory, peak_memory
+from fsdp_tune.planner.trace_format import Segments, Trace
+from fsdp_tune.planner.tracing import trace_key
+from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.world import MOST_NARROW_SUMS
-from fsdp_tune.units import GIB
 
 PROGRAMS: dict[str, dict[str, Any]] = {
     "pytorch/torchtitan": {"reduce_dtype": "fp32", "optim": "adamw_torch_fused", "max_grad_norm": 1.0},

@@ -34,9 +34,10 @@ RECIPES: dict[str, tuple[str, str, int, tuple[str, ...]]] = {
 
 def resolved(name: str, folder: str) -> tuple[Any, Any]:
     """The recipe and the hardware as `plan` has them."""
-    from fsdp_tune.plan.hardware import find_hardware
-    from fsdp_tune.recipe.loader import load_recipe
-    from fsdp_tune.recipe.resolve import Machine, resolve
+    from fsdp_tune.core.devices import Machine
+    from fsdp_tune.planner.hardware.gpus import find_hardware
+    from fsdp_tune.recipe.read.loader import load_recipe
+    from fsdp_tune.recipe.resolve import resolve
 
     source, gpu, number, changes = RECIPES[name]
     hardware = find_hardware(gpu)
@@ -48,7 +49,7 @@ def resolved(name: str, folder: str) -> tuple[Any, Any]:
 
 def first_answer(name: str) -> dict[str, float]:
     """In a forked process, so that every round begins with the imports done and nothing else."""
-    import fsdp_tune.trace.run  # noqa: F401  the import is not what is measured
+    import fsdp_tune.planner.trace.trace_recipe  # noqa: F401  the import is not what is measured
 
     reader, writer = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=_answer, args=(name, writer))
@@ -59,8 +60,8 @@ def first_answer(name: str) -> dict[str, float]:
 
 
 def _answer(name: str, writer: Any) -> None:
-    from fsdp_tune.plan.predict import plan
-    from fsdp_tune.trace.run import trace_recipe
+    from fsdp_tune.planner.predict.predict import plan
+    from fsdp_tune.planner.trace.trace_recipe import trace_recipe
 
     with tempfile.TemporaryDirectory() as folder:
         recipe, hardware = resolved(name, folder)
@@ -76,7 +77,7 @@ CACHED = """
 import json, sys, time
 sys.path.insert(0, "benchmarks")
 import plan_speed
-import fsdp_tune.cli.app, fsdp_tune.cli.train_job, fsdp_tune.data.prepare
+import fsdp_tune.cli.app, fsdp_tune.cli.train_job, fsdp_tune.data.preparation
 from fsdp_tune.cli.output import Screen
 recipe, hardware = plan_speed.resolved(sys.argv[1], sys.argv[2])
 began = time.perf_counter()
@@ -114,7 +115,7 @@ def search(name: str, folder: str) -> dict[str, float]:
 def import_seconds() -> float:
     """Of what traces: torch, transformers, and this package's part, in a fresh interpreter."""
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import fsdp_tune.trace.run"], capture_output=True, check=True)
+    subprocess.run([sys.executable, "-c", "import fsdp_tune.planner.trace.trace_recipe"], capture_output=True, check=True)
     return time.perf_counter() - began
 
 

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.plan.efficiency import FITTED
-from fsdp_tune.plan.hardware import Hardware, find_hardware
-from fsdp_tune.plan.mfu import flops_per_token
-from fsdp_tune.plan.predict import model_size
-from fsdp_tune.plan.timing import step_time
-from fsdp_tune.plan.trace_format import Trace
-from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.core.devices import Machine
+from fsdp_tune.planner.hardware.efficiency import FITTED
+from fsdp_tune.planner.hardware.gpus import Hardware, find_hardware
+from fsdp_tune.planner.predict.mfu import flops_per_token
+from fsdp_tune.planner.predict.predict import model_size
+from fsdp_tune.planner.predict.timing import step_time
+from fsdp_tune.planner.trace_format import Trace
+from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.world import MOST_NARROW_SUMS
 
@@ -137,7 +138,7 @@ def read_rows(measurements: Path, architectures: Path) -> tuple[list[Row], dict[
 
 def traced(rows: Sequence[Row], cache: Path) -> dict[str, Trace]:
     """Row → trace, from the cache or from a process that traces."""
-    from fsdp_tune.bridge.tracing import Tracing
+    from fsdp_tune.planner.tracing import Tracing
 
     found: dict[str, Trace] = {}
     with Tracing(cache) as tracing:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.plan.trace_format import Trace
+from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
 
 Change = Callable[[Recipe], None]
@@ -70,9 +70,9 @@ def no_wrapper(_recipe: Recipe) -> None:
     """One GPU without DDP, which would keep buckets beside the gradients while it accumulates."""
     import contextlib
 
-    from fsdp_tune.model import wrap
-    from fsdp_tune.model.load import wrap_whole
-    from fsdp_tune.trace import step
+    from fsdp_tune.model.build.assemble import wrap_whole
+    from fsdp_tune.model.shard import wrap
+    from fsdp_tune.planner.trace import traced_step as step
 
     wrap._wrap_ddp = lambda model, _device: model
     step.wrap_traceable = lambda recipe, model, where, _recorder, _bare: wrap_whole(recipe, model, None, where)
@@ -141,7 +141,7 @@ def _replace(*, widen: bool = False, shift: bool = False, keep: bool = False, lo
 def trace_in_child(recipe: Recipe, changes: Sequence[Change], file: Path, *, exact: bool) -> Trace | str:
     """The trace, or the traceback; kept in `file`."""
     if not file.exists():
-        import fsdp_tune.trace.run  # noqa: F401  before the fork: the import is the long part
+        import fsdp_tune.planner.trace.trace_recipe  # noqa: F401  before the fork: the import is the long part
 
         context = multiprocessing.get_context("fork")
         reader, writer = context.Pipe(duplex=False)
@@ -159,7 +159,7 @@ def trace_in_child(recipe: Recipe, changes: Sequence[Change], file: Path, *, exa
 
 
 def _trace(recipe: Recipe, changes: Sequence[Change], file: Path, exact: bool, writer: Any) -> None:  # noqa: FBT001
-    from fsdp_tune.trace.run import trace_recipe
+    from fsdp_tune.planner.trace.trace_recipe import trace_recipe
 
     warnings.simplefilter("ignore")
     try:

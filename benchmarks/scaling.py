@@ -19,14 +19,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.bridge.tracing import Tracing
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.plan.hardware import find_hardware
-from fsdp_tune.plan.predict import Plan, plan
-from fsdp_tune.recipe.loader import load_recipe
-from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.core.devices import Machine
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.planner.hardware.gpus import find_hardware
+from fsdp_tune.planner.predict.predict import Plan, plan
+from fsdp_tune.planner.tracing import Tracing
+from fsdp_tune.recipe.read.loader import load_recipe
+from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.directory import RunDir
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")

@@ -75,9 +75,9 @@ class Contender:
 
 
 def start_ours(size: Size, folder: Path, environment: dict[str, str]) -> Contender:
-    from fsdp_tune.launch.accelerate import launch_plan
+    from fsdp_tune.launch.command.accelerate import launch_plan
     from fsdp_tune.recipe.schema import Recipe
-    from fsdp_tune.run_dir import RunDir
+    from fsdp_tune.run.directory import RunDir
 
     file, run = folder / "ours.json", RunDir(folder / "ours")
     file.write_text(json.dumps(recipe_of(size, folder, run.path)), encoding="utf-8")  # JSON is YAML
@@ -244,7 +244,7 @@ def run(options: argparse.Namespace, folder: Path) -> None:
             speed = measure(contenders, options.rounds, options.steps, corrected=size.device == "cpu")
             report(contenders, size, speed, "bare" if "bare" in names else "ours")
             if options.json:
-                from fsdp_tune.atomic import write_json
+                from fsdp_tune.core.atomic import write_json
 
                 write_json(options.json, figures(contenders, size))
             for one in contenders:

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from fsdp_tune.data.builtin import held_out_prompts
+from fsdp_tune.data.format.builtin import held_out_prompts
 
 BATCH = 50
 LONGEST_ANSWER_TOKENS = 8

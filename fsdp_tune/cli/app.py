@@ -21,7 +21,7 @@ from fsdp_tune.cli.rehearse import rehearse
 from fsdp_tune.cli.status import status
 from fsdp_tune.cli.train import train
 from fsdp_tune.cli.validate import validate
-from fsdp_tune.errors import ExitCode, Problem
+from fsdp_tune.core.errors import ExitCode, Problem
 
 
 class Commands(TyperGroup):

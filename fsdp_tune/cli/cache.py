@@ -10,8 +10,8 @@ import typer
 
 from fsdp_tune.cli.options import JsonOption
 from fsdp_tune.cli.output import command
-from fsdp_tune.errors import usage_error
-from fsdp_tune.units import format_age, format_bytes, parse_seconds
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.units import format_age, format_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from fsdp_tune.data.cache_entries import Entry

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from fsdp_tune.errors import FsdpTuneError, Notice, Problem
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem
 
 if TYPE_CHECKING:
-    from fsdp_tune.data.inputs import Input
+    from fsdp_tune.data.format.inputs import Input
     from fsdp_tune.recipe.schema import Recipe
 
 FIRST_ROWS = 200
@@ -37,8 +37,8 @@ class DataFacts:
 
 def data_facts(recipe: Recipe) -> DataFacts:
     """Loads the tokenizer, opens every source, and reads its first rows; nothing is written."""
-    from fsdp_tune.bridge.tokenizer import load_encoder
-    from fsdp_tune.data.inputs import open_inputs
+    from fsdp_tune.data.format.inputs import open_inputs
+    from fsdp_tune.data.tokenise.tokenizer import load_encoder
 
     found = DataFacts()
     try:
@@ -61,7 +61,7 @@ def data_facts(recipe: Recipe) -> DataFacts:
 
 def _find_sources(recipe: Recipe, found: DataFacts) -> None:
     """Without a tokenizer the rows cannot be judged, but a missing file is missing."""
-    from fsdp_tune.data.sources import find_source
+    from fsdp_tune.data.read.sources import find_source
 
     for key, entry in recipe.data.sources:
         try:
@@ -71,8 +71,8 @@ def _find_sources(recipe: Recipe, found: DataFacts) -> None:
 
 
 def _first_rows(opened: Input, found: DataFacts) -> None:
-    from fsdp_tune.data.inputs import bad_row_problem, raw_rows
-    from fsdp_tune.data.json_rows import BadRow, RowError
+    from fsdp_tune.data.format.inputs import bad_row_problem, raw_rows
+    from fsdp_tune.data.read.json_rows import BadRow, RowError
 
     bad: list[tuple[int, BadRow]] = []
     seen = 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_tune.cli.options import JsonOption
 from fsdp_tune.cli.output import Screen, command
-from fsdp_tune.units import format_bytes
+from fsdp_tune.core.units import format_bytes
 
 
 def env(json_output: JsonOption = False) -> None:
@@ -34,9 +34,9 @@ def env(json_output: JsonOption = False) -> None:
 
 def gather() -> dict[str, Any]:
     """The whole document, torch's own word included."""
-    from fsdp_tune.bridge.devices import nvidia_driver, torch_facts, visible_devices
+    from fsdp_tune.core.devices import nvidia_driver, torch_facts, visible_devices
     from fsdp_tune.diagnose.environment import accelerate_default_config, host, interconnect, versions
-    from fsdp_tune.launch.environment import relevant_variables
+    from fsdp_tune.launch.command.rank_environment import relevant_variables
 
     devices = [{"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes} for each in visible_devices(os.environ)]
     return {

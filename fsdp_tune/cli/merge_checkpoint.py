@@ -16,12 +16,12 @@ import typer
 
 from fsdp_tune.cli.options import JsonOption
 from fsdp_tune.cli.output import Screen, command, stopping_cleanly
-from fsdp_tune.errors import usage_error
-from fsdp_tune.units import MIB, format_bytes, format_seconds, parse_bytes
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.units import MIB, format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from fsdp_tune.cli.progress import Bar
-    from fsdp_tune.merge.run import MergeResult
+    from fsdp_tune.merge.merging import MergeResult
 
 
 class Dtype(StrEnum):
@@ -128,8 +128,8 @@ def merge_checkpoint(
     with command(json_output) as screen, stopping_cleanly():
         # The merge has threads of its own. Those of numpy's BLAS, fixed when numpy is loaded, would wait for them at each small product.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        from fsdp_tune.merge.run import MergeOptions
-        from fsdp_tune.merge.run import merge_checkpoint as merge
+        from fsdp_tune.merge.merging import MergeOptions
+        from fsdp_tune.merge.merging import merge_checkpoint as merge
 
         options = MergeOptions(
             output=output,
@@ -149,7 +149,7 @@ def merge_checkpoint(
         result = merge(source, options, partial(byte_progress, screen))
         show_result(screen, result)
         if push_to_hub is not None:
-            from fsdp_tune.merge.push import push_to_hub as push
+            from fsdp_tune.merge.destination import push_to_hub as push
 
             address = push(result.output, push_to_hub)
             screen.document({**result.as_dict(), "pushed": address})

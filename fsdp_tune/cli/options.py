@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_tune.errors import FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 
 if TYPE_CHECKING:
     from fsdp_tune.cli.output import Screen
-    from fsdp_tune.recipe.loader import LoadedRecipe
-    from fsdp_tune.recipe.overrides import OptionSays
-    from fsdp_tune.recipe.resolve import Machine, Resolution
+    from fsdp_tune.core.devices import Machine
+    from fsdp_tune.recipe.read.loader import LoadedRecipe
+    from fsdp_tune.recipe.read.overrides import OptionSays
+    from fsdp_tune.recipe.resolve import Resolution
     from fsdp_tune.recipe.schema import Recipe
 
 ConfigArg = Annotated[
@@ -88,7 +89,7 @@ class Allowed:
 
 def refuse_code(loaded: LoadedRecipe, allowed: Allowed) -> None:
     """A recipe on its own runs no code: the person at the command line has to allow it. Raises: usage error listing everything to allow."""
-    from fsdp_tune.recipe.environment_rules import variables_to_allow
+    from fsdp_tune.recipe.rules.launch import variables_to_allow
 
     model = loaded.recipe.model
     kernel = model.attn_implementation
@@ -142,8 +143,8 @@ def asked_recipe(
     has a GPU assumed where this machine shows none, and does not wait for torch. `needs_trackers` is for commands that judge whether
     a recipe can train here: `validate` and `train` in all its forms return one verdict.
     """
-    from fsdp_tune.bridge.devices import this_machine
-    from fsdp_tune.recipe.loader import load_recipe
+    from fsdp_tune.core.devices import this_machine
+    from fsdp_tune.recipe.read.loader import load_recipe
     from fsdp_tune.recipe.resolve import resolve
 
     loaded = load_recipe(source, overrides or (), name=name, options=options, unneeded=unneeded)

@@ -6,6 +6,7 @@ A terminal that goes away never stops a command: a run must outlive the window i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -13,24 +14,25 @@ import signal
 import sys
 import tempfile
 import textwrap
+import threading
+import time
 import traceback
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from fsdp_tune.errors import ExitCode, FsdpTuneError, Notice, Problem
-from fsdp_tune.launch.stop_signals import heeded
+from fsdp_tune.core.atomic import DISK
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem
+from fsdp_tune.core.processes import heeded
 
 if TYPE_CHECKING:
     from fsdp_tune.cli.progress import Bar
-    from fsdp_tune.cli.screen_log import ScreenLog
     from fsdp_tune.recipe.findings import Positions
-
 
 LEAST_LAST_COLUMN = 20
 """Characters. A table whose last column would be narrower is printed as a list of records."""
@@ -80,7 +82,6 @@ class Screen:
 
     def log_to(self, path: Path) -> None:
         """Append every line to a file too, starting with the lines that were shown before. A file that fails is given up with a warning."""
-        from fsdp_tune.cli.screen_log import ScreenLog
 
         self._log = ScreenLog(path, failed=self._log_failed)
         for line in self._shown:
@@ -305,3 +306,48 @@ def stopping_cleanly() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# ---- The file that gets every line of the console, each with its time.
+
+
+class ScreenLog:
+    """Appends lines. The first failure closes the file and is reported once: a log never stops a command."""
+
+    def __init__(self, path: Path, failed: Callable[[Path, OSError], None]) -> None:
+        self._path, self._failed = path, failed
+        self._file: IO[bytes] | None = None
+        self._lock = threading.Lock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = DISK.open_private(path, "ab")
+        except OSError as error:
+            failed(path, error)
+
+    def write(self, line: str) -> None:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        text = "".join(f"{stamp}  {part}\n" for part in line.split("\n"))
+        with self._lock:
+            if self._file is None:
+                return
+            try:
+                DISK.write(self._file, text.encode("utf-8", "backslashreplace"))
+                self._file.flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                try:
+                    self._file.close()
+                except OSError as error:
+                    self._give_up(error)
+                self._file = None
+
+    def _give_up(self, error: OSError) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # the disk has failed: what the buffer still holds cannot be written
+                file.close()
+        self._failed(self._path, error)

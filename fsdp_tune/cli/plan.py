@@ -20,14 +20,14 @@ from fsdp_tune.cli.options import (
     chosen_recipe,
 )
 from fsdp_tune.cli.output import Screen, command, stopping_cleanly
-from fsdp_tune.errors import usage_error
+from fsdp_tune.core.errors import usage_error
 
 if TYPE_CHECKING:
     from fsdp_tune.cli.plan_job import PlanJob
-    from fsdp_tune.plan.hardware import Hardware
-    from fsdp_tune.plan.predict import Plan
-    from fsdp_tune.recipe.overrides import OptionSays
-    from fsdp_tune.recipe.resolve import Machine
+    from fsdp_tune.core.devices import Machine
+    from fsdp_tune.planner.hardware.gpus import Hardware
+    from fsdp_tune.planner.predict.predict import Plan
+    from fsdp_tune.recipe.read.overrides import OptionSays
     from fsdp_tune.recipe.schema import Recipe
 
 GpuOption = Annotated[
@@ -94,8 +94,8 @@ def plan(
         fsdp-tune plan my.yaml --gpu H100-SXM --target cheapest --write best.yaml
     """
     with command(json_output) as screen, stopping_cleanly():
-        from fsdp_tune.plan.hardware import CPU
-        from fsdp_tune.plan.page import html_page
+        from fsdp_tune.planner.hardware.gpus import CPU
+        from fsdp_tune.planner.page import html_page
 
         if no_search and (target or write):
             raise usage_error("usage", "`--no-search` ranks nothing: leave it out, or `--target` and `--write`")
@@ -105,7 +105,7 @@ def plan(
         ranks_others = not no_search and wanted.hardware.name != CPU
         made = _made(screen, wanted, target or ("fastest" if ranks_others else None), exact=exact, calibrate=calibrate, write=write)
         if html is not None:
-            from fsdp_tune.atomic import write_file
+            from fsdp_tune.core.atomic import write_file
 
             write_file(html, html_page(made))
             screen.say(f"the page is {html}")
@@ -126,11 +126,11 @@ class _Wanted:
 def _resolved(
     screen: Screen, source: str, overrides: list[str], name: str | None, gpu: str | None, number: int | None, allowed: Allowed
 ) -> _Wanted:
-    from fsdp_tune.bridge.devices import this_machine
-    from fsdp_tune.plan.candidates import devices_of_machine
-    from fsdp_tune.plan.hardware import cpu_rank, find_hardware
-    from fsdp_tune.recipe.loader import load_recipe
-    from fsdp_tune.recipe.overrides import OptionSays
+    from fsdp_tune.core.devices import this_machine
+    from fsdp_tune.planner.hardware.gpus import cpu_rank, find_hardware
+    from fsdp_tune.planner.search.candidates import devices_of_machine
+    from fsdp_tune.recipe.read.loader import load_recipe
+    from fsdp_tune.recipe.read.overrides import OptionSays
     from fsdp_tune.recipe.rules import INPUTS
 
     plain = load_recipe(source, overrides, name=name, unneeded=INPUTS).recipe
@@ -160,9 +160,9 @@ def _on_other_ranks(recipe: Recipe, overrides: list[str], number: int, devices: 
     """Return what `--num-gpus` says of the recipe's keys, and the keys that it forces. What `--set` gives is left to contradict."""
     import json
 
-    from fsdp_tune.plan.what_if import forced_changes, machines_for
-    from fsdp_tune.recipe.not_yet import value_of
-    from fsdp_tune.recipe.overrides import OptionSays
+    from fsdp_tune.planner.search.what_if import forced_changes, machines_for
+    from fsdp_tune.recipe.read.overrides import OptionSays
+    from fsdp_tune.recipe.schema.not_yet import value_of
     from fsdp_tune.recipe.world import World
 
     machines = machines_for(number, devices)
@@ -176,7 +176,7 @@ def _on_other_ranks(recipe: Recipe, overrides: list[str], number: int, devices: 
 
 
 def _own_gpu(machine: Machine) -> Hardware:
-    from fsdp_tune.plan.hardware import detect, known_hardware
+    from fsdp_tune.planner.hardware.gpus import detect, known_hardware
 
     found = detect(machine.device_name)
     if found is not None:
@@ -222,8 +222,8 @@ def _made(
 
 
 def _write_best(job: PlanJob, path: Path, written: dict[str, Any], made: Plan, best: Recipe | None) -> None:
-    from fsdp_tune.atomic import write_file
     from fsdp_tune.cli.plan_best import best_recipe_text
+    from fsdp_tune.core.atomic import write_file
 
     if best is None:
         raise usage_error("nothing-fits", f"no recipe fits {made.num_processes} × {made.gpu}, so there is none to write")

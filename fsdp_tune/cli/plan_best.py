@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from fsdp_tune.errors import failed_error
+from fsdp_tune.core.errors import failed_error
 
 if TYPE_CHECKING:
     from fsdp_tune.cli.plan_job import PlanJob
-    from fsdp_tune.plan.predict import Plan
+    from fsdp_tune.planner.predict.predict import Plan
     from fsdp_tune.recipe.schema import Recipe
 
 
@@ -39,7 +39,7 @@ def best_recipe_text(job: PlanJob, path: Path, written: dict[str, Any], made: Pl
 
 def _document(written: Mapping[str, Any], base: Recipe, best: Recipe, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of the file: the user's, less those that `best` has otherwise, and the changes."""
-    from fsdp_tune.recipe.not_yet import value_of
+    from fsdp_tune.recipe.schema.not_yet import value_of
 
     document: dict[str, Any] = copy.deepcopy(dict(written))
     sections = {section: cast("dict[str, Any]", keys) for section, keys in document.items() if isinstance(keys, dict)}
@@ -73,9 +73,10 @@ def _settle_batch(training: dict[str, Any], best: Recipe) -> None:
 
 def _load(text: str, path: Path, best: Recipe) -> Recipe:
     """Load and resolve the text as `train` would. Raises: FsdpTuneError if it is refused or is not `best`."""
-    from fsdp_tune.plan.candidates import differences
-    from fsdp_tune.recipe.loader import parse_recipe
-    from fsdp_tune.recipe.resolve import Machine, resolve
+    from fsdp_tune.core.devices import Machine
+    from fsdp_tune.planner.search.candidates import differences
+    from fsdp_tune.recipe.read.loader import parse_recipe
+    from fsdp_tune.recipe.resolve import resolve
     from fsdp_tune.recipe.rules import INPUTS
 
     loaded = parse_recipe(text, path, unneeded=INPUTS)

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.cli.output import Screen
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.plan.search import Found, Ranking, Search, Target, rank_recipes
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.planner.search.search import Found, Ranking, Search, Target, rank_recipes
 
 if TYPE_CHECKING:
-    from fsdp_tune.bridge.tracing import Tracing
-    from fsdp_tune.plan.efficiency import Efficiency
-    from fsdp_tune.plan.hardware import Hardware
-    from fsdp_tune.plan.predict import Plan
-    from fsdp_tune.plan.recomputation import Decided
-    from fsdp_tune.plan.trace_format import Trace
+    from fsdp_tune.planner.hardware.efficiency import Efficiency
+    from fsdp_tune.planner.hardware.gpus import Hardware
+    from fsdp_tune.planner.predict.predict import Plan
+    from fsdp_tune.planner.search.recomputation import Decided
+    from fsdp_tune.planner.trace_format import Trace
+    from fsdp_tune.planner.tracing import Tracing
     from fsdp_tune.recipe.schema import Recipe
 
 
@@ -37,7 +37,7 @@ class PlanJob:
     _trace: Trace | None = field(default=None)
 
     def __post_init__(self) -> None:
-        from fsdp_tune.plan.calibration import learnt_efficiency
+        from fsdp_tune.planner.predict.calibration import learnt_efficiency
 
         self.efficiency = learnt_efficiency(self._cache(), self.hardware)
 
@@ -47,7 +47,7 @@ class PlanJob:
 
     @cached_property
     def tracing(self) -> Tracing:
-        from fsdp_tune.bridge.tracing import Tracing
+        from fsdp_tune.planner.tracing import Tracing
 
         return Tracing(self._cache() / "traces", exact=self.exact, vocabulary=self.vocabulary)
 
@@ -60,7 +60,7 @@ class PlanJob:
     def decide(self) -> Decided:
         """What the recipe leaves to a plan, for this GPU; the job goes on with it. FsdpTuneError where the recipe cannot be traced."""
         from fsdp_tune.cli.plan_auto import one_trace
-        from fsdp_tune.plan.recomputation import Budget, Decided, is_open, least_recomputation
+        from fsdp_tune.planner.search.recomputation import Budget, Decided, is_open, least_recomputation
 
         found = Decided(self.recipe, {})
         if is_open(self.recipe):
@@ -88,14 +88,14 @@ class PlanJob:
         return self._plan_of(recipe, found)
 
     def _plan_of(self, recipe: Recipe, trace: Trace) -> Plan:
-        from fsdp_tune.plan.predict import plan
+        from fsdp_tune.planner.predict.predict import plan
 
         return plan(recipe, self.hardware, trace, rows=self.rows, tokens=self.tokens, efficiency=self.efficiency)
 
     def plan_once(self) -> Plan:
         """`plan_it`, or what it said before of the same recipe on the same card; without a timeline then."""
-        from fsdp_tune.bridge.tracing import trace_key
-        from fsdp_tune.plan.kept import keep_plan, kept_plan, plan_key
+        from fsdp_tune.planner.kept import keep_plan, kept_plan, plan_key
+        from fsdp_tune.planner.tracing import trace_key
 
         assert self.rows is None, "a plan that knows the data is not kept"
         cache = self._cache() / "plans"
@@ -123,18 +123,18 @@ class PlanJob:
         return rank_recipes(self._search(), self.recipe, self.trace(), target)
 
     def smallest_hardware(self, ranked: Sequence[Found]) -> dict[str, Any] | None:
-        from fsdp_tune.plan.search import smallest_hardware
+        from fsdp_tune.planner.search.search import smallest_hardware
 
         return smallest_hardware(self._search(), self.recipe, ranked)
 
     def scaling(self) -> list[dict[str, Any]]:
-        from fsdp_tune.plan.scaling import scaling_table
+        from fsdp_tune.planner.search.scaling import scaling_table
 
         return scaling_table(self._search(), self.recipe)
 
     def calibrate(self, run: Path) -> None:
         """Learns from a run of this GPU, keeps what was learnt in the cache, and plans with it from now on."""
-        from fsdp_tune.plan.calibration import learn, read_run
+        from fsdp_tune.planner.predict.calibration import learn, read_run
 
         measured = read_run(run, self.hardware)
         with replace(self, recipe=measured.recipe, efficiency=None, _trace=None) as own:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsdp_tune.units import format_figure, format_seconds
+from fsdp_tune.core.units import format_figure, format_seconds
 
 if TYPE_CHECKING:
     from fsdp_tune.cli.output import Screen
-    from fsdp_tune.plan.predict import Plan
+    from fsdp_tune.planner.predict.predict import Plan
 
 BAR_CELLS = 40
 
 
 def show_plan(screen: Screen, plan: Plan) -> None:
-    from fsdp_tune.plan.hardware import CPU
+    from fsdp_tune.planner.hardware.gpus import CPU
 
     one, outside = ("rank", "the process itself") if plan.gpu == CPU else ("GPU", "CUDA and NCCL")
     screen.say(
@@ -35,7 +35,7 @@ def show_plan(screen: Screen, plan: Plan) -> None:
 
 def show_errors(screen: Screen, plan: Plan) -> None:
     """How wrong such figures were, and what was taken for granted or is not known."""
-    from fsdp_tune.plan.page import error_in_words
+    from fsdp_tune.planner.page import error_in_words
 
     for name, error in plan.errors.items():
         screen.say(f"error of {name}: {error_in_words(error)}")
@@ -60,7 +60,7 @@ def time_line(plan: Plan) -> str:
 
 
 def show_ranking(screen: Screen, plan: Plan) -> None:
-    from fsdp_tune.plan.page import changes_in_words
+    from fsdp_tune.planner.page import changes_in_words
 
     if not plan.alternatives:
         return

@@ -22,7 +22,7 @@ from fsdp_tune.cli.options import (
 from fsdp_tune.cli.output import Screen, command, printable, stopping_cleanly
 
 if TYPE_CHECKING:
-    from fsdp_tune.data.prepare import Prepared
+    from fsdp_tune.data.preparation import Prepared
     from fsdp_tune.recipe.schema import Recipe
 
 LONGEST_RUN = 600
@@ -52,9 +52,9 @@ def prepare(
         fsdp-tune prepare my.yaml --download       (before a job on machines without network)
     """
     with command(json_output) as screen, stopping_cleanly():
-        from fsdp_tune.bridge.tokenizer import load_encoder
-        from fsdp_tune.data.prepare import decoded_rows
-        from fsdp_tune.data.prepare import prepare as prepare_data
+        from fsdp_tune.data.preparation import decoded_rows
+        from fsdp_tune.data.preparation import prepare as prepare_data
+        from fsdp_tune.data.tokenise.tokenizer import load_encoder
 
         # What was decided for the ranks is not told: none is started, and the rows are the same for any number of them.
         asked = asked_recipe(screen, chosen_recipe(recipe, config), overrides, name=name, allowed=Allowed(trust_remote_code))
@@ -146,7 +146,7 @@ def _document(data: Prepared, rows: list[list[dict[str, Any]]]) -> dict[str, Any
 
 
 def _download(screen: Screen, recipe: Recipe) -> None:
-    from fsdp_tune.data.hub import download_model
+    from fsdp_tune.core.hub import download_model
 
     name = recipe.model.name_or_path
     if name is None or Path(name).exists():

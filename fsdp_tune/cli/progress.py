@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
-from fsdp_tune.units import format_seconds
+from fsdp_tune.core.units import format_seconds
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -61,8 +61,8 @@ def copy_recipe(
         fsdp-tune recipes copy gpt2_smoke my_run.yaml
     """
     with command(json_output) as screen:
-        from fsdp_tune import atomic
-        from fsdp_tune.errors import usage_error
+        from fsdp_tune.core import atomic
+        from fsdp_tune.core.errors import usage_error
 
         _, text = _read(name)
         target = Path(f"{name}.yaml") if to is None else to / f"{name}.yaml" if to.is_dir() else to
@@ -86,7 +86,7 @@ def print_schema(json_output: JsonOption = False) -> None:
         # yaml-language-server: $schema=recipe.schema.json
     """
     with command(json_output) as screen:
-        from fsdp_tune.recipe.reference import json_schema
+        from fsdp_tune.recipe.schema.reference import json_schema
 
         schema = json_schema()
         screen.document(schema)
@@ -95,7 +95,7 @@ def print_schema(json_output: JsonOption = False) -> None:
 
 
 def _read(name: str) -> tuple[Path, str]:
-    from fsdp_tune.errors import usage_error
+    from fsdp_tune.core.errors import usage_error
     from fsdp_tune.recipe.catalogue import catalogue, find_recipe
 
     path = catalogue().get(name)

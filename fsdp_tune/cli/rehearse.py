@@ -22,12 +22,12 @@ from fsdp_tune.cli.options import (
     chosen_recipe,
 )
 from fsdp_tune.cli.output import Screen, command, stopping_cleanly
-from fsdp_tune.errors import FsdpTuneError, failed_error, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, failed_error, usage_error
 
 if TYPE_CHECKING:
     from fsdp_tune.recipe.schema import Recipe
-    from fsdp_tune.rehearsal.scenes import Check
-    from fsdp_tune.rehearsal.shrink import Small
+    from fsdp_tune.verify.rehearsal.scenes import Check
+    from fsdp_tune.verify.rehearsal.shrink import Small
 
 STEPS = 24
 HYBRID_RANKS = 4
@@ -63,8 +63,8 @@ def rehearse(
         fsdp-tune rehearse --config my.yaml --parity
     """
     with command(json_output) as screen, stopping_cleanly():
-        from fsdp_tune.rehearsal.scenes import Rehearsal
-        from fsdp_tune.rehearsal.switches import comparable, parity_checks
+        from fsdp_tune.verify.rehearsal.scenes import Rehearsal
+        from fsdp_tune.verify.rehearsal.switches import comparable, parity_checks
 
         found = asked_recipe(screen, chosen_recipe(recipe, config), overrides, allowed=Allowed(trust_remote_code, allow_env or ()))
         allowed = (
@@ -103,12 +103,12 @@ def rehearse(
 
 def _shrink(screen: Screen, recipe: Recipe, folder: Path, ranks: int, device: str) -> Small:
     """Looks at the model and the data as `validate` does; what is wrong there is exit 2, what is out of reach is replaced."""
-    from fsdp_tune.bridge.tokenizer import load_encoder
-    from fsdp_tune.cli.checks import model_facts
     from fsdp_tune.cli.data_checks import FIRST_ROWS, data_facts
-    from fsdp_tune.data.first_targets import length_with_targets
-    from fsdp_tune.launch.children import threads
-    from fsdp_tune.rehearsal.shrink import Reach, small_recipe
+    from fsdp_tune.cli.model_checks import model_facts
+    from fsdp_tune.core.processes import threads
+    from fsdp_tune.data.preparation import length_with_targets
+    from fsdp_tune.data.tokenise.tokenizer import load_encoder
+    from fsdp_tune.verify.rehearsal.shrink import Reach, small_recipe
 
     with threads(1) as pool:
         looking = pool.submit(model_facts, recipe)

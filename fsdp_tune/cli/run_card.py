@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.cli.train_plan import predicted_and_measured
-from fsdp_tune.recipe.training_fields import training_value
-from fsdp_tune.run_dir import RunDir, checkpoint_step
-from fsdp_tune.units import format_bytes, format_seconds
+from fsdp_tune.core.units import format_bytes, format_seconds
+from fsdp_tune.recipe.schema.training_fields import training_value
+from fsdp_tune.run.directory import RunDir, checkpoint_step
 
 if TYPE_CHECKING:
     from fsdp_tune.recipe.schema import Recipe

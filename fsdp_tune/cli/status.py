@@ -9,9 +9,9 @@ import typer
 
 from fsdp_tune.cli.options import JsonOption
 from fsdp_tune.cli.output import Screen, command
-from fsdp_tune.errors import usage_error
-from fsdp_tune.run_dir import RunDir
-from fsdp_tune.units import format_seconds
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.units import format_seconds
+from fsdp_tune.run.directory import RunDir
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
 
@@ -26,7 +26,7 @@ def status(run: RunArgument, json_output: JsonOption = False) -> None:
         fsdp-tune status runs/gpt2_smoke
     """
     with command(json_output) as screen:
-        from fsdp_tune.launch.status import run_status
+        from fsdp_tune.launch.run_status import run_status
 
         directory = RunDir(run.resolve())
         if not directory.is_used:

@@ -23,10 +23,10 @@ from fsdp_tune.cli.options import (
     chosen_recipe,
 )
 from fsdp_tune.cli.output import Screen, command, stopping_cleanly
-from fsdp_tune.errors import usage_error
+from fsdp_tune.core.errors import usage_error
 
 if TYPE_CHECKING:
-    from fsdp_tune.launch.accelerate import LaunchPlan
+    from fsdp_tune.launch.command.accelerate import LaunchPlan
     from fsdp_tune.recipe.resolve import Resolution
     from fsdp_tune.recipe.schema import Recipe
 
@@ -105,8 +105,8 @@ def train(
         fsdp-tune train llama7b_full_shard --dry-run
     """
     with command(json_output) as screen, stopping_cleanly():
-        from fsdp_tune.launch.accelerate import machine_rank_of
-        from fsdp_tune.launch.profiled import parse_profile
+        from fsdp_tune.launch.command.accelerate import machine_rank_of
+        from fsdp_tune.run.profiled_steps import parse_profile
 
         if full and not dry_run:
             raise usage_error("usage", "`--full` belongs to `--dry-run`", hint="add `--dry-run`, or leave out `--full`")
@@ -131,8 +131,8 @@ def train(
 
 
 def _launch_plan(recipe: Recipe, rank: int, extra: Sequence[str], *, starts_here: bool) -> LaunchPlan:
-    from fsdp_tune.launch.accelerate import launch_plan
-    from fsdp_tune.run_dir import RunDir
+    from fsdp_tune.launch.command.accelerate import launch_plan
+    from fsdp_tune.run.directory import RunDir
 
     unknown_address = None if starts_here else "FIRST_MACHINE"
     return launch_plan(recipe, RunDir(Path(recipe.output_dir)), machine_rank=rank, extra=extra, unknown_address=unknown_address)
@@ -140,6 +140,6 @@ def _launch_plan(recipe: Recipe, rank: int, extra: Sequence[str], *, starts_here
 
 def _dry_run(screen: Screen, resolution: Resolution, plan: LaunchPlan, resume: str | None, *, overwrite: bool, full: bool) -> None:
     from fsdp_tune.cli.train_view import show_dry_run
-    from fsdp_tune.launch.resume import decide
+    from fsdp_tune.launch.command.resume import decide
 
     show_dry_run(screen, resolution, plan, decide(plan.run, resolution.recipe, resume, overwrite=overwrite, digests=False), full=full)

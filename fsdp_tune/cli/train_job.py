@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from fsdp_tune.cli.output import Screen
-from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Notice, Problem
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Notice, Problem
 
 if TYPE_CHECKING:
-    from fsdp_tune.data.prepare import Prepared
-    from fsdp_tune.launch.accelerate import LaunchPlan
-    from fsdp_tune.launch.profiled import ProfiledSteps
-    from fsdp_tune.launch.resume import Start
-    from fsdp_tune.launch.verdict import Ended
-    from fsdp_tune.plan.predict import Plan
-    from fsdp_tune.recipe.loader import LoadedRecipe
+    from fsdp_tune.data.preparation import Prepared
+    from fsdp_tune.launch.command.accelerate import LaunchPlan
+    from fsdp_tune.launch.command.resume import Start
+    from fsdp_tune.launch.supervise.verdict import Ended
+    from fsdp_tune.planner.predict.predict import Plan
+    from fsdp_tune.recipe.read.loader import LoadedRecipe
     from fsdp_tune.recipe.resolve import Resolution
     from fsdp_tune.recipe.schema import Recipe
-    from fsdp_tune.run_dir import RunDir
+    from fsdp_tune.run.directory import RunDir
+    from fsdp_tune.run.profiled_steps import ProfiledSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,10 @@ class Job:
 
     def lead(self, resume: str | None, *, overwrite: bool, no_start: bool) -> None:
         """On the only machine, or the first: refuses bad input before anything is written, then writes, runs and merges."""
-        from fsdp_tune.launch.accelerate import check_port
-        from fsdp_tune.launch.lock import locked
-        from fsdp_tune.launch.resume import decide, move_aside, refuse_when_continued
-        from fsdp_tune.launch.work import WorkCounter
+        from fsdp_tune.launch.command.accelerate import check_port
+        from fsdp_tune.launch.command.resume import decide, move_aside, refuse_when_continued
+        from fsdp_tune.launch.machines.work import WorkCounter
+        from fsdp_tune.run.lock import locked
 
         run = self.plan.run
         with WorkCounter(run, self.recipe.launch.num_machines) as work:
@@ -87,8 +88,8 @@ class Job:
 
     def surroundings(self) -> list[Notice]:
         """What lies about on this machine and would have steered a bare `accelerate launch`; it does not steer this one."""
+        from fsdp_tune.core.secrets import MASK, mask_text
         from fsdp_tune.diagnose.environment import accelerate_default_config
-        from fsdp_tune.recipe.secrets import MASK, mask_text
 
         notices: list[Notice] = []
         if (default := accelerate_default_config(os.environ)) is not None:
@@ -104,18 +105,18 @@ class Job:
 
     def check_inputs(self, start: Start) -> Inputs:
         """Looks at the model in a process of its own while the data is prepared; refuses what is wrong in either, together."""
-        from fsdp_tune.bridge.model_files import check_vocabulary
-        from fsdp_tune.bridge.tokenizer import load_encoder
-        from fsdp_tune.cli.checks import model_facts
+        from fsdp_tune.cli.model_checks import model_facts
         from fsdp_tune.cli.plan_auto import in_words
         from fsdp_tune.cli.train_plan import plan_of, predicted_line, refuse_what_cannot_fit
         from fsdp_tune.cli.train_view import data_lines, kernels_line, model_line, show_decided
-        from fsdp_tune.data.prepare import prepare
-        from fsdp_tune.data.token_batches import filling_lines
-        from fsdp_tune.launch.children import threads
-        from fsdp_tune.launch.resume import check_data, refuse_beyond_end
-        from fsdp_tune.launch.work import CountedBar, WorkCounter
-        from fsdp_tune.plan.totals import total_steps
+        from fsdp_tune.core.processes import threads
+        from fsdp_tune.data.order.token_batches import filling_lines
+        from fsdp_tune.data.preparation import prepare
+        from fsdp_tune.data.tokenise.tokenizer import load_encoder
+        from fsdp_tune.launch.command.resume import check_data, refuse_beyond_end
+        from fsdp_tune.launch.machines.work import CountedBar, WorkCounter
+        from fsdp_tune.model.build.model_files import check_vocabulary
+        from fsdp_tune.planner.predict.totals import total_steps
         from fsdp_tune.recipe.world import batch_arithmetic
 
         screen, recipe = self.screen, self.recipe
@@ -161,11 +162,10 @@ class Job:
 
     def supervise(self) -> Ended:
         """Runs the ranks of this machine to their end, restarts included."""
-        from fsdp_tune.cli.step_rows import rows_of_step
         from fsdp_tune.cli.train_view import StepView
-        from fsdp_tune.launch.attempts import Attempts
-        from fsdp_tune.launch.supervise import Said
-        from fsdp_tune.launch.verdict import Ended
+        from fsdp_tune.launch.supervise.attempts import Attempts
+        from fsdp_tune.launch.supervise.supervisor import Said
+        from fsdp_tune.launch.supervise.verdict import Ended
 
         plan = self.plan
         ranks = f"ranks {plan.ranks.start} to {plan.ranks.stop - 1}" if len(plan.ranks) > 1 else f"rank {plan.ranks.start}"
@@ -186,8 +186,8 @@ class Job:
         """Merge a finished run, print the final card, and end the command with the run's exit code."""
         from fsdp_tune.cli.run_card import card, commands_after
         from fsdp_tune.cli.train_view import final_document
-        from fsdp_tune.launch.resume import ways_on
-        from fsdp_tune.run_dir import latest_checkpoint
+        from fsdp_tune.launch.command.resume import ways_on
+        from fsdp_tune.run.directory import latest_checkpoint
 
         run = self.plan.run
         facts = ended.first_outcome.facts if ended.first_outcome else {}
@@ -217,7 +217,7 @@ class Job:
     def merge(self) -> Path:
         from fsdp_tune.cli.merge_checkpoint import byte_progress
         from fsdp_tune.cli.run_card import takes_best
-        from fsdp_tune.merge.run import MergeOptions, merge_checkpoint
+        from fsdp_tune.merge.merging import MergeOptions, merge_checkpoint
 
         result = merge_checkpoint(
             self.plan.run.path, MergeOptions(overwrite=True, best=takes_best(self.recipe)), partial(byte_progress, self.screen)
@@ -228,7 +228,7 @@ class Job:
     def nothing_to_do(self) -> None:
         """A finished run, asked for no more steps: its result again, and the merge that a crash may have left out."""
         from fsdp_tune.cli.train_view import final_document
-        from fsdp_tune.launch.ranks import read_outcome
+        from fsdp_tune.run.rank_files import read_outcome
 
         run = self.plan.run
         outcome = read_outcome(run, 0)
@@ -240,7 +240,7 @@ class Job:
         self.screen.say(f"nothing to do: {run.path} has finished at step {outcome.step}; {_where_the_model_is(run, self.recipe, merged)}")
 
     def print_commands(self) -> None:
-        from fsdp_tune.launch.accelerate import by_hand
+        from fsdp_tune.launch.command.accelerate import by_hand
 
         lines = by_hand(self.recipe, self.plan.run)
         self.screen.document({"run_dir": str(self.plan.run.path), "commands": list(lines), "exit_reason": "not_started"})
@@ -250,7 +250,7 @@ class Job:
 
     def follow(self, resume: str | None) -> None:
         """Run this machine's ranks, on another machine than the first, once that has written the run directory."""
-        from fsdp_tune.launch.resume import wait_for_run
+        from fsdp_tune.launch.command.resume import wait_for_run
 
         self.screen.say(f"machine {self.plan.machine_rank}: waiting for the first machine to write {self.plan.run.path}")
         if not wait_for_run(self.plan.run, self.recipe, resume):
@@ -293,11 +293,11 @@ class Inputs:
     predicted: Plan | None
 
     def write(self) -> None:
-        from fsdp_tune.bridge.devices import visible_devices
-        from fsdp_tune.bridge.model_files import save_model_files
         from fsdp_tune.cli.train_plan import keep_plan
+        from fsdp_tune.core.devices import visible_devices
         from fsdp_tune.diagnose.environment import host, versions
-        from fsdp_tune.launch.run_files import RunFiles, write_run
+        from fsdp_tune.launch.command.run_files import RunFiles, write_run
+        from fsdp_tune.model.build.model_files import save_model_files
 
         devices = [
             {"kind": device.kind, "name": device.name, "memory_bytes": device.memory_bytes} for device in visible_devices(os.environ)
@@ -317,3 +317,27 @@ class Inputs:
         )
         write_run(job.plan.run, files)
         keep_plan(job.plan.run, self.predicted)
+
+
+# ---- Which rows a step trains on, said for people: the order of the data depends on seed and epoch alone.
+
+SHOWN = 8
+
+
+def rows_of_step(run: RunDir, recipe: Recipe, step: int) -> str | None:
+    """`12 (train.jsonl:17), 3 (train.jsonl:5) and 6 more` for a step counted from 1; None where the data cannot be read."""
+    from fsdp_tune.core.errors import FsdpTuneError
+    from fsdp_tune.data.order.permutation import order_of
+    from fsdp_tune.data.preparation import Prepared
+    from fsdp_tune.data.store import RowStore
+
+    try:
+        store = RowStore(Prepared.from_json(run.data_json.read_text(encoding="utf-8")).train)
+    except (OSError, ValueError, FsdpTuneError):
+        return None
+    size = recipe.global_batch_size
+    epoch, index = divmod(step - 1, max(math.ceil(len(store) / size), 1))
+    order = order_of(recipe, store.lengths, epoch)
+    rows = [int(row) for row in order[index * size : (index + 1) * size]]
+    named = [f"{row} ({file}:{line})" for row in rows[:SHOWN] for file, line in store.origins(row)[:1]]
+    return ", ".join(named) + (f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else "")

@@ -10,15 +10,15 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fsdp_tune.atomic import DISK, write_json
-from fsdp_tune.errors import FsdpTuneError, Notice, usage_error
+from fsdp_tune.core.atomic import DISK, write_json
+from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
 
 if TYPE_CHECKING:
     from fsdp_tune.cli.output import Screen
-    from fsdp_tune.plan.predict import Plan
-    from fsdp_tune.plan.recomputation import Decided
+    from fsdp_tune.planner.predict.predict import Plan
+    from fsdp_tune.planner.search.recomputation import Decided
     from fsdp_tune.recipe.schema import Recipe
-    from fsdp_tune.run_dir import RunDir
+    from fsdp_tune.run.directory import RunDir
 
 
 def plan_of(screen: Screen, recipe: Recipe) -> tuple[Decided, Plan | None, list[Notice]]:
@@ -27,8 +27,8 @@ def plan_of(screen: Screen, recipe: Recipe) -> tuple[Decided, Plan | None, list[
     A trace that fails stops no training.
     """
     from fsdp_tune.cli.plan_auto import budget_of, card_of, decided, in_words
-    from fsdp_tune.plan.hardware import detect
-    from fsdp_tune.plan.recomputation import Decided, is_open
+    from fsdp_tune.planner.hardware.gpus import detect
+    from fsdp_tune.planner.search.recomputation import Decided, is_open
 
     card = card_of(recipe)
     found = decided(recipe, budget_of(recipe, card)) if is_open(recipe) else Decided(recipe, {})

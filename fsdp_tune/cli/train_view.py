@@ -9,12 +9,12 @@ import yaml
 
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.progress import Bar
-from fsdp_tune.launch.accelerate import LaunchPlan
-from fsdp_tune.launch.resume import Start
-from fsdp_tune.recipe.not_yet import value_of
+from fsdp_tune.core.secrets import masked
+from fsdp_tune.core.units import format_bytes, format_seconds
+from fsdp_tune.launch.command.accelerate import LaunchPlan
+from fsdp_tune.launch.command.resume import Start
 from fsdp_tune.recipe.resolve import Resolution
-from fsdp_tune.recipe.secrets import masked
-from fsdp_tune.units import format_bytes, format_seconds
+from fsdp_tune.recipe.schema.not_yet import value_of
 
 SHOWN_PHASE_SECONDS = 0.1
 _KERNEL_NAMES = {"model.attn_implementation": "attention"}

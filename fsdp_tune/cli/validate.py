@@ -21,12 +21,12 @@ from fsdp_tune.cli.options import (
     chosen_recipe,
 )
 from fsdp_tune.cli.output import Screen, command, stopping_cleanly
-from fsdp_tune.errors import FsdpTuneError, Notice, Problem
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem
 
 if TYPE_CHECKING:
-    from fsdp_tune.cli.checks import ModelFacts
     from fsdp_tune.cli.data_checks import DataFacts
-    from fsdp_tune.recipe.loader import LoadedRecipe
+    from fsdp_tune.cli.model_checks import ModelFacts
+    from fsdp_tune.recipe.read.loader import LoadedRecipe
     from fsdp_tune.recipe.resolve import Resolution
 
 StrictOption = Annotated[bool, typer.Option("--strict", help="Count keys that have no effect as errors.")]
@@ -85,10 +85,10 @@ class _Checked:
 
 def _check(resolution: Resolution, *, offline: bool) -> _Checked:
     """Model and data at the same time: each takes seconds to import what it needs."""
-    from fsdp_tune.bridge.model_files import check_vocabulary
-    from fsdp_tune.cli.checks import model_facts
     from fsdp_tune.cli.data_checks import data_facts
-    from fsdp_tune.launch.children import threads
+    from fsdp_tune.cli.model_checks import model_facts
+    from fsdp_tune.core.processes import threads
+    from fsdp_tune.model.build.model_files import check_vocabulary
 
     recipe = resolution.recipe
     if offline:
@@ -111,7 +111,7 @@ def _check(resolution: Resolution, *, offline: bool) -> _Checked:
 def _decided(resolution: Resolution, checked: _Checked, *, offline: bool) -> Resolution:
     """What the recipe leaves to a plan, where this machine has the ranks' memory and the model is there; else it is left open."""
     from fsdp_tune.cli.plan_auto import budget_of, card_of, decided
-    from fsdp_tune.plan.recomputation import KEY, is_open
+    from fsdp_tune.planner.search.recomputation import KEY, is_open
 
     recipe = resolution.recipe
     if not is_open(recipe) or checked.problems or not checked.model:

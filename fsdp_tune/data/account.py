@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_tune.data.encoder import Encoder
-from fsdp_tune.data.inputs import TRAIN
-from fsdp_tune.data.packing import Packed
-from fsdp_tune.data.sets import NAMED_ROWS, Cut, Examples
+from fsdp_tune.data.format.inputs import TRAIN
+from fsdp_tune.data.pack.packing import Packed
+from fsdp_tune.data.pack.sets import NAMED_ROWS, Cut, Examples
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row
+from fsdp_tune.data.tokenise.encoder import Encoder
 
 
 def set_account(cut: Cut, packed: Packed, names: Sequence[str], max_length: int) -> dict[str, Any]:

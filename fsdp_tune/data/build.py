@@ -11,19 +11,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fsdp_tune.atomic import write_file
-from fsdp_tune.cores import available_cores
+from fsdp_tune.core.atomic import write_file
+from fsdp_tune.core.cores import available_cores
+from fsdp_tune.core.errors import usage_error
 from fsdp_tune.data.account import rows_named, set_account, source_accounts
-from fsdp_tune.data.digests import Stamp
-from fsdp_tune.data.encoder import Encoder
-from fsdp_tune.data.findings import data_notices, refuse_bad_rows, refuse_empty_set, refuse_nothing
-from fsdp_tune.data.inputs import TRAIN, Input, raw_rows
-from fsdp_tune.data.json_rows import BadRow
+from fsdp_tune.data.format.inputs import TRAIN, Input, raw_rows
 from fsdp_tune.data.notes import RowNotes
-from fsdp_tune.data.sets import Cut, Examples, cut, held_out, is_weighted, mixed, packed
+from fsdp_tune.data.pack.sets import Cut, Examples, cut, held_out, is_weighted, mixed, packed
+from fsdp_tune.data.read.digests import Stamp
+from fsdp_tune.data.read.json_rows import BadRow
+from fsdp_tune.data.review import data_notices, refuse_bad_rows, refuse_empty_set, refuse_nothing
 from fsdp_tune.data.store import Int64, Mask, StoreWriter
-from fsdp_tune.data.tokenise import RawRow, Tokenised, Tokeniser, tokenise
-from fsdp_tune.errors import usage_error
+from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.rows import RawRow, Tokenised, Tokeniser, tokenise
 from fsdp_tune.recipe.resolve import MOST_PROCESSES
 from fsdp_tune.recipe.schema import Recipe
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.atomic import DISK, STAGE_MARK
-from fsdp_tune.data.cache import STORES, USE_MARK, alone, complete, remove_leftovers
-from fsdp_tune.manifest import Manifest
-from fsdp_tune.ownership import live_owner
+from fsdp_tune.core.atomic import DISK, STAGE_MARK
+from fsdp_tune.core.ownership import live_owner
+from fsdp_tune.data.store_cache import STORES, USE_MARK, alone, complete, remove_leftovers
 from fsdp_tune.recipe.paths import COMPILED, default_cache_directory
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.manifest import Manifest
 
 STARTING_SECONDS = 600.0
 """A run that has just prepared its data has no lock on its directory yet; it counts as live for so long."""

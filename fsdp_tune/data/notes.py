@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fsdp_tune.data.sets import NAMED_ROWS
+from fsdp_tune.data.pack.sets import NAMED_ROWS
 
 
 class Note(NamedTuple):

@@ -23,9 +23,9 @@ from typing import IO, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_tune.atomic import DISK
-from fsdp_tune.errors import failed_error
-from fsdp_tune.manifest import read_manifest
+from fsdp_tune.core.atomic import DISK
+from fsdp_tune.core.errors import failed_error
+from fsdp_tune.run.manifest import read_manifest
 
 IGNORE_INDEX = -100
 STORE_KIND = "fsdp-tune prepared data"

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from fsdp_tune import __version__
-from fsdp_tune.cores import available_cores
+from fsdp_tune.core.cores import available_cores
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "huggingface_hub", "peft", "bitsandbytes"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_tune.units import GIB
+from fsdp_tune.core.units import GIB
 
 Facts = Mapping[str, Any]
 """The document of `fsdp-tune env`: versions, host, devices, torch, variables …"""

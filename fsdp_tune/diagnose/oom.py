@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_tune.errors import Problem
+from fsdp_tune.core.errors import Problem
+from fsdp_tune.core.units import GIB, KIB, MIB, format_bytes
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.units import GIB, KIB, MIB, format_bytes
 
 WAYS = 3
 REST = "activations, gathered parameters and workspace"

@@ -11,7 +11,7 @@ import yaml
 
 from fsdp_tune import __version__
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.directory import RunDir
 
 CARD_NAME = "README.md"
 

@@ -15,13 +15,13 @@ import numpy as np
 from fsdp_tune import __version__
 from fsdp_tune.merge.card import CARD_NAME, model_card
 from fsdp_tune.merge.companions import CONFIG_NAME, Companions, output_config
-from fsdp_tune.merge.layout import Layout
+from fsdp_tune.merge.copy.layout import Layout
+from fsdp_tune.merge.copy.write import Written
+from fsdp_tune.merge.destination import RECORD_NAME, put
 from fsdp_tune.merge.lora.adapt import Adapter
-from fsdp_tune.merge.lora.config import CONFIG_NAME as ADAPTER_CONFIG_NAME
-from fsdp_tune.merge.output import RECORD_NAME, put
+from fsdp_tune.merge.lora.adapter_config import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from fsdp_tune.merge.settings import Settings
 from fsdp_tune.merge.source import Selection
-from fsdp_tune.merge.write import Written
 
 RECORD_KIND = "fsdp-tune merged model"
 

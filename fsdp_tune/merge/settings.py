@@ -8,11 +8,11 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from fsdp_tune.errors import Where, failed_error, usage_error
+from fsdp_tune.core.errors import Where, failed_error, usage_error
+from fsdp_tune.core.units import parse_bytes
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.recipe.schema import Merge, Recipe
-from fsdp_tune.run_dir import RunDir
-from fsdp_tune.units import parse_bytes
+from fsdp_tune.run.directory import RunDir
 
 Verify = Literal["quick", "full", "none"]
 DtypeOption = Literal["keep", "bf16", "fp16", "fp32"]

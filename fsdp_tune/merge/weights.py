@@ -8,10 +8,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdp_tune.manifest import Manifest
-from fsdp_tune.merge.dcp import METADATA_NAME
-from fsdp_tune.merge.layout import INDEX_NAME, SINGLE_NAME
-from fsdp_tune.run_dir import SHARD_FOLDER
+from fsdp_tune.merge.copy.layout import INDEX_NAME, SINGLE_NAME
+from fsdp_tune.merge.formats.dcp import METADATA_NAME
+from fsdp_tune.run.directory import SHARD_FOLDER
+from fsdp_tune.run.manifest import Manifest
 
 PICKLE_NAME = "pytorch_model_fsdp.bin"
 OLD_PICKLE_NAME = "pytorch_model.bin"  # transformers before safetensors

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
-from fsdp_tune.errors import usage_error
-from fsdp_tune.model.wrap import bare_class
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.model.shard.wrap import bare_class
 
 FUNCTION = "load_balancing_loss_func"
 """transformers' function in the module of each mixture: (router logits of every layer, experts, experts of a token, attention mask)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdp_tune.errors import Problem, Where
+from fsdp_tune.core.errors import Problem, Where
 from fsdp_tune.recipe.schema import Recipe
 
 

@@ -7,8 +7,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.errors import usage_error
-from fsdp_tune.recipe.keys import closest
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.recipe.schema.keys import closest
 
 SUFFIXES = (".yaml", ".yml", ".json")
 

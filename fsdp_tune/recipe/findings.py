@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from fsdp_tune.errors import Notice, Problem, Where
-from fsdp_tune.recipe.not_yet import value_of
+from fsdp_tune.core.errors import Notice, Problem, Where
 from fsdp_tune.recipe.scalars import printable
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.not_yet import value_of
 
 Positions = Mapping[str, Where]
 

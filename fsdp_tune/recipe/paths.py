@@ -11,7 +11,7 @@ from typing import Any, cast
 from fsdp_tune.recipe.findings import Finding
 from fsdp_tune.recipe.rules import OUTPUT_FIELDS
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema_data import BUILDERS
+from fsdp_tune.recipe.schema.model_and_data import BUILDERS
 
 PACKAGE = Path(__file__).resolve().parent.parent
 COMPILED = "compiled"

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.errors import FsdpTuneError, Notice, Problem, Where
+from fsdp_tune.core.devices import Machine
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.recipe.findings import Finding, as_notice, as_problem, given
-from fsdp_tune.recipe.fp8_rules import FP8_MULTIPLE, computes_in_fp8
 from fsdp_tune.recipe.paths import absolute_paths, default_cache_directory, output_directory
+from fsdp_tune.recipe.rules.precision import FP8_MULTIPLE, computes_in_fp8
+from fsdp_tune.recipe.rules.training import TRACKERS
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.training_fields import training_value
-from fsdp_tune.recipe.training_rules import TRACKERS
+from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.recipe.world import WORLD_RULES, World, budget_accumulation, mesh_sizes
 
 ASSUMED_DEVICES = 8
@@ -22,16 +23,6 @@ ASSUMED_DEVICES = 8
 CPU_RANKS = 2
 MOST_PROCESSES = 16
 """That tokenise, however many cores there are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """The machine that the command runs on. `device` is the accelerator that it has, None for none."""
-
-    device: str | None
-    device_count: int
-    cores: int
-    device_name: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fsdp_tune.recipe.findings import Finding
+from fsdp_tune.recipe.rules.training import TOKENS_KEY
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.training_rules import TOKENS_KEY
 
 MESH_KEYS = ("parallelism.dp_replicate_size", "parallelism.dp_shard_size", "fsdp.sharding_strategy", "launch.num_processes")
 BATCH_KEYS = (
@@ -170,7 +170,7 @@ def sums_keep_their_bits(recipe: Recipe, world: World) -> Finding | None:
 
 def _sums_in_16_bits(recipe: Recipe) -> bool:
     """DDP and FSDP1 add in the dtype of the weights (FSDP1 without sync in that of the computation), FSDP2 in `reduce_dtype` wherever it
-    does not add to a shard's gradient, which `model.accumulation` keeps in fp32."""
+    does not add to a shard's gradient, which `model.optim.accumulation` keeps in fp32."""
     narrow, fsdp = recipe.model.dtype != "fp32", recipe.fsdp
     if not recipe.is_sharded:
         return narrow

@@ -8,23 +8,24 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from fsdp_tune.atomic import write_json
-from fsdp_tune.errors import ExitReason, failed_error
-from fsdp_tune.model.wrap import bare_class
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.core.atomic import write_json
+from fsdp_tune.core.errors import ExitReason, failed_error
+from fsdp_tune.model.kernels.compiled import CompileClock, expected_graphs
+from fsdp_tune.model.shard.wrap import bare_class
+from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker.agree import StopVote, gather
-from fsdp_tune.worker.isolation import Deviations, allowed_deviation, deviations, not_causal, not_isolated, rows_to_check
-from fsdp_tune.worker.readback import ReadBackError, optimizer_state_difference, optimizer_state_kinds, read_back
-from fsdp_tune.worker.readback_fp8 import gathered_difference
-from fsdp_tune.worker.resume import trainer_state_json
+from fsdp_tune.worker.checkpoint.restore import trainer_state_json
+from fsdp_tune.worker.observe.heartbeat import Heartbeat
+from fsdp_tune.worker.readback.fp8 import gathered_difference
+from fsdp_tune.worker.readback.isolation import Deviations, allowed_deviation, deviations, not_causal, not_isolated, rows_to_check
+from fsdp_tune.worker.readback.report import ReadBackError, optimizer_state_difference, optimizer_state_kinds, read_back
 from fsdp_tune.worker.signals import SAVE_AND_FAIL, WISHES, StopWish, seconds_to_stop
-from fsdp_tune.worker.startup import startup_seconds
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
-
 
 RECENT_STEPS = 50
 """The slowest of these is the time that a step may take."""
@@ -171,3 +172,45 @@ def _table(document: dict[str, Any]) -> list[str]:
         f"attention {document['attention']}, {kinds}, global batch {document['global_batch_size']}",
         *(in_fp8 if fp8["linears"] else []),
     ]
+
+
+# ---- How long it took to the end of the first step, phase by phase.
+
+
+def startup_seconds(heartbeat: Heartbeat) -> dict[str, float]:
+    """Seconds of this rank's phases in their order, beginning with the process that launched it.
+
+    That process is `accelerate launch`, or whatever else started the rank; what came before it is the command's own.
+    """
+    rank = psutil.Process()
+    born, launcher_born = rank.create_time(), psutil.Process(rank.ppid()).create_time()
+    return {"launching": born - launcher_born, "starting Python": heartbeat.began_at - born, **heartbeat.phase_seconds}
+
+
+# ---- Report the compiler's time as an event, outside the steps' time, and warn where it starts again or gives up.
+
+
+class CompileReport(TrainerCallback):
+    """Report after each step what the compiler did. `say` prints a plain line on rank 0."""
+
+    trainer: FsdpTrainer
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._clock = CompileClock()
+        self._seconds, self._graphs = 0.0, 0
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        for function in self._clock.take_fallbacks():
+            message = f"{function} was compiled too often and runs uncompiled from here on where no graph fits"
+            self.trainer.parts.metrics.event("compile_fallback", state.global_step, message=message)
+            self._say(f"WARNING: {message}; TORCH_LOGS=recompiles shows why")
+        seconds, graphs = self._clock.seconds - self._seconds, self._clock.graphs
+        if graphs == self._graphs:
+            return
+        self._seconds, self._graphs = self._clock.seconds, graphs
+        self.trainer.lines.leave_out(seconds)
+        self.trainer.parts.metrics.event("compiled", state.global_step, seconds=seconds, graphs=graphs)
+        expected = expected_graphs(self.trainer.parts.recipe, [layer for _, layer in self.trainer.parts.loaded.layers])
+        again = f"; {graphs} graphs by now, where {expected} were expected" if graphs > expected else ""
+        self._say(f"compiled in {seconds:.1f} s, in step {state.global_step}{again}")

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from fsdp_tune.data.collate import collate, cumulative_lengths, example_ids
-from fsdp_tune.data.order import rank_micro_batches
+from fsdp_tune.core.errors import FailedError, Problem
+from fsdp_tune.data.order.collate import collate, cumulative_lengths, example_ids
+from fsdp_tune.data.order.permutation import rank_micro_batches
+from fsdp_tune.data.order.token_batches import TokenBudget, token_micro_batches
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row, RowStore
-from fsdp_tune.data.token_batches import TokenBudget, token_micro_batches
-from fsdp_tune.errors import FailedError, Problem
 from fsdp_tune.worker.signals import ignore_stop_signals
 
 FILLER = -1

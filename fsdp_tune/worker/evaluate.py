@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import BatchSampler
 
+from fsdp_tune.core.errors import failed_error
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.errors import failed_error
-from fsdp_tune.model.gathering import outside_step
 from fsdp_tune.model.loss import micro_batch_loss
+from fsdp_tune.model.shard.gathering import outside_step
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.worker.dataset import Collator, eval_batches, loader

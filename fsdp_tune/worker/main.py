@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_tune.atomic import json_safe, write_json
+from fsdp_tune.core.atomic import json_safe, write_json
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
+from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.diagnose.oom import device_problem
-from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run_dir import RunDir
-from fsdp_tune.units import parse_seconds
-from fsdp_tune.worker import flight
-from fsdp_tune.worker.heartbeat import Heartbeat
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.worker.observe import flight
+from fsdp_tune.worker.observe.heartbeat import Heartbeat
+from fsdp_tune.worker.observe.tracker_runs import continue_tracker_runs
 from fsdp_tune.worker.rank import Rank, configure_accelerate, start_process_group
 from fsdp_tune.worker.signals import StoppedEarly, StopWish, end_loader_processes
-from fsdp_tune.worker.tracker_runs import continue_tracker_runs
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
@@ -121,8 +121,8 @@ def _train(
         continue_tracker_runs(run, recipe.training.report_to, os.environ, say)
     device_type = start_process_group(recipe, rank)
     heartbeat.beat("importing")
-    from fsdp_tune.worker.progress import Progress
-    from fsdp_tune.worker.same import check_same
+    from fsdp_tune.worker.agree import check_same
+    from fsdp_tune.worker.observe.step_progress import Progress
     from fsdp_tune.worker.setup import build_trainer, close, results
 
     check_same(run)
@@ -150,8 +150,8 @@ _PEER_LOST = (
 
 
 def _outcome_of(error: BaseException, recipe: Recipe, heartbeat: Heartbeat, trainer: FsdpTrainer | None) -> Outcome:
-    from fsdp_tune.worker import memory
     from fsdp_tune.worker.agree import RemoteError
+    from fsdp_tune.worker.observe import out_of_memory as memory
 
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, FsdpTuneError):

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import IO, Any
 
-from fsdp_tune.atomic import PRIVATE_MODE
-from fsdp_tune.errors import usage_error
-from fsdp_tune.fsdp import OWNED_PREFIXES, environment
-from fsdp_tune.launch.accelerate import by_hand
+from fsdp_tune.core.atomic import PRIVATE_MODE
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.units import parse_seconds
+from fsdp_tune.launch.command.accelerate import by_hand
+from fsdp_tune.recipe.fsdp_arguments import OWNED_PREFIXES, environment
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run_dir import RunDir
-from fsdp_tune.units import parse_seconds
-from fsdp_tune.worker import flight
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.worker.observe import flight
 
 # A rank in a collective that does not end cannot say for whom it waits; the supervisor can, so it is to speak first.
 COLLECTIVE_MARGIN_SECONDS = 300

@@ -10,44 +10,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
-from fsdp_tune.data.order import order_of
-from fsdp_tune.data.prepare import Prepared
+from fsdp_tune.core.errors import failed_error
+from fsdp_tune.core.units import parse_seconds
+from fsdp_tune.data.order.permutation import order_of
+from fsdp_tune.data.order.token_batches import budget_of
+from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.data.token_batches import budget_of
-from fsdp_tune.errors import failed_error
-from fsdp_tune.launch.profiled import profile_of
-from fsdp_tune.launch.run_files import RESUME_NAME
-from fsdp_tune.model.attention import has_variable_lengths
-from fsdp_tune.model.build import model_config
-from fsdp_tune.model.load import Loaded, load
+from fsdp_tune.launch.command.run_files import RESUME_NAME
+from fsdp_tune.model.build.assemble import Loaded, load
+from fsdp_tune.model.build.construct import model_config
+from fsdp_tune.model.kernels.attention import has_variable_lengths
 from fsdp_tune.model.loss import auxiliary_loss_weight
+from fsdp_tune.model.shard.wrap import process_groups
 from fsdp_tune.model.step import LossScale
-from fsdp_tune.model.wrap import process_groups
+from fsdp_tune.recipe.fsdp_arguments import plugin_kwargs
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run_dir import Checkpoint, RunDir, checkpoint_to_start_from, run_of
-from fsdp_tune.units import parse_seconds
-from fsdp_tune.worker import state as live_state
-from fsdp_tune.worker import trackers
+from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from, run_of
+from fsdp_tune.run.profiled_steps import profile_of
 from fsdp_tune.worker.agree import all_or_none, from_rank0
-from fsdp_tune.worker.arguments import training_arguments
-from fsdp_tune.worker.callbacks import RunCallback
-from fsdp_tune.worker.checkpoint import Checkpointer, Saved, trainer_state_facts
-from fsdp_tune.worker.compiling import CompileReport
+from fsdp_tune.worker.callbacks import CompileReport, RunCallback
+from fsdp_tune.worker.checkpoint import state as live_state
+from fsdp_tune.worker.checkpoint.restore import VISIBLE_SECONDS, agreed_checkpoint
+from fsdp_tune.worker.checkpoint.rotation import remove_leftovers
+from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_facts
+from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.dataset import ByTokens, Collator, MicroBatches
-from fsdp_tune.worker.heartbeat import Heartbeat
-from fsdp_tune.worker.metrics import MetricsFile
-from fsdp_tune.worker.profiling import Profile
+from fsdp_tune.worker.observe import trackers
+from fsdp_tune.worker.observe.heartbeat import Heartbeat
+from fsdp_tune.worker.observe.metrics import MetricsFile
+from fsdp_tune.worker.observe.profiling import Profile
+from fsdp_tune.worker.observe.shares import StepShares
+from fsdp_tune.worker.observe.tracker_runs import keep_id
 from fsdp_tune.worker.rank import Rank, share_time_limit
-from fsdp_tune.worker.resume import VISIBLE_SECONDS, agreed_checkpoint
-from fsdp_tune.worker.rotation import remove_leftovers
-from fsdp_tune.worker.shares import StepShares
+from fsdp_tune.worker.readback.witness import Witness
 from fsdp_tune.worker.signals import StopWish
-from fsdp_tune.worker.state import Live
-from fsdp_tune.worker.tracker_runs import keep_id
 from fsdp_tune.worker.trainer import FsdpTrainer, Parts
-from fsdp_tune.worker.witness import Witness
 
 
 def build_trainer(
@@ -193,7 +192,7 @@ def close(trainer: FsdpTrainer) -> None:
     checkpointer = trainer.checkpointer
     checkpointer.wait()
     if checkpointer.last_step != trainer.state.global_step:
-        from fsdp_tune.worker.resume import trainer_state_json
+        from fsdp_tune.worker.checkpoint.restore import trainer_state_json
 
         failures: list[Saved] = []
         checkpointer.report = failures.append
@@ -227,3 +226,42 @@ def results(trainer: FsdpTrainer, started: float) -> dict[str, Any]:
         "checkpoint": str(trainer.checkpointer.run.checkpoint(step)) if step is not None else None,
         "seconds": time.time() - started,
     }
+
+
+# ---- Recipe → transformers' TrainingArguments: the recipe's names pass through, and what the ranks do themselves is switched off.
+
+# Keys of `training:` that are ours alone; TrainingArguments has no such fields.
+_OURS = {"global_batch_size", "per_device_train_batch_tokens", "on_nonfinite", "witness", "early_stopping"}
+
+
+def training_arguments(recipe: Recipe, run: RunDir) -> TrainingArguments:
+    """The arguments of a resolved recipe. Needs the process group and Accelerate's configured state."""
+    fields: dict[str, Any] = {name: value for name, value in recipe.training.model_dump().items() if name not in _OURS}
+    fields |= {
+        "output_dir": str(run.path),
+        "run_name": recipe.name,
+        "use_cpu": recipe.launch.device == "cpu",
+        "accelerator_config": {
+            "use_configured_state": True,
+            # Reducing after every micro-batch is about sharded gradients; under DDP it would only cost traffic.
+            "gradient_accumulation_kwargs": {
+                "sync_each_batch": recipe.fsdp.sync_each_batch and recipe.fsdp.sharding_strategy != "NO_SHARD"
+            },
+        },
+        "fsdp": recipe.fsdp.sharding_strategy != "NO_SHARD",
+        "fsdp_config": {"version": recipe.fsdp.version},
+        "logging_nan_inf_filter": False,  # it hides a NaN as the mean of the losses before it, and syncs every micro-batch
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "log_level": "warning",
+        "push_to_hub": False,  # merged/ is pushed once, after the merge
+        "dataloader_pin_memory": recipe.launch.device == "cuda",
+    }
+    fields = {name: value for name, value in fields.items() if value is not None or name == "data_seed"}
+    # Only `worker.checkpoint.rotation` deletes checkpoints: with a limit of 1, `Trainer._finalize_training` removes all but the best.
+    fields["save_total_limit"] = None
+    arguments = TrainingArguments(**fields)
+    if arguments.fsdp:
+        # TrainingArguments translates `fsdp_config` and drops what it does not know (DESIGN §7, 1): give the plugin its own words.
+        arguments.fsdp_plugin_args = plugin_kwargs(recipe)
+    return arguments

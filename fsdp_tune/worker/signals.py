@@ -8,8 +8,8 @@ import signal
 import time
 from types import FrameType
 
-from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitReason
-from fsdp_tune.launch.stop_signals import heeded
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason
+from fsdp_tune.core.processes import heeded
 
 # Ordered: the largest wish wins where ranks differ.
 WISHES: dict[int, ExitReason] = {

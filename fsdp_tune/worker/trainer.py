@@ -20,27 +20,33 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from fsdp_tune.atomic import write_json
+from fsdp_tune.core.atomic import write_json
+from fsdp_tune.core.errors import failed_error
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.errors import failed_error
-from fsdp_tune.model.load import Loaded
+from fsdp_tune.model.build.assemble import Loaded
 from fsdp_tune.model.loss import auxiliary_loss_weight
-from fsdp_tune.model.optimizer import build_optimizer
+from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.step import LossScale, forward_backward
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run_dir import RunDir
-from fsdp_tune.worker import nonfinite
-from fsdp_tune.worker.audit import DtypeAudit, warnings_of
-from fsdp_tune.worker.checkpoint import Checkpointer
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.worker.checkpoint.restore import (
+    restore_model,
+    restore_optimizer,
+    restore_own,
+    restore_rng,
+    restore_schedule,
+    trainer_state_json,
+)
+from fsdp_tune.worker.checkpoint.save import Checkpointer
+from fsdp_tune.worker.checkpoint.state import seed_for_rank
 from fsdp_tune.worker.dataset import Batch, Collator, MicroBatches, loader
 from fsdp_tune.worker.evaluate import evaluate_sets
 from fsdp_tune.worker.gradients import GradientGate
-from fsdp_tune.worker.heartbeat import Heartbeat
-from fsdp_tune.worker.metrics import Lines, MetricsFile, device_peak_flops, model_size
-from fsdp_tune.worker.resume import restore_model, restore_optimizer, restore_own, restore_rng, restore_schedule, trainer_state_json
-from fsdp_tune.worker.state import seed_for_rank
-from fsdp_tune.worker.watch import CurveWatch
-from fsdp_tune.worker.witness import Witness
+from fsdp_tune.worker.observe import nonfinite
+from fsdp_tune.worker.observe.heartbeat import Heartbeat
+from fsdp_tune.worker.observe.metrics import CurveWatch, Lines, MetricsFile, device_peak_flops, model_size
+from fsdp_tune.worker.readback.audit import DtypeAudit, warnings_of
+from fsdp_tune.worker.readback.witness import Witness
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.atomic import STAGE_MARK
-from fsdp_tune.ownership import live_owner
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.core.atomic import STAGE_MARK
+from fsdp_tune.core.ownership import live_owner
+from fsdp_tune.run.directory import RunDir
 from tests.faults.checks import half_files, verified_steps
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "epoch", "tokens", "supervised_tokens", "eval_loss")

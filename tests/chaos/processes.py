@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.atomic import STAGE_MARK
-from fsdp_tune.launch.ranks import verdict_path
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.core.atomic import STAGE_MARK
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.rank_files import verdict_path
 from tests.chaos.draw import AGENT, CHILD, COMMAND, LOADER, PHASES, RANK
 
 MARK, MACHINE = "CHAOS_RUN", "CHAOS_MACHINE"

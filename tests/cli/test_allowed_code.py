@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fsdp_tune.cli import checks
+from fsdp_tune.cli import model_checks as checks
 from fsdp_tune.cli.app import app
 
 SMALL = """\

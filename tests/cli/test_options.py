@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fsdp_tune.bridge import devices
-from fsdp_tune.bridge.devices import Device
 from fsdp_tune.cli.app import app
 from fsdp_tune.cli.options import asked_recipe
 from fsdp_tune.cli.output import Screen
+from fsdp_tune.core import devices
+from fsdp_tune.core.devices import Device
 from tests.recipe.loading import MINIMAL
 
 
@@ -50,7 +50,7 @@ def test_no_verb_loads_a_recipe_in_a_way_of_its_own(repository: Path) -> None:
         for path in (repository / "fsdp_tune" / "cli").glob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom)
-        and node.module in {"fsdp_tune.recipe.loader", "fsdp_tune.recipe.resolve"}
+        and node.module in {"fsdp_tune.recipe.read.loader", "fsdp_tune.recipe.resolve"}
         and {alias.name for alias in node.names} & {"load_recipe", "resolve"}
     }
     assert found == {"options.py", "plan.py", "plan_best.py"}

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from fsdp_tune import atomic
 from fsdp_tune.cli.output import Screen, command, printable
-from fsdp_tune.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
+from fsdp_tune.core import atomic
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 
 
 def ended(

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from fsdp_tune.bridge import tracing
 from fsdp_tune.cli.app import app
-from fsdp_tune.plan.trace_format import Trace
-from fsdp_tune.recipe.loader import load_recipe
+from fsdp_tune.planner import tracing
+from fsdp_tune.planner.trace_format import Trace
+from fsdp_tune.recipe.read.loader import load_recipe
 from fsdp_tune.recipe.schema import Recipe
-from tests.plan.test_search import ModelTracer
+from tests.planner.test_search import ModelTracer
 
 STATE_GIB = 80
 
@@ -180,7 +180,7 @@ def test_what_fits_nowhere_names_the_smallest_hardware_that_does(
     recipe: str, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even offload helps: the activations of one sequence are too many."""
-    monkeypatch.setattr("tests.plan.test_search.KEPT", {"none": 80, "selective": 70, "full": 60, "inputs on the host": 50})
+    monkeypatch.setattr("tests.planner.test_search.KEPT", {"none": 80, "selective": 70, "full": 60, "inputs on the host": 50})
     document = json.loads(planned(recipe, "--json").stdout)
     assert {each["fits"] for each in document["alternatives"]} == {"no"}
     assert document["best_because"] is None

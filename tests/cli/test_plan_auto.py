@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from fsdp_tune.bridge import devices, tracing
-from fsdp_tune.bridge.devices import Device
 from fsdp_tune.cli.app import app
 from fsdp_tune.cli.plan_auto import budget_of, card_of
+from fsdp_tune.core import devices
+from fsdp_tune.core.devices import Device
+from fsdp_tune.core.units import GIB
 from fsdp_tune.diagnose import environment
-from fsdp_tune.plan.hardware import find_hardware
-from fsdp_tune.units import GIB
+from fsdp_tune.planner import tracing
+from fsdp_tune.planner.hardware.gpus import find_hardware
 from tests.cli.conftest import Cli, document
 from tests.cli.test_plan import FakeTracing
-from tests.plan.recipes import resolved
+from tests.planner.recipes import resolved
 
 KEY = "fsdp.activation_checkpointing"
 STATE_GIB = 4

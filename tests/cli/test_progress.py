@@ -15,7 +15,7 @@ from fsdp_tune.cli import progress
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.train_view import StepView, data_lines, kernels_line, show_decided
 from fsdp_tune.recipe.resolve import Resolution
-from tests.plan.recipes import resolved
+from tests.planner.recipes import resolved
 
 STEP = {"step": 20, "loss": 2.5, "grad_norm": 1.25, "learning_rate": 1e-4, "tokens_per_second_per_device": 1234.5, "peak_host_gib": 0.5}
 

@@ -9,8 +9,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from fsdp_tune.cli.run_card import card, commands_after
-from fsdp_tune.run_dir import RunDir
-from tests.plan.recipes import resolved
+from fsdp_tune.run.directory import RunDir
+from tests.planner.recipes import resolved
 
 
 def run_with(folder: Path, lines: list[dict[str, object]]) -> RunDir:
@@ -87,7 +87,7 @@ def test_the_next_commands_merge_what_is_not_merged_and_continue_for_longer(tmp_
 
 def test_run_that_loads_the_best_merges_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdp_tune.cli.train_job import Job
-    from fsdp_tune.merge import run as merging
+    from fsdp_tune.merge import merging
 
     asked: list[bool] = []
 

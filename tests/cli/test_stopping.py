@@ -44,7 +44,7 @@ def test_nobody_waits_for_what_looks_at_the_model(number: signal.Signals, exit_c
 MERGING_FOR_MINUTES = """
 import sys, time
 from pathlib import Path
-from fsdp_tune.atomic import staged_directory
+from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.merge import run
 
 def merge(source, options, progress):

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_tune.manifest import read_manifest
 from fsdp_tune.recipe.catalogue import catalogue
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.manifest import read_manifest
 from tests.cli.conftest import Cli, document
 
 

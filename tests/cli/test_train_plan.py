@@ -10,15 +10,15 @@ import pytest
 
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.train_plan import keep_plan, plan_of, predicted_and_measured, predicted_line, refuse_what_cannot_fit
-from fsdp_tune.errors import ExitCode, FsdpTuneError
-from fsdp_tune.launch.accelerate import launch_plan
-from fsdp_tune.plan.hardware import find_hardware
-from fsdp_tune.plan.predict import Plan, plan
-from fsdp_tune.plan.recomputation import Decided
-from fsdp_tune.run_dir import RunDir
-from fsdp_tune.units import GIB
-from tests.plan.hand_trace import Hand
-from tests.plan.recipes import resolved
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError
+from fsdp_tune.core.units import GIB
+from fsdp_tune.launch.command.accelerate import launch_plan
+from fsdp_tune.planner.hardware.gpus import find_hardware
+from fsdp_tune.planner.predict.predict import Plan, plan
+from fsdp_tune.planner.search.recomputation import Decided
+from fsdp_tune.run.directory import RunDir
+from tests.planner.hand_trace import Hand
+from tests.planner.recipes import resolved
 
 
 def planned(size_gib: int) -> Plan:

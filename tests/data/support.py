@@ -12,9 +12,9 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from fsdp_tune.data.encoder import SpecialToken
-from fsdp_tune.data.prepare import Prepared, prepare
+from fsdp_tune.data.preparation import Prepared, prepare
 from fsdp_tune.data.store import Row, RowStore
+from fsdp_tune.data.tokenise.encoder import SpecialToken
 from fsdp_tune.recipe.schema import Recipe
 
 CHATML = (

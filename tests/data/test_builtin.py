@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from fsdp_tune.data.builtin import EOS, builtin_rows, builtin_tokenizer, held_out_prompts, in_words
-from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.data.format.builtin import EOS, builtin_rows, builtin_tokenizer, held_out_prompts, in_words
 
 NAME = "builtin:arithmetic"
 

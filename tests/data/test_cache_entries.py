@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
+from fsdp_tune.core.ownership import owned
 from fsdp_tune.data import cache_entries
-from fsdp_tune.data.cache import alone
-from fsdp_tune.data.prepare import Prepared, prepare
-from fsdp_tune.ownership import owned
+from fsdp_tune.data.preparation import Prepared, prepare
+from fsdp_tune.data.store_cache import alone
 from fsdp_tune.recipe.schema import Recipe
 from tests.data.support import ByteEncoder, recipe_for, rows_of, write_jsonl
 

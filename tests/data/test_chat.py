@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.data import chat as chat_module
-from fsdp_tune.data.chat import ChatTokens, render_chat
-from fsdp_tune.data.formats import Chat
-from fsdp_tune.data.json_rows import RowError
+from fsdp_tune.data.format.formats import Chat
+from fsdp_tune.data.read.json_rows import RowError
+from fsdp_tune.data.tokenise import chat as chat_module
+from fsdp_tune.data.tokenise.chat import ChatTokens, render_chat
 from tests.data.support import CHATML, ByteEncoder
 
 LLAMA2 = (

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.data.formats import Chat, Ids, Settings, Text, matching_formats
-from fsdp_tune.data.json_rows import RowError
+from fsdp_tune.data.format.formats import Chat, Ids, Settings, Text, matching_formats
 from fsdp_tune.data.notes import Note
+from fsdp_tune.data.read.json_rows import RowError
 
 USER, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_tune.data.order import WINDOW_ROWS, epoch_order, rank_micro_batches, splitmix64
+from fsdp_tune.data.order.permutation import WINDOW_ROWS, epoch_order, rank_micro_batches, splitmix64
 from fsdp_tune.data.store import Int64
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_tune.data.packing import Packed, _decreasing, _runs, best_fit, one_a_row, wrapped
+from fsdp_tune.data.pack.packing import Packed, _decreasing, _runs, best_fit, one_a_row, wrapped
 from fsdp_tune.data.store import Int64
 
 

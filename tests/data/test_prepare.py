@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.data.prepare import Prepared, decoded_rows, prepare
+from fsdp_tune.core.errors import FsdpTuneError, Problem
+from fsdp_tune.data.preparation import Prepared, decoded_rows, prepare
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.errors import FsdpTuneError, Problem
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, recipe_for, rows_of, write_jsonl
 
 PAIRS = [{"prompt": f"{n}+1 is", "completion": f" {n + 1}"} for n in range(20)]

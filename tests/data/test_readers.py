@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.data import arrow_rows
-from fsdp_tune.data.json_rows import BadRow
-from fsdp_tune.data.readers import read_rows
-from fsdp_tune.errors import FsdpTuneError, Problem
+from fsdp_tune.core.errors import FsdpTuneError, Problem
+from fsdp_tune.data.read import arrow_rows
+from fsdp_tune.data.read.json_rows import BadRow
+from fsdp_tune.data.read.readers import read_rows
 
 ROWS: list[dict[str, Any]] = [{"text": "one"}, {"text": "zwei ä\u2028\u0085\u000b ü"}, {"text": "three"}]
 
@@ -108,7 +108,7 @@ def test_a_line_that_is_not_utf8_is_named_with_its_column(tmp_path: Path) -> Non
 
 
 def test_a_row_beyond_the_limit_is_skipped_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_tune.data.readers.MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr("fsdp_tune.data.read.readers.MAX_ROW_BYTES", 1000)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(gzip.compress(b'{"text": "' + b"x" * 5_000_000 + b'"}\n{"a": 1}\n'))
     assert good(path) == [{"a": 1}]

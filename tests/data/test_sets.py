@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fsdp_tune.data.sets import Cut, Examples, cut, held_out, mixed
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.data.pack.sets import Cut, Examples, cut, held_out, mixed
 from fsdp_tune.data.store import Int64
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.recipe.schema_data import EvalFraction, EvalRows, Mixture
+from fsdp_tune.recipe.schema.model_and_data import EvalFraction, EvalRows, Mixture
 
 
 def examples_of(*lengths: int, sources: list[int] | None = None) -> Examples:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.data import hub_dataset
-from fsdp_tune.data.digests import FileDigests
-from fsdp_tune.data.json_rows import BadRow
-from fsdp_tune.data.sources import COMPRESSED, KIND_OF_SUFFIX, Source, find_source
-from fsdp_tune.errors import FsdpTuneError, Problem
+from fsdp_tune.core.errors import FsdpTuneError, Problem
+from fsdp_tune.data.read import hub_dataset
+from fsdp_tune.data.read.digests import FileDigests
+from fsdp_tune.data.read.json_rows import BadRow
+from fsdp_tune.data.read.sources import COMPRESSED, KIND_OF_SUFFIX, Source, find_source
 from fsdp_tune.recipe.paths import can_only_be_a_path
-from fsdp_tune.recipe.schema_data import DataSource
+from fsdp_tune.recipe.schema.model_and_data import DataSource
 from tests.data.support import write_jsonl
 
 

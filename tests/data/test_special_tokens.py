@@ -8,10 +8,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_tune.bridge.tokenizer import TokenizerEncoder
-from fsdp_tune.data.formats import Settings
-from fsdp_tune.data.special_tokens import SpecialTokens
-from fsdp_tune.data.tokenise import RawRow, Tokenised, Tokeniser
+from fsdp_tune.data.format.formats import Settings
+from fsdp_tune.data.tokenise.rows import RawRow, Tokenised, Tokeniser
+from fsdp_tune.data.tokenise.special_tokens import SpecialTokens
+from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder
 from tests.data.support import CHATML, ByteEncoder
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")

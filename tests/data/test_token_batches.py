@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_tune.data.collate import collate
-from fsdp_tune.data.order import epoch_order
-from fsdp_tune.data.prepare import Prepared
+from fsdp_tune.data.order.collate import collate
+from fsdp_tune.data.order.permutation import epoch_order
+from fsdp_tune.data.order.token_batches import TokenBudget, filling, filling_lines, token_micro_batches
+from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.store import Int32, Int64, Row
-from fsdp_tune.data.token_batches import TokenBudget, filling, filling_lines, token_micro_batches
 from tests.parity.store import TRAIN_ROWS, VOCABULARY, make_store
-from tests.plan.recipes import resolved
+from tests.planner.recipes import resolved
 
 MAX_LENGTH = 40
 some_lengths = st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=60).map(lambda values: np.array(values, np.int64))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.data import tokenise as module
-from fsdp_tune.data.tokenise import CHUNK_BYTES, CHUNK_ROWS, RawRow, Tokenised, Tokeniser, content_bytes, tokenise
+from fsdp_tune.data.tokenise import rows as module
+from fsdp_tune.data.tokenise.rows import CHUNK_BYTES, CHUNK_ROWS, RawRow, Tokenised, Tokeniser, content_bytes, tokenise
 
 REPOSITORY = Path(__file__).parents[2]
 

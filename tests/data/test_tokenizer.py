@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.bridge.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
-from fsdp_tune.data import hub
-from fsdp_tune.data.builtin import builtin_rows, builtin_tokenizer
-from fsdp_tune.data.chat import ChatTokens, render_chat
-from fsdp_tune.data.formats import Chat
-from fsdp_tune.data.templates import BUNDLED
-from fsdp_tune.errors import FsdpTuneError, Problem
+from fsdp_tune.core import hub
+from fsdp_tune.core.errors import FsdpTuneError, Problem
+from fsdp_tune.data.format.builtin import builtin_rows, builtin_tokenizer
+from fsdp_tune.data.format.formats import Chat
+from fsdp_tune.data.format.templates import BUNDLED
+from fsdp_tune.data.tokenise.chat import ChatTokens, render_chat
+from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
 from fsdp_tune.recipe.schema import Recipe
 
 BUILTIN = "builtin:arithmetic"
@@ -82,8 +82,8 @@ def test_the_builtin_template_trains_answers() -> None:
 def test_loading_the_builtin_tokenizer_and_preparing_imports_no_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
-from fsdp_tune.bridge.tokenizer import load_encoder
-from fsdp_tune.data.prepare import prepare
+from fsdp_tune.data.tokenise.tokenizer import load_encoder
+from fsdp_tune.data.preparation import prepare
 from fsdp_tune.recipe.schema import Recipe
 data = {{"train": [{{"path": "{BUILTIN}"}}], "max_length": 32, "cache_dir": {str(tmp_path)!r}}}
 recipe = Recipe.model_validate({{"model": {{"tokenizer": "{BUILTIN}"}}, "data": data, "launch": {{"num_processes": 1}}}})

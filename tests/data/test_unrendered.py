@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.data.chat import render_chat
-from fsdp_tune.data.formats import Chat
-from fsdp_tune.data.json_rows import RowError
+from fsdp_tune.data.format.formats import Chat
+from fsdp_tune.data.read.json_rows import RowError
+from fsdp_tune.data.tokenise.chat import render_chat
 from tests.data.support import CHATML, ByteEncoder
 
 USER, ANSWER = {"role": "user", "content": "What is the weather in Rome?"}, {"role": "assistant", "content": "Sunny."}

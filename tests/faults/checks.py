@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.run_dir import Checkpoint, RunDir, checkpoint_step, inspect_checkpoint
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_step, inspect_checkpoint
 
 
 def half_files(folder: Path) -> list[str]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO, Any, Literal, cast
 from unittest.mock import patch
 
-from fsdp_tune import atomic
-from fsdp_tune.atomic import Disk
+from fsdp_tune.core import atomic
+from fsdp_tune.core.atomic import Disk
 from tests.faults.forks import KILLED
 
 OPERATIONS = ("open", "open_direct", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmtree", "fsync_dir")

@@ -23,13 +23,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp_tune.run_dir import RunDir, latest_checkpoint
-from fsdp_tune.worker import resume, state
+from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.worker.agree import from_rank0
-from fsdp_tune.worker.checkpoint import Checkpointer, Saved, trainer_state_facts
-from fsdp_tune.worker.heartbeat import Heartbeat
-from fsdp_tune.worker.rotation import remove_leftovers
-from fsdp_tune.worker.state import Live
+from fsdp_tune.worker.checkpoint import restore as resume
+from fsdp_tune.worker.checkpoint import state
+from fsdp_tune.worker.checkpoint.rotation import remove_leftovers
+from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_facts
+from fsdp_tune.worker.checkpoint.state import Live
+from fsdp_tune.worker.observe.heartbeat import Heartbeat
 from tests.faults.disk import Fault, die, injected, short_writes, shown_late
 from tests.faults.sabotage import SABOTAGE
 from tests.parity import runs
@@ -207,7 +208,7 @@ def come_back(paths: list[Path]) -> list[tuple[int | None, bool]]:
 
 def come_back_late(checkpoint: Path, late: int, seconds: float, by_name: bool, wait_seconds: float) -> str:
     """As `come_back`, to a checkpoint that rank `late` sees so much later; or the code of its error."""
-    from fsdp_tune.errors import FsdpTuneError
+    from fsdp_tune.core.errors import FsdpTuneError
 
     live = _live()
     _set_step(live, 99)
@@ -229,10 +230,10 @@ def come_back_late(checkpoint: Path, late: int, seconds: float, by_name: bool, w
 
 def come_back_half_blind(checkpoint: Path, blind: int) -> str:
     """Code of the error on this rank, where only rank `blind` cannot read what is there."""
-    from fsdp_tune.errors import FsdpTuneError
-    from fsdp_tune.manifest import Damage
+    from fsdp_tune.core.errors import FsdpTuneError
+    from fsdp_tune.run.manifest import Damage
 
-    unreadable = patch("fsdp_tune.worker.resume.damage", lambda *arguments, **options: [Damage("weights", "cannot be read")])
+    unreadable = patch("fsdp_tune.worker.checkpoint.restore.damage", lambda *arguments, **options: [Damage("weights", "cannot be read")])
     try:
         with unreadable if dist.get_rank() == blind else contextlib.nullcontext():
             resume.agreed_checkpoint(str(checkpoint), digests=True)

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.worker import metrics, trackers
+from fsdp_tune.worker.observe import metrics, trackers
 from fsdp_tune.worker.trainer import FsdpTrainer
 
 

@@ -51,10 +51,10 @@ def main(names: list[str]) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
-    from fsdp_tune.bridge.tokenizer import open_tokenizer
-    from fsdp_tune.data.hub import download_model
-    from fsdp_tune.data.templates import resolve_template
-    from fsdp_tune.errors import FsdpTuneError
+    from fsdp_tune.core.errors import FsdpTuneError
+    from fsdp_tune.core.hub import download_model
+    from fsdp_tune.data.format.templates import resolve_template
+    from fsdp_tune.data.tokenise.tokenizer import open_tokenizer
     from fsdp_tune.merge.companions import fetch_model
     from fsdp_tune.recipe.schema import Recipe
 

@@ -138,7 +138,7 @@ RECIPE_AND_INPUT = (
     ),
     _row(
         "F024", "t", 11, REFUSED, "token ids beyond the embedding; a tokenizer that grew",
-        "bridge/test_model_files::a_vocabulary_beyond_the_embedding_is_refused_with_both_sizes",
+        "model/test_model_files::a_vocabulary_beyond_the_embedding_is_refused_with_both_sizes",
         "recipe/test_verbs::a_tokenizer_larger_than_the_embedding_is_an_error",
     ),
     _row(
@@ -148,7 +148,7 @@ RECIPE_AND_INPUT = (
     _row(
         "F026", "t", 11, REFUSED, "no network", "data/test_tokenizer::no_network_is_known_in_seconds",
         "data/test_sources::a_hub_id_out_of_reach_says_what_was_wanted_and_the_ways_out",
-        "bridge/test_hub_doors::without_a_way_to_the_hub_what_was_wanted_is_told_with_the_ways_out",
+        "core/test_hub_doors::without_a_way_to_the_hub_what_was_wanted_is_told_with_the_ways_out",
     ),
     _row("F027", "t", 11, REFUSED, "hub answers 401, 403, 404, 429, 503, cut and slow bodies", "faults/test_strangers::answers_of_the_hub_are_told_apart_and_the_token_is_in_none"),
     _row(
@@ -179,7 +179,7 @@ LAUNCH = (
     ),
     _row(
         "F035", "r", 11, REFUSED, "CUDA_VISIBLE_DEVICES empty, of one, by UUID; more ranks than devices",
-        "bridge/test_devices::visible_devices_are_read_as_cuda_reads_them", "recipe/test_resolve::more_ranks_than_devices_are_refused_with_the_counts",
+        "core/test_devices::visible_devices_are_read_as_cuda_reads_them", "recipe/test_resolve::more_ranks_than_devices_are_refused_with_the_counts",
         "recipe/test_resolve::the_cpu_is_never_chosen_silently",
     ),
     _row(

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from fsdp_tune.manifest import FORMAT_VERSION, MANIFEST_NAME
-from fsdp_tune.run_dir import Checkpoint, RunDir, checkpoint_to_start_from, inspect_checkpoint, latest_checkpoint
+from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from, inspect_checkpoint, latest_checkpoint
+from fsdp_tune.run.manifest import FORMAT_VERSION, MANIFEST_NAME
 from tests.faults import ranks
 from tests.faults.conftest import Count
 from tests.faults.forks import ForkServer

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.launch.resume import Start, decide
-from fsdp_tune.launch.run_files import write_run
-from fsdp_tune.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.launch.command.resume import Start, decide
+from fsdp_tune.launch.command.run_files import write_run
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run_dir import CHECKPOINT_KIND, RunDir
-from fsdp_tune.worker.rotation import remove_leftovers, rotate
+from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir
+from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
+from fsdp_tune.worker.checkpoint.rotation import remove_leftovers, rotate
 from tests.faults.checks import half_files, in_child, stages, verified_steps
 from tests.faults.conftest import Count
 from tests.faults.disk import Fault, injected, kill_points, shown_late
@@ -229,7 +229,7 @@ def test_resume_of_a_directory_whose_files_were_damaged_is_one_error(tmp_path: P
 def test_merge_killed_anywhere_leaves_no_model_or_a_whole_one(every: int, tmp_path: Path, count: Count) -> None:
     import torch
 
-    from fsdp_tune.merge.run import MergeOptions, merge_checkpoint
+    from fsdp_tune.merge.merging import MergeOptions, merge_checkpoint
     from tests.merge.checkpoints import make_run, merged_tensors, same_bits
 
     state = {f"layer.{index}.weight": torch.randn(30, 20) for index in range(4)}

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.directory import RunDir
 from tests.conftest import REPOSITORY
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.directory import RunDir
 from tests.faults import ranks
 from tests.faults.checks import verified_steps
 from tests.faults.forks import End, ForkServer

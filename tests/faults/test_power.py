@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.atomic import staged_directory, write_file
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.core.atomic import staged_directory, write_file
+from fsdp_tune.run.directory import RunDir
 from tests.faults import ranks
 from tests.faults.checks import half_files, verified_steps
 from tests.faults.conftest import Count
@@ -192,7 +192,7 @@ def test_power_cut_while_a_directory_is_made_leaves_none_or_the_whole(tmp_path: 
 
 
 def _through_the_disk(path: Path) -> None:
-    from fsdp_tune.atomic import DISK
+    from fsdp_tune.core.atomic import DISK
 
     with DISK.open(path) as file:
         DISK.write(file, b"x" * 2000)

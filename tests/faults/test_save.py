@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.directory import RunDir
 from tests.faults import ranks
 from tests.faults.checks import half_files, stages, verified_steps
 from tests.faults.conftest import Count

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.directory import RunDir
 from tests.faults.checks import stages, verified_steps
 from tests.faults.disk import Fault
 from tests.faults.ranks import PHASES, Happening

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.bridge.tokenizer import load_encoder
+from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.recipe.schema import Recipe
 from tests.conftest import REPOSITORY
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.run_dir import RunDir, latest_checkpoint
+from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from tests.faults import ranks
 from tests.faults.checks import stages, verified_steps
 from tests.faults.conftest import Count

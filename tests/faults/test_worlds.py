@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.manifest import MANIFEST_NAME, Manifest, digest_file, read_manifest
-from fsdp_tune.run_dir import RunDir, latest_checkpoint
+from fsdp_tune.run.directory import RunDir, latest_checkpoint
+from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, read_manifest
 from tests.faults import ranks
 from tests.faults.checks import verified_steps
 from tests.faults.forks import ForkServer

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp_tune.run_dir import RunDir, latest_checkpoint
+from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from tests.faults import ranks
 from tests.faults.checks import half_files, stages
 from tests.faults.disk import Fault

@@ -21,7 +21,7 @@ def _units_stay_gathered() -> Iterator[None]:
     """The forward that looks for a NaN leaves units gathered: the next step computes with the weights before the update."""
     import torch
 
-    from fsdp_tune.worker import nonfinite
+    from fsdp_tune.worker.observe import nonfinite
 
     @contextlib.contextmanager
     def gathered(*_: Any) -> Iterator[None]:
@@ -48,14 +48,14 @@ def _balance_of_the_padded_batch() -> AbstractContextManager[Any]:
 
 def _sums_in_bf16() -> AbstractContextManager[Any]:
     """Micro-batches add up in the dtype of the weights, as FSDP2 does by itself."""
-    return patch("fsdp_tune.model.optimizer.sums_need_fp32", lambda _: False)
+    return patch("fsdp_tune.model.optim.optimizer.sums_need_fp32", lambda _: False)
 
 
 @contextlib.contextmanager
 def _hub_kernel_is_unknown() -> Iterator[None]:
     """Only kernels named `flash_attention…` get the lengths of packed examples; the check before the first step passes, as with one row."""
     from fsdp_tune.worker import callbacks, setup
-    from fsdp_tune.worker.isolation import Deviations
+    from fsdp_tune.worker.readback.isolation import Deviations
 
     by_prefix = patch.object(setup, "has_variable_lengths", lambda kernel: str(kernel).startswith("flash_attention"))
     with by_prefix, patch.object(callbacks, "deviations", lambda *_: Deviations(0.0, 0.0)):

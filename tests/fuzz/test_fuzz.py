@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.recipe.keys import effect_of
+from fsdp_tune.recipe.schema.keys import effect_of
 from tests.fuzz.__main__ import fuzz, trial
 from tests.fuzz.families import FAMILIES
 from tests.fuzz.plants import PLANTS

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.directory import RunDir
 
 DEVICE = os.environ.get("GPU_TEST_DEVICE", "cuda")
 IS_SMALL = DEVICE == "cpu"

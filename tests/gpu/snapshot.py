@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fsdp_tune.plan.allocator import Block, CachingAllocator
+from fsdp_tune.planner.predict.allocator import Block, CachingAllocator
 
 STEPS, LAYERS = 3, 6
 

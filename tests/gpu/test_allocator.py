@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from fsdp_tune.units import MIB
+from fsdp_tune.core.units import MIB
 from tests.gpu.conftest import IS_SMALL
 from tests.gpu.snapshot import replay
 

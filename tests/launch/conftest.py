@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.launch.accelerate import LaunchPlan
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.launch.command.accelerate import LaunchPlan
+from fsdp_tune.run.directory import RunDir
 from tests.conftest import REPOSITORY
 
 Parts = dict[str, list[list[object]]]

@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.launch.leash import die_with_parent
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.core.leash import die_with_parent
+from fsdp_tune.run.directory import RunDir
 
 
 class Rank:

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from fsdp_tune import atomic
-from fsdp_tune.worker import heartbeat
+from fsdp_tune.core import atomic
+from fsdp_tune.worker.observe import heartbeat
 
 CUDA_MESSAGE = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.05 GiB is free. "

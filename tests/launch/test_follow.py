@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.launch.follow import Follower
+from fsdp_tune.run.follow import Follower
 
 
 def steps(lines: list[dict[str, object]]) -> list[object]:

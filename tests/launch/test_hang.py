@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.launch.hang import Standing, hang_problem, late_ranks, report_text
-from fsdp_tune.launch.stacks import main_thread, parse, stands_at, waits_in
+from fsdp_tune.launch.supervise.hang import Standing, hang_problem, late_ranks, report_text
+from fsdp_tune.launch.supervise.stacks import main_thread, parse, stands_at, waits_in
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 ENTRY = ('  File "<frozen runpy>", line 88 in _run_code', '  File "<frozen runpy>", line 198 in _run_module_as_main')
@@ -26,7 +26,7 @@ def frame(file: str, function: str, line: int = 7) -> str:
     return f'  File "{file}", line {line} in {function}'
 
 
-HEARTBEAT = (frame("/usr/lib/python3.11/threading.py", "wait"), frame("/x/fsdp_tune/worker/heartbeat.py", "_keep_beating"))
+HEARTBEAT = (frame("/usr/lib/python3.11/threading.py", "wait"), frame("/x/fsdp_tune/worker/observe/heartbeat.py", "_keep_beating"))
 ALL_REDUCE = (
     frame(f"{TORCH}/distributed/distributed_c10d.py", "all_reduce", 3252),
     frame(f"{TORCH}/distributed/c10d_logger.py", "wrapper"),
@@ -42,7 +42,11 @@ FSDP_WAIT = (
 VOTE = (frame("/x/fsdp_tune/worker/agree.py", "exchange"), frame("/x/fsdp_tune/worker/callbacks.py", "on_step_end"), *ENTRY)
 COMPUTES = (frame(f"{TORCH}/nn/modules/linear.py", "forward"), frame("/x/fsdp_tune/worker/trainer.py", "training_step", 150), *ENTRY)
 ENGINE = (frame(f"{TORCH}/autograd/graph.py", "_engine_run_backward"), frame("/x/fsdp_tune/worker/trainer.py", "_forward_backward"), *ENTRY)
-WRITES = (frame("/x/fsdp_tune/worker/storage.py", "write"), frame(f"{TORCH}/distributed/checkpoint/filesystem.py", "write"), *ENTRY)
+WRITES = (
+    frame("/x/fsdp_tune/worker/checkpoint/storage.py", "write"),
+    frame(f"{TORCH}/distributed/checkpoint/filesystem.py", "write"),
+    *ENTRY,
+)
 HOOK = (frame(f"{TORCH}/distributed/distributed_c10d.py", "reduce_scatter_tensor"), frame(f"{TORCH}/x.py", "post_backward"))
 
 
@@ -74,13 +78,13 @@ def test_the_collective_is_the_one_that_the_main_thread_waits_in(text: str, name
 
 
 def test_a_rank_that_waits_for_its_background_save_is_where_that_save_is() -> None:
-    checkpoint, threads = "/x/fsdp_tune/worker/checkpoint.py", "/usr/lib/python3.11/threading.py"
+    checkpoint, threads = "/x/fsdp_tune/worker/checkpoint/save.py", "/usr/lib/python3.11/threading.py"
     joins = (frame(threads, "join"), frame(checkpoint, "wait"), frame("/x/fsdp_tune/worker/setup.py", "close"), *ENTRY)
     base = (frame(checkpoint, "_write_reporting"), frame(checkpoint, "write"), frame(threads, "_bootstrap"))
-    writes, waits = ((*top, *base) for top in ((frame("/x/fsdp_tune/atomic.py", "write"),), ALL_REDUCE[:2]))
+    writes, waits = ((*top, *base) for top in ((frame("/x/fsdp_tune/core/atomic.py", "write"),), ALL_REDUCE[:2]))
     late, waiting = parse(dump(HEARTBEAT, writes, joins)), parse(dump(HEARTBEAT, waits, joins))
     assert (waits_in(late), waits_in(waiting)) == (None, "all_reduce")
-    assert str(stands_at(late)).startswith("fsdp_tune/atomic.py:7 in write")
+    assert str(stands_at(late)).startswith("fsdp_tune/core/atomic.py:7 in write")
 
 
 def test_a_save_in_the_background_is_not_what_a_rank_waits_in() -> None:

@@ -17,18 +17,18 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune import ownership
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.launch.lock import locked
-from fsdp_tune.ownership import HeldError, live_owner, owned, read_owner
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.core import ownership
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.ownership import HeldError, live_owner, owned, read_owner
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.lock import locked
 from tests.conftest import REPOSITORY
 
 HOLDER = """
 import fcntl, os, sys, time
 from pathlib import Path
-from fsdp_tune.launch.lock import locked
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.lock import locked
+from fsdp_tune.run.directory import RunDir
 if len(sys.argv) > 2:
     def without_locks(*_):
         raise OSError(int(sys.argv[2]), os.strerror(int(sys.argv[2])))

@@ -10,16 +10,16 @@ from contextlib import ExitStack
 
 import pytest
 
-from fsdp_tune import ownership
-from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
-from fsdp_tune.launch import machines
-from fsdp_tune.launch.attempts import _at_the_end
-from fsdp_tune.launch.hang import Standing
-from fsdp_tune.launch.lock import locked
-from fsdp_tune.launch.machines import Machines, combined
-from fsdp_tune.launch.supervise import Supervisor
-from fsdp_tune.launch.verdict import Ended
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.core import ownership
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
+from fsdp_tune.launch.machines import coordination as machines
+from fsdp_tune.launch.machines.coordination import Machines, combined
+from fsdp_tune.launch.supervise.attempts import _at_the_end
+from fsdp_tune.launch.supervise.hang import Standing
+from fsdp_tune.launch.supervise.supervisor import Supervisor
+from fsdp_tune.launch.supervise.verdict import Ended
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.lock import locked
 from tests.launch.conftest import PlanOf
 
 

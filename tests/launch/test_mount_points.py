@@ -11,12 +11,12 @@ from unittest.mock import patch
 
 import pytest
 
-from fsdp_tune import atomic
-from fsdp_tune.atomic import Disk, is_mount_point, must_be_filled, occupants, staged_directory, stages_inside, undo_fill
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.launch.resume import decide
-from fsdp_tune.launch.run_files import write_run
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.core import atomic
+from fsdp_tune.core.atomic import Disk, is_mount_point, must_be_filled, occupants, staged_directory, stages_inside, undo_fill
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.launch.command.resume import decide
+from fsdp_tune.launch.command.run_files import write_run
+from fsdp_tune.run.directory import RunDir
 from tests.launch.test_plan import resolved
 from tests.launch.test_run_directory import files_of
 
@@ -164,7 +164,7 @@ def test_volume_with_files_of_somebody_else_is_refused(volume: Path, tmp_path: P
 def test_run_whose_writing_was_killed_in_a_volume_is_started_again(volume: Path, tmp_path: Path) -> None:
     run, recipe = RunDir(volume), resolved(tmp_path)
     code = (
-        "import os, sys; from fsdp_tune.atomic import *; from pathlib import Path\n"
+        "import os, sys; from fsdp_tune.core.atomic import *; from pathlib import Path\n"
         "v = Path(sys.argv[1]); DISK.rename = lambda s, t: (os.rename(s, t), os._exit(9))\n"
         "with staged_directory(v, last='recipe.json') as stage:\n"
         "    (stage / 'recipe.json').write_text('x'); (stage / 'launch.json').write_text('half')\n"

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.fsdp import accelerate_config
-from fsdp_tune.launch.accelerate import LaunchPlan, by_hand, check_port, launch_plan
-from fsdp_tune.launch.arguments import FREE, check_extra
-from fsdp_tune.launch.environment import clean
-from fsdp_tune.recipe.loader import parse_recipe
-from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.core.devices import Machine
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.launch.command.accelerate import LaunchPlan, by_hand, check_port, launch_plan
+from fsdp_tune.launch.command.accelerate_arguments import FREE, check_extra
+from fsdp_tune.launch.command.rank_environment import clean
+from fsdp_tune.recipe.fsdp_arguments import accelerate_config
+from fsdp_tune.recipe.read.loader import parse_recipe
+from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker import rank
 
 BASE = """

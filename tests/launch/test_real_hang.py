@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.launch.supervise import Event, Said
-from fsdp_tune.launch.verdict import Ended
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.launch.supervise.supervisor import Event, Said
+from fsdp_tune.launch.supervise.verdict import Ended
+from fsdp_tune.run.directory import RunDir
 from tests.launch.test_real_restart import launch, written
 from tests.parity.runs import lines
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_tune.fsdp import accelerate_config
-from fsdp_tune.launch.accelerate import launch_plan
-from fsdp_tune.launch.supervise import Event, Logged, Supervisor
-from fsdp_tune.launch.verdict import Ended
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.launch.command.accelerate import launch_plan
+from fsdp_tune.launch.supervise.supervisor import Event, Logged, Supervisor
+from fsdp_tune.launch.supervise.verdict import Ended
+from fsdp_tune.recipe.fsdp_arguments import accelerate_config
+from fsdp_tune.run.directory import RunDir
 from tests.launch.conftest import Parts
 from tests.launch.orphans import children, left_over
 from tests.launch.test_plan import resolved

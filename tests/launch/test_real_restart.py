@@ -17,14 +17,14 @@ import psutil
 import pytest
 import torch
 
-from fsdp_tune.cli.step_rows import rows_of_step
-from fsdp_tune.launch.accelerate import launch_plan
-from fsdp_tune.launch.attempts import Attempts
-from fsdp_tune.launch.ranks import Heartbeat, read_heartbeat
-from fsdp_tune.launch.resume import read_resolved
-from fsdp_tune.launch.supervise import Event, Said
-from fsdp_tune.launch.verdict import Ended
-from fsdp_tune.run_dir import RunDir, latest_checkpoint
+from fsdp_tune.cli.train_job import rows_of_step
+from fsdp_tune.launch.command.accelerate import launch_plan
+from fsdp_tune.launch.command.resume import read_resolved
+from fsdp_tune.launch.supervise.attempts import Attempts
+from fsdp_tune.launch.supervise.supervisor import Event, Said
+from fsdp_tune.launch.supervise.verdict import Ended
+from fsdp_tune.run.directory import RunDir, latest_checkpoint
+from fsdp_tune.run.rank_files import Heartbeat, read_heartbeat
 from tests.conftest import REPOSITORY
 from tests.launch.orphans import children, left_over
 from tests.parity.runs import lines, loss_lines, saved_parameters

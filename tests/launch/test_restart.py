@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
-from fsdp_tune.launch import supervise
-from fsdp_tune.launch.attempts import Attempts
-from fsdp_tune.launch.restart import Failure, Restart, decide, is_transient
-from fsdp_tune.launch.supervise import Event, Said
-from fsdp_tune.launch.verdict import Ended
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
+from fsdp_tune.launch.supervise import supervisor as supervise
+from fsdp_tune.launch.supervise.attempts import Attempts
+from fsdp_tune.launch.supervise.restart import Failure, Restart, decide, is_transient
+from fsdp_tune.launch.supervise.supervisor import Event, Said
+from fsdp_tune.launch.supervise.verdict import Ended
+from fsdp_tune.run.directory import RunDir
 from tests.launch.conftest import Parts, PlanOf
 from tests.launch.orphans import children, left_over
 from tests.launch.test_plan import resolved

@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.launch.resume_diff import check, compare
-from fsdp_tune.recipe.effects import OnResume
-from fsdp_tune.recipe.keys import effect_of
-from fsdp_tune.recipe.loader import parse_recipe
-from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.core.devices import Machine
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.launch.command.resume_diff import check, compare
+from fsdp_tune.recipe.read.loader import parse_recipe
+from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.training_fields import TRAINING_FIELDS, owned_names
+from fsdp_tune.recipe.schema.effects import OnResume
+from fsdp_tune.recipe.schema.keys import effect_of
+from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, owned_names
 
 BASE = """
 model: {from_config: {model_type: llama, hidden_size: 64}, tokenizer: "builtin:words"}

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.launch.accelerate import launch_plan
-from fsdp_tune.launch.lock import locked
-from fsdp_tune.launch.resume import Start, check_data, decide, move_aside, refuse_beyond_end, refuse_when_continued, wait_for_run
-from fsdp_tune.launch.run_files import RunFiles, write_run
-from fsdp_tune.launch.status import run_status
-from fsdp_tune.manifest import MANIFEST_NAME, Manifest, digest_file
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.launch.command.accelerate import launch_plan
+from fsdp_tune.launch.command.resume import Start, check_data, decide, move_aside, refuse_beyond_end, refuse_when_continued, wait_for_run
+from fsdp_tune.launch.command.run_files import RunFiles, write_run
+from fsdp_tune.launch.run_status import run_status
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run_dir import CHECKPOINT_KIND, Checkpoint, Rejected, RunDir, latest_checkpoint
+from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, Rejected, RunDir, latest_checkpoint
+from fsdp_tune.run.lock import locked
+from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file
 from tests.launch.test_plan import BASE, resolved
 
 Written = Callable[..., RunDir]
@@ -260,7 +260,7 @@ def test_a_run_that_came_and_went_while_checkpoints_were_hashed_is_noticed(
             checkpoint(fresh, 20)
         return found
 
-    monkeypatch.setattr("fsdp_tune.launch.resume.latest_checkpoint", used_meanwhile)
+    monkeypatch.setattr("fsdp_tune.launch.command.resume.latest_checkpoint", used_meanwhile)
     start = decide(fresh, recipe, "auto", overwrite=False)
     with locked(fresh), pytest.raises(FsdpTuneError, match="another command continued") as caught:
         refuse_when_continued(fresh, start)

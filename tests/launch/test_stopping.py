@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_tune.launch.ranks import Heartbeat
-from fsdp_tune.launch.stopping import stop_line
+from fsdp_tune.launch.supervise.supervisor import stop_line
+from fsdp_tune.run.rank_files import Heartbeat
 
 
 @pytest.mark.parametrize(

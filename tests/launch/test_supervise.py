@@ -15,12 +15,14 @@ import psutil
 import pytest
 
 from fsdp_tune.cli.output import stopping_cleanly
-from fsdp_tune.errors import ExitCode, ExitReason
-from fsdp_tune.launch import hang, supervise, watch
-from fsdp_tune.launch.accelerate import LaunchPlan
-from fsdp_tune.launch.supervise import Event, Logged, Said, Supervisor
-from fsdp_tune.launch.verdict import Ended
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.core.errors import ExitCode, ExitReason
+from fsdp_tune.launch.command.accelerate import LaunchPlan
+from fsdp_tune.launch.supervise import hang
+from fsdp_tune.launch.supervise import rank_watch as watch
+from fsdp_tune.launch.supervise import supervisor as supervise
+from fsdp_tune.launch.supervise.supervisor import Event, Logged, Said, Supervisor
+from fsdp_tune.launch.supervise.verdict import Ended
+from fsdp_tune.run.directory import RunDir
 from tests.launch.conftest import PlanOf
 from tests.launch.orphans import children, left_over
 
@@ -327,9 +329,9 @@ def test_nothing_survives_a_supervisor_killed_outright(plan_of: PlanOf, run: Run
     program = f"""
 import os, sys
 from pathlib import Path
-from fsdp_tune.launch.accelerate import LaunchPlan
-from fsdp_tune.launch.supervise import Supervisor
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.launch.command.accelerate import LaunchPlan
+from fsdp_tune.launch.supervise.supervisor import Supervisor
+from fsdp_tune.run.directory import RunDir
 run = RunDir(Path({str(run.path)!r}))
 agent = {str(repository / "tests/launch/fake_agent.py")!r}
 plan = LaunchPlan((sys.executable, agent, "1", str(run.path)), dict(os.environ), {{}}, (), run, range(1), 0, 1)

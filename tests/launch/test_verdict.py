@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.errors import ExitCode, ExitReason, Problem
-from fsdp_tune.launch.ranks import Outcome
-from fsdp_tune.launch.verdict import Death, Seen, first_exception, judge
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
+from fsdp_tune.launch.supervise.verdict import Death, Seen, first_exception, judge
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.rank_files import Outcome
 
 RUN = RunDir(Path("/r"))
 KILLED_BY_9 = "E0101 api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 7) of binary: /usr/bin/python"

@@ -9,10 +9,10 @@ from typing import Any
 import psutil
 import pytest
 
-from fsdp_tune.launch import watch as watches
-from fsdp_tune.launch.ranks import Heartbeat
-from fsdp_tune.launch.watch import RankWatch
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.launch.supervise import rank_watch as watches
+from fsdp_tune.launch.supervise.rank_watch import RankWatch
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.rank_files import Heartbeat
 
 LIMIT_SECONDS = 30.0
 PHASES = ["starting", "importing", "loading the model", "reading back", "training", "forward", "evaluating", "probing a save", "saving"]

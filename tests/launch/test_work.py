@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
-from fsdp_tune.launch import machines, work
-from fsdp_tune.launch.lock import locked
-from fsdp_tune.launch.machines import Machines
-from fsdp_tune.launch.verdict import Ended
-from fsdp_tune.launch.work import CountedBar, WorkCounter, WorkWatch
-from fsdp_tune.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
-from fsdp_tune.run_dir import CHECKPOINT_KIND, RunDir, latest_checkpoint
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
+from fsdp_tune.launch.machines import coordination as machines
+from fsdp_tune.launch.machines import work
+from fsdp_tune.launch.machines.coordination import Machines
+from fsdp_tune.launch.machines.work import CountedBar, WorkCounter, WorkWatch
+from fsdp_tune.launch.supervise.verdict import Ended
+from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir, latest_checkpoint
+from fsdp_tune.run.lock import locked
+from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
 
 LIMIT_SECONDS = 0.5
 

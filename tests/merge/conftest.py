@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_tune.merge.run import MergeOptions, MergeResult, merge_checkpoint
+from fsdp_tune.merge.merging import MergeOptions, MergeResult, merge_checkpoint
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from fsdp_tune.errors import FailedError, FsdpTuneError
-from fsdp_tune.merge import gather, write
+from fsdp_tune.core.errors import FailedError, FsdpTuneError
 from fsdp_tune.merge.companions import fetch_model
+from fsdp_tune.merge.copy import gather, write
 from fsdp_tune.merge.lora import low_rank
-from fsdp_tune.merge.lora.names import PREFIX as PEFT_PREFIX
-from fsdp_tune.merge.lora.names import sort_names
+from fsdp_tune.merge.lora.peft_names import PREFIX as PEFT_PREFIX
+from fsdp_tune.merge.lora.peft_names import sort_names
 from tests.merge import peft
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, same_bits, save_dcp, save_on_ranks
 from tests.merge.peft import PREFIX, adapter_directory, adapter_state, added, exact, factors, values, whole_state, write_config

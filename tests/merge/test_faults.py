@@ -20,12 +20,12 @@ import psutil
 import pytest
 import torch
 
-from fsdp_tune.atomic import Disk, stage_lock
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.merge import integrity
-from fsdp_tune.merge.reader import SourceFiles
-from fsdp_tune.merge.run import MergeOptions, merge_checkpoint
-from fsdp_tune.ownership import announced, live_owner
+from fsdp_tune.core.atomic import Disk, stage_lock
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.ownership import announced, live_owner
+from fsdp_tune.merge.formats.reader import SourceFiles
+from fsdp_tune.merge.merging import MergeOptions, merge_checkpoint
+from fsdp_tune.merge.verify import integrity
 from tests.conftest import REPOSITORY
 from tests.faults.checks import in_child
 from tests.merge.checkpoints import SHARDS, contents, make_run, merged_tensors, same_bits, save_dcp
@@ -243,7 +243,7 @@ def test_space_is_measured_where_the_bytes_go(run, volume):
 
 def test_output_that_cannot_be_written_is_refused_before_anything_is_read(run, volume, monkeypatch):
     subprocess.run(["mount", "-o", "remount,ro", str(volume)], check=True)
-    monkeypatch.setattr("fsdp_tune.merge.run.read_contents", lambda *_, **__: pytest.fail("the source was read"))
+    monkeypatch.setattr("fsdp_tune.merge.merging.read_contents", lambda *_, **__: pytest.fail("the source was read"))
     for output in (volume, volume / "out"):
         with pytest.raises(FsdpTuneError, match="read-only") as caught:
             merge_checkpoint(run, MergeOptions(output=output, dtype="keep"))
@@ -344,7 +344,7 @@ def test_a_signal_leaves_nothing_that_looks_like_a_model(tmp_path, number):
     save_dcp({"model": state}, tmp_path / "source" / SHARDS)
     output = tmp_path / "out"
     source = str(tmp_path / "source")
-    code = f"from fsdp_tune.merge.run import *; merge_checkpoint(Path({source!r}), MergeOptions(output=Path({str(output)!r})))"
+    code = f"from fsdp_tune.merge.merging import *; merge_checkpoint(Path({source!r}), MergeOptions(output=Path({str(output)!r})))"
     child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline and child.poll() is None and not list(tmp_path.glob(".out.stage-*/model*")):
@@ -360,14 +360,14 @@ def test_a_signal_leaves_nothing_that_looks_like_a_model(tmp_path, number):
 CHECKING = """
 import sys, time
 from pathlib import Path
-from fsdp_tune.merge.model_check import Child
+from fsdp_tune.merge.verify.model_check import Child
 with Child("forward", Path(sys.argv[1])):
     print("started", flush=True)
     time.sleep(60)
 """
 SLOW_CHILD = """
 import sys, time
-if "fsdp_tune.merge.loaded" in sys.orig_argv:
+if "fsdp_tune.merge.verify.loaded" in sys.orig_argv:
     time.sleep(60)
 """
 

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.manifest import MANIFEST_NAME
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.run.manifest import MANIFEST_NAME
 from tests.merge.checkpoints import SHARDS, finish_checkpoint, make_run, merged_tensors, same_bits, save_dcp, save_on_ranks
 from tests.merge.test_merge import small_gpt2
 
@@ -223,7 +223,7 @@ def test_strides_of_every_kind_are_merged(tmp_path, merge):
 
 def test_replicas_are_read_once(tmp_path, merge, monkeypatch):
     """HSDP with deduplication switched off in the table of contents: the same box listed by two ranks."""
-    from fsdp_tune.merge.reader import SourceFiles
+    from fsdp_tune.merge.formats.reader import SourceFiles
 
     folder = save_dcp({"model": WEIGHTS}, tmp_path / SHARDS)
 

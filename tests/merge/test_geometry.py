@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_tune.merge.cover import gap_or_overlap, without_replicas
-from fsdp_tune.merge.geometry import boxes, intersection
-from fsdp_tune.merge.tensors import Chunk, Extent, is_row_major
+from fsdp_tune.merge.copy.geometry import boxes, intersection
+from fsdp_tune.merge.formats.dcp import gap_or_overlap, without_replicas
+from fsdp_tune.merge.formats.tensors import Chunk, Extent, is_row_major
 
 SHAPES = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 NOWHERE = Extent("", 0, (), 0, 0)

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from fsdp_tune.errors import FailedError, FsdpTuneError
+from fsdp_tune.core.errors import FailedError, FsdpTuneError
 from fsdp_tune.recipe.schema import Merge, Recipe
 from tests.merge.checkpoints import SHARDS, finish_checkpoint, make_run, merged_tensors, same_bits, save_dcp
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.core.errors import FsdpTuneError
 from tests.merge.checkpoints import SHARDS, finish_checkpoint, make_run, merged_tensors, same_bits, save_dcp
 
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.merge.run import MergeOptions, merge_checkpoint
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.merge.merging import MergeOptions, merge_checkpoint
 from tests.merge.checkpoints import SHARDS, contents, make_run, merged_tensors, save_dcp
 
 STATE = {"w": torch.randn(100)}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_tune.merge import page_cache
-from fsdp_tune.merge.page_cache import PageCache, is_cold
-from fsdp_tune.merge.run import MergeOptions, merge_checkpoint
+from fsdp_tune.merge.formats import page_cache
+from fsdp_tune.merge.formats.page_cache import PageCache, is_cold
+from fsdp_tune.merge.merging import MergeOptions, merge_checkpoint
 from tests.merge.checkpoints import SHARDS, make_run, save_dcp
 
 MIB = 1 << 20

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdp_tune.merge.dtypes import DTYPES
-from fsdp_tune.merge.run import MergeOptions, merge_checkpoint
+from fsdp_tune.merge.formats.dtypes import DTYPES
+from fsdp_tune.merge.merging import MergeOptions, merge_checkpoint
 from tests.merge.checkpoints import merged_tensors, same_bits, save_on_ranks
 from tests.merge.test_merge import small_gpt2, small_llama
 

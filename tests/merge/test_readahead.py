@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
-from fsdp_tune.merge import readahead
-from fsdp_tune.merge.contents import Source
-from fsdp_tune.merge.dcp import read_dcp
-from fsdp_tune.merge.readahead import ReadAhead
-from fsdp_tune.merge.reader import SourceFiles
+from fsdp_tune.merge.copy import readahead
+from fsdp_tune.merge.copy.readahead import ReadAhead
+from fsdp_tune.merge.formats.contents import Source
+from fsdp_tune.merge.formats.dcp import read_dcp
+from fsdp_tune.merge.formats.reader import SourceFiles
 from tests.merge.checkpoints import SHARDS, save_dcp
 
 

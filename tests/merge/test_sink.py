@@ -13,12 +13,12 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_tune.atomic import Disk
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.merge import sink
-from fsdp_tune.merge.layout import PAGE_BYTES
-from fsdp_tune.merge.run import MergeOptions, merge_checkpoint
-from fsdp_tune.merge.sink import TensorSink, allocate, block_buffer, pieces, takes_direct_writes
+from fsdp_tune.core.atomic import Disk
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.merge.copy import sink
+from fsdp_tune.merge.copy.layout import PAGE_BYTES
+from fsdp_tune.merge.copy.sink import TensorSink, allocate, block_buffer, pieces, takes_direct_writes
+from fsdp_tune.merge.merging import MergeOptions, merge_checkpoint
 from tests.merge.checkpoints import SHARDS, merged_tensors, same_bits, save_dcp
 
 BLOCK_BYTES = 4 * PAGE_BYTES

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_tune.atomic import Disk
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.merge import loaded, model_check
-from fsdp_tune.merge.run import MergeOptions, merge_checkpoint
+from fsdp_tune.core.atomic import Disk
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.merge.merging import MergeOptions, merge_checkpoint
+from fsdp_tune.merge.verify import loaded, model_check
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, save_dcp
 from tests.merge.test_merge import model_directory, small_gpt2, small_llama
 
@@ -51,7 +51,7 @@ def test_a_disk_that_lies_is_found(number, tmp_path, monkeypatch):
 
 def test_full_reads_the_disk_once_more(tmp_path, monkeypatch):
     """A bit that flips after the tensor was read back is found by `full` alone."""
-    from fsdp_tune.merge import run
+    from fsdp_tune.merge import merging as run
 
     save_dcp({"model": STATE}, tmp_path / "c" / SHARDS)
     original = run.write_tensors

@@ -11,9 +11,9 @@ from transformers import AttentionMaskInterface, AutoConfig
 from transformers.masking_utils import flash_attention_mask
 
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.model.attention import choose_attention, has_variable_lengths, stands_for
-from fsdp_tune.model.build import build_empty, build_full
-from fsdp_tune.model.choice import Choice
+from fsdp_tune.model.build.construct import build_empty, build_full
+from fsdp_tune.model.kernels.attention import choose_attention, has_variable_lengths, stands_for
+from fsdp_tune.model.kernels.choice import Choice
 from fsdp_tune.model.loss import micro_batch_loss, model_inputs
 from fsdp_tune.worker.dataset import Collator
 from tests.model.families import FAMILIES
@@ -40,8 +40,8 @@ def choice(
     known = {key: value for key, value in {**FAMILIES[family], **fields}.items() if key != "model_type"}
     config = AutoConfig.for_model(FAMILIES[family]["model_type"], **known)
     with (
-        patch("fsdp_tune.model.attention.is_flash_attn_2_available", lambda: 2 in installed),
-        patch("fsdp_tune.model.attention.is_flash_attn_3_available", lambda: 3 in installed),
+        patch("fsdp_tune.model.kernels.attention.is_flash_attn_2_available", lambda: 2 in installed),
+        patch("fsdp_tune.model.kernels.attention.is_flash_attn_3_available", lambda: 3 in installed),
         patch.object(torch.cuda, "get_device_capability", lambda: capability),
     ):
         return choose_attention(recipe, config)

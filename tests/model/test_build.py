@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.model.build import build_empty, build_full, embedding_rows, generation_config, model_config
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.model.build.construct import build_empty, build_full, embedding_rows, generation_config, model_config
 from fsdp_tune.recipe.catalogue import architecture
 from fsdp_tune.recipe.schema import Recipe
 from tests.model.families import FAMILIES

@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.model import linear_loss
-from fsdp_tune.model.build import build_empty, build_full
-from fsdp_tune.model.head import OpaqueHead, logits_of, loss_kernel_of
-from fsdp_tune.model.kernels import choose_loss, install_kernels
-from fsdp_tune.model.linear_loss import Logits
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.model.build.construct import build_empty, build_full
+from fsdp_tune.model.kernels import linear_loss
+from fsdp_tune.model.kernels.head import OpaqueHead, logits_of, loss_kernel_of
+from fsdp_tune.model.kernels.linear_loss import Logits
+from fsdp_tune.model.kernels.select import choose_loss, install_kernels
 from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.recipe.schema import Recipe
 from tests.model.families import FAMILIES

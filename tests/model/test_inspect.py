@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.model.inspect import facts
+from fsdp_tune.model.build.inspect import facts
 from tests.model.recipes import recipe_of
 
 OPT = {

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_tune.model import lean_adamw
-from fsdp_tune.model.inspect import facts
-from fsdp_tune.model.lean_adamw import LeanAdamW
-from fsdp_tune.model.optimizer import build_optimizer
-from fsdp_tune.model.rounding import round_by_chance, rounding_key
+from fsdp_tune.model.build.inspect import facts
+from fsdp_tune.model.optim import lean_adamw
+from fsdp_tune.model.optim.lean_adamw import LeanAdamW, round_by_chance, rounding_key
+from fsdp_tune.model.optim.optimizer import build_optimizer
 from tests.model.recipes import recipe_of
 
 

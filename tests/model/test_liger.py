@@ -14,12 +14,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.model import liger
-from fsdp_tune.model.build import build_empty, build_full
-from fsdp_tune.model.kernels import choose_kernels, choose_loss
-from fsdp_tune.model.liger import choose_liger, liger_summed_loss, modules_of_liger, put_liger_into
-from fsdp_tune.model.linear_loss import Logits, LossOptions, summed_linear_loss
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.model.build.construct import build_empty, build_full
+from fsdp_tune.model.kernels import liger
+from fsdp_tune.model.kernels.liger import choose_liger, liger_summed_loss, modules_of_liger, put_liger_into
+from fsdp_tune.model.kernels.linear_loss import Logits, LossOptions, summed_linear_loss
+from fsdp_tune.model.kernels.select import choose_kernels, choose_loss
 from fsdp_tune.recipe.schema import Recipe
 from tests.model.recipes import recipe_of
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_tune.data.store import IGNORE_INDEX
-from fsdp_tune.model import linear_loss
-from fsdp_tune.model.linear_loss import Logits, LossOptions, slice_tokens, summed_linear_loss
+from fsdp_tune.model.kernels import linear_loss
+from fsdp_tune.model.kernels.linear_loss import Logits, LossOptions, slice_tokens, summed_linear_loss
 
 TOKENS, WIDTH, VOCABULARY = 40, 16, 53
 OPTIONS = [

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from fsdp_tune.model.optimizer import build_optimizer, optimizer_of
-from fsdp_tune.recipe.optimizer_arguments import WORDS
+from fsdp_tune.model.optim.optimizer import build_optimizer, optimizer_of
+from fsdp_tune.recipe.schema.optimizer_arguments import WORDS
 from tests.model.recipes import recipe_of
 
 OPTIMIZERS = (None, *WORDS)

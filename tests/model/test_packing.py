@@ -10,13 +10,13 @@ import torch
 from transformers import AutoConfig, masking_utils, modeling_flash_attention_utils
 
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
-from fsdp_tune.model.build import build_full
-from fsdp_tune.model.inspect import facts
+from fsdp_tune.model.build.construct import build_full
+from fsdp_tune.model.build.inspect import facts
 from fsdp_tune.model.loss import micro_batch_loss, shift_labels
 from fsdp_tune.model.packed import packing_known
-from fsdp_tune.worker import isolation
 from fsdp_tune.worker.dataset import Batch, Collator
-from fsdp_tune.worker.isolation import ALLOWED, Deviations, deviations, not_causal, not_isolated, rows_to_check
+from fsdp_tune.worker.readback import isolation
+from fsdp_tune.worker.readback.isolation import ALLOWED, Deviations, deviations, not_causal, not_isolated, rows_to_check
 from tests.model.families import FAMILIES
 from tests.model.flash import FLASH_STAND_IN, flash_stand_in
 from tests.model.recipes import recipe_of

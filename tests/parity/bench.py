@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.directory import RunDir
 from tests.parity import reference, runs
 from tests.parity.architectures import make_model
 from tests.parity.cases import Case

@@ -13,7 +13,7 @@ from tests.parity.runs import run_worker
 
 def run_broken(path: str, name: str) -> dict[str, Any]:
     """On a rank: the worker with one bug. What would stop the run before step 1 says nothing, so that the numbers alone must tell."""
-    silent = patch("fsdp_tune.worker.readback.differences", lambda *arguments: [])
+    silent = patch("fsdp_tune.worker.readback.report.differences", lambda *arguments: [])
     unasked = patch("fsdp_tune.worker.callbacks.RunCallback._check_packing", lambda callback: None)
     with silent, unasked, BREAKS[name]():
         return run_worker(path)
@@ -62,13 +62,13 @@ def recomputation_forgets_the_random_state() -> Iterator[None]:
     def forgetful(*arguments: Any, preserve_rng_state: bool, **options: Any) -> Any:
         return checkpoint(*arguments, preserve_rng_state=False, **options)
 
-    with patch("fsdp_tune.model.recompute.checkpoint", forgetful):
+    with patch("fsdp_tune.model.shard.recompute.checkpoint", forgetful):
         yield
 
 
 @contextmanager
 def packed_examples_see_each_other() -> Iterator[None]:
-    from fsdp_tune.data.collate import collate
+    from fsdp_tune.data.order.collate import collate
 
     def without_positions(*arguments: Any, **options: Any) -> Any:
         return {name: array for name, array in collate(*arguments, **options).items() if name != "position_ids"}
@@ -81,7 +81,7 @@ def packed_examples_see_each_other() -> Iterator[None]:
 def gradients_summed_in_bf16() -> Iterator[None]:
     import torch
 
-    from fsdp_tune.model import wrap
+    from fsdp_tune.model.shard import wrap
 
     original = wrap.mixed_precision_policy
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.directory import RunDir
 from tests.parity import runs
 from tests.parity.reference import Trajectory
 

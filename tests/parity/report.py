@@ -13,7 +13,7 @@ HEAD = """# Parity, as measured
 Written by `scripts/test-parity --write`; every line is a run of the real worker on CPU ranks over gloo
 (torch {torch}, transformers {transformers}, accelerate {accelerate}).
 
-The measure is `fsdp_tune/parity/reference.py`: a plain PyTorch loop on one device, without Trainer, Accelerate, FSDP, padding or
+The measure is `fsdp_tune/verify/parity/plain_loop.py`: a plain PyTorch loop on one device, without Trainer, Accelerate, FSDP, padding or
 packing, where each example goes through the model alone. Each run takes 22 optimizer steps of 16 rows over 4 epochs, the last
 batch of an epoch with 3 rows; tokens per row, per rank and per micro-batch differ, and a part of them is untrained. Vocabulary
 (257) and widths divide by no number of ranks.

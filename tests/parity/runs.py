@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from fsdp_tune.data.prepare import Prepared
-from fsdp_tune.parity.reload import checkpoint_tensors
-from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.core.devices import Machine
+from fsdp_tune.data.preparation import Prepared
+from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.verify.parity.reload import checkpoint_tensors
 from tests.parity.reference import Trajectory
 from tests.parity.store import TRAIN_ROWS, VOCABULARY
 from tests.ranks import Leaves, RankPool
@@ -117,11 +118,11 @@ def run_with_kernels(path: str, *, backend: str = "aot_eager") -> dict[str, Any]
     compiled layers without the minute that the C++ compiler takes."""
     from unittest.mock import patch
 
-    import fsdp_tune.model.kernels  # noqa: F401  it copies the size of a slice as it is imported, which must be the true one
+    import fsdp_tune.model.kernels.select  # noqa: F401  it copies the size of a slice as it is imported, which must be the true one
 
     torch._dynamo.reset()  # ranks live on from case to case, and with them what was compiled
-    slices = patch("fsdp_tune.model.linear_loss.SLICE_ELEMENTS", 13 * VOCABULARY)
-    with slices, patch("fsdp_tune.model.compiled.BACKEND", backend):
+    slices = patch("fsdp_tune.model.kernels.linear_loss.SLICE_ELEMENTS", 13 * VOCABULARY)
+    with slices, patch("fsdp_tune.model.kernels.compiled.BACKEND", backend):
         return run_worker(path)
 
 

@@ -91,7 +91,7 @@ def resumed_rate(model: str, folder: str) -> list[float]:
 
 def unsharded_bytes(wrapped: Any) -> int:
     """Bytes of whole gradients that FSDP2 keeps at this moment."""
-    from fsdp_tune.model.wrap import fsdp_groups
+    from fsdp_tune.model.shard.wrap import fsdp_groups
 
     total = 0
     for parameter in (parameter for group in fsdp_groups(wrapped) for parameter in group.fsdp_params):

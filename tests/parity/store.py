@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_tune.data.store import STORE_KIND, StoreWriter
-from fsdp_tune.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
+from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
 
 GLOBAL_BATCH_SIZE = 16
 REST = 3

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_tune.model.build import build_empty
-from fsdp_tune.model.compiled import expected_graphs
-from fsdp_tune.model.units import decoder_layers
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.model.build.construct import build_empty
+from fsdp_tune.model.kernels.compiled import expected_graphs
+from fsdp_tune.model.shard.fsdp_units import decoder_layers
+from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker.main import read_recipe
 from tests.parity import runs
 from tests.parity.architectures import resized

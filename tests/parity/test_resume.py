@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fsdp_tune.run_dir import RunDir, latest_checkpoint
+from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case

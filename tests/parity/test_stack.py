@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.recipe.loader import parse_recipe
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.schema import Recipe
 from tests.parity import runs, stock
 from tests.parity.bench import Bench

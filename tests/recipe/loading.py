@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.errors import FsdpTuneError, Problem
-from fsdp_tune.recipe.loader import LoadedRecipe, parse_recipe
-from fsdp_tune.recipe.overrides import OptionSays
+from fsdp_tune.core.errors import FsdpTuneError, Problem
+from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
+from fsdp_tune.recipe.read.overrides import OptionSays
 
 MINIMAL = "model: {name_or_path: gpt2}\ndata: {train: [{path: some/set}]}\n"
 

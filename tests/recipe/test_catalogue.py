@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.errors import FsdpTuneError
+from fsdp_tune.core.devices import Machine
+from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.recipe.catalogue import architecture, catalogue, find_recipe, headline
-from fsdp_tune.recipe.loader import load_recipe
-from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.recipe.read.loader import load_recipe
+from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
 
 BARE = Machine(None, 0, 8, None)
@@ -74,7 +75,7 @@ def test_the_architecture_facts_give_the_known_number_of_parameters(name: str) -
 
 
 def test_the_embedded_recipe_is_as_large_as_it_says(tmp_path: Path) -> None:
-    from fsdp_tune.data.builtin import builtin_tokenizer
+    from fsdp_tune.data.format.builtin import builtin_tokenizer
 
     config = resolved("gpt2_smoke", tmp_path).model.from_config
     assert isinstance(config, dict)

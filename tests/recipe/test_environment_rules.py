@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_tune.recipe.environment_rules import is_plain_setting, variables_to_allow
+from fsdp_tune.recipe.rules.launch import is_plain_setting, variables_to_allow
 from tests.recipe.loading import load_with, one_problem, problems_with
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.recipe.fp8_rules import gathers_in_fp8
-from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.core.devices import Machine
+from fsdp_tune.recipe.resolve import resolve
+from fsdp_tune.recipe.rules.precision import gathers_in_fp8
 from tests.recipe.loading import MINIMAL, load, load_with
 
 FP8 = "precision: {mixed_precision: fp8}\n"

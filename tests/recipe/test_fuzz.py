@@ -10,11 +10,12 @@ from pathlib import Path
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.recipe.keys import all_keys
-from fsdp_tune.recipe.loader import load_recipe
-from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.core.devices import Machine
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.recipe.read.loader import load_recipe
+from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.keys import all_keys
 
 MACHINE = Machine("cuda", 8, 16, None)
 KEYS = [*(key.name for key in all_keys()), "training.max_steps", "training.bf16", "fsdp.cpu_offload", "training.fsdp", "fsdp_config", "zzz"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.recipe.loader import load_recipe, parse_recipe
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.recipe.read.loader import load_recipe, parse_recipe
 from tests.recipe.loading import MINIMAL, load, load_with, one_problem, problems, problems_with
 
 

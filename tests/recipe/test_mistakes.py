@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
-from fsdp_tune.recipe.keys import all_keys, unknown_key_hint
-from fsdp_tune.recipe.synonyms import SYNONYMS
-from fsdp_tune.recipe.training_fields import TRAINING_FIELDS, owner_of
+from fsdp_tune.recipe.read.synonyms import SYNONYMS
+from fsdp_tune.recipe.schema.keys import all_keys, unknown_key_hint
+from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, owner_of
 from tests.recipe.loading import MINIMAL, load_with, one_problem, problems_with
 
 HEAD = "model: {name_or_path: gpt2}\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_tune.recipe.overrides import OptionSays
+from fsdp_tune.recipe.read.overrides import OptionSays
 from tests.recipe.loading import load_with, one_problem, problems_with
 
 

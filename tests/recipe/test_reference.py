@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import yaml
 
-from fsdp_tune.recipe.keys import all_keys
-from fsdp_tune.recipe.kinds import Section
-from fsdp_tune.recipe.not_yet import NOT_YET, refused, value_of
-from fsdp_tune.recipe.reference import default_of, json_schema, reference_yaml, surface_lines
+from fsdp_tune.recipe.rules.training import TRACKERS
 from fsdp_tune.recipe.schema import Recipe, Training
-from fsdp_tune.recipe.training_fields import TRAINING_FIELDS, owned_names, owner_of, training_value, version_gap
-from fsdp_tune.recipe.training_rules import TRACKERS
+from fsdp_tune.recipe.schema.keys import all_keys
+from fsdp_tune.recipe.schema.kinds import Section
+from fsdp_tune.recipe.schema.not_yet import NOT_YET, refused, value_of
+from fsdp_tune.recipe.schema.reference import default_of, json_schema, reference_yaml, surface_lines
+from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, owned_names, owner_of, training_value, version_gap
 
 CONTRACT = yaml.safe_load((Path(__file__).parent / "contract.yaml").read_text())
 CONTRACT["training"]["learning_rate"] = 2.0e-5  # PyYAML reads `2.0e-5` as text

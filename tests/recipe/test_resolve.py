@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 import fsdp_tune
-from fsdp_tune.errors import FsdpTuneError, Problem
-from fsdp_tune.recipe.not_yet import value_of
-from fsdp_tune.recipe.resolve import ASSUMED_DEVICES, Machine, Resolution, resolve
+from fsdp_tune.core.devices import Machine
+from fsdp_tune.core.errors import FsdpTuneError, Problem
+from fsdp_tune.recipe.resolve import ASSUMED_DEVICES, Resolution, resolve
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.training_fields import training_value
+from fsdp_tune.recipe.schema.not_yet import value_of
+from fsdp_tune.recipe.schema.training_fields import training_value
 from tests.recipe.loading import load, load_with, one_problem
 
 BARE = Machine(None, 0, 6, None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_tune.recipe.inactive import INACTIVE
-from fsdp_tune.recipe.not_yet import NOT_YET
 from fsdp_tune.recipe.rules import RULES
+from fsdp_tune.recipe.rules.inactive import INACTIVE
+from fsdp_tune.recipe.schema.not_yet import NOT_YET
 from tests.recipe.loading import load, load_with, one_problem, problems, problems_with
 
 CONTRADICTIONS = [

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_tune.recipe.secrets import has_secret_name, has_secret_shape, is_secret, mask_text, masked
+from fsdp_tune.core.secrets import has_secret_name, has_secret_shape, is_secret, mask_text, masked
 
 SHAPES = [
     "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U",

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fsdp_tune.cli import checks
+from fsdp_tune.cli import model_checks as checks
 from fsdp_tune.cli.app import app
-from fsdp_tune.recipe.loader import load_recipe
+from fsdp_tune.recipe.read.loader import load_recipe
 from tests.recipe.loading import MINIMAL, load
 
 FIVE_MISTAKES = """\
@@ -35,7 +35,7 @@ FACTS = {
 
 
 def inspector(tmp_path: Path, document: dict[str, Any] | str, exit_code: int = 0) -> tuple[str, ...]:
-    """Stands in for `fsdp_tune.model.inspect`: reads the recipe as that does, prints `document`."""
+    """Stands in for `fsdp_tune.model.build.inspect`: reads the recipe as that does, prints `document`."""
     text = document if isinstance(document, str) else json.dumps(document)
     script = tmp_path / "inspect_model.py"
     script.write_text(

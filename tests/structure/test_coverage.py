@@ -40,12 +40,12 @@ def report(**missing: list[int]) -> dict[str, Any]:
     lines = sum(len(numbers) for numbers in missing.values())
     summary = {"num_statements": 10, "covered_lines": 10 - lines, "num_branches": 4, "covered_branches": 3}
     found = {name: {"missing_lines": numbers} for name, numbers in missing.items()}
-    return {"files": {"fsdp_tune/worker/metrics.py": {"summary": summary, "functions": found}}}
+    return {"files": {"fsdp_tune/worker/observe/metrics.py": {"summary": summary, "functions": found}}}
 
 
 def test_lines_for_a_gpu_are_not_counted_as_untested(script: dict[str, Any]) -> None:
     folders = script["by_folder"](report(memory=[3, 4], model_size=[7, 8, 9, 11]))
-    assert folders["worker"].missing == {"fsdp_tune/worker/metrics.py": ["model_size: 7-9, 11"]}
+    assert folders["worker"].missing == {"fsdp_tune/worker/observe/metrics.py": ["model_size: 7-9, 11"]}
     assert "| `worker` | 40.0 % | 75.0 % | 4 | 2 |" in script["table"](folders)
 
 

@@ -17,7 +17,7 @@ def run_sabotaged(path: str, name: str) -> dict[str, Any]:
 
 
 def _wrap_option(name: str) -> str:
-    return f"fsdp_tune.model.wrap.{name}"
+    return f"fsdp_tune.model.shard.wrap.{name}"
 
 
 def no_resharding() -> AbstractContextManager[Any]:
@@ -28,7 +28,7 @@ def _policy(**changes: Any) -> Callable[[], AbstractContextManager[Any]]:
     def start() -> AbstractContextManager[Any]:
         import torch
 
-        from fsdp_tune.model import wrap
+        from fsdp_tune.model.shard import wrap
 
         original = wrap.mixed_precision_policy
         fields = {key: getattr(torch, value) for key, value in changes.items()}
@@ -41,7 +41,7 @@ def reduced_in_bf16_on_one_rank() -> AbstractContextManager[Any]:
     import torch
     import torch.distributed as dist
 
-    from fsdp_tune.model import wrap
+    from fsdp_tune.model.shard import wrap
 
     original = wrap.mixed_precision_policy
     changes = {"reduce_dtype": torch.bfloat16} if dist.get_rank() == 1 else {}
@@ -63,12 +63,12 @@ def offloaded() -> AbstractContextManager[Any]:
 def one_mesh_instead_of_two_copies() -> AbstractContextManager[Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return patch("fsdp_tune.model.load.make_mesh", lambda recipe, device_type: init_device_mesh(device_type, (4,)))
+    return patch("fsdp_tune.model.build.assemble.make_mesh", lambda recipe, device_type: init_device_mesh(device_type, (4,)))
 
 
 def _units(keep: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[Any]]:
     def start() -> AbstractContextManager[Any]:
-        from fsdp_tune.model import load
+        from fsdp_tune.model.build import assemble as load
 
         original = load.plan_units
         return patch.object(load, "plan_units", lambda recipe, model: keep(original(recipe, model)))
@@ -77,11 +77,11 @@ def _units(keep: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[An
 
 
 def no_recomputation() -> AbstractContextManager[Any]:
-    return patch("fsdp_tune.model.load.recompute_activations", lambda recipe, model: [])
+    return patch("fsdp_tune.model.build.assemble.recompute_activations", lambda recipe, model: [])
 
 
 def every_layer_recomputed() -> AbstractContextManager[Any]:
-    from fsdp_tune.model import recompute
+    from fsdp_tune.model.shard import recompute
 
     return patch.object(recompute, "checkpointed_layers", lambda recipe, model: recompute.decoder_layers(model, recipe.layer_classes))
 
@@ -91,21 +91,22 @@ def no_prefetch() -> AbstractContextManager[Any]:
 
 
 def other_attention() -> AbstractContextManager[Any]:
-    return patch("fsdp_tune.model.build.attention", lambda recipe, config: "sdpa")
+    return patch("fsdp_tune.model.build.construct.attention", lambda recipe, config: "sdpa")
 
 
 def stored_in_bf16() -> AbstractContextManager[Any]:
     import torch
 
-    return patch("fsdp_tune.model.build.storage_dtype", lambda recipe: torch.bfloat16)
+    return patch("fsdp_tune.model.build.construct.storage_dtype", lambda recipe: torch.bfloat16)
 
 
 def nothing_frozen() -> AbstractContextManager[Any]:
-    return patch("fsdp_tune.model.build.freeze", lambda recipe, model: None)
+    return patch("fsdp_tune.model.build.construct.freeze", lambda recipe, model: None)
 
 
 def plain_ddp() -> AbstractContextManager[Any]:
-    from fsdp_tune.model import load, wrap
+    from fsdp_tune.model.build import assemble as load
+    from fsdp_tune.model.shard import wrap
 
     return patch.object(load, "wrap", lambda recipe, model, units, mesh, device: wrap._wrap_ddp(model, device))
 
@@ -113,7 +114,7 @@ def plain_ddp() -> AbstractContextManager[Any]:
 def other_order_on_one_rank() -> AbstractContextManager[Any]:
     import torch.distributed as dist
 
-    from fsdp_tune.data import order
+    from fsdp_tune.data.order import permutation as order
 
     original, rank = order.epoch_order, dist.get_rank()
 
@@ -125,7 +126,7 @@ def other_order_on_one_rank() -> AbstractContextManager[Any]:
 
 def moments_in_bf16() -> AbstractContextManager[Any]:
     """The optimizer's state after step 1 is not what the recipe means."""
-    from fsdp_tune.model.adamw import AdamW
+    from fsdp_tune.model.optim.optimizer import AdamW
 
     original = AdamW.step
 

@@ -15,19 +15,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.model.patience import leave, patient_group
-from fsdp_tune.model.wrap import make_mesh, offload_policy
-from fsdp_tune.recipe.resolve import Machine, resolve
+from fsdp_tune.core.devices import Machine
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.units import GIB, MIB
+from fsdp_tune.model.shard.patience import leave, patient_group
+from fsdp_tune.model.shard.wrap import make_mesh, offload_policy
+from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run_dir import RunDir
-from fsdp_tune.units import GIB, MIB
-from fsdp_tune.worker import flight, gradients, memory
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.worker import gradients
+from fsdp_tune.worker.checkpoint.state import rng_state, set_rng_state
 from fsdp_tune.worker.gradients import Landing
+from fsdp_tune.worker.observe import flight
+from fsdp_tune.worker.observe import out_of_memory as memory
+from fsdp_tune.worker.observe.shares import StepShares, Stopwatch
 from fsdp_tune.worker.rank import Rank, share_time_limit, start_process_group, time_limits_seconds
-from fsdp_tune.worker.readback import excessive_growth
-from fsdp_tune.worker.shares import StepShares, Stopwatch
-from fsdp_tune.worker.state import rng_state, set_rng_state
+from fsdp_tune.worker.readback.report import excessive_growth
 from tests.conftest import REPOSITORY
 from tests.model.families import FAMILIES
 from tests.ranks import RankPool

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.launch.profiled import ProfiledSteps, parse_profile, profile_of
-from fsdp_tune.run_dir import RunDir
-from fsdp_tune.worker.breakdown import Share, breakdown, difference, intersection, length, union
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.profiled_steps import ProfiledSteps, parse_profile, profile_of
+from fsdp_tune.worker.observe.breakdown import Share, breakdown, difference, intersection, length, union
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker import callbacks
 from fsdp_tune.worker.callbacks import RunCallback
 

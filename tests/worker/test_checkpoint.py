@@ -11,9 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fsdp_tune.manifest import DAMAGE_NAME, MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
-from fsdp_tune.run_dir import CHECKPOINT_KIND, Rejected, RunDir, complete_checkpoints, inspect_checkpoint, latest_checkpoint
-from fsdp_tune.worker.rotation import remove_leftovers, rotate
+from fsdp_tune.run.directory import CHECKPOINT_KIND, Rejected, RunDir, complete_checkpoints, inspect_checkpoint, latest_checkpoint
+from fsdp_tune.run.manifest import DAMAGE_NAME, MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
+from fsdp_tune.worker.checkpoint.rotation import remove_leftovers, rotate
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
@@ -72,7 +72,7 @@ def test_rotation_touches_only_complete_checkpoints_of_its_own(run: RunDir) -> N
 
 
 def test_leftovers_of_a_crash_go_and_nothing_else(run: RunDir) -> None:
-    from fsdp_tune.atomic import STAGE_MARK
+    from fsdp_tune.core.atomic import STAGE_MARK
 
     complete(run, 10)
     stage = run.path / f".checkpoint-20{STAGE_MARK}20"
@@ -137,7 +137,7 @@ def test_rotation_keeps_the_best_until_a_better_one_is_written(bench: Bench) -> 
 
 def run_recording_rotations(path: str) -> list[list[int]]:
     """The steps that each rotation protects; each step is better than the one before, and saves are slower than steps."""
-    from fsdp_tune.worker import checkpoint
+    from fsdp_tune.worker.checkpoint import save as checkpoint
 
     protected_steps: list[list[int]] = []
 
@@ -173,7 +173,7 @@ def run_without_slow_disk(path: str) -> dict[str, Any]:
 def run_with_slow_disk(path: str) -> dict[str, Any]:
     import time
 
-    from fsdp_tune.worker.checkpoint import Checkpointer
+    from fsdp_tune.worker.checkpoint.save import Checkpointer
 
     original = Checkpointer._fill_stage
 
@@ -191,7 +191,7 @@ def run_with_broken_disk(path: str, rank: int, operation: str, first: int, last:
 
     import torch.distributed as dist
 
-    from fsdp_tune import atomic
+    from fsdp_tune.core import atomic
 
     original, count = getattr(type(atomic.DISK), operation), itertools.count(1)
 
@@ -274,7 +274,7 @@ def test_checkpoint_found_damaged_by_its_digest_no_longer_counts_for_the_limit(r
     assert latest_checkpoint(run)[0] == latest_checkpoint(run, digests=True)[0]
     assert steps(run) == [30, 20, 10], "nothing has read it"
     assert isinstance(inspect_checkpoint(run.checkpoint(20), digests=True), Rejected)
-    with patch("fsdp_tune.manifest.digest_file", side_effect=AssertionError("rotation reads no file")):
+    with patch("fsdp_tune.run.manifest.digest_file", side_effect=AssertionError("rotation reads no file")):
         assert rotate(run, 2, protected={30}) == []
         assert steps(run) == [30, 10]
     assert run.checkpoint(20).is_dir(), "it is kept as evidence"
@@ -295,5 +295,5 @@ def test_damaged_checkpoint_counts_again_when_its_file_is_replaced(run: RunDir) 
 def test_damage_in_a_directory_that_cannot_be_written_is_still_reported(run: RunDir) -> None:
     folder = complete(run, 20)
     (folder / "weights").write_bytes(b"?")
-    with patch("fsdp_tune.manifest.write_json", side_effect=PermissionError("read-only")):
+    with patch("fsdp_tune.run.manifest.write_json", side_effect=PermissionError("read-only")):
         assert isinstance(inspect_checkpoint(folder, digests=True), Rejected)

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_tune.data.order import epoch_order
+from fsdp_tune.data.order.permutation import epoch_order
+from fsdp_tune.data.order.token_batches import TokenBudget
 from fsdp_tune.data.store import Row
-from fsdp_tune.data.token_batches import TokenBudget
 from fsdp_tune.worker.dataset import FILLER, NOTHING, ByTokens, Collator, MicroBatches, eval_batches
 
 SPLITS = [(1, 8, 1), (1, 2, 4), (2, 4, 1), (2, 1, 4), (4, 2, 1), (4, 1, 2), (8, 1, 1)]

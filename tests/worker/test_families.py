@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.directory import RunDir
 from tests.model.families import FAMILIES
 from tests.model.flash import FLASH_STAND_IN, flash_stand_in
 from tests.model.test_units import BERT

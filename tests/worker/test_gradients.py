@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.model.adamw import AdamW
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.model.optim.optimizer import AdamW
 from fsdp_tune.model.step import LossScale
 from fsdp_tune.worker.gradients import GradientGate
 

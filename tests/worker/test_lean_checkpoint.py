@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fsdp_tune.model.torchao_adamw import kept_as, parts_of, torchao_class, with_plain_rates
-from fsdp_tune.worker.snapshot import Snapshot, in_host_memory
+from fsdp_tune.model.optim.torchao_adamw import kept_as, parts_of, torchao_class, with_plain_rates
+from fsdp_tune.worker.checkpoint.save import Snapshot, in_host_memory
 
 
 def test_a_copy_for_the_background_shares_no_block_with_training() -> None:

@@ -13,12 +13,12 @@ from unittest.mock import patch
 
 import pytest
 
-from fsdp_tune.errors import FailedError
-from fsdp_tune.run_dir import RunDir
-from fsdp_tune.worker import heartbeat as heartbeats
-from fsdp_tune.worker.heartbeat import Heartbeat, is_waiting
-from fsdp_tune.worker.metrics import MetricsFile
-from fsdp_tune.worker.progress import Progress, Slowest, slowest
+from fsdp_tune.core.errors import FailedError
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.worker.observe import heartbeat as heartbeats
+from fsdp_tune.worker.observe.heartbeat import Heartbeat, is_waiting
+from fsdp_tune.worker.observe.metrics import MetricsFile
+from fsdp_tune.worker.observe.step_progress import Progress, Slowest, slowest
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
@@ -210,7 +210,7 @@ def run_with_a_slow_rank(path: str) -> dict[str, Any]:
     """Rank 1 takes 0.4 s longer for each of its micro-batches: more than a busy machine takes from the other."""
     import torch.distributed as dist
 
-    from fsdp_tune.worker import progress
+    from fsdp_tune.worker.observe import step_progress as progress
     from fsdp_tune.worker.trainer import FsdpTrainer
 
     original = FsdpTrainer.training_step

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.errors import FsdpTuneError
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker.rank import Rank, make_room_for_connections, read_rank, redirect_output
 from tests.conftest import REPOSITORY
 from tests.launch.test_plan import resolved
@@ -60,7 +60,7 @@ def test_a_log_that_is_a_link_to_somebody_elses_file_is_not_written(tmp_path: Pa
 RECORDS = """
 import json, sys
 from pathlib import Path
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker import flight
 import os
 run = RunDir(Path(sys.argv[1]))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.fsdp import expected
 from fsdp_tune.recipe import resolve as resolving
+from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.recipe.schema import Recipe
 from tests.model.recipes import recipe_of
 from tests.parity import runs

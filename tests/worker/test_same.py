@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import pytest
 
-from fsdp_tune.run_dir import RunDir
-from fsdp_tune.worker import same
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.worker import agree as same
 from tests.parity.bench import Bench
 from tests.ranks import RankPool
 
@@ -19,7 +19,7 @@ def check_with(path: str, odd_rank: int | None, what: str, value: str) -> str | 
     """On a rank: what `check_same` says where one rank differs."""
     import torch.distributed as dist
 
-    from fsdp_tune.errors import FailedError
+    from fsdp_tune.core.errors import FailedError
 
     run = RunDir(Path(path))
     mine = same.identity(run) | ({what: value} if dist.get_rank() == odd_rank else {})

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_tune.worker.shares import StepShares
+from fsdp_tune.worker.observe.shares import StepShares
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
@@ -62,7 +62,7 @@ def step(shares: StepShares, number: int, work: Any) -> None:
 
 def test_only_a_step_that_is_logged_is_measured_and_the_calls_do_what_they_did() -> None:
     group = Group()
-    with patch("fsdp_tune.model.wrap.FSDPModule", Unit):
+    with patch("fsdp_tune.model.shard.wrap.FSDPModule", Unit):
         # The norm and the head are one unit: two modules, one group.
         shares = StepShares(nn.Sequential(Unit(group), Unit(group)), torch.device("cpu"))
     told = {}

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.directory import RunDir
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
@@ -33,7 +33,7 @@ def train(path: str, *, nonfinite: bool) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from fsdp_tune.model.gathering import gathered_units, units_of
+    from fsdp_tune.model.shard.gathering import gathered_units, units_of
     from fsdp_tune.worker.gradients import GradientGate
     from fsdp_tune.worker.trainer import FsdpTrainer
 

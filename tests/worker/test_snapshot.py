@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp_tune.worker.checkpoint import Checkpointer, Saved
-from fsdp_tune.worker.snapshot import Snapshot, in_host_memory
+from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, Snapshot, in_host_memory
 from tests.merge.ranks import run_ranks
 
 WHOLE = torch.arange(5 * 3, dtype=torch.float32).reshape(5, 3)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.errors import ExitReason, Problem
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.core.errors import ExitReason, Problem
+from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker import callbacks, signals
 from fsdp_tune.worker import main as worker_main
 from fsdp_tune.worker.callbacks import RunCallback
@@ -141,7 +141,7 @@ FAILING_RANK = """
 import multiprocessing, sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from fsdp_tune.run_dir import RunDir
+from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker import main
 from fsdp_tune.worker.rank import Rank
 from fsdp_tune.worker.signals import ignore_stop_signals

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fsdp_tune.errors import FailedError
-from fsdp_tune.manifest import digest_file
-from fsdp_tune.worker.storage import SAFETENSORS_DTYPE, HashingStream, RestrictedReader, write_safetensors, write_torch
+from fsdp_tune.core.errors import FailedError
+from fsdp_tune.run.manifest import digest_file
+from fsdp_tune.worker.checkpoint.storage import SAFETENSORS_DTYPE, HashingStream, RestrictedReader, write_safetensors, write_torch
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case

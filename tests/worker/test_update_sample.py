@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_tune.model.accumulation import round_gradients
-from fsdp_tune.model.adamw import AdamW
-from fsdp_tune.model.lean_adamw import LeanAdamW
-from fsdp_tune.worker.update_sample import UpdateSample
+from fsdp_tune.model.optim.accumulation import round_gradients
+from fsdp_tune.model.optim.lean_adamw import LeanAdamW
+from fsdp_tune.model.optim.optimizer import AdamW
+from fsdp_tune.worker.readback.update_sample import UpdateSample
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (AdamW, {"fused": True, "weight_decay": 0.1}),

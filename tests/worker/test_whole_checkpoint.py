@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_tune.errors import FailedError
-from fsdp_tune.worker.state import FULL_MODEL_FILE, Live, load_model
+from fsdp_tune.core.errors import FailedError
+from fsdp_tune.worker.checkpoint.state import FULL_MODEL_FILE, Live, load_model
 from tests.merge.ranks import run_ranks
 
 WEIGHT, BIAS = torch.randn(5, 3), torch.randn(5)

@@ -14,8 +14,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fsdp_tune.run_dir import RunDir
-from fsdp_tune.worker.witness import checksums, copy_differences, generator_differences, row_differences
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.worker.readback.witness import checksums, copy_differences, generator_differences, row_differences
 from tests.conftest import REPOSITORY
 from tests.parity import runs
 from tests.parity.bench import Bench
@@ -92,7 +92,7 @@ def same_dropout_streams() -> AbstractContextManager[Any]:
 def another_seed_for_weights() -> AbstractContextManager[Any]:
     import torch.distributed as dist
 
-    from fsdp_tune.model import load
+    from fsdp_tune.model.build import assemble as load
 
     original = load.build_full
 
@@ -126,7 +126,7 @@ def _after_step(change: Any) -> AbstractContextManager[Any]:
     """Call `change(parameter, its values before)` on the last rank after each optimizer step."""
     import torch.distributed as dist
 
-    from fsdp_tune.model.adamw import AdamW
+    from fsdp_tune.model.optim.optimizer import AdamW
 
     original = AdamW.step
 
@@ -202,7 +202,7 @@ def mesh_groups_with_torchs_limit() -> AbstractContextManager[Any]:
 
 
 def gradients_added_in_bf16() -> AbstractContextManager[Any]:
-    return patch("fsdp_tune.model.optimizer.sums_need_fp32", lambda recipe: False)
+    return patch("fsdp_tune.model.optim.optimizer.sums_need_fp32", lambda recipe: False)
 
 
 FIRST_UPDATE = 2

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.errors import Notice, Where, usage_error
+from fsdp_tune.core.errors import Notice, Where, usage_error
 from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
-from fsdp_tune.merge.contents import Contents, Source, as_error, missing_parts, must_agree, read_tensors
-from fsdp_tune.merge.lora.config import CONFIG_NAME, AdapterConfig, find_config
-from fsdp_tune.merge.lora.layers import Layers, add_layers
-from fsdp_tune.merge.lora.names import PREFIX, PeftNames, is_peft, name_in_file, sort_names
-from fsdp_tune.merge.reader import SourceFiles
+from fsdp_tune.merge.formats.contents import Contents, Source, as_error, missing_parts, must_agree, read_tensors
+from fsdp_tune.merge.formats.reader import SourceFiles
+from fsdp_tune.merge.formats.tensors import SourceTensor
+from fsdp_tune.merge.lora.adapter_config import CONFIG_NAME, AdapterConfig, find_config
+from fsdp_tune.merge.lora.peft_names import PREFIX, PeftNames, is_peft, name_in_file, sort_names
+from fsdp_tune.merge.lora.targets import Layers, add_layers
 from fsdp_tune.merge.source import Selection
-from fsdp_tune.merge.tensors import SourceTensor
 from fsdp_tune.merge.weights import Format, Weights, find_weights
-from fsdp_tune.run_dir import SHARD_FOLDER
+from fsdp_tune.run.directory import SHARD_FOLDER
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from fsdp_tune.merge.gather import BUFFER_BYTES, TensorReader
-from fsdp_tune.merge.geometry import Box, boxes
-from fsdp_tune.merge.tensors import LowRank, SourceTensor
-from fsdp_tune.merge.values import Array
+from fsdp_tune.merge.copy.gather import BUFFER_BYTES, TensorReader
+from fsdp_tune.merge.copy.geometry import Box, boxes
+from fsdp_tune.merge.copy.values import Array
+from fsdp_tune.merge.formats.tensors import LowRank, SourceTensor
 
 HELD_BYTES = 64 << 20
 # More rows at once use the held factor better (it does not fit a core's cache): 512 KiB take three times as long.

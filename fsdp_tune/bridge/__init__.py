@@ -1,1 +1,0 @@
-"""What launcher and ranks both need from transformers, loaded when asked for."""

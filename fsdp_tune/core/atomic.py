@@ -1,0 +1,270 @@
+"""The one place that writes artefacts: a reader sees the old whole file or directory, or the new one, never half.
+
+Protocol: write under a stage name beside the target, fsync every file and directory, rename, fsync the parent.
+Stage names start with `.` and end in `.stage-<pid and random digits>`, so that leftovers can be told from what users made,
+and processes of several machines with equal pids do not share one.
+`DISK` is the one door to the file system for writes; the fault suite puts in one that fails at the n-th operation.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+STAGE_MARK = ".stage-"
+_SUFFIX = f"{secrets.randbelow(10**9):09d}"
+PRIVATE_MODE = 0o600
+"""Of recipes, environments and logs: users put more into them than a program can recognise as secret."""
+
+
+class Disk:
+    """Writes through Python, one method per operation, so that each can be counted and made to fail."""
+
+    def open(self, path: Path, mode: str = "wb") -> IO[bytes]:
+        return open(path, mode)
+
+    def open_private(self, path: Path, mode: str = "wb") -> IO[bytes]:
+        """Like `open`; a file that does not exist yet is created readable by its owner alone."""
+        return open(path, mode, opener=lambda name, flags: os.open(name, flags, PRIVATE_MODE))
+
+    def open_direct(self, path: Path) -> IO[bytes]:
+        """For reading and writing past the page cache, in whole pages at addresses of whole pages.
+
+        OSError(EINVAL) where the system or the file system has no such thing.
+        """
+        if not hasattr(os, "O_DIRECT"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+        return open(path, "r+b", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_DIRECT))
+
+    def write(self, file: IO[bytes], data: bytes | memoryview) -> None:
+        """All of `data`, also to a file without a buffer, of which the kernel may take less at once."""
+        view = memoryview(data)
+        left = view.cast("B") if view.nbytes else b""
+        while left:
+            left = left[file.write(left) :]
+
+    def fsync(self, file: IO[bytes]) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+
+    def mkdir(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def replace(self, source: Path, target: Path) -> None:
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def rmtree(self, path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=False)
+
+    def fsync_dir(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+DISK = Disk()
+
+
+def stage_path(target: Path) -> Path:
+    """Return the hidden sibling under which this process builds `target`."""
+    return target.with_name(f".{target.name}{STAGE_MARK}{os.getpid()}{_SUFFIX}")
+
+
+def write_file(path: Path, data: bytes | str, *, private: bool = False) -> None:
+    """Replaces `path` by `data` at once. A `private` file is readable by its owner alone, any other as the umask says."""
+    raw = data.encode() if isinstance(data, str) else data
+    stage = stage_path(path)
+    try:
+        stage.unlink(missing_ok=True)  # a leftover would keep its mode
+        with DISK.open_private(stage) if private else DISK.open(stage) as file:
+            DISK.write(file, raw)
+            DISK.fsync(file)
+        DISK.replace(stage, path)
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # a write knows only a number
+            error.filename = str(path)
+        stage.unlink(missing_ok=True)
+        raise
+    DISK.fsync_dir(path.parent)
+
+
+def json_safe(value: Any) -> Any:
+    """Return `value` with NaN and infinities as text ("nan", "inf"): JSON has no such numbers, and they must still be visible."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case dict():
+            return {key: json_safe(inner) for key, inner in cast(dict[str, Any], value).items()}
+        case list() | tuple():
+            return [json_safe(inner) for inner in cast(Sequence[Any], value)]
+        case _:
+            return value
+
+
+def write_json(path: Path, value: Any, *, private: bool = False) -> None:
+    write_file(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", private=private)
+
+
+def fsync_tree(root: Path) -> None:
+    """Makes every file and directory under `root` survive a power cut."""
+    for directory, _, names in os.walk(root):
+        for name in names:
+            path = Path(directory, name)
+            if not path.is_symlink():
+                with open(path, "rb") as file:
+                    DISK.fsync(file)
+        DISK.fsync_dir(Path(directory))
+
+
+def publish(stage: Path, final: Path, *, replace: bool = False) -> None:
+    """Renames a finished directory into place. With `replace`, the old one stays until the new one is there.
+
+    Between the two renames of a replacement `final` is briefly absent; the old one is then beside it under
+    a stage name, and the next one to write there brings it back (`merge.destination.bring_back`, `worker.checkpoint.rotation`).
+    """
+    DISK.fsync_dir(stage)
+    if replace and final.exists():
+        aside = final.with_name(f".{final.name}.old{STAGE_MARK}{os.getpid()}{_SUFFIX}")
+        DISK.rename(final, aside)
+        DISK.rename(stage, final)
+        DISK.fsync_dir(final.parent)
+        DISK.rmtree(aside)
+    else:
+        DISK.rename(stage, final)
+        DISK.fsync_dir(final.parent)
+
+
+def staging_place(final: Path, *, last: str | None) -> Path:
+    """Return the stage that `staged_directory` uses in this process."""
+    fills = last is not None and must_be_filled(final)
+    return final / stage_path(final).name if fills else stage_path(final)
+
+
+@contextmanager
+def staged_directory(final: Path, *, replace: bool = False, last: str | None = None) -> Iterator[Path]:
+    """Give an empty stage directory; publish it when the block succeeds, remove it when it does not.
+
+    `last` names the file without which `final` counts as absent. With it, a directory that no rename can replace (see `must_be_filled`)
+    is filled instead: staged inside, moved entry by entry, `last` at the end.
+    """
+    stage = staging_place(final, last=last)
+    fills = stage.parent == final
+    if stage.exists():
+        DISK.rmtree(stage)
+    DISK.mkdir(stage)
+    try:
+        yield stage
+        fsync_tree(stage)
+        if fills and last is not None:
+            _fill(stage, final, last, replace=replace)
+        else:
+            publish(stage, final, replace=replace)
+    except BaseException:
+        if fills:
+            undo_fill(final, stage)
+        shutil.rmtree(stage, ignore_errors=True)
+        raise
+
+
+def must_be_filled(path: Path) -> bool:
+    """Return whether a directory exists that no rename can replace: a mount point, a link, or one whose parent cannot be written."""
+    return path.is_dir() and (path.is_symlink() or is_mount_point(path) or not os.access(path.parent, os.W_OK | os.X_OK))
+
+
+def is_mount_point(path: Path) -> bool:
+    """As `os.path.ismount`, and bind mounts within one file system, which only the kernel's list shows."""
+    if os.path.ismount(path):
+        return True
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:  # not Linux
+        return False
+    mounted = (line.split(" ")[4] for line in lines)
+    return str(path.resolve()) in {re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), each) for each in mounted}
+
+
+def occupants(directory: Path, *, ignored: Collection[str] = ("lost+found",)) -> list[str]:
+    """Return the names in a directory, without `ignored` and without what a killed fill has left; [] where it does not exist."""
+    if not directory.is_dir():
+        return []
+    ours = {path.name for path in _staged_inside(directory)} | {name for stage in stages_inside(directory) for name in _filled_names(stage)}
+    return sorted(path.name for path in directory.iterdir() if path.name not in ignored and path.name not in ours)
+
+
+def stage_lock(stage: Path) -> Path:
+    """Return the lock file of a stage, for `ownership.announced`: it outlives the rename of the stage."""
+    return stage.with_name(f"{stage.name}.lock")
+
+
+def stages_inside(directory: Path) -> list[Path]:
+    """Return the stages of fills of a directory that have not finished."""
+    return sorted(path for path in _staged_inside(directory) if path.is_dir())
+
+
+def _staged_inside(directory: Path) -> Iterator[Path]:
+    """Stages and their lock files."""
+    return directory.glob(f".{glob.escape(directory.name)}{STAGE_MARK}*")
+
+
+_FILLING_NAME = ".filling.json"
+"""Inside the stage: every name that the fill removes from the directory or moves into it, `last` at the end."""
+
+
+def _fill(stage: Path, final: Path, last: str, *, replace: bool) -> None:
+    if (final / last).exists() and not replace:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final / last))
+    names = sorted(path.name for path in stage.iterdir() if path.name != last)
+    old = [name for name in occupants(final) if name != last] if replace else []
+    write_json(stage / _FILLING_NAME, [*old, *names, last])
+    DISK.unlink(final / last)
+    DISK.fsync_dir(final)
+    _remove(final, old)
+    for name in (*names, last):
+        if name == last:
+            DISK.fsync_dir(final)
+        DISK.rename(stage / name, final / name)
+    DISK.fsync_dir(final)
+    DISK.rmtree(stage)
+
+
+def undo_fill(final: Path, stage: Path) -> None:
+    """Remove what a fill that did not reach its last file has moved, and its stage."""
+    names = _filled_names(stage)
+    if names and not (final / names[-1]).exists():
+        _remove(final, names)
+    DISK.rmtree(stage)
+
+
+def _filled_names(stage: Path) -> list[str]:
+    try:
+        raw: Any = json.loads((stage / _FILLING_NAME).read_bytes())
+    except (OSError, ValueError):
+        return []
+    return [str(name) for name in raw if "/" not in str(name) and str(name) not in ("", ".", "..")]
+
+
+def _remove(directory: Path, names: Iterable[str]) -> None:
+    for name in names:
+        path = directory / name
+        if path.is_dir() and not path.is_symlink():
+            DISK.rmtree(path)
+        else:
+            DISK.unlink(path)

@@ -1,0 +1,200 @@
+"""Which accelerators this machine shows, without importing torch: NVML for NVIDIA, device files for the others.
+
+Torch takes two seconds to import and may initialise CUDA; the surface needs a count and a name. `torch_facts` asks torch
+itself, in a child process, for `env` and where the cheap answer is "none" but the recipe wants one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.cores import available_cores
+
+NVML_SUCCESS = 0
+TORCH_FACTS_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine that the command runs on. `device` is the accelerator that it has, None for none."""
+
+    device: str | None
+    device_count: int
+    cores: int
+    device_name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """`memory_bytes` is the total; None where it cannot be asked without the vendor's library."""
+
+    kind: str
+    name: str
+    uuid: str = ""
+    memory_bytes: int | None = None
+
+
+def this_machine(wanted: str, environment: Mapping[str, str] | None = None) -> Machine:
+    """The machine as `recipe.resolve` sees it. `wanted` is `launch.device`; nothing is looked for when it is `cpu`."""
+    environment = os.environ if environment is None else environment
+    cores = available_cores()
+    if wanted == "cpu":
+        return Machine(None, 0, cores, None)
+    # torch.distributed has no collectives on a Mac's device: what a recipe is checked and planned for there is another machine.
+    devices = [device for device in visible_devices(environment) if device.kind != "mps"]
+    if not devices and (wanted != "auto" or _has_intel_graphics()):
+        facts = torch_facts()
+        if facts.get("device") is not None:
+            return Machine(str(facts["device"]), int(facts["device_count"]), cores, facts.get("device_name"))
+    return Machine(devices[0].kind, len(devices), cores, devices[0].name) if devices else Machine(None, 0, cores, None)
+
+
+def visible_devices(environment: Mapping[str, str]) -> list[Device]:
+    """The accelerators of one kind that a rank would see, in its order; [] for none."""
+    if nvidia := nvidia_devices():
+        return select(nvidia, environment.get("CUDA_VISIBLE_DEVICES"))
+    if amd := _files("cuda", "AMD GPU", Path("/sys/class/kfd/kfd/topology/nodes"), "*/gpu_id", needs_content=True):
+        return select(amd, environment.get("HIP_VISIBLE_DEVICES", environment.get("CUDA_VISIBLE_DEVICES")))
+    if npu := _files("npu", "Ascend NPU", Path("/dev"), "davinci[0-9]*"):
+        return select(npu, environment.get("ASCEND_RT_VISIBLE_DEVICES"))
+    if platform.system() == "Darwin" and platform.machine() == "arm64":
+        return [Device("mps", "Apple GPU")]
+    return []
+
+
+def select(devices: list[Device], visible: str | None) -> list[Device]:
+    """CUDA_VISIBLE_DEVICES as CUDA reads it: indices or beginnings of UUIDs, up to the first that names no device.
+
+    https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
+    """
+    if visible is None:
+        return devices
+    chosen: list[Device] = []
+    for word in visible.split(","):
+        device = _named(devices, word.strip())
+        if device is None:
+            break
+        if device in chosen:
+            return []  # CUDA takes a device named twice for a mistake and shows none
+        chosen.append(device)
+    return chosen
+
+
+def _named(devices: list[Device], word: str) -> Device | None:
+    if word.isdigit():
+        return devices[int(word)] if int(word) < len(devices) else None
+    if word.startswith("MIG-"):
+        return Device("cuda", "NVIDIA MIG slice", word)
+    matching = [device for device in devices if word and device.uuid.startswith(word)]
+    return matching[0] if len(matching) == 1 else None
+
+
+def _has_intel_graphics() -> bool:
+    """Whether only torch can tell: most Intel graphics are no accelerator for it."""
+    vendors = Path("/sys/class/drm").glob("renderD*/device/vendor")
+    return any(vendor.read_text().strip() == "0x8086" for vendor in vendors)
+
+
+class _NvmlMemory(ctypes.Structure):
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+@contextmanager
+def _nvml() -> Iterator[ctypes.CDLL | None]:
+    """The driver's management library, started; None where there is no driver."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        yield None
+        return
+    if library.nvmlInit_v2() != NVML_SUCCESS:
+        yield None
+        return
+    try:
+        yield library
+    finally:
+        library.nvmlShutdown()
+
+
+def nvidia_devices() -> list[Device]:
+    """All NVIDIA devices by NVML, in PCI order, whatever CUDA_VISIBLE_DEVICES says; [] where there is no driver."""
+    with _nvml() as nvml:
+        count = ctypes.c_uint()
+        if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != NVML_SUCCESS:
+            return []
+        return [device for index in range(count.value) if (device := _nvidia_device(nvml, index)) is not None]
+
+
+def nvidia_driver() -> str | None:
+    """The driver's version, such as 550.54.15; None where there is none."""
+    with _nvml() as nvml:
+        text = ctypes.create_string_buffer(80)
+        if nvml is None or nvml.nvmlSystemGetDriverVersion(text, 80) != NVML_SUCCESS:
+            return None
+        return text.value.decode()
+
+
+def _nvidia_device(nvml: ctypes.CDLL, index: int) -> Device | None:
+    handle = ctypes.c_void_p()
+    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != NVML_SUCCESS:
+        return None  # one that has fallen off the bus
+    name, uuid, memory = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96), _NvmlMemory()
+    nvml.nvmlDeviceGetName(handle, name, 96)
+    nvml.nvmlDeviceGetUUID(handle, uuid, 96)
+    knows_memory = nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == NVML_SUCCESS
+    return Device("cuda", name.value.decode(), uuid.value.decode(), memory.total if knows_memory else None)
+
+
+def _files(kind: str, name: str, folder: Path, pattern: str, *, needs_content: bool = False) -> list[Device]:
+    """One device for each file; with `needs_content` only where it holds a number other than 0 (a CPU node has gpu_id 0)."""
+    found = sorted(folder.glob(pattern)) if folder.is_dir() else []
+    if needs_content:
+        found = [path for path in found if path.read_text().strip() not in ("", "0")]
+    return [Device(kind, name) for _ in found]
+
+
+_ASK_TORCH = """
+import json, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed as dist
+device = torch.accelerator.current_accelerator(check_available=True)
+kind = device.type if device else None
+facts = {"device": kind, "device_count": torch.accelerator.device_count() if kind else 0, "device_name": None, "nccl": None}
+facts |= {"cuda": torch.version.cuda, "hip": torch.version.hip, "cudnn": torch.backends.cudnn.version()}
+facts["backends"] = [name for name in ("gloo", "nccl", "xccl", "hccl", "mpi") if dist.is_available() and dist.is_backend_available(name)]
+if kind == "cuda":
+    others = range(1, torch.cuda.device_count())
+    facts |= {"device_name": torch.cuda.get_device_name(0), "capability": list(torch.cuda.get_device_capability(0))}
+    facts |= {"bf16": torch.cuda.is_bf16_supported(), "peer_access": all(torch.cuda.can_device_access_peer(0, other) for other in others)}
+    facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if "nccl" in facts["backends"] else None
+print(json.dumps(facts))
+"""
+
+
+def torch_facts() -> dict[str, Any]:
+    """What torch itself sees, asked in a child process; {"error": …} where it cannot be imported."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _ASK_TORCH],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TORCH_FACTS_SECONDS,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"torch did not answer within {TORCH_FACTS_SECONDS:.0f} s"}
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        return {"error": lines[-1] if lines else f"torch ended with exit code {done.returncode}"}
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,191 @@
+"""The Hugging Face hub: whether it can be reached, asked once and quickly; and what it says, in words.
+
+The libraries retry each file for half a minute before they say that there is no network. One connection attempt first
+tells it in seconds; what is in the local cache is then used without asking.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Where, usage_error
+
+CONNECT_SECONDS = 5.0
+MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt")
+LOGIN = "`hf auth login`"
+# By name: they are of huggingface_hub, of the two clients that its versions speak through, and of `requests`.
+AWAY = {
+    "LocalEntryNotFoundError",
+    "IncompleteSnapshotError",
+    "OfflineModeIsEnabled",
+    "ConnectError",
+    "ConnectTimeout",
+    "ConnectionError",
+    "ProxyError",
+}
+BROKEN_OFF = {"RemoteProtocolError", "ReadTimeout", "ReadError"}
+NO_SUCH_FILE = {"EntryNotFoundError", "RemoteEntryNotFoundError"}
+
+
+@functools.cache
+def hub_is_reachable() -> bool:
+    """False under HF_HUB_OFFLINE, or when no connection to the hub (or to the proxy before it) opens within seconds."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    host, port = _first_hop(constants.ENDPOINT)
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def unreachable(what: str, name: str, key: str, *, is_data_set: bool = False, where: Where = NOWHERE) -> FsdpTuneError:
+    """Exit 2 that says what was wanted and how to do without the network."""
+    from huggingface_hub import constants
+
+    download = f"hf download {'--repo-type dataset ' if is_data_set else ''}{name}"
+    offline = constants.HF_HUB_OFFLINE
+    why = "HF_HUB_OFFLINE keeps this command off the Hugging Face hub" if offline else "the Hugging Face hub cannot be reached"
+    return usage_error(
+        "hub-unreachable",
+        f"{what} `{name}` is not in the local cache, and {why}",
+        where=where,
+        ways_out=(
+            f"give a local path in `{key}`",
+            f"download it where there is a network (`{download}`), and bring the cache here (HF_HOME)",
+            *(["unset HF_HUB_OFFLINE, where there is a network"] if offline else []),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Something that is looked for on the hub, and the words for what can come of it."""
+
+    what: str
+    """A noun: `model`, `tokenizer`, `chat template of`."""
+    name: str
+    """ORG/NAME."""
+    key: str
+    """Where another name or a local path can be given: a recipe's key, or an option."""
+    not_found: str
+    """The code of the problem where the hub has no such repository."""
+    where: Where = NOWHERE
+    or_else: str = ""
+    """What else could have been written there, for the hint."""
+
+    def unreachable(self) -> FsdpTuneError:
+        return unreachable(f"the {self.what}", self.name, self.key, where=self.where)
+
+    def problem(self, error: BaseException) -> FsdpTuneError | None:
+        """Exit 2 with what the hub said, or that it could not be asked; None where `error` is about something else."""
+        causes = _causes(error)
+        kinds = {type(cause).__name__ for cause in causes}
+        responses = [getattr(cause, "response", None) for cause in causes]
+        status = next((int(response.status_code) for response in responses if response is not None), None)
+        name, where = f"`{self.name}`", self.where
+        if kinds & BROKEN_OFF or (status is not None and (status == 429 or status >= 500)):
+            how = f"the hub answers {status}, again and again" if status is not None else "the hub's answers break off in the middle"
+            return usage_error("hub-busy", f"{name}: {how}", hint="try again later, or give a local path", where=where)
+        if "GatedRepoError" in kinds:
+            hint = f"ask for access on {self._page()}, then {LOGIN}"
+            return usage_error("gated", f"{name} is gated: your account has no access", hint=hint, where=where)
+        if "HFValidationError" in kinds:
+            message = f"{name} is nothing on this disk, and no name that a repository on the hub can have (ORG/NAME)"
+            return usage_error(self.not_found, message, hint=f"correct `{self.key}`{self.or_else}", where=where)
+        if "RevisionNotFoundError" in kinds:
+            hint = f"name a branch, a tag or a whole commit that {self._page()} shows"
+            return usage_error(self.not_found, f"{name} on the hub has no such revision", hint=hint, where=where)
+        if "RepositoryNotFoundError" in kinds:
+            message = f"there is no {name}, neither on this disk nor, for your account, on the hub"
+            hint = f"correct `{self.key}`{self.or_else}, or log in with {LOGIN} if it is private"
+            return usage_error(self.not_found, message, hint=hint, where=where)
+        if status in (401, 403):
+            hint = f"{LOGIN} with a token that may read it, or unset HF_TOKEN if the repository is public"
+            message = f"{name}: the hub answers {status}: this account or token may not"
+            return usage_error("hub-refused", message, hint=hint, where=where)
+        if status is not None and status >= 400 and not kinds & NO_SUCH_FILE:
+            hint = f"look at {self._page()}, or give a local path"
+            return usage_error("hub-refused", f"{name}: {_first_line(error)}", hint=hint, where=where)
+        return self.unreachable() if kinds & AWAY else None
+
+    def _page(self) -> str:
+        from huggingface_hub import constants
+
+        return f"{constants.ENDPOINT}/{self.name}"
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def snapshot(wanted: Wanted, files: Sequence[str], *, revision: str | None = None) -> Path:
+    """The folder of a repository's `files` in the local cache, downloaded where the hub can be reached. Exit 2 when it cannot be had."""
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  its progress bar is untyped
+
+    try:
+        return Path(snapshot_download(wanted.name, revision=revision, allow_patterns=list(files), local_files_only=not hub_is_reachable()))
+    except FsdpTuneError:  # a signal that ends the command may arrive here
+        raise
+    except Exception as error:
+        if (problem := wanted.problem(error)) is None:
+            raise
+        raise problem from error
+
+
+def download_model(name: str, revision: str) -> Path:
+    """What training reads of a model repository, in the local cache."""
+    return snapshot(Wanted("model", name, "model.name_or_path", "model-not-found"), MODEL_FILES, revision=revision)
+
+
+def cached_model_file(name: str, revision: str, file: str) -> Path | None:
+    """Return a file of a model repository in the local cache, in the folder of its commit; None where it is not cached."""
+    from huggingface_hub import constants
+
+    repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (repository / "refs" / revision).read_text(encoding="utf-8").strip()
+    except OSError:
+        commit = revision
+    path = repository / "snapshots" / commit / file
+    return path if path.is_file() else None
+
+
+def _first_hop(endpoint: str) -> tuple[str, int]:
+    url = urllib.parse.urlsplit(endpoint)
+    proxy = urllib.request.getproxies().get(url.scheme)
+    if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
+        url = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+
+
+@contextmanager
+def cache_only() -> Iterator[None]:
+    """Keeps `datasets` from asking the hub: it has no argument for that, and would retry for half a minute."""
+    import datasets.config
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before

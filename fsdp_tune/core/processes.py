@@ -1,0 +1,69 @@
+"""Processes that do something for a command. They end with it, whatever ends it, and nobody waits for one then."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fsdp_tune.core.leash import leashed
+
+_RUNNING: list[subprocess.Popen[str]] = []
+
+
+def start(command: Sequence[str], environment: Mapping[str, str], **pipes: Any) -> subprocess.Popen[str]:
+    """A child in a process group of its own: Ctrl-C is for the command, which ends the child by `end`. Should the command be killed, the
+    kernel kills the child. `pipes`: stdin, stdout and stderr of `Popen`."""
+    child = subprocess.Popen(leashed(list(command)), text=True, env=environment, process_group=0, **pipes)
+    _RUNNING.append(child)
+    return child
+
+
+def end(child: subprocess.Popen[str]) -> None:
+    """Ends a child and what it has forked, at once; one that has ended is only forgotten."""
+    if child in _RUNNING:
+        _RUNNING.remove(child)
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def last_words(child_code: int, errors: str) -> str:
+    """Describe how a child failed: the signal that killed it, or the last line of its error output."""
+    if child_code < 0:
+        return f"its process was killed by {signal.Signals(-child_code).name}"
+    lines = [line for line in errors.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else f"its process ended with exit code {child_code}"
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that wait for children. What leaves the block by an exception (Ctrl-C, a signal, a mistake in the recipe) ends the children
+    first: leaving waits for the threads, and they wait for the children."""
+    with ThreadPoolExecutor(max_workers=number) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for child in list(_RUNNING):
+                end(child)
+            raise
+
+
+# ---- Stop signals that the caller of a command has switched off.
+
+# `nohup` ignores SIGHUP, and a shell without job control ignores SIGINT for a command in the background.
+_SWITCHED_OFF_BY_CALLERS = (signal.SIGHUP, signal.SIGINT)
+
+
+def heeded(numbers: Iterable[int]) -> list[signal.Signals]:
+    """Return the signals that this process may handle: all but those that were ignored when it started."""
+    return [
+        signal.Signals(number)
+        for number in numbers
+        if number not in _SWITCHED_OFF_BY_CALLERS or signal.getsignal(number) is not signal.SIG_IGN
+    ]

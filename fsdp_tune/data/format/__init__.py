@@ -1,0 +1,1 @@
+"""Rows to one of three forms: joined text, a chat, or token ids."""

@@ -1,0 +1,172 @@
+"""Conversations as rows hold them: OpenAI's messages and ShareGPT's turns, brought to messages that chat templates take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, cast
+
+from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of
+
+Message = dict[str, Any]
+
+FUNCTION_CALL = "function_call"
+"""LLaMA-Factory's speaker whose text is a function call as JSON: an assistant's message with `tool_calls`."""
+ROLE_OF_MESSAGE = {role: role for role in ("system", "developer", "user", "assistant", "tool", FUNCTION_CALL)}
+ROLE_OF_SHAREGPT = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    FUNCTION_CALL: FUNCTION_CALL,
+}
+
+
+def read_messages(row: dict[str, Any], column: str, roles: Mapping[str, str]) -> list[Message]:
+    """Messages with `role` and `content`. `roles` are added to those that are known."""
+    known = {**ROLE_OF_MESSAGE, **roles}
+    return [_message(_object(turn, index), index, known) for index, turn in enumerate(_turns(row, column), 1)]
+
+
+def read_sharegpt(row: dict[str, Any], roles: Mapping[str, str]) -> list[Message]:
+    """Turns with `from` and `value`, or messages in the column `conversations`; a column `system` comes first."""
+    turns = [_object(turn, index) for index, turn in enumerate(_turns(row, "conversations"), 1)]
+    if "role" in turns[0]:
+        messages = read_messages(row, "conversations", roles)
+    else:
+        known = {**ROLE_OF_SHAREGPT, **roles}
+        messages = [_message(_renamed_turn(turn), index, known) for index, turn in enumerate(turns, 1)]
+    system: object = row.get("system")
+    if not system:
+        return messages
+    if not isinstance(system, str):
+        raise ColumnError("system", f"holds {kind_of(system)} and not text")
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *messages]
+    if messages[0]["content"] != system:
+        raise ColumnError("system", "holds another text than the conversation's own first message, which is from `system`")
+    return messages
+
+
+def read_tools(row: dict[str, Any]) -> list[Any] | None:
+    """The column `tools`: a list, or the JSON text of one."""
+    tools: object = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise ColumnError("tools", f"holds text that is not JSON: {error}") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise ColumnError("tools", f"holds {kind_of(tools)} and not a list")
+    return without_nulls(cast(list[Any], tools))
+
+
+def take_training_mark(message: Message, index: int) -> bool | None:
+    """Remove `train` and `weight` from a message and return what they mark: trained, not trained, or None without a mark."""
+    marks = [_mark(name, message.pop(name), index) for name in ("train", "weight") if name in message]
+    if len(set(marks)) > 1:
+        raise RowError(f"message {index}: `train` and `weight` contradict each other")
+    return marks[0] if marks else None
+
+
+def without_nulls(value: Any) -> Any:
+    """`value` without keys that hold null: Arrow fills every struct of a column with the keys of all others."""
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in cast(dict[str, Any], value).items() if part is not None}
+    if isinstance(value, list):
+        return [without_nulls(part) for part in cast(list[Any], value)]
+    return value
+
+
+def _mark(name: str, value: object, index: int) -> bool:
+    if value not in (0, 1) or (name == "train" and isinstance(value, float)):
+        raise RowError(f"message {index}: `{name}` is {value!r}; it is {'true or false' if name == 'train' else '0 or 1'}")
+    return bool(value)
+
+
+def _turns(row: dict[str, Any], column: str) -> list[Any]:
+    value: object = row.get(column)
+    if not isinstance(value, list) or not value:
+        raise ColumnError(column, f"holds {'an empty list' if value == [] else kind_of(cast(object, value))} and not a list of messages")
+    return cast(list[Any], value)
+
+
+def _object(turn: object, index: int) -> Message:
+    if not isinstance(turn, dict):
+        raise RowError(f"message {index} is {kind_of(turn)} and not an object")
+    return without_nulls(cast(Message, turn))
+
+
+def _renamed_turn(turn: Message) -> Message:
+    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    return others | {"role": turn.get("from"), "content": turn.get("value")}
+
+
+def _message(message: Message, index: int, roles: Mapping[str, str]) -> Message:
+    spoken: object = message.get("role")
+    role = roles.get(spoken) if isinstance(spoken, str) else None
+    if role is None:
+        raise RowError(f"message {index} has the unknown role `{spoken}`; known: {', '.join(roles)} (`data.roles` maps others)")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = _joined_parts(cast(list[Any], content), index)
+    if role == FUNCTION_CALL:
+        return message | {"role": "assistant", "content": "", "tool_calls": _function_calls(content, index)}
+    calls = _tool_calls(message.get("tool_calls"), index)
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str):
+        raise RowError(f"message {index}: `content` holds {kind_of(content)} and not text")
+    if role == "assistant" and not content.strip() and not calls:
+        raise RowError(f"message {index}: the answer is empty")
+    return message | {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})
+
+
+def _joined_parts(parts: list[Any], index: int) -> str:
+    texts: list[str] = []
+    for part in parts:
+        text = cast(dict[str, Any], part).get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            raise RowError(f"message {index}: a part of its content is not text (images and sound are not trained here)")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool_calls(value: object, index: int) -> list[Any]:
+    """A list, or the JSON text of one, as some data sets store it."""
+    if isinstance(value, str):
+        value = _json(value, f"message {index}: `tool_calls` holds text that is not JSON")
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(call, dict) for call in cast(list[Any], value)):
+        raise RowError(f"message {index}: `tool_calls` holds {kind_of(cast(object, value))} and not a list of objects")
+    return without_nulls(cast(list[Any], value))
+
+
+def _function_calls(content: object, index: int) -> list[Message]:
+    """The calls that LLaMA-Factory's `function_call` writes as JSON: one object, or a list of them."""
+    why = f"message {index}: a function call is JSON with `name` and `arguments`"
+    value = _json(content, why) if isinstance(content, str) else content
+    calls = cast(list[Any], value) if isinstance(value, list) else [value]
+    if not calls or not all(_is_call(call) for call in calls):
+        raise RowError(why)
+    return [{"type": "function", "function": without_nulls(call)} for call in calls]
+
+
+def _is_call(value: Any) -> bool:
+    call = cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    return isinstance(call.get("name"), str) and "arguments" in call
+
+
+def _json(text: str, why: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RowError(f"{why}: {error}") from error

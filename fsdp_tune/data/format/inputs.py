@@ -1,0 +1,224 @@
+"""The recipe's entries, opened: where rows come from, what format they have, and how each becomes an example."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, Settings, matching_formats
+from fsdp_tune.data.format.templates import BUNDLED, resolve_template
+from fsdp_tune.data.read.json_rows import BadRow, RowError
+from fsdp_tune.data.read.sources import Source, find_source
+from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.rows import RawRow
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.model_and_data import DataSource
+
+TRAIN = "train"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    source: Source
+    settings: Settings
+    columns: tuple[str, ...]
+    """Of the first row, after renaming."""
+    set_name: str
+    """`train`, or the label of an eval set."""
+    overlong: str
+    first_file: int
+    """Number of its first file, counted over all inputs."""
+
+    @property
+    def entry(self) -> DataSource:
+        return self.source.entry
+
+
+def open_inputs(recipe: Recipe, encoder: Encoder) -> list[Input]:
+    """All entries of `data.train` and of a list in `data.eval`. FsdpTuneError carries what is wrong with any of them."""
+    if not recipe.data.train:
+        raise usage_error(
+            "no-data", "the recipe names no training data", hint="data.train: [{path: data.jsonl}]", where=Where(key="data.train")
+        )
+    inputs: list[Input] = []
+    problems: list[Problem] = []
+    files = 0
+    for set_name, key, entry in _entries(recipe):
+        try:
+            opened = _open(recipe, entry, key, set_name, encoder, files)
+        except FsdpTuneError as error:
+            problems.extend(error.problems)
+            continue
+        inputs.append(opened)
+        files += len(opened.source.names)
+    if problems:
+        raise FsdpTuneError(*problems)
+    return inputs
+
+
+def _entries(recipe: Recipe) -> list[tuple[str, str, DataSource]]:
+    entries = [(TRAIN, f"data.train[{index}]", entry) for index, entry in enumerate(recipe.data.train)]
+    if not isinstance(recipe.data.eval, list):
+        return entries
+    labels: set[str] = set()
+    for index, entry in enumerate(recipe.data.eval):
+        label = entry.label or ("eval" if len(recipe.data.eval) == 1 else f"eval{index + 1}")
+        if label in labels or label == TRAIN:
+            raise usage_error("label-twice", f"two sets are labelled `{label}`", where=Where(key=f"data.eval[{index}].label"))
+        labels.add(label)
+        entries.append((label, f"data.eval[{index}]", entry))
+    return entries
+
+
+def _open(recipe: Recipe, entry: DataSource, key: str, set_name: str, encoder: Encoder, first_file: int) -> Input:
+    source = find_source(entry, key)
+    columns = _first_columns(source)
+    settings = _settings(recipe, source, columns, encoder)
+    overlong = recipe.data.overlong
+    if overlong == "auto":
+        overlong = "split" if settings.format == "text" else "truncate"
+    return Input(source, settings, columns, set_name, overlong, first_file)
+
+
+def _first_columns(source: Source) -> tuple[str, ...]:
+    """Column names of the first row that can be read; exit 2 when there is none."""
+    bad: list[tuple[int, BadRow]] = []
+    for file, row in source.read():
+        if not isinstance(row, BadRow):
+            return tuple(select(row[1], source.entry, source.names[file]))
+        bad.append((file, row))
+        if len(bad) == 1000:
+            break
+    if bad:
+        raise FsdpTuneError(*(bad_row_problem(source.names[file], row) for file, row in bad[:5]))
+    raise usage_error("no-rows", "it holds no rows", where=Where(source.names[0], key=source.key))
+
+
+def select(row: dict[str, Any], entry: DataSource, name: str) -> dict[str, Any]:
+    """The row with the columns that the entry keeps, under their new names. Exit 2 when a column is not there."""
+    for old in (*(entry.columns or ()), *entry.rename_columns):
+        if old not in row:
+            raise usage_error("no-such-column", f"it has no column `{old}`", hint=_other_columns(old, row), where=Where(name))
+    renamed = _renamed(row, entry)
+    if len(renamed) != len(entry.columns or row):
+        raise usage_error("column-twice", "after `rename_columns` two columns have one name", where=Where(name))
+    return renamed
+
+
+def _other_columns(wanted: str, row: Collection[str]) -> str:
+    only = next(iter(row)) if len(row) == 1 else ""
+    if sign := next((sign for sign in ";|\t," if sign in only), None):
+        return f"its one column is `{only}`: fields are separated by `,` in .csv files and by tabs in .tsv files, not by `{sign}`"
+    close = difflib.get_close_matches(wanted, row, n=1)
+    return f"did you mean `{close[0]}`?" if close else f"it has: {', '.join(row) or 'none'}"
+
+
+def _renamed(row: dict[str, Any], entry: DataSource) -> dict[str, Any]:
+    kept = {column: row[column] for column in entry.columns} if entry.columns else row
+    return {entry.rename_columns.get(column, column): value for column, value in kept.items()}
+
+
+def _settings(recipe: Recipe, source: Source, columns: Sequence[str], encoder: Encoder) -> Settings:
+    entry, data = source.entry, recipe.data
+    where = Where(key=source.key)
+    template = resolve_template(entry.chat_template) if entry.chat_template else encoder.chat_template
+    format_ = _format(entry.format or data.format, source, columns)
+    if format_ in {"messages", "sharegpt"} and template is None:
+        raise usage_error(
+            "no-chat-template",
+            f"`{entry.path}` holds conversations, and the tokenizer has no chat template",
+            where=where,
+            hint=f"set `data.chat_template`: {', '.join(BUNDLED)}, or a .jinja file",
+        )
+    wanted = entry.loss_on or data.loss_on
+    possible = LOSS_ON[format_]
+    if wanted != "auto" and wanted not in possible:
+        says = "say themselves what is trained" if format_ == "tokenized" else f"can be trained on: {', '.join(possible)}"
+        raise usage_error("loss-on", f"`loss_on: {wanted}` does not fit `{entry.path}`: {format_} rows {says}", where=where)
+    append_eos = format_ != "tokenized" if data.append_eos == "auto" else data.append_eos
+    loss_on = possible[0] if wanted == "auto" else wanted
+    names = {new: old for old, new in entry.rename_columns.items()}
+    return Settings(
+        format_, loss_on, template, data.separator, append_eos, encoder.vocabulary_size, data.roles, data.special_tokens_in_content, names
+    )
+
+
+def _format(wanted: str, source: Source, columns: Sequence[str]) -> str:
+    where = Where(key=source.key)
+    if wanted != "auto":
+        missing = [column for column in COLUMNS[wanted] if column not in columns]
+        if missing:
+            raise usage_error(
+                "no-such-column",
+                f"`{source.entry.path}` has no column `{missing[0]}`, which the format {wanted} needs",
+                where=where,
+                hint=f"it has: {', '.join(columns)}; `rename_columns` gives columns other names",
+            )
+        return wanted
+    found = matching_formats(columns)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise usage_error(
+            "two-formats",
+            f"`{source.entry.path}` looks like {' and like '.join(found)}: its columns are {', '.join(columns)}",
+            where=where,
+            hint=f"name one: `format: {found[0]}`",
+        )
+    raise usage_error(
+        "no-format",
+        f"`{source.entry.path}` fits no format: its columns are {', '.join(columns)}",
+        where=where,
+        hint="rename them, for example `rename_columns: {question: prompt, answer: completion}`",
+    )
+
+
+def raw_rows(inputs: Sequence[Input]) -> Iterator[RawRow | tuple[int, BadRow]]:
+    """Rows of all inputs, renamed; bad ones with the number of their file."""
+    for number, opened in enumerate(inputs):
+        wanted, last_file = opened.entry.max_rows, -1
+        for taken, (file, row) in enumerate(opened.source.read()):
+            if wanted is not None and taken >= wanted:
+                break
+            if isinstance(row, BadRow):
+                yield opened.first_file + file, row
+                continue
+            name = opened.source.names[file]
+            try:
+                values = select(row[1], opened.entry, name) if file != last_file else _select_quietly(row[1], opened.entry)
+            except RowError as error:
+                yield opened.first_file + file, BadRow(row[0], str(error))
+                continue
+            if file != last_file:
+                _check_same_columns(opened, name, values)
+                last_file = file
+            yield RawRow(number, opened.first_file + file, row[0], values)
+
+
+def _select_quietly(row: dict[str, Any], entry: DataSource) -> dict[str, Any]:
+    """`select` for rows after a file's first: a column that one row lacks is that row's fault."""
+    if not entry.columns and not entry.rename_columns:
+        return row
+    missing = next((column for column in (*(entry.columns or ()), *entry.rename_columns) if column not in row), None)
+    if missing is not None:
+        raise RowError(f"it has no column `{missing}`; it has {', '.join(row) or 'none'}")
+    return _renamed(row, entry)
+
+
+def _check_same_columns(opened: Input, name: str, values: dict[str, Any]) -> None:
+    """Files of one entry must agree on what makes their format."""
+    needed = COLUMNS[opened.settings.format]
+    if not all(column in values for column in needed):
+        raise usage_error(
+            "columns-differ",
+            f"its columns are {', '.join(values)}, and those of {opened.source.names[0]} are {', '.join(opened.columns)}",
+            where=Where(name),
+            hint="give files with other columns an entry of their own",
+        )
+
+
+def bad_row_problem(name: str, row: BadRow) -> Problem:
+    return Problem("bad-row", row.reason, Where(name, row.number, row.column))

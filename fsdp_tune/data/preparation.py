@@ -1,0 +1,192 @@
+"""Prepares data once, before any rank starts: rows → token ids → sets in the cache, with an account of what is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from fsdp_tune.core.errors import Notice, usage_error
+from fsdp_tune.data.account import examples_of, marked_text
+from fsdp_tune.data.build import Progress, build_store
+from fsdp_tune.data.format.inputs import TRAIN, Input, open_inputs, raw_rows
+from fsdp_tune.data.read.digests import FileDigests
+from fsdp_tune.data.store import RowStore
+from fsdp_tune.data.store_cache import STORES, built, content_key, record_use
+from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
+from fsdp_tune.recipe.paths import COMPILED, default_cache_directory
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.model_and_data import DataSource
+from fsdp_tune.run.manifest import Manifest
+
+DATA_FORMAT = 3
+"""Raised whenever the same input would give other rows or another layout: old caches are then left alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a run needs to know of its data; RUN/data.json. Paths are sets of a store, for `RowStore`."""
+
+    key: str
+    """Names the training rows: source bytes, settings, tokenizer. A resumed run must find the same."""
+    path: str
+    train: str
+    evals: dict[str, str]
+    """Eval sets by label."""
+    train_rows: int
+    vocabulary_size: int
+    pad_token_id: int
+    report: dict[str, Any]
+    notices: list[dict[str, Any]]
+    reused: bool = False
+    """Found in the cache."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        return cls(**json.loads(text))
+
+    def as_notices(self) -> list[Notice]:
+        return [Notice(notice["code"], notice["message"], hint=notice["hint"]) for notice in self.notices]
+
+
+def prepare(
+    recipe: Recipe,
+    encoder: Encoder,
+    *,
+    progress: Progress | None = None,
+    check_rows: bool = True,
+    verify: bool = False,
+    run: Path | None = None,
+) -> Prepared:
+    """Return the prepared data, from the cache or built. Raises: usage error for whatever is wrong with the data, with file and line.
+
+    `check_rows`: fewer rows than the global batch of the (resolved) recipe are an error too. `verify` hashes the files of all
+    sources and of the cached data instead of trusting sizes and times. `run` is the run that will read the data.
+    """
+    assert recipe.data.cache_dir is not None, "the recipe is resolved"
+    cache_dir = Path(recipe.data.cache_dir)
+    digests = FileDigests(cache_dir, verify=verify)
+    inputs = open_inputs(recipe, encoder)
+    stamps = [opened.source.stamps() for opened in inputs]
+    training_key = content_key(_training_content(recipe, encoder, inputs, digests))
+    key = content_key([training_key, recipe.data.eval_packing, _content(inputs, digests, train=False)])
+    path = cache_dir / STORES / key
+
+    def build(stage: Path) -> dict[str, Any]:
+        return build_store(stage, recipe, encoder, inputs, stamps, progress)
+
+    manifest, reused = built(path, build, digests=verify)
+    record_use(path, recipe=recipe.name or "", run=run)
+    if run is not None and recipe.kernels.compile:
+        record_use(default_cache_directory() / COMPILED, recipe=recipe.name or "", run=run)
+    prepared = _prepared(path, training_key, manifest, encoder, reused=reused)
+    if check_rows:
+        _refuse_few_rows(recipe, prepared)
+    return prepared
+
+
+def _prepared(path: Path, key: str, manifest: Manifest, encoder: Encoder, *, reused: bool) -> Prepared:
+    # JSON sorts its keys; people expect `train` first, and eval sets as the recipe lists them.
+    folders: dict[str, str] = dict(sorted(manifest.facts["sets"].items(), key=lambda item: (item[0] != TRAIN, item[1])))
+    report = manifest.facts["report"] | {"sets": {name: manifest.facts["report"]["sets"][name] for name in folders}}
+    return Prepared(
+        key=key,
+        path=str(path),
+        train=str(path / folders[TRAIN]),
+        evals={label: str(path / folder) for label, folder in folders.items() if label != TRAIN},
+        train_rows=report["sets"][TRAIN]["rows"],
+        vocabulary_size=encoder.vocabulary_size,
+        pad_token_id=encoder.pad_id,
+        report=_with_example(report, path / folders[TRAIN], encoder),
+        notices=manifest.facts["notices"],
+        reused=reused,
+    )
+
+
+def _training_content(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], digests: FileDigests) -> list[Any]:
+    """All that decides the training rows; a list of eval sets does not."""
+    data = recipe.data
+    settings = data.model_dump(include={"max_length", "packing", "packing_strategy", "mixture", "on_bad_row"})
+    split = None if isinstance(data.eval, list) or data.eval is None else data.eval.model_dump()
+    return [DATA_FORMAT, encoder.digest, settings, split, _content(inputs, digests, train=True)]
+
+
+def _content(inputs: Sequence[Input], digests: FileDigests, *, train: bool) -> list[Any]:
+    return [
+        [opened.set_name, opened.overlong, _settings(opened), opened.columns, _entry(opened.entry), opened.source.content(digests)]
+        for opened in inputs
+        if (opened.set_name == TRAIN) == train
+    ]
+
+
+def _settings(opened: Input) -> dict[str, Any]:
+    """What decides tokens. The names that columns have in the file are in messages alone, and `_entry` holds them already."""
+    return {name: value for name, value in asdict(opened.settings).items() if name != "names_in_file"}
+
+
+def _entry(entry: DataSource) -> dict[str, Any]:
+    """What of an entry matters besides its bytes: a file that has moved is the same data."""
+    return entry.model_dump(include={"name", "split", "columns", "rename_columns", "weight", "max_rows"})
+
+
+def _with_example(report: dict[str, Any], train: Path, encoder: Encoder) -> dict[str, Any]:
+    """The report and one training example, decoded, in runs that are trained or not."""
+    return report | {"example": decoded_rows(train, encoder, 1)[0][0]}
+
+
+def decoded_rows(train: Path | str, encoder: Encoder, count: int) -> list[list[dict[str, Any]]]:
+    """Rows from all over a set, each a list of its examples: where the example came from, and its text in runs."""
+    store = RowStore(train)
+    chosen = [(2 * at + 1) * len(store) // (2 * min(count, len(store))) for at in range(min(count, len(store)))]
+    return [
+        [
+            {"where": f"{file}:{number}", "runs": marked_text(example, encoder)}
+            for (file, number), example in zip(store.origins(row), examples_of(store[row]), strict=True)
+        ]
+        for row in chosen
+    ]
+
+
+def _refuse_few_rows(recipe: Recipe, prepared: Prepared) -> None:
+    """One step needs a whole global batch."""
+    rows, wanted = prepared.train_rows, recipe.global_batch_size
+    if rows < wanted:
+        account = prepared.report["sets"][TRAIN]
+        packing = f", packed from {account['examples']:,} examples" if recipe.data.packing else ""
+        raise usage_error(
+            "too-few-rows",
+            f"there are {rows:,} rows to train on{packing} ({prepared.report['rows_read']:,} were read), and one step takes {wanted:,}",
+            hint="lower `training.global_batch_size` or `gradient_accumulation_steps`, use fewer ranks, or give more data",
+        )
+
+
+# ---- To how many tokens rows can be cut and still be trained: behind a long prompt the first trained token comes late.
+
+FEW_ROWS = 16
+"""Of so few rows none is given up."""
+
+
+def length_with_targets(recipe: Recipe, encoder: Encoder, *, rows: int) -> int:
+    """Return the tokens after which half of the first `rows` rows of each source have a trained token; all of them where they are few."""
+    return max(_of_source(opened, encoder, rows) for opened in open_inputs(recipe, encoder))
+
+
+def _of_source(opened: Input, encoder: Encoder, rows: int) -> int:
+    usable = [row for row in islice(raw_rows([opened]), rows) if isinstance(row, RawRow)]
+    done = Tokeniser(encoder, (opened.settings,)).chunk(usable)
+    ends = np.cumsum(done.lengths)
+    trained = [done.trained[end - length : end] for end, length in zip(ends, done.lengths, strict=True)]
+    needed = sorted(2 + int(np.argmax(flags[1:])) for flags in trained)  # the first token of a row is never a target
+    if not needed:
+        return 0
+    kept = len(needed) if len(needed) < FEW_ROWS else (len(needed) + 1) // 2
+    return needed[kept - 1]

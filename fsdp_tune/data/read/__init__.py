@@ -1,0 +1,1 @@
+"""Rows from files and data sets."""

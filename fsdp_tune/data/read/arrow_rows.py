@@ -1,0 +1,95 @@
+"""Rows from Parquet and Arrow files, counted from 1. Python objects are made of a few megabytes of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.data.read.json_rows import NumberedRow
+
+BATCH_ROWS = 1000
+BATCH_BYTES = 4 << 20
+"""A longer row is a batch of its own."""
+
+
+def parquet_rows(path: Path) -> Iterator[NumberedRow]:
+    """Exit 2 with the row group that is damaged."""
+    parquet = _untyped("pyarrow.parquet")
+    try:
+        file = parquet.ParquetFile(path)
+    except _errors() as error:
+        raise _damaged(path, f"no whole Parquet file: {error}") from error
+    number = 0
+    with file:
+        for group in range(file.num_row_groups):
+            try:
+                for batch in file.iter_batches(batch_size=_batch_rows(file.metadata.row_group(group)), row_groups=[group]):
+                    for row in _rows(batch):
+                        number += 1
+                        yield number, row
+            except _errors() as error:
+                raise _damaged(path, f"row group {group} is damaged (after row {number}): {error}") from error
+
+
+def arrow_rows(path: Path) -> Iterator[NumberedRow]:
+    """Either of Arrow's formats; `datasets` writes the streaming one."""
+    number = 0
+    with _untyped("pyarrow").memory_map(str(path)) as source:
+        try:
+            for batch in _batches(source):
+                for row in _rows(batch):
+                    number += 1
+                    yield number, row
+        except _errors() as error:
+            raise _damaged(path, f"damaged after row {number}: {error}") from error
+
+
+def table_rows(batches: Iterator[Any]) -> Iterator[NumberedRow]:
+    """Rows of Arrow tables, such as a `datasets.Dataset` gives in its arrow format."""
+    number = 0
+    for batch in batches:
+        for row in _rows(batch):
+            number += 1
+            yield number, row
+
+
+def _batch_rows(group: Any) -> int:
+    """Return how many rows of a row group take BATCH_BYTES, by the group's mean."""
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * group.num_rows // max(group.total_byte_size, 1)))
+
+
+def _rows(batch: Any) -> Iterator[dict[str, Any]]:
+    """Rows of a record batch or table as dicts, halved until a part holds at most BATCH_BYTES or one row."""
+    if batch.num_rows > 1 and batch.nbytes > BATCH_BYTES:
+        half = batch.num_rows // 2
+        yield from _rows(batch.slice(0, half))
+        yield from _rows(batch.slice(half))
+    else:
+        yield from batch.to_pylist()
+
+
+def _batches(source: Any) -> Iterator[Any]:
+    ipc = _untyped("pyarrow").ipc
+    try:
+        reader = ipc.open_file(source)
+    except _untyped("pyarrow").ArrowInvalid:  # the streaming format has no footer
+        source.seek(0)
+        yield from ipc.open_stream(source)
+        return
+    for index in range(reader.num_record_batches):
+        yield reader.get_batch(index)
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    return (_untyped("pyarrow").ArrowException, OSError, UnicodeDecodeError)
+
+
+def _damaged(path: Path, why: str) -> FsdpTuneError:
+    return usage_error("data-unreadable", f"cannot be read: {why}", where=Where(str(path)))
+
+
+def _untyped(module: str) -> Any:
+    return import_module(module)  # pyarrow ships no types

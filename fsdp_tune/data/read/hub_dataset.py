@@ -1,0 +1,80 @@
+"""Data sets through the `datasets` library: from the hub, or a folder that `save_to_disk` wrote.
+
+They are never held in memory, whatever HF_DATASETS_IN_MEMORY_MAX_SIZE is: each row is read once, and the files identify the data.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.hub import cache_only, hub_is_reachable, unreachable
+from fsdp_tune.recipe.schema.model_and_data import DataSource
+
+
+def load_saved(path: Path, split: str, where: Where) -> Any:
+    """The `datasets.Dataset` of a folder that `save_to_disk` wrote, or one split of it."""
+    datasets: Any = import_module("datasets")
+    try:
+        saved = datasets.load_from_disk(str(path), keep_in_memory=False)
+    except FsdpTuneError:  # a signal that ends the command may arrive here
+        raise
+    except Exception as error:
+        raise usage_error("data-unreadable", f"`{path}` cannot be read as a saved data set: {_first_line(error)}", where=where) from error
+    if not isinstance(saved, datasets.DatasetDict):
+        if split != "train":
+            raise usage_error("no-such-split", f"`{path}` is a data set without splits", where=where, hint=f"leave `split: {split}` out")
+        return saved
+    if split not in saved:
+        raise usage_error("no-such-split", f"`{path}` has no split `{split}`", where=where, hint=f"its splits are: {', '.join(saved)}")
+    return saved[split]
+
+
+def load_from_hub(entry: DataSource, where: Where) -> Any:
+    """The `datasets.Dataset` of a hub id. Exit 2: out of reach, missing, gated, no such split or configuration."""
+    datasets: Any = import_module("datasets")
+    reachable = hub_is_reachable()
+    try:
+        with nullcontext() if reachable else cache_only():
+            return datasets.load_dataset(
+                entry.path,
+                name=entry.name,
+                data_dir=entry.data_dir,
+                data_files=entry.data_files,
+                split=entry.split,
+                revision=entry.revision,
+                keep_in_memory=False,
+            )
+    except FsdpTuneError:  # a signal that ends the command may arrive here
+        raise
+    except Exception as error:
+        raise _problem(error, entry, where, reachable=reachable) from error
+
+
+def _problem(error: Exception, entry: DataSource, where: Where, *, reachable: bool) -> FsdpTuneError:
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if not reachable or "ConnectionError" in kinds:
+        problem = unreachable("the data set", entry.path, f"{where.key}.path", is_data_set=True).problems[0]
+        return FsdpTuneError(problem.at(where))
+    if "GatedRepo" in str(error) or "gated" in str(error).lower():
+        return usage_error(
+            "gated",
+            f"the data set `{entry.path}` is gated: your account has no access",
+            where=where,
+            hint="ask for access on its page, then `hf auth login`",
+        )
+    if "DatasetNotFoundError" in kinds:
+        return usage_error(
+            "data-not-found",
+            f"there is no `{entry.path}`, neither on this disk nor, for your account, on the hub",
+            where=where,
+            hint="correct the path, or log in with `hf auth login` if the data set is private",
+        )
+    return usage_error("data-unreadable", f"the data set `{entry.path}` cannot be loaded: {_first_line(error)}", where=where)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,146 @@
+"""Rows from JSON text, with its traps refused: duplicate keys, NaN, half surrogate pairs, numbers and nesting without end."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+
+SPACE = re.compile(r"[ \t\r\n]*")
+UNPAIRED = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """`number` is the line in a text file, else the row; `column` counts characters from 1."""
+
+    number: int
+    reason: str
+    column: int | None = None
+
+
+class RowError(ValueError):
+    """One row that cannot be used; its text is the reason. The caller knows file and line."""
+
+
+class ColumnError(Exception):
+    """What is wrong with a column, before its name in the file is known."""
+
+    def __init__(self, column: str, what: str) -> None:
+        super().__init__(column, what)
+        self.column, self.what = column, what
+
+
+NumberedRow = tuple[int, dict[str, Any]]
+
+
+def json_row(number: int, text: str) -> NumberedRow | BadRow:
+    """One line of JSON lines."""
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        return BadRow(number, _no_json(error), error.pos + 1)
+    except (ValueError, RecursionError) as error:
+        return BadRow(number, _why(error))
+    return _checked(number, value, text)
+
+
+def document_rows(text: str, path: Path) -> Iterator[NumberedRow | BadRow]:
+    """The elements of one JSON list, each with the line it begins on, or counted where all stand on one line.
+
+    Exit 2 where the list itself is broken.
+    """
+    at = _skip(text, 0)
+    assert text[at] == "[", "the caller has looked"
+    at = _skip(text, at + 1)
+    line, counted = 1, 0
+    on_one_line, row = "\n" not in text.strip(), 0
+    closed = text[at : at + 1] == "]"
+    while not closed:
+        line, counted = line + text.count("\n", counted, at), at
+        try:
+            value, end = _DECODER.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise _broken(path, text, error.pos, _no_json(error)) from error
+        except (ValueError, RecursionError) as error:
+            raise _broken(path, text, at, _why(error)) from error
+        row += 1
+        yield _checked(row if on_one_line else line, value, text[at:end])
+        at = _skip(text, end)
+        closed = text[at : at + 1] == "]"
+        if not closed:
+            if text[at : at + 1] != ",":
+                raise _broken(path, text, at, "a comma or `]` is missing")
+            at = _skip(text, at + 1)
+    rest = _skip(text, at + 1)
+    if rest < len(text):
+        raise _broken(path, text, rest, "something stands behind the list")
+
+
+def kind_of(value: object) -> str:
+    """What a value is called in a message."""
+    if value is None:
+        return "null"
+    names: dict[type, str] = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
+    return names.get(type(value), f"of type {type(value).__name__}")
+
+
+def _is_encodable(row: dict[str, Any]) -> bool:
+    """Whether all text in the row can be written as UTF-8."""
+    try:
+        json.dumps(row, ensure_ascii=False, default=str).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _checked(number: int, value: Any, text: str) -> NumberedRow | BadRow:
+    if not isinstance(value, dict):
+        return BadRow(number, f"a row is an object, and this is {kind_of(value)}", 1)
+    row = cast(dict[str, Any], value)
+    if "\\u" in text and (escape := UNPAIRED.search(text)) is not None and not _is_encodable(row):
+        return BadRow(number, f"`{escape[0]}` is half of a surrogate pair and stands for no character", escape.start() + 1)
+    return number, row
+
+
+def _skip(text: str, at: int) -> int:
+    match = SPACE.match(text, at)
+    assert match is not None
+    return match.end()
+
+
+def _broken(path: Path, text: str, at: int, why: str) -> FsdpTuneError:
+    line = text.count("\n", 0, at) + 1
+    column = at - (text.rfind("\n", 0, at) + 1) + 1
+    return usage_error("data-unreadable", why, where=Where(str(path), line, column))
+
+
+def _no_json(error: json.JSONDecodeError) -> str:
+    return f"no JSON: {error.msg[:1].lower()}{error.msg[1:].removesuffix(' at')}"
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return "a number of too many digits" if "integer string conversion" in str(error) else str(error)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key `{twice}` stands twice in one object")
+    return row
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"`{name}` is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)

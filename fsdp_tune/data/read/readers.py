@@ -1,0 +1,212 @@
+"""Rows of one file, with the line that each came from; a row that cannot be read is told apart and counted, not fatal.
+
+Lines end at \\n (or \\r\\n) alone: U+2028 and U+0085 belong to the text. Memory is bounded by the longest row.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.data.read.arrow_rows import arrow_rows, parquet_rows
+from fsdp_tune.data.read.json_rows import BadRow, NumberedRow, document_rows, json_row
+
+MAX_ROW_BYTES = 256 << 20
+MAX_DOCUMENT_BYTES = 1 << 30
+PEEK_BYTES = 1 << 12
+UTF8_BOM, GZIP_MAGIC, ZSTD_MAGIC, PARQUET_MAGIC = b"\xef\xbb\xbf", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
+
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
+"""What `surrogateescape` makes of a byte that is not UTF-8."""
+
+Rows = Iterator[NumberedRow | BadRow]
+
+
+def read_rows(path: Path, kind: str) -> Rows:
+    """`kind`: lines (one JSON object a line) | json (lines or one list) | csv | tsv | text | parquet | arrow.
+
+    FsdpTuneError (exit 2) when the file as a whole cannot be read.
+    """
+    try:
+        if kind == "parquet":
+            yield from parquet_rows(path)
+        elif kind == "arrow":
+            yield from arrow_rows(path)
+        else:
+            with _open_text(path) as file:
+                yield from _TEXT_READERS[kind](file, path)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise _unreadable(path, f"its compressed data are damaged or cut off: {error}") from error
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from error
+
+
+def _unreadable(path: Path, why: str, hint: str | None = None, line: int | None = None) -> FsdpTuneError:
+    return usage_error("data-unreadable", f"cannot be read: {why}", where=Where(str(path), line), hint=hint)
+
+
+def _open_text(path: Path) -> io.BufferedReader:
+    """The file without its byte-order mark, decompressed where its first bytes say gzip, whatever its name says."""
+    with open(path, "rb") as plain:
+        head = plain.read(4)
+    if head.startswith(ZSTD_MAGIC):
+        raise _unreadable(path, "it is compressed with zstd, which this tool does not read", f"decompress it: `zstd -d {path.name}`")
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise _unreadable(path, "it is UTF-16; data must be UTF-8", f"convert it: `iconv -f UTF-16 -t UTF-8 {path.name}`")
+    if head == PARQUET_MAGIC:
+        raise _unreadable(path, "it is a Parquet file under another name", "rename it to end in .parquet")
+    raw: Any = gzip.open(path, "rb") if head.startswith(GZIP_MAGIC) else open(path, "rb", buffering=0)  # noqa: SIM115  the caller closes
+    file = io.BufferedReader(raw, 1 << 20)
+    if file.peek(len(UTF8_BOM)).startswith(UTF8_BOM):
+        file.read(len(UTF8_BOM))
+    return file
+
+
+def _lines(file: io.BufferedReader, blank: bytes | None = None) -> Iterator[tuple[int, str] | BadRow]:
+    """Yield the decoded lines with their numbers, less those that hold nothing but bytes of `blank` (None: any white space)."""
+    number = 0
+    while raw := file.readline(MAX_ROW_BYTES + 1):
+        number += 1
+        if len(raw) > MAX_ROW_BYTES:
+            while raw and not raw.endswith(b"\n"):
+                raw = file.readline(MAX_ROW_BYTES)
+            yield BadRow(number, f"longer than {MAX_ROW_BYTES >> 20} MiB")
+            continue
+        raw = raw.removesuffix(b"\n").removesuffix(b"\r")
+        if not raw.strip(blank):
+            continue
+        try:
+            yield number, raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            column = len(raw[: error.start].decode("utf-8")) + 1
+            yield BadRow(number, f"not UTF-8: byte 0x{raw[error.start]:02x}", column)
+
+
+def _json_lines(file: io.BufferedReader, path: Path) -> Rows:  # noqa: ARG001  same shape as its siblings
+    for line in _lines(file):
+        yield line if isinstance(line, BadRow) else json_row(*line)
+
+
+def _json(file: io.BufferedReader, path: Path) -> Rows:
+    """`.json` is used for both: a list of objects, and one object a line."""
+    head = file.peek(PEEK_BYTES).lstrip()
+    if not head.startswith(b"["):
+        if head.split(b"\n", 1)[0].strip() == b"{":
+            raise _unreadable(
+                path, "it holds one object over several lines", "write a list of objects, or one object a line (`jq -c '.data[]'`)"
+            )
+        yield from _json_lines(file, path)
+        return
+    raw = file.read(MAX_DOCUMENT_BYTES + 1)
+    if len(raw) > MAX_DOCUMENT_BYTES:
+        raise _unreadable(path, f"one JSON list of more than {MAX_DOCUMENT_BYTES >> 30} GiB", "write one object a line (`jq -c '.[]'`)")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise _unreadable(path, f"not UTF-8: byte 0x{raw[error.start]:02x}", line=line) from error
+    yield from document_rows(text, path)
+
+
+class _Lines:
+    """Lines of a file; `ended` once more were wanted than there are, which no row that is whole does."""
+
+    def __init__(self, text: io.TextIOWrapper) -> None:
+        self._text, self.ended = text, False
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._text.readline()
+        if not line:
+            self.ended = True
+            raise StopIteration
+        return line
+
+
+def _csv(file: io.BufferedReader, path: Path) -> Rows:
+    """A quoted field may hold commas and line ends (RFC 4180)."""
+    csv.field_size_limit(MAX_ROW_BYTES)
+    # Bytes that are not UTF-8 become lone surrogates, so that the rows that hold them can be named and the rest read.
+    with io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="") as text:
+        lines = _Lines(text)
+        reader = csv.reader(lines, strict=True)
+        header: list[str] | None = None
+        while True:
+            line = reader.line_num + 1
+            try:
+                fields = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                if lines.ended:  # skipping this row would leave out all that follow, as one
+                    rest = f"lines {line} to {reader.line_num} are one field"
+                    hint = 'close it; a quote inside a field is written `""`'
+                    raise _unreadable(path, f"a quote that begins here is never closed: {rest}", hint, line) from error
+                yield BadRow(line, f"no CSV: {error}")
+                continue
+            if not fields:
+                continue  # a blank line, also above the names of the columns
+            if header is None:
+                header = _header(fields, path, line)
+            else:
+                yield _csv_row(line, header, fields)
+
+
+def _header(fields: list[str], path: Path, line: int) -> list[str]:
+    if any(_NOT_UTF8.search(name) for name in fields):
+        raise _unreadable(path, "the names of its columns are not UTF-8", f"convert it: `iconv -f LATIN1 -t UTF-8 {path.name}`", line)
+    twice = {name for name in fields if fields.count(name) > 1}
+    if twice:
+        raise _unreadable(path, f"its first line names a column twice: {', '.join(sorted(twice))}", line=line)
+    return fields
+
+
+def _csv_row(line: int, header: list[str], fields: list[str]) -> NumberedRow | BadRow:
+    if len(fields) != len(header):
+        return BadRow(line, f"{len(fields)} fields where the first line names {len(header)} columns")
+    for column, text in zip(header, fields, strict=True):
+        if (escaped := _NOT_UTF8.search(text)) is not None:
+            return BadRow(line, f"column `{column}` is not UTF-8: byte 0x{ord(escaped[0]) - 0xDC00:02x}")
+    return line, dict(zip(header, fields, strict=True))
+
+
+def _tsv(file: io.BufferedReader, path: Path) -> Rows:
+    """One row a line. A field may be quoted as in CSV, but not hold a line end: in most TSV files a quote is text, and one that
+    opens a field would otherwise take in the lines that follow, up to the next quote."""
+    csv.field_size_limit(MAX_ROW_BYTES)
+    header: list[str] | None = None
+    for line in _lines(file, b"\r"):
+        row = line if isinstance(line, BadRow) else _tsv_fields(*line)
+        if header is None:
+            if isinstance(row, BadRow):
+                raise _unreadable(path, f"the names of its columns: {row.reason}", line=row.number)
+            header = _header(row[1], path, row[0])
+        else:
+            yield row if isinstance(row, BadRow) else _csv_row(row[0], header, row[1])
+
+
+def _tsv_fields(number: int, text: str) -> tuple[int, list[str]] | BadRow:
+    try:
+        return number, next(csv.reader([text], delimiter="\t", strict=True))
+    except csv.Error as error:
+        if '"' not in text:
+            return BadRow(number, f"not TSV: {error}")
+        rule = 'a field that begins with a quote must end with one on its line, inner quotes doubled (`"""Yes"" she said"`)'
+        return BadRow(number, f"{rule}: {error}")
+
+
+def _text(file: io.BufferedReader, path: Path) -> Rows:  # noqa: ARG001  same shape as its siblings
+    for line in _lines(file):
+        yield line if isinstance(line, BadRow) else (line[0], {"text": line[1]})
+
+
+_TEXT_READERS = {"lines": _json_lines, "json": _json, "csv": _csv, "tsv": _tsv, "text": _text}

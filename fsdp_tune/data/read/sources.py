@@ -1,0 +1,227 @@
+"""What an entry of `data.train` or `data.eval` means: local files, a saved `datasets` folder, a hub data set, or our own rows."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.data.format.builtin import builtin_rows, is_builtin
+from fsdp_tune.data.read.arrow_rows import table_rows
+from fsdp_tune.data.read.digests import Stamp, stamp
+from fsdp_tune.data.read.hub_dataset import load_from_hub, load_saved
+from fsdp_tune.data.read.json_rows import BadRow, NumberedRow
+from fsdp_tune.data.read.readers import read_rows
+from fsdp_tune.recipe.paths import can_only_be_a_path
+from fsdp_tune.recipe.schema.model_and_data import BUILDERS, DataSource
+from fsdp_tune.run.manifest import Digester
+
+KIND_OF_SUFFIX = {
+    ".jsonl": "lines",
+    ".ndjson": "lines",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".txt": "text",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+COMPRESSED = {".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip", ".7z": "7z x", ".tar": "tar xf"}
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "test": ("test", "testing", "eval", "evaluation"),
+    "validation": ("validation", "valid", "val", "dev"),
+}
+"""The words by which `datasets` tells the files of a split in a directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    path: Path
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One entry, found. Rows are numbered inside each of `names`, which are files where there are files."""
+
+    entry: DataSource
+    key: str
+    names: tuple[str, ...]
+    files: tuple[SourceFile, ...] = ()
+    dataset: Any = None
+    """A `datasets.Dataset`."""
+    stored_in: tuple[Path, ...] = ()
+    """The files that hold the rows; empty where no file does."""
+
+    def read(self) -> Iterator[tuple[int, NumberedRow | BadRow]]:
+        """Rows with the number of their file in `names`."""
+        if self.files:
+            for number, file in enumerate(self.files):
+                for row in read_rows(file.path, file.kind):
+                    yield number, row
+        elif self.dataset is not None:
+            for row in table_rows(self.dataset.with_format("arrow").iter(batch_size=1000)):
+                yield 0, row
+        else:
+            for row in enumerate(builtin_rows(self.entry.path, self.entry.split), 1):
+                yield 0, row
+
+    def content(self, digests: Callable[[Sequence[Path]], list[str]]) -> list[str]:
+        """Return digests of all that the rows come from: of the files with their kind, else of the rows themselves. Never empty.
+
+        The kind belongs to it, since the same bytes are other rows in a .txt than in a .jsonl.
+        """
+        if not self.stored_in:
+            return [self._rows_digest()]
+        kinds = [file.kind for file in self.files] or ["dataset"] * len(self.stored_in)
+        return [f"{kind}:{digest}" for kind, digest in zip(kinds, digests(self.stored_in), strict=True)]
+
+    def _rows_digest(self) -> str:
+        digester = Digester()
+        for _, row in self.read():
+            digester.update((json.dumps(row, default=repr) + "\n").encode())
+        return f"rows:{digester.entry().digest}"
+
+    def stamps(self) -> list[Stamp]:
+        """Return what changes whenever a file is written to, to notice a change while rows are read."""
+        return [stamp(path) for path in self.stored_in]
+
+
+def find_source(entry: DataSource, key: str) -> Source:
+    """Exit 2 when nothing is there, or more than one thing could be meant. `key` is where the entry stands in the recipe."""
+    where = Where(key=key)
+    if is_builtin(entry.path):
+        builtin_rows(entry.path, entry.split)
+        return Source(entry, key, (entry.path,))
+    if entry.path in BUILDERS and not Path(entry.path).exists():
+        return _builder_source(entry, key)
+    path = Path(entry.path).expanduser()
+    if path.is_dir():
+        return _directory_source(entry, key, path)
+    if path.exists() or glob.has_magic(entry.path):
+        _refuse(entry, where, "split", given=entry.split != "train")
+        return _file_source(entry, key, _expand([str(path)], where), None)
+    if can_only_be_a_path(entry.path):
+        raise _not_found(entry.path, where)
+    dataset = load_from_hub(entry, where)
+    return _dataset_source(entry, key, dataset)
+
+
+def _builder_source(entry: DataSource, key: str) -> Source:
+    where = Where(key=key)
+    patterns = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
+    if not patterns:
+        raise usage_error("data-not-found", f"`path: {entry.path}` reads the files in `data_files`, and there are none", where=where)
+    if any("://" in pattern for pattern in patterns):
+        return _dataset_source(entry, key, load_from_hub(entry, where))
+    _refuse(entry, where, "split", given=entry.split != "train")
+    base = Path(entry.data_dir or "")
+    return _file_source(entry, key, _expand([str(base / pattern) for pattern in patterns], where), entry.path)
+
+
+def _directory_source(entry: DataSource, key: str, path: Path) -> Source:
+    where = Where(key=key)
+    root = path / entry.data_dir if entry.data_dir else path
+    if (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
+        return _dataset_source(entry, key, load_saved(root, entry.split, where))
+    if entry.data_files:
+        patterns = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
+        return _file_source(entry, key, _expand([str(root / pattern) for pattern in patterns], where), None)
+    found = sorted(file for file in root.rglob("*") if _kind(file) is not None and file.is_file() and not _is_hidden(file, root))
+    if not found:
+        raise usage_error("data-not-found", f"`{root}` holds no data files", hint=f"known endings: {' '.join(KIND_OF_SUFFIX)}", where=where)
+    return _file_source(entry, key, _of_split(found, root, entry.split, where), None)
+
+
+def _file_source(entry: DataSource, key: str, paths: Sequence[Path], kind: str | None) -> Source:
+    where = Where(key=key)
+    _refuse(entry, where, "name", given=entry.name is not None)
+    _refuse(entry, where, "revision", given=entry.revision is not None)
+    files = [SourceFile(path, kind or _known_kind(path, where)) for path in paths]
+    kinds = {"lines" if file.kind == "json" else file.kind: file.path.name for file in files}
+    if len(kinds) > 1:
+        first, second = sorted(kinds.values())[:2]
+        raise usage_error(
+            "mixed-files",
+            f"`{entry.path}` holds files of different kinds: {first}, {second}",
+            where=where,
+            hint="choose by a glob, such as `data/*.jsonl`, or give each kind an entry of its own",
+        )
+    return Source(entry, key, tuple(str(path) for path in paths), tuple(files), stored_in=tuple(paths))
+
+
+def _dataset_source(entry: DataSource, key: str, dataset: Any) -> Source:
+    files = tuple(Path(file["filename"]) for file in dataset.cache_files)
+    return Source(entry, key, (f"{entry.path} ({entry.split})",), dataset=dataset, stored_in=files)
+
+
+def _expand(patterns: list[str], where: Where) -> list[Path]:
+    found: list[Path] = []
+    for pattern in patterns:
+        names = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207  absolute patterns
+        files = [Path(name) for name in names if Path(name).is_file()]
+        if not files:
+            raise _not_found(pattern, where)
+        found.extend(file for file in files if file not in found)
+    return found
+
+
+def _kind(path: Path) -> str | None:
+    return KIND_OF_SUFFIX.get(path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix)
+
+
+def _known_kind(path: Path, where: Where) -> str:
+    kind = _kind(path)
+    if kind is None and path.suffix in COMPRESSED:
+        raise usage_error(
+            "data-unreadable", f"`{path}`: only gzip is decompressed here", where=where, hint=f"`{COMPRESSED[path.suffix]} {path.name}`"
+        )
+    if kind is None:
+        raise usage_error(
+            "data-unreadable",
+            f"`{path}`: its ending does not say what it holds",
+            where=where,
+            hint=f"rename it to one of {' '.join(KIND_OF_SUFFIX)}, or name the kind: `{{path: json, data_files: {path.name}}}`",
+        )
+    return kind
+
+
+def _of_split(files: list[Path], root: Path, split: str, where: Where) -> list[Path]:
+    """The files of one split where their names tell splits apart, as in `datasets`; otherwise all, which are `train`."""
+    by_split = {name: [file for file in files if _names_split(file.relative_to(root), words)] for name, words in SPLIT_WORDS.items()}
+    present = {name: found for name, found in by_split.items() if found} or {"train": files}
+    if split not in present:
+        raise usage_error("no-such-split", f"`{root}` has no split `{split}`", where=where, hint=f"its splits are: {', '.join(present)}")
+    return present[split]
+
+
+def _names_split(path: Path, words: tuple[str, ...]) -> bool:
+    return any(re.search(rf"(?<![a-z0-9]){word}(?![a-z0-9])", str(path).lower()) for word in words)
+
+
+def _is_hidden(path: Path, root: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
+
+
+def _not_found(pattern: str, where: Where) -> FsdpTuneError:
+    path = Path(pattern).absolute()
+    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, siblings, n=1)
+    if glob.has_magic(pattern):
+        return usage_error("data-not-found", f"no file matches `{pattern}`", where=where)
+    hint = f"did you mean `{close[0]}`?" if close else None if siblings else f"there is no directory `{path.parent}`"
+    return usage_error("data-not-found", f"there is no `{path}`", where=where, hint=hint)
+
+
+def _refuse(entry: DataSource, where: Where, option: str, *, given: bool) -> None:
+    """A key of hub data sets that would mean nothing for plain files."""
+    if given:
+        hint = "choose the files by `path` or `data_files`" if option == "split" else f"leave `{option}` out"
+        raise usage_error("no-such-split", f"`{entry.path}` is files: `{option}` has no meaning for them", where=where, hint=hint)

@@ -1,0 +1,204 @@
+"""What the account means for the user: data that cannot be trained on are refused, the rest is said once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
+from fsdp_tune.data.format.inputs import Input, bad_row_problem
+from fsdp_tune.data.pack.sets import Examples
+from fsdp_tune.data.read.json_rows import BadRow
+from fsdp_tune.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from fsdp_tune.data.build import Found
+
+SHOWN_BAD_ROWS = 5
+SHOWN_DETAILS = 8
+POOR_FILL = 0.8
+MANY_REPEATS = 4
+"""Muennighoff et al. 2023 (Scaling Data-Constrained Language Models): data repeated up to 4 times train almost as well as new data."""
+
+
+def refuse_bad_rows(bad: Sequence[tuple[int, BadRow]], names: Sequence[str], *, rows: int) -> None:
+    """The first bad rows with file, line and column, and how many there are in all."""
+    if not bad:
+        return
+    shown = [bad_row_problem(names[file], row) for file, row in bad[:SHOWN_BAD_ROWS]]
+    total = Problem(
+        "bad-rows",
+        f"{len(bad):,} of {rows:,} rows cannot be used" + (f"; the first {len(shown)} are above" if len(bad) > len(shown) else ""),
+        hint="mend them, or leave them out by `--set data.on_bad_row=skip` (they are then counted and listed)",
+    )
+    raise FsdpTuneError(*shown, total)
+
+
+def refuse_nothing(examples: Examples, found: Found, names: Sequence[str]) -> None:
+    """Training on nothing looks like training: the loss is a number, and the model does not change."""
+    if len(examples):
+        return
+    rows, untrained, bad = found.counts["rows"], found.untrained, len(found.bad)
+    first = ", ".join(f"{names[file]}:{row}" for file, row in untrained[:3])
+    raise usage_error(
+        "no-supervised-tokens",
+        f"no row has a token to train: {rows:,} were read, {bad:,} cannot be used, {len(untrained):,} are empty or wholly masked",
+        hint=f"look at {first}" if first else None,
+    )
+
+
+def refuse_empty_set(name: str, rows: int, examples: int, max_length: int) -> None:
+    if not rows:
+        raise usage_error(
+            "no-supervised-tokens",
+            f"the set `{name}` has no row left: of {examples:,} examples none has a trained token within {max_length} tokens",
+            hint="raise `data.max_length`, or change `data.overlong`",
+        )
+
+
+def data_notices(recipe: Recipe, inputs: Sequence[Input], report: dict[str, Any], *, bad_rows_name: str) -> list[dict[str, Any]]:
+    """Things that are allowed and that the user may not have meant; as JSON, since the cache keeps them."""
+    notices = [
+        *_row_notices(report, bad_rows_name),
+        *_source_notices(report),
+        *_length_notices(recipe, report),
+        *_end_notices(inputs, report),
+        *_text_notices(report),
+        *_note_notices(report["notes"]),
+    ]
+    return [{"code": notice.code, "message": notice.message, "hint": notice.hint} for notice in notices]
+
+
+def _row_notices(report: dict[str, Any], bad_rows_name: str) -> Iterator[Notice]:
+    read = report["rows_read"]
+    if bad := report["rows_bad"]["rows"]:
+        yield Notice(
+            "bad-rows-skipped",
+            f"{bad:,} of {read:,} rows cannot be used and were left out",
+            hint=f"`{bad_rows_name}` beside the data lists them",
+        )
+    if untrained := report["rows_untrained"]["rows"]:
+        first = _first(report["rows_untrained"])
+        yield Notice("rows-untrained", f"{untrained:,} of {read:,} rows have no token to train and were left out", hint=first)
+
+
+def _source_notices(report: dict[str, Any]) -> Iterator[Notice]:
+    for account in report["inputs"]:
+        if account["repeats"] > MANY_REPEATS:
+            yield Notice(
+                "source-repeated",
+                f"`{account['path']}`: each of its {account['rows']:,} rows is drawn {account['repeats']:.1f} times an epoch; "
+                f"the source makes up {account['share']:.0%} of the training tokens",
+                hint="lower its `weight`, or set `data.mixture.stopping_strategy: first_exhausted` or `data.mixture.weight_by: tokens`",
+            )
+    for name, account in report["sets"].items():
+        if "also_trained" in account and account["also_trained"]["rows"]:
+            yield Notice(
+                "eval-rows-trained",
+                f"{name}: {_counted(account['also_trained'])} with the content of a training row: the loss on them measures memorization",
+                hint=f"leave them out of one of the two; {_first(account['also_trained'])}",
+            )
+
+
+def _counted(rows: dict[str, Any]) -> str:
+    return f"{rows['rows']:,} {'row' if rows['rows'] == 1 else 'rows'}"
+
+
+def _first(rows: dict[str, Any]) -> str:
+    return f"the first: {', '.join(rows['first'][:3])}"
+
+
+def _length_notices(recipe: Recipe, report: dict[str, Any]) -> Iterator[Notice]:
+    limit = f"data.max_length ({recipe.data.max_length} tokens)"
+    for name, account in report["sets"].items():
+        cut = {"rows": account["truncated"], "first": account["first_truncated"]}
+        if cut["rows"]:
+            yield Notice("rows-truncated", f"{name}: {_counted(cut)} cut at {limit}: what stood behind is not trained", hint=_first(cut))
+        for key, why in (
+            ("dropped_too_long", f"longer than {limit}"),
+            ("dropped_nothing_left", f"all that is trained stood behind {limit}"),
+        ):
+            if account[key]["rows"]:
+                yield Notice("rows-dropped", f"{name}: {_counted(account[key])} left out: {why}", hint=_first(account[key]))
+    train = report["sets"]["train"]
+    if recipe.data.packing and train["fill"] < POOR_FILL and train["rows"] > 1:
+        fill = f"packed rows are filled to {100 * train['fill']:.0f} % only"
+        yield Notice("poor-fill", fill, hint="a larger `data.max_length` packs better")
+
+
+def _end_notices(inputs: Sequence[Input], report: dict[str, Any]) -> Iterator[Notice]:
+    eos = report["eos"]
+    if missing := eos["examples"] - eos["supervised"]:
+        yield Notice(
+            "eos-untrained",
+            f"{missing:,} of {eos['examples']:,} examples do not train the end `{eos['token']}`: the model may not learn to stop",
+            hint="`data.append_eos: true` adds it",
+        )
+    if appended := eos["appended_to_chats"]:
+        yield Notice(
+            "eos-not-in-template",
+            f"the chat template does not end answers with `{eos['token']}`: it was added after {appended:,} conversations",
+            hint="if answers end with another token, name that one in `model.tokens.eos`, or generation will not stop there",
+        )
+    if repeated := report["bos_repeated_in_text"]:
+        yield Notice("bos-twice", f"{repeated:,} examples hold the beginning of sequence more than once", hint="look at the texts")
+    if any(opened.settings.template is not None and "strftime_now" in opened.settings.template for opened in inputs):
+        yield Notice("dated-template", "the chat template writes today's date: prepared data keep the date of their preparation")
+
+
+def _text_notices(report: dict[str, Any]) -> Iterator[Notice]:
+    kept = report["rows_kept"]
+    if count := report["joined_without_space"]:
+        yield Notice(
+            "no-space",
+            f"in {count:,} of {kept:,} rows no white space stands between prompt and completion",
+            hint='put some there (`data.separator: "\\n"`), unless the prompt itself shows that its answer follows',
+        )
+    if count := report["tokenised_apart"]:
+        yield Notice(
+            "tokenised-apart",
+            f"in {count:,} of {kept:,} rows a token would span prompt and completion: the two were tokenised apart",
+            hint="let completions begin with the white space, and not prompts end with it",
+        )
+    for prompt in sorted({account["alpaca_prompt"] for account in report["inputs"] if account["alpaca_prompt"]}):
+        yield Notice("alpaca-prompt", f"alpaca rows are written with {prompt}")
+
+
+_NOTES = (
+    Notice("not-rendered", "the chat template leaves out", hint="choose another `data.chat_template` if the model needs them"),
+    Notice("unanswered-turns", "turns after the last answer were left out, in conversations that end with"),
+    Notice("mark-without-effect", "`train` and `weight` only exclude messages; marked as trained, but not selected by `loss_on`"),
+    Notice(
+        "special-tokens-as-text",
+        "rows contain special tokens, which are encoded as ordinary text",
+        hint="`data.special_tokens_in_content: control` encodes them as special tokens",
+    ),
+    Notice(
+        "special-tokens-as-control",
+        "rows contain special tokens, which are encoded as such",
+        hint="`data.special_tokens_in_content: text` encodes them as ordinary text",
+    ),
+    Notice(
+        "special-tokens-inseparable",
+        "special tokens in rows cannot be encoded as text with this tokenizer and template and remain special",
+        hint="remove them from the rows",
+    ),
+    Notice(
+        "text-changed",
+        "the trained text is not the text of the row, because the tokenizer writes a space before every text",
+        hint="let completions begin with white space",
+    ),
+)
+"""By the kind of a note on rows (`data.notes`): the beginnings of message and hint, to which details and rows are added."""
+
+
+def _note_notices(notes: dict[str, dict[str, Any]]) -> Iterator[Notice]:
+    for kind in _NOTES:
+        if details := notes.get(kind.code):
+            first = _first(next(iter(details.values())))
+            yield Notice(kind.code, f"{kind.message}: {_listed(details)}", hint=f"{kind.hint}; {first}" if kind.hint else first)
+
+
+def _listed(details: dict[str, Any]) -> str:
+    listed = [f"{detail} ({_counted(rows)})" for detail, rows in details.items()]
+    return ", ".join(listed[:SHOWN_DETAILS]) + (f" and {len(listed) - SHOWN_DETAILS} more" if len(listed) > SHOWN_DETAILS else "")

@@ -1,0 +1,98 @@
+"""The cache of prepared data: one directory for each content, published whole, built by one process at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.atomic import DISK, STAGE_MARK, staged_directory, write_file, write_json
+from fsdp_tune.core.ownership import LOCKLESS
+from fsdp_tune.data.store import STORE_KIND
+from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, damage, digest_file, list_files, read_manifest
+
+STORES = "data"
+"""Folder of the stores below `data.cache_dir`."""
+USE_MARK = ".use-"
+
+
+def content_key(parts: Any) -> str:
+    """A name for everything that `parts` (JSON) says."""
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def complete(path: Path, *, digests: bool = False) -> Manifest | None:
+    """Return the manifest of a complete store, or None. `digests` hashes its files; otherwise their sizes are compared."""
+    try:
+        manifest = read_manifest(path)
+    except ValueError:
+        return None
+    return manifest if manifest is not None and manifest.kind == STORE_KIND and not damage(path, manifest, digests=digests) else None
+
+
+def built(path: Path, build: Callable[[Path], dict[str, Any]], *, digests: bool = False) -> tuple[Manifest, bool]:
+    """Return the store at `path`, and whether it was there already; else `build` fills a stage and gives the manifest's facts.
+
+    Two processes that want the same store do not build it twice: the second waits, and reuses what the first published.
+    Whatever is killed at whatever moment, `path` is absent or whole.
+    """
+    if (manifest := complete(path, digests=digests)) is not None:
+        return manifest, True
+    DISK.mkdir(path.parent)
+    with alone(path) as locked:
+        if (manifest := complete(path, digests=digests)) is not None:
+            return manifest, True
+        if locked:
+            remove_leftovers(path)
+        try:
+            with staged_directory(path, replace=path.exists()) as stage:
+                facts = build(stage)
+                files = {name: digest_file(stage / name) for name in list_files(stage)}
+                manifest = Manifest(STORE_KIND, files, facts)
+                write_file(stage / MANIFEST_NAME, manifest.to_json())
+        except OSError:
+            # On a disk without locks another process may have published the same store in the meantime.
+            if (manifest := complete(path)) is None:
+                raise
+    return manifest, False
+
+
+@contextmanager
+def alone(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock of one store, which ends with the process; yields whether the file system has locks.
+
+    Raises: BlockingIOError without `wait`, if another process holds it.
+    """
+    with open(path.with_name(f".{path.name}.lock"), "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            if error.errno not in LOCKLESS:
+                raise
+            locked = False
+        else:
+            locked = True
+        yield locked
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove stages of builders that were killed. The caller holds the lock, so no other process is building."""
+    for leftover in path.parent.glob(f".{path.name}*{STAGE_MARK}*"):
+        DISK.rmtree(leftover)
+
+
+def record_use(path: Path, *, recipe: str, run: Path | None) -> None:
+    """Record which recipe uses an entry now, and in which run: one file for each run, and one for `prepare`. Best effort."""
+    user = hashlib.blake2b(str(run or "").encode(), digest_size=8).hexdigest()
+    content = {"time": time.time(), "recipe": recipe, "run": str(run) if run else None}
+    with suppress(OSError):  # a cache that cannot be written to can still be read
+        DISK.mkdir(path.parent)
+        write_json(path.with_name(f".{path.name}{USE_MARK}{user}.json"), content)

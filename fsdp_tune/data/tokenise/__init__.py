@@ -1,0 +1,1 @@
+"""Forms to token ids and the mask of trained tokens."""

@@ -1,0 +1,80 @@
+"""Token ids of texts, and of prompts with their completions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from fsdp_tune.data.format.formats import Settings, Text
+from fsdp_tune.data.notes import Note
+from fsdp_tune.data.read.json_rows import RowError
+from fsdp_tune.data.tokenise.encoder import Encoder
+from fsdp_tune.data.tokenise.special_tokens import AS_CONTROL, AS_TEXT, GUARDS, INSEPARABLE, SpecialTokens, encode_after, notes_of
+
+Encode = Callable[[list[str]], list[list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedText:
+    ids: list[int]
+    trained: list[bool]
+    notes: tuple[Note, ...]
+
+
+def encode_texts(
+    texts: list[tuple[Text, Settings]], encoder: Encoder, special: SpecialTokens, counts: Counter[str]
+) -> Iterator[EncodedText]:
+    """Ids and trained flags of each text, with the tokenizer's own prefix (BOS) once at its beginning.
+
+    A prompt gets exactly the ids that it has alone, because these are what the model is given at inference.
+    """
+    spelled = [special.spelled_in([text.prompt, text.completion]) for text, _ in texts]
+    as_text = [
+        bool(found) and settings.encodes_special_tokens_as_text(text) for found, (text, settings) in zip(spelled, texts, strict=True)
+    ]
+    ordinary = _encoded([text for (text, _), other in zip(texts, as_text, strict=True) if not other], encoder.encode, encoder, counts)
+    for (text, _), found, other in zip(texts, spelled, as_text, strict=True):
+        if not other:
+            encoded, kind = next(ordinary), AS_CONTROL
+        else:
+            try:
+                encoded, kind = next(_encoded([text], special.encode_as_text, encoder, counts)), AS_TEXT
+            except RowError:
+                encoded, kind = next(_encoded([text], encoder.encode, encoder, counts)), INSEPARABLE
+        yield EncodedText(encoded.ids, encoded.trained, (*encoded.notes, *notes_of(kind, found)))
+
+
+def _encoded(texts: list[Text], encode: Encode, encoder: Encoder, counts: Counter[str]) -> Iterator[EncodedText]:
+    alone = iter(encode([text.prompt for text in texts if text.prompt]))
+    joined = encode([text.prompt + text.completion for text in texts])
+    for text, ids in zip(texts, joined, strict=True):
+        notes: tuple[Note, ...] = ()
+        prompt_ids = next(alone) if text.prompt else []
+        if ids[: len(prompt_ids)] != prompt_ids:
+            ids, notes = _apart(text, prompt_ids, ids, encode, encoder)
+            counts["apart"] += 1
+        if text.prompt:
+            counts["no_space"] += not (text.fixed_prompt or text.prompt[-1:].isspace() or text.completion[:1].isspace())
+        trained = [text.train_prompt] * len(prompt_ids) + [True] * (len(ids) - len(prompt_ids))
+        yield EncodedText(*_with_prefix(ids, trained, encoder.prefix_ids), notes)
+
+
+def _apart(text: Text, prompt_ids: list[int], joined: list[int], encode: Encode, encoder: Encoder) -> tuple[list[int], tuple[Note, ...]]:
+    """The prompt's ids and the completion's, where a token of the joined text spans both.
+
+    Some tokenizers write a space before every text. The completion is then encoded behind another text, so that the ids
+    decode to the text of the row.
+    """
+    wanted = encoder.decode(joined)
+    for guard in GUARDS:
+        completion_ids = encode_after(guard, text.completion, encode)
+        if completion_ids is not None and encoder.decode([*prompt_ids, *completion_ids]) == wanted:
+            return [*prompt_ids, *completion_ids], ()
+    return [*prompt_ids, *encode([text.completion])[0]], (Note("text-changed", "between prompt and completion"),)
+
+
+def _with_prefix(ids: list[int], trained: list[bool], prefix: tuple[int, ...]) -> tuple[list[int], list[bool]]:
+    if not prefix or tuple(ids[: len(prefix)]) == prefix or not ids:
+        return ids, trained
+    return [*prefix, *ids], [False] * len(prefix) + trained

@@ -1,0 +1,348 @@
+"""Rows to token ids: a chunk of rows at a time, in this process or in several."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from typing import Any, cast
+
+import numpy as np
+
+from fsdp_tune.core.errors import failed_error
+from fsdp_tune.data.format.formats import Chat, Example, Ids, Settings, Text
+from fsdp_tune.data.notes import Note, RowNotes
+from fsdp_tune.data.read.json_rows import BadRow, RowError
+from fsdp_tune.data.store import Int32, Int64, Mask
+from fsdp_tune.data.tokenise.chat import RenderedChat, render_chat
+from fsdp_tune.data.tokenise.encoder import Encoder, TextEncoder
+from fsdp_tune.data.tokenise.joined import EncodedText, encode_texts
+from fsdp_tune.data.tokenise.special_tokens import (
+    AS_CONTROL,
+    AS_TEXT,
+    INSEPARABLE,
+    InseparableError,
+    RestoringEncoder,
+    SpecialTokens,
+    notes_of,
+)
+
+CHUNK_ROWS = 1000
+CHUNK_BYTES = 2 << 20
+"""A chunk ends before this many bytes of row content; a longer row is a chunk of its own."""
+NUMBER_BYTES = 8
+ALONE_CHUNKS = 10
+"""So many chunks are done before other processes are started: they take a second, and little data never needs them."""
+REPEATED_RENDERINGS = 4
+"""So many chats of a chunk are rendered twice, to find a template that gives another text each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """A row as read; `file` counts over the files of all sources."""
+
+    source: int
+    file: int
+    number: int
+    values: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Tokenised:
+    """Examples of one chunk, one after another, and what was found on the way."""
+
+    tokens: Int32
+    trained: Mask
+    lengths: Int64
+    supervised: Int64
+    """Tokens of each example that are targets: trained, and not the first of the example."""
+    sources: Int64
+    origins: Int64
+    """[examples, 2]: file, row in it."""
+    hashes: np.ndarray[Any, np.dtype[np.uint64]]
+    """Of each row's contents: decides which rows are held out, whatever the order, seed and tokenizer."""
+    bad: list[tuple[int, BadRow]] = field(default_factory=list[tuple[int, BadRow]])
+    """With the number of their file."""
+    untrained: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """File and row of examples without a single token to train."""
+    counts: Counter[str] = field(default_factory=Counter[str])
+    """rows, eos_supervised, eos_appended_to_chat, bos_once, bos_more, bos_repeated_in_text, apart, no_space."""
+    notes: RowNotes = field(default_factory=RowNotes)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokeniser:
+    """What a process needs to tokenise; sent to each once."""
+
+    encoder: Encoder
+    settings: tuple[Settings, ...]
+    """By source."""
+
+    def chunk(self, rows: list[RawRow], *, check_only: bool = False) -> Tokenised:
+        """`check_only` looks for rows that cannot be used and encodes nothing: they have been found before, and are counted."""
+        work = _Chunk(self.encoder, self.settings)
+        examples: list[tuple[RawRow, Example]] = []
+        for row in rows:
+            try:
+                examples.append((row, self.settings[row.source].example(row.values)))
+            except RowError as error:
+                work.bad.append((row.file, BadRow(row.number, str(error))))
+        work.counts["rows"] = len(rows)
+        if check_only:
+            return work.finish()
+        texts = work.encode_texts([(row, example) for row, example in examples if isinstance(example, Text)])
+        chats = work.encode_chats([(row, example) for row, example in examples if isinstance(example, Chat)])
+        for row, example in examples:
+            if isinstance(example, Text):
+                work.add(row, example, next(texts))
+            elif isinstance(example, Ids):
+                work.add(row, example, EncodedText(example.input_ids, example.trained, ()))
+            else:
+                work.add_chat(row, example, next(chats))
+        return work.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class _EncodedChat:
+    rendered: RenderedChat
+    encoder: TextEncoder
+    ids: list[list[int]] = field(default_factory=list[list[int]])
+    """Of its pieces."""
+    notes: tuple[Note, ...] = ()
+
+
+class _Chunk:
+    def __init__(self, encoder: Encoder, settings: tuple[Settings, ...]) -> None:
+        self._encoder, self._settings = encoder, settings
+        self._special = SpecialTokens(encoder)
+        self._ids: list[int] = []
+        self._trained: list[bool] = []
+        self._rows: list[tuple[int, int, int, int, int]] = []
+        self._hashes: list[int] = []
+        self.bad: list[tuple[int, BadRow]] = []
+        self.untrained: list[tuple[int, int]] = []
+        self.counts: Counter[str] = Counter()
+        self.notes = RowNotes()
+
+    def encode_texts(self, texts: list[tuple[RawRow, Text]]) -> Iterator[EncodedText]:
+        return encode_texts([(text, self._settings[row.source]) for row, text in texts], self._encoder, self._special, self.counts)
+
+    def encode_chats(self, chats: list[tuple[RawRow, Chat]]) -> Iterator[_EncodedChat | None]:
+        """All conversations rendered, then encoded in one call, which uses all cores; None where one cannot be rendered."""
+        rendered = [self._rendered(row, chat, check_repeat=at < REPEATED_RENDERINGS) for at, (row, chat) in enumerate(chats)]
+        ordinary = [chat.rendered for chat in rendered if chat is not None and not chat.ids]
+        pieces = iter(self._encoder.encode([piece for chat in ordinary for piece in chat.pieces]))
+        for chat in rendered:
+            if chat is not None and not chat.ids:
+                chat = replace(chat, ids=list(islice(pieces, len(chat.rendered.pieces))))
+            yield chat
+
+    def _rendered(self, row: RawRow, chat: Chat, *, check_repeat: bool) -> _EncodedChat | None:
+        settings = self._settings[row.source]
+        try:
+            if settings.template is None:
+                raise RowError("it is a conversation, and there is no chat template")
+            rendered = render_chat(chat, settings.template, self._encoder, check_repeat=check_repeat)
+        except RowError as error:
+            self.bad.append((row.file, BadRow(row.number, str(error))))
+            return None
+        spelled = self._special.spelled_in([chat.messages, chat.tools])
+        if not spelled:
+            return _EncodedChat(rendered, self._encoder)
+        if not settings.encodes_special_tokens_as_text(chat):
+            return _EncodedChat(rendered, self._encoder, notes=notes_of(AS_CONTROL, spelled))
+        try:
+            return self._with_text(chat, settings.template, rendered, spelled)
+        except RowError:
+            return _EncodedChat(rendered, self._encoder, notes=notes_of(INSEPARABLE, spelled))
+
+    def _with_text(self, chat: Chat, template: str, rendered: RenderedChat, spelled: tuple[str, ...]) -> _EncodedChat:
+        """The chat with special tokens in its content as text. Raises: RowError if the template or the tokenizer cannot separate them."""
+        replaced, placeholders = self._special.with_placeholders(chat, spelled, rendered.whole)
+        marked = render_chat(replaced, template, self._encoder, check_repeat=False)
+        if placeholders.restore(marked.whole) != rendered.whole:
+            raise InseparableError
+        encoder = RestoringEncoder(self._encoder, self._special, placeholders)
+        return _EncodedChat(marked, encoder, encoder.encode(marked.pieces), notes_of(AS_TEXT, spelled))
+
+    def add_chat(self, row: RawRow, chat: Chat, encoded: _EncodedChat | None) -> None:
+        if encoded is None:
+            return
+        try:
+            tokens = encoded.rendered.tokens(encoded.ids, encoded.encoder, append_eos=self._settings[row.source].append_eos)
+        except RowError as error:
+            self.bad.append((row.file, BadRow(row.number, str(error))))
+            return
+        self.counts["eos_appended_to_chat"] += tokens.eos_appended
+        self._keep(row, chat, tokens.ids, tokens.trained, (*chat.notes, *encoded.rendered.notes, *encoded.notes))
+
+    def add(self, row: RawRow, example: Example, encoded: EncodedText) -> None:
+        self._keep(row, example, *self._ended(encoded.ids, encoded.trained, self._settings[row.source]), encoded.notes)
+
+    def _keep(self, row: RawRow, example: Example, ids: list[int], trained: list[bool], notes: tuple[Note, ...]) -> None:
+        supervised = sum(trained[1:])
+        if not supervised:
+            self.untrained.append((row.file, row.number))
+            return
+        self._count(ids, trained, is_chat=isinstance(example, Chat))
+        for note in notes:
+            self.notes.add(note, row.file, row.number)
+        self._ids += ids
+        self._trained += trained
+        self._rows.append((len(ids), supervised, row.source, row.file, row.number))
+        self._hashes.append(content_hash(example))
+
+    def _ended(self, ids: list[int], trained: list[bool], settings: Settings) -> tuple[list[int], list[bool]]:
+        """With the end of sequence, once and trained; an empty text stays empty and is dropped."""
+        if not settings.append_eos or not ids:
+            return ids, trained
+        if ids[-1] == self._encoder.eos_id:
+            return ids, [*trained[:-1], True]
+        return [*ids, self._encoder.eos_id], [*trained, True]
+
+    def _count(self, ids: list[int], trained: list[bool], *, is_chat: bool) -> None:
+        encoder = self._encoder
+        backwards = zip(reversed(ids), reversed(trained), strict=True)  # it stands at the end, so it is found at once
+        self.counts["eos_supervised"] += any(flag and token == encoder.eos_id for token, flag in backwards)
+        if encoder.bos_id is not None and encoder.bos_id != encoder.eos_id:
+            found = ids.count(encoder.bos_id)
+            self.counts["bos_once"] += found == 1
+            self.counts["bos_more"] += found > 1
+            self.counts["bos_repeated_in_text"] += found > 1 and not is_chat  # in a chat the template puts them there
+
+    def finish(self) -> Tokenised:
+        table = np.array(self._rows, np.int64).reshape(-1, 5)
+        return Tokenised(
+            tokens=np.array(self._ids, np.int32),
+            trained=np.array(self._trained, np.uint8),
+            lengths=table[:, 0].copy(),
+            supervised=table[:, 1].copy(),
+            sources=table[:, 2].copy(),
+            origins=table[:, 3:].copy(),
+            hashes=np.array(self._hashes, np.uint64),
+            bad=self.bad,
+            untrained=self.untrained,
+            counts=self.counts,
+            notes=self.notes,
+        )
+
+
+def tokenise(
+    rows: Iterator[RawRow], tokeniser: Tokeniser, processes: int, *, check_only: Callable[[], bool]
+) -> Generator[Tokenised, None, None]:
+    """Chunks in the order of the rows, whatever the number of processes. `check_only` is asked before each chunk."""
+    chunks = _chunks(rows)
+    for chunk, _ in islice(chunks, ALONE_CHUNKS if processes > 1 else None):
+        yield tokeniser.chunk(chunk, check_only=check_only())
+    first = next(chunks, None)
+    if first is not None:
+        yield from _in_processes(chain([first], chunks), tokeniser, processes, check_only)
+
+
+def _chunks(rows: Iterator[RawRow]) -> Iterator[tuple[list[RawRow], int]]:
+    """Yield chunks of at most CHUNK_ROWS rows and CHUNK_BYTES bytes, or of one longer row, each with its bytes."""
+    chunk: list[RawRow] = []
+    chunk_bytes = 0
+    for row in rows:
+        size = content_bytes(row.values)
+        if chunk and (len(chunk) == CHUNK_ROWS or chunk_bytes + size > CHUNK_BYTES):
+            yield chunk, chunk_bytes
+            chunk, chunk_bytes = [], 0
+        chunk.append(row)
+        chunk_bytes += size
+    if chunk:
+        yield chunk, chunk_bytes
+
+
+def content_bytes(value: Any) -> int:
+    """Return about how many bytes of text or numbers a value of a row holds."""
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(str(key)) + content_bytes(item) for key, item in cast(dict[Any, Any], value).items())
+    if isinstance(value, list):
+        items = cast(list[Any], value)
+        if items and isinstance(items[0], (int, float)):
+            return NUMBER_BYTES * len(items)
+        return sum(map(content_bytes, items))
+    return NUMBER_BYTES
+
+
+def _in_processes(
+    chunks: Iterator[tuple[list[RawRow], int]], tokeniser: Tokeniser, processes: int, check_only: Callable[[], bool]
+) -> Generator[Tokenised, None, None]:
+    executor = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(tokeniser,))
+    pending: deque[tuple[Future[Tokenised], int]] = deque()
+    bytes_pending = 0
+    try:
+        for chunk, size in chunks:
+            # Enough that no process waits, few enough to bound memory: chunks of one long row each go one by one.
+            while pending and (len(pending) >= 3 * processes or bytes_pending + size > 3 * processes * CHUNK_BYTES):
+                done, freed = pending.popleft()
+                bytes_pending -= freed
+                yield done.result()
+            pending.append((executor.submit(_work, chunk, check_only()), size))
+            bytes_pending += size
+        while pending:
+            yield pending.popleft()[0].result()
+    except BrokenProcessPool as error:
+        raise failed_error(
+            "tokenising-died",
+            "a process that tokenises was killed, most likely because memory ran out",
+            hint="`--set data.num_proc=1` uses this process alone",
+        ) from error
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+_tokeniser: Tokeniser | None = None
+"""Of a child process: what it was started with."""
+
+
+def _begin(tokeniser: Tokeniser) -> None:
+    global _tokeniser
+    _tokeniser = tokeniser
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a process: there is a process for each core
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its children
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+
+
+def _die_with(parent: Any) -> None:
+    """A parent that was killed cannot end its children; without this they would wait for work for ever."""
+    parent.join()
+    os._exit(1)
+
+
+def _work(rows: list[RawRow], check_only: bool) -> Tokenised:  # noqa: FBT001  an executor passes by position
+    assert _tokeniser is not None
+    return _tokeniser.chunk(rows, check_only=check_only)
+
+
+# ---- A hash of what an example holds, equal for equal rows however a file or a recipe writes them.
+
+
+def content_hash(example: Example) -> int:
+    """Return 64 bits that depend on text, messages or ids alone: not on the order of keys, on what is trained, or on the tokenizer."""
+    text = json.dumps(_content(example), sort_keys=True, default=repr)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def _content(example: Example) -> list[Any]:
+    match example:
+        case Text():
+            return ["text", example.prompt + example.completion]
+        case Chat():
+            return ["chat", example.messages, example.tools or []]
+        case Ids():
+            return ["ids", list(example.input_ids)]

@@ -1,0 +1,274 @@
+"""The recipe's tokenizer, ready to train with, and the encoder that `data/` works through.
+
+`builtin:NAME` needs no torch (from transformers 5.23 on). Any other tokenizer goes through AutoTokenizer, which imports
+torch in transformers 5 (its configuration module does), about two seconds once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
+from fsdp_tune.core.hub import Wanted, hub_is_reachable
+from fsdp_tune.data.format.builtin import CHAT_TEMPLATE, EOS, MODEL_MAX_LENGTH, PAD, builtin_tokenizer, is_builtin
+from fsdp_tune.data.format.templates import resolve_template
+from fsdp_tune.data.tokenise.encoder import SpecialToken
+from fsdp_tune.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]", "<PAD>", "<|PAD|>", "<|padding|>", "<|finetune_right_pad_id|>", "<|fim_pad|>")
+SPARE_TOKEN = re.compile(r"reserved|unused|<extra_id_|<dummy|\[control_", re.IGNORECASE)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+KEY = "model.tokenizer"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTokenizer:
+    tokenizer: PreTrainedTokenizerBase
+    notices: tuple[Notice, ...]
+    """What was chosen for the user (a padding token)."""
+
+
+def open_tokenizer(recipe: Recipe) -> LoadedTokenizer:
+    """The tokenizer with its end, padding and added tokens and its chat template as the recipe wants them.
+
+    Exit 2: not found, hub out of reach, no end-of-sequence token.
+    """
+    name = recipe.model.tokenizer or recipe.model.name_or_path
+    if name is None:
+        raise usage_error(
+            "no-tokenizer", "the recipe names no tokenizer", hint=f"set `{KEY}`: a hub id, a directory or `builtin:arithmetic`"
+        )
+    tokenizer = _builtin(name) if is_builtin(name) else _from_pretrained(name, recipe)
+    notices = _set_special_tokens(tokenizer, recipe, name)
+    if recipe.data.chat_template is not None:
+        tokenizer.chat_template = resolve_template(recipe.data.chat_template)  # saved with the model: it renders what was trained
+    elif isinstance(tokenizer.chat_template, dict):
+        tokenizer.chat_template = _one_template(tokenizer.chat_template, name)
+    return LoadedTokenizer(tokenizer, tuple(notices))
+
+
+def load_encoder(recipe: Recipe) -> TokenizerEncoder:
+    loaded = open_tokenizer(recipe)
+    return TokenizerEncoder(loaded.tokenizer, loaded.notices)
+
+
+class TokenizerEncoder:
+    """The tokenizer as `data.tokenise.encoder.Encoder` wants it. Picklable, so that other processes can encode too."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, notices: tuple[Notice, ...] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.notices = notices
+        self.vocabulary_size = len(tokenizer)
+        self.eos_token = str(tokenizer.eos_token)
+        self.eos_id: int = _id(tokenizer, self.eos_token)
+        self.pad_id: int = _id(tokenizer, str(tokenizer.pad_token))
+        self.bos_id: int | None = None if tokenizer.bos_token is None else _id(tokenizer, str(tokenizer.bos_token))
+        self.chat_template: str | None = cast("str | None", tokenizer.chat_template)  # one text: `open_tokenizer` has seen to it
+        self.prefix_ids = _prefix_ids(tokenizer)
+        self.special_tokens = _special_tokens(tokenizer)
+        self._backend = _plain_backend(tokenizer)
+        self.digest = self._digest()
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids without any special token that the text does not spell out."""
+        if self._backend is not None:
+            return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return _encode(self.tokenizer, texts) if texts else []
+
+    def encode_as_text(self, texts: list[str]) -> list[list[int]]:
+        """Token ids, with special tokens that a text spells out as ordinary text."""
+        if self._backend is None:
+            return _encode(self.tokenizer, texts, split_special_tokens=True) if texts else []
+        self._backend.encode_special_tokens = True
+        try:
+            return self.encode(texts)
+        finally:
+            self._backend.encode_special_tokens = False
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def render(
+        self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None, generation_prompt: bool, **variables: Any
+    ) -> str:
+        """The conversation as text, rendered in transformers' sandbox; raises what the template raises."""
+        rendered = self.tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=template, add_generation_prompt=generation_prompt, tokenize=False, **variables
+        )
+        assert isinstance(rendered, str)
+        return rendered
+
+    def _digest(self) -> str:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        contents = backend.to_str() if backend is not None else json.dumps(sorted(self.tokenizer.get_vocab().items()))
+        parts = [
+            type(self.tokenizer).__name__,
+            contents,
+            json.dumps(self.tokenizer.special_tokens_map, sort_keys=True, default=str),
+            json.dumps([self.prefix_ids, self.eos_id, self.bos_id]),
+            self.chat_template or "",
+        ]
+        return hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _builtin(name: str) -> PreTrainedTokenizerBase:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=builtin_tokenizer(name),
+        eos_token=EOS,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=MODEL_MAX_LENGTH,
+    )
+
+
+def _from_pretrained(name: str, recipe: Recipe) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    model = recipe.model
+    directory = _directory(name)
+    same_repository = model.tokenizer in (None, model.name_or_path)
+    revision = model.tokenizer_revision or (model.revision if same_repository else "main")
+    source = str(directory) if directory else name
+    try:
+        return AutoTokenizer.from_pretrained(
+            source,
+            revision=revision,
+            trust_remote_code=model.trust_remote_code,
+            local_files_only=directory is not None or not hub_is_reachable(),
+        )
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        raise _load_problem(error, name, directory) from error
+
+
+def _directory(name: str) -> Path | None:
+    """The directory that holds the tokenizer's files: of a model, or of a run or a checkpoint of ours (its `model/`)."""
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        if path.is_absolute() or name.startswith(("./", "../", "~")):
+            raise usage_error("tokenizer-not-found", f"there is no tokenizer directory `{name}`", hint=f"set `{KEY}` to one that exists")
+        return None
+    for candidate in (path, path / "model", path.parent / "model"):
+        if any((candidate / file).is_file() for file in TOKENIZER_FILES):
+            return candidate
+    raise usage_error(
+        "tokenizer-not-found",
+        f"`{name}` holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there",
+        hint=f"set `{KEY}` to the hub id or directory that the model's tokenizer comes from",
+    )
+
+
+def _load_problem(error: Exception, name: str, directory: Path | None) -> FsdpTuneError:
+    asked = None if directory is not None else Wanted("tokenizer", name, KEY, "tokenizer-not-found").problem(error)
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return asked or usage_error("tokenizer-unreadable", f"the tokenizer of `{name}` cannot be loaded: {first_line}")
+
+
+def _set_special_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, name: str) -> list[Notice]:
+    wanted = recipe.model.tokens
+    if wanted.add:
+        tokenizer.add_tokens(list(wanted.add), special_tokens=True)
+    if wanted.eos is not None:
+        tokenizer.eos_token = _known(tokenizer, wanted.eos, "eos")
+    if wanted.pad is not None:
+        tokenizer.pad_token = _known(tokenizer, wanted.pad, "pad")
+    if tokenizer.eos_token_id is None:
+        raise usage_error(
+            "no-eos",
+            f"the tokenizer of `{name}` has no end-of-sequence token: a model trained with it would never stop",
+            hint="name one: `model.tokens.eos`, an entry of the vocabulary or one of `model.tokens.add`",
+        )
+    if tokenizer.pad_token_id is not None:
+        return []
+    tokenizer.pad_token = _spare_token(tokenizer) or tokenizer.eos_token
+    what = "its end-of-sequence token" if tokenizer.pad_token == tokenizer.eos_token else "an unused token of its vocabulary"
+    return [
+        Notice(
+            "pad-chosen",
+            f"the tokenizer of `{name}` has no padding token: `{tokenizer.pad_token}` is taken, {what}; padding is never trained",
+            hint="`model.tokens.pad` names another",
+        )
+    ]
+
+
+def _known(tokenizer: PreTrainedTokenizerBase, token: str, key: str) -> str:
+    vocabulary = tokenizer.get_vocab()
+    if token in vocabulary:
+        return token
+    special = [str(added) for added in tokenizer.added_tokens_decoder.values()]
+    close = difflib.get_close_matches(token, special, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(f'`{match}`' for match in close)}?" if close else "`model.tokens.add` adds new ones"
+    raise usage_error("unknown-token", f"`{token}` is not in the tokenizer's vocabulary", hint=hint + f" (key `model.tokens.{key}`)")
+
+
+def _spare_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """A special token that training does not use, so that it can stand for padding."""
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    for candidate in (*PAD_NAMES, *(token for token in special if SPARE_TOKEN.search(token))):
+        if candidate in special and candidate not in (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token):
+            return candidate
+    return None
+
+
+def _one_template(templates: dict[str, str], name: str) -> str:
+    if "default" not in templates:
+        raise usage_error(
+            "several-chat-templates",
+            f"the tokenizer of `{name}` has chat templates {', '.join(f'`{key}`' for key in templates)}, and none is the default",
+            hint="choose one by `data.chat_template: file.jinja`",
+        )
+    return templates["default"]
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, split_special_tokens: bool = False) -> list[list[int]]:
+    return tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, verbose=False, split_special_tokens=split_special_tokens
+    )["input_ids"]
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[SpecialToken, ...]:
+    return tuple(
+        SpecialToken(str(token), number, str(token) == str(tokenizer.unk_token), token.lstrip, token.rstrip)
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+    )
+
+
+def _id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+    number = tokenizer.convert_tokens_to_ids(token)
+    assert isinstance(number, int)
+    return number
+
+
+def _prefix_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """What the tokenizer itself puts before a text: BOS for Llama, nothing for GPT-2 (which has a BOS all the same)."""
+    bare, whole = _encode(tokenizer, ["a"])[0], tokenizer(["a"], return_attention_mask=False, verbose=False)["input_ids"][0]
+    for length in range(len(whole) - len(bare) + 1):
+        if whole[length : length + len(bare)] == bare:
+            return tuple(whole[:length])
+    raise usage_error("tokenizer-changes-text", "the tokenizer changes a text when it adds its special tokens: their place cannot be told")
+
+
+def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The Rust tokenizer itself, which skips half the time of transformers' wrapper; None where the wrapper does more."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    backend.no_truncation()
+    backend.no_padding()
+    probe = f"It's  3.14 é你 {tokenizer.eos_token}\n x"
+    same = backend.encode_batch_fast([probe], add_special_tokens=False)[0].ids == _encode(tokenizer, [probe])[0]
+    return backend if same else None

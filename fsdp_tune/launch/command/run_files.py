@@ -1,0 +1,133 @@
+"""Writes the run directory: all of it or nothing when it is new; file by file, the old ones kept in history/, on resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fsdp_tune.core.atomic import DISK, must_be_filled, staged_directory, stages_inside, undo_fill, write_file, write_json
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.secrets import mask_text
+from fsdp_tune.launch.command.accelerate import LaunchPlan
+from fsdp_tune.launch.command.resume import Start
+from fsdp_tune.recipe.fsdp_arguments import accelerate_config
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run.directory import Checkpoint, RunDir
+from fsdp_tune.run.lock import locked
+from fsdp_tune.run.profiled_steps import ProfiledSteps
+from fsdp_tune.run.rank_files import clear
+
+RESUME_NAME = "resume.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    recipe_text: str
+    """The recipe as the user wrote it."""
+    overrides: tuple[str, ...]
+    recipe: Recipe
+    """As resolved; the only thing that a rank reads."""
+    reasons: Mapping[str, str]
+    plan: LaunchPlan
+    environment: Mapping[str, Any]
+    data: str
+    """`Prepared.to_json()`."""
+    start: Start
+    save_model: Callable[[Path], None]
+    """Writes config, generation config and tokenizer into a directory, so that a merge needs no network."""
+    profile: ProfiledSteps | None = None
+
+
+def write_run(run: RunDir, files: RunFiles) -> None:
+    """Makes or renews RUN. A reader sees the old files, or the new ones; a crash leaves no directory half made."""
+    if files.start.is_new:
+        _write_new(run, files)
+    else:
+        _renew(run, files)
+
+
+def _write_new(run: RunDir, files: RunFiles) -> None:
+    try:
+        with ExitStack() as stack:
+            if must_be_filled(run.path):  # no rename at the end says that another command was faster
+                stack.enter_context(locked(run))
+                for leftover in stages_inside(run.path):
+                    undo_fill(run.path, leftover)
+            stage = stack.enter_context(staged_directory(run.path, last=run.recipe_json.name))
+            stage.chmod(stat.S_IMODE(stage.stat().st_mode) & ~stat.S_IWOTH)  # also under umask 0, as in many containers
+            inside = RunDir(stage)
+            inside.model.mkdir()
+            inside.logs.mkdir()
+            files.save_model(inside.model)
+            _write_files(inside, files)
+    except OSError as error:
+        if run.is_used:  # the rename met a directory that was empty, or not there, when we looked
+            raise usage_error("run-in-use", f"{run.path} was made by another command just now", ways_out=("--set output_dir=…",)) from error
+        raise
+
+
+def _renew(run: RunDir, files: RunFiles) -> None:
+    DISK.mkdir(run.history)
+    number = 1 + max((int(path.name) for path in run.history.iterdir() if path.name.isdigit()), default=0)
+    with staged_directory(run.history / f"{number:03d}") as earlier:
+        for path in (run.recipe_yaml, run.recipe_json, run.launch_json, run.environment_json, run.data_json, run.readback_json):
+            if path.exists():
+                shutil.copy2(path, earlier / path.name)
+    if not run.model.exists():
+        with staged_directory(run.model) as stage:
+            files.save_model(stage)
+    clear(run, range(files.recipe.world_size), with_verdict=True)  # before the recipe: the next command must not take this run for finished
+    _write_files(run, files)
+    if changes := files.start.trajectory_changes:
+        append_event(run, "recipe_changed", files.start.step, changes=[change.as_dict() for change in changes])
+
+
+def _write_files(run: RunDir, files: RunFiles) -> None:
+    """recipe.json last: it is what makes a directory a run."""
+    write_file(run.recipe_yaml, mask_text(_with_overrides(files.recipe_text, files.overrides)), private=True)
+    write_file(run.accelerate_yaml, yaml.safe_dump(accelerate_config(files.recipe), sort_keys=False))
+    write_json(run.environment_json, dict(files.environment), private=True)
+    write_file(run.data_json, files.data)
+    profile = [files.profile.first, files.profile.last] if files.profile else None
+    launch = {"started_at": time.time(), "reasons": dict(files.reasons), "profile": profile}
+    write_json(run.launch_json, files.plan.to_json() | launch, private=True)
+    write_resume(run, files.start.checkpoint, digests_checked=files.start.digests_checked)
+    write_file(run.recipe_json, files.recipe.model_dump_json(by_alias=True, indent=2) + "\n", private=True)
+
+
+def write_resume(run: RunDir, checkpoint: Checkpoint | None, *, digests_checked: bool) -> None:
+    """Says where the next launch begins; None: at step 0."""
+    wish = {"resume_from": str(checkpoint.path) if checkpoint else None, "digests_checked": digests_checked}
+    write_json(run.path / RESUME_NAME, wish)
+
+
+def _with_overrides(text: str, overrides: tuple[str, ...]) -> str:
+    """The file as written; what `--set` changed stands below it as comments."""
+    if not overrides:
+        return text
+    lines = "".join(f"#   --set {' '.join(override.split())}\n" for override in overrides)
+    return f"{text.rstrip()}\n\n# Given on the command line:\n{lines}"
+
+
+def append_event(run: RunDir, event: str, step: int, **details: Any) -> None:
+    """A line of the launcher's own in metrics.jsonl; only while no rank runs. Rank 0 keeps it when it cuts the file back."""
+    line = {"event": event, "step": step, "time": time.time(), **details}
+    with open(run.metrics_jsonl, "a+b") as file:
+        if file.tell() > 0 and not _ends_a_line(run):
+            file.write(b"\n")  # a rank that was killed may have left half a line
+        file.write(json.dumps(line).encode() + b"\n")
+
+
+def _ends_a_line(run: RunDir) -> bool:
+    with open(run.metrics_jsonl, "rb") as file:
+        file.seek(-1, 2)
+        return file.read() == b"\n"

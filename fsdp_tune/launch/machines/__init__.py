@@ -1,0 +1,1 @@
+"""Coordination of several machines through the run directory."""

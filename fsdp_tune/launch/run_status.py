@@ -1,0 +1,123 @@
+"""How a run stands, read from its directory by anybody who can read it. Changes nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.errors import ExitReason
+from fsdp_tune.core.ownership import Owner, live_owner
+from fsdp_tune.core.units import format_seconds
+from fsdp_tune.launch.command.resume import read_resolved, ways_on
+from fsdp_tune.launch.machines.coordination import machines_elsewhere
+from fsdp_tune.launch.supervise.process_tree import is_rank_of
+from fsdp_tune.run.directory import Checkpoint, RunDir, json_objects, latest_checkpoint
+from fsdp_tune.run.rank_files import read_heartbeat, read_outcome, read_verdict
+
+TAIL_BYTES = 1 << 18
+"""Of metrics.jsonl; lines are a few hundred bytes."""
+RUNNING, BUSY, NOT_STARTED = "running", "starting or merging", "not started"
+_GOES_ON = (RUNNING, BUSY, NOT_STARTED)
+RECENT_SECONDS = 60.0
+"""A sign of life this young, from a machine whose processes we cannot see, counts as life."""
+
+
+def run_status(run: RunDir) -> dict[str, Any]:
+    """The document of `status --json`."""
+    recipe = read_resolved(run)
+    world_size = recipe.world_size
+    elsewhere = machines_elsewhere(run, recipe.launch.num_machines)
+    ranks = [_rank_status(run, rank, is_elsewhere=rank // recipe.local_world_size in elsewhere) for rank in range(world_size)]
+    verdict = read_verdict(run)
+    outcomes = [outcome for rank in range(world_size) if (outcome := read_outcome(run, rank)) is not None]
+    problems = [outcome.problem.message for outcome in outcomes if outcome.problem is not None]
+    checkpoint, rejected = latest_checkpoint(run)
+    owner = live_owner(run.lock)
+    lines = last_lines(run.metrics_jsonl)
+    logged = next((line for line in reversed(lines) if "loss" in line), None)
+    state = _state(owner, ranks, verdict)
+    return {
+        "run_dir": str(run.path),
+        "state": state,
+        "owner": str(owner) if owner is not None else None,
+        "step": max((line["step"] for line in lines if isinstance(line.get("step"), int)), default=None),
+        "total_steps": next((line["total_steps"] for line in _started(run.metrics_jsonl) if "total_steps" in line), None),
+        "loss": logged["loss"] if logged is not None and isinstance(logged["loss"], float) else None,
+        "last_line_age_seconds": _age(run.metrics_jsonl),
+        "ranks": ranks,
+        "checkpoint": str(checkpoint.path) if checkpoint else None,
+        "rejected_checkpoints": [{"path": str(bad.path), "reason": bad.reason} for bad in rejected],
+        "merged": str(run.merged) if run.merged.is_dir() else None,
+        "problem": verdict["problem"]["message"] if verdict is not None and verdict.get("problem") else next(iter(problems), None),
+        "ways_on": [] if state in _GOES_ON else _ways_on(run, state, checkpoint),
+        "logs": str(run.logs),
+    }
+
+
+def _state(owner: Owner | None, ranks: list[dict[str, Any]], verdict: dict[str, Any] | None) -> str:
+    if any(rank["state"] == "live" for rank in ranks):
+        return RUNNING
+    if owner is not None:
+        return BUSY
+    if verdict is not None:
+        return str(verdict["exit_reason"])
+    reasons = {str(rank["state"]) for rank in ranks if rank["exit_code"] is not None}
+    if reasons:  # started by hand: no supervisor judged it
+        return reasons.pop() if len(reasons) == 1 else " and ".join(sorted(reasons))
+    return "died without a word" if any(rank["pid"] for rank in ranks) else NOT_STARTED
+
+
+def _ways_on(run: RunDir, state: str, checkpoint: Checkpoint | None) -> list[str]:
+    if state != ExitReason.FINISHED.value:
+        return list(ways_on(run, checkpoint))
+    return [] if run.merged.is_dir() else [f"`fsdp-tune merge-checkpoint {run.path}` makes a model of it"]
+
+
+def _rank_status(run: RunDir, rank: int, *, is_elsewhere: bool) -> dict[str, Any]:
+    beat, outcome = read_heartbeat(run, rank), read_outcome(run, rank)
+    age_seconds = _age(run.rank_heartbeat(rank))
+    if outcome is not None:
+        state = outcome.reason.value
+    elif beat is None:
+        state = "not started"
+    elif is_rank_of(run.path, rank, beat.pid):
+        state = "live"
+    else:
+        state = "live elsewhere" if is_elsewhere and age_seconds is not None and age_seconds < RECENT_SECONDS else "gone"
+    return {
+        "rank": rank,
+        "state": state,
+        "exit_code": outcome.exit_code if outcome else None,
+        "phase": beat.phase if beat and outcome is None else None,
+        "step": beat.step if beat else 0,
+        "pid": beat.pid if beat else None,
+        "age": format_seconds(age_seconds) if age_seconds is not None else None,
+        "log": str(run.rank_log(rank)),
+    }
+
+
+def _age(path: Path) -> float | None:
+    try:
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except FileNotFoundError:
+        return None
+
+
+def last_lines(path: Path) -> list[dict[str, Any]]:
+    """The last lines of a JSON Lines file; torn ones are left out."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            return json_objects(file.read())
+    except FileNotFoundError:
+        return []
+
+
+def _started(path: Path) -> list[dict[str, Any]]:
+    """The `train_started` events at the end, newest first, and else at the start of the file."""
+    lines = [line for line in reversed(last_lines(path)) if line.get("event") == "train_started"]
+    if lines or not path.exists():
+        return lines
+    with open(path, "rb") as file:
+        return [line for line in json_objects(file.read(TAIL_BYTES)) if line.get("event") == "train_started"]

@@ -1,0 +1,136 @@
+"""A run from its first launch to its last: starts it again after a failure that may not happen twice, from the newest checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator
+from dataclasses import replace
+
+from fsdp_tune.core.atomic import write_json
+from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
+from fsdp_tune.core.units import parse_seconds
+from fsdp_tune.launch.command.accelerate import LaunchPlan
+from fsdp_tune.launch.command.resume import is_for
+from fsdp_tune.launch.command.run_files import append_event, write_resume
+from fsdp_tune.launch.machines.coordination import Machines
+from fsdp_tune.launch.machines.work import WorkCounter
+from fsdp_tune.launch.supervise.restart import Failure, Restart, decide, is_transient
+from fsdp_tune.launch.supervise.supervisor import Event, Said, Supervisor
+from fsdp_tune.launch.supervise.verdict import ECHO_CODES, Ended
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
+from fsdp_tune.run.rank_files import verdict_path
+
+RowsOfStep = Callable[[int], str | None]
+"""Names the rows of a step (counted from 1), or None where nobody can."""
+
+
+class Attempts:
+    """The launches of one command on one machine. Of several machines the first decides, and the others follow."""
+
+    def __init__(self, plan: LaunchPlan, recipe: Recipe, rows_of_step: RowsOfStep) -> None:
+        self._plan, self._recipe, self._rows_of_step = plan, recipe, rows_of_step
+        self._failures: list[Failure] = []
+        self._hang_seconds = parse_seconds(recipe.launch.hang_timeout)
+        self._machines = Machines(plan.run, plan.machine_rank, recipe.launch.num_machines, patience_seconds=self._hang_seconds)
+
+    def events(self) -> Generator[Event]:
+        """Everything that happens, over all launches. The last event is `Ended`, and then no process is left."""
+        return self._lead() if self._plan.machine_rank == 0 else self._follow()
+
+    def _lead(self) -> Generator[Event]:
+        step = 0
+        for launch in itertools.count():
+            if (problem := self._machines.gather(launch)) is not None:
+                ended = Ended(ExitCode.FAILED, ExitReason.FAILED, step, problem)
+                write_json(verdict_path(self._plan.run), ended.as_dict())
+                self._machines.conclude(ended)
+                yield ended
+                return
+            supervisor, judged = yield from self._launch()
+            step = judged.step
+            self._machines.end(judged)
+            ended = self._machines.verdict(judged)
+            decision: Restart | Problem | None = ended.problem
+            checkpoint: Checkpoint | None = None
+            if is_transient(ended, supervisor.signals):
+                decision, checkpoint = self._decide(ended, has_trained=supervisor.has_trained)
+            if not isinstance(decision, Restart):
+                if decision != judged.problem or ended != judged:
+                    ended = replace(ended, problem=decision)
+                    write_json(verdict_path(self._plan.run), ended.as_dict())
+                self._machines.conclude(ended)
+                yield ended
+                return
+            yield Said(self._begin_again(decision, checkpoint))
+
+    def _follow(self) -> Generator[Event]:
+        problem = self._machines.join()
+        if problem is None and not is_for(self._plan.run, self._recipe):
+            problem = Problem(
+                "machines-differ", "the first machine runs another recipe", hint="give all machines the same recipe and `--set`"
+            )
+            self._machines.end(Ended(ExitCode.FAILED, ExitReason.FAILED, 0, problem))
+        if problem is not None:
+            yield Ended(ExitCode.FAILED, ExitReason.FAILED, 0, problem)
+            return
+        ended: Ended | None = None
+        while True:
+            word = self._machines.next_launch()
+            if not isinstance(word, int):
+                yield _at_the_end(ended, word, self._plan.run)
+                return
+            _, ended = yield from self._launch()
+            self._machines.end(ended)
+
+    def _launch(self) -> Generator[Event, None, tuple[Supervisor, Ended]]:
+        supervisor = Supervisor(self._plan, hang_timeout_seconds=self._hang_seconds, machines=self._machines)
+        for event in supervisor.events():
+            if isinstance(event, Ended):
+                return supervisor, event
+            yield event
+        raise AssertionError("a supervisor ends with a verdict")
+
+    def _decide(self, ended: Ended, *, has_trained: bool) -> tuple[Restart | Problem, Checkpoint | None]:
+        assert ended.problem is not None, "only failures come here"
+        digests = self._recipe.checkpoint.verify == "digest" and self._recipe.launch.max_restarts > 0
+        with WorkCounter(self._plan.run, self._recipe.launch.num_machines) as work:
+            checkpoint, _ = latest_checkpoint(self._plan.run, digests=digests, progress=work.advance)
+        checkpoint_step = checkpoint.step if checkpoint else 0
+        self._failures.append(Failure(ended.problem, ended.step, checkpoint_step, has_trained))
+        return decide(self._failures, self._recipe.launch.max_restarts, self._rows_of_step), checkpoint
+
+    def _begin_again(self, restart: Restart, checkpoint: Checkpoint | None) -> str:
+        """Writes where the next launch begins, and the event; returns the line for people."""
+        run, failure = self._plan.run, self._failures[-1]
+        write_resume(run, checkpoint, digests_checked=self._recipe.checkpoint.verify == "digest")
+        total = self._recipe.launch.max_restarts
+        begin = checkpoint.step if checkpoint else 0
+        append_event(
+            run,
+            "restarted",
+            begin,
+            restart=restart.number,
+            max_restarts=total,
+            failed_after_step=failure.step,
+            code=failure.problem.code,
+            message=failure.problem.message,
+        )
+        source = checkpoint.path.name if checkpoint else "step 0 (there is no complete checkpoint yet)"
+        again = max(0, failure.step - begin)
+        lost = f"; {again} steps are done again" if again > 1 else "; 1 step is done again" if again else ""
+        return f"{failure.problem.message}: restarting from {source} (restart {restart.number} of {total}){lost}"
+
+
+def _at_the_end(mine: Ended | None, word: Ended | None, run: RunDir) -> Ended:
+    """What another machine than the first ends with: the run's problem, where its own is only an echo of that."""
+    if mine is None and word is not None:
+        return word
+    if mine is None:
+        message = f"the first machine did not start its ranks in {run.path}"
+        problem = Problem("first-machine-missing", message, hint="its own output says why")
+        return Ended(ExitCode.FAILED, ExitReason.FAILED, 0, problem)
+    is_echo = mine.problem is None or mine.problem.code in ECHO_CODES
+    if word is None or not is_echo or (word.problem is None and not word.is_stop):
+        return mine
+    return replace(mine, exit_code=word.exit_code, reason=word.reason, problem=word.problem)

@@ -1,0 +1,233 @@
+"""When nothing moves: where every rank of this machine stands, which one is late, and what the others wait in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from fsdp_tune.core.errors import Problem
+from fsdp_tune.core.units import format_seconds
+from fsdp_tune.launch.supervise.stacks import parse, stands_at, waits_in
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.rank_files import Heartbeat
+
+ANSWER_SECONDS = 5.0
+"""For all ranks together to write their stacks; a rank in uninterruptible sleep never does."""
+STATES = {
+    psutil.STATUS_STOPPED: "stopped (SIGSTOP)",
+    psutil.STATUS_TRACING_STOP: "held by a debugger",
+    psutil.STATUS_DISK_SLEEP: "in uninterruptible sleep (it waits for a disk or a driver)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where one rank stood. Everything but the rank may be unknown: a rank that is stuck early has left no sign."""
+
+    rank: int
+    step: int | None = None
+    phase: str | None = None
+    state: str | None = None
+    """Why its process cannot run, when it cannot."""
+    waits_in: str | None = None
+    at: str | None = None
+    collective: Mapping[str, Any] | None = None
+    """The one that it is in or was in last, by its flight recorder: name, number, group, ended, entered."""
+
+    def __str__(self) -> str:
+        parts = ["before its first sign of life" if self.phase is None else f"step {self.step}, `{self.phase}`"]
+        if self.state is not None:
+            parts.append(self.state)
+        if self.at is not None and (self.state is not None or self.waits_in is None):
+            parts.append(f"at {self.at}")
+        return f"rank {self.rank} ({', '.join(parts)})"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def look_at(run: RunDir, ranks: Mapping[int, psutil.Process], beats: Mapping[int, Heartbeat]) -> tuple[list[Standing], dict[int, str]]:
+    """Asks each rank for its stacks, and looks at its process. Returns what was found and the stacks as text, by rank.
+
+    faulthandler answers SIGUSR2 from C, also where Python's lock is held. A stopped rank is let go on for as long as its
+    answer takes: the signal that waits for it comes before anything else that it does.
+    """
+    states = {rank: _state(process) for rank, process in ranks.items()}
+    starts = {rank: _size(run.rank_log(rank)) for rank in ranks}
+    for process in ranks.values():
+        _ask(process)
+    texts = _answers(run, starts)
+    for rank, process in ranks.items():
+        if states[rank] == STATES[psutil.STATUS_STOPPED]:
+            _signal(process, signal.SIGSTOP)
+    standings: list[Standing] = []
+    for rank, process_state in sorted(states.items()):
+        beat = beats.get(rank)
+        stacks = parse(texts[rank])
+        standings.append(
+            Standing(
+                rank=rank,
+                step=beat.step if beat else None,
+                phase=beat.phase if beat else None,
+                state=process_state,
+                waits_in=waits_in(stacks),
+                at=stands_at(stacks),
+                collective=beat.collective if beat else None,
+            )
+        )
+    return standings, texts
+
+
+def with_launcher_state(standings: Sequence[Standing], ranks: range, launcher: psutil.Process) -> list[Standing]:
+    """Return the standings of all `ranks`, with the state of their launcher where that cannot run.
+
+    torchrun's agent starts the ranks and serves the store through which they find each other, so they wait for it.
+    """
+    state = _state(launcher)
+    if state not in STATES.values():
+        return list(standings)
+    known = {standing.rank: standing for standing in standings}
+    every = [known.get(rank, Standing(rank)) for rank in ranks]
+    return [replace(each, state=each.state or f"its launcher is {state}") for each in every]
+
+
+def _state(process: psutil.Process) -> str | None:
+    try:
+        return STATES.get(process.status())
+    except psutil.Error:
+        return "gone"
+
+
+def _ask(process: psutil.Process) -> None:
+    if _dumps_on_request(process.pid):
+        _signal(process, signal.SIGUSR2)
+        _signal(process, signal.SIGCONT)
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    with contextlib.suppress(psutil.Error):
+        process.send_signal(number)
+
+
+def _dumps_on_request(pid: int) -> bool:
+    """Whether the process has a handler for SIGUSR2; one that is still importing would die of it."""
+    try:
+        caught = next(line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt:"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(caught, 16) & (1 << (signal.SIGUSR2 - 1)))
+
+
+def _answers(run: RunDir, starts: Mapping[int, int]) -> dict[int, str]:
+    """What the ranks' logs have got since `starts`, when all are quiet again or time is up."""
+    deadline = time.monotonic() + ANSWER_SECONDS
+    sizes: dict[int, int] = {}
+    while time.monotonic() < deadline:
+        before, sizes = sizes, {rank: _size(run.rank_log(rank)) for rank in starts}
+        if sizes == before and all(sizes[rank] > start for rank, start in starts.items()):
+            break
+        time.sleep(0.2)
+    return {rank: _read_from(run.rank_log(rank), start) for rank, start in starts.items()}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _read_from(path: Path, start: int) -> str:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return ""
+    with open(descriptor, "rb") as file:
+        file.seek(start)
+        return file.read().decode("utf-8", "replace")
+
+
+def late_ranks(standings: Sequence[Standing]) -> list[Standing]:
+    """Those for whom the others wait; empty where nothing tells them apart.
+
+    First what cannot run at all, then what does not wait while others do, then who has entered the fewest collectives.
+    """
+    held = [standing for standing in standings if standing.state is not None]
+    if held:
+        return held
+    busy = [standing for standing in standings if standing.waits_in is None]
+    if 0 < len(busy) < len(standings):
+        return busy
+    known = [standing.collective for standing in standings if standing.collective is not None]
+    groups = {each["group"] for each in known if not each["ended"]}
+    if len(known) == len(standings) > 1 and len(groups) == 1:
+        (group,) = groups
+        entered = [each["entered"].get(group, 0) for each in known]
+        late = [standing for standing, number in zip(standings, entered, strict=True) if number == min(entered)]
+        return late if len(late) < len(standings) else []
+    return []
+
+
+def hang_problem(standings: Sequence[Standing], silent_seconds: float, report: Path) -> Problem:
+    """Names the late rank, its step and its place, and the collective that the others wait in."""
+    late = late_ranks(standings)
+    lead = f"nothing has moved for {format_seconds(silent_seconds)}"
+    if late:
+        names = "; ".join(map(str, late[:4])) + (f" and {len(late) - 4} more" if len(late) > 4 else "")
+        message = f"{lead}: {names} {'is' if len(late) == 1 else 'are'} late{_waiting(standings, late)}"
+    else:
+        message = f"{lead}: {_all_wait(standings)}"
+    hint = f"where every rank stood is in {report}; `launch.hang_timeout` allows more time"
+    return Problem("hang", message, hint=hint)
+
+
+def _waiting(standings: Sequence[Standing], late: Sequence[Standing]) -> str:
+    by_name: dict[str, list[int]] = {}
+    for standing in standings:
+        if standing not in late and standing.waits_in is not None:
+            by_name.setdefault(standing.waits_in, []).append(standing.rank)
+    parts = [f"{_ranks(ranks)} in {name}" for name, ranks in by_name.items()]
+    return f"; waiting for it: {', '.join(parts)}" if parts else ""
+
+
+def _all_wait(standings: Sequence[Standing]) -> str:
+    if not standings:
+        return "no rank has been started by then"
+    shown = [
+        f"{standing} in {standing.waits_in or 'no collective'}"
+        + (f" (number {standing.collective['number']}, {standing.collective['name']})" if standing.collective else "")
+        for standing in standings[:4]
+    ]
+    more = f" and {len(standings) - 4} more" if len(standings) > 4 else ""
+    waits = {standing.waits_in for standing in standings}
+    if len(waits) > 1:
+        return f"the ranks wait in different collectives: {'; '.join(shown)}{more}"
+    return f"every rank waits, and none is seen to be late (a rank of another machine, or the network): {'; '.join(shown)}{more}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 4 else f"{len(ranks)} ranks"
+
+
+def report_text(standings: Sequence[Standing], texts: Mapping[int, str], problem: Problem) -> str:
+    """The content of RUN/logs/hang.txt."""
+    lines = [problem.message, ""]
+    for standing in standings:
+        waits = f"waits in {standing.waits_in}" if standing.waits_in else "does not wait for others"
+        last = standing.collective
+        which = "last collective" if last and last["ended"] else "in the collective"
+        recorded = f"; {which} {last['name']}, number {last['number']} of group {last['group']}" if last else ""
+        lines.append(f"{standing}: {waits}{recorded}")
+    for rank, text in sorted(texts.items()):
+        lines += ["", f"── stacks of rank {rank}", text.rstrip() or "no answer: it stood where no signal reaches it"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,97 @@
+"""Parse Python's stack dumps (faulthandler): where a process is, and whether it waits there for other ranks. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):$")
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.+)$')
+# How deep below the call that waits a collective's name is looked for: decorators, tensor subclasses and FSDP's own code lie between.
+_DEPTH = 12
+_PACKAGE = "fsdp_tune/"
+# Modules that hand work to a process group and wait for it. The vote on stopping waits in C++, directly below our own code.
+_WAITING_FILES = ("/torch/distributed/", "fsdp_tune/worker/agree.py")
+_DCP = "/torch/distributed/checkpoint/"
+_CHECKPOINT_FILE = "fsdp_tune/worker/checkpoint/save.py"
+_NAMES = {"exchange": "the vote on stopping", "_engine_run_backward": "the backward"}
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    file: str
+    line: str
+    function: str
+
+    def __str__(self) -> str:
+        at = self.file.rfind(_PACKAGE)
+        return f"{self.file[at:] if at >= 0 else self.file}:{self.line} in {self.function}"
+
+
+Stack = tuple[Frame, ...]
+"""Innermost call first."""
+
+
+def parse(text: str) -> list[Stack]:
+    """Every thread of the last dump in `text`, in its order: the main thread comes last."""
+    stacks: list[list[Frame]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            stacks.append([])
+        elif (frame := _FRAME.match(line)) and stacks:
+            stacks[-1].append(Frame(frame["file"], frame["line"], frame["function"]))
+    return [tuple(stack) for stack in stacks if stack]
+
+
+def main_thread(stacks: Sequence[Stack]) -> Stack:
+    """Return the thread that entered through `python -m`, else the one that faulthandler names last; empty: no stack.
+
+    Where it only waits for its background save, the thread of that save is what it stands in.
+    """
+    entered = [stack for stack in stacks if stack[-1].function == "_run_module_as_main"]
+    main = (entered or list(stacks) or [()])[-1]
+    saves = [stack for stack in stacks if any(_is_of(frame, _CHECKPOINT_FILE, "_write_reporting") for frame in stack)]
+    joins = any(_is_of(frame, _CHECKPOINT_FILE, "wait") for frame in main)
+    return saves[-1] if joins and saves else main
+
+
+def _is_of(frame: Frame, file: str, function: str) -> bool:
+    return frame.file.endswith(file) and frame.function == function
+
+
+def waits_in(stacks: Sequence[Stack]) -> str | None:
+    """The collective in which a rank waits for others, by the name of its call; None where it does not wait.
+
+    In the backward of a GPU the hooks run on a thread of autograd's, while the main thread stands in the engine.
+    """
+    main = main_thread(stacks)
+    name = _collective(main)
+    if name is None and main and main[0].function == "_engine_run_backward":
+        return next((found for stack in stacks if stack is not main and (found := _collective(stack))), None)
+    return name
+
+
+def _collective(stack: Stack) -> str | None:
+    inner = stack[:_DEPTH]
+    if not any(_hands_over(frame) for frame in inner[:4]):
+        return None
+    for frame in inner:
+        if frame.file.endswith("distributed/distributed_c10d.py") and not frame.function.startswith("_") and frame.function != "wait":
+            return frame.function
+    first = next(frame for frame in inner if _hands_over(frame))
+    return _NAMES.get(first.function, first.function)
+
+
+def _hands_over(frame: Frame) -> bool:
+    """Return whether a frame is of a module that waits for a process group. DCP's own modules read and write files."""
+    return any(mark in frame.file for mark in _WAITING_FILES) and _DCP not in frame.file
+
+
+def stands_at(stacks: Sequence[Stack]) -> str | None:
+    """The innermost call of the main thread, and the innermost of ours where that is another one."""
+    main = main_thread(stacks)
+    if not main:
+        return None
+    ours = next((frame for frame in main if _PACKAGE in frame.file), None)
+    return str(main[0]) if ours is None or ours is main[0] else f"{main[0]}, called from {ours}"

@@ -1,0 +1,288 @@
+"""Run a launch to its end: start it, pass signals on, watch its ranks, and leave no process behind.
+
+Yields the lines of metrics.jsonl for the surface to show; the launcher's own output goes to logs/launcher.log. When a rank fails, the
+agent of torchrun ends the others with SIGTERM, on which ranks save and stop: they would wait for the dead one. So the supervisor finds
+failures itself and ends the other ranks after a short grace period.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from fsdp_tune.core.atomic import DISK, write_file, write_json
+from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
+from fsdp_tune.core.leash import leashed
+from fsdp_tune.core.processes import heeded
+from fsdp_tune.core.units import format_seconds
+from fsdp_tune.launch.command.accelerate import LaunchPlan
+from fsdp_tune.launch.machines.coordination import Machines
+from fsdp_tune.launch.supervise.hang import hang_problem, report_text, with_launcher_state
+from fsdp_tune.launch.supervise.process_tree import is_alive, kill_for_good
+from fsdp_tune.launch.supervise.rank_watch import RankWatch
+from fsdp_tune.launch.supervise.verdict import Ended, Seen, judge
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.follow import Follower
+from fsdp_tune.run.rank_files import Heartbeat, clear, verdict_path
+
+POLL_SECONDS = 0.2
+METRICS_SECONDS = 0.5
+"""metrics.jsonl may be on a network file system."""
+GRACE_SECONDS = 5.0
+"""From the first failure until the other ranks are killed: time to write their own outcomes."""
+LINGER_SECONDS = 30.0
+"""From a rank's outcome, or the last rank's end, until what still lives is killed: NCCL may hang in its own clean-up."""
+OTHER_MACHINES_SECONDS = 330.0
+"""torchrun's agents wait 300 s for each other at the end."""
+HANG_MARGIN_SECONDS = 3.0
+"""A rank that stands still for `launch.hang_timeout` dumps its flight recorder; the report is made so much later. Together with
+`hang.ANSWER_SECONDS` it is below 10 s. The ranks' collectives time out later."""
+ECHO_SECONDS = 0.5
+"""Signals this close together are one act that arrived twice, such as a scheduler's to the group and to the process."""
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """A line of metrics.jsonl: a step, an evaluation, or an event."""
+
+    line: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A remark of the supervisor's own."""
+
+    text: str
+
+
+Event = Logged | Said | Ended
+
+
+class Supervisor:
+    def __init__(self, plan: LaunchPlan, *, hang_timeout_seconds: float, machines: Machines | None = None) -> None:
+        self._plan = plan
+        self._machines = machines or Machines(plan.run, plan.machine_rank, 1, patience_seconds=hang_timeout_seconds)
+        self._run = plan.run
+        self._hang_seconds = hang_timeout_seconds + HANG_MARGIN_SECONDS
+        self._signals: list[tuple[int, float]] = []
+        self._is_forwarded = False
+        self._gave_up_saving = False
+        self._stuck: Problem | None = None
+        self._elsewhere: Problem | None = None
+        self._last_logged_step = 0
+        self._step_seconds: float | None = None
+        self._total_steps: int | None = None
+        self._metrics_read_at = 0.0
+        self.has_trained = False
+        """Whether the ranks reached their first step."""
+
+    def events(self) -> Generator[Event]:
+        """Everything from the start of the launcher to its end. The last event is `Ended`, and then no process is left.
+
+        Must run in the main thread: signal handlers live there, and the kernel ends the launcher with the thread that started it.
+        """
+        run = self._run
+        run.logs.mkdir(parents=True, exist_ok=True)
+        is_first_machine = self._plan.machine_rank == 0
+        clear(run, self._plan.ranks, with_verdict=is_first_machine)
+        watch = RankWatch(run, self._plan.ranks, self._plan.world_size)
+        metrics = Follower(run.metrics_jsonl)
+        log = self._plan.launcher_log
+        log_start = log.stat().st_size if log.exists() else 0
+        with self._listening():
+            launcher = self._start()
+            try:
+                while launcher.poll() is None:
+                    time.sleep(POLL_SECONDS)
+                    yield from self._pass_on_signals(launcher, watch)
+                    if time.monotonic() - self._metrics_read_at >= METRICS_SECONDS:
+                        yield from self._logged(metrics)
+                    watch.look(launcher.pid)
+                    yield from self._end_what_must_end(launcher, watch)
+            finally:
+                left = _end_everything(launcher, watch)
+        watch.read_all()
+        yield from self._logged(metrics)
+        if left:
+            yield Said(f"these processes do not die, not even by SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
+        ended = judge(self._seen(watch, launcher.returncode, log_start))
+        if not run.logs.is_dir():
+            ended = replace(ended, exit_code=ExitCode.FAILED, reason=ExitReason.FAILED, problem=_gone(run))
+        elif is_first_machine:
+            write_json(verdict_path(run), ended.as_dict())
+        yield ended
+
+    @property
+    def signals(self) -> list[int]:
+        """Received so far, in order."""
+        return [number for number, _ in self._signals]
+
+    def _logged(self, metrics: Follower) -> Iterator[Event]:
+        self._metrics_read_at = time.monotonic()
+        for line in metrics.read():
+            if line.get("event") == "train_started":
+                self.has_trained, self._total_steps = True, line.get("total_steps")
+            self._step_seconds = line.get("step_seconds", self._step_seconds)
+            self._last_logged_step = max(self._last_logged_step, _step_of(line))
+            yield Logged(line)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with DISK.open_private(self._plan.launcher_log, "ab") as log:
+            return subprocess.Popen(
+                leashed(list(self._plan.argv)),
+                env=self._plan.env | self._machines.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the terminal reaches the ranks once, through us
+            )
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Collects signals instead of dying of them. SIGKILL cannot be collected; the leash is for that."""
+
+        def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the shape of a handler
+            self._signals.append((number, time.monotonic()))
+
+        before = {number: signal.signal(number, note) for number in heeded(FORWARDED)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _pass_on_signals(self, launcher: subprocess.Popen[bytes], watch: RankWatch) -> Iterator[Event]:
+        """Send the first signal to the launcher, whose agent passes it to the ranks; a second one ends the wait for them."""
+        if not self._signals:
+            return
+        (first, first_at), (last, last_at) = self._signals[0], self._signals[-1]
+        if not self._is_forwarded:
+            self._is_forwarded = True
+            launcher.send_signal(first)
+            watch.read_all()
+            what = stop_line(list(watch.beats.values()), self._total_steps, self._step_seconds)
+            yield Said(f"{signal.Signals(first).name}: {what}; a second signal stops at once, without saving")
+        if not self._gave_up_saving and last_at - first_at > ECHO_SECONDS:
+            self._gave_up_saving = True
+            yield Said(f"{signal.Signals(last).name}: stopping at once")
+
+    def _end_what_must_end(self, launcher: subprocess.Popen[bytes], watch: RankWatch) -> Iterator[Event]:
+        now = time.monotonic()
+        silent_seconds = watch.silence(self._hang_seconds) if self._stuck is None else None
+        if self._machines.is_time_to_look():
+            silent_seconds = silent_seconds or self._machines.asked_to_look()
+            self._elsewhere = self._machines.trouble()
+            if self._elsewhere is not None and watch.failed_at is None:
+                watch.failed_at = now
+            # In training, the ranks agree on the step where they stop.
+            stopped = self._machines.stopped_elsewhere() if not self.has_trained and not self._signals else None
+            if stopped is not None:
+                self._signals.append((signal.SIGINT if stopped is ExitReason.INTERRUPTED else signal.SIGTERM, now))
+        if silent_seconds is not None:
+            yield Said("nothing moves: asking every rank where it stands")
+            self._stuck = self._report_hang(launcher, watch, silent_seconds)
+        if self._gave_up_saving or self._stuck is not None:
+            _end_everything(launcher, watch)
+            return
+        if watch.failed_at is not None and now - watch.failed_at > GRACE_SECONDS and (alive := watch.alive):
+            yield Said(
+                f"ending the other {len(alive)} ranks of this machine" if len(alive) > 1 else "ending the other rank of this machine"
+            )
+            watch.expects_deaths = True
+            kill_for_good(alive)  # the agent, which waits for them, then ends too
+        if self._elsewhere is not None and now - (watch.failed_at or now) > GRACE_SECONDS:
+            _end_everything(launcher, watch)  # its ranks may not have begun: it waits for the other machines
+            return
+        kill_for_good(watch.lingering(LINGER_SECONDS))
+        patience = LINGER_SECONDS if self._plan.is_whole else OTHER_MACHINES_SECONDS
+        if watch.all_ended_at is not None and now - watch.all_ended_at > patience:
+            launcher.kill()
+
+    def _report_hang(self, launcher: subprocess.Popen[bytes], watch: RankWatch, silent_seconds: float) -> Problem:
+        """Leave RUN/logs/hang.txt with the stacks of all ranks of this machine, and the places of all others."""
+        found, texts = watch.stacks()
+        mine = with_launcher_state(found, self._plan.ranks, psutil.Process(launcher.pid))
+        standings = self._machines.share(mine, silent_seconds)
+        path = self._run.hang_report if self._plan.machine_rank == 0 else self._run.logs / f"hang-{self._plan.machine_rank:02d}.txt"
+        problem = hang_problem(standings, silent_seconds, path)
+        write_file(path, report_text(standings, texts, problem), private=True)
+        return problem
+
+    def _seen(self, watch: RankWatch, launcher_code: int, log_start: int) -> Seen:
+        try:
+            with open(self._plan.launcher_log, "rb") as file:
+                file.seek(log_start)
+                text = file.read().decode("utf-8", "replace")
+        except FileNotFoundError:  # the run directory has gone, which is told instead
+            text = ""
+        return Seen(
+            run=self._run,
+            ranks=self._plan.ranks,
+            launcher_code=launcher_code,
+            launcher_log=self._plan.launcher_log,
+            launcher_text=text,
+            outcomes=watch.outcomes,
+            deaths=watch.deaths,
+            signals=self.signals,
+            gave_up_saving=self._gave_up_saving,
+            stuck=self._stuck,
+            elsewhere=self._elsewhere,
+            last_step=max(watch.last_step, self._last_logged_step),
+        )
+
+
+def _gone(run: RunDir) -> Problem:
+    message = f"{run.path} is no longer there: the run directory was removed, renamed or replaced"
+    return Problem("run-directory-gone", message, hint="put it back, and start again with `--resume auto`")
+
+
+def _step_of(line: dict[str, Any]) -> int:
+    step = line.get("step")
+    return step if isinstance(step, int) else 0
+
+
+def _end_everything(launcher: subprocess.Popen[bytes], watch: RankWatch) -> list[int]:
+    """Whatever is left of this launch is killed, also when the surface gave up in the middle. Returns what does not die."""
+    watch.expects_deaths = True
+    processes = watch.alive
+    if launcher.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(launcher.pid))
+    left = kill_for_good(processes)
+    if launcher.pid not in left:
+        launcher.wait()
+    return [pid for pid in left if pid != launcher.pid or is_alive(psutil.Process(pid))]
+
+
+# ---- The line that tells, as soon as a signal arrives, at which step the run will stop.
+
+STARTING_PHASES = frozenset({"starting", "importing", "loading the model", "reading back"})
+"""Here a signal ends a rank at once."""
+VOTE_STEPS = 2
+"""The step in progress, after which the ranks vote, and the next one, after which they read the votes (`worker.agree.StopVote`)."""
+NAMED_SECONDS = 1.0
+"""A heartbeat is up to a second old: the step at which a run stops is named where steps take longer than that."""
+
+
+def stop_line(beats: Sequence[Heartbeat], total_steps: int | None, step_seconds: float | None) -> str:
+    """Return where a run stops whose ranks get a signal now. `beats`: the last heartbeat of each rank that has written one."""
+    if not beats or any(beat.phase in STARTING_PHASES for beat in beats):
+        return "stopping; no step has been trained since the launch, so there is nothing to save"
+    step = max(beat.step for beat in beats)
+    if total_steps is not None and step + VOTE_STEPS >= total_steps:
+        return f"step {total_steps} is the last one; saving a checkpoint there, then stopping"
+    phases = {beat.phase for beat in beats} & {"evaluating", "saving"}
+    first = f"after the {'evaluation' if 'evaluating' in phases else 'save'} in progress, " if phases else ""
+    if step_seconds is not None and step_seconds < NAMED_SECONDS:
+        return f"{first}saving a checkpoint within {VOTE_STEPS} more steps, then stopping"
+    takes = f", about {format_seconds(VOTE_STEPS * step_seconds)}" if step_seconds is not None else ""
+    return f"{first}stopping after step {step + VOTE_STEPS} ({VOTE_STEPS} more steps{takes}) and saving a checkpoint there"

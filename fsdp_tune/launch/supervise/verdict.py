@@ -1,0 +1,223 @@
+"""What became of a launch, from what was seen of it: one exit code, and the problem that came first. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, Problem, Where
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.rank_files import Outcome
+
+REASON_OF_SIGNAL: dict[int, ExitReason] = {
+    signal.SIGINT: ExitReason.INTERRUPTED,
+    signal.SIGTERM: ExitReason.PREEMPTED,
+    signal.SIGHUP: ExitReason.PREEMPTED,
+    signal.SIGUSR1: ExitReason.PREEMPTED,
+}
+STOPPED = (ExitReason.PREEMPTED, ExitReason.INTERRUPTED, ExitReason.MAX_RUNTIME)
+# What a rank or a machine says that only saw the failure of another.
+ECHO_CODES = frozenset({"lost-rank", "machine-failed"})
+GOOD_CODES = (ExitCode.OK, ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
+# torch/distributed/elastic/multiprocessing/api.py, SubprocessContext._poll; torch 2.11 to 2.13
+_AGENT_REPORT = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+_LAST_LINE_OF_TRACEBACK = re.compile(
+    r"^(?:\[rank\d+\]: ?)?(?!\s)([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*)$", re.MULTILINE
+)
+_MEMORY_HINT = "out of host memory? The kernel then kills a process: see `dmesg`"
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A rank that ended without an outcome, when the supervisor saw it (wall clock)."""
+
+    rank: int
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Everything that the supervisor knows when the launcher has ended."""
+
+    run: RunDir
+    ranks: range
+    launcher_code: int
+    launcher_log: Path
+    launcher_text: str
+    """What the log got from this launch."""
+    outcomes: Mapping[int, Outcome] = field(default_factory=dict[int, Outcome])
+    deaths: Sequence[Death] = ()
+    signals: Sequence[int] = ()
+    """Received by the supervisor and forwarded, in order."""
+    gave_up_saving: bool = False
+    """A second signal ended the ranks at once."""
+    stuck: Problem | None = None
+    elsewhere: Problem | None = None
+    """Why the ranks were ended here although the failure was on another machine."""
+    last_step: int = 0
+    """The largest step in any sign of life; 0 before the first."""
+
+    @property
+    def all_ended_well(self) -> bool:
+        return len(self.outcomes) == len(self.ranks) and all(outcome.exit_code in GOOD_CODES for outcome in self.outcomes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    exit_code: ExitCode
+    reason: ExitReason
+    step: int
+    problem: Problem | None = None
+    first_outcome: Outcome | None = None
+    """Of the first rank of this machine, which has the run's loss and counts."""
+
+    @property
+    def is_stop(self) -> bool:
+        """Whether a signal or `launch.max_runtime` ended the launch, and nothing failed."""
+        return self.problem is None and self.reason in STOPPED
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "exit_code": int(self.exit_code),
+            "exit_reason": self.reason.value,
+            "step": self.step,
+            "time": time.time(),
+            "problem": self.problem.as_dict() if self.problem else None,
+        }
+
+
+def judge(seen: Seen) -> Ended:
+    """Rules in order: given up, stuck, failed elsewhere, the first failure, stopped by a signal or the clock, finished, no word at all."""
+    step = max([seen.last_step, *(outcome.step for outcome in seen.outcomes.values())])
+    first = seen.outcomes.get(seen.ranks.start)
+    if seen.gave_up_saving and not seen.all_ended_well:  # the second signal may come when all is saved
+        message = f"stopped at once by a second signal ({_names(seen.signals)}), at step {step}, without saving"
+        return _ended(ExitReason.FAILED, step, Problem("stopped-unsaved", message), first)
+    if seen.stuck is not None:
+        return _ended(ExitReason.LOST_RANK, step, seen.stuck, first)
+    failure = _first_failure(seen)
+    if step == 0 and failure is not None and (early := _stop_before(seen, failure)) is not None:
+        return _ended(early, 0, None, first)
+    if seen.elsewhere is not None and (failure is None or (isinstance(failure, Outcome) and failure.reason is ExitReason.LOST_RANK)):
+        return _ended(ExitReason.LOST_RANK, step, seen.elsewhere, first)
+    if not isinstance(failure, Outcome) and not seen.outcomes:
+        if seen.signals and step == 0:  # nobody listened to signals yet, and there was nothing to save
+            return _ended(REASON_OF_SIGNAL[seen.signals[0]], 0, None, first)
+        if seen.launcher_code < 0 and not seen.signals:  # the ranks died of its leash
+            return _ended(ExitReason.LOST_RANK, step, _launcher_problem(seen), first)
+    if failure is not None:
+        return _failed(seen, failure, step, first)
+    stopped = [outcome.reason for outcome in seen.outcomes.values() if outcome.reason in STOPPED]
+    if stopped:
+        return _ended(max(stopped, key=STOPPED.index) if ExitReason.INTERRUPTED in stopped else stopped[0], step, None, first)
+    if len(seen.outcomes) == len(seen.ranks):
+        return _ended(ExitReason.FINISHED, step, None, first)
+    if seen.signals:
+        message = f"stopped by {_names(seen.signals)} at step {step}, and the ranks ended before they had saved"
+        return _ended(ExitReason.FAILED, step, Problem("stopped-unsaved", message, hint=_log_hint(seen.launcher_log)), first)
+    return _ended(ExitReason.FAILED, step, _launcher_problem(seen), first)
+
+
+def _ended(reason: ExitReason, step: int, problem: Problem | None, first: Outcome | None) -> Ended:
+    return Ended(EXIT_CODE_OF_REASON[reason], reason, step, problem, first)
+
+
+def _first_failure(seen: Seen) -> Outcome | Death | None:
+    """The earliest bad end. A rank that only lost its peers, or that the agent ended for another's failure, comes after it."""
+    reported = {seen.ranks.start + int(local_rank) for _, local_rank, _ in _AGENT_REPORT.findall(seen.launcher_text)}
+    bad: list[Outcome | Death] = [outcome for outcome in seen.outcomes.values() if outcome.exit_code not in GOOD_CODES]
+    bad.extend(seen.deaths)
+    if not seen.signals:  # a rank that died faster than we look
+        known = {*seen.outcomes, *(death.rank for death in seen.deaths)}
+        bad.extend(Death(rank, 0.0) for rank in reported - known)
+
+    def order(end: Outcome | Death) -> tuple[bool, bool, float, int]:
+        # Of a failure in a common act every rank has the message; the rank where it happened has the error itself.
+        is_echo = isinstance(end, Outcome) and (end.reason is ExitReason.LOST_RANK or bool(end.facts.get("echo")))
+        is_collateral = isinstance(end, Death) and bool(reported) and end.rank not in reported
+        return is_echo, is_collateral, end.time, end.rank
+
+    return min(bad, key=order, default=None)
+
+
+def _stop_before(seen: Seen, failure: Outcome | Death) -> ExitReason | None:
+    """Return why a rank had stopped before `failure`, which then is the end of a rank that waited for it; None where none had.
+
+    Before training a rank leaves at the first signal. Others may wait for it in code that runs no handler: they lose their peer, or
+    their agent kills them after 30 s. In training there is something to save, so the same is a failure.
+    """
+    is_echo = isinstance(failure, Death) or failure.reason is ExitReason.LOST_RANK
+    before = [outcome for outcome in seen.outcomes.values() if outcome.reason in STOPPED and outcome.time <= failure.time]
+    return min(before, key=lambda outcome: outcome.time).reason if before and is_echo else None
+
+
+def _failed(seen: Seen, failure: Outcome | Death, step: int, first: Outcome | None) -> Ended:
+    if isinstance(failure, Death):
+        problem, is_signal = _death_problem(seen, failure)
+        reason = ExitReason.LOST_RANK if is_signal else ExitReason.FAILED
+        return _ended(reason, step, problem, first)
+    known = failure.exit_code in set(ExitCode)
+    code = ExitCode(failure.exit_code) if known else EXIT_CODE_OF_REASON[failure.reason]
+    bare = failure.problem or Problem("rank-failed", f"rank {failure.rank} ended with exit code {failure.exit_code} and no message")
+    hints = [*([bare.hint] if bare.hint else []), _log_hint(seen.run.rank_log(failure.rank))]
+    # A mistake in the input is the same on every rank; a failure is of one rank, at one step.
+    message = bare.message if code is ExitCode.USAGE else f"{bare.message} (rank {failure.rank}, step {failure.step})"
+    return Ended(code, failure.reason, step, replace(bare, message=message, hint="; ".join(hints)), first)
+
+
+def _death_problem(seen: Seen, death: Death) -> tuple[Problem, bool]:
+    """The problem of a rank that could not speak any more, and whether a signal ended it."""
+    code = _exit_code_of(seen, death.rank)
+    log = seen.run.rank_log(death.rank)
+    if code is not None and code < 0:
+        name = _names([-code])
+        hint = f"{_MEMORY_HINT}; {_log_hint(log)}" if -code == signal.SIGKILL else _log_hint(log)
+        return Problem("rank-killed", f"rank {death.rank} was killed by {name} at step {seen.last_step}", Where(), hint), True
+    said = first_exception(seen.launcher_text)
+    how = "ended" if code is None else f"ended with exit code {code}"
+    message = f"rank {death.rank} {how} before it could report" + (f": {said}" if said else "")
+    return Problem("rank-died", message, hint=_log_hint(seen.launcher_log)), False
+
+
+def _exit_code_of(seen: Seen, rank: int) -> int | None:
+    """The agent's word on how a rank ended; None where it gave none."""
+    for code, local_rank, _ in _AGENT_REPORT.findall(seen.launcher_text):
+        if int(local_rank) == rank - seen.ranks.start:
+            return int(code)
+    return None
+
+
+def _launcher_problem(seen: Seen) -> Problem:
+    said = first_exception(seen.launcher_text)
+    tail = f": {said}" if said else ""
+    missing = sorted(set(seen.ranks) - set(seen.outcomes))
+    if seen.launcher_code < 0:
+        message = f"the launcher was killed by {_names([-seen.launcher_code])}"
+    elif seen.launcher_code:
+        message = f"the launcher ended with exit code {seen.launcher_code}{tail}"
+    else:
+        message = f"the launcher ended, and rank {missing[0]} left no word of how it went{tail}"
+    return Problem("launcher-failed", message, hint=_log_hint(seen.launcher_log))
+
+
+def first_exception(text: str) -> str | None:
+    """The message of the first traceback in a log; what follows is mostly the launcher's own."""
+    start = text.find("Traceback (most recent call last)")
+    match = _LAST_LINE_OF_TRACEBACK.search(text, start) if start >= 0 else None
+    if match is not None:
+        return match[1].strip()
+    errors = [line for line in text.splitlines() if "error:" in line]
+    return errors[0].strip() if errors else None
+
+
+def _log_hint(path: Path) -> str:
+    return f"the log is {path}"
+
+
+def _names(signals: Sequence[int]) -> str:
+    return ", ".join(signal.Signals(number).name for number in signals)

@@ -1,0 +1,1 @@
+"""The stream from shards to the output."""

@@ -1,0 +1,63 @@
+"""Walks a tensor in the order of the output: boxes that fit a buffer, and the part of each chunk that falls into a box."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fsdp_tune.merge.formats.tensors import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Elements `offsets` … `offsets + sizes`, contiguous in the whole tensor; `first` is the linear index of the first."""
+
+    offsets: Shape
+    sizes: Shape
+    first: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.sizes)
+
+
+def boxes(shape: Shape, most_elements: int) -> Iterator[Box]:
+    """Cuts `shape` into contiguous boxes of at most `most_elements`, in row-major order."""
+    if 0 in shape:
+        return
+    if not shape:
+        yield Box((), (), 0)
+        return
+    # Dimensions before `cut` are fixed one index at a time, `cut` is taken in ranges, those behind it whole.
+    cut = 0
+    while math.prod(shape[cut + 1 :]) > most_elements:
+        cut += 1
+    inner = math.prod(shape[cut + 1 :])
+    rows = min(max(most_elements // inner, 1), shape[cut])
+    first = 0
+    for number in range(math.prod(shape[:cut])):
+        fixed = _unravel(number, shape[:cut])
+        for start in range(0, shape[cut], rows):
+            count = min(rows, shape[cut] - start)
+            yield Box((*fixed, start, *(0,) * (len(shape) - cut - 1)), (*(1,) * cut, count, *shape[cut + 1 :]), first)
+            first += count * inner
+
+
+def _unravel(number: int, shape: Shape) -> Shape:
+    index: list[int] = []
+    for size in reversed(shape):
+        number, position = divmod(number, size)
+        index.append(position)
+    return tuple(reversed(index))
+
+
+def intersection(box: Box, offsets: Shape, sizes: Shape) -> tuple[Shape, Shape, Shape] | None:
+    """(start inside the box, start inside the chunk, sizes) of what box and chunk share; None when nothing."""
+    lows = tuple(max(a, b) for a, b in zip(box.offsets, offsets, strict=True))
+    highs = tuple(min(a + m, b + n) for a, m, b, n in zip(box.offsets, box.sizes, offsets, sizes, strict=True))
+    if any(low >= high for low, high in zip(lows, highs, strict=True)):
+        return None
+    in_box = tuple(low - start for low, start in zip(lows, box.offsets, strict=True))
+    in_chunk = tuple(low - start for low, start in zip(lows, offsets, strict=True))
+    return in_box, in_chunk, tuple(high - low for low, high in zip(lows, highs, strict=True))

@@ -1,0 +1,118 @@
+"""Plans the output before a byte is written: which file, which header, which place for every tensor. Pure."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_tune.merge.formats.dtypes import OF_OPTION, DType
+from fsdp_tune.merge.formats.tensors import Shape, SourceTensor
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+PAGE_BYTES = 4096  # direct I/O needs offset, length and address in whole blocks of the disk; none has larger ones
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One tensor of the output: element type there, and the byte of `file` at which it begins."""
+
+    name: str
+    dtype: DType
+    shape: Shape
+    file: str
+    first_byte: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    name: str
+    header: bytes
+    size_bytes: int
+    tensors: tuple[Placed, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    files: tuple[OutputFile, ...]
+    index: bytes | None
+    total_size_bytes: int
+    total_parameters: int
+
+    @property
+    def tensors(self) -> dict[str, Placed]:
+        return {placed.name: placed for file in self.files for placed in file.tensors}
+
+    @property
+    def main_dtype(self) -> DType:
+        """The float type of most bytes: what the config calls the model's dtype."""
+        bytes_of: dict[DType, int] = {}
+        for placed in self.tensors.values():
+            bytes_of[placed.dtype] = bytes_of.get(placed.dtype, 0) + placed.size_bytes
+        floats = {dtype: size for dtype, size in bytes_of.items() if dtype.converts}
+        return max(floats or bytes_of, key=lambda dtype: bytes_of[dtype])
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files that hold tensors, headers included."""
+        return sum(file.size_bytes for file in self.files)
+
+
+def target_dtype(dtype: DType, option: str) -> DType:
+    """What `--dtype` makes of one element type: floats of 16 bits and more follow it, all others stay."""
+    return OF_OPTION[option] if option != "keep" and dtype.converts else dtype
+
+
+def plan_layout(
+    tensors: Sequence[SourceTensor], dtype_option: str, max_shard_bytes: int | None, *, single_name: str = SINGLE_NAME
+) -> Layout:
+    """Fills files in the order of `tensors`, as `save_pretrained` does; a tensor larger than the limit gets its own file.
+
+    `max_shard_bytes` None puts all into one file.
+    """
+    shards: list[list[tuple[SourceTensor, DType]]] = [[]]
+    filled_bytes = 0
+    for tensor in tensors:
+        dtype = target_dtype(tensor.dtype, dtype_option)
+        size_bytes = tensor.elements * dtype.item_bytes
+        if shards[-1] and max_shard_bytes is not None and filled_bytes + size_bytes > max_shard_bytes:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].append((tensor, dtype))
+        filled_bytes += size_bytes
+    names = [single_name] if len(shards) == 1 else [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    files = tuple(_plan_file(name, shard) for name, shard in zip(names, shards, strict=True))
+    placed = [tensor for file in files for tensor in file.tensors]
+    total_bytes, parameters = sum(tensor.size_bytes for tensor in placed), sum(tensor.elements for tensor in tensors)
+    return Layout(files, _index(files, total_bytes, parameters) if len(files) > 1 else None, total_bytes, parameters)
+
+
+def _plan_file(name: str, shard: Sequence[tuple[SourceTensor, DType]]) -> OutputFile:
+    # Widest elements first: readers map the file, and an element must lie at a multiple of its own size.
+    ordered = sorted(shard, key=lambda pair: -pair[1].item_bytes)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    ends: list[tuple[int, int]] = []
+    at = 0
+    for tensor, dtype in ordered:
+        end = at + tensor.elements * dtype.item_bytes
+        header[tensor.name] = {"dtype": dtype.safetensors, "shape": list(tensor.shape), "data_offsets": [at, end]}
+        ends.append((at, end))
+        at = end
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-(_LENGTH_BYTES + len(raw)) % PAGE_BYTES)  # tensors of whole pages then begin and end with one
+    head = struct.pack("<Q", len(raw)) + raw
+    placed = tuple(
+        Placed(tensor.name, dtype, tensor.shape, name, len(head) + start, end - start)
+        for (tensor, dtype), (start, end) in zip(ordered, ends, strict=True)
+    )
+    return OutputFile(name, head, len(head) + at, placed)
+
+
+def _index(files: Sequence[OutputFile], total_bytes: int, parameters: int) -> bytes:
+    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+    value = {"metadata": {"total_parameters": parameters, "total_size": total_bytes}, "weight_map": weight_map}
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

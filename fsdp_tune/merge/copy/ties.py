@@ -1,0 +1,106 @@
+"""Tied weights: sharded checkpoints hold the embedding twice, ordinary model directories once.
+
+transformers ties the output head to the input embedding where `tie_word_embeddings` says so, and restores the head from
+the embedding when the file holds only that. A head is left out only if it is equal, byte for byte, to the embedding.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fsdp_tune.core.errors import Notice
+from fsdp_tune.merge.copy.gather import BUFFER_BYTES, TensorReader
+from fsdp_tune.merge.copy.geometry import boxes
+from fsdp_tune.merge.formats.contents import Source
+from fsdp_tune.merge.formats.tensors import SourceTensor
+
+# The left and right sides of `_tied_weights_keys` of transformers' causal language models; a test reads them from its source.
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output_projection|lm_loss|proj_out|generator_lm_head|head|output|decoder|proj)\.weight$")
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|w|tokens_embed|embed_in|embeddings|word_embeddings?|tok_embeddings)\.weight$")
+KEY = "tie_word_embeddings"
+
+
+def tie_setting(config: Mapping[str, Any]) -> bool | None:
+    """What a config.json says about tying; None when it leaves it to the class."""
+    nested = config.get("text_config")
+    for place in (config, nested if isinstance(nested, dict) else {}):
+        if isinstance(place.get(KEY), bool):
+            return place[KEY]
+    return None
+
+
+def is_head(name: str) -> bool:
+    return _HEAD.search(name) is not None and not is_embedding(name)
+
+
+def is_embedding(name: str) -> bool:
+    return _EMBEDDING.search(name) is not None
+
+
+def embedding_of(tensors: Mapping[str, SourceTensor]) -> SourceTensor | None:
+    """The first input embedding of a model."""
+    return next((tensor for name, tensor in tensors.items() if is_embedding(name) and len(tensor.shape) == 2), None)
+
+
+def candidates(tensors: Sequence[SourceTensor]) -> dict[str, str]:
+    """{head: embedding} by name and shape."""
+    embeddings = [tensor for tensor in tensors if is_embedding(tensor.name) and len(tensor.shape) == 2]
+    pairs: dict[str, str] = {}
+    for head in tensors:
+        if is_head(head.name):
+            for embedding in embeddings:
+                if embedding.shape == head.shape:
+                    pairs.setdefault(head.name, embedding.name)
+    return pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """`left_out` maps each head that is not written to its embedding."""
+
+    left_out: dict[str, str] = field(default_factory=dict[str, str])
+    config_changes: dict[str, Any] = field(default_factory=dict[str, Any])
+    notices: tuple[Notice, ...] = ()
+
+
+def find_ties(config: Mapping[str, Any] | None, sources: Sequence[Source]) -> Tied:
+    """Compares heads with embeddings where the config allows a tie. Without a config nothing is known and both stay."""
+    if config is None or tie_setting(config) is False:
+        return Tied()
+    pairs = candidates(list(sources[0].tensors.values()))
+    ties = {
+        head: embedding
+        for head, embedding in pairs.items()
+        if all(_equal(source.tensors[head], source.tensors[embedding]) for source in sources)
+    }
+    apart = [head for head in pairs if head not in ties]
+    if apart:
+        notice = Notice(
+            "merge-untied",
+            f"`{apart[0]}` and `{pairs[apart[0]]}` differ, so both are written and the config gets `{KEY}: false`",
+            hint="they were trained apart; if that was not meant, the tie was lost before or during training",
+        )
+        return Tied({}, {KEY: False}, (notice,) if tie_setting(config) else ())
+    return Tied(ties, {KEY: True} if ties else {})
+
+
+def _equal(one: SourceTensor, other: SourceTensor) -> bool:
+    """Whether two tensors of one shape have the same type and bytes; stops at the first difference."""
+    if one.dtype != other.dtype or one.update != other.update:  # what is added to one alone sets it apart
+        return False
+    if one.files is other.files and one.chunks == other.chunks:
+        return True
+    scratch, left, right = (np.empty(BUFFER_BYTES, np.uint8) for _ in range(3))
+    readers = TensorReader(one, scratch), TensorReader(other, scratch)
+    for box in boxes(one.shape, BUFFER_BYTES // one.dtype.item_bytes):
+        size_bytes = box.elements * one.dtype.item_bytes
+        for reader, buffer in zip(readers, (left, right), strict=True):
+            reader.read(box, buffer[:size_bytes].view(one.dtype.numpy))
+        if not np.array_equal(left[:size_bytes], right[:size_bytes]):
+            return False
+    return True

@@ -1,0 +1,249 @@
+"""Where the merged model goes: the checks that protect what is there, and what an earlier, killed merge left behind."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fsdp_tune.core.atomic import DISK, STAGE_MARK, must_be_filled, occupants, stage_lock, stages_inside, staging_place, undo_fill
+from fsdp_tune.core.errors import Notice, Where, failed_error, usage_error
+from fsdp_tune.core.ownership import announced, is_abandoned
+from fsdp_tune.core.units import format_bytes
+from fsdp_tune.merge.copy.layout import Layout
+from fsdp_tune.merge.source import Selection
+from fsdp_tune.merge.weights import Format, Weights
+from fsdp_tune.run.directory import enclosing_checkpoint
+
+RECORD_NAME = "merge.json"
+_SPARE_BYTES = 64 << 20
+_CANNOT_WRITE = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+}
+
+
+def check_output(output: Path, selection: Selection, base: Path | None = None) -> Path:
+    """The absolute output path. Usage error where it and what is read (`base` too) lie in one another."""
+    target = output.parent.resolve() / output.name
+    if output.name in ("", ".", ".."):
+        target = output.resolve()
+    inputs = [path for weights in selection.weights for path in _read_paths(weights)]
+    if base is not None:
+        inputs.append(base.resolve())
+    if selection.run is not None:
+        inputs.append(selection.run.model.resolve())
+        protected = [selection.run.path.resolve()]
+    else:
+        protected = []
+    for folder in (*inputs, *protected):
+        if target.resolve() == folder or folder.is_relative_to(target) or folder.is_relative_to(target.resolve()):
+            raise usage_error(
+                "merge-output-is-input",
+                f"the output would replace `{folder}`, which is read",
+                where=Where(str(output)),
+                hint="give another `--output`",
+            )
+    for folder in inputs:
+        if target.is_relative_to(folder) or target.resolve().is_relative_to(folder):
+            raise usage_error(
+                "merge-output-is-input",
+                f"the output would lie inside `{folder}`, which is read",
+                where=Where(str(output)),
+                hint="give another `--output`",
+            )
+    if (checkpoint := enclosing_checkpoint(target)) is not None:
+        raise usage_error(
+            "output-in-checkpoint",
+            f"the output would be inside the checkpoint `{checkpoint}`, and would be removed together with it",
+            where=Where(str(output)),
+            hint="give another `--output`",
+        )
+    return target
+
+
+def _read_paths(weights: Weights) -> list[Path]:
+    """Return the directories that weights are read from, or the file where they are one file of another tool."""
+    if weights.format is Format.PICKLE and weights.manifest is None:
+        return [weights.root / weights.file]
+    return [weights.checkpoint.resolve(), weights.root]
+
+
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """Usage error where the output exists and may not be replaced, FailedError where it cannot be written."""
+    _check_existing(target, overwrite=overwrite)
+    _check_writable(target)
+
+
+def _check_existing(target: Path, *, overwrite: bool) -> None:
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise usage_error(
+            "merge-output-exists", "the output exists and is no directory", where=Where(str(target)), hint="give another `--output`"
+        )
+    if not occupants(target):
+        return
+    if not overwrite:
+        raise usage_error(
+            "merge-output-exists", "the output exists", where=Where(str(target)), ways_out=("--output ANOTHER", "--overwrite")
+        )
+    if not (target / RECORD_NAME).is_file():
+        raise usage_error(
+            "merge-output-not-ours",
+            f"`--overwrite` replaces only what an earlier merge wrote, and this directory has no {RECORD_NAME}",
+            where=Where(str(target)),
+            hint="give another `--output`, or remove the directory yourself",
+        )
+
+
+def _check_writable(target: Path) -> None:
+    folder = _nearest(target)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise failed_error(
+            "merge-cannot-write",
+            "the output cannot be written: the directory is read-only, or belongs to another user",
+            where=Where(str(folder)),
+            hint="give an `--output` where you may write",
+        )
+
+
+def _nearest(target: Path) -> Path:
+    """The existing directory that the output's bytes are written under."""
+    folder = target if must_be_filled(target) else target.parent
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def check_space(target: Path, layout: Layout) -> None:
+    """FailedError when the disk cannot hold the output, before a byte is written."""
+    folder = _nearest(target)
+    free_bytes = shutil.disk_usage(folder).free
+    needed_bytes = layout.size_bytes + _SPARE_BYTES
+    if free_bytes < needed_bytes:
+        raise failed_error(
+            "merge-disk-full",
+            f"the merged model needs {format_bytes(layout.size_bytes)}, and {format_bytes(_SPARE_BYTES)} for what stands beside it; "
+            f"{format_bytes(free_bytes)} are free",
+            where=Where(str(folder)),
+            hint="free space, or merge to another disk: `fsdp-tune merge-checkpoint SRC --output DIR`",
+        )
+
+
+def bring_back(target: Path) -> list[Notice]:
+    """Undo a replacement that was killed between its two renames: the old output takes its place again."""
+    asides = [path for path in _siblings(target, f".old{STAGE_MARK}") if is_abandoned(_lock_of(path, target))]
+    if not asides or target.exists():
+        return []
+    DISK.rename(asides[-1], target)
+    return [Notice("merge-recovered", "the old output was brought back; a merge was killed while it replaced it", Where(str(target)))]
+
+
+def clear_leftovers(target: Path) -> list[Notice]:
+    """Remove the stages of merges that were killed, and old outputs that were replaced.
+
+    Each merge holds a lock file next to its stage (see `stage_owned`). One on another machine counts as killed 300 s after
+    its last sign of life.
+    """
+    notices: list[Notice] = []
+    for path in _siblings(target, f".old{STAGE_MARK}"):
+        if is_abandoned(_lock_of(path, target)):
+            DISK.rmtree(path)
+    for stage in stages_inside(target):
+        if is_abandoned(stage_lock(stage)):
+            undo_fill(target, stage)
+            notices.append(Notice("merge-leftover", "the unfinished output of a merge that was killed was removed", Where(str(target))))
+    for path in _siblings(target, STAGE_MARK):
+        if path.is_dir() and is_abandoned(stage_lock(path)):
+            DISK.rmtree(path)
+            notices.append(Notice("merge-leftover", "the unfinished output of a merge that was killed was removed", Where(str(path))))
+    for folder in (target.parent, target):
+        for lock in folder.glob(f".{glob.escape(target.name)}{STAGE_MARK}*.lock"):
+            if is_abandoned(lock):
+                DISK.unlink(lock)
+    return notices
+
+
+def _siblings(target: Path, mark: str) -> list[Path]:
+    """Directories beside `target` that `atomic` named after it, oldest process first."""
+    if not target.parent.is_dir():
+        return []
+    prefix = f".{target.name}{mark}"
+    return sorted(path for path in target.parent.iterdir() if path.name.startswith(prefix) and path.name[len(prefix) :].isdecimal())
+
+
+def _lock_of(aside: Path, target: Path) -> Path:
+    """The lock file of the merge that moved an old output aside: both names end alike."""
+    suffix = aside.name.rpartition(STAGE_MARK)[2]
+    return stage_lock(target.with_name(f".{target.name}{STAGE_MARK}{suffix}"))
+
+
+@contextmanager
+def stage_owned(target: Path) -> Iterator[None]:
+    """Show other merges that the stage of this one is in use, until its output is in place."""
+    lock = stage_lock(staging_place(target, last=RECORD_NAME))
+    DISK.mkdir(lock.parent)
+    with announced(lock):
+        yield
+
+
+@contextmanager
+def writing_to(target: Path) -> Iterator[None]:
+    """Turns what the file system refuses into one problem that names the place and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise usage_error("merge-output-exists", "the output appeared while it was being merged", where=Where(str(target))) from error
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        raise failed_error(
+            "merge-cannot-write",
+            f"the output cannot be written: {error.strerror}; nothing was left behind",
+            where=Where(str(target)),
+            hint="free space, raise the limit (`ulimit -f`), or give an `--output` where you may write",
+        ) from error
+
+
+def put(path: Path, data: bytes) -> None:
+    """Writes one small file of the stage; the stage is synced as a whole."""
+    DISK.mkdir(path.parent)
+    with DISK.open(path) as file:
+        DISK.write(file, data)
+
+
+# ---- Uploads a merged model to the Hugging Face hub.
+
+
+def push_to_hub(folder: Path, repository: str) -> str:
+    """The address of the commit. A repository that does not exist is made, private; one that exists keeps its visibility.
+
+    The token is the one of `hf auth login` or HF_TOKEN. FailedError leaves the local directory as it is.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    api = HfApi(library_name="fsdp-tune")
+    try:
+        api.create_repo(repository, private=True, exist_ok=True)
+        commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload merged model")
+    except HFValidationError as error:
+        raise usage_error("merge-push-name", f"`{repository}` is no name of a repository", hint="write `OWNER/NAME`") from error
+    except (HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        raise failed_error(
+            "merge-push",
+            f"the model could not be pushed to `{repository}` ({type(error).__name__}); it is whole on this machine",
+            where=Where(str(folder)),
+            hint=f"check the network and `hf auth login`, then: hf upload {repository} {folder}",
+        ) from error
+    return str(commit.commit_url)

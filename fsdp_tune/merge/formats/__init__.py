@@ -1,0 +1,1 @@
+"""Readers of checkpoint files that run no code."""

@@ -1,0 +1,240 @@
+"""Finds tensors inside `torch.save` archives: zip files whose members are stored as they are, so ranges can be copied.
+
+The layout is torch's `PyTorchStreamWriter`: `data.pkl` describes the tensors, `data/<key>` are their storages, aligned,
+uncompressed, each with the CRC-32 of its bytes (zero in all members when `set_crc32_options(False)` was used).
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from fsdp_tune.merge.formats.dtypes import DTYPES, OF_STORAGE, DType
+from fsdp_tune.merge.formats.pickles import Allowed, Refused, load
+from fsdp_tune.merge.formats.reader import SourceFiles
+from fsdp_tune.merge.formats.tensors import Extent, Shape
+
+MAX_PICKLE_BYTES = 64 << 20
+MAX_DIRECTORY_BYTES = 256 << 20
+_SMALL_PICKLE_BYTES = 512
+_END_BYTES, _END64_BYTES, _LOCATOR_BYTES = 22, 56, 20
+_END_PIECE_BYTES = 1024
+_SATURATED = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    header_at: int
+    size_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as pickled: which storage, and how its elements lie there (offset and strides in elements)."""
+
+    dtype: DType
+    storage_key: str
+    storage_offset: int
+    sizes: Shape
+    strides: Shape
+
+
+class Ends:
+    """An archive's bytes. Its first and last kilobyte are read at once: they hold all that describes one tensor."""
+
+    def __init__(self, files: SourceFiles, file: str, start: int, length_bytes: int) -> None:
+        self.files, self.file, self.start, self.length_bytes = files, file, start, length_bytes
+        self.head = files.read(file, start, min(length_bytes, _END_PIECE_BYTES))
+        self.tail = files.read(file, start + length_bytes - len(self.head), len(self.head))
+
+    def read(self, at: int, count: int) -> bytes:
+        """`count` bytes at `at`, counted from the start of the archive."""
+        if at < 0 or count < 0 or at + count > self.length_bytes:
+            raise Refused("a part of it reaches beyond its end")
+        if at + count <= len(self.head):
+            return self.head[at : at + count]
+        in_tail = at - (self.length_bytes - len(self.tail))
+        if in_tail >= 0:
+            return self.tail[in_tail : in_tail + count]
+        return self.files.read(self.file, self.start + at, count)
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """The members of one archive; their places count from its start."""
+
+    ends: Ends
+    members: dict[str, Member]
+    has_checksums: bool
+
+    def data_range(self, name: str) -> tuple[int, int, int | None]:
+        """(offset, size, CRC-32 or None) of one member's bytes."""
+        member = self.members.get(name)
+        if member is None:
+            raise Refused(f"it has no member `{name}`")
+        local = self.ends.read(member.header_at, 30)
+        if local[:4] != b"PK\x03\x04":
+            raise Refused(f"the header of `{name}` is damaged")
+        name_length, extra_length = struct.unpack_from("<HH", local, 26)
+        at = member.header_at + 30 + name_length + extra_length
+        if at + member.size_bytes > self.ends.length_bytes:
+            raise Refused(f"`{name}` reaches beyond the archive")
+        return at, member.size_bytes, member.crc32 if self.has_checksums else None
+
+
+def open_archive(files: SourceFiles, file: str, start: int, length_bytes: int) -> Archive:
+    """Reads the directory of one archive. Refused for anything that torch does not write."""
+    try:
+        return _open_archive(Ends(files, file, start, length_bytes))
+    except (struct.error, UnicodeDecodeError) as error:
+        raise Refused("its zip directory is damaged") from error
+
+
+def _open_archive(ends: Ends) -> Archive:
+    directory, count = _directory(ends)
+    members: dict[str, Member] = {}
+    at = 0
+    for _ in range(count):
+        signature, method = struct.unpack_from("<I6xH", directory, at)
+        crc, packed, unpacked, name_length, extra_length, comment_length = struct.unpack_from("<IIIHHH", directory, at + 16)
+        (header,) = struct.unpack_from("<I", directory, at + 42)
+        if signature != 0x02014B50:
+            raise Refused("its zip directory is damaged")
+        name = directory[at + 46 : at + 46 + name_length].decode()
+        extra = directory[at + 46 + name_length : at + 46 + name_length + extra_length]
+        unpacked, packed, header = _wide(extra, unpacked, packed, header)
+        if method != 0 or packed != unpacked:
+            raise Refused(f"`{name}` is compressed")
+        _, slash, inner = name.partition("/")  # all members lie in one folder, named after the file
+        if not slash or inner in members:
+            raise Refused(f"the member `{name}` is none that torch writes")
+        members[inner] = Member(header, unpacked, crc)
+        at += 46 + name_length + extra_length + comment_length
+    if at != len(directory):
+        raise Refused("its zip directory is damaged")
+    # Without checksums torch writes zero for all; one zero alone is a checksum like any other.
+    return Archive(ends, members, has_checksums=any(member.crc32 for member in members.values()))
+
+
+def _directory(ends: Ends) -> tuple[bytes, int]:
+    """(central directory, entries). torch writes no archive comment, so the end record is the last 22 bytes."""
+    end_at = ends.length_bytes - _END_BYTES
+    if end_at < 0 or ends.read(end_at, 4) != b"PK\x05\x06":
+        raise Refused("it is no torch.save archive (no zip directory at its end)")
+    count, size, offset = struct.unpack("<HII", ends.read(end_at + 10, 10))
+    if count == 0xFFFF or _SATURATED in (size, offset):
+        (wide_at,) = struct.unpack("<Q", ends.read(end_at - _LOCATOR_BYTES + 8, 8))
+        count, size, offset = struct.unpack_from("<QQQ", ends.read(wide_at, _END64_BYTES), 32)
+    if size > MAX_DIRECTORY_BYTES or count * 46 > size:
+        raise Refused("its zip directory is damaged")
+    return ends.read(offset, size), count
+
+
+def _wide(extra: bytes, unpacked: int, packed: int, header: int) -> tuple[int, int, int]:
+    """Sizes and offset from the zip64 field where the 32-bit ones are saturated."""
+    at = 0
+    while at + 4 <= len(extra):
+        tag, size = struct.unpack_from("<HH", extra, at)
+        if tag == 1:
+            values = iter(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
+            unpacked = next(values, unpacked) if unpacked == _SATURATED else unpacked
+            packed = next(values, packed) if packed == _SATURATED else packed
+            header = next(values, header) if header == _SATURATED else header
+        at += 4 + size
+    return unpacked, packed, header
+
+
+# --------------------------------------------------------------------------------------------------------- data.pkl
+
+
+def _storage(identifier: Any) -> tuple[DType | None, str]:
+    """`("storage", class, key, device, elements)` → (dtype, None for untyped; key)."""
+    if not isinstance(identifier, tuple) or len(identifier) != 5 or identifier[0] != "storage" or not isinstance(identifier[2], str):
+        raise Refused("it refers to something that is no storage")
+    kind = identifier[1]
+    if not isinstance(kind, Allowed) or not (kind.value is None or isinstance(kind.value, DType)):
+        raise Refused("it refers to a storage of an unknown type")
+    return kind.value, identifier[2]
+
+
+def _tensor(arguments: tuple[Any, ...], dtype_at: int | None) -> StoredTensor:
+    try:
+        (dtype, key), offset, sizes, strides = arguments[:4]
+    except (TypeError, ValueError) as error:
+        raise Refused("it describes a tensor in an unknown way") from error
+    if dtype_at is not None:
+        wanted = arguments[dtype_at] if len(arguments) > dtype_at else None
+        dtype = wanted.value if isinstance(wanted, Allowed) else None
+    numbers = (offset, *sizes, *strides) if isinstance(sizes, tuple) and isinstance(strides, tuple) else (None,)
+    if not isinstance(dtype, DType) or any(type(number) is not int or number < 0 for number in numbers) or len(sizes) != len(strides):
+        raise Refused("it describes a tensor in an unknown way")
+    return StoredTensor(dtype, key, offset, sizes, strides)
+
+
+def _parameter(arguments: tuple[Any, ...]) -> StoredTensor:
+    if not arguments or not isinstance(arguments[0], StoredTensor):
+        raise Refused("it describes a parameter in an unknown way")
+    return arguments[0]
+
+
+def _empty_mapping(arguments: tuple[Any, ...]) -> dict[Any, Any]:
+    if arguments:
+        raise Refused("it fills an OrderedDict in a way that torch does not")
+    return {}
+
+
+def _call(module: str, name: str, function: Callable[[tuple[Any, ...]], Any]) -> tuple[tuple[str, str], Allowed]:
+    return (module, name), Allowed(f"{module}.{name}", call=function)
+
+
+NAMES: dict[tuple[str, str], Allowed] = {
+    **dict(
+        [
+            _call("torch._utils", "_rebuild_tensor_v2", lambda arguments: _tensor(arguments, None)),
+            _call("torch._utils", "_rebuild_tensor_v3", lambda arguments: _tensor(arguments, 6)),
+            _call("torch._utils", "_rebuild_parameter", _parameter),
+            _call("collections", "OrderedDict", _empty_mapping),
+        ]
+    ),
+    **{("torch", name): Allowed(f"torch.{name}", value=dtype) for name, dtype in (OF_STORAGE | DTYPES).items()},
+    ("torch.storage", "UntypedStorage"): Allowed("torch.storage.UntypedStorage"),
+}
+
+
+def read_pickle(archive: Archive) -> Any:
+    """What `data.pkl` holds, with a `StoredTensor` for each tensor."""
+    at, size, crc = archive.data_range("data.pkl")
+    if size > MAX_PICKLE_BYTES:
+        raise Refused(f"its description is {size:,} bytes long")
+    data = archive.ends.read(at, size)
+    if crc is not None and zlib.crc32(data) != crc:
+        raise Refused("the checksum of its description differs: bits have flipped")
+    if "byteorder" in archive.members:
+        order_at, order_bytes, _ = archive.data_range("byteorder")
+        if order_bytes > 8 or archive.ends.read(order_at, order_bytes) != sys.byteorder.encode():
+            raise Refused("it was written on a machine of the other byte order")
+    return _one_tensor(data) if size < _SMALL_PICKLE_BYTES else load(data, NAMES, persistent=_storage)
+
+
+@lru_cache(maxsize=1024)
+def _one_tensor(data: bytes) -> Any:
+    """Slices of one shape are described by the same bytes on every rank. Shared: nobody changes what is returned."""
+    return load(data, NAMES, persistent=_storage)
+
+
+def extent(archive: Archive, tensor: StoredTensor) -> Extent:
+    """Where a tensor's elements lie in the file, checked to be inside their storage."""
+    at, size, crc = archive.data_range(f"data/{tensor.storage_key}")
+    last = sum((count - 1) * stride for count, stride in zip(tensor.sizes, tensor.strides, strict=True))
+    is_empty = 0 in tensor.sizes
+    if not is_empty and (tensor.storage_offset + last + 1) * tensor.dtype.item_bytes > size:
+        raise Refused(f"a tensor of shape {list(tensor.sizes)} reaches beyond its storage of {size:,} bytes")
+    storage_start = archive.ends.start + at
+    first_byte = storage_start + tensor.storage_offset * tensor.dtype.item_bytes
+    return Extent(archive.ends.file, first_byte, tensor.strides, storage_start, size, crc)

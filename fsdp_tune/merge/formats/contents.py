@@ -1,0 +1,166 @@
+"""The tables of contents of the checkpoints that are merged: read, checked against the files, and against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, Where, failed_error
+from fsdp_tune.merge.formats.archive import StoredTensor, extent, open_archive, read_pickle
+from fsdp_tune.merge.formats.dcp import read_dcp
+from fsdp_tune.merge.formats.names import model_names
+from fsdp_tune.merge.formats.page_cache import PageCache
+from fsdp_tune.merge.formats.pickles import Refused
+from fsdp_tune.merge.formats.reader import SourceFiles
+from fsdp_tune.merge.formats.safetensors_file import read_safetensors
+from fsdp_tune.merge.formats.tensors import Chunk, Packed, SourceTensor
+from fsdp_tune.merge.lora.peft_names import is_peft
+from fsdp_tune.merge.source import Selection
+from fsdp_tune.merge.weights import Format, Weights
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One checkpoint: its tensors by name. `is_vouched`: its manifest has digests of all files."""
+
+    tensors: dict[str, SourceTensor]
+    is_vouched: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """`ordered`: the tensors to write, in the order of the newest checkpoint. `left_out`: what could not be taken, by name, and why."""
+
+    sources: tuple[Source, ...]
+    ordered: tuple[SourceTensor, ...]
+    left_out: dict[str, str]
+    notices: tuple[Notice, ...]
+
+
+def read_contents(stack: ExitStack, selection: Selection, pages: PageCache, *, allow_incomplete: bool) -> Contents:
+    """Opens every checkpoint of the selection; `stack` closes their files."""
+    sources: list[Source] = []
+    left_out: dict[str, str] = {}
+    notices: list[Notice] = []
+    for weights in selection.weights:
+        files = stack.enter_context(SourceFiles(weights.root, is_vouched=weights.manifest is not None, pages=pages))
+        tensors, others = read_tensors(files, weights.format, weights.file)
+        if others:
+            names = ", ".join(others[:_SHOWN])
+            notices.append(
+                Notice("merge-not-tensors", f"{len(others)} entries are no tensors and are left out: {names}", Where(str(weights.root)))
+            )
+        missing = missing_parts(files, tensors)
+        # Half a LoRA adapter is none: what it would have added to the weights is lost without a trace.
+        if missing and (not allow_incomplete or is_peft(tensor.name for tensor in tensors)):
+            raise as_error(missing)
+        left_out |= {name: problem.message for name, problem in missing.items()}
+        kept = {tensor.name: tensor for tensor in tensors if tensor.name not in missing}
+        sources.append(Source(kept, is_vouched=files.is_vouched))
+    if left_out:
+        names = ", ".join(sorted(left_out)[:_SHOWN]) + (", …" if len(left_out) > _SHOWN else "")
+        notices.append(
+            Notice("merge-incomplete", f"{len(left_out)} tensors are missing from the output, since parts of them are missing: {names}")
+        )
+    must_agree(sources, selection.weights)
+    ordered = tuple(tensor for tensor in sources[0].tensors.values() if tensor.name not in left_out)
+    if not ordered:
+        raise failed_error("merge-nothing-found", "no tensor can be read whole", where=Where(str(selection.weights[0].root)))
+    return Contents(tuple(sources), ordered, left_out, tuple(notices))
+
+
+def read_tensors(files: SourceFiles, kind: Format, file: str) -> tuple[list[SourceTensor], list[str]]:
+    """(tensors, names of entries that are none) of one set of weights, `file` and what belongs to it."""
+    if kind is Format.DCP:
+        return read_dcp(files)
+    if kind in (Format.PICKLE, Format.PEFT_PICKLE):
+        return read_pickled(files, file)
+    return read_safetensors(files, file), []
+
+
+def missing_parts(files: SourceFiles, tensors: Sequence[SourceTensor]) -> dict[str, Problem]:
+    """{tensor: what is missing}: files that are not there or end before the parts that they should hold."""
+    missing: dict[str, Problem] = {}
+    broken: dict[str, Problem] = {}
+    for tensor in tensors:
+        for chunk in tensor.chunks:
+            place = chunk.place
+            if not isinstance(place, Packed):
+                continue
+            problem = broken.get(place.file) or _problem_of(files, place)
+            if problem is not None:
+                broken[place.file] = problem
+                missing[tensor.name] = problem
+                break
+    return missing
+
+
+def _problem_of(files: SourceFiles, place: Packed) -> Problem | None:
+    try:
+        size_bytes = files.size_bytes(place.file)
+    except FsdpTuneError as error:
+        if error.problems[0].code != "merge-shard-missing":
+            raise
+        return error.problems[0]
+    if place.offset + place.length_bytes <= size_bytes:
+        return None
+    return Problem(
+        "merge-shard-truncated",
+        f"`{place.file}` is {size_bytes:,} bytes long, and the checkpoint needs its bytes up to {place.offset + place.length_bytes:,}",
+        Where(str(files.root / place.file)),
+        "copy the file anew from where it was written, or merge another checkpoint with `--step N`",
+    )
+
+
+def as_error(missing: dict[str, Problem]) -> FailedError:
+    """One problem a file, however many tensors it spoils."""
+    return FailedError(*{problem.where: problem for problem in missing.values()}.values())
+
+
+def must_agree(sources: Sequence[Source], weights: Sequence[Weights]) -> None:
+    """Averages need the same tensors everywhere."""
+    first = {name: (tensor.shape, tensor.dtype) for name, tensor in sources[0].tensors.items()}
+    for source, place in zip(sources[1:], weights[1:], strict=True):
+        other = {name: (tensor.shape, tensor.dtype) for name, tensor in source.tensors.items()}
+        if odd := sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name)):
+            raise failed_error(
+                "merge-average-differs",
+                f"the checkpoints cannot be averaged: `{odd[0]}` is not the same tensor in both ({len(odd)} differ)",
+                where=Where(str(place.root)),
+            )
+
+
+# ---- Reads one `torch.save` archive of a whole model: Accelerate's FULL_STATE_DICT, transformers' and everybody's own.
+
+
+def read_pickled(files: SourceFiles, file: str) -> tuple[list[SourceTensor], list[str]]:
+    """(tensors, names of entries that are none). Several names may share one storage: that is how tied weights are kept."""
+    try:
+        archive = open_archive(files, file, 0, files.size_bytes(file))
+        state = read_pickle(archive)
+        if not isinstance(state, dict):
+            raise Refused("it holds no mapping from names to tensors")
+        for wrapper in ("model", "state_dict"):  # as torchtune's and most trainers', and as Lightning's
+            if isinstance(state.get(wrapper), dict):
+                state = state[wrapper]
+        names = model_names([key for key in state if isinstance(key, str)], None, "")
+        tensors: list[SourceTensor] = []
+        for key, name in names.items():
+            stored = state[key]
+            if isinstance(stored, StoredTensor):
+                chunk = Chunk((0,) * len(stored.sizes), stored.sizes, extent(archive, stored))
+                tensors.append(SourceTensor(name, stored.dtype, stored.sizes, (chunk,) if chunk.elements else (), files))
+        if not tensors:
+            raise Refused("it holds no tensor")
+    except Refused as refused:
+        raise failed_error(
+            "merge-damaged-pickle",
+            f"it cannot be used: {refused}",
+            where=Where(str(files.root / file)),
+            hint="copy it anew from where it was written; a file that asks to run code is not only a state dict",
+        ) from refused
+    taken = {tensor.name for tensor in tensors}
+    return tensors, [name for name in names.values() if name not in taken]

@@ -1,0 +1,78 @@
+"""Which entries of a checkpoint are the model's, and what the model calls them. docs/merge.md has the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fsdp_tune.merge.formats.pickles import Refused
+
+# What wrappers put into names: FSDP1, activation checkpointing, torch.compile. The model itself never uses them.
+WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+MODEL_ROOTS = ("model", "state_dict", "module")
+OPTIMIZER_ROOTS = frozenset({"optimizer", "optim", "optimizers"})
+# torchtitan, torchtune and most loops save these beside a model that lies flat at the top.
+OTHER_ROOTS = OPTIMIZER_ROOTS | frozenset(
+    {
+        "lr_scheduler",
+        "scheduler",
+        "dataloader",
+        "train_state",
+        "extra_state",
+        "rng",
+        "rng_state",
+        "step",
+    }
+)
+
+
+def model_names(keys: Sequence[str], planner_data: Any, directory: str) -> dict[str, str]:
+    """{key of the checkpoint: the model's name}, in the order of the keys. Refused when two keys get one name.
+
+    `planner_data` is what DCP's default planner leaves: {key: path through the nested dictionaries that were saved}.
+    """
+    paths = _paths(keys, planner_data, directory)
+    roots = {root for path in paths.values() if (root := _model_root(path))}
+    if len(roots) > 1:
+        raise Refused(f"it holds several models: {', '.join(sorted('.'.join(root) for root in roots))}")
+    if roots:
+        (root,) = roots
+        chosen = {key: path[len(root) :] for key, path in paths.items() if path[: len(root)] == root}
+    else:
+        chosen = {key: path for key, path in paths.items() if path[0] not in OTHER_ROOTS}
+    names = {key: _unwrapped(".".join(path)) for key, path in chosen.items()}
+    if names and all(name.startswith("module.") for name in names.values()):  # DistributedDataParallel
+        names = {key: name.removeprefix("module.") for key, name in names.items()}
+    if len(set(names.values())) < len(names):
+        raise Refused("two of its entries have the same name once wrappers are left out")
+    return names
+
+
+def _paths(keys: Sequence[str], planner_data: Any, directory: str) -> dict[str, tuple[str, ...]]:
+    known = planner_data if isinstance(planner_data, dict) else {}
+    paths: dict[str, tuple[str, ...]] = {}
+    for key in keys:
+        if not key or "\0" in key:
+            raise Refused("an entry has no name")
+        path = known.get(key)
+        if isinstance(path, tuple) and path:
+            paths[key] = tuple(str(part) for part in path)
+        elif directory.startswith("pytorch_model_fsdp") and key.startswith("model."):
+            paths[key] = ("model", key.removeprefix("model."))  # Accelerate saves {"model": …}, whichever planner wrote it
+        else:
+            paths[key] = (key,)
+    return paths
+
+
+def _model_root(path: tuple[str, ...]) -> tuple[str, ...] | None:
+    """`("app", "model", "norm.weight")` → `("app", "model")`; None for what lies flat or belongs to something else."""
+    if path[0] in OTHER_ROOTS:
+        return None
+    for index, part in enumerate(path[:-1]):
+        if part in MODEL_ROOTS:
+            return path[: index + 1]
+    return None
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)

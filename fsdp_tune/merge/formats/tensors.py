@@ -1,0 +1,97 @@
+"""What every kind of checkpoint is read into: named tensors made of chunks, and where each chunk's elements lie."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fsdp_tune.merge.formats.dtypes import DType
+from fsdp_tune.merge.formats.reader import SourceFiles
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A chunk as one `torch.save` archive at `offset` of `file`; what is inside is only known once it is opened."""
+
+    file: str
+    offset: int
+    length_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A chunk's elements: the first at byte `first_byte` of `file`, the others by `strides` (in elements).
+
+    `storage_start` and `storage_bytes` bound the block of bytes that `crc32` (None: not recorded) was taken over.
+    """
+
+    file: str
+    first_byte: int
+    strides: Shape
+    storage_start: int
+    storage_bytes: int
+    crc32: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The box at `offsets` of the whole tensor, of shape `sizes` (both in elements per dimension)."""
+
+    offsets: Shape
+    sizes: Shape
+    place: Packed | Extent
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """One tensor of the model, in `files`. Its chunks cover it exactly: no gap, no overlap, replicas left out."""
+
+    name: str
+    dtype: DType
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+    files: SourceFiles
+    update: LowRank | None = None
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.elements * self.dtype.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What a LoRA adapter adds to a tensor: scaling · b @ a, its transpose where `is_transposed`; without `a`, scaling · b.
+
+    `a` is [rank, in], `b` is [out, rank]; the tensor is [out, in], or [in, out] where `is_transposed`.
+    """
+
+    scaling: float
+    b: SourceTensor
+    a: SourceTensor | None
+    is_transposed: bool = False
+
+
+def row_major(shape: Shape) -> Shape:
+    """Strides, in elements, of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def is_row_major(sizes: Shape, strides: Shape) -> bool:
+    """Whether elements in row-major order lie one after the other. Strides of dimensions of size 1 mean nothing."""
+    return math.prod(sizes) == 0 or all(
+        size == 1 or stride == wanted for size, stride, wanted in zip(sizes, strides, row_major(sizes), strict=True)
+    )

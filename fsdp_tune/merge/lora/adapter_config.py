@@ -1,0 +1,130 @@
+"""`adapter_config.json`: what turns the factors of a LoRA adapter into weights (PEFT's `LoraConfig`, read from PEFT 0.21)."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
+
+CONFIG_NAME = "adapter_config.json"
+MAX_CONFIG_BYTES = 16 << 20
+# Fields of LoraConfig that make the layer compute something else than x·(W + scaling·B·A), or put the factors elsewhere.
+_OTHER_ARITHMETIC = (
+    "use_dora",
+    "use_qalora",
+    "use_bdlora",
+    "kasa_config",
+    "monteclora_config",
+    "arrow_config",
+    "alora_invocation_tokens",
+    "trainable_token_indices",
+    "target_parameters",
+    "layer_replication",
+)
+# Initialisations that take something out of the base weights as training begins: the factors fit only what is left of them.
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    path: Path
+    values: Mapping[str, Any]
+
+    @property
+    def base(self) -> str | None:
+        """The model that the adapter was trained on, as its config names it."""
+        value = self.values.get("base_model_name_or_path")
+        return value if isinstance(value, str) and value else None
+
+    @property
+    def revision(self) -> str | None:
+        value = self.values.get("revision")
+        return value if isinstance(value, str) and value else None
+
+    @property
+    def fan_in_fan_out(self) -> bool:
+        return self.values.get("fan_in_fan_out") is True
+
+    @property
+    def ties_embeddings(self) -> bool:
+        return self.values.get("ensure_weight_tying") is True
+
+    def scaling(self, module: str, rank: int) -> float:
+        """alpha / rank, or alpha / √rank with `use_rslora`, of one module. FailedError where the config tells of another rank."""
+        wanted = self._of_pattern("rank_pattern", module, self.values.get("r", 8))
+        alpha = self._of_pattern("alpha_pattern", module, self.values.get("lora_alpha", 8))
+        if type(wanted) is not int or isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise self.wrong(f"it gives no rank and alpha of `{module}`")
+        if wanted != rank:
+            raise self.wrong(f"it says that the rank of `{module}` is {wanted}, and the factors have {rank}: it belongs to another adapter")
+        return alpha / (math.sqrt(rank) if self.values.get("use_rslora") is True else rank)
+
+    def _of_pattern(self, name: str, module: str, default: Any) -> Any:
+        """The value of the first pattern that matches the end of the module's name, as PEFT's `get_pattern_key` finds it."""
+        patterns = self.values.get(name) or {}
+        if not isinstance(patterns, dict):
+            raise self.wrong(f"its `{name}` is no object")
+        for pattern, value in patterns.items():
+            try:
+                if re.match(rf"(.*\.)?({pattern})$", module):
+                    return value
+            except re.error as error:
+                raise self.wrong(f"`{pattern}` in its `{name}` is no pattern") from error
+        return default
+
+    def check_mergeable(self, *, has_own_base: bool) -> None:
+        """FailedError by name for what is no plain LoRA. `has_own_base`: the weights under the adapter are in the checkpoint."""
+        kind = self.values.get("peft_type")
+        if kind != "LORA":
+            raise self.unsupported(f"the adapter is of the type {kind}")
+        for name in _OTHER_ARITHMETIC:
+            if self.values.get(name):
+                raise self.unsupported(f"the adapter was trained with `{name}`")
+        start = str(self.values.get("init_lora_weights")).lower()
+        if not has_own_base and start.startswith(_CHANGES_THE_BASE):
+            raise self.unsupported(
+                f"the adapter began with `init_lora_weights: {start}`, which changes the base as training begins",
+                "convert it with PEFT (`save_pretrained(…, path_initial_model_for_weight_conversion=…)`) and merge the result",
+            )
+
+    def unsupported(self, why: str, hint: str = "merge it with PEFT (`merge_and_unload`), or export it with `--adapter`") -> FsdpTuneError:
+        return failed_error("merge-adapter-unsupported", f"{why}: only plain LoRA is merged", where=Where(str(self.path)), hint=hint)
+
+    def wrong(self, why: str) -> FsdpTuneError:
+        return failed_error(
+            "merge-adapter-config",
+            f"the adapter's config cannot be used: {why}",
+            where=Where(str(self.path)),
+            hint=f"give the right one with `--adapter-config` (the {CONFIG_NAME} that PEFT wrote)",
+        )
+
+
+def find_config(given: Path | None, places: Sequence[Path]) -> AdapterConfig | None:
+    """The one that was given (a file, or the directory that holds it), else the first beside the weights."""
+    if given is not None:
+        path = given / CONFIG_NAME if given.is_dir() else given
+        if not path.is_file():
+            raise usage_error("merge-adapter-config", f"there is no {CONFIG_NAME} here", where=Where(str(given)))
+        return _read(path)
+    for place in places:
+        if (place / CONFIG_NAME).is_file():
+            return _read(place / CONFIG_NAME)
+    return None
+
+
+def _read(path: Path) -> AdapterConfig:
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ValueError("it is too large")
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise AdapterConfig(path, {}).wrong(str(error)) from error
+    if not isinstance(values, dict):
+        raise AdapterConfig(path, {}).wrong("it is no JSON object")
+    return AdapterConfig(path, values)

@@ -1,0 +1,104 @@
+"""What the tensors of a PEFT model are called, inside the model and in an adapter's own file.
+
+Inside a model (the names of its state dict, as a sharded checkpoint holds them) the adapter's name stands before the last part:
+`base_model.model.M.lora_A.default.weight`; the file of an adapter is without it. M is the module in the base model.
+Read from `get_peft_model_state_dict` and `BaseTuner._remove_adapter_name_from_key` of PEFT 0.21.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from fsdp_tune.core.errors import Where, failed_error
+
+PREFIX = "base_model.model."
+_MARK = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.)")
+_FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_[AB])(\.(?P<adapter>[^.]+))?\.(?P<what>weight|bias)")
+_EMBEDDING = re.compile(r"(?P<module>.+)\.(?P<part>lora_embedding_[AB])(\.(?P<adapter>[^.]+))?")
+_OTHER = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_magnitude_vector|token_adapter\.trainable_tokens_\w+)(\.(?P<adapter>[^.]+?))?(\.weight)?"
+)
+_SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
+_ORIGINAL = re.compile(r".+\.(original_module|token_adapter\.base_layer)\..+")
+_BASE_LAYER = re.compile(r"(?P<module>.+)\.base_layer\.(?P<rest>[^.]+)")
+
+
+@dataclass(slots=True)
+class PeftNames:
+    """The keys of a checkpoint by what they are; modules and weights by their names in the base model.
+
+    `factors`: {module: {"lora_A" | "lora_B" | "lora_B.bias" | "lora_embedding_A" | "lora_embedding_B": key}};
+    `weights`: {name: key} of what stands for a tensor of the base model, trained or not; `wrapped`: those names among them that
+    were found under an adapter's layer; `saved`: those that come from `modules_to_save`;
+    `others`: {name in the adapter's file: key} of what is no plain LoRA, such as the magnitudes of DoRA.
+    """
+
+    factors: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
+    weights: dict[str, str] = field(default_factory=dict[str, str])
+    wrapped: set[str] = field(default_factory=set[str])
+    saved: set[str] = field(default_factory=set[str])
+    others: dict[str, str] = field(default_factory=dict[str, str])
+    adapters: set[str] = field(default_factory=set[str])
+    twice: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+
+
+def is_peft(names: Iterable[str]) -> bool:
+    return any(_MARK.search(name) for name in names)
+
+
+def sort_names(keys: Iterable[str], where: Where) -> PeftNames:
+    """FailedError for two adapters in one checkpoint, and for two keys that would have one name."""
+    found = PeftNames()
+    for key in keys:
+        _sort(found, key, key.removeprefix(PREFIX))
+    if len(found.adapters) > 1:
+        raise failed_error(
+            "merge-adapter-several",
+            f"the checkpoint holds several adapters: {', '.join(sorted(found.adapters))}",
+            where=where,
+            hint="save one of them with PEFT (`selected_adapters`) and merge that",
+        )
+    for one, other in found.twice:
+        raise failed_error(
+            "merge-adapter-damaged",
+            f"`{one}` and `{other}` are the same tensor of the model",
+            where=where,
+            hint="save the adapter anew from where it was trained",
+        )
+    return found
+
+
+def _sort(found: PeftNames, key: str, name: str) -> None:
+    if _ORIGINAL.fullmatch(name):
+        return
+    if match := _FACTOR.fullmatch(name):
+        part = match["part"] if match["what"] == "weight" else f"{match['part']}.bias"
+        taken = found.factors.setdefault(match["module"], {}).setdefault(part, key)
+    elif match := _EMBEDDING.fullmatch(name):
+        taken = found.factors.setdefault(match["module"], {}).setdefault(match["part"], key)
+    elif match := _OTHER.fullmatch(name):
+        taken = found.others.setdefault(f"{match['module']}.{match['part']}", key)
+    elif match := _SAVED.fullmatch(name):
+        base_name = f"{match['module']}.{match['rest']}"
+        found.saved.add(base_name)
+        taken = found.weights.setdefault(base_name, key)
+    elif match := _BASE_LAYER.fullmatch(name):
+        base_name = f"{match['module']}.{match['rest']}"
+        found.wrapped.add(base_name)
+        taken = found.weights.setdefault(base_name, key)
+    elif ".lora_" in name:
+        taken = found.others.setdefault(name, key)
+    else:
+        taken = found.weights.setdefault(name, key)
+    if match and match.groupdict().get("adapter") is not None:
+        found.adapters.add(match["adapter"])
+    if taken != key:
+        found.twice.append((taken, key))
+
+
+def name_in_file(module: str, part: str) -> str:
+    """`lora_B.bias` of `M` → `base_model.model.M.lora_B.bias`; embeddings have no `.weight`."""
+    end = "" if part.startswith("lora_embedding") or part.endswith(".bias") else ".weight"
+    return f"{PREFIX}{module}.{part}{end}"

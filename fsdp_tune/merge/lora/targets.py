@@ -1,0 +1,161 @@
+"""Which tensor of the base gets which factors of an adapter, and which tensors the adapter replaces. Pure planning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
+from fsdp_tune.merge.copy.ties import embedding_of, is_embedding, is_head, tie_setting
+from fsdp_tune.merge.formats.tensors import LowRank, SourceTensor
+from fsdp_tune.merge.lora.adapter_config import AdapterConfig
+
+MOST_RANK = 65_536
+VOCABULARY_KEY = "vocab_size"
+
+
+@dataclass(slots=True)
+class Layers:
+    """`base`: the model's tensors; `replaced`: what the adapter brings in their place; `factors`: {module: {part: tensor}};
+    `place`: the directory of the base. What is added: `tensors` of the output, with their updates, and the `scalings` used."""
+
+    base: Mapping[str, SourceTensor]
+    replaced: Mapping[str, SourceTensor]
+    factors: Mapping[str, Mapping[str, SourceTensor]]
+    place: Path
+    tensors: dict[str, SourceTensor] = field(default_factory=dict[str, SourceTensor])
+    scalings: set[float] = field(default_factory=set[float])
+    config_changes: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def name_in_base(self, name: str) -> str | None:
+        """Directories may name a model without its prefix (`h.0.attn` for `transformer.h.0.attn`), as GPT-2's on the hub does."""
+        if name in self.tensors:
+            return name
+        short = name.partition(".")[2]
+        return short if short in self.tensors else None
+
+
+def add_layers(layers: Layers, config: AdapterConfig, model: Mapping[str, Any] | None) -> Layers:
+    """Fills `layers.tensors`. FailedError where base and adapter do not fit, or where the adapter is no plain LoRA.
+
+    `model` is the config.json of the base, where there is one.
+    """
+    layers.tensors = dict(layers.base)
+    for name, tensor in layers.replaced.items():
+        _replace(layers, name, tensor, model)
+    is_transposed = _vote(layers)
+    for module, parts in layers.factors.items():
+        _add(layers, config, module, parts, square_is_transposed=config.fan_in_fan_out if is_transposed is None else is_transposed)
+    if not config.ties_embeddings:
+        _keep_head(layers, model)
+    return layers
+
+
+def _replace(layers: Layers, name: str, tensor: SourceTensor, model: Mapping[str, Any] | None) -> None:
+    """`modules_to_save`, trained biases, and embeddings of a vocabulary that has grown."""
+    found = layers.name_in_base(name)
+    if found is None:
+        embedding = embedding_of(layers.base)
+        if is_head(name) and embedding is not None and embedding.shape[1:] == tensor.shape[1:]:
+            layers.tensors[name] = tensor  # tied in the base, which holds the embedding alone
+            return
+        raise _misfit(layers, f"it has no `{name}`, which the adapter replaces")
+    old = layers.base[found]
+    if old.shape != tensor.shape:
+        has_grown = len(old.shape) == 2 and old.shape[1:] == tensor.shape[1:] and (is_embedding(name) or is_head(name))
+        if not has_grown or model is None or model.get(VOCABULARY_KEY) != old.shape[0]:
+            raise _misfit(layers, f"its `{found}` is {list(old.shape)}, and the adapter has {list(tensor.shape)} for it")
+        layers.config_changes[VOCABULARY_KEY] = tensor.shape[0]
+    layers.tensors[found] = replace(tensor, name=found)
+
+
+def _vote(layers: Layers) -> bool | None:
+    """Whether the layers are `Conv1D`s, whose weights are [in, out] (GPT-2), by those that are not square; None for no evidence.
+
+    PEFT's `fan_in_fan_out` tells the kind of the layer that it wrapped last, which may be the head.
+    """
+    seen: set[bool] = set()
+    for module, parts in layers.factors.items():
+        name = layers.name_in_base(f"{module}.weight")
+        a, b = parts.get("lora_A"), parts.get("lora_B")
+        if name is None or a is None or b is None or is_head(name) or not len(a.shape) == len(b.shape) == 2:
+            continue
+        shape = (b.shape[0], a.shape[1])
+        if shape[0] != shape[1] and layers.tensors[name].shape in (shape, shape[::-1]):
+            seen.add(layers.tensors[name].shape != shape)
+    return seen.pop() if len(seen) == 1 else None
+
+
+def _add(layers: Layers, config: AdapterConfig, module: str, parts: Mapping[str, SourceTensor], *, square_is_transposed: bool) -> None:
+    if "base_layer" in module.split("."):
+        raise config.unsupported(f"`{module}` is changed by several adapters, one over the other (`target_parameters`)")
+    is_embedding_layer = "lora_embedding_A" in parts or "lora_embedding_B" in parts
+    a, b = (parts.get(f"lora_embedding_{side}" if is_embedding_layer else f"lora_{side}") for side in "AB")
+    if a is None or b is None:
+        raise _damaged(config, f"`{module}` has one of its two factors alone")
+    if len(a.shape) != 2 or len(b.shape) != 2:
+        raise config.unsupported(f"the factors of `{module}` are no matrices (a convolution)")
+    rank = a.shape[0]
+    if b.shape[1] != rank or not 0 < rank <= MOST_RANK:
+        raise _damaged(config, f"the factors of `{module}` do not fit each other: {list(a.shape)} and {list(b.shape)}")
+    name = layers.name_in_base(f"{module}.weight") or _untied_head(layers, module)
+    if name is None:
+        raise _misfit(layers, f"it has no `{module}.weight`, which the adapter changes")
+    weight, shape = layers.tensors[name], (b.shape[0], a.shape[1])
+    wanted = shape[::-1] if is_embedding_layer else shape
+    if weight.shape != wanted and (is_embedding_layer or weight.shape != shape[::-1]):
+        raise _misfit(layers, f"its `{name}` is {list(weight.shape)}, and the adapter is for {list(wanted)}")
+    for tensor in (weight, a, b):
+        if not tensor.dtype.converts:
+            raise config.unsupported(f"`{tensor.name}` is {tensor.dtype.name} (quantised?), to which nothing can be added")
+    is_transposed = is_embedding_layer or weight.shape != shape or (shape[0] == shape[1] and square_is_transposed)
+    scaling = config.scaling(module, rank)
+    layers.scalings.add(scaling)
+    layers.tensors[name] = replace(weight, update=LowRank(scaling, b, a, is_transposed))
+    if bias := parts.get("lora_B.bias"):
+        _add_bias(layers, module, bias, scaling)
+
+
+def _add_bias(layers: Layers, module: str, bias: SourceTensor, scaling: float) -> None:
+    """`lora_bias`: the second factor has a bias of its own."""
+    name = layers.name_in_base(f"{module}.bias")
+    if name is None or layers.tensors[name].shape != bias.shape:
+        raise _misfit(layers, f"`{module}` has no bias to which the adapter's (`lora_bias`) could be added")
+    layers.tensors[name] = replace(layers.tensors[name], update=LowRank(scaling, bias, None))
+
+
+def _untied_head(layers: Layers, module: str) -> str | None:
+    """A tied head that the base does not hold begins as the embedding, and has a tensor of its own from now on."""
+    name, embedding = f"{module}.weight", embedding_of(layers.base)
+    if embedding is None or not is_head(name):
+        return None
+    layers.tensors[name] = replace(embedding, name=name)
+    return name
+
+
+def _keep_head(layers: Layers, model: Mapping[str, Any] | None) -> None:
+    """The way back: where only the embedding changes, a head that was tied to it stayed as it was while the adapter was trained."""
+    embedding = embedding_of(layers.base)
+    if model is None or embedding is None or tie_setting(model) is False or any(map(is_head, layers.tensors)):
+        return
+    is_causal = any("CausalLM" in kind or "LMHead" in kind for kind in model.get("architectures") or ())
+    now = layers.tensors[embedding.name]
+    if is_causal and now != embedding and now.shape == embedding.shape:
+        layers.tensors["lm_head.weight"] = replace(embedding, name="lm_head.weight")
+
+
+def _misfit(layers: Layers, why: str) -> FsdpTuneError:
+    return failed_error(
+        "merge-adapter-base",
+        f"the adapter does not fit this base: {why}",
+        where=Where(str(layers.place)),
+        hint="is it the model that the adapter was trained on (`--base MODEL`)?",
+    )
+
+
+def _damaged(config: AdapterConfig, why: str) -> FsdpTuneError:
+    return failed_error(
+        "merge-adapter-damaged", why, where=Where(str(config.path.parent)), hint="save the adapter anew from where it was trained"
+    )

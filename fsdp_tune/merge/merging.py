@@ -1,0 +1,292 @@
+"""The steps of a merge, in order: choose, read the table of contents, plan, copy, check, publish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from fsdp_tune.core.atomic import staged_directory
+from fsdp_tune.core.errors import FailedError, Notice, Problem, Where, failed_error
+from fsdp_tune.merge import destination as place
+from fsdp_tune.merge.companions import Companions
+from fsdp_tune.merge.copy.layout import Layout, plan_layout
+from fsdp_tune.merge.copy.ties import Tied, find_ties
+from fsdp_tune.merge.copy.write import THREADS, Source, Written, write_tensors
+from fsdp_tune.merge.formats.contents import read_contents
+from fsdp_tune.merge.formats.page_cache import PageCache
+from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
+from fsdp_tune.merge.record import Facts, write_companions, write_record
+from fsdp_tune.merge.settings import DtypeOption, Settings, Verify, settle
+from fsdp_tune.merge.source import NAMED, Choice, Selection, select_checkpoint
+from fsdp_tune.merge.verify.integrity import ManifestCheck
+from fsdp_tune.merge.verify.model_check import Child, compare_parameters, load_and_run
+from fsdp_tune.merge.verify.sums import check_bytes_on_disk, check_headers
+from fsdp_tune.merge.weights import PEFT_NAME
+
+_SHOWN = 20
+
+
+class Progress(Protocol):
+    """What `Screen.progress` is: a bar for `total` units, as a context manager."""
+
+    def __call__(self, label: str, total: int | None, unit: str) -> AbstractContextManager[Bar]: ...
+
+
+class Bar(Protocol):
+    def advance(self, n: int = 1) -> None:
+        """May be called from several threads."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MergeOptions:
+    """What the user asked for; None takes the run's own `merge:` section, or the default of a checkpoint of another tool.
+
+    `adapter`: a LoRA adapter is written alone instead of being added to its base. `base` is a directory or a name on the hub.
+    """
+
+    output: Path | None = None
+    dtype: DtypeOption | None = None
+    max_shard_bytes: int | None = None
+    verify: Verify | None = None
+    base: str | None = None
+    step: int | None = None
+    best: bool = False
+    average: str | None = None
+    adapter: bool = False
+    adapter_config: Path | None = None
+    overwrite: bool = False
+    allow_incomplete: bool = False
+    allow_nonfinite: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MergeResult:
+    """`reason` says why this checkpoint; `dtype` is the torch name of most parameters; sizes are bytes of tensors."""
+
+    output: Path
+    source: Path
+    step: int | None
+    reason: str
+    dtype: str
+    files: tuple[str, ...]
+    tensors: int
+    parameters: int
+    size_bytes: int
+    seconds: float
+    verified: Verify
+    adapter: Adapter | None = None
+    notices: tuple[Notice, ...] = field(default=())
+
+    @property
+    def is_choice(self) -> bool:
+        """There were others to merge; `reason` says why this one."""
+        return self.reason != NAMED
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "merged": str(self.output),
+            "source": str(self.source),
+            "step": self.step,
+            "reason": self.reason,
+            "dtype": self.dtype,
+            "files": list(self.files),
+            "tensors": self.tensors,
+            "parameters": self.parameters,
+            "size_bytes": self.size_bytes,
+            "seconds": round(self.seconds, 3),
+            "verified": self.verified,
+            "adapter": self.adapter.as_dict() if self.adapter is not None else None,
+        }
+
+
+def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | None = None) -> MergeResult:
+    """Merges the checkpoint that `source` and `options` name into a model directory, all of it or nothing.
+
+    Raises FsdpTuneError: usage for what cannot be asked, FailedError for a source that is damaged, an output that
+    cannot be written, and weights that are not finite.
+    """
+    started = time.monotonic()
+    show = progress or _no_progress
+    selection = select_checkpoint(source, Choice(options.step, options.best, options.average, options.allow_incomplete))
+    settings = settle(selection, options.output, options.dtype, options.max_shard_bytes, options.verify, adapter=options.adapter)
+    base = Path(options.base) if options.base is not None and Path(options.base).is_dir() else None
+    target = place.check_output(settings.output, selection, base)
+    with place.writing_to(target):
+        leftovers = place.bring_back(target)
+    place.check_target(target, overwrite=options.overwrite)
+    with ExitStack() as stack:
+        pages = PageCache()
+        contents = read_contents(stack, selection, pages, allow_incomplete=options.allow_incomplete)
+        asked = AdapterOptions(options.adapter, options.adapter_config, options.base)
+        contents, companions, adapter = adapt(stack, contents, selection, asked)
+        if adapter is not None:
+            place.check_output(settings.output, selection, adapter.base)
+        tied = find_ties(companions.config, contents.sources)
+        ordered = [tensor for tensor in contents.ordered if tensor.name not in tied.left_out]
+        layout = (
+            plan_layout(ordered, settings.dtype, None, single_name=PEFT_NAME)
+            if options.adapter
+            else plan_layout(ordered, settings.dtype, settings.max_shard_bytes)
+        )
+        copy = Copy(contents.sources, selection, companions, layout, tied, settings, adapter, options.base is not None, pages)
+        with place.writing_to(target):
+            place.check_space(target, layout)
+            leftovers += place.clear_leftovers(target)
+            replace = options.overwrite and target.exists()
+            with place.stage_owned(target), staged_directory(target, replace=replace, last=place.RECORD_NAME) as stage:
+                written, compared = _copy(copy, stage, show)
+                if written.non_finite and not options.allow_nonfinite:
+                    _refuse_non_finite(written, settings, target)
+                changes = tied.config_changes | dict(adapter.config_changes if adapter is not None else {})
+                write_companions(stage, companions, layout, changes, adapter)
+                loaded = _verify(copy, stage, written, show, allow_nonfinite=options.allow_nonfinite)
+                facts = Facts(selection, settings, companions, layout, written, tied.left_out, contents.left_out, adapter)
+                write_record(stage, target.name, facts)
+    notices = [*selection.notices, *contents.notices, *leftovers, *tied.notices, *compared, *loaded]
+    notices += [*(_missing(companions) if not options.adapter else ()), *_non_finite_notices(written)]
+    return MergeResult(
+        output=target,
+        source=selection.weights[0].checkpoint,
+        step=selection.weights[0].step,
+        reason=selection.reason,
+        dtype=layout.main_dtype.name,
+        files=tuple(sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file())),
+        tensors=len(layout.tensors),
+        parameters=layout.total_parameters,
+        size_bytes=layout.total_size_bytes,
+        seconds=time.monotonic() - started,
+        verified=settings.verify,
+        adapter=adapter,
+        notices=tuple(notices),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What is copied, and what it is checked against meanwhile."""
+
+    sources: Sequence[Source]
+    selection: Selection
+    companions: Companions
+    layout: Layout
+    tied: Tied
+    settings: Settings
+    adapter: Adapter | None
+    has_base: bool
+    pages: PageCache
+
+    @property
+    def needs_parameter_list(self) -> bool:
+        """A manifest vouches for the table of contents of our own checkpoints. Any other, and any `--base`, is compared with the model.
+
+        An adapter's base is a model directory, whose tensors keep the names that they have there.
+        """
+        if self.adapter is not None and (self.adapter.is_exported or self.adapter.base is not None):
+            return False
+        vouched = all(source.is_vouched for source in self.sources) and not self.has_base
+        return self.companions.config is not None and self.settings.verify != "none" and not vouched
+
+
+def _copy(copy: Copy, stage: Path, show: Progress) -> tuple[Written, list[Notice]]:
+    """Copies with the digests of the manifest and the names of the parameters checked beside; whatever differs, nothing is published."""
+    read_back = copy.settings.verify != "none"
+    with ExitStack() as stack:
+        folder = copy.companions.folder
+        child = stack.enter_context(Child("names", folder)) if folder is not None and copy.needs_parameter_list else None
+        check = stack.enter_context(ManifestCheck(copy.selection.weights, THREADS, copy.pages))
+        bar = stack.enter_context(show("merging", copy.layout.total_size_bytes, "bytes"))
+        with _naming_rotation(copy.selection):
+            try:
+                written = write_tensors(copy.sources, copy.layout, stage, read_back=read_back, advance=bar.advance)
+            except FailedError:
+                check.finish()  # a file that is not what was saved explains whatever else went wrong in it
+                raise
+            check.finish()
+        notices = (
+            compare_parameters(child.answer(), copy.layout, copy.tied.left_out, folder) if child is not None and folder is not None else []
+        )
+    return written, notices
+
+
+@contextmanager
+def _naming_rotation(selection: Selection) -> Iterator[None]:
+    """Report a checkpoint that its run deleted during the merge as that, and not as damaged files."""
+    try:
+        yield
+    except FailedError as error:
+        gone = next((item.checkpoint for item in selection.weights if not item.checkpoint.is_dir()), None)
+        if selection.run is None or gone is None:
+            raise
+        raise failed_error(
+            "merge-rotated-away",
+            f"{gone.name} was deleted while it was being merged; a training run keeps its newest `training.save_total_limit` checkpoints",
+            where=Where(str(gone)),
+            ways_out=(
+                f"`fsdp-tune merge-checkpoint {selection.run.path}` merges the newest checkpoint",
+                "wait until the run has ended, or give it a larger `training.save_total_limit`",
+            ),
+        ) from error
+
+
+def _verify(copy: Copy, stage: Path, written: Written, show: Progress, *, allow_nonfinite: bool) -> list[Notice]:
+    """quick: headers and index as a stranger reads them. full: the bytes on the disk, and transformers' opinion, too."""
+    if copy.settings.verify != "none":
+        check_headers(stage, copy.layout)
+    if copy.settings.verify != "full":
+        return []
+    with show("reading back", copy.layout.total_size_bytes, "bytes") as bar:
+        check_bytes_on_disk(stage, copy.layout, written.digests, bar.advance)
+    if copy.adapter is not None and copy.adapter.is_exported:
+        return [Notice("merge-not-loaded", "the adapter was not loaded: without its base it is no model")]
+    if copy.companions.config is None:
+        return [Notice("merge-not-loaded", "the output was not loaded, since it has no config")]
+    return load_and_run(stage, allow_nonfinite=allow_nonfinite)
+
+
+def _refuse_non_finite(written: Written, settings: Settings, target: Path) -> None:
+    """FailedError that counts by tensor, the first few of them; a model that diverged has NaN everywhere."""
+    where = Where(str(target))
+    overflow = "merge with `--dtype keep`" + (" or `--dtype bf16`" if settings.dtype == "fp16" else "")
+    found = sorted(written.non_finite.items())
+    problems = [
+        Problem(
+            "merge-non-finite",
+            f"`{name}` has values that are not finite: {counts}",
+            where,
+            overflow if counts.overflow else "merge an earlier checkpoint with `--step N`, or keep the values with `--allow-nonfinite`",
+        )
+        for name, counts in found[:_SHOWN]
+    ]
+    if len(found) > _SHOWN:
+        problems.append(Problem("merge-non-finite", f"{len(found) - _SHOWN:,} more tensors have values that are not finite", where))
+    raise FailedError(*problems)
+
+
+def _non_finite_notices(written: Written) -> Iterator[Notice]:
+    for name, counts in sorted(written.non_finite.items()):
+        yield Notice("merge-non-finite", f"`{name}` has values that are not finite: {counts}")
+
+
+def _missing(companions: Companions) -> Iterator[Notice]:
+    if companions.missing:
+        what = " and ".join(companions.missing)
+        yield Notice(
+            "merge-bare",
+            f"the output is without {what}: the source holds none",
+            hint=f"give `--base MODEL` to take {'it' if len(companions.missing) == 1 else 'them'} from the model that was trained",
+        )
+
+
+@contextmanager
+def _no_progress(label: str, total: int | None, unit: str) -> Iterator[Bar]:  # noqa: ARG001  the shape of Progress
+    yield _Silent()
+
+
+class _Silent:
+    def advance(self, n: int = 1) -> None:
+        """Nobody watches."""

@@ -1,0 +1,1 @@
+"""Checks of sources and of the output."""

@@ -1,0 +1,109 @@
+"""What transformers makes of a model directory: run as a child process, the only part of a merge that imports torch.
+
+`python -m fsdp_tune.merge.verify.loaded names DIR` prints the model's own parameter list, from its config alone.
+`python -m fsdp_tune.merge.verify.loaded forward DIR` loads the weights and runs a few tokens through them.
+Either prints one JSON object as the last line of stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+TOKENS = 8
+ATTENTION = "eager"
+"""Every model has it. A config.json may name a kernel that is not installed here, or one that transformers downloads and runs."""
+# Loading holds the weights once; the rest is for activations, torch itself and other processes.
+_MEMORY_SHARE = 0.6
+
+
+def main(mode: str, folder: Path) -> dict[str, Any]:
+    return parameter_list(folder) if mode == "names" else load_and_run(folder)
+
+
+def parameter_list(folder: Path) -> dict[str, Any]:
+    """{"parameters": {name: shape}, "tied": {name: name it is tied to}, "ignored": patterns that may be missing}."""
+    model = _on_meta(folder)
+    parameters = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {
+        "parameters": parameters,
+        "tied": dict(getattr(model, "all_tied_weights_keys", None) or {}),
+        "ignored": [*(model._keys_to_ignore_on_load_missing or ())],
+    }
+
+
+def _on_meta(folder: Path) -> Any:
+    import torch
+
+    with torch.device("meta"):
+        return _from_config(folder)
+
+
+def _config(folder: Path) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    # By attribute: a config.json may have `_attn_implementation`, which wins over the argument.
+    config._attn_implementation = ATTENTION
+    return config
+
+
+def _from_config(folder: Path) -> Any:
+    """The model of the config's own class, with whatever weights the device in force gives."""
+    import transformers
+
+    config = _config(folder)
+    names = getattr(config, "architectures", None) or []
+    kind = getattr(transformers, names[0], None) if names else None
+    return transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind._from_config(config)
+
+
+def load_and_run(folder: Path) -> dict[str, Any]:
+    """{"where": "weights" or "shapes", "report": what transformers says about the keys, "finite": of the logits, None for shapes}."""
+    import torch
+    import transformers
+
+    size_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if size_bytes > _MEMORY_SHARE * available_bytes():
+        return {"where": "shapes", "report": {}, "finite": None, "shape": _run_on_shapes(folder)}
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, config=_config(folder), dtype="auto", trust_remote_code=False, output_loading_info=True
+    )
+    model, report = loaded
+    logits = _run(model)
+    keys = {name: sorted(str(key) for key in found) for name, found in report.items() if found}
+    return {"where": "weights", "report": keys, "finite": bool(torch.isfinite(logits).all()), "shape": list(logits.shape)}
+
+
+def _run_on_shapes(folder: Path) -> list[int]:
+    """The forward pass without a byte of weights. Fake tensors, not meta: the masks of transformers ask for values of the latter."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return list(_run(_from_config(folder)).shape)
+
+
+def _run(model: Any) -> Any:
+    import torch
+
+    rows = model.get_input_embeddings().weight.shape[0]
+    with torch.no_grad():
+        return model.eval()(input_ids=(torch.arange(TOKENS) % rows)[None], use_cache=False).logits
+
+
+def available_bytes() -> int:
+    """Host memory that can be had without swapping (MemAvailable), or all of it where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], Path(sys.argv[2]))))  # noqa: T201  the one line that the parent reads

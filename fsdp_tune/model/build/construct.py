@@ -1,0 +1,292 @@
+"""Recipe → Hugging Face causal LM: from weights, from a config with random weights, or empty on the meta device."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.hub import hub_is_reachable
+from fsdp_tune.model.build.rotary import fix_rotary_frequencies
+from fsdp_tune.model.kernels.attention import choose_attention
+from fsdp_tune.recipe.catalogue import architecture
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run.directory import run_of
+
+OLD_ROPE_FIELDS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+"""What config.json files of before transformers 5 hold; the class puts them into `rope_parameters` and forgets the names."""
+UNDECLARED_FIELDS = {"head_dim"}
+"""Read by models whose configuration classes do not declare it (Qwen3-MoE)."""
+TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def model_config(recipe: Recipe) -> PreTrainedConfig:
+    """The model's configuration with `model.config_overrides` applied and caching off.
+
+    FsdpTuneError (exit 2) for a model that cannot be found or an override that the class lacks.
+    """
+    return _with_overrides(recipe, _base_config(recipe))
+
+
+def config_or_facts(recipe: Recipe) -> tuple[PreTrainedConfig, bool]:
+    """As `model_config`; a hub that is out of reach is answered from the facts that the package carries (True). Never for training."""
+    name = recipe.model.name_or_path
+    try:
+        return model_config(recipe), False
+    except FsdpTuneError:
+        facts = architecture(name) if name is not None and recipe.model.from_config is None else None
+        if facts is None:
+            raise
+        return _with_overrides(recipe, _config_from_mapping(facts, str(name))), True
+
+
+def _with_overrides(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfig:
+    known = set(config.to_dict()) | set(getattr(config, "attribute_map", {}))
+    for name, value in recipe.model.config_overrides.items():
+        if name not in known:
+            raise usage_error(
+                "config-override-unknown",
+                f"model.config_overrides: `{name}` is no field of {type(config).__name__}",
+                hint=_close(name, known),
+            )
+        setattr(config, name, value)
+    config.use_cache = False
+    return config
+
+
+def _close(name: str, known: set[str]) -> str | None:
+    import difflib
+
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean `{matches[0]}`?" if matches else None
+
+
+def _base_config(recipe: Recipe) -> PreTrainedConfig:
+    source = recipe.model.from_config
+    if isinstance(source, dict):
+        return _config_from_mapping(source, "model.from_config")
+    if isinstance(source, str):
+        path = Path(source)
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            mapping = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(mapping, dict):
+                raise ValueError(f"it holds a {type(mapping).__name__}, not an object")
+            return _config_from_mapping(mapping, str(file))
+        except (OSError, ValueError) as error:
+            raise usage_error("config-unreadable", f"model.from_config: {file} cannot be read as JSON ({error})") from error
+    name = recipe.model.name_or_path
+    assert name is not None, "the recipe's rules demand name_or_path or from_config"
+    run = run_of(Path(name))
+    try:
+        return AutoConfig.from_pretrained(
+            run.model if run else name,
+            revision=recipe.model.revision,
+            trust_remote_code=recipe.model.trust_remote_code,
+            # Without network the library would ask again for most of a minute before it looks into its cache.
+            local_files_only=not (Path(name).exists() or hub_is_reachable()),
+        )
+    except (OSError, ValueError) as error:
+        raise model_not_found(name, error) from error
+
+
+def _config_from_mapping(mapping: dict[str, Any], origin: str) -> PreTrainedConfig:
+    fields = dict(mapping)
+    model_type = fields.pop("model_type", None)
+    fields.pop("architectures", None)
+    if model_type is None:
+        raise usage_error("config-without-model-type", f"{origin} has no `model_type`", hint="add for example `model_type: llama`")
+    try:
+        config = AutoConfig.for_model(str(model_type), **fields)
+    except (ValueError, TypeError, KeyError) as error:
+        raise usage_error("config-invalid", f"{origin}: transformers refuses this configuration: {error}") from error
+    if "transformers_version" in mapping:  # no hand wrote it: what its class does not declare is there for other readers
+        return config
+    known = set(type(config)().to_dict()) | set(getattr(config, "attribute_map", {})) | UNDECLARED_FIELDS
+    if "rope_parameters" in known:
+        known |= OLD_ROPE_FIELDS
+    unknown = sorted(name for name in fields if name not in known and not name.startswith(("_", "torch_dtype", "transformers")))
+    if unknown:
+        raise usage_error(
+            "config-field-unknown",
+            f"{origin}: `{unknown[0]}` is no field of {type(config).__name__}",
+            hint=_close(unknown[0], known),
+        )
+    return config
+
+
+def model_not_found(name: str, error: Exception) -> FsdpTuneError:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return usage_error(
+        "model-not-found",
+        f"model.name_or_path: `{name}` cannot be loaded: {first_line}",
+        ways_out=(
+            "give the path of a local Hugging Face model directory",
+            "for a gated model, log in with `hf auth login` and accept its terms",
+            "without network, download it first on a machine that has one: `hf download " + name + " --local-dir DIR`",
+        ),
+    )
+
+
+def attention(recipe: Recipe, config: PreTrainedConfig) -> str | None:
+    """The kernel to ask transformers for; None lets it take the model's default."""
+    chosen = choose_attention(recipe, config).value
+    return None if chosen == "auto" else chosen
+
+
+def storage_dtype(recipe: Recipe) -> torch.dtype:
+    return TORCH_DTYPE[recipe.model.dtype]
+
+
+def _from_config(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
+    # A resized embedding writes its size into the model's config, so each model gets its own.
+    own = copy.deepcopy(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        own, dtype=storage_dtype(recipe), attn_implementation=attention(recipe, own), trust_remote_code=recipe.model.trust_remote_code
+    )
+    fix_rotary_frequencies(model, recipe.data.max_length)
+    return model
+
+
+def build_empty(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabulary: int | None = None) -> PreTrainedModel:
+    """The model with its parameters and buffers on the meta device: names, shapes and dtypes, no memory."""
+    with torch.device("meta"):
+        model = _from_config(recipe, config or model_config(recipe))
+        _finish(recipe, model, vocabulary)
+    return model
+
+
+def build_with_buffers(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
+    """Parameters on the meta device, buffers with their real values."""
+    with init_empty_weights(include_buffers=False):
+        return _from_config(recipe, config)
+
+
+def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabulary: int | None = None) -> PreTrainedModel:
+    """The model with real weights in host memory: read, or drawn from `training.seed`.
+
+    `vocabulary` is the number of tokenizer entries; a smaller embedding grows when `model.resize_embeddings` is set.
+    """
+    config = config or model_config(recipe)
+    torch.manual_seed(recipe.training.seed)
+    if recipe.model.from_config is not None or run_of(Path(str(recipe.model.name_or_path))) is not None:
+        # Of a run, the weights come from its sharded checkpoint, once this model is wrapped.
+        model = _from_config(recipe, config)
+    else:
+        name = str(recipe.model.name_or_path)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=copy.deepcopy(config),
+                revision=recipe.model.revision,
+                dtype=storage_dtype(recipe),
+                attn_implementation=attention(recipe, config),
+                trust_remote_code=recipe.model.trust_remote_code,
+                low_cpu_mem_usage=True,
+            )
+        except (OSError, ValueError) as error:
+            raise model_not_found(name, error) from error
+        fix_rotary_frequencies(model, recipe.data.max_length)
+    _finish(recipe, model, vocabulary)
+    return model
+
+
+def _finish(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> None:
+    _refuse_layerdrop(model)
+    resize_embeddings(recipe, model, vocabulary)
+    # Routing biases of mixtures, sinusoidal positions: the read-back must not take them for a mistake of ours.
+    model.frozen_by_its_code = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)  # type: ignore[assignment]
+    freeze(recipe, model)
+    model.config.use_cache = False
+
+
+def _refuse_layerdrop(model: PreTrainedModel) -> None:
+    """Raises: usage error if the model skips layers at random.
+
+    Each rank draws from its own stream, so ranks would skip different layers: FSDP would wait forever for the ranks that never
+    gather a layer, and DDP for gradients that are never computed.
+    """
+    rate = max((rate for module in model.modules() if isinstance(rate := getattr(module, "layerdrop", None), int | float)), default=0.0)
+    if rate <= 0.0:
+        return
+    fields = [name for name, value in model.config.to_dict().items() if name.endswith("layerdrop") and value == rate]
+    name = next((name for name in fields if not name.startswith("encoder")), "layerdrop")
+    raise usage_error(
+        "layerdrop-not-supported",
+        f"{type(model).__name__} skips layers at random (`{name}: {rate}` in its configuration); "
+        "ranks would skip different layers and wait for each other forever",
+        where=Where(key="model.config_overrides"),
+        hint=f"--set model.config_overrides.{name}=0.0, or write `model.config_overrides: {{{name}: 0.0}}`",
+    )
+
+
+def frozen_by_its_code(model: PreTrainedModel) -> frozenset[str]:
+    """Names of the parameters that the constructor of the model froze, whatever the recipe."""
+    names: frozenset[str] = vars(model).get("frozen_by_its_code", frozenset())
+    return names
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    embedding: Any = model.get_input_embeddings()
+    return int(embedding.weight.shape[0])
+
+
+def resize_embeddings(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> None:
+    """Grows the embedding to the tokenizer, when the recipe allows it; an embedding that is larger stays."""
+    if vocabulary is None or vocabulary <= (rows := embedding_rows(model)):
+        return
+    if not recipe.model.grows_embedding:
+        raise usage_error(
+            "vocabulary-larger-than-embedding",
+            f"the tokenizer has {vocabulary} entries and the model's embedding {rows} rows",
+            ways_out=("--set model.resize_embeddings=true grows the embedding", "give the tokenizer that belongs to the model"),
+        )
+    # mean_resizing draws the new rows from the old rows' distribution; on meta there is nothing to draw from.
+    on_meta = model.get_input_embeddings().weight.device.type == "meta"
+    model.resize_token_embeddings(vocabulary, mean_resizing=not on_meta)
+
+
+def freeze(recipe: Recipe, model: nn.Module) -> None:
+    """Stop training parameters that match `model.freeze`, and store them in `model.frozen_dtype`.
+
+    Parameters that the model's own code froze stay frozen, in their dtype.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in recipe.model.freeze:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise usage_error(
+                "freeze-matches-nothing", f"model.freeze: `{pattern}` matches no parameter", hint=f"names look like `{names[0]}`"
+            )
+    frozen_dtype = TORCH_DTYPE[recipe.compute_dtype if recipe.model.frozen_dtype == "auto" else recipe.model.frozen_dtype]
+    trained = 0
+    for name, parameter in model.named_parameters():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in recipe.model.freeze):
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(frozen_dtype)
+        elif parameter.requires_grad:
+            trained += parameter.numel()
+    if trained == 0:
+        raise usage_error("nothing-to-train", "model.freeze matches every parameter: nothing is left to train")
+
+
+def generation_config(recipe: Recipe, config: PreTrainedConfig) -> GenerationConfig:
+    """The model's own generation config where it has one, else one made from its config."""
+    name = recipe.model.name_or_path
+    if name is not None:
+        run = run_of(Path(name))
+        local_only = not (Path(name).exists() or hub_is_reachable())
+        try:
+            return GenerationConfig.from_pretrained(run.model if run else name, revision=recipe.model.revision, local_files_only=local_only)
+        except (OSError, ValueError):
+            pass  # most research checkpoints ship none; the config holds the same token ids
+    made = GenerationConfig.from_model_config(config)
+    made.use_cache = True  # the config is that of training, which has no cache of keys and values
+    return made

@@ -1,0 +1,48 @@
+"""Mixtures of experts: the parameters that a token uses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import torch
+from transformers import PreTrainedConfig
+
+from fsdp_tune.planner.predict.mfu import expert_count
+
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+"""Where configurations say to how many experts a token is sent."""
+
+
+def active_parameters(config: PreTrainedConfig, named: Iterable[tuple[str, torch.Tensor]]) -> int | None:
+    """Count the parameters that one token is multiplied with: the experts that its router chooses, and everything else.
+
+    None where the configuration does not say to how many of how many experts a token is sent, or where the experts are not
+    recognised among the parameters.
+    """
+    fields = config.to_dict()
+    experts, chosen = expert_count(fields), next((n for key in _CHOSEN if isinstance(n := fields.get(key), int)), None)
+    total = of_experts = 0
+    for name, parameter in named:
+        total += parameter.numel()
+        belongs = _belongs_to_expert(name, parameter, experts)
+        if belongs is None:
+            return None
+        of_experts += parameter.numel() if belongs else 0
+    if experts == 1:
+        return total
+    if chosen is None or not of_experts:
+        return None
+    return total - of_experts + of_experts * chosen // experts
+
+
+def _belongs_to_expert(name: str, parameter: torch.Tensor, experts: int) -> bool | None:
+    """Return whether a parameter is of one expert or stacks all of them; None if it is named like experts of another number."""
+    if numbered := re.search(r"\.experts\.(\d+)\.", name):
+        return True if int(numbered[1]) < experts else None
+    is_stack = parameter.ndim >= 1 and parameter.shape[0] == experts
+    if ".experts." not in name:  # JetMoE's `mlp.input_linear.weight`
+        return experts > 1 and is_stack and parameter.ndim >= 3 and "shared" not in name
+    if parameter.ndim < 2 or ".router." in name:  # JetMoE's router is inside `experts`
+        return False
+    return True if is_stack else None

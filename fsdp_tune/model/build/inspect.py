@@ -1,0 +1,134 @@
+"""Facts of a recipe's model, found on the meta device in a process of its own, so that the command line never imports torch.
+
+    python -m fsdp_tune.model.build.inspect < recipe.json
+
+prints one JSON document: parameters, layer classes, units, embedding rows, what the model can do, and every problem.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import sys
+from typing import Any
+
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
+from fsdp_tune.recipe.schema import Recipe
+
+
+def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
+    """Everything that can be said of the model without its weights; problems are collected, not raised."""
+    from fsdp_tune.model.build.construct import build_empty, config_or_facts, embedding_rows, generation_config
+    from fsdp_tune.model.kernels.float8 import choose_fp8, fp8_notices
+    from fsdp_tune.model.kernels.select import choose_kernels
+    from fsdp_tune.model.optim.torchao_adamw import demand_optimizer
+    from fsdp_tune.model.positions import max_positions
+
+    problems: list[Problem] = []
+    notices: list[Notice] = []
+    found: dict[str, Any] = {}
+    try:
+        config, packaged = config_or_facts(recipe)
+        model = build_empty(recipe, config, vocabulary=vocabulary)
+        found |= {
+            "packaged": packaged,
+            "model_type": config.model_type,
+            "architecture": type(model).__name__,
+            "config": json.loads(config.to_json_string(use_diff=False)),
+            "generation_config": json.loads(generation_config(recipe, config).to_json_string()),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "embedding_rows": embedding_rows(model),
+            "tied_embeddings": _tied(model),
+            "max_positions": max_positions(config),
+            "attention": model.config._attn_implementation,
+        }
+        wrong, told = _limits(recipe, model, found)
+        problems, notices = problems + wrong, notices + told
+        found |= _wrapping(recipe, model)
+        demand_optimizer(recipe)
+        device = str(recipe.launch.device)
+        chosen = choose_fp8(recipe, model) | choose_kernels(recipe, model, device)
+        notices += fp8_notices(recipe, model, device)
+        found["kernels"] = {key: {"value": choice.value, "reason": choice.reason} for key, choice in chosen.items()}
+    except FsdpTuneError as error:
+        problems += error.problems
+    except (ValueError, ImportError) as error:
+        # transformers' own refusal: an attention kernel the model lacks, a package that is not installed
+        reason = str(error).splitlines()[0]
+        kernel = recipe.model.attn_implementation
+        key = "model.attn_implementation" if kernel in reason and kernel != "auto" else "model"
+        hint = "`auto` chooses a kernel that is installed and that the model supports" if key != "model" else None
+        problems.append(Problem("model-refused", f"transformers refuses this model: {reason}", Where(key=key), hint))
+    return {**found, "problems": [p.as_dict() for p in problems], "notices": [n.as_dict() for n in notices]}
+
+
+def _tied(model: Any) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
+    from fsdp_tune.model.shard.fsdp_units import decoder_layers, plan_units
+
+    layers = decoder_layers(model, recipe.layer_classes)
+    units = plan_units(recipe, model) if recipe.is_sharded else None
+    return {
+        "layer_classes": sorted({type(layer).__name__ for _, layer in layers}),
+        "layers": len(layers),
+        "layer_parameters": sum(p.numel() for p in layers[0][1].parameters()) if layers else 0,
+        "units": [list(group) for group in units.groups] if units else [],
+    }
+
+
+def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> tuple[list[Problem], list[Notice]]:
+    from fsdp_tune.model.build.rotary import fixed_rotary
+    from fsdp_tune.model.positions import beyond_table_of_positions
+
+    problems: list[Problem] = []
+    notices: list[Notice] = []
+    positions, longest = found["max_positions"], recipe.data.max_length
+    if positions is not None and longest > positions:
+        if (problem := beyond_table_of_positions(recipe, model)) is not None:
+            problems.append(problem)
+        else:  # rotary positions can be computed for any length, which is why nothing fails
+            message = (
+                f"data.max_length is {longest}, and the model's configuration says {positions} positions: it has seen none beyond them"
+            )
+            hint = "lower data.max_length, or stretch the positions: `model.config_overrides: {rope_parameters: {rope_type: yarn, …}}`"
+            notices.append(Notice("positions-never-trained", message, hint=hint))
+    for kind, original in fixed_rotary(model).items():
+        if longest > original:
+            message = (
+                f"`rope_type: {kind}`: every row uses the rotary frequencies for data.max_length ({longest} tokens); "
+                f"transformers uses others for batches of up to {original} tokens"
+            )
+            notices.append(
+                Notice(
+                    "rotary-frequencies-fixed",
+                    message,
+                    hint=f"--set data.max_length={original} trains with the frequencies of short batches",
+                )
+            )
+    if recipe.data.packing and "position_ids" not in inspect.signature(model.forward).parameters:
+        problems.append(
+            Problem(
+                "packing-not-isolated",
+                f"{type(model).__name__} takes no position ids, so packed examples would see each other",
+                Where(key="data.packing"),
+                hint="--set data.packing=false",
+            )
+        )
+    return problems, notices
+
+
+def main() -> None:
+    recipe = Recipe.model_validate_json(sys.stdin.buffer.read())
+    with contextlib.redirect_stdout(sys.stderr):  # libraries talk; stdout carries one document
+        document = facts(recipe)
+    json.dump(document, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""RUN/model: what a merged model needs besides its weights, written before step 1, so that a merge needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from fsdp_tune.core.atomic import write_json
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.recipe.schema.model_and_data import Model
+
+
+class Tokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+    @property
+    def bos_token_id(self) -> int | None: ...
+    @property
+    def pad_token_id(self) -> int | None: ...
+    def __len__(self) -> int: ...
+    def save_pretrained(self, directory: str) -> Any: ...
+
+
+def save_model_files(directory: Path, facts: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Writes config.json, generation_config.json and the tokenizer. `facts` is the document of `model.build.inspect`."""
+    tokenizer.save_pretrained(str(directory))
+    config = with_special_tokens(facts["config"], tokenizer, ("bos_token_id", "eos_token_id"))
+    # Some models compute with the padding id of their config: Youtu zeroes that row of the embedding on each load, XGLM that position.
+    # So config.json keeps the id that was trained with; `generate` pads with the generation config's.
+    padding = config.get("pad_token_id")
+    if isinstance(padding, int) and padding >= max(facts["embedding_rows"], len(tokenizer)):
+        config["pad_token_id"] = None
+    generation = with_special_tokens(facts["generation_config"], tokenizer, ("bos_token_id", "eos_token_id", "pad_token_id"))
+    # `resize_embeddings` grows the embedding to the tokenizer; without it a larger tokenizer was refused before.
+    vocabulary = {"vocab_size": len(tokenizer)} if len(tokenizer) > facts["embedding_rows"] else {}
+    write_json(directory / "config.json", config | vocabulary | {"architectures": [facts["architecture"]], "use_cache": True})
+    write_json(directory / "generation_config.json", generation)
+
+
+def with_special_tokens(config: dict[str, Any], tokenizer: Tokenizer, names: Sequence[str]) -> dict[str, Any]:
+    """Return the config with the tokenizer's special tokens: a model that is trained on one EOS must stop at that one.
+
+    A list of several EOS tokens that holds the tokenizer's (Llama 3) stays. An id that the tokenizer does not name stays
+    too, unless it is beyond the vocabulary, as GPT-2's default 50256 is in a small model.
+    """
+    changed = dict(config)
+    for name in names:
+        wanted: int | None = getattr(tokenizer, name)
+        present = config.get(name)
+        if wanted is None:
+            if isinstance(present, int) and present >= len(tokenizer):
+                changed[name] = None
+        elif present != wanted and not (isinstance(present, list) and wanted in present):
+            changed[name] = wanted
+    return changed
+
+
+def check_vocabulary(facts: dict[str, Any], model: Model, vocabulary_size: int) -> None:
+    """A token id beyond the embedding would be an index error on a GPU, deep inside a kernel."""
+    rows = int(facts["embedding_rows"])
+    if vocabulary_size > rows and not model.grows_embedding:
+        raise usage_error(
+            "vocabulary-larger-than-embedding",
+            f"the tokenizer {model.tokenizer} has {vocabulary_size:,} tokens, and the model's embedding has {rows:,} rows",
+            ways_out=("--set model.resize_embeddings=true grows the embedding", "model.tokenizer: the one the model was made with"),
+        )

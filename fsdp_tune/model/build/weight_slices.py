@@ -1,0 +1,180 @@
+"""Loading straight from safetensors: each rank reads the bytes of its own shard, and nobody holds the whole model.
+
+Possible where the file's tensors are the model's parameters one to one, by name and shape. Checkpoints that transformers
+converts while loading (renamed prefixes, fused experts) go through rank 0 instead.
+
+The bytes are read, not mapped: pages of a mapped file count as the memory of the rank that touched them, and a cold file is
+read in faults of a few pages.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
+from fsdp_tune.core.safetensors_header import DamagedHeader, read_header
+from fsdp_tune.recipe.schema import Recipe
+
+BUFFER_BYTES = 16 << 20
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a safetensors file: its elements lie row-major from byte `start`."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The tensors of a model directory, by name."""
+
+    tensors: dict[str, Stored]
+
+
+def find_weight_files(recipe: Recipe) -> WeightFiles | None:
+    """The safetensors files of `model.name_or_path`, downloaded if need be; None where it has none."""
+    name, revision = str(recipe.model.name_or_path), recipe.model.revision
+
+    def file(filename: str) -> Path | None:
+        found = cached_file(name, filename, revision=revision, _raise_exceptions_for_missing_entries=False)
+        return Path(found) if found is not None else None
+
+    index = file(SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        single = file(SAFE_WEIGHTS_NAME)
+        paths = {single} if single is not None else set()
+    else:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        paths = {path for path in map(file, sorted(names)) if path is not None}
+    if not paths:
+        return None
+    return WeightFiles({name: stored for path in sorted(paths) for name, stored in _tensors_of(path)})
+
+
+def _tensors_of(path: Path) -> Iterator[tuple[str, Stored]]:
+    """FailedError for a header that is damaged; tensors of a type that torch has no name for here are left out."""
+    with open(path, "rb") as file:
+
+        def read(at: int, count: int) -> bytes:
+            file.seek(at)
+            return file.read(count)
+
+        try:
+            entries = read_header(read, path.stat().st_size, {name: dtype.itemsize for name, dtype in DTYPES.items()})
+        except DamagedHeader as error:
+            raise _damaged(path, str(error)) from error
+    for entry in entries:
+        if (dtype := DTYPES.get(entry.dtype)) is not None:
+            yield entry.name, Stored(path, dtype, entry.shape, entry.first_byte)
+
+
+def _damaged(path: Path, why: str) -> FsdpTuneError:
+    return failed_error(
+        "model-weights-damaged",
+        f"the model's weights cannot be read: {why}",
+        where=Where(str(path)),
+        hint="download or copy the file anew",
+    )
+
+
+def fits(model: nn.Module, weights: WeightFiles) -> bool:
+    """Whether every parameter and persistent buffer stands in the files under its own name, in its own shape."""
+    persistent = set(model.state_dict())
+    wanted = {name: tuple(t.shape) for name, t in _unique_tensors(model) if name in persistent}
+    return all(name in weights.tensors and weights.tensors[name].shape == shape for name, shape in wanted.items())
+
+
+def _unique_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+@torch.no_grad()
+def read_slices(model: nn.Module, weights: WeightFiles) -> None:
+    """Fills the (sharded) parameters and persistent buffers of a wrapped model with this rank's part of the files.
+
+    In the order of the files, so that a disk is read from front to back; a tensor is converted to the parameter's dtype.
+    Beside the shard itself a rank holds one buffer of BUFFER_BYTES.
+    """
+    persistent = set(model.state_dict())
+    targets = {name: tensor for name, tensor in _unique_tensors(model) if name in persistent}
+    by_file: dict[Path, list[str]] = {}
+    for name in targets:
+        by_file.setdefault(weights.tensors[name].file, []).append(name)
+    buffer = bytearray(BUFFER_BYTES)
+    for path, names in sorted(by_file.items()):
+        with open(path, "rb", buffering=0) as file:
+            for name in sorted(names, key=lambda name: weights.tensors[name].start):
+                _fill(targets[name], weights.tensors[name], file, buffer)
+
+
+def _fill(target: torch.Tensor, stored: Stored, file: FileIO, buffer: bytearray) -> None:
+    """Reads the rows of this rank's part, as many at a time as fit the buffer, and of those the columns."""
+    local, offset = target, (0,) * target.ndim
+    if isinstance(target, DTensor):
+        local = target.to_local()
+        _, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    if local.numel() == 0:
+        return
+    if not stored.shape:
+        local.copy_(_read(file, stored, stored.start, 1, buffer)[0])
+        return
+    row_elements = math.prod(stored.shape[1:])
+    most = max(1, len(buffer) // (row_elements * stored.dtype.itemsize))
+    columns = tuple(slice(start, start + length) for start, length in zip(offset[1:], local.shape[1:], strict=True))
+    for row in range(0, local.shape[0], most):
+        rows = min(most, local.shape[0] - row)
+        start = stored.start + (offset[0] + row) * row_elements * stored.dtype.itemsize
+        block = _read(file, stored, start, rows * row_elements, buffer).view(rows, *stored.shape[1:])
+        local[row : row + rows].copy_(block[(slice(None), *columns)])
+
+
+def _read(file: FileIO, stored: Stored, start: int, elements: int, buffer: bytearray) -> torch.Tensor:
+    """`elements` in a row. A row that is longer than the buffer gets one of its own."""
+    size_bytes = elements * stored.dtype.itemsize
+    place = memoryview(buffer if size_bytes <= len(buffer) else bytearray(size_bytes))[:size_bytes]
+    file.seek(start)
+    done = 0
+    while done < size_bytes:
+        got = file.readinto(place[done:])
+        if not got:
+            raise _damaged(stored.file, f"it ends at byte {start + done:,}")
+        done += got
+    return torch.frombuffer(place, dtype=stored.dtype)
+
+
+def first_on_each_machine(act: Callable[[], WeightFiles | None], local_rank: int, waiting: dist.ProcessGroup) -> WeightFiles | None:
+    """Lets one rank of a machine download before the others look into the same cache."""
+    found = act() if local_rank == 0 else None
+    dist.barrier(group=waiting)
+    return act() if local_rank != 0 else found

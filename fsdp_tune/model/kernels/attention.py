@@ -1,0 +1,100 @@
+"""`model.attn_implementation: auto`: which attention kernel a model gets on this device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+from fsdp_tune.model.kernels.choice import WRITTEN, Choice
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.kinds import is_flash_kernel
+
+_DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attn_dropout")
+_MAX_HEAD_WIDTH = 256
+_HOPPER = (9, 0)
+
+
+def choose_attention(recipe: Recipe, config: PreTrainedConfig) -> Choice:
+    """FlashAttention 3, else 2, where installed and right for the model; else torch's own kernel, where the model has it."""
+    asked = recipe.model.attn_implementation
+    if asked != "auto":
+        return Choice(asked, WRITTEN)
+    found: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)  # type: ignore[attr-defined]
+    model_class: Any = found[0] if isinstance(found, tuple) else found
+    against = _against_flash(recipe, config, model_class)
+    if against is None:
+        version, reason = _flash_version(config)
+        if version is not None:
+            return Choice(f"flash_attention_{version}", reason)
+        against = reason
+    if model_class is None:
+        return Choice("auto", against)
+    kernel = "sdpa" if model_class._supports_sdpa else "eager"
+    if kernel == "eager":
+        against = f"{model_class.__name__} has no other"
+    elif recipe.data.packing:
+        against += "; packed rows get a block-diagonal mask"
+    return Choice(kernel, against)
+
+
+def _against_flash(recipe: Recipe, config: PreTrainedConfig, model_class: Any) -> str | None:
+    """Why no FlashAttention could be right here, installed or not."""
+    if recipe.launch.device != "cuda":
+        return f"FlashAttention needs CUDA, and the device is {recipe.launch.device}"
+    if recipe.compute_dtype == "fp32":
+        return "FlashAttention computes in bf16 and fp16 only"
+    if model_class is None:
+        return f"what {type(config).__name__}'s model supports is not known: its own default"
+    if not model_class._supports_flash_attn:
+        return f"{model_class.__name__} does not support FlashAttention"
+    if getattr(model_class, "_compatible_flash_implementations", None):
+        return f"{model_class.__name__} names flash kernels of its own, which are not chosen unasked"
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if width > _MAX_HEAD_WIDTH:
+        return f"FlashAttention takes heads of at most {_MAX_HEAD_WIDTH}, and these are {width} wide"
+    return None
+
+
+def _flash_version(config: PreTrainedConfig) -> tuple[int | None, str]:
+    """transformers' own probes: they look for the packages and for a CUDA device."""
+    has_dropout = any(getattr(config, field, 0.0) for field in _DROPOUT_FIELDS)
+    if is_flash_attn_3_available():
+        if has_dropout:
+            against_3 = "FlashAttention 3 has no dropout, and the model's attention has"
+        elif torch.cuda.get_device_capability() < _HOPPER:
+            against_3 = "FlashAttention 3 needs a Hopper GPU"
+        else:
+            return 3, "FlashAttention 3 is installed"
+    else:
+        against_3 = "flash-attn-3 is not installed"
+    if is_flash_attn_2_available():
+        return 2, f"flash-attn is installed; {against_3}"
+    return None, "flash-attn is not installed" if against_3.endswith("not installed") else f"flash-attn is not installed; {against_3}"
+
+
+def live_attention(recipe: Recipe, model: PreTrainedModel) -> Choice:
+    """The kernel that transformers gave the built model, which may be another than the chosen one."""
+    chosen, live = choose_attention(recipe, model.config), str(model.config._attn_implementation)
+    if chosen.value in ("auto", live):
+        return Choice(live, chosen.reason)
+    return Choice(live, f"transformers takes it in place of {chosen.value}")
+
+
+def stands_for(live: str, kernel: str) -> bool:
+    """Whether a model may run `live` where `kernel` was requested.
+
+    transformers replaces a flash kernel by another one: by the hub's where the package is not installed and `kernels` is, and
+    by the model's own (`_check_and_adjust_attn_implementation`).
+    """
+    return live == kernel or (is_flash_kernel(live) and is_flash_kernel(kernel))
+
+
+def has_variable_lengths(kernel: str | None) -> bool:
+    """Whether a live kernel separates packed examples by their lengths, without a mask."""
+    if kernel is None:
+        return False
+    return is_flash_kernel(kernel) or ALL_MASK_ATTENTION_FUNCTIONS.get(kernel) is flash_attention_mask

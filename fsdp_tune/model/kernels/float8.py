@@ -1,0 +1,219 @@
+"""`precision.mixed_precision: fp8`: the Linears of the decoder layers become torchao's, which multiply in fp8 and keep all else in bf16.
+
+Parameters keep their names, values and storage dtype: an fp8 copy is made where a weight is used, or, with one scale for a whole
+weight (`tensorwise`) under FSDP2, before it is gathered. Accelerate's way is not taken: it converts whatever lies between the
+first and the last Linear, pads every operand, and refuses to load shard by shard.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdp_tune.core.errors import Notice, usage_error
+from fsdp_tune.model.kernels.choice import Choice
+from fsdp_tune.model.kernels.float8_weights import is_fp8
+from fsdp_tune.model.optim.torchao_adamw import demand_torchao
+from fsdp_tune.model.shard.fsdp_units import decoder_layers, ignored_module_names, plan_units
+from fsdp_tune.planner.predict.mfu import EXPERT_COUNTS
+from fsdp_tune.recipe.rules.precision import FP8_MULTIPLE, computes_in_fp8, gathers_in_fp8
+from fsdp_tune.recipe.schema import Recipe
+
+KEY = "precision.mixed_precision"
+OLDEST_GPU = (8, 9)
+"""Compute capability: Ada, Hopper, Blackwell. torch has kernels for one scale and for a scale a row on each of them."""
+_UNITS_OF_ANY_SIZE = ("SIZE_BASED_WRAP", "MODULE_NAMES_WRAP")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What of a model computes in fp8, by module name."""
+
+    converted: tuple[str, ...]
+    gathered: frozenset[str]
+    """Of those, whose weights are gathered in fp8."""
+    left: dict[str, str]
+    """Linears of the decoder layers that stay as they are, and why."""
+    layers: int
+    parameters: int
+    """Of the converted weights."""
+    of_layers: int
+    """Of all decoder layers."""
+    of_experts: int
+    """Of those, in stacked experts, which are no Linears."""
+
+
+def plan_fp8(recipe: Recipe, model: PreTrainedModel) -> Plan:
+    """Decided on the bare model; the same before and after it is converted. FsdpTuneError (exit 2) where nothing can be."""
+    layers = decoder_layers(model, recipe.layer_classes)
+    ignored = ignored_module_names(recipe, model) if recipe.is_sharded else set[str]()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    converted: dict[str, nn.Linear] = {}
+    left: dict[str, str] = {}
+    for prefix, layer in layers:
+        for name, module in layer.named_modules(prefix=prefix):
+            if not isinstance(module, nn.Linear) or module in (head, embedding):
+                continue
+            why = _why_not(model, name, module, ignored)
+            if why is None:
+                converted[name] = module
+            else:
+                left[name] = why
+    if not converted:
+        raise _nothing(model, left)
+    shards = int(recipe.parallelism.dp_shard_size) if gathers_in_fp8(recipe) else 0
+    stacked = {id(p): p.numel() for _, layer in layers for p in layer.parameters() if p.ndim == 3}
+    # FSDP pads uneven shards of plain tensors alone; of others the ranks would send buffers of different sizes.
+    even = {f"{name}.weight" for name, module in converted.items() if shards and module.out_features % shards == 0}
+    return Plan(
+        converted=tuple(converted),
+        gathered=frozenset(name.removesuffix(".weight") for name in even - _alone_on_gloo(recipe, model, even)),
+        left=left,
+        layers=len(layers),
+        parameters=sum(module.weight.numel() for module in converted.values()),
+        of_layers=sum({id(p): p.numel() for _, layer in layers for p in layer.parameters()}.values()),
+        of_experts=sum(stacked.values()),
+    )
+
+
+def _alone_on_gloo(recipe: Recipe, model: PreTrainedModel, weights: set[str]) -> set[str]:
+    """Of `weights`, those in a unit of nothing else, which FSDP sends as fp8 and not as bytes: gloo, between CPU ranks, knows no fp8."""
+    if not weights or recipe.launch.device != "cpu":
+        return set()
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: set[str] = set()
+    taken: set[str] = set()
+    for group in (*plan_units(recipe, model).groups, ("",)):
+        own = {name_of[id(p)] for name in group for p in model.get_submodule(name).parameters()} - taken
+        taken |= own
+        found |= own if own <= weights else set()
+    return found
+
+
+def _inside_ignored(name: str, ignored: set[str]) -> bool:
+    return any(name == other or name.startswith(f"{other}.") for other in ignored)
+
+
+def _why_not(model: PreTrainedModel, name: str, module: Any, ignored: set[str]) -> str | None:
+    """Why a Linear stays as it is; None for one that is converted."""
+    if _inside_ignored(name, ignored):
+        return "FSDP leaves it alone (fsdp.ignored_modules)"
+    if type(module) is not nn.Linear and not is_fp8(module):
+        return f"it is a {type(module).__name__}, which may compute something else"
+    experts = next((count for key in EXPERT_COUNTS if isinstance(count := getattr(model.config, key, None), int)), None)
+    if experts is not None and module.out_features == experts:
+        return "a router: its few outputs decide where a token goes"
+    if experts is not None and ".experts." in name:
+        return "an expert: it gets any number of tokens, and kernels want multiples of 16"
+    if module.in_features % FP8_MULTIPLE or module.out_features % FP8_MULTIPLE:
+        return f"its sizes are no multiples of {FP8_MULTIPLE}"
+    return None
+
+
+def _nothing(model: PreTrainedModel, left: dict[str, str]) -> Exception:
+    name, why = next(iter(left.items()), ("", ""))
+    reason = (
+        f"`{name}`: {why}, and so with all {len(left)}" if name else "its decoder layers hold no nn.Linear (GPT-2's, for one, are Conv1D)"
+    )
+    message = f"`{KEY}: fp8` finds nothing to convert in {type(model).__name__}: {reason}"
+    return usage_error("fp8-nothing-to-convert", message, hint="write `precision.mixed_precision: bf16`")
+
+
+def choose_fp8(recipe: Recipe, model: PreTrainedModel) -> dict[str, Choice]:
+    """By recipe key, as kernels are told; empty unless the recipe asks for fp8."""
+    if not computes_in_fp8(recipe):
+        return {}
+    demand_torchao(f"{KEY}: fp8")
+    plan = plan_fp8(recipe, model)
+    words = [f"{recipe.precision.fp8_recipe}: {len(plan.converted)} Linears of {plan.layers} layers"]
+    words += [f"{count} left, {why}" for why, count in Counter(plan.left.values()).items()]
+    words.append(_gathering(recipe, plan))
+    if not tokens_are_aligned(recipe):
+        words.append(f"operands are padded, since `data.max_length` or `data.pad_to_multiple_of` is no multiple of {FP8_MULTIPLE}")
+    return {KEY: Choice("fp8", "; ".join(words))}
+
+
+def _gathering(recipe: Recipe, plan: Plan) -> str:
+    if not recipe.is_sharded:
+        return "nothing is gathered"
+    if not gathers_in_fp8(recipe):
+        return "gathered in bf16"
+    if len(plan.gathered) == len(plan.converted):
+        return "gathered in fp8"
+    rest = len(plan.converted) - len(plan.gathered)
+    why = f"whose rows {recipe.parallelism.dp_shard_size} ranks do not divide"
+    if recipe.launch.device == "cpu" and recipe.fsdp.auto_wrap_policy in _UNITS_OF_ANY_SIZE:
+        why += ", or that are units by themselves (gloo sends no fp8)"
+    return f"{len(plan.gathered)} gathered in fp8, {rest} in bf16, {why}"
+
+
+def fp8_notices(recipe: Recipe, model: PreTrainedModel, device_type: str) -> list[Notice]:
+    """What a reader of the recipe may not expect; the model may be on the meta device."""
+    if not computes_in_fp8(recipe):
+        return []
+    found: list[Notice] = []
+    if device_type == "cpu":
+        message = "fp8 is emulated on the CPU: values are rounded as on a GPU and multiplied in fp32; numbers are shown, no speed"
+        found.append(Notice("fp8-emulated", message))
+    elif not recipe.kernels.compile:
+        message = "fp8 without `kernels.compile: true` is slower than bf16: each cast is a pass over memory that the compiler would fuse"
+        found.append(Notice("fp8-not-compiled", message, hint="write `kernels: {compile: true}`"))
+    plan = plan_fp8(recipe, model)
+    if plan.of_experts:
+        share = plan.parameters / plan.of_layers
+        message = f"fp8 computes with {share:.0%} of the parameters of the layers: stacked experts ({plan.of_experts:,}) are no Linears"
+        found.append(Notice("fp8-without-experts", message))
+    return found
+
+
+def demand_gpu(recipe: Recipe, device: torch.device) -> None:
+    """FsdpTuneError (exit 2) on a rank whose GPU has no fp8 units."""
+    if not computes_in_fp8(recipe) or device.type != "cuda":
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < OLDEST_GPU:
+        wanted, has = ".".join(map(str, OLDEST_GPU)), ".".join(map(str, found))
+        message = f"`{KEY}: fp8` needs compute capability {wanted} (Ada, Hopper, Blackwell); {torch.cuda.get_device_name(device)} has {has}"
+        older = "bf16" if found >= (8, 0) else "fp16"
+        raise usage_error("fp8-gpu-too-old", message, hint=f"write `precision.mixed_precision: {older}`")
+
+
+def convert_to_fp8(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, Choice]:
+    """Replaces the modules of the bare model, and returns the choice. What is converted already stays as it is."""
+    chosen = choose_fp8(recipe, model)
+    if chosen:
+        from torchao.float8 import convert_to_float8_training
+
+        plan = plan_fp8(recipe, model)
+        fresh = {name for name in plan.converted if not is_fp8(model.get_submodule(name))}
+        for names, gathered in ((fresh - plan.gathered, False), (fresh & plan.gathered, True)):
+            if names:
+                config = _config(recipe, gathered=gathered, emulate=device_type == "cpu")
+                convert_to_float8_training(model, module_filter_fn=lambda _, name, names=names: name in names, config=config)
+        if not recipe.is_sharded:
+            for name in fresh:
+                model.get_submodule(name).register_forward_pre_hook(_as_autocast)
+    return chosen
+
+
+def _config(recipe: Recipe, *, gathered: bool, emulate: bool) -> Any:
+    from torchao.float8 import Float8LinearConfig
+
+    known = Float8LinearConfig.from_recipe_name(recipe.precision.fp8_recipe)
+    return replace(known, enable_fsdp_float8_all_gather=gathered, emulate=emulate, pad_inner_dim=not tokens_are_aligned(recipe))
+
+
+def tokens_are_aligned(recipe: Recipe) -> bool:
+    """A weight's gradient sums over the tokens of a micro-batch. Else each operand is padded, and with that copied."""
+    return recipe.data.pad_to_multiple_of % FP8_MULTIPLE == 0 and recipe.data.max_length % FP8_MULTIPLE == 0
+
+
+def _as_autocast(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Under DDP torchao asks CUDA's autocast alone; on the CPU, and on the planner's device, the input is to be cast as well."""
+    kind = args[0].device.type
+    return (args[0].to(torch.get_autocast_dtype(kind)), *args[1:]) if torch.is_autocast_enabled(kind) else None

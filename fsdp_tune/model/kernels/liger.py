@@ -1,0 +1,119 @@
+"""Liger's Triton kernels (arXiv:2410.10989): RMSNorm, rotary embedding and gated MLP of a model, and its fused loss.
+
+They are put into the model object by Liger's own function for its type. That function also replaces names in the modules of
+transformers; its classes are put back afterwards, so that the next model of the process is an ordinary one. The rotary function has
+no place in a model object and stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.data.store import IGNORE_INDEX
+from fsdp_tune.model.kernels.choice import WRITTEN, Choice
+from fsdp_tune.model.kernels.linear_loss import LossOptions
+from fsdp_tune.recipe.schema import Recipe
+
+PACKAGE = "liger_kernel"
+_INSTALL = "pip install liger-kernel"
+# The loss is ours to choose (`kernels.loss`); Liger's would replace the model's forward.
+_LOSSES_OFF = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec(PACKAGE) is not None
+
+
+def demand_installed(key: str) -> None:
+    """FsdpTuneError (exit 2) where the package that `key` asks for is not there."""
+    if not is_installed():
+        raise usage_error("liger-not-installed", f"`{key}` needs the package liger-kernel, which is not installed", hint=f"`{_INSTALL}`")
+
+
+def choose_liger(recipe: Recipe, model: PreTrainedModel, device_type: str) -> Choice:
+    """`kernels.liger`, as `true` or `false`. FsdpTuneError where `true` cannot be had."""
+    asked = recipe.kernels.liger
+    if asked is False:
+        return Choice("false", WRITTEN)
+    if asked is True:
+        demand_installed("kernels.liger: true")
+    if device_type != "cuda":
+        return Choice("false", f"Liger's kernels are for GPUs, and the device is {device_type}")
+    if not is_installed():
+        return Choice("false", f"the package liger-kernel is not installed (`{_INSTALL}`)")
+    model_type = str(model.config.model_type)
+    if model_type not in _functions():
+        if asked is True:
+            message = f"`kernels.liger: true`: Liger has no kernels for models of type `{model_type}`"
+            raise usage_error("liger-lacks-model", message, hint="leave `kernels.liger` at auto, or write false")
+        return Choice("false", f"Liger has no kernels for models of type `{model_type}`")
+    return Choice("true", WRITTEN if asked is True else "liger-kernel is installed and knows this model")
+
+
+def _functions() -> dict[str, Any]:
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # pyright: ignore[reportMissingImports]  # optional
+
+    return dict(MODEL_TYPE_TO_APPLY_LIGER_FN)
+
+
+def put_liger_into(model: PreTrainedModel) -> None:
+    """Call before anything else changes a `forward` of the model."""
+    apply = _functions()[str(model.config.model_type)]
+    options = {name: off for name, off in _LOSSES_OFF.items() if name in inspect.signature(apply).parameters}
+    with _classes_kept(sys.modules[type(model).__module__]):
+        apply(model=model, **options)
+
+
+@contextlib.contextmanager
+def _classes_kept(module: ModuleType) -> Iterator[None]:
+    before = {name: value for name, value in vars(module).items() if isinstance(value, type)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def modules_of_liger(model: torch.nn.Module) -> int:
+    """How many modules of a live model run a `forward` of Liger's; for the read-back."""
+    return sum(_origin(module).startswith(PACKAGE) for module in model.modules())
+
+
+def _origin(module: torch.nn.Module) -> str:
+    return str(getattr(inspect.unwrap(module.forward), "__module__", ""))
+
+
+def liger_summed_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, options: LossOptions
+) -> torch.Tensor:
+    """As `summed_linear_loss`, by Liger. Not for fp16: the gradients of the logits are rounded before the loss scale reaches them."""
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction  # pyright: ignore[reportMissingImports]
+
+    shape = options.logits
+    if shape.scale != 1.0:
+        hidden, bias = hidden * shape.scale, None if bias is None else bias * shape.scale
+    loss: torch.Tensor = LigerFusedLinearCrossEntropyFunction.apply(
+        hidden,
+        weight,
+        targets,
+        bias,
+        None,  # weights of the classes
+        IGNORE_INDEX,
+        0.0,  # the z-loss
+        options.label_smoothing,
+        "sum",
+        shape.softcap,
+        False,
+        torch.float32,  # the weight's gradient is summed in
+    )[0]
+    return loss

@@ -1,0 +1,83 @@
+"""What `kernels:` asks for, `auto` decided for the model at hand; each choice with its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.units import format_bytes
+from fsdp_tune.model.balance import demand_known_balance
+from fsdp_tune.model.kernels.attention import live_attention
+from fsdp_tune.model.kernels.choice import WRITTEN, Choice
+from fsdp_tune.model.kernels.compiled import choose_compile
+from fsdp_tune.model.kernels.head import OpaqueHead, logits_of, put_loss_into_head
+from fsdp_tune.model.kernels.liger import choose_liger, demand_installed, liger_summed_loss, put_liger_into
+from fsdp_tune.model.kernels.linear_loss import SLICE_ELEMENTS, slice_tokens, summed_linear_loss
+from fsdp_tune.recipe.schema import Recipe
+
+
+def choose_loss(recipe: Recipe, model: PreTrainedModel) -> Choice:
+    """Choose `kernels.loss`, for training and evaluation alike: auto is chunked where the larger batch of the two needs it.
+
+    Raises: FsdpTuneError if the recipe asks for a chunked loss that the model's forward does not allow.
+    """
+    asked = recipe.kernels.loss
+    if asked == "full":
+        return Choice("full", WRITTEN)
+    if asked == "liger":
+        demand_installed("kernels.loss: liger")
+    training = recipe.training
+    rows = training.per_device_train_batch_size
+    of_evaluation = training.per_device_eval_batch_size if recipe.evaluates else None
+    what = "tokens of an evaluation" if of_evaluation is not None and of_evaluation > rows else "tokens"
+    tokens = max(rows, of_evaluation or 0) * recipe.data.max_length
+    vocabulary = _head_rows(model)
+    if asked == "auto" and tokens * vocabulary <= SLICE_ELEMENTS:
+        size, limit = format_bytes(4 * tokens * vocabulary), format_bytes(4 * SLICE_ELEMENTS)
+        return Choice("full", f"{tokens:,} {what} × {vocabulary:,} logits are {size} in fp32, {limit} are one slice")
+    try:
+        logits_of(model)
+    except OpaqueHead as opaque:
+        if asked == "auto":
+            return Choice("full", str(opaque))
+        raise usage_error(
+            "loss-not-chunkable", f"`kernels.loss: {asked}`: {opaque}", hint="leave `kernels.loss` at auto, or write `full`"
+        ) from opaque
+    if asked == "auto":
+        part = slice_tokens(tokens, vocabulary)
+        size = format_bytes(4 * tokens * vocabulary)
+        return Choice("chunked", f"{tokens:,} {what} × {vocabulary:,} logits would be {size} in fp32; {part:,} tokens at a time")
+    return Choice(asked, WRITTEN)
+
+
+def _head_rows(model: PreTrainedModel) -> int:
+    head: Any = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    return int((embedding if head is None else head).weight.shape[0])
+
+
+def choose_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, Choice]:
+    """Return the choices by recipe key, for the bare model and the device that it will run on."""
+    demand_known_balance(model)
+    return {
+        "model.attn_implementation": live_attention(recipe, model),
+        "kernels.loss": choose_loss(recipe, model),
+        "kernels.liger": choose_liger(recipe, model, device_type),
+        "kernels.compile": choose_compile(recipe),
+    }
+
+
+_LOSSES = {"chunked": summed_linear_loss, "liger": liger_summed_loss}
+
+
+def install_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, Choice]:
+    """Changes the bare model to what is chosen, and returns it."""
+    chosen = choose_kernels(recipe, model, device_type)
+    if chosen["kernels.liger"].value == "true":
+        put_liger_into(model)
+    loss = chosen["kernels.loss"].value
+    if loss != "full":
+        put_loss_into_head(model, logits_of(model), _LOSSES[loss], loss)
+    return chosen

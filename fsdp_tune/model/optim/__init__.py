@@ -1,0 +1,1 @@
+"""Optimizers and the accumulation of gradients."""

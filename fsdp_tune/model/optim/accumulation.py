@@ -1,0 +1,47 @@
+"""Sums of gradients over the micro-batches of a step, in fp32 also where weights are bf16.
+
+FSDP2 casts each reduced gradient to the dtype of the weights and adds it there (`foreach_reduce`). In bf16 that is off by 0.36 % after 8
+micro-batches, 0.84 % after 64 and 2.2 % after 512. HYBRID_SHARD adds in `reduce_dtype`, up to its all-reduce, and so does
+`sync_each_batch: false`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_tune.model.shard.wrap import fsdp_groups
+from fsdp_tune.recipe.schema import Recipe
+
+
+def sums_need_fp32(recipe: Recipe) -> bool:
+    """Whether FSDP2 would add the gradients of micro-batches in fewer bits than fp32 has."""
+    fsdp = recipe.fsdp
+    adds_shards = recipe.is_sharded and fsdp.version == 2 and not recipe.is_hybrid and fsdp.sync_each_batch
+    return adds_shards and recipe.model.dtype != "fp32" and (recipe.training.gradient_accumulation_steps or 1) > 1
+
+
+def sum_gradients_in_fp32(wrapped: nn.Module) -> None:
+    """Make FSDP2 leave reduced gradients in fp32: a shard's gradient then has 4 bytes per parameter until `round_gradients`.
+
+    Call it when the weights are on their device.
+    """
+    assert isinstance(wrapped, FSDPModule)
+    wrapped._get_fsdp_state()._lazy_init()  # else the first forward would set the dtype again
+    for group in fsdp_groups(wrapped):
+        group._orig_dtype = torch.float32  # what `foreach_reduce` casts its output to
+        for parameter in group.fsdp_params:
+            if parameter.sharded_param.requires_grad:
+                parameter.sharded_param.grad_dtype = None  # any
+
+
+@torch.no_grad()
+def round_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Cast gradients to the dtype of their parameters, as torch's optimizers take them; a pre-hook of `optimizer.step`."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+                parameter.grad = parameter.grad.to(parameter.dtype)

@@ -1,0 +1,146 @@
+"""AdamW that keeps its moments, or the parameters themselves, in fewer bits between steps.
+
+Each step is torch's fused kernel on fp32 copies, a piece at a time. What is kept in bf16 is rounded by chance (`rounding.py`): to the
+nearest, a second moment in bf16 would stand still, since at β₂ = 0.999 a step changes it by less than half of bf16's last place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fsdp_tune.model.shard.local import local_part
+
+PIECE = 1 << 24
+"""Elements that are widened at a time: four fp32 copies are 256 MiB."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class LeanAdamW(torch.optim.AdamW):
+    """`state_dtype`: of the moments. `rounds_parameters`: bf16 parameters are rounded by chance, not to the nearest.
+
+    The state is laid out as torch's: DTensors where parameters are. Under FSDP2 and DDP, where the place of a shard is known.
+    """
+
+    def __init__(self, params: Any, *, state_dtype: torch.dtype, rounds_parameters: bool, seed: int, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.state_dtype, self.rounds_parameters, self.seed = state_dtype, rounds_parameters, seed
+        self._steps: dict[torch.Tensor, int] = {}  # of each parameter, on the host: asking the device would wait for it
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002  nobody here computes the loss anew
+        position = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                position += 1
+                if parameter.grad is not None:
+                    self._update(parameter, group, position)
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state = self.state[parameter]
+        if not state:
+            self._steps[parameter] = 0
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state |= {name: torch.zeros_like(parameter, dtype=self.state_dtype) for name in MOMENTS}
+        elif parameter not in self._steps:
+            self._steps[parameter] = int(state["step"])
+        return state
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
+        state = self._state_of(parameter)
+        state["step"] += 1
+        self._steps[parameter] += 1
+        keys = [rounding_key(self.seed, self._steps[parameter], position, which) for which in range(3)]
+        stored = [_flat(tensor) for tensor in (parameter, *(state[name] for name in MOMENTS))]
+        gradient, offset = _flat(parameter.grad), _first_place(parameter)
+        beta1, beta2 = group["betas"]
+        for start in range(0, gradient.numel(), PIECE):
+            pieces = [tensor[start : start + PIECE] for tensor in stored]
+            wide = [piece.float() for piece in pieces]
+            torch._fused_adamw_(
+                [wide[0]],
+                [gradient[start : start + PIECE].float()],
+                [wide[1]],
+                [wide[2]],
+                [],
+                [state["step"]],
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
+            by_chance = (self.rounds_parameters, True, True)
+            for piece, values, key, chance in zip(pieces, wide, keys, by_chance, strict=True):
+                if piece.dtype != values.dtype:  # else the kernel worked on what is stored
+                    piece.copy_(round_by_chance(values, offset + start, key) if chance else values)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch casts moments to the parameter's dtype on the way in, which is not theirs; they are taken from the source again."""
+        super().load_state_dict(state_dict)
+        self._steps.clear()
+        names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for name, parameter in zip(names, chain.from_iterable(group["params"] for group in self.param_groups), strict=True):
+            source = state_dict["state"].get(name, {})
+            self.state[parameter] |= {kind: source[kind].to(parameter.device, self.state_dtype) for kind in MOMENTS if kind in source}
+
+
+def _flat(tensor: Any) -> torch.Tensor:
+    """This rank's part, in memory order. A view: what is written to it is kept."""
+    return local_part(tensor).detach().view(-1)
+
+
+def _first_place(parameter: torch.Tensor) -> int:
+    """Where this rank's part begins in the whole tensor, in row-major order: it is a run of whole rows (`Shard(0)`)."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    assert not any(offset[1:]), "FSDP shards by rows"
+    return offset[0] * (parameter.numel() // max(1, parameter.shape[0])) if offset else 0
+
+
+# ---- fp32 → bf16 by chance: up or down with the probability that makes the mean right, so that small changes add up.
+
+_LOW_HALF = 0xFFFF
+_HIGH_HALF = -0x10000
+
+
+def rounding_key(*numbers: int) -> tuple[int, int]:
+    """Two 32-bit numbers, from those that tell one rounding from another (seed, tensor, step …)."""
+    digest = hashlib.blake2b(b",".join(b"%d" % number for number in numbers), digest_size=8).digest()
+    return int.from_bytes(digest[:4], signed=True), int.from_bytes(digest[4:], signed=True)
+
+
+def _signed(number: int) -> int:
+    """The int32 with these 32 bits."""
+    return (number & 0xFFFFFFFF) - ((number & 0x80000000) << 1)
+
+
+def _chances(count: int, start: int, key: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """`count` numbers from 0 to 65,535, int32: of the places `start`, `start` + 1 … of a tensor.
+
+    MurmurHash3's finaliser (Appleby, 2011, public domain), the second half of the key between its two multiplications; int32 wraps.
+    """
+    bits = torch.arange(count, dtype=torch.int32, device=device)
+    bits.add_(_signed(start)).bitwise_xor_(key[0] ^ _signed(start >> 32))
+    bits.bitwise_xor_((bits >> 16).bitwise_and_(_LOW_HALF)).mul_(_signed(0x85EBCA6B)).bitwise_xor_(key[1])
+    bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF)).mul_(_signed(0xC2B2AE35))
+    return bits.bitwise_xor_((bits >> 16).bitwise_and_(_LOW_HALF)).bitwise_and_(_LOW_HALF)
+
+
+def round_by_chance(values: torch.Tensor, start: int, key: tuple[int, int]) -> torch.Tensor:
+    """A flat fp32 tensor as bf16. `start`: the place of its first value in the whole tensor, counted in row-major order.
+
+    What bf16 holds exactly stays; what is not finite stays so.
+    """
+    # bf16 is the upper half of an fp32: adding up to 65,535 to the lower half carries with the probability of that half.
+    carried = values.view(torch.int32) + _chances(values.numel(), start, key, values.device)
+    rounded = carried.bitwise_and_(_HIGH_HALF).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)

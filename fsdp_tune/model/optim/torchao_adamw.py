@@ -1,0 +1,99 @@
+"""AdamW of torchao, whose moments are blocks of 8 or 4 bits with a scale each (arXiv:2110.02861, arXiv:2309.01507).
+
+torchao leaves moments wide where a rank's part of a parameter is small (under 4,096 elements) or no whole number of blocks. It
+compiles its update for each shape of a parameter; on the CPU, where that would take longer than it saves, it runs as it is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.model.shard.local import local_part
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.optimizer_arguments import TORCHAO_OPTIMIZERS, optimizer_name
+
+PACKAGE = "torchao"
+SMALLEST = 4096
+"""Elements of a rank's part from which on torchao keeps blocks."""
+_BLOCKS = {"OptimState8bit": "8-bit", "OptimState4bit": "4-bit"}
+
+
+def demand_torchao(what: str) -> None:
+    """FsdpTuneError (exit 2) where torchao is not installed."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise usage_error(
+            "torchao-not-installed", f"`{what}` needs the package torchao, which is not installed", hint="`pip install torchao`"
+        )
+
+
+def demand_optimizer(recipe: Recipe) -> None:
+    name = optimizer_name(recipe.training)
+    if name in TORCHAO_OPTIMIZERS:
+        demand_torchao(f"training.optim: {name}")
+
+
+@functools.cache
+def torchao_class(bits: int) -> type[torch.optim.Optimizer]:
+    from torch.utils._python_dispatch import _disable_current_modes
+    from torchao import optim
+    from torchao.optim import subclass_4bit, subclass_8bit
+
+    with _disable_current_modes():  # tables that it computes once and keeps: not of the planner's fake tensors
+        for module in (subclass_4bit, subclass_8bit):
+            module.get_qmap_signed()
+            module.get_qmap_unsigned()
+    return {8: optim.AdamW8bit, 4: optim.AdamW4bit}[bits]
+
+
+@functools.cache
+def with_plain_rates(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """torchao's class, but that learning rates are numbers as in torch's optimizers, which schedules and resuming set."""
+
+    class PlainRates(kind):  # type: ignore[misc, valid-type]
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            rate = param_group.get("lr", self.defaults["lr"])
+            super().add_param_group(param_group)
+            self.param_groups[-1]["lr"] = rate
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+            rates = [group["lr"] for group in self.param_groups]
+            on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"
+            for group in self.param_groups:
+                group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
+            try:
+                with torch.compiler.set_stance("force_eager") if on_cpu else contextlib.nullcontext():
+                    super().step()
+            finally:
+                for group, rate in zip(self.param_groups, rates, strict=True):
+                    group["lr"] = rate
+
+    PlainRates.__name__ = kind.__name__
+    return PlainRates
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors of this rank that a tensor of optimizer state is made of."""
+    local = local_part(tensor)
+    if is_traceable_wrapper_subclass(local):
+        return [getattr(local, name) for name in local.__tensor_flatten__()[0]]
+    return [local]
+
+
+def kept_as(tensor: torch.Tensor) -> str:
+    """`8-bit`, `4-bit`, or the name of a dtype."""
+    local = local_part(tensor)
+    return _BLOCKS.get(type(local).__name__, str(local.dtype).removeprefix("torch."))
+
+
+def blocks_fit(tensor: torch.Tensor, block: int) -> bool:
+    """Whether torchao keeps this rank's part of a parameter in blocks."""
+    local = local_part(tensor)
+    return local.numel() >= SMALLEST and local.numel() % block == 0

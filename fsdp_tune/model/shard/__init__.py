@@ -1,0 +1,1 @@
+"""FSDP units, wrapping, recomputation and offload of activations."""

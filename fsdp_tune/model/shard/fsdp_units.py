@@ -1,0 +1,266 @@
+"""Which modules become FSDP units: the names, decided on the bare model, before anything is wrapped."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.recipe.schema import Recipe
+
+_ROOT = -1
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """`groups` in the order of wrapping (children first); each group of module names shares one all-gather.
+
+    The root unit, which takes what no group holds, is implied. `keeps_gathered` names the groups whose parameters are
+    needed at once again when the backward begins.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    keeps_gathered: frozenset[tuple[str, ...]]
+
+
+def decoder_layer_classes(model: PreTrainedModel, wanted: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Class names of the repeated decoder layers; `wanted` is checked against the model, None is found from it."""
+    present = Counter(type(module).__name__ for module in model.modules())
+    if wanted is not None:
+        for name in wanted:
+            if name not in present:
+                raise usage_error(
+                    "layer-class-not-found",
+                    f"fsdp.transformer_layer_cls_to_wrap: the model has no class `{name}`",
+                    hint="its repeated classes are " + ", ".join(f"{known} ({count})" for known, count in _candidates(model)),
+                )
+        return tuple(wanted)
+    declared = [name for name in sorted(getattr(model, "_no_split_modules", None) or []) if present[name]]
+    repeated = {name for name, _ in _candidates(model)}
+    found = [name for name in declared if name in repeated] or [name for name, _ in _candidates(model)[:1]] or declared
+    if not found:
+        raise usage_error(
+            "layer-class-unknown",
+            f"no decoder layer class was found in {type(model).__name__}",
+            hint="name it with fsdp.transformer_layer_cls_to_wrap, or wrap by size: fsdp.auto_wrap_policy: SIZE_BASED_WRAP",
+        )
+    return tuple(found)
+
+
+def _candidates(model: nn.Module) -> list[tuple[str, int]]:
+    """(class name, number) of the members of the model's module lists, the heaviest first."""
+    weight: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            for member in module:
+                weight[type(member).__name__] += sum(p.numel() for p in member.parameters())
+                count[type(member).__name__] += 1
+    return [(name, count[name]) for name, _ in weight.most_common(5)]
+
+
+def decoder_layers(model: PreTrainedModel, wanted: Sequence[str] | None = None) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of every decoder layer of the bare model, in the order of the forward.
+
+    A layer inside another one (the Mamba layer of Zamba2's hybrid layers) is part of the outer layer. Call before wrapping:
+    FSDP2 renames the classes of its units, and `_no_split_modules` no longer names them.
+    """
+    classes = decoder_layer_classes(model, wanted)
+    layers: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():  # an outer module comes before its inner ones
+        is_inside = any(name.startswith(f"{outer}.") for outer, _ in layers[-1:])
+        if type(module).__name__ in classes and not is_inside:
+            layers.append((name, module))
+    return layers
+
+
+def plan_units(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
+    """The units that the recipe's wrap policy asks for; FsdpTuneError (exit 2) where recomputation cannot go around them,
+    or where what is left out of them would be trained."""
+    plan = _join_tied(model, _units_of_policy(recipe, model))
+    _refuse_ignored_that_train(recipe, model)
+    _refuse_inner_units_on_one_rank(recipe, model, plan)
+    return plan
+
+
+def _refuse_ignored_that_train(recipe: Recipe, model: PreTrainedModel) -> None:
+    """FSDP sums no gradient of what it ignores."""
+    if recipe.world_size == 1 or not recipe.is_sharded:
+        return
+    modules = {name: model.get_submodule(name) for name in sorted(ignored_module_names(recipe, model))}
+    name = next((name for name, module in modules.items() if any(p.requires_grad for p in module.parameters())), None)
+    if name is not None:
+        raise usage_error(
+            "ignored-modules-trained",
+            f"`fsdp.ignored_modules` leaves `{name}` to each of {recipe.world_size} ranks by itself, and it is trained: FSDP sums no "
+            "gradient of what it ignores, so that the ranks would come apart",
+            ways_out=(f'`model: {{freeze: ["{name}.*"]}}` keeps it as it is', "leave `fsdp.ignored_modules` out to train it"),
+        )
+
+
+def _refuse_inner_units_on_one_rank(recipe: Recipe, model: PreTrainedModel, plan: UnitPlan) -> None:
+    """torch's selective recomputation counts every operation of a layer, those of FSDP2's hooks inside it too, and where there is nobody
+    to gather from a unit's hooks do more in the recomputation than in the forward."""
+    fsdp, ranks = recipe.fsdp, int(recipe.parallelism.dp_shard_size)
+    if fsdp.activation_checkpointing != "selective" or fsdp.version != 2 or ranks > 1 or not recipe.is_sharded:
+        return
+    recomputed = tuple(f"{name}." for name, _ in decoder_layers(model, recipe.layer_classes)[:: fsdp.activation_checkpointing_every])
+    inside = next((name for group in plan.groups for name in group if name.startswith(recomputed)), None)
+    if inside is not None:
+        raise usage_error(
+            "contradiction",
+            f"`fsdp.activation_checkpointing: selective` on one rank cannot recompute a layer with an FSDP unit inside, and "
+            f"`fsdp.auto_wrap_policy: {fsdp.auto_wrap_policy}` makes one of `{inside}`",
+            hint="write `auto_wrap_policy: TRANSFORMER_BASED_WRAP`, or `activation_checkpointing: full`",
+        )
+
+
+def _units_of_policy(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
+    policy = recipe.fsdp.auto_wrap_policy
+    ignored = ignored_module_names(recipe, model)
+    if policy == "NO_WRAP":
+        return UnitPlan((), frozenset())
+    if policy == "MODULE_NAMES_WRAP":
+        groups = [(name,) for name in _by_patterns(recipe, model)]
+        return UnitPlan(_without(_children_first(groups), ignored), frozenset())
+    if policy == "SIZE_BASED_WRAP":
+        groups = [(name,) for name in _by_size(recipe, model)]
+        return UnitPlan(_without(_children_first(groups), ignored), frozenset())
+    layers = [(name,) for name, _ in decoder_layers(model, recipe.layer_classes)]
+    ends = _end_groups(model, {name for (name,) in layers})
+    tail = frozenset(ends[-1:])
+    return UnitPlan(_without([*_children_first(layers), *ends], ignored), tail)
+
+
+def _join_tied(model: nn.Module, plan: UnitPlan) -> UnitPlan:
+    """Join the groups that share a parameter, since FSDP2 lets one belong to one unit alone (BERT's tied bias, Zamba2's shared block).
+
+    A group that shares one with a module outside every group is left out: the root unit takes its modules.
+    """
+    innermost = sorted(((name, index) for index, group in enumerate(plan.groups) for name in group), key=lambda each: -len(each[0]))
+    owners: dict[int, set[int]] = {}  # parameter → the groups that hold it, ROOT for none
+    for name, module in model.named_modules(remove_duplicate=False):
+        group = next((index for prefix, index in innermost if name == prefix or name.startswith(f"{prefix}.")), _ROOT)
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(group)
+    joined = [{index} for index in (_ROOT, *range(len(plan.groups)))]
+    for sharing in owners.values():
+        touched = [each for each in joined if each & sharing]
+        if len(touched) > 1:
+            joined = [each for each in joined if not each & sharing] + [set().union(*touched)]
+    if len(joined) == len(plan.groups) + 1:
+        return plan
+    kept = sorted((sorted(each) for each in joined if _ROOT not in each), key=lambda each: each[0])
+    groups = tuple(tuple(name for index in each for name in plan.groups[index]) for each in kept)
+    return UnitPlan(groups, plan.keeps_gathered & frozenset(groups))
+
+
+def ignored_module_names(recipe: Recipe, model: nn.Module) -> set[str]:
+    """Names of the modules that `fsdp.ignored_modules` (a regular expression on whole names, as in Accelerate) matches."""
+    if recipe.fsdp.ignored_modules is None:
+        return set()
+    pattern = re.compile(recipe.fsdp.ignored_modules)
+    names = {name for name, _ in model.named_modules() if pattern.fullmatch(name)}
+    if not names:
+        raise usage_error("ignored-modules-match-nothing", f"fsdp.ignored_modules: `{recipe.fsdp.ignored_modules}` matches no module")
+    return names
+
+
+def _without(groups: Sequence[tuple[str, ...]], ignored: set[str]) -> tuple[tuple[str, ...], ...]:
+    return tuple(group for group in groups if not any(name in ignored for name in group))
+
+
+def _children_first(groups: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    return sorted(groups, key=lambda group: -group[0].count("."))
+
+
+def _end_groups(model: PreTrainedModel, layers: set[str]) -> list[tuple[str, ...]]:
+    """The embedding, and the final norm with the head: large, and not part of any layer.
+
+    Tied embedding and head must share a unit, since one parameter cannot belong to two. The order puts the embedding
+    first, so that its gather starts with the forward.
+    """
+    name_of = {id(module): name for name, module in model.named_modules()}
+    ends: tuple[Any, Any] = (model.get_input_embeddings(), model.get_output_embeddings())
+    embedding, head = ends
+    norm = _final_norm(model, layers)
+    tied = head is not None and embedding is not None and embedding.weight is head.weight
+    tail = [norm, embedding, head] if tied else [norm, head]
+    names = tuple(name_of[id(module)] for module in tail if module is not None)
+    groups = [] if tied or embedding is None else [(name_of[id(embedding)],)]
+    return [*groups, names] if names else groups
+
+
+def _final_norm(model: PreTrainedModel, layers: set[str]) -> nn.Module | None:
+    """The norm that follows the last decoder layer among its siblings, if there is one."""
+    parent_name = next(iter(layers)).rsplit(".", 2)[0] if layers else ""
+    parent = model.get_submodule(parent_name) if parent_name else model
+    after_layers, found = False, None
+    for child_name, child in parent.named_children():
+        prefix = f"{parent_name}.{child_name}." if parent_name else f"{child_name}."
+        if any(layer.startswith(prefix) for layer in layers):
+            after_layers = True
+        elif after_layers and "norm" in type(child).__name__.lower():
+            found = child
+    return found
+
+
+def _by_patterns(recipe: Recipe, model: nn.Module) -> list[str]:
+    names = [name for name, module in model.named_modules() if name and not isinstance(module, _CONTAINERS)]
+    chosen: list[str] = []
+    for pattern in recipe.fsdp.modules_to_wrap:
+        matches = [name for name in names if fnmatch.fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")]
+        if not matches:
+            raise usage_error(
+                "wrap-pattern-matches-nothing",
+                f"fsdp.modules_to_wrap: `{pattern}` matches no module of {type(model).__name__}",
+                hint="a `*` stands for one part of a name, as in `model.layers.*`; names look like "
+                + ", ".join(f"`{name}`" for name in names[:4]),
+            )
+        chosen += [name for name in matches if name not in chosen]
+    return chosen
+
+
+def minimum_unit_parameters(recipe: Recipe, model: PreTrainedModel) -> int:
+    """`fsdp.min_num_params`; auto is half of one decoder layer, so that each layer becomes a unit of its own."""
+    if isinstance(recipe.fsdp.min_num_params, int):
+        return recipe.fsdp.min_num_params
+    layers = decoder_layers(model, recipe.layer_classes)
+    return max(1, sum(p.numel() for p in layers[0][1].parameters()) // 2)
+
+
+def _by_size(recipe: Recipe, model: PreTrainedModel) -> list[str]:
+    """Modules with at least the minimum of parameters that no unit below them holds; containers are stepped over.
+
+    Bottom up, as in torch's size policy: a parent counts only what its children left, so a unit that a child already
+    filled is never nested in a second one. Modules that share a parameter (tied embedding and head) go to the root.
+    """
+    minimum = minimum_unit_parameters(recipe, model)
+    owners: Counter[int] = Counter()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] += 1
+    shared = {key for key, count in owners.items() if count > 1}
+    chosen: list[str] = []
+
+    def visit(name: str, module: nn.Module) -> int:
+        own = [p for p in module.parameters(recurse=False) if id(p) not in shared]
+        left = sum(p.numel() for p in own)
+        for child_name, child in module.named_children():
+            left += visit(f"{name}.{child_name}" if name else child_name, child)
+        holds_shared = any(id(p) in shared for p in module.parameters())
+        if name and left >= minimum and not isinstance(module, _CONTAINERS) and not holds_shared:
+            chosen.append(name)
+            return 0
+        return left
+
+    visit("", model)
+    return chosen

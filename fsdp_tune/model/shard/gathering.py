@@ -1,0 +1,68 @@
+"""Which FSDP units are gathered, and who reshards them.
+
+A unit that its forward leaves gathered (the root, the kept tail, every unit under SHARD_GRAD_OP) is resharded by its backward. A forward
+without a backward leaves it gathered; the optimizer then updates the shards, and the next step would compute with the old weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._runtime_utils import _reshard as reshard_fsdp1
+
+from fsdp_tune.model.shard.wrap import fsdp_groups
+from fsdp_tune.model.step import plain_name
+
+Units = list[tuple[str, Any]]
+"""Name → FSDP2 parameter group or FSDP1 module."""
+
+
+def units_of(wrapped: nn.Module) -> Units:
+    """Return every unit of a wrapped model, under the name of its first module."""
+    if isinstance(wrapped, FullyShardedDataParallel):
+        fsdp1 = [(name, each) for name, each in wrapped.named_modules() if isinstance(each, FullyShardedDataParallel)]
+        return [(plain_name(name) or "(root)", each) for name, each in fsdp1]
+    names = {id(module): name for name, module in wrapped.named_modules()}
+    return [(names[id(group.modules[0])] or "(root)", group) for group in fsdp_groups(wrapped)]
+
+
+def gathered_units(units: Units) -> list[str]:
+    """Return the names of the units whose full parameters are in memory."""
+    return [name for name, unit in units if _is_gathered(unit)]
+
+
+def _is_gathered(unit: Any) -> bool:
+    if not isinstance(unit, FullyShardedDataParallel):
+        return not unit.is_sharded
+    handle = unit._handle
+    if handle is None or not handle.uses_sharded_strategy:
+        return False
+    # The first forward makes the storage for full parameters.
+    return hasattr(handle.flat_param, "_full_param_padded") and not handle.needs_unshard()
+
+
+@contextlib.contextmanager
+def outside_step(wrapped: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run forwards that belong to no training step: without gradients; afterwards units are sharded and generators as before.
+
+    Every forward except those of `model.step.forward_backward` runs in this context.
+    """
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            yield
+    finally:
+        for _, unit in units_of(wrapped):
+            if isinstance(unit, FullyShardedDataParallel):
+                if _is_gathered(unit):
+                    reshard_fsdp1(unit, unit._handle, True)
+            else:
+                unit.reshard()
+                # A backward prefetches in the recorded order of forwards: this forward has none, and the next would gather a unit for it.
+                unit.comm_ctx.post_forward_order.clear()
+                unit._post_forward_indices.clear()

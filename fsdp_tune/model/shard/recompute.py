@@ -1,0 +1,118 @@
+"""Activation checkpointing of decoder layers that keeps the random state, so that dropout draws the same mask twice.
+
+Accelerate's FSDP2 path recomputes with `preserve_rng_state=False`: with dropout the backward then belongs to another
+forward than the loss (DESIGN §7, 3). We replace a layer's `forward`, inside FSDP's hooks: the unit is gathered once
+for the recomputation and the backward, and parameter names stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from fsdp_tune.model.shard.fsdp_units import decoder_layers
+from fsdp_tune.model.shard.host_copies import HostCopies
+from fsdp_tune.recipe.schema import Recipe
+
+aten = torch.ops.aten
+# Attention and matrix products hold most of a layer's FLOPs; what lies between them is cheap to compute again.
+_ATTENTION_OPS = {
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,  # other accelerators
+    aten._flash_attention_forward.default,
+}
+# Not top-k, which torchtitan keeps: transformers' routers divide its values in place, and what is kept must not change.
+_MATMUL_OPS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default}
+
+
+def _is_attention(op: Any) -> bool:
+    """torch's own, or the forward of the flash-attn packages, whose operators are `flash_attn::_flash_attn_varlen_forward`,
+    `flash_attn_3::fwd` and the like."""
+    if op in _ATTENTION_OPS:
+        return True
+    namespace, _, name = str(getattr(op, "_schema", None) and op._schema.name).partition("::")
+    return namespace.startswith("flash_attn") and name.endswith(("forward", "fwd"))
+
+
+class _SaveAttentionAndEverySecondMatmul:
+    """One policy object for each forward, since it counts; torch calls it again, in the same order, while recomputing."""
+
+    def __init__(self) -> None:
+        self.matmuls = {False: 0, True: 0}
+
+    def __call__(self, context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if _is_attention(op):
+            return CheckpointPolicy.MUST_SAVE
+        if op in _MATMUL_OPS:
+            self.matmuls[context.is_recompute] += 1
+            if self.matmuls[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_SaveAttentionAndEverySecondMatmul())
+
+
+def checkpointed_layers(recipe: Recipe, model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """The decoder layers that the recipe recomputes: every n-th, whatever the wrap policy."""
+    if recipe.fsdp.activation_checkpointing == "none":
+        return []
+    return decoder_layers(model, recipe.layer_classes)[:: recipe.fsdp.activation_checkpointing_every]
+
+
+def recompute_activations(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Make the chosen layers drop their activations in the forward. Call before wrapping."""
+    layers = checkpointed_layers(recipe, model)
+    copies = HostCopies() if recipe.fsdp.activation_checkpointing_offload else None
+    for _, layer in layers:
+        layer.forward = _checkpointed(  # type: ignore[method-assign]
+            layer,
+            selective=recipe.fsdp.activation_checkpointing == "selective",
+            copies=copies,
+            is_uppermost=layer is layers[-1][1],
+        )
+        layer.recomputes = recipe.fsdp.activation_checkpointing  # type: ignore[assignment]  # for the read-back
+
+
+def _checkpointed(layer: nn.Module, *, selective: bool, copies: HostCopies | None, is_uppermost: bool) -> Callable[..., Any]:
+    layer.recomputed_forward = layer.forward  # type: ignore[assignment]  # the compiler may put its own there
+
+    @functools.wraps(layer.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        original: Any = layer.recomputed_forward
+        if not (layer.training and torch.is_grad_enabled()):
+            return original(*args, **kwargs)
+        options: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
+        saves = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True, **options)
+        if copies is not None:
+            of_own, own = _by_own_tensors(original, args, kwargs)
+            if own:
+                with copies.of_layer(stay=is_uppermost):
+                    return saves(of_own, *own)
+        return saves(original, *args, **kwargs)
+
+    return forward
+
+
+def _by_own_tensors(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """The call as one of the tensors with a gradient, the layer's own; masks and positions, which all layers share, are in the function."""
+    values = {**dict(enumerate(args)), **kwargs}
+    own = {key: value for key, value in values.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+    shared: dict[Any, Any] = {key: None if key in own else value for key, value in values.items()}
+    positions, names, owned = range(len(args)), tuple(kwargs), tuple(own)
+
+    def call(*tensors: torch.Tensor) -> Any:
+        filled = {**shared, **dict(zip(owned, tensors, strict=True))}
+        return function(*(filled[position] for position in positions), **{name: filled[name] for name in names})
+
+    return call, list(own.values())

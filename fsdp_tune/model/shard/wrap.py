@@ -1,0 +1,163 @@
+"""The recipe's sharding, applied to a model: device mesh, FSDP units, mixed precision, offload, prefetch.
+
+We wrap before Accelerate sees the model; it leaves an `FSDPModule` as it is. Its own path cannot wrap by size, sums
+gradients in bf16, and casts the model's output (DESIGN §7, 4 and 18).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel, modeling_utils
+
+from fsdp_tune.model.build.construct import TORCH_DTYPE
+from fsdp_tune.model.shard.fsdp_units import UnitPlan, ignored_module_names
+from fsdp_tune.recipe.schema import Recipe
+
+
+def make_mesh(recipe: Recipe, device_type: str) -> DeviceMesh | None:
+    """The mesh of the resolved sizes: [shard], or [replicate, shard] for the hybrid strategies; None for plain DDP."""
+    if not recipe.is_sharded:
+        return None
+    shard, replicate = recipe.parallelism.dp_shard_size, recipe.parallelism.dp_replicate_size
+    assert isinstance(shard, int), "sizes are resolved before a rank starts"
+    assert isinstance(replicate, int), "sizes are resolved before a rank starts"
+    if recipe.is_hybrid:
+        return init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return init_device_mesh(device_type, (shard,), mesh_dim_names=("dp_shard",))
+
+
+def mixed_precision_policy(recipe: Recipe) -> MixedPrecisionPolicy:
+    """Compute in the recipe's dtype, sum gradients in `reduce_dtype`, and leave the model's output as it comes.
+
+    Accelerate's policy would round the loss itself to the compute dtype (`output_dtype`) and sum in it.
+    """
+    compute = None if recipe.precision.mixed_precision == "no" else TORCH_DTYPE[recipe.compute_dtype]
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=TORCH_DTYPE[recipe.precision.reduce_dtype], output_dtype=None)
+
+
+def offload_policy(recipe: Recipe, device_type: str) -> OffloadPolicy:
+    # Pinning needs an accelerator: on CPU ranks it raises.
+    return CPUOffloadPolicy(pin_memory=device_type == "cuda") if recipe.fsdp.offload_params else OffloadPolicy()
+
+
+def wrap(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
+    """Shards `model` in place and returns what the forward is called on (the same module under FSDP2)."""
+    if not recipe.is_sharded:
+        return _wrap_ddp(model, device)
+    assert mesh is not None
+    if recipe.fsdp.version == 1:
+        return _wrap_fsdp1(recipe, model, units, mesh, device)
+    return _wrap_fsdp2(recipe, model, units, mesh, device)
+
+
+def _wrap_ddp(model: PreTrainedModel, device: torch.device) -> nn.Module:
+    device_ids = None if device.type == "cpu" else [device]
+    # One static bucket view of the gradients saves a copy of them; forward buffers never differ between ranks.
+    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+
+def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": mixed_precision_policy(recipe),
+        "offload_policy": offload_policy(recipe, device.type),
+    }
+    ignored = ignored_parameters(recipe, model)
+    if ignored:
+        options["ignored_params"] = ignored
+    reshard = recipe.reshards_after_forward
+    for group in units.groups:
+        modules = [model.get_submodule(name) for name in group]
+        keep = group in units.keeps_gathered
+        fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=False if keep else reshard, **options)
+    # None is FSDP2's own rule for the root: it stays gathered, since the backward begins with it.
+    fully_shard(model, **options)
+    _keep_recorded_outputs(model)
+    names = {group[0] for group in units.groups if group not in units.keeps_gathered}
+    set_prefetch(recipe, [module for name, module in model.named_modules() if name in names])
+    return model
+
+
+def _keep_recorded_outputs(model: PreTrainedModel) -> None:
+    """Let transformers record what layers return (router logits) also where the decoder is a unit.
+
+    Its registry is keyed by the printed class of a model (`_CanRecordRegistry`), which `fully_shard` replaces.
+    """
+    registry: dict[str, Any] = modeling_utils._CAN_RECORD_REGISTRY
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and isinstance(module, FSDPModule):
+            dict.__setitem__(registry, str(type(module)), dict.get(registry, str(bare_class(module))))
+
+
+def ignored_parameters(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
+    return {p for name in ignored_module_names(recipe, model) for p in model.get_submodule(name).parameters()}
+
+
+def bare_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that `module` had before FSDP2 replaced it by a subclass of its own (`FSDPLlamaForCausalLM`)."""
+    return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
+
+
+def fsdp_groups(model: nn.Module) -> list[Any]:
+    """The parameter groups of all FSDP2 units, each once: a unit of several modules (norm and head) is reached through each of them."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13 keeps a list, 2.11 a single one
+            if groups is None:
+                groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
+            found |= {id(group): group for group in groups}
+    return list(found.values())
+
+
+def process_groups(model: nn.Module, mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    """Return the process groups of the model's mesh, and of the meshes that `reshard_after_forward: N` adds to its units."""
+    meshes = [] if mesh is None else [mesh]
+    meshes += [info.mesh for group in fsdp_groups(model) if (info := group.post_forward_mesh_info) is not None]
+    return list({id(group): group for each in meshes for group in each.get_all_groups()}.values())
+
+
+def set_prefetch(recipe: Recipe, in_forward_order: Sequence[nn.Module]) -> None:
+    """Explicit depths; without them FSDP2 gathers one unit ahead in the backward, and in the forward as the CPU issues."""
+    forward, backward = recipe.fsdp.forward_prefetch, recipe.fsdp.backward_prefetch
+    units: list[FSDPModule] = [unit for unit in in_forward_order if isinstance(unit, FSDPModule)]
+    depth = int(forward)
+    for index, unit in enumerate(units):
+        if depth:
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + depth])
+        if isinstance(backward, int):
+            unit.set_modules_to_backward_prefetch(units[max(0, index - backward) : index][::-1])
+
+
+def _wrap_fsdp1(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+    from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+
+    policy = mixed_precision_policy(recipe)
+    chosen = {id(model.get_submodule(group[0])) for group in units.groups if len(group) == 1}
+    prefetch = recipe.fsdp.backward_prefetch
+    strategy = recipe.fsdp.sharding_strategy
+    return FullyShardedDataParallel(
+        model,
+        device_mesh=mesh,
+        sharding_strategy=ShardingStrategy["_HYBRID_SHARD_ZERO2" if strategy == "HYBRID_SHARD_ZERO2" else strategy],
+        auto_wrap_policy=functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: id(module) in chosen),
+        mixed_precision=MixedPrecision(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype),
+        cpu_offload=CPUOffload(offload_params=recipe.fsdp.offload_params),
+        backward_prefetch=None if prefetch == "NO_PREFETCH" else BackwardPrefetch[str(prefetch)],
+        forward_prefetch=bool(recipe.fsdp.forward_prefetch),
+        ignored_states=list(ignored_parameters(recipe, model)) or None,
+        use_orig_params=True,
+        device_id=torch.device("cpu") if device.type == "cpu" else device,  # FSDP1 refuses `cpu:0`
+        sync_module_states=False,
+    )

@@ -1,0 +1,169 @@
+"""GPUs: what their vendors say of them (`hardware.yaml`), looked up by name, by a driver's name, or read from a user's file."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
+from fsdp_tune.core.units import GIB
+
+TABLE = Path(__file__).with_name("hardware.yaml")
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One GPU, in the units of `hardware.yaml`; None = unknown, or the card cannot."""
+
+    name: str
+    memory_gb: float
+    bandwidth_gb_s: float
+    usable_gib: float | None = None
+    bf16_tflops: float | None = None
+    fp16_tflops: float | None = None
+    fp8_tflops: float | None = None
+    tf32_tflops: float | None = None
+    fp32_tflops: float | None = None
+    nvlink_gb_s: float | None = None
+    """Both directions; 0 = none."""
+    pcie_gb_s: float | None = None
+    """Both directions."""
+    network_gb_s: float | None = None
+    """To another machine, one direction, per GPU: of the vendor's own machine, or as a user's file says."""
+    devices_per_machine: int | None = None
+    matmul_tflops: float | None = None
+    dollars_per_hour: float | None = None
+    """Of one GPU. Prices change by the day: only a user's file has one."""
+    device_names: tuple[str, ...] = ()
+    source: str = ""
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that one process can have; where nobody has said it, 10⁹ bytes a GB, the least that the name can mean."""
+        return int(self.usable_gib * GIB if self.usable_gib is not None else self.memory_gb * 1e9)
+
+    @property
+    def bandwidth_bytes_per_second(self) -> float:
+        return self.bandwidth_gb_s * 1e9
+
+    def peak_flops(self, dtype: str) -> float | None:
+        """Dense operations per second in `dtype`; None where the card has no such units, or its vendor does not say."""
+        tflops: float | None = getattr(self, f"{dtype}_tflops", None)
+        return None if tflops is None else tflops * 1e12
+
+    @property
+    def machine_link_bytes_per_second(self) -> float | None:
+        """One direction, to another GPU of the machine: NVLink where there is some, else PCIe."""
+        both = self.nvlink_gb_s or self.pcie_gb_s
+        return None if both is None else both / 2 * 1e9
+
+    @property
+    def host_link_bytes_per_second(self) -> float | None:
+        """One direction, to the memory of the machine."""
+        return None if self.pcie_gb_s is None else self.pcie_gb_s / 2 * 1e9
+
+
+CPU = "CPU rank"
+
+
+def cpu_rank(usable_bytes: int) -> Hardware:
+    """Return a rank on the CPU, with its share of the host's memory. Its speed is not known."""
+    return Hardware(CPU, memory_gb=usable_bytes / 1e9, bandwidth_gb_s=1.0, usable_gib=usable_bytes / GIB, devices_per_machine=None)
+
+
+_NUMBERS = ("memory_gb", "bandwidth_gb_s", "usable_gib", "nvlink_gb_s", "pcie_gb_s", "network_gb_s", "matmul_tflops", "dollars_per_hour")
+_PEAKS = ("bf16_tflops", "fp16_tflops", "fp8_tflops", "tf32_tflops", "fp32_tflops")
+_KEYS = (*_NUMBERS, *_PEAKS, "devices_per_machine", "device_names", "source", "name")
+_MAY_BE_ZERO = ("nvlink_gb_s",)
+
+
+def squeezed(name: str) -> str:
+    """`a100 80gb`, `A100-80GB` and `A100_80GB` are one name."""
+    return re.sub(r"[\s_-]+", "", name).casefold()
+
+
+@cache
+def known_hardware() -> Mapping[str, Hardware]:
+    """Every GPU of the table, by its name."""
+    table: dict[str, dict[str, Any]] = yaml.load(TABLE.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return {name: _hardware(name, fields) for name, fields in table.items()}
+
+
+def find_hardware(name: str) -> Hardware:
+    """A GPU by its name (case, spaces and hyphens do not count), by its driver's name, or from a YAML file of the user's.
+
+    FsdpTuneError `unknown-gpu` lists what there is; `wrong-gpu-file` says what is wrong in the file.
+    """
+    if name.endswith((".yaml", ".yml")):
+        return read_hardware(Path(name))
+    table = known_hardware()
+    by_squeezed = {squeezed(known): known for known in table}
+    if (exact := by_squeezed.get(squeezed(name))) is not None:
+        return table[exact]
+    if (detected := detect(name)) is not None:
+        return detected
+    family = squeezed(name.split("-")[0])
+    beginnings = [
+        [known for short, known in by_squeezed.items() if start and short.startswith(start)] for start in (squeezed(name), family)
+    ]
+    close = next(filter(None, beginnings), None) or [
+        by_squeezed[short] for short in difflib.get_close_matches(squeezed(name), by_squeezed, n=3, cutoff=0.6)
+    ]
+    meant = f"did you mean {' or '.join(close)}? " if close else ""
+    hint = f"{meant}Known: {', '.join(table)}; or a YAML file with memory_gb, bandwidth_gb_s, bf16_tflops …"
+    raise usage_error("unknown-gpu", f"`{name}` is no GPU of the table", hint=hint, where=Where("--gpu"))
+
+
+def detect(device_name: str | None) -> Hardware | None:
+    """The GPU that a driver calls so; None for one that is not in the table (A10G is no A10)."""
+    wanted = squeezed(device_name or "")
+    return next((gpu for gpu in known_hardware().values() if wanted in map(squeezed, gpu.device_names)), None)
+
+
+def read_hardware(path: Path) -> Hardware:
+    """A GPU from a user's YAML file: the keys of `hardware.yaml`, and `name`, `network_gb_s`, `devices_per_machine`, `dollars_per_hour`."""
+    try:
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise usage_error("wrong-gpu-file", f"{path} cannot be read: {error}", where=Where(str(path))) from error
+    if not isinstance(content, dict):
+        raise usage_error("wrong-gpu-file", f"{path} is no mapping of keys to values", where=Where(str(path)))
+    fields = cast(dict[Any, Any], content)
+    wrong = [*_wrong_keys(fields), *_wrong_values(fields)]
+    if wrong:
+        raise FsdpTuneError(*(Problem("wrong-gpu-file", message, Where(str(path), key=key)) for key, message in wrong))
+    return _hardware(str(fields.pop("name", path.stem)), fields)
+
+
+def _wrong_keys(fields: dict[Any, Any]) -> list[tuple[str, str]]:
+    unknown = [str(key) for key in fields if key not in _KEYS]
+    wrong: list[tuple[str, str]] = []
+    for key in unknown:
+        close = difflib.get_close_matches(key, _KEYS, n=1)
+        wrong.append((key, f"unknown key `{key}`" + (f": did you mean `{close[0]}`?" if close else f"; known: {', '.join(_KEYS)}")))
+    return wrong + [(key, f"`{key}` is missing") for key in ("memory_gb", "bandwidth_gb_s") if fields.get(key) is None]
+
+
+def _wrong_values(fields: dict[Any, Any]) -> list[tuple[str, str]]:
+    wrong: list[tuple[str, str]] = []
+    for key in (*_NUMBERS, *_PEAKS, "devices_per_machine"):
+        value = fields.get(key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+        if value is not None and not (is_number and (value > 0 or key in _MAY_BE_ZERO)):
+            wrong.append((key, f"`{key}` must be a number above zero, not {value!r}"))
+    if not isinstance(fields.get("devices_per_machine", 1), int | None):
+        wrong.append(("devices_per_machine", "`devices_per_machine` must be a whole number"))
+    return wrong
+
+
+def _hardware(name: str, fields: Mapping[str, Any]) -> Hardware:
+    values: dict[str, Any] = dict(fields)
+    values["device_names"] = tuple(values.get("device_names") or ())
+    return Hardware(name=name, **values)

@@ -1,0 +1,286 @@
+"""CUDA's caching allocator, byte for byte: what a list of allocations and frees makes it reserve.
+
+The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with the default settings (no `max_split_size_mb`, no garbage
+collection, no rounding to powers of two), with plain segments and with `expandable_segments:True`. Names in comments are
+that file's. Memory that was used on another stream is taken to be free at once: FSDP2 orders its streams by waiting and
+calls no `record_stream`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from fsdp_tune.core.units import KIB, MIB
+
+MIN_BLOCK = 512  # kMinBlockSize: all sizes are rounded up to it
+SMALL = MIB  # kSmallSize: up to here an allocation comes from the small pool
+SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
+LARGE_SEGMENT = 20 * MIB  # kLargeBuffer
+MIN_LARGE = 10 * MIB  # kMinLargeAlloc: from here on a segment of its own
+ROUND_LARGE = 2 * MIB  # kRoundLarge
+assert MIN_BLOCK * 2 == KIB
+
+
+class DeviceMemoryError(Exception):
+    """The card is full, even after all cached memory was given back."""
+
+    def __init__(self, wanted_bytes: int, reserved_bytes: int, allocated_bytes: int) -> None:
+        super().__init__(f"{wanted_bytes} more bytes do not fit")
+        self.wanted_bytes, self.reserved_bytes, self.allocated_bytes = wanted_bytes, reserved_bytes, allocated_bytes
+
+
+class Block:
+    """A piece of a segment. `mapped` is false only for the rest of an expandable segment that has no memory behind it."""
+
+    __slots__ = ("allocated", "mapped", "next", "offset", "pool", "prev", "segment", "size")
+
+    def __init__(self, pool: Pool, segment: int, offset: int, size: int, *, mapped: bool = True) -> None:
+        self.pool, self.segment, self.offset, self.size, self.mapped = pool, segment, offset, size, mapped
+        self.prev: Block | None = None
+        self.next: Block | None = None
+        self.allocated = False
+
+    @property
+    def is_free(self) -> bool:
+        return not self.allocated and self.mapped
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Best fit: the smallest that is large enough, then the lowest address."""
+        return (self.size, self.segment, self.offset)
+
+
+class Pool:
+    """The free blocks of one stream, small or large: `keys` is sorted, `blocks` has the same order."""
+
+    __slots__ = ("blocks", "keys", "last", "page", "small")
+
+    def __init__(self, *, small: bool) -> None:
+        self.small = small
+        self.page = SMALL_SEGMENT if small else LARGE_SEGMENT  # what an expandable segment maps at a time
+        self.keys: list[tuple[int, int, int]] = []
+        self.blocks: dict[tuple[int, int, int], Block] = {}
+        self.last: Block | None = None  # last mapped block of the pool's expandable segment
+
+    def add(self, block: Block) -> None:
+        key = block.key
+        insort(self.keys, key)
+        self.blocks[key] = block
+
+    def remove(self, block: Block) -> None:
+        key = block.key
+        del self.keys[bisect_left(self.keys, key)]
+        del self.blocks[key]
+
+
+def rounded(size_bytes: int) -> int:
+    """round_size."""
+    return MIN_BLOCK if size_bytes < MIN_BLOCK else -(-size_bytes // MIN_BLOCK) * MIN_BLOCK
+
+
+def segment_size(size_bytes: int) -> int:
+    """get_allocation_size: what is asked of the driver for a block of this (rounded) size."""
+    if size_bytes <= SMALL:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size_bytes < MIN_LARGE else -(-size_bytes // ROUND_LARGE) * ROUND_LARGE
+
+
+class CachingAllocator:
+    """One device. `capacity_bytes` is what the process can get from the driver; None for a card without end."""
+
+    def __init__(self, *, expandable: bool, capacity_bytes: int | None = None) -> None:
+        self.expandable, self.capacity_bytes = expandable, capacity_bytes
+        self.allocated_bytes = self.reserved_bytes = 0
+        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self.retries = 0  # num_alloc_retries: how often all cached memory was given back
+        self._pools: dict[tuple[int, bool], Pool] = {}
+        self._segments = 0
+
+    def allocate(self, size_bytes: int, stream: int = 0) -> Block:
+        """DeviceMemoryError when the card is full."""
+        size = rounded(size_bytes)
+        small = size <= SMALL
+        pool = self._pools.get((stream, small))
+        if pool is None:
+            pool = self._pools[stream, small] = Pool(small=small)
+        block = self._best_fit(pool, size) or self._from_driver(pool, size)
+        rest = block.size - size
+        if rest >= MIN_BLOCK if (small or self.expandable) else rest > SMALL:  # should_split
+            self._split(block, size)
+        block.allocated = True
+        self.allocated_bytes += block.size
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        self.allocated_bytes -= block.size
+        block.allocated = False
+        for other in (block.prev, block.next):
+            if other is not None and other.is_free:
+                block.pool.remove(other)
+                self._swallow(block, other)
+        block.pool.add(block)
+
+    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+        """get_free_block."""
+        at = bisect_left(pool.keys, (size, -1, -1))
+        if at == len(pool.keys):
+            return None
+        block = pool.blocks[pool.keys[at]]
+        # A free block that could still grow counts as the size that it could grow to: any larger hole is taken first.
+        if block is pool.last and at + 1 < len(pool.keys):
+            block = pool.blocks[pool.keys[at + 1]]
+        pool.remove(block)
+        return block
+
+    def _split(self, block: Block, size: int) -> None:
+        tail = Block(block.pool, block.segment, block.offset + size, block.size - size)
+        tail.prev, tail.next, block.next = block, block.next, tail
+        if tail.next is not None:
+            tail.next.prev = tail
+        block.size = size
+        if block.pool.last is block:
+            block.pool.last = tail
+        block.pool.add(tail)
+
+    def _swallow(self, block: Block, other: Block) -> None:
+        """`block` takes over its free neighbour."""
+        if other is block.prev:
+            block.offset, block.prev = other.offset, other.prev
+            if block.prev is not None:
+                block.prev.next = block
+        else:
+            block.next = other.next
+            if block.next is not None:
+                block.next.prev = block
+        block.size += other.size
+        if block.pool.last is other:
+            block.pool.last = block
+
+    # ---- Memory from the driver
+
+    def _from_driver(self, pool: Pool, size: int) -> Block:
+        """alloc_block, after get_free_block found nothing: as the card has it, else once more without any cached memory."""
+        block = self._new(pool, size)
+        if block is None:
+            self.retries += 1
+            self.give_back_cached()
+            block = self._new(pool, size)
+        if block is None:
+            raise DeviceMemoryError(size, self.reserved_bytes, self.allocated_bytes)
+        return block
+
+    def _new(self, pool: Pool, size: int) -> Block | None:
+        if self.expandable:
+            return self._expand(pool, size)
+        if not self._reserve(segment_size(size)):
+            return None
+        self._segments += 1
+        return Block(pool, self._segments, 0, segment_size(size))
+
+    def _reserve(self, size: int) -> bool:
+        if self.capacity_bytes is not None and self.reserved_bytes + size > self.capacity_bytes:
+            return False
+        self.reserved_bytes += size
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return True
+
+    def _expand(self, pool: Pool, size: int) -> Block | None:
+        """try_allocate_expandable_block: the lowest hole without memory that is wide enough, with the free block before it."""
+        hole = self._hole(pool, size)
+        if hole is None:
+            tail = pool.last
+            free = tail.size if tail is not None and tail.is_free else 0
+            more = -(-(size - free) // pool.page) * pool.page
+            if not self._reserve(more):
+                return None
+            end = 0 if tail is None else tail.offset + tail.size
+            segment = 0 if tail is None else tail.segment
+            if tail is None:
+                self._segments += 1
+                segment = self._segments
+            block = Block(pool, segment, end, more)
+            block.prev = tail
+            if tail is not None:
+                tail.next = block
+            pool.last = block
+        else:
+            block = self._map(pool, hole, size)
+            if block is None:
+                return None
+        for other in (block.prev, block.next):
+            if other is not None and other.is_free:
+                pool.remove(other)
+                self._swallow(block, other)
+        return block
+
+    def _hole(self, pool: Pool, size: int) -> Block | None:
+        """An unmapped piece between mapped ones, left behind by `give_back_cached`."""
+        if not self.retries:
+            return None
+        found, block = None, pool.last
+        while block is not None:
+            if not block.mapped:
+                room = sum(b.size for b in (block.prev, block, block.next) if b is not None and (b is block or b.is_free))
+                if room >= size:
+                    found = block
+            block = block.prev
+        return found
+
+    def _map(self, pool: Pool, hole: Block, size: int) -> Block | None:
+        """Puts memory behind the beginning of a hole."""
+        before = hole.prev.size if hole.prev is not None and hole.prev.is_free else 0
+        more = min(hole.size, -(-(size - before) // pool.page) * pool.page)
+        if not self._reserve(more):
+            return None
+        if more < hole.size:
+            rest = Block(pool, hole.segment, hole.offset + more, hole.size - more, mapped=False)
+            rest.prev, rest.next, hole.next = hole, hole.next, rest
+            if rest.next is not None:
+                rest.next.prev = rest
+            hole.size = more
+        hole.mapped = True
+        return hole
+
+    def give_back_cached(self) -> None:
+        """release_cached_blocks: whole free segments, or the whole pages inside free blocks of expandable ones."""
+        for pool in self._pools.values():
+            for block in [pool.blocks[key] for key in pool.keys]:
+                if self.expandable:
+                    self._unmap(pool, block)
+                elif block.prev is None and block.next is None:
+                    pool.remove(block)
+                    self.reserved_bytes -= block.size
+
+    def _unmap(self, pool: Pool, block: Block) -> None:
+        """unmap_block: pages that lie wholly inside the free block lose their memory, not their address."""
+        begin = -(-block.offset // pool.page) * pool.page
+        end = (block.offset + block.size) // pool.page * pool.page
+        if begin >= end:
+            return
+        pool.remove(block)
+        self.reserved_bytes -= end - begin
+        head, tail = begin - block.offset, block.offset + block.size - end
+        if tail:
+            after = Block(pool, block.segment, end, tail)
+            after.prev, after.next = block, block.next
+            if block.next is not None:
+                block.next.prev = after
+            block.next = after
+            pool.last = after if pool.last is block else pool.last
+            pool.add(after)
+        if head:
+            before = Block(pool, block.segment, block.offset, head)
+            before.prev, before.next = block.prev, block
+            if block.prev is not None:
+                block.prev.next = before
+            block.prev = before
+            pool.add(before)
+        block.offset, block.size, block.mapped = begin, end - begin, False
+        if pool.last is block:  # the end of the range: what is not mapped there is no hole but room to grow
+            last = block.prev
+            while last is not None and not last.mapped:
+                last = last.prev
+            pool.last = last
+            if last is not None:
+                last.next = None

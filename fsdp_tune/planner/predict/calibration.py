@@ -1,0 +1,101 @@
+"""What a machine's own runs teach: one factor a GPU, by which its compute is slower or faster than the constants say."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.atomic import write_json
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.planner.hardware.efficiency import Efficiency, efficiency_of
+from fsdp_tune.planner.hardware.gpus import Hardware, detect
+from fsdp_tune.planner.predict.timing import UnknownFigure, step_time
+from fsdp_tune.planner.trace_format import Trace
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run.directory import RunDir
+
+FEWEST_LINES = 3
+"""Lines of metrics.jsonl; the first is left out, since it has the warm-up in it."""
+_FACTORS = (0.1, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    recipe: Recipe
+    step_seconds: float
+    """Median over the lines of metrics.jsonl."""
+    steps: int
+
+
+def read_run(path: Path, hardware: Hardware) -> Measured:
+    """What a run on `hardware` took. FsdpTuneError for a run on something else, or with too few lines."""
+    run = RunDir(path)
+    try:
+        recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
+        devices: list[dict[str, Any]] = json.loads(run.environment_json.read_text(encoding="utf-8")).get("devices", [])
+        lines = run.metrics()
+    except (OSError, ValueError) as error:
+        raise usage_error("calibrate-no-run", f"{path} is no run that can be learnt from: {error}") from error
+    found = detect(devices[0].get("name")) if devices and recipe.launch.device == "cuda" else None
+    if found is None or found.name != hardware.name:
+        ran_on = devices[0].get("name") if devices and recipe.launch.device != "cpu" else "the CPU"
+        raise usage_error("calibrate-no-run", f"{path} ran on {ran_on}, and {hardware.name} is to be learnt")
+    took = [(line["step"], line["step_seconds"]) for line in lines if "loss" in line and line.get("step_seconds")][1:]
+    if len(took) < FEWEST_LINES:
+        raise usage_error("calibrate-no-run", f"{path} has {len(took)} lines of steps after the first; {FEWEST_LINES} are the least")
+    return Measured(recipe, statistics.median(seconds for _, seconds in took), int(took[-1][0]))
+
+
+def learn(cache: Path, hardware: Hardware, measured: Measured, trace: Trace) -> tuple[Efficiency, float]:
+    """The constants with which the run's own recipe takes what it took, and measured ÷ predicted before. Written to the cache."""
+    machines = measured.recipe.launch.num_machines
+    try:
+        predicted = step_time(trace, hardware, machines).step_seconds
+        low, high = _FACTORS
+        for _ in range(20):
+            middle = (low * high) ** 0.5
+            slower = step_time(trace, hardware, machines, scaled(efficiency_of(hardware), middle)).step_seconds
+            low, high = (middle, high) if slower < measured.step_seconds else (low, middle)
+    except UnknownFigure as error:
+        raise usage_error("calibrate-no-run", f"the time on {hardware.name} cannot be predicted: {error}") from error
+    factor = (low * high) ** 0.5
+    known = _read(cache)
+    known[hardware.name] = {"factor": factor, "steps": measured.steps}
+    cache.mkdir(parents=True, exist_ok=True)
+    write_json(_file(cache), known)
+    return scaled(efficiency_of(hardware), factor), measured.step_seconds / predicted
+
+
+def scaled(efficiency: Efficiency, factor: float) -> Efficiency:
+    """Compute that takes `factor` times as long."""
+    return replace(
+        efficiency,
+        matmul=efficiency.matmul / factor,
+        attention_forward=efficiency.attention_forward / factor,
+        attention_backward=efficiency.attention_backward / factor,
+        bandwidth=efficiency.bandwidth / factor,
+        is_measured=True,
+    )
+
+
+def learnt_efficiency(cache: Path, hardware: Hardware) -> Efficiency | None:
+    """What was learnt of this GPU on this machine; None for nothing."""
+    found = _read(cache).get(hardware.name)
+    return scaled(efficiency_of(hardware), found["factor"]) if found else None
+
+
+def _file(cache: Path) -> Path:
+    return cache / "calibration.json"
+
+
+def _read(cache: Path) -> dict[str, dict[str, float]]:
+    path = _file(cache)
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise usage_error("calibration-damaged", f"{path} is damaged: {error}", hint="remove it") from error

@@ -1,0 +1,141 @@
+"""How long collectives take, and over which links their bytes go: rings and trees as NCCL builds them.
+
+Latencies are those of NCCL's own tuning model (src/graph/tuning.cc of 2.20: `baseLat`, `hwLat`); bandwidth is the slowest link of the
+ring times what nccl-tests reach on it. A ring of several machines crosses each border over all network cards of the machine at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fsdp_tune.planner.hardware.gpus import Hardware
+
+NVLINK_SHARE = 0.8
+"""Of one direction: nccl-tests' bus bandwidth is 235–240 of 300 GB/s on 8 × A100 SXM, 360–370 of 450 on 8 × H100 SXM."""
+PCIE_SHARE = 0.4
+"""Without peer access each byte goes through host memory."""
+NETWORK_SHARE = 0.8
+"""InfiniBand with GPUDirect."""
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """One of NCCL's ways to send: latencies in µs of the start and of a hop, for rings; and the share of the bandwidth that it can use."""
+
+    bandwidth: float
+    ring_start: float
+    ring_nvlink: float
+    ring_pcie: float
+    ring_network: float
+    tree_start: float
+    tree_nvlink: float
+    tree_pcie: float
+    tree_network: float
+
+
+PROTOCOLS = (
+    Protocol(0.25, 6.6, 0.6, 1.0, 2.7, 6.8, 0.6, 1.0, 5.0),  # LL
+    Protocol(0.92, 14.0, 1.9, 2.5, 4.0, 14.0, 1.25, 1.9, 8.5),  # LL128
+    Protocol(1.00, 8.4, 3.4, 5.7, 14.0, 8.4, 4.0, 4.0, 14.0),  # Simple
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that take part, and the machines that they lie on (as many on each)."""
+
+    ranks: int
+    machines: int
+
+    @property
+    def local_ranks(self) -> int:
+        return max(1, self.ranks // self.machines)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Ranks in the order of the mesh: machine by machine, the shards of one copy next to each other."""
+
+    world_size: int
+    machines: int
+    shard_size: int
+    replicate_size: int
+
+    @property
+    def local_size(self) -> int:
+        return max(1, self.world_size // self.machines)
+
+    def group(self, name: str) -> Group:
+        """`shard`, `replicate` or `world`, of the trace."""
+        if name == "world":
+            return Group(self.world_size, self.machines)
+        if name == "shard":
+            return Group(self.shard_size, max(1, math.ceil(self.shard_size / self.local_size)))
+        copies_per_machine = max(1, self.local_size // self.shard_size)
+        return Group(self.replicate_size, max(1, math.ceil(self.replicate_size / copies_per_machine)))
+
+
+def bus_bytes_per_second(group: Group, hardware: Hardware) -> float | None:
+    """Of one ring through the group; None where a link's speed is unknown.
+
+    Other groups of the same kind run at the same time and share a machine's network cards: each rank brings its own card's worth.
+    """
+    speeds: list[float | None] = []
+    if group.local_ranks > 1:
+        link = hardware.machine_link_bytes_per_second
+        speeds.append(None if link is None else link * (NVLINK_SHARE if hardware.nvlink_gb_s else PCIE_SHARE))
+    if group.machines > 1:
+        network = hardware.network_gb_s
+        speeds.append(None if network is None else network * 1e9 * NETWORK_SHARE * group.local_ranks)
+    known = [speed for speed in speeds if speed is not None]
+    return min(known) if len(known) == len(speeds) and known else None
+
+
+def collective_seconds(kind: str, size_bytes: float, group: Group, hardware: Hardware) -> float | None:
+    """`size_bytes` is the whole buffer: output of an all-gather, input of a reduce-scatter, tensor of an all-reduce or broadcast.
+
+    The fastest of NCCL's protocols, and for sums of rings and trees, as NCCL chooses by the same figures. None: a link is unknown.
+    """
+    n = group.ranks
+    if n == 1:
+        return 0.0
+    bus = bus_bytes_per_second(group, hardware)
+    if bus is None:
+        return None
+    passes = 2 if kind == "all_reduce" else 1
+    share = (n - 1) / n if kind != "broadcast" else 1.0
+    # So many steps cross from machine to machine: NCCL's `nInterSteps`.
+    borders = 0 if group.machines == 1 else 2 * group.machines if kind == "all_reduce" else group.machines - 1
+    hops = max(0, passes * (n - 1) - borders)
+    is_nvlink = bool(hardware.nvlink_gb_s)
+    best = math.inf
+    for protocol in PROTOCOLS:
+        local = protocol.ring_nvlink if is_nvlink else protocol.ring_pcie
+        latency = protocol.ring_start + hops * local + borders * protocol.ring_network
+        best = min(best, latency * 1e-6 + passes * share * size_bytes / (bus * protocol.bandwidth))
+        if kind == "all_reduce":
+            local = protocol.tree_nvlink if is_nvlink else protocol.tree_pcie
+            latency = protocol.tree_start + 2 * ((group.local_ranks - 1) * local + math.log2(group.machines) * protocol.tree_network)
+            best = min(best, latency * 1e-6 + 2 * size_bytes / (bus * protocol.bandwidth))
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """Bytes that one device sends in one step."""
+
+    machine_link_bytes: int
+    """NVLink or PCIe, to devices of the same machine."""
+    network_bytes: int
+    """To other machines: this device's share of what its machine sends."""
+
+
+def sent_bytes(kind: str, size_bytes: int, group: Group) -> Volume:
+    """What a rank of a ring sends; of the machine's ranks one has its next neighbour on another machine."""
+    if group.ranks == 1:
+        return Volume(0, 0)
+    passes = 2 if kind == "all_reduce" else 1
+    total = passes * size_bytes * (group.ranks - 1) / group.ranks
+    across = 1 / group.local_ranks if group.machines > 1 else 0.0
+    return Volume(round(total * (1 - across)), round(total * across))

@@ -1,0 +1,271 @@
+"""`plan(recipe, hardware, trace)`: everything that is predicted of one recipe on one kind of GPU, as data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.units import GIB
+from fsdp_tune.planner.hardware.efficiency import Efficiency, efficiency_of
+from fsdp_tune.planner.hardware.gpus import CPU, Hardware
+from fsdp_tune.planner.predict.depth import full_depth
+from fsdp_tune.planner.predict.fits import CONTEXT_BYTES, Fit, Fits, fit
+from fsdp_tune.planner.predict.memory import Memory
+from fsdp_tune.planner.predict.mfu import ModelSize, expert_count, mfu
+from fsdp_tune.planner.predict.timing import HOST_BYTES_PER_SECOND, StepTime, UnknownFigure, step_time
+from fsdp_tune.planner.predict.totals import disk, host_memory, total_steps
+from fsdp_tune.planner.trace_format import Segments, Trace
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.world import batch_arithmetic
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`as_dict` is plan.json and `plan --json`. Unknown is None; sizes in GiB (2³⁰ bytes) of one device unless named otherwise."""
+
+    recipe: str
+    gpu: str
+    num_processes: int
+    num_machines: int
+    fits: Fits
+    fits_because: str
+    peak_allocated_gib: float
+    peak_reserved_gib: float
+    device_gib: float
+    """Reserved, context and NCCL: what nvidia-smi shows."""
+    usable_gib: float
+    where: str
+    components: dict[str, float]
+    """At the moment of the peak; with context and NCCL, which are beside it. The sum of the others is `peak_allocated_gib`."""
+    step_seconds: float | None
+    tokens_per_second_per_device: float | None
+    mfu: float | None
+    time: dict[str, Any]
+    communication_gib: dict[str, float | None]
+    host_gib_per_machine: dict[str, float]
+    disk_gib: dict[str, float | None]
+    run: dict[str, float | None]
+    batch: str
+    tokens_per_step: int
+    errors: dict[str, Any]
+    """Figure → what its error was on published runs: median, 90th percentile, rows."""
+    unknown: list[str]
+    assumptions: list[str]
+    recipe_changes: dict[str, Any]
+    """Key → value, against the recipe that was asked for; empty for itself."""
+    place: int | None = None
+    """In a ranking, from 1; the places between those that are shown are of recipes that are not."""
+    decided: dict[str, str] = field(default_factory=dict[str, str])
+    """What the recipe leaves to a plan: key → the value, and why."""
+    alternatives: tuple[Plan, ...] = ()
+    scaling: tuple[dict[str, Any], ...] = ()
+    best_because: str | None = None
+    smallest_hardware: dict[str, Any] | None = None
+    memory: Memory | None = None
+    """With the timeline; not in the JSON."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON: no alternatives of alternatives, no timeline."""
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "memory"}
+        fields["alternatives"] = [_short(other) for other in self.alternatives]
+        return fields
+
+
+_SHORT = (
+    "place",
+    "recipe_changes",
+    "fits",
+    "fits_because",
+    "peak_allocated_gib",
+    "peak_reserved_gib",
+    "device_gib",
+    "step_seconds",
+    "tokens_per_second_per_device",
+    "mfu",
+    "components",
+    "num_processes",
+    "batch",
+)
+
+
+def _short(plan: Plan) -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in _SHORT} | {"is_yours": not plan.recipe_changes}
+
+
+def plan(
+    recipe: Recipe,
+    hardware: Hardware,
+    trace: Trace,
+    *,
+    rows: int | None = None,
+    tokens: int | None = None,
+    segments: Segments = "expandable",
+    efficiency: Efficiency | None = None,
+    recipe_changes: dict[str, Any] | None = None,
+) -> Plan:
+    """What a resolved `recipe` needs on `hardware`, from the `trace` of its step. Pure.
+
+    `rows` and `tokens`: of the prepared training data, where they are known. `efficiency`: learnt from a run of this machine.
+    """
+    efficiency = efficiency or efficiency_of(hardware)
+    trace = full_depth(trace)
+    found = fit(trace, hardware, segments=segments)
+    unknown: list[str] = []
+    timed: StepTime | None = None
+    try:
+        timed = step_time(trace, hardware, recipe.launch.num_machines, efficiency)
+    except UnknownFigure as error:
+        unknown.append(f"step_seconds: {error}")
+    tokens_per_device = trace.shapes.micro_batch * trace.shapes.accumulation * trace.shapes.tokens
+    speed = tokens_per_device / timed.step_seconds if timed else None
+    return Plan(
+        recipe=recipe.name or "recipe",
+        gpu=hardware.name,
+        num_processes=recipe.world_size,
+        num_machines=recipe.launch.num_machines,
+        fits=found.answer,
+        fits_because=found.because,
+        **_memory(found, hardware),
+        step_seconds=timed.step_seconds if timed else None,
+        tokens_per_second_per_device=speed,
+        mfu=_mfu(trace, hardware, speed, unknown),
+        time=_time(timed),
+        communication_gib=_communication(timed),
+        host_gib_per_machine=_host(recipe, trace, found.memory),
+        disk_gib=_disk(recipe, trace, tokens, unknown),
+        run=_run(recipe, hardware, timed, rows, unknown),
+        batch=batch_arithmetic(recipe),
+        tokens_per_step=tokens_per_device * recipe.dp_size,
+        errors=accuracy(recipe.launch.num_machines),
+        unknown=unknown,
+        assumptions=_assumptions(trace, hardware, efficiency, segments),
+        recipe_changes=recipe_changes or {},
+    )
+
+
+def _memory(found: Fit, hardware: Hardware) -> dict[str, Any]:
+    memory = found.memory
+    components = {name: size / GIB for name, size in memory.components.items()}
+    if hardware.name == CPU:
+        components["process"] = found.outside_bytes / GIB
+    else:
+        components["CUDA context"] = CONTEXT_BYTES / GIB
+    if found.outside_bytes > CONTEXT_BYTES and hardware.name != CPU:
+        components["NCCL"] = (found.outside_bytes - CONTEXT_BYTES) / GIB
+    return {
+        "peak_allocated_gib": memory.peak_allocated_bytes / GIB,
+        "peak_reserved_gib": memory.peak_reserved_bytes / GIB,
+        "device_gib": found.device_bytes / GIB,
+        "usable_gib": found.usable_bytes / GIB,
+        "where": memory.where,
+        "components": components,
+        "memory": memory,
+    }
+
+
+def model_size(trace: Trace) -> ModelSize | None:
+    """None where it is not known how many parameters a token meets."""
+    counts = trace.counts
+    if counts.active_parameters is None:
+        return None
+    return ModelSize(counts.active_parameters, counts.layers, counts.attention_heads, counts.head_dim)
+
+
+def _mfu(trace: Trace, hardware: Hardware, speed: float | None, unknown: list[str]) -> float | None:
+    peak = hardware.peak_flops("bf16")
+    if peak is None:
+        unknown.append(f"mfu: {hardware.name} has no known dense bf16 peak")
+    size = model_size(trace)
+    if size is None:
+        unknown.append("mfu: the model's configuration does not say how many experts a token meets")
+    return None if speed is None or size is None else mfu(size, float(trace.shapes.tokens), speed, peak)
+
+
+def _time(timed: StepTime | None) -> dict[str, Any]:
+    if timed is None:
+        return {}
+    return {
+        "phases": timed.phases,
+        "compute_seconds": timed.compute_seconds,
+        "communication_seconds": timed.communication_seconds,
+        "exposed_seconds": timed.exposed_seconds,
+        "waiting_for_host_seconds": timed.issue_seconds,
+    }
+
+
+def _communication(timed: StepTime | None) -> dict[str, float | None]:
+    return {
+        "within_machine": timed.volume.machine_link_bytes / GIB if timed else None,
+        "between_machines": timed.volume.network_bytes / GIB if timed else None,
+    }
+
+
+def _host(recipe: Recipe, trace: Trace, memory: Memory) -> dict[str, float]:
+    host = host_memory(recipe, trace, memory)
+    parts = {name.removesuffix("_bytes"): size / GIB for name, size in asdict(host).items()}
+    return {"peak": host.peak_bytes / GIB, **parts}
+
+
+def _disk(recipe: Recipe, trace: Trace, tokens: int | None, unknown: list[str]) -> dict[str, float | None]:
+    needed = disk(recipe, trace, tokens)
+    if needed.cache_bytes is None:
+        unknown.append("disk_gib.cache: the data is not prepared")
+    most = None if needed.most_checkpoints is None else needed.most_checkpoints * needed.checkpoint_bytes / GIB
+    return {
+        "checkpoint": needed.checkpoint_bytes / GIB,
+        "checkpoints_at_most": most,
+        "merged": needed.merged_bytes / GIB,
+        "cache": None if needed.cache_bytes is None else needed.cache_bytes / GIB,
+    }
+
+
+def _run(recipe: Recipe, hardware: Hardware, timed: StepTime | None, rows: int | None, unknown: list[str]) -> dict[str, float | None]:
+    steps = total_steps(recipe, rows)
+    if steps is None:
+        unknown.append("run.steps: how many rows there are is known when the data is prepared")
+    seconds = steps * timed.step_seconds if steps is not None and timed else None
+    price = hardware.dollars_per_hour
+    cost = seconds / 3600 * recipe.world_size * price if seconds is not None and price is not None else None
+    if price is None:
+        unknown.append("run.dollars: no price is given (`dollars_per_hour` of a GPU file)")
+    return {"steps": steps, "seconds": seconds, "dollars": cost}
+
+
+def _assumptions(trace: Trace, hardware: Hardware, efficiency: Efficiency, segments: Segments) -> list[str]:
+    attention: list[str] = trace.facts.get("attention") or ["unknown"]
+    said = [
+        f"attention kernels: {', '.join(attention)}",
+        f"allocator: {'expandable segments' if segments == 'expandable' else 'plain segments'}",
+        "every row is as long as data.max_length",
+    ]
+    if not efficiency.is_measured and hardware.name != CPU:
+        said.append(f"nobody has published what {hardware.name} multiplies; the share of its peak is that of cards that were measured")
+    experts, shards = expert_count(trace.facts.get("config", {})), trace.shapes.shard_size
+    if experts > 1 and experts % shards:
+        fullest = -(-experts // shards)
+        said.append(f"stacked experts are sharded whole: planned is the fullest of {shards} ranks, with {fullest} of a layer's {experts}")
+    if any(name.startswith("host ") for name in trace.op_names):
+        said.append(f"the host's memory moves {HOST_BYTES_PER_SECOND / 1e9:g} GB/s, shared by the ranks of a machine")
+    if "_scaled_mm" in trace.op_names:
+        said.append(
+            "a cast to fp8 is a pass over memory of its own; compiled layers fuse casts, so with `kernels.compile` a step is shorter"
+        )
+    if hardware.name == CPU:
+        said.append("the host's allocator holds as much memory as CUDA's would, and its attention kernel keeps as much as CUDA's")
+    if hardware.usable_gib is None:
+        said.append(f"what CUDA gives of {hardware.name}'s memory is not known: {hardware.memory_gb:g} × 10⁹ bytes are taken")
+    return said
+
+
+# ---- How wrong the figures of a plan were on published runs: what the benchmarks measured, kept beside the code that is measured.
+
+TABLE = Path(__file__).with_name("accuracy.json")
+
+
+def accuracy(machines: int) -> dict[str, Any]:
+    """Figure → {median_percent, p90_percent, rows}, of sources that no constant was fitted on; time on one machine, or over several."""
+    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    time = table["step_seconds_over_machines" if machines > 1 else "step_seconds_on_one_machine"]
+    return {name: table[name] for name in ("peak_allocated_gib", "peak_reserved_gib")} | {"step_seconds": time}

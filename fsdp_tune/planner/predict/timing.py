@@ -1,0 +1,297 @@
+"""How long a traced step takes: each operation by a roofline, each collective by its links, on streams that wait for each other.
+
+Nothing here knows what FSDP is. The trace has the operations of every stream in the order in which the host issues them, and who waits
+for whom; the clocks of the streams then give what is hidden behind compute and what is exposed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdp_tune.core.units import MIB
+from fsdp_tune.planner.hardware.efficiency import MASKED_SHARE, Efficiency, efficiency_of
+from fsdp_tune.planner.hardware.gpus import Hardware
+from fsdp_tune.planner.predict.collectives import Topology, Volume, collective_seconds, sent_bytes
+from fsdp_tune.planner.predict.depth import full_depth
+from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, GROUPS, PHASES, Records, Trace
+
+Seconds = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One optimizer step, all micro-batches. Seconds of one rank; the ranks are taken to be alike."""
+
+    step_seconds: float
+    phases: dict[str, float]
+    """Time from the first to the last operation of forward, loss, backward, clip and optimizer on the compute stream."""
+    compute_seconds: float
+    """The compute stream at work."""
+    communication_seconds: float
+    """Collectives at work, hidden or not."""
+    exposed_seconds: float
+    """The compute stream waiting for other streams: communication that is not hidden, and copies."""
+    issue_seconds: float
+    """The compute stream waiting for the host to issue work."""
+    volume: Volume
+    """What this device sends in a step."""
+
+
+class UnknownFigure(Exception):
+    """A figure of the card that the time depends on is not known: its message says which."""
+
+
+def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Efficiency | None = None) -> StepTime:
+    """Simulates the last traced step at the model's full depth. UnknownFigure where the card's table has a gap that matters."""
+    trace = full_depth(trace)
+    efficiency = efficiency or efficiency_of(hardware)
+    shapes = trace.shapes
+    topology = Topology(shapes.world_size, machines, shapes.shard_size, shapes.replicate_size)
+    ops, collectives, waits = (trace.steady(table) for table in (trace.ops, trace.collectives, trace.waits))
+    collectives = in_buckets(trace, collectives)
+    durations = op_seconds(trace, ops, hardware, efficiency, topology.local_size)
+    transfers = _transfer_seconds(collectives, topology, hardware)
+    on_host = (op_kinds(trace, ops) == ON_HOST).tolist()
+
+    def simulated(which: npt.NDArray[np.bool_]) -> _Clocks:
+        clocks = _Clocks(len(trace.streams))
+        clocks.run(_work(ops, durations, on_host, collectives[which], transfers[which], waits), efficiency)
+        return clocks
+
+    # The traced micro-batches are the first one and the last; those that were left out are like the last without what it alone sends.
+    like, times = min(1, shapes.traced_micro_batches - 1), shapes.accumulation - shapes.traced_micro_batches
+    everywhere = ~_only_in_last(collectives, like)
+    whole = simulated(np.ones(len(collectives), bool))
+    middle = whole if everywhere.all() or not times else simulated(everywhere)
+    sums = _Sums.of([(each, 1) for each in whole.sums.values()] + [(middle.sums.get(like, _Sums()), times)])
+    weights = 1 + np.where((collectives["micro"] == like) & everywhere, times, 0)
+    talking = float((transfers * weights).sum())
+    return StepTime(
+        step_seconds=whole.end + times * middle.micro_seconds(like) + efficiency.overlap_cost * talking,
+        phases={name: seconds for name, seconds in sums.phases.items() if seconds},
+        compute_seconds=sums.compute,
+        communication_seconds=talking,
+        exposed_seconds=sums.exposed,
+        issue_seconds=sums.host_bound,
+        volume=_volume(collectives, topology, weights.tolist()),
+    )
+
+
+def _only_in_last(collectives: Records, last: int) -> npt.NDArray[np.bool_]:
+    """What the last micro-batch sends and the first does not: sums over ranks or copies that wait for the whole gradient."""
+    kinds = collectives["kind"].astype(np.int64) * len(GROUPS) + collectives["group"]
+    of_last = collectives["micro"] == last
+    return of_last & ~np.isin(kinds, kinds[collectives["micro"] == 0]) if last else np.zeros(len(collectives), bool)
+
+
+def op_kinds(trace: Trace, ops: Records) -> npt.NDArray[np.int8]:
+    return np.array([_kind(name) for name in trace.op_names] or [PLAIN], np.int8)[ops["name"]]
+
+
+def op_seconds(trace: Trace, ops: Records, hardware: Hardware, efficiency: Efficiency, local_ranks: int = 1) -> Seconds:
+    """Roofline of each operation: the longer of multiplying and moving, and the kernels' fixed cost."""
+    kinds = op_kinds(trace, ops)
+    backward = np.array(["backward" in name for name in trace.op_names] or [False])[ops["name"]]
+    attention = np.where(backward, efficiency.attention_backward, efficiency.attention_forward)
+    share = np.select([kinds == FLASH, kinds == MASKED], [attention / CAUSAL, attention * MASKED_SHARE], efficiency.matmul)
+    peaks = np.array([hardware.peak_flops(dtype) or np.nan for dtype in DTYPES])[ops["dtype"]]
+    with np.errstate(invalid="ignore"):
+        multiplying = np.where(ops["flops"] > 0, ops["flops"] / (peaks * share), 0.0)
+    if np.isnan(multiplying).any():
+        dtype = DTYPES[int(ops["dtype"][np.isnan(multiplying)][0])]
+        raise UnknownFigure(f"{hardware.name} has no known peak in {dtype}")
+    link = hardware.host_link_bytes_per_second
+    if link is None and (kinds == TO_HOST).any():
+        raise UnknownFigure(f"the link of {hardware.name} to host memory is not known")
+    moved = ops["moved_bytes"].astype(np.float64)
+    moving = moved / (hardware.bandwidth_bytes_per_second * efficiency.bandwidth)
+    copying = moved / 2 / (link or 1.0) / efficiency.bandwidth
+    on_host = moved / (HOST_BYTES_PER_SECOND / local_ranks)
+    device = np.select([kinds == TO_HOST], [copying], np.maximum(multiplying, moving)) + ops["kernels"] * efficiency.kernel_seconds
+    return np.where(kinds == ON_HOST, on_host, device)
+
+
+PLAIN, FLASH, MASKED, TO_HOST, ON_HOST = range(5)
+CAUSAL = 0.5
+"""torch counts the whole square; flash attention skips the half above the diagonal, a kernel with a mask does not."""
+HOST_BYTES_PER_SECOND = 200e9
+"""An assumption, which every plan with work on the host names: half of what two sockets with eight channels of DDR4-3200 each could
+move (410 GB/s), shared by the ranks of a machine."""
+
+
+def _kind(name: str) -> int:
+    if name.startswith("host "):
+        return ON_HOST
+    if "flash_attention" in name:
+        return FLASH
+    if "attention" in name:
+        return MASKED
+    return TO_HOST if name in ("copy_to_host", "copy_to_device") else PLAIN
+
+
+def _transfer_seconds(collectives: Records, topology: Topology, hardware: Hardware) -> Seconds:
+    groups = {index: topology.group(name) for index, name in enumerate(GROUPS)}
+    known: dict[tuple[int, int, int], float] = {}
+    seconds = np.zeros(len(collectives))
+    for index, (kind, group, size) in enumerate(_columns(collectives, "kind", "group", "bytes")):
+        key = (kind, group, size)
+        if key not in known:
+            found = collective_seconds(COLLECTIVES[kind], size, groups[group], hardware)
+            if found is None:
+                where = "another machine" if groups[group].machines > 1 else "another device of the machine"
+                raise UnknownFigure(f"the link of {hardware.name} to {where} is not known")
+            known[key] = found
+        seconds[index] = known[key]
+    return seconds
+
+
+def _volume(collectives: Records, topology: Topology, weights: list[int]) -> Volume:
+    machine = network = 0
+    for (kind, size, group), times in zip(_columns(collectives, "kind", "bytes", "group"), weights, strict=True):
+        sent = sent_bytes(COLLECTIVES[kind], size, topology.group(GROUPS[group]))
+        machine, network = machine + sent.machine_link_bytes * times, network + sent.network_bytes * times
+    return Volume(machine, network)
+
+
+def _columns(table: Records, *names: str) -> list[tuple[int, ...]]:
+    """Rows of whole numbers: a list of Python's is walked ten times as fast as a record array."""
+    return list(zip(*(table[name].tolist() for name in names), strict=True))
+
+
+class _Work(NamedTuple):
+    """Something that is issued to a stream; a wait when `source` is there."""
+
+    at: int
+    stream: int
+    seconds: float = 0.0
+    phase: int = 0
+    micro: int = -1
+    is_collective: bool = False
+    on_host: bool = False
+    source: int | None = None
+    until: int = 0
+
+
+def _work(ops: Records, durations: Seconds, on_host: list[bool], collectives: Records, transfers: Seconds, waits: Records) -> list[_Work]:
+    """Everything, in the order of issue."""
+    columns = (ops[name].tolist() for name in ("at", "stream", "phase", "micro"))
+    work = [
+        _Work(at, stream, seconds, phase, micro, on_host=host)
+        for at, stream, phase, micro, seconds, host in zip(*columns, durations.tolist(), on_host, strict=True)
+    ]
+    columns = (collectives[name].tolist() for name in ("at", "stream", "phase", "micro"))
+    work += [
+        _Work(at, stream, seconds, phase, micro, is_collective=True)
+        for at, stream, phase, micro, seconds in zip(*columns, transfers.tolist(), strict=True)
+    ]
+    columns = (waits[name].tolist() for name in ("at", "stream", "source", "until"))
+    work += [_Work(at, stream, source=source, until=until) for at, stream, source, until in zip(*columns, strict=True)]
+    return sorted(work, key=lambda item: item.at)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of the compute stream, in one micro-batch or in all."""
+
+    compute: float = 0.0
+    exposed: float = 0.0
+    host_bound: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict[str, float])
+
+    @staticmethod
+    def of(parts: list[tuple[_Sums, int]]) -> _Sums:
+        """Each part as often as it says; -1 takes it out."""
+        total = _Sums()
+        for part, times in parts:
+            total.compute += times * part.compute
+            total.exposed += times * part.exposed
+            total.host_bound += times * part.host_bound
+            for phase, seconds in part.phases.items():
+                total.phases[phase] = total.phases.get(phase, 0.0) + times * seconds
+        return total
+
+
+@dataclass(slots=True)
+class _Clocks:
+    """When each stream is free, and when what was issued to it was done."""
+
+    streams: int
+    end: float = 0.0
+    sums: dict[int, _Sums] = field(default_factory=dict[int, _Sums])
+    """By micro-batch; -1: outside of them."""
+    _micro_ends: dict[int, float] = field(default_factory=dict[int, float])
+    _compute_end: float = 0.0
+
+    def run(self, work: list[_Work], efficiency: Efficiency) -> None:
+        free = [0.0] * self.streams
+        issued: list[list[int]] = [[] for _ in range(self.streams)]
+        done: list[list[float]] = [[] for _ in range(self.streams)]
+        host = links = 0.0
+        for item in work:
+            stream = item.stream
+            if item.source is not None:
+                last = bisect_left(issued[item.source], item.until)
+                if last:
+                    free[stream] = max(free[stream], done[item.source][last - 1])
+                continue
+            host += efficiency.collective_issue_seconds if item.is_collective else efficiency.issue_seconds
+            if item.on_host:  # what is offloaded has arrived by then, and nothing else is issued meanwhile
+                host = max([host, *free]) + item.seconds
+                continue
+            start = max(free[stream], host)
+            if item.is_collective:
+                start = max(start, links)  # one communicator runs one collective at a time
+                links = start + item.seconds
+            if stream == 0:
+                self._account(item, start, ready=free[0])
+            free[stream] = start + item.seconds
+            issued[stream].append(item.at)
+            done[stream].append(free[stream])
+        self.end = max([host, *free])
+
+    def _account(self, item: _Work, start: float, ready: float) -> None:
+        """Of the compute stream: at work, waiting for other streams (until `ready`), or for the host."""
+        finished, phase = start + item.seconds, PHASES[item.phase]
+        sums = self.sums.setdefault(item.micro, _Sums())
+        sums.compute += item.seconds
+        sums.host_bound += max(0.0, start - max(ready, self._compute_end))
+        sums.exposed += max(0.0, min(start, ready) - self._compute_end)
+        sums.phases[phase] = sums.phases.get(phase, 0.0) + finished - self._compute_end
+        self._compute_end = self._micro_ends[item.micro] = finished
+
+    def micro_seconds(self, micro: int) -> float:
+        """Between the ends of the micro-batch before and this one, on the compute stream."""
+        return self._micro_ends.get(micro, 0.0) - (self._micro_ends.get(micro - 1, 0.0) if micro > 0 else 0.0)
+
+
+# ---- DDP's buckets: which gradients are summed together, and when.
+
+FIRST_BUCKET_BYTES = 1 * MIB
+"""`dist._DEFAULT_FIRST_BUCKET_BYTES`: the first sum is to begin early."""
+BUCKET_BYTES = 25 * MIB
+"""`bucket_cap_mb` of DistributedDataParallel."""
+
+
+def in_buckets(trace: Trace, collectives: Records) -> Records:
+    """The collectives of one step, those of DDP's gradients joined; each bucket is where its last gradient is. Others are untouched."""
+    shapes = trace.shapes
+    if shapes.shard_size > 1 or shapes.replicate_size != shapes.world_size:
+        return collectives
+    is_sum = (collectives["kind"] == COLLECTIVES.index("all_reduce")) & (collectives["phase"] == PHASES.index("backward"))
+    kept, sizes = np.ones(len(collectives), bool), collectives["bytes"].copy()
+    gathered, limit = 0, FIRST_BUCKET_BYTES
+    sums = np.flatnonzero(is_sum).tolist()
+    for row in sums:
+        gathered += int(sizes[row])
+        if gathered >= limit or row == sums[-1]:
+            sizes[row], gathered, limit = gathered, 0, BUCKET_BYTES
+        else:
+            kept[row] = False
+    joined: Records = collectives.copy()
+    joined["bytes"] = sizes
+    return joined[kept]

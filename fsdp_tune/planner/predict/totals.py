@@ -1,0 +1,81 @@
+"""What a run needs besides device memory and time: disk, host memory, steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fsdp_tune.planner.predict.memory import Memory
+from fsdp_tune.planner.trace_format import Trace
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.optimizer_arguments import state_bytes
+from fsdp_tune.recipe.schema.training_fields import training_value
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    checkpoint_bytes: int
+    """One checkpoint: all parameters as they are stored, and the optimizer's state."""
+    most_checkpoints: int | None
+    """Complete ones at one time, with the one that is being written; None: all are kept, and how many is the run's length."""
+    merged_bytes: int
+    cache_bytes: int | None
+    """Prepared rows: 4 bytes a token id and 1 whether it is trained (`data.store`). None before the data is prepared."""
+
+
+def disk(recipe: Recipe, trace: Trace, tokens: int | None) -> Disk:
+    """`tokens`: of the prepared data, where it is known."""
+    counts, size = trace.counts, DTYPE_BYTES[recipe.model.dtype]
+    kept = recipe.training.save_total_limit
+    best = 1 if training_value(recipe.training, "load_best_model_at_end") or recipe.training.early_stopping else 0
+    as_wanted = counts.parameter_bytes if recipe.merge.dtype == "keep" else counts.parameters * DTYPE_BYTES[recipe.merge.dtype]
+    return Disk(
+        checkpoint_bytes=counts.parameter_bytes + round(state_bytes(recipe.training, size) * counts.trained_parameters),
+        most_checkpoints=None if kept is None else kept + best + 1,
+        merged_bytes=as_wanted if recipe.merge.at_end else 0,
+        cache_bytes=None if tokens is None else 5 * tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Of the machine that needs most, besides what Python, torch and CUDA take themselves (about 1 GiB a rank and more)."""
+
+    loading_bytes: int
+    """While the weights are read: the slices of all local ranks, or the whole model in each rank or in rank 0."""
+    offloaded_bytes: int
+    """Pinned, through the whole run."""
+    staging_bytes: int
+    """The copy of parameters and optimizer state from which an asynchronous checkpoint is written; rank 0's whole one, if it gathers."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.offloaded_bytes + max(self.loading_bytes, self.staging_bytes)
+
+
+def host_memory(recipe: Recipe, trace: Trace, memory: Memory) -> HostMemory:
+    local, shards = recipe.local_world_size, max(1, trace.shapes.shard_size)
+    counts = trace.counts
+    reads_whole = not recipe.fsdp.cpu_ram_efficient_loading or recipe.fsdp.version == 1
+    if reads_whole:
+        loading = counts.parameter_bytes * local
+    else:
+        loading = counts.parameter_bytes if recipe.model.from_config is not None else counts.parameter_bytes // shards * local
+    checkpoint = disk(recipe, trace, None).checkpoint_bytes
+    staging = checkpoint // shards * local if recipe.checkpoint.async_ else 0
+    if recipe.fsdp.state_dict_type == "FULL_STATE_DICT":
+        staging = checkpoint
+    return HostMemory(loading, memory.host_bytes * local, staging)
+
+
+def total_steps(recipe: Recipe, rows: int | None) -> int | None:
+    """Optimizer steps of the whole run, counted as the Trainer does; None where that depends on data that is not prepared."""
+    wanted = training_value(recipe.training, "max_steps")
+    if isinstance(wanted, int) and wanted > 0:
+        return wanted
+    if rows is None:
+        return None
+    epochs = float(training_value(recipe.training, "num_train_epochs") or 0)
+    return math.ceil(-(-rows // recipe.global_batch_size) * epochs)

@@ -1,0 +1,1 @@
+"""Compare layouts of one training."""

@@ -1,0 +1,132 @@
+"""Recipes to compare with the one that was asked for: the same training, otherwise laid out over the same GPUs.
+
+Kept: model, data, length, dtype, the global batch and the schedule. Tried: strategy, recomputation, offload, micro-batch × accumulation,
+size of a copy (over machines), and decoder layers as units where the recipe has something coarser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from fsdp_tune.core.devices import Machine
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.planner.hardware.gpus import Hardware
+from fsdp_tune.planner.predict.totals import DTYPE_BYTES
+from fsdp_tune.recipe.resolve import ASSUMED_DEVICES, resolve
+from fsdp_tune.recipe.rules import INPUTS, RULES
+from fsdp_tune.recipe.rules.training import TOKENS_KEY
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.not_yet import refused, value_of
+from fsdp_tune.recipe.schema.optimizer_arguments import state_bytes
+from fsdp_tune.recipe.schema.strategies import STRATEGIES, ShardingStrategy
+
+Changes = dict[str, Any]
+LOSSES = ("full", "chunked")
+CHECKPOINTING = ("none", "selective", "full")
+Offload = Literal["nothing", "inputs", "parameters"]
+OFFLOADS: tuple[Offload, ...] = ("nothing", "inputs", "parameters")
+"""What waits on the host: inputs of recomputed layers, or all state. Ways out where memory is short, the cheap one first; never a gain."""
+_BATCH = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
+
+
+def changed(recipe: Recipe, changes: Changes) -> Recipe | None:
+    """A resolved recipe with other values, what depends on them resolved again; None where it contradicts itself or is not supported."""
+    data = recipe.model_dump(by_alias=True)
+    for key, value in changes.items():
+        section, name = key.split(".")
+        data[section][name] = value
+    if "fsdp.sharding_strategy" in changes or "launch.num_processes" in changes:
+        for key in ("dp_replicate_size", "dp_shard_size"):
+            data["parallelism"][key] = changes.get(f"parallelism.{key}", "auto")
+        data["fsdp"]["reshard_after_forward"] = None
+    if "training.gradient_accumulation_steps" in changes and "training.global_batch_size" not in changes:
+        data["training"]["global_batch_size"] = None
+        # A plan is of rows of `max_length`, whatever a budget makes of shorter ones.
+        data["training"]["per_device_train_batch_tokens"] = None
+    wanted = Recipe.model_validate(data)
+    if refused(wanted) or any((found := rule(wanted)) is not None and found.code not in INPUTS for rule in RULES):
+        return None
+    machine = Machine(wanted.launch.device, wanted.world_size, 1, None)
+    try:
+        return resolve(wanted, machine, cwd=Path.cwd(), assume=wanted.launch.device).recipe
+    except FsdpTuneError:
+        return None  # a mesh or a batch that does not divide
+
+
+def differences(recipe: Recipe, other: Recipe) -> Changes:
+    """The keys of the search in which two resolved recipes differ, with the other's values."""
+    keys = [
+        "fsdp.sharding_strategy",
+        "fsdp.activation_checkpointing",
+        "fsdp.activation_checkpointing_offload",
+        "fsdp.offload_params",
+        "fsdp.auto_wrap_policy",
+        "kernels.loss",
+        *_BATCH,
+        "data.max_length",
+        "launch.num_processes",
+        "launch.num_machines",
+    ]
+    found = {key: value_of(other, key) for key in keys if value_of(other, key) != value_of(recipe, key)}
+    if other.is_hybrid and other.parallelism.dp_shard_size != recipe.parallelism.dp_shard_size:
+        found["parallelism.dp_shard_size"] = other.parallelism.dp_shard_size
+    budget, slots = recipe.training.per_device_train_batch_tokens, other.training.per_device_train_batch_size * other.data.max_length
+    if budget is not None:
+        found = {key: value for key, value in found.items() if key not in _BATCH}
+        return found | ({TOKENS_KEY: slots} if slots != budget else {})
+    return found
+
+
+def layouts(recipe: Recipe, *, offload: Offload) -> Iterator[Changes]:
+    """Strategy and recomputation, the fast ones first. State goes to the host where it is sharded, inputs where all else is recomputed."""
+    # Copies on one machine spare no link that is slower than the others.
+    names: list[ShardingStrategy] = [name for name, row in STRATEGIES.items() if recipe.launch.num_machines > 1 or not row.is_hybrid]
+    if recipe.world_size == 1:
+        names = [recipe.fsdp.sharding_strategy]
+    coarse = recipe.fsdp.auto_wrap_policy == "NO_WRAP"
+    for strategy in names:
+        if offload == "parameters" and not STRATEGIES[strategy].is_sharded:
+            continue
+        for checkpointing in ("full",) if offload == "inputs" else CHECKPOINTING:
+            changes: Changes = {"fsdp.sharding_strategy": strategy, "fsdp.activation_checkpointing": checkpointing}
+            changes["fsdp.activation_checkpointing_offload"] = offload == "inputs"
+            changes["fsdp.offload_params"] = offload == "parameters"
+            if coarse:
+                changes["fsdp.auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
+            # `auto` decides by the number of tokens: both are tried, the one in slices where there is more than one.
+            for loss in LOSSES if recipe.kernels.loss == "auto" else (recipe.kernels.loss,):
+                yield changes | {"kernels.loss": loss}
+
+
+def micro_batches(recipe: Recipe) -> list[tuple[int, int]]:
+    """(micro-batch, accumulation) that make the recipe's global batch, small micro-batches first; at most 64 sequences a forward."""
+    each = recipe.global_batch_size // recipe.dp_size
+    return [(size, each // size) for size in range(1, min(each, 64) + 1) if each % size == 0]
+
+
+def batch_changes(micro_batch: int, accumulation: int | None) -> Changes:
+    return {_BATCH[0]: micro_batch, _BATCH[1]: accumulation}
+
+
+def least_state_bytes(recipe: Recipe, parameters: int, trained: int) -> float:
+    """Bytes a device holds whatever the activations: its share of parameters, gradients and optimizer state. Nothing smaller can fit."""
+    if recipe.fsdp.offload_params:
+        return 0.0
+    size, shards = DTYPE_BYTES[recipe.model.dtype], recipe.parallelism.dp_shard_size
+    assert isinstance(shards, int), "the recipe is resolved"
+    assert recipe.model.frozen_dtype != "auto", "the recipe is resolved"
+    of_trained = 2 * size + state_bytes(recipe.training, size)
+    return (of_trained * trained + DTYPE_BYTES[recipe.model.frozen_dtype] * (parameters - trained)) / max(1, shards)
+
+
+def devices_of_machine(hardware: Hardware) -> int:
+    """As many as the vendor's machine holds, or as are assumed of one that nothing is known of."""
+    return hardware.devices_per_machine or ASSUMED_DEVICES
+
+
+def ranks_of_machine(recipe: Recipe, hardware: Hardware) -> int:
+    """Of a machine in layouts over another number of GPUs: as many as the recipe has on each; on one alone, what the vendor's holds."""
+    own = recipe.local_world_size
+    return own if recipe.launch.num_machines > 1 else max(own, devices_of_machine(hardware))

@@ -1,0 +1,85 @@
+"""The same recipe on 1 to 1,024 GPUs, each with as many sequences as now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from fsdp_tune.planner.predict.blend import alike, at_shards
+from fsdp_tune.planner.predict.depth import full_depth
+from fsdp_tune.planner.predict.mfu import expert_count
+from fsdp_tune.planner.predict.predict import plan
+from fsdp_tune.planner.search.candidates import batch_changes, changed, ranks_of_machine
+from fsdp_tune.planner.search.search import Search
+from fsdp_tune.planner.trace_format import Trace
+from fsdp_tune.recipe.schema import Recipe
+
+SIZES = tuple(1 << power for power in range(11))
+
+
+def scaling_table(search: Search, recipe: Recipe) -> list[dict[str, Any]]:
+    """Return one row per size: seconds of a step, tokens of all GPUs, efficiency against single GPUs, memory.
+
+    Only full machines are used. Where the recipe fits on no size, there is no row.
+    """
+    rows: list[dict[str, Any]] = []
+    for other, trace in _traced(search, recipe):
+        made = plan(other, search.hardware, trace, efficiency=search.efficiency)
+        speed = made.tokens_per_second_per_device
+        rows.append(
+            {
+                "num_processes": other.world_size,
+                "num_machines": other.launch.num_machines,
+                "step_seconds": made.step_seconds,
+                "tokens_per_second": None if speed is None else speed * other.world_size,
+                "fits": made.fits,
+                "peak_reserved_gib": made.peak_reserved_gib,
+                "efficiency": None,
+            }
+        )
+    return _with_efficiency(rows) if any(row["fits"] != "no" for row in rows) else []
+
+
+def _traced(search: Search, recipe: Recipe) -> Iterator[tuple[Recipe, Trace]]:
+    """Every size with its trace: as many traces as there are different programs."""
+    sizes = {size: other for size in sorted({*SIZES, recipe.world_size}) if (other := _sized(search, recipe, size)) is not None}
+    own = max(2, recipe.world_size)
+    if recipe.is_sharded and not recipe.is_hybrid:
+        # Shards follow from two sizes: the recipe's own, and the fewest ranks, since a line that is drawn far beyond both goes wrong.
+        fewest = min((size for size in sizes if size > 1), default=own)
+        pair = [_sized(search, recipe, size) for size in ((fewest, own) if fewest < own else (own, 2 * own))]
+        traces = [trace and full_depth(trace) for trace in search.trace([other for other in pair if other is not None])]
+        few, many = traces if len(traces) == 2 else (None, None)
+        if few is None or many is None or not alike(few, many):
+            return
+        if expert_count(few.facts.get("config", {})) == 1:
+            yield from ((other, at_shards(few, many, size, world_size=size, replicate_size=1)) for size, other in sizes.items())
+            return
+    # Whole copies are alike from two ranks on. Shards of a fixed number of ranks need a trace for each size, and so do experts: stacked in
+    # one parameter, they are cut between two of them only, so that more ranks than experts make no shard smaller.
+    stands_for = {size: size if recipe.is_sharded else min(size, own) for size in sizes}
+    wanted = sorted(set(stands_for.values()) & sizes.keys())
+    traced = dict(zip(wanted, search.trace([sizes[size] for size in wanted]), strict=True))
+    for size, other in sizes.items():
+        trace = traced.get(stands_for[size])
+        if trace is not None:
+            shapes = trace.shapes if recipe.is_sharded else replace(trace.shapes, world_size=size, replicate_size=size)
+            yield other, replace(trace, shapes=shapes)
+
+
+def _sized(search: Search, recipe: Recipe, size: int) -> Recipe | None:
+    per_machine = ranks_of_machine(recipe, search.hardware)
+    if size > per_machine and size % per_machine:
+        return None
+    batch = batch_changes(recipe.training.per_device_train_batch_size, recipe.training.gradient_accumulation_steps or 1)
+    return changed(recipe, {"launch.num_processes": size, "launch.num_machines": max(1, size // per_machine), **batch})
+
+
+def _with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Against the speed per GPU of the smallest size."""
+    first = rows[0]["tokens_per_second"] if rows else None
+    for row in rows:
+        if first and row["tokens_per_second"] is not None:
+            row["efficiency"] = row["tokens_per_second"] / row["num_processes"] / (first / rows[0]["num_processes"])
+    return rows

@@ -1,0 +1,238 @@
+"""What CUDA's kernels do that the fake ones do not show: which attention runs, the scratch memory of a kernel, work and traffic."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES
+
+aten = torch.ops.aten
+_DTYPE_NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.bool: "bool",
+    torch.uint8: "uint8",
+}
+# Tensors of one foreach operation that one launch of multi_tensor_apply takes (`depth_to_max_tensors` of MultiTensorApply.cuh).
+_TENSORS_PER_LAUNCH = 30
+# Called on the host, or answered from metadata: no work on the device.
+_NO_WORK = {
+    "device",
+    "detach",
+    "lift_fresh",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+    "resize_",
+    "record_grad_output_stream",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    name: str
+    dtype: int
+    flops: float
+    moved_bytes: int
+    batch_bytes: int
+    slice_bytes: int
+    launches: int
+    scratch_bytes: tuple[int, ...]
+
+
+@functools.cache
+def is_made_of_others(kind: type) -> bool:
+    """A tensor that holds tensors (DTensor, torchao's blocks): what is done to it is done to those."""
+    return is_traceable_wrapper_subclass_type(kind)
+
+
+def dtype_index(dtype: torch.dtype) -> int:
+    return DTYPES.index(_DTYPE_NAMES.get(dtype, "fp8"))
+
+
+def tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments of an operation, in order; torch's own walk over nested arguments takes ten times as long."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors(value)
+        elif isinstance(value, dict):
+            found += tensors(value.values())
+    return found
+
+
+def device_type(tensor: torch.Tensor) -> str:
+    """Where a tensor lives; asking a fake tensor for its `device` is an operation of its own."""
+    return tensor.fake_device.type if isinstance(tensor, FakeTensor) else tensor.device.type
+
+
+def _sizes(tensors: list[torch.Tensor]) -> list[int]:
+    return [tensor.numel() * tensor.element_size() for tensor in tensors]
+
+
+def work(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    out: Any,
+    inputs: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+    micro_batch: int,
+    slice_tokens: int,
+) -> Work | None:
+    """None where nothing is started on the device."""
+    name = func._schema.name.split("::")[-1]
+    if name in _NO_WORK or not (inputs or outputs):
+        return None
+    crossing = {device_type(tensor) for tensor in (*inputs, *outputs)}
+    if name in ("_to_copy", "copy_") and len(crossing) > 1:
+        target = device_type((outputs or inputs)[0])
+        inputs = inputs[1:] if name == "copy_" else inputs  # its target is written, not read
+        name = "copy_to_host" if target == "cpu" else "copy_to_device"
+    elif crossing == {"cpu"}:
+        name = f"host {name}"
+    flops = _flops(func, name, args, kwargs, out)
+    kind = (inputs if flops and inputs else outputs or inputs)[0].dtype
+    written = outputs or inputs[:1]  # an in-place foreach operation returns nothing
+    if name.startswith("_foreach") and not outputs:
+        written = [leaf for leaf in args[0] if isinstance(leaf, torch.Tensor)]
+    launches = math.ceil(len(inputs) / _TENSORS_PER_LAUNCH) if name.startswith(("_foreach", "_fused")) else 1
+    scratch = _SCRATCH.get(func._overloadpacket)
+    sizes = _sizes(inputs) + _sizes(written)
+    of_batch = sum(size for size in sizes if size % micro_batch == 0)
+    of_slice = sum(size for size in sizes if size % slice_tokens == 0) if slice_tokens else 0
+    held = scratch(*args) if scratch is not None else ()
+    return Work(name, dtype_index(kind), flops, sum(sizes), of_batch, of_slice, launches, held)
+
+
+def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
+    counter = flop_registry.get(func._overloadpacket)
+    if counter is None:
+        return 0.0
+    if not name.startswith("_scaled_dot_product_"):
+        return float(counter(*args, **kwargs, out_val=out))
+    # Before torch 2.12 its counters refuse key heads that several query heads share: counted as if each had its own.
+    is_backward = name.endswith("_backward")
+    count: Callable[..., int] = sdpa_backward_flop_count if is_backward else sdpa_flop_count
+    *gradient, query, key, value = (tensor.shape for tensor in args[: 4 if is_backward else 3])
+    heads = query[1]
+    shared = ((shape[0], heads, *shape[2:]) for shape in (key, value))
+    return float(count(*gradient, query, *shared))
+
+
+def _flash_backward_scratch(_gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_rest: Any) -> tuple[int, ...]:
+    """`mha_bwd` of torch's flash attention: an fp32 accumulator of dq, the row sums, and dk, dv of every query head under GQA."""
+    batch, heads, tokens, width = query.shape
+    rows, columns = -(-tokens // 128) * 128, -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
+    scratch = [batch * heads * rows * 4, batch * heads * rows * columns * 4]
+    if key.shape[1] != heads:
+        scratch += [batch * heads * key.shape[2] * width * query.element_size()] * 2
+    return tuple(scratch)
+
+
+_SCRATCH: dict[Any, Callable[..., tuple[int, ...]]] = {aten._scaled_dot_product_flash_attention_backward: _flash_backward_scratch}
+
+
+class CudaAttention:
+    """`scaled_dot_product_attention` as CUDA picks it: flash for half precision without a mask, memory-efficient where it must,
+    else plain matrix products (`sdp::select_sdp_backend`). What the chosen one saves for the backward is then torch's own code."""
+
+    def __init__(self) -> None:
+        self.used: set[str] = set()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Replaces the function: torch's function modes are off in the backward, where recomputation calls it again."""
+        with mock.patch.object(F, "scaled_dot_product_attention", self.choose):
+            yield
+
+    def choose(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,  # noqa: FBT001, FBT002  torch's own signature
+        scale: float | None = None,
+        enable_gqa: bool = False,  # noqa: FBT001, FBT002
+    ) -> torch.Tensor:
+        if torch.is_autocast_enabled(query.device.type):
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        width = query.shape[-1]
+        grouped = key.shape[1] != query.shape[1]
+        half = query.dtype in (torch.bfloat16, torch.float16)
+        scale = scale if scale is not None else 1.0 / math.sqrt(width)
+        if attn_mask is None and half and width <= 256 and width == value.shape[-1]:
+            self.used.add("flash")
+            padding = -width % 8
+            if padding:
+                query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
+            out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+            return out[..., :width] if padding else out
+        if not (grouped and enable_gqa):
+            self.used.add("memory-efficient")
+            bias = _as_bias(attn_mask, query, key)
+            needs_backward = query.requires_grad or key.requires_grad or value.requires_grad
+            return aten._scaled_dot_product_efficient_attention(query, key, value, bias, needs_backward, dropout_p, is_causal, scale=scale)[
+                0
+            ]
+        self.used.add("math")
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]
+
+
+def _as_bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """`convert_boolean_attn_mask` and `pad_bias`: a mask of booleans becomes one of the query's dtype, its rows padded to 16."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, torch.zeros((), dtype=query.dtype, device=mask.device), float("-inf")).to(query.dtype)
+    padding = -mask.shape[-1] % 16
+    if padding:
+        mask = F.pad(mask, (0, padding))[..., : mask.shape[-1]]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def collective(func: Any, args: Any, inputs: list[torch.Tensor], groups: dict[str, int]) -> tuple[int, int, int, int] | None:
+    """(kind, group, bytes of the whole buffer, dtype) of a c10d operation; None for a barrier and the like."""
+    name = func._schema.name.split("::")[-1]
+    kind = next((kind for kind in COLLECTIVES if kind.replace("_", "") in name.replace("_", "")), None)
+    if kind is None or not inputs:
+        return None
+    group = next((found for found in map(_group, args) if found is not None), None)
+    largest = max(inputs, key=lambda tensor: tensor.numel() * tensor.element_size())
+    index = groups.get(group.group_name, 2) if group is not None else 2
+    return COLLECTIVES.index(kind), index, largest.numel() * largest.element_size(), dtype_index(largest.dtype)
+
+
+def _group(argument: Any) -> dist.ProcessGroup | None:
+    if isinstance(argument, dist.ProcessGroup):
+        return argument
+    if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+        return dist.ProcessGroup.unbox(argument)
+    return None

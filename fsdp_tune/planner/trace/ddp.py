@@ -1,0 +1,68 @@
+"""DDP under fake tensors: its reducer is C++ that reads values, in two places, and reduces everything at once until it has seen a step."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import distributed
+from transformers import PreTrainedModel
+
+from fsdp_tune.model.build.assemble import Loaded, wrap_whole
+from fsdp_tune.planner.trace.device import STREAMS
+from fsdp_tune.planner.trace.recorder import Recorder
+from fsdp_tune.planner.trace.scopes import Names
+from fsdp_tune.recipe.schema import Recipe
+
+COMPUTE, ALL_REDUCE = STREAMS.index("compute"), STREAMS.index("all-reduce")
+
+
+def wrap_traceable(recipe: Recipe, model: PreTrainedModel, where: torch.device, recorder: Recorder, bare: Names) -> Loaded:
+    """Writes each gradient's sum over the ranks down as it becomes ready. Call while the recorder records.
+
+    Gradients lie in buckets, which DDP takes when it wraps and never gives back. A bucket goes across layers, so both its
+    memory and its sum are written down parameter by parameter: the bytes are the same, and `planner.predict.timing` makes of the sums
+    the buckets of a run's later steps, at whatever depth.
+    """
+    with mock.patch.object(distributed, "_verify_param_shape_across_processes"), recorder.hidden():  # the first reads values
+        loaded = wrap_whole(recipe, model, None, where)
+    wrapped: Any = loaded.wrapped
+    wrapped.register_comm_hook(recorder, _all_is_ready)
+    wrapped.reducer = _Reducer(wrapped.reducer)
+
+    def ready(parameter: torch.Tensor) -> None:
+        if wrapped.require_backward_grad_sync:
+            recorder.clock.wait(ALL_REDUCE, COMPUTE, recorder.clock.now)
+            with recorder.on_stream(ALL_REDUCE):
+                dist.all_reduce(parameter.grad)
+
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            recorder.hold(parameter.numel() * parameter.element_size(), "gradients", bare.layer_of(name))
+            parameter.register_post_accumulate_grad_hook(ready)
+    return loaded
+
+
+class _Reducer:
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def _all_is_ready(recorder: Recorder, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """In the place of the one bucket's sum. As in a run, the optimizer's stream waits for all sums."""
+    recorder.clock.wait(COMPUTE, ALL_REDUCE, recorder.clock.now)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+# DDP compares the objects, and this module's annotations are strings.
+_all_is_ready.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}

@@ -1,0 +1,139 @@
+"""A device that exists in name alone: `gpu`, an accelerator to torch, on which fake tensors live.
+
+torch's PrivateUse1 slot, with a Python backend: autograd, FSDP2 and autocast take their accelerator paths (streams, events,
+fused dropout), which they would not on `cpu`, and which a build of torch without CUDA cannot take on `cuda`. Streams and
+events only remember who waits for whom.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+DEVICE = "gpu"
+# FSDP2 makes its streams in this order, at the first forward (`FSDPCommContext.lazy_init`). What asks for no priority, and says so,
+# copies to and from the host (`model/shard/host_copies.py`).
+STREAMS = ("compute", "all-gather copy-in", "all-gather", "reduce-scatter", "all-reduce", "host copies")
+
+
+@dataclass
+class Clock:
+    """The common order of all records, the stream that is current, and the waits between streams."""
+
+    now: int = 0
+    streams: list[int] = field(default_factory=lambda: [0])
+    next_stream: int = 1
+    waits: list[tuple[int, int, int, int]] = field(default_factory=list[tuple[int, int, int, int]])
+    """(at, the stream that waits, the stream that it waits for, until where in the order)"""
+
+    def tick(self) -> int:
+        self.now += 1
+        return self.now - 1
+
+    def wait(self, stream: int, source: int, until: int) -> None:
+        if stream != source:
+            self.waits.append((self.tick(), stream, source, until))
+
+
+clock = Clock()
+"""Of the trace in progress: torch asks the device module, which is one for the process, for streams."""
+
+
+def restart() -> Clock:
+    """A fresh order for the next trace of this process."""
+    global clock
+    clock = Clock()
+    return clock
+
+
+class Event:
+    def __init__(self, *_args: Any, **_options: Any) -> None:
+        self.source, self.until = 0, 0
+
+    def record(self, stream: Stream | None = None) -> Event:
+        self.source, self.until = stream.index if stream is not None else clock.streams[-1], clock.now
+        return self
+
+    def wait(self, stream: Stream | None = None) -> None:
+        clock.wait(stream.index if stream is not None else clock.streams[-1], self.source, self.until)
+
+    def synchronize(self) -> None:
+        """The CPU waits: as far as the order goes, the compute stream goes on after it."""
+        clock.wait(0, self.source, self.until)
+
+    def query(self) -> bool:
+        return True
+
+
+class Stream:
+    # What torch's own streams can be asked; FSDP2 of torch 2.15 hands it to an operation that backends may replace.
+    device_index, device_type = 0, 0
+
+    def __init__(self, *_args: Any, index: int | None = None, priority: int | None = None, **_options: Any) -> None:
+        if index is None and priority == 0:
+            index = len(STREAMS) - 1
+        if index is None:
+            index, clock.next_stream = min(clock.next_stream, len(STREAMS) - 1), clock.next_stream + 1
+        self.index = self.stream_id = index
+
+    def wait_stream(self, other: Stream) -> None:
+        clock.wait(self.index, other.index, clock.now)
+
+    def wait_event(self, event: Event) -> None:
+        clock.wait(self.index, event.source, event.until)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return (event or Event()).record(self)
+
+    def synchronize(self) -> None:
+        clock.wait(0, self.index, clock.now)
+
+
+def current_stream(*_device: Any) -> Stream:
+    return Stream(index=clock.streams[-1])
+
+
+class _Module(_DummyBackendModule):
+    """What `torch.cuda` is to CUDA."""
+
+    Stream, Event = Stream, Event
+
+    def current_stream(self, *_device: Any) -> Stream:
+        return current_stream()
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream | None) -> Iterator[None]:
+        clock.streams.append(clock.streams[-1] if stream is None else stream.index)
+        try:
+            yield
+        finally:
+            clock.streams.pop()
+
+    def device(self, *_device: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def set_device(self, *_device: Any) -> None:
+        pass
+
+    def synchronize(self, *_device: Any) -> None:
+        pass
+
+    def get_rng_state(self, *_device: Any) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def set_rng_state(self, *_state: Any) -> None:
+        pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+
+def install() -> None:
+    """Makes the device known to torch, once a process; it cannot be taken back."""
+    if not hasattr(torch, DEVICE):
+        _setup_privateuseone_for_python_backend(DEVICE, _Module())

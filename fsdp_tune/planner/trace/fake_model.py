@@ -1,0 +1,56 @@
+"""The recipe's model for a trace: on the meta device with every layer, then on the fake device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fsdp_tune.core.errors import FsdpTuneError, usage_error
+from fsdp_tune.model.build.construct import attention, build_empty
+from fsdp_tune.model.kernels.attention import has_variable_lengths
+from fsdp_tune.model.positions import beyond_table_of_positions
+from fsdp_tune.recipe.schema import Recipe
+
+
+def build_traced(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> tuple[Recipe, PreTrainedModel]:
+    """Return the recipe to trace and its model on the meta device.
+
+    A FlashAttention package becomes torch's own kernel, which allocates the same: the machine that plans rarely has the package.
+    Raises: FsdpTuneError (exit 2) for a model that does not support FlashAttention, or that has no positions for the recipe's rows.
+    """
+    recipe, model = _build(recipe, config, vocabulary)
+    if (problem := beyond_table_of_positions(recipe, model)) is not None:  # a fake tensor is indexed without a check of the bounds
+        raise FsdpTuneError(problem)
+    return recipe, model
+
+
+def _build(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> tuple[Recipe, PreTrainedModel]:
+    if not has_variable_lengths(attention(recipe, config)):
+        return recipe, build_empty(recipe, config, vocabulary=vocabulary)
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attn_implementation": "sdpa"})})
+    model = build_empty(recipe, config, vocabulary=vocabulary)
+    if not model._supports_flash_attn:
+        message = f"`model.attn_implementation`: {type(model).__name__} does not support FlashAttention"
+        raise usage_error("model-refused", message, hint="--set model.attn_implementation=auto")
+    return recipe, model
+
+
+def on_fake_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Give every parameter and buffer of a meta model a fake storage on `device`, in place. Call under a FakeTensorMode; ties stay ties."""
+    made: dict[int, Any] = {}
+
+    def materialised(tensor: torch.Tensor) -> Any:
+        if id(tensor) not in made:
+            fake: torch.Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            made[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = materialised(tensor)
+    return model

@@ -1,0 +1,142 @@
+"""Traces recipes for another process: one import of torch, as many workers as there are cores, each with torch's caches warm.
+
+    python -m fsdp_tune.planner.trace.many
+
+A job is a line on stdin: {"job": 0, "recipe": …, "exact": false, "vocabulary": null, "output": "/cache/KEY.npz"}. As it ends there is
+one on stdout: {"job": 0, "problems": []}. A job whose model is refused has its problems there and writes no file. Jobs are taken until
+stdin ends; what is not done by then is not wanted any more.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections import deque
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.cores import available_cores
+from fsdp_tune.core.errors import FsdpTuneError, Problem
+from fsdp_tune.recipe.schema import Recipe
+
+MOST_WORKERS = 8
+STDIN, STDOUT, STDERR = 0, 1, 2
+
+
+def trace_one(job: dict[str, Any]) -> list[Problem]:
+    """Writes the trace of one job; returns what kept it from that."""
+    from fsdp_tune.planner.trace.trace_recipe import trace_recipe
+
+    recipe = Recipe.model_validate(job["recipe"])
+    try:
+        trace = trace_recipe(recipe, exact=job["exact"], vocabulary=job["vocabulary"])
+    except FsdpTuneError as error:
+        return list(error.problems)
+    except Exception as error:  # noqa: BLE001  what torch or the model's code does not take is this recipe's, not the whole search's
+        traceback.print_exc()
+        return [Problem("trace-failed", f"the step could not be traced: {type(error).__name__}: {str(error).splitlines()[0]}")]
+    trace.save(Path(job["output"]))
+    return []
+
+
+class Worker:
+    """A forked process that traces one job after the other."""
+
+    def __init__(self, others: list[Worker]) -> None:
+        self.connection: Connection
+        self.connection, theirs = Pipe()  # pyright: ignore[reportAttributeAccessIssue]  what Windows has is not asked for here
+        self.job: int | None = None
+        self.process = os.fork()
+        if self.process == 0:
+            for other in (*others, self):  # else a worker would hold the line of another open
+                other.connection.close()
+            _work(theirs)  # pyright: ignore[reportArgumentType]
+        theirs.close()
+
+    def start(self, job: dict[str, Any]) -> None:
+        self.job = job["job"]
+        self.connection.send(job)
+
+    def result(self) -> dict[str, Any]:
+        """What the job that ended had to say; EOFError when the worker has died."""
+        job, self.job = self.job, None
+        return {"job": job, "problems": self.connection.recv()}
+
+
+def _work(connection: Connection) -> None:
+    """Never returns."""
+    os.dup2(STDERR, STDOUT)  # what a model prints is no answer
+    try:
+        while True:
+            connection.send([problem.as_dict() for problem in trace_one(connection.recv())])
+    except (EOFError, KeyboardInterrupt):
+        pass
+    finally:
+        sys.stderr.flush()
+        os._exit(0)
+
+
+class Server:
+    """Gives jobs to workers, and makes a worker only when a job waits for one."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.waiting: deque[dict[str, Any]] = deque()
+        self.workers: list[Worker] = []
+        self._text = b""
+
+    def run(self) -> None:
+        while True:
+            ready = wait([STDIN, *(worker.connection for worker in self.workers if worker.job is not None)])
+            for worker in [worker for worker in self.workers if worker.connection in ready]:
+                self._answer(worker)
+            if STDIN in ready and not self._read():
+                break
+            self._start()
+        for worker in self.workers:
+            worker.connection.close()
+
+    def _read(self) -> bool:
+        """False when there is nothing more to come."""
+        part = os.read(STDIN, 1 << 16)
+        *lines, self._text = (self._text + part).split(b"\n")
+        self.waiting += map(json.loads, lines)
+        return bool(part)
+
+    def _start(self) -> None:
+        while self.waiting:
+            idle = next((worker for worker in self.workers if worker.job is None), None)
+            if idle is None and len(self.workers) >= self.most:
+                return
+            if idle is None:
+                idle = Worker(self.workers)
+                self.workers.append(idle)
+            idle.start(self.waiting.popleft())
+
+    def _answer(self, worker: Worker) -> None:
+        job = worker.job
+        try:
+            answer = worker.result()
+        except EOFError:
+            self.workers.remove(worker)
+            status = os.waitstatus_to_exitcode(os.waitpid(worker.process, 0)[1])
+            crashed = Problem("trace-failed", f"the process that traced ended with status {status}")
+            answer = {"job": job, "problems": [crashed.as_dict()]}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def main() -> None:
+    importlib.import_module("fsdp_tune.planner.trace.trace_recipe")  # before the forks: the import is the long part
+    Server(min(MOST_WORKERS, available_cores())).run()
+    sys.stderr.flush()
+    os._exit(0)  # torch takes half a second to leave, and somebody waits
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""Sees every tensor that the step makes and drops, every operation and every collective, and writes them down in order.
+
+A storage is an allocation: views share it, and it ends when its last holder does. FSDP frees and refills gathered
+parameters by resizing their storage, which no dispatch shows, so resizing is watched as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_tune.model.kernels.float8_weights import plain
+from fsdp_tune.planner.predict.blend import slice_for
+from fsdp_tune.planner.trace import cuda_kernels as kernels
+from fsdp_tune.planner.trace.device import DEVICE, Clock
+from fsdp_tune.planner.trace_format import KINDS, PHASES
+
+KIND = {name: index for index, name in enumerate(KINDS)}
+PHASE = {name: index for index, name in enumerate(PHASES)}
+
+
+@dataclass(slots=True)
+class Place:
+    """Where the run is."""
+
+    step: int = -1
+    micro: int = -1
+    phase: int = 0
+    layer: int = -1
+    module: str = ""
+    in_head: bool = False
+
+
+@dataclass(slots=True)
+class Allocation:
+    block: int
+    size: int
+    layer: int
+    stream: int
+    host: bool
+    kind: int
+    held: weakref.ref[Any] | None = None
+
+
+# The streams of FSDP2 hold nothing but its buffers.
+_KIND_OF_STREAM = {1: "all-gather buffers", 2: "all-gather buffers", 3: "reduce buffers", 4: "reduce buffers"}
+_ASKS_FOR_DEVICE = torch.ops.prim.device.default
+_OWNED = (PHASE["clip"], PHASE["optimizer"], PHASE["zero_grad"])
+
+
+class Recorder(TorchDispatchMode):
+    """Enter inside the FakeTensorMode, so that it sees the real operations and not what fake kernels are made of."""
+
+    def __init__(self, clock: Clock, groups: dict[str, int], micro_batch: int) -> None:
+        super().__init__()
+        self.clock, self.groups, self.micro_batch = clock, groups, micro_batch
+        self.slice_tokens = slice_for(micro_batch)
+        self.in_slice = False
+        self.place = Place()
+        self.events: list[tuple[Any, ...]] = []
+        self.ops: list[tuple[Any, ...]] = []
+        self.collectives: list[tuple[Any, ...]] = []
+        self.kinds: list[int] = []  # of each block; known for good only at the end
+        self.modules: dict[str, int] = {"": 0}
+        self.op_names: dict[str, int] = {}
+        self.unit = -1
+        self._live: dict[int, Allocation] = {}
+        self._paused = False
+        self._hidden = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would wrap every call to keep its compiler out; nothing is compiled here."""
+        return False
+
+    # ---- Tensors
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """What is made inside is known and never counted: the caller accounts for it otherwise."""
+        self._hidden = True
+        try:
+            yield
+        finally:
+            self._hidden = False
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: int) -> Iterator[None]:
+        """Collectives inside are of this stream; nothing inside allocates."""
+        self.clock.streams.append(stream)
+        try:
+            yield
+        finally:
+            self.clock.streams.pop()
+
+    def hold(self, size: int, kind: str, layer: int) -> None:
+        """Memory that is taken now and kept, which no tensor of ours stands for."""
+        with self._at_layer(layer):
+            self.kinds[self._allocate(size).block] = KIND[kind]
+
+    def mark(self, tensor: Any, kind: str, layer: int | None = None) -> None:
+        """Says what a tensor is; allocates it when it is new."""
+        tensor = plain(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+        allocation = self._seen(tensor)
+        if allocation is not None and allocation.size:
+            self.kinds[allocation.block] = allocation.kind = KIND[kind]
+            if layer is not None:
+                allocation.layer = layer
+
+    def _seen(self, tensor: torch.Tensor) -> Allocation | None:
+        storage = tensor.untyped_storage()
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            return known
+        if self._paused or storage.nbytes() == 0:
+            return None
+        where = kernels.device_type(tensor)
+        return None if where == "meta" else self._track(storage, host=where != DEVICE)
+
+    def _track(self, storage: Any, *, host: bool) -> Allocation:
+        allocation = Allocation(-1, 0, -1, 0, host, 0) if self._hidden else self._allocate(storage.nbytes(), host=host)
+        allocation.held = weakref.ref(storage, functools.partial(self._dead, storage._cdata))
+        self._live[storage._cdata] = allocation
+        return allocation
+
+    def _allocate(self, size: int, *, host: bool = False) -> Allocation:
+        stream = self.clock.streams[-1]
+        allocation = Allocation(len(self.kinds), size, self.place.layer, stream, host, KIND[self._kind(stream)])
+        self.kinds.append(allocation.kind)
+        self._event(allocation, size)
+        return allocation
+
+    def _kind(self, stream: int) -> str:
+        if stream in _KIND_OF_STREAM:
+            return _KIND_OF_STREAM[stream]
+        if self.place.phase in _OWNED:
+            return "optimizer temporaries"
+        if self.place.in_head:
+            return "logits and loss"
+        return "activations" if self.place.layer >= 0 else "activations outside layers"
+
+    def _dead(self, key: int, _storage: Any) -> None:
+        allocation = self._live.pop(key)
+        if allocation.size:
+            self._event(allocation, -allocation.size)
+
+    def _event(self, allocation: Allocation, size: int) -> None:
+        place = self.place
+        layer = allocation.layer if place.phase in _OWNED else place.layer
+        where = (self.clock.tick(), place.step, place.micro, place.phase, layer, self._module(), allocation.stream)
+        self.events.append((*where, allocation.block, size, 0, allocation.host))
+
+    def _module(self) -> int:
+        return self.modules.setdefault(self.place.module, len(self.modules))
+
+    def _resized(self, storage: Any) -> None:
+        allocation = self._live.get(storage._cdata)
+        size = storage.nbytes()
+        if allocation is None:
+            if size and not self._paused:
+                self._gathered(self._track(storage, host=False))
+            return
+        if allocation.size == size:
+            return
+        if allocation.size:
+            self._event(allocation, -allocation.size)
+        held, allocation.size = allocation.held, 0
+        if size:
+            allocation = self._allocate(size, host=allocation.host)
+            allocation.held = held
+            self._live[storage._cdata] = allocation
+            self._gathered(allocation)
+
+    def _gathered(self, allocation: Allocation) -> None:
+        self.kinds[allocation.block] = allocation.kind = KIND["gathered units"]
+
+    # ---- Operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ASKS_FOR_DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # more than half of all calls, and no operation
+        if any(map(kernels.is_made_of_others, types)):
+            return NotImplemented  # what it is made of comes by next
+        out = func(*args, **(kwargs or {}))
+        if self._paused:
+            return out
+        inputs = kernels.tensors(args)
+        if kwargs:
+            inputs += kernels.tensors(kwargs.values())
+        outputs = kernels.tensors((out,))
+        self._note_roles(func, args, kwargs or {})
+        owners = self._owners(inputs, outputs)
+        for tensor, layer in zip(outputs, owners, strict=True):
+            with self._at_layer(layer):
+                self._seen(tensor)
+        if func.namespace == "c10d":
+            self._collective(func, args, inputs)
+        elif not func.is_view:
+            self._operation(func, args, kwargs or {}, out, inputs, outputs)
+        return out
+
+    def _owners(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[int]:
+        """In clip and optimizer nothing says which layer is at work but the tensors themselves: output i belongs to input i.
+
+        What has no input (a step counter) belongs to what was worked on before it.
+        """
+        if self.place.phase not in _OWNED:
+            return [self.place.layer] * len(outputs)
+        known = [self._live.get(tensor.untyped_storage()._cdata) for tensor in inputs]
+        layers = [allocation.layer if allocation is not None else -1 for allocation in known] or [self.place.layer]
+        self.place.layer = layers[-1]
+        return [layers[min(index, len(layers) - 1)] for index in range(len(outputs))]
+
+    @contextlib.contextmanager
+    def _at_layer(self, layer: int) -> Iterator[None]:
+        before, self.place.layer = self.place.layer, layer
+        try:
+            yield
+        finally:
+            self.place.layer = before
+
+    def _note_roles(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """FSDP2 copies what was gathered to the parameters, and gradients to the input of the reduce-scatter: that names them."""
+        if func.namespace == "fsdp" and func.__name__.startswith("split_with_sizes_copy"):
+            for parameter in kwargs["out"]:
+                self.mark(parameter, "gathered units")
+        if func.namespace == "fsdp" and "chunk_cat" in func.__name__:
+            for gradient in args[0]:
+                self.mark(gradient, "unsharded gradients")
+            self.mark(kwargs["out"] if "out" in kwargs else args[3], "reduce buffers")
+
+    def _operation(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        work = kernels.work(func, args, kwargs, out, inputs, outputs, self.micro_batch, self.slice_tokens)
+        if work is None:
+            return
+        name = self.op_names.setdefault(work.name, len(self.op_names))
+        for layer, share in self._shares(inputs):
+            self.ops.append(
+                (
+                    *self._where(layer),
+                    name,
+                    work.dtype,
+                    work.flops * share,
+                    round(work.moved_bytes * share),
+                    round(work.batch_bytes * share),
+                    round(work.slice_bytes * share),
+                    self.in_slice,
+                    max(1, round(work.launches * share)),
+                )
+            )
+        scratch = [self._allocate(size) for size in work.scratch_bytes]
+        for allocation in scratch:
+            self._event(allocation, -allocation.size)
+
+    def _where(self, layer: int) -> tuple[int, ...]:
+        place = self.place
+        return (self.clock.tick(), place.step, place.micro, place.phase, layer, self._module(), self.clock.streams[-1])
+
+    def _shares(self, inputs: list[torch.Tensor]) -> list[tuple[int, float]]:
+        """One operation over the tensors of all layers (clip, optimizer) is written down as one for each layer, by bytes."""
+        if self.place.phase not in _OWNED or not inputs:
+            return [(self.place.layer, 1.0)]
+        sizes: dict[int, int] = {}
+        for tensor in inputs:
+            known = self._live.get(tensor.untyped_storage()._cdata)
+            layer = known.layer if known is not None else -1
+            sizes[layer] = sizes.get(layer, 0) + tensor.numel() * tensor.element_size()
+        total = sum(sizes.values())
+        return [(layer, size / total if total else 1.0) for layer, size in sorted(sizes.items())]
+
+    def _collective(self, func: Any, args: Any, inputs: list[torch.Tensor]) -> None:
+        found = kernels.collective(func, args, inputs, self.groups)
+        if found is None:
+            return
+        kind, group, size, dtype = found
+        self.collectives.append((*self._where(self.place.layer), kind, group, size, self.unit, dtype))
+
+    # ---- Around the run
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Watches operations, resized storages, and leaves DTensor's sharding rules out (they make tensors of global size)."""
+        with contextlib.ExitStack() as stack:
+            resize = torch.UntypedStorage.resize_
+
+            def resized(storage: Any, size: int) -> Any:
+                result = resize(storage, size)
+                self._resized(storage)
+                return result
+
+            backward = torch.Tensor.backward
+
+            def begun(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+                """The shared step calls it inside; the backward begins with the loss and the head."""
+                self.place.phase, self.place.layer, self.place.in_head = PHASE["backward"], -1, True
+                backward(loss, *args, **kwargs)
+
+            stack.enter_context(mock.patch.object(torch.Tensor, "backward", begun))
+            # FSDP1 calls it: the allocator then keeps a block until that stream is done, which an order cannot say.
+            stack.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
+            stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
+            for name in ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached"):
+                stack.enter_context(mock.patch.object(ShardingPropagator, name, self._quiet(getattr(ShardingPropagator, name))))
+            stack.enter_context(self)
+            yield
+
+    def _quiet(self, function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, self._paused = self._paused, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._paused = before
+
+        return call

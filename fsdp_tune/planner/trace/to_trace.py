@@ -1,0 +1,132 @@
+"""A recorded run → the trace that the planner reads."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fsdp_tune.model.build.construct import TORCH_DTYPE
+from fsdp_tune.model.build.experts import active_parameters
+from fsdp_tune.model.kernels.float8 import plan_fp8
+from fsdp_tune.model.positions import max_positions
+from fsdp_tune.model.shard.fsdp_units import decoder_layers
+from fsdp_tune.planner.predict.depth import Repeated
+from fsdp_tune.planner.trace.device import STREAMS
+from fsdp_tune.planner.trace.loss_slices import most_tokens
+from fsdp_tune.planner.trace.traced_step import STEPS, Run
+from fsdp_tune.planner.trace_format import COLLECTIVE, EVENT, OP, WAIT, Counts, Shapes, Trace, Unit
+from fsdp_tune.recipe.rules.precision import gathers_in_fp8
+from fsdp_tune.recipe.schema import Recipe
+
+
+def assemble(
+    recipe: Recipe, config: PreTrainedConfig, run: Run, counts: Counts, units: tuple[Unit, ...], repeated: Repeated | None
+) -> Trace:
+    """Return the trace of a run. `config`, `counts` and `units` are those of the full model."""
+    recorder = run.recorder
+    events = np.array(recorder.events, EVENT)
+    events["kind"] = np.array(recorder.kinds, np.int8)[events["block"]]
+    shard, replicate = recipe.parallelism.dp_shard_size, recipe.parallelism.dp_replicate_size
+    assert isinstance(shard, int)
+    assert isinstance(replicate, int)
+    clock = recorder.clock
+    return Trace(
+        events=events,
+        ops=np.array(recorder.ops, OP),
+        collectives=np.array(recorder.collectives, COLLECTIVE),
+        waits=_waits(clock.waits, events),
+        streams=STREAMS,
+        modules=tuple(recorder.modules),
+        op_names=tuple(recorder.op_names),
+        units=units,
+        counts=counts,
+        shapes=Shapes(
+            micro_batch=recipe.training.per_device_train_batch_size,
+            tokens=recipe.data.max_length,
+            accumulation=recipe.training.gradient_accumulation_steps or 1,
+            traced_micro_batches=run.micro_batches,
+            traced_steps=STEPS,
+            world_size=recipe.world_size,
+            shard_size=shard if recipe.is_sharded else 1,
+            replicate_size=replicate if recipe.is_sharded else recipe.world_size,
+        ),
+        traced_layers=run.layers,
+        period=repeated.period if repeated else 1,
+        first_repeated=repeated.first if repeated else 0,
+        facts={
+            "attention": sorted(run.attention),
+            "slice_tokens": most_tokens(counts.vocabulary) if run.loaded.kernels["kernels.loss"].value == "chunked" else None,
+            "torch": metadata.version("torch"),
+            "transformers": metadata.version("transformers"),
+            "python": platform.python_version(),
+            "config": config.to_diff_dict(),
+            "max_positions": max_positions(config),
+        },
+    )
+
+
+def _waits(waits: list[tuple[int, int, int, int]], events: Any) -> Any:
+    """A wait happens where the run is: it takes step, phase and layer from the last allocation before it."""
+    table = np.zeros(len(waits), WAIT)
+    if waits:
+        for column, values in zip(("at", "stream", "source", "until"), zip(*waits, strict=True), strict=True):
+            table[column] = values
+        before = np.maximum(np.searchsorted(events["at"], table["at"]) - 1, 0)
+        for column in ("step", "micro", "phase", "layer", "module"):
+            table[column] = events[column][before]
+    return table
+
+
+def count(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel) -> Counts:
+    """Return the counts of the full model, which is on the meta device."""
+    parameters = list(model.parameters())
+    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    hidden = int(getattr(config, "hidden_size", 0) or 0)
+    head = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    return Counts(
+        parameters=sum(p.numel() for p in parameters),
+        active_parameters=active_parameters(config, model.named_parameters()),
+        trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        layers=len(decoder_layers(model, recipe.layer_classes)),
+        hidden_size=hidden,
+        attention_heads=heads,
+        head_dim=int(getattr(config, "head_dim", None) or (hidden // heads if heads else 0)),
+        vocabulary=int(embedding.weight.shape[0]),
+        tied_embeddings=head is not None and head.weight is embedding.weight,
+    )
+
+
+def unit_list(recipe: Recipe, model: PreTrainedModel, groups: tuple[tuple[str, ...], ...]) -> tuple[Unit, ...]:
+    """The units of the whole model in the order of wrapping, the root last; one 'unit' for plain DDP."""
+    layer_of = {name: index for index, (name, _) in enumerate(decoder_layers(model, recipe.layer_classes))}
+    taken: set[int] = set()
+    in_fp8 = _ids_gathered_in_fp8(recipe, model)
+    units = [_unit(recipe, model, group, layer_of.get(group[0], -1), taken, in_fp8) for group in groups]
+    return (*units, _unit(recipe, model, ("",), -1, taken, in_fp8))
+
+
+def _ids_gathered_in_fp8(recipe: Recipe, model: PreTrainedModel) -> set[int]:
+    """Of the weights."""
+    names = plan_fp8(recipe, model).gathered if gathers_in_fp8(recipe) else ()
+    return {id(model.get_submodule(name).weight) for name in names}
+
+
+def _unit(recipe: Recipe, model: nn.Module, group: tuple[str, ...], layer: int, taken: set[int], in_fp8: set[int]) -> Unit:
+    own: list[nn.Parameter] = []
+    for name in group:
+        for parameter in model.get_submodule(name).parameters():
+            if id(parameter) not in taken:
+                taken.add(id(parameter))
+                own.append(parameter)
+    elements = sum(p.numel() for p in own)
+    width = TORCH_DTYPE[recipe.compute_dtype].itemsize
+    gathered = sum(p.numel() * (1 if id(p) in in_fp8 else width) for p in own)
+    stored = sum(p.numel() * p.element_size() for p in own)
+    return Unit(name=", ".join(group) or "(root)", layer=layer, parameters=elements, parameter_bytes=stored, gathered_bytes=gathered)

@@ -1,0 +1,101 @@
+"""Recipe → trace: how many layers are run, and the counts of the full model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PreTrainedConfig
+
+from fsdp_tune.model.build.construct import attention, config_or_facts
+from fsdp_tune.model.kernels.attention import has_variable_lengths
+from fsdp_tune.model.shard.fsdp_units import plan_units
+from fsdp_tune.planner.predict.depth import DepthError, Repeated, full_depth, repeated_layers
+from fsdp_tune.planner.trace import autocast, device
+from fsdp_tune.planner.trace.fake_model import build_traced
+from fsdp_tune.planner.trace.to_trace import assemble, count, unit_list
+from fsdp_tune.planner.trace.traced_layers import container_of, layer_signatures, shallow_recipe, without_dropped
+from fsdp_tune.planner.trace.traced_step import run_step
+from fsdp_tune.planner.trace_format import Trace
+from fsdp_tune.recipe.schema import Recipe
+
+
+def trace_recipe(recipe: Recipe, *, exact: bool = False, vocabulary: int | None = None) -> Trace:
+    """Return the trace of a resolved recipe's step on rank 0 of its world.
+
+    `exact` runs every decoder layer; otherwise equal layers in the middle are left out, as many as `planner.predict.depth.full_depth` can
+    repeat, unless it turns out that they do not repeat. Raises: FsdpTuneError (exit 2) for a model that is not found or that
+    transformers refuses.
+    """
+    config, _ = config_or_facts(recipe)
+    if not exact:
+        try:
+            trace = _trace(recipe, config, vocabulary, exact=False)
+            full_depth(trace)
+            return trace
+        except DepthError:
+            pass  # FSDP1 works on units in another order; a model may have layers of its own at the ends
+    return _trace(recipe, config, vocabulary, exact=True)
+
+
+def _trace(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None, *, exact: bool) -> Trace:
+    is_masked = recipe.data.packing and not has_variable_lengths(attention(recipe, config))
+    recipe, model = build_traced(recipe, config, vocabulary)
+    groups: Sequence[tuple[str, ...]] = plan_units(recipe, model).groups if recipe.is_sharded else ()
+    counts, units = count(recipe, config, model), unit_list(recipe, model, tuple(groups))
+    repeated: Repeated | None = None
+    container = None if exact else container_of(recipe, model)
+    if container is not None:
+        repeated = repeated_layers(layer_signatures(recipe, model, groups), reach=_reach(recipe))
+        if repeated is not None:
+            recipe = shallow_recipe(recipe, container, repeated, model, groups)
+            model = without_dropped(model, container, repeated)
+    with fake_world(recipe.world_size):
+        run = run_step(recipe, model, is_masked=is_masked)
+        return assemble(recipe, config, run, counts, units, repeated)
+
+
+def _reach(recipe: Recipe) -> int:
+    """How many layers ahead units are gathered."""
+    backward = recipe.fsdp.backward_prefetch
+    return max(1, int(recipe.fsdp.forward_prefetch), backward if isinstance(backward, int) else 1)
+
+
+# ---- A process group of any size in one process: rank 0 of a world whose other ranks do not exist.
+
+
+@contextlib.contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    """The default group; collectives return at once and leave their buffers as they are."""
+    assert not dist.is_initialized(), "a trace runs in a process of its own"
+    device.install()
+    autocast.install()
+    dist.init_process_group(f"cpu:fake,{device.DEVICE}:fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        # FSDP2 waits there for units that were gathered and not needed, such as frozen ones below the last gradient.
+        on_accelerator = mock.patch.object(torch.accelerator, "current_stream", device.current_stream)
+        with on_accelerator, mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Chunks(Sequence[torch.Tensor]):
+    """What `torch.chunk` would give, empty chunks behind it, made when asked for: FSDP2 asks for two of as many as there are ranks."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self.tensor, self.chunks, self.dim = tensor, num_chunks, dim
+
+    def __len__(self) -> int:
+        return self.chunks
+
+    def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
+        length = self.tensor.shape[self.dim]
+        size = -(-length // self.chunks)
+        begin = index * size
+        return self.tensor.narrow(self.dim, begin, min(size, length - begin)) if begin < length else self.tensor.new_empty(0)

@@ -1,0 +1,232 @@
+"""Runs the training step of a recipe under fake tensors and records it.
+
+The modules that run are the worker's own (`model.build`, `model.shard`, `model.loss`, `model.step`, `model.optim`). Only the loop around
+them is written here, as in the Trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.optimizer import _foreach_supported_types
+from transformers import PreTrainedModel
+
+from fsdp_tune.model import packed
+from fsdp_tune.model.build.assemble import Loaded, wrap_whole
+from fsdp_tune.model.kernels.float8 import convert_to_fp8
+from fsdp_tune.model.loss import auxiliary_loss_weight, micro_batch_loss
+from fsdp_tune.model.optim.optimizer import build_optimizer
+from fsdp_tune.model.optim.torchao_adamw import parts_of
+from fsdp_tune.model.shard.wrap import make_mesh
+from fsdp_tune.model.step import clip_factor, compute_context, flat_shard_group, forward_backward, plain_name, scale_gradients, total_norm
+from fsdp_tune.planner.trace import autocast, device
+from fsdp_tune.planner.trace.cuda_kernels import CudaAttention
+from fsdp_tune.planner.trace.ddp import wrap_traceable
+from fsdp_tune.planner.trace.fake_model import on_fake_device
+from fsdp_tune.planner.trace.loss_slices import one_slice
+from fsdp_tune.planner.trace.recorder import PHASE, Recorder
+from fsdp_tune.planner.trace.scopes import Names, scopes
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.training_fields import training_value
+
+STEPS = 2
+"""The first creates the optimizer state, from the last micro-batch alone; the second is what every later one is."""
+FAKE_FP16_SCALE = 65536.0
+
+
+@dataclass
+class Run:
+    """A recorded run and what it was made of."""
+
+    recorder: Recorder
+    loaded: Loaded
+    attention: set[str]
+    micro_batches: int
+    layers: int
+
+
+def traced_micro_batches(recipe: Recipe) -> int:
+    """The first and the last of a step: what lies between is like the first, with the gradients of the second."""
+    return min(2, recipe.training.gradient_accumulation_steps or 1)
+
+
+def run_step(recipe: Recipe, model: PreTrainedModel, *, is_masked: bool) -> Run:
+    """Run the training step of a model on the meta device, with all or some of its layers. Call inside `fake_world`.
+
+    `is_masked`: whether packed examples are kept apart by a mask.
+    """
+    where = torch.device(device.DEVICE, 0)
+    attention = CudaAttention()
+    mesh = make_mesh(recipe, device.DEVICE)  # outside: a mesh holds the numbers of its ranks, which fake tensors have not
+    with FakeTensorMode(allow_non_fake_inputs=True), _packing(is_masked=is_masked), _no_garbage(), attention.installed():
+        recorder = Recorder(device.restart(), _groups(mesh), recipe.training.per_device_train_batch_size)
+        on_fake_device(model, where)
+        convert_to_fp8(recipe, model, device.DEVICE)  # before modules are known by identity: these become others
+        bare = Names.of(recipe, model)
+        sharded = wrap_whole(recipe, model, mesh, where) if recipe.is_sharded else None
+        # torch runs the backward of an accelerator in a thread for each device; ours has none.
+        with recorder.recording(), torch.autograd.set_multithreading_enabled(False):
+            _loaded(recorder, model if sharded is None else sharded.wrapped, bare)
+            loaded = sharded or wrap_traceable(recipe, model, where, recorder, bare)
+            with scopes(bare, recorder):
+                with one_slice(recorder), _foreach():
+                    _train(recipe, loaded, recorder, where)
+                if recipe.evaluates:
+                    _evaluate(recipe, loaded, recorder, where)
+        return Run(recorder, loaded, attention.used, traced_micro_batches(recipe), len(bare.layers))
+
+
+def _groups(mesh: Any) -> dict[str, int]:
+    """Name of a process group → index into GROUPS: the last dimension of a mesh shards, one before it replicates."""
+    if mesh is None:
+        return {}
+    names = mesh.mesh_dim_names
+    return {mesh.get_group(name).group_name: 0 if name == names[-1] else 1 for name in names}
+
+
+def _packing(*, is_masked: bool) -> contextlib.AbstractContextManager[Any]:
+    """Kernels that take the lengths of packed examples get no mask of them."""
+    return contextlib.nullcontext() if is_masked else mock.patch.object(packed, "example_numbers", return_value=None)
+
+
+@contextlib.contextmanager
+def _foreach() -> Iterator[None]:
+    """On CUDA torch's optimizers work on lists of plain tensors at once, with temporaries of their size; a fake tensor is a plain one."""
+    with mock.patch("torch.optim.optimizer._foreach_supported_types", [*_foreach_supported_types, FakeTensor]):
+        yield
+
+
+@contextlib.contextmanager
+def _tables_on_device() -> Iterator[None]:
+    """torch makes a tensor of a list on the host and copies it past our device's fake kernels."""
+    real = torch.tensor
+
+    def tensor(data: Any, *, dtype: Any = None, device: Any = None) -> torch.Tensor:
+        made = real(data, dtype=dtype)
+        return made if device is None or torch.device(device).type == "cpu" else torch.empty_like(made, device=device)
+
+    with mock.patch.object(torch, "tensor", tensor):
+        yield
+
+
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Memory ends when the last reference goes, not when Python's collector happens to run: it runs where the step ends."""
+    enabled = gc.isenabled()
+    gc.freeze()  # what is garbage already is none of ours, and to look for it takes as long as a layer
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def _loaded(recorder: Recorder, wrapped: nn.Module, bare: Names) -> None:
+    """Parameters and buffers are there before the first step; where each belongs is known by name."""
+    recorder.place.phase = PHASE["load"]
+    for name, tensor in (*wrapped.named_parameters(), *wrapped.named_buffers()):
+        plain = plain_name(name)
+        recorder.place.module = plain
+        layer = bare.layer_of(plain)
+        recorder.place.layer = layer
+        recorder.mark(tensor, "parameters", layer)
+    recorder.place.layer, recorder.place.module = -1, ""
+
+
+def _train(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.device) -> None:
+    optimizer = build_optimizer(recipe, loaded.wrapped, loaded.size.decayed)
+    micro_batches = traced_micro_batches(recipe)
+    place = recorder.place
+    loaded.wrapped.train()
+    for step in range(STEPS):
+        for micro in range(0 if step else micro_batches - 1, micro_batches):
+            place.step, place.micro, place.phase = step, micro, PHASE["forward"]
+            _micro_batch(recipe, loaded, recorder, where, last=micro == micro_batches - 1)
+        place.micro = -1
+        _update(recipe, loaded, recorder, optimizer)
+
+
+def _evaluate(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.device) -> None:
+    """Run one batch of an evaluation, as `worker.evaluate` does; slices of the loss are run as they are."""
+    place = recorder.place
+    place.step, place.micro, place.phase = STEPS, -1, PHASE["evaluation"]
+    place.layer, place.module, place.in_head = -1, "", False
+    loaded.wrapped.eval()
+    rows = recipe.training.per_device_eval_batch_size or recipe.training.per_device_train_batch_size
+    batch = _batch(recipe, where, rows, is_packed=bool(recipe.data.eval_packing))
+    for tensor in batch.values():
+        recorder.mark(tensor, "inputs")
+    with torch.no_grad(), packed.packing_known(is_packed="position_ids" in batch), compute_context(recipe, device.DEVICE):
+        loss, auxiliary = micro_batch_loss(loaded.wrapped, batch)
+    del loss, auxiliary, batch
+    autocast.forget_weights()
+
+
+def _micro_batch(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.device, *, last: bool) -> None:
+    wrapped = loaded.wrapped
+    synchronise = last or (recipe.fsdp.sync_each_batch and recipe.is_sharded)
+    if isinstance(wrapped, FSDPModule):
+        wrapped.set_requires_gradient_sync(synchronise)
+        if recipe.is_hybrid:
+            wrapped.set_requires_all_reduce(last)
+    batch = _batch(recipe, where, recipe.training.per_device_train_batch_size, is_packed=recipe.data.packing)
+    for tensor in batch.values():
+        recorder.mark(tensor, "inputs")
+    no_sync = contextlib.nullcontext() if synchronise or isinstance(wrapped, FSDPModule) else _no_sync(wrapped)
+    scale = FAKE_FP16_SCALE if recipe.precision.mixed_precision == "fp16" else None
+    weight = auxiliary_loss_weight(loaded.model)
+    with no_sync:
+        smoothing = training_value(recipe.training, "label_smoothing_factor")
+        loss, loss_sum = forward_backward(recipe, wrapped, batch, 1.0, auxiliary=weight, loss_scale=scale, label_smoothing=smoothing)
+    del loss, loss_sum, batch
+    autocast.forget_weights()
+    recorder.place.layer, recorder.place.module, recorder.place.in_head = -1, "", False
+    for parameter in wrapped.parameters():
+        if parameter.grad is not None:
+            recorder.mark(parameter.grad, "gradients")
+
+
+def _no_sync(wrapped: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """DDP and FSDP1 keep whole gradients between micro-batches."""
+    context: Any = wrapped.no_sync  # type: ignore[union-attr]
+    return context()
+
+
+def _batch(recipe: Recipe, where: torch.device, rows: int, *, is_packed: bool) -> dict[str, torch.Tensor]:
+    """Return a batch as the worker sends it to the device: rows as long as `data.max_length` allows."""
+    shape = (rows, recipe.data.max_length)
+    names = ["input_ids", "labels", *(["position_ids"] if is_packed else [])]
+    return {name: torch.empty(shape, dtype=torch.int64, device=where) for name in names}
+
+
+def _update(recipe: Recipe, loaded: Loaded, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
+    place = recorder.place
+    place.phase = PHASE["clip"]
+    parameters = [p for p in loaded.wrapped.parameters() if p.grad is not None]
+    norm = total_norm(parameters, flat_shard_group(loaded.wrapped))
+    max_norm = training_value(recipe.training, "max_grad_norm")
+    if max_norm:
+        scale_gradients(parameters, clip_factor(norm, max_norm))
+    del norm
+    del parameters
+    place.phase, place.layer = PHASE["optimizer"], -1
+    with torch.compiler.set_stance("force_eager"), _tables_on_device():  # torchao's would be compiled, which hides what it does
+        optimizer.step()
+    for state in optimizer.state.values():
+        for value in state.values():
+            for part in parts_of(value) if isinstance(value, torch.Tensor) else ():
+                recorder.mark(part, "optimizer state")
+    place.phase, place.layer = PHASE["zero_grad"], -1
+    optimizer.zero_grad(set_to_none=True)
+    gc.collect()

@@ -1,0 +1,230 @@
+"""What a traced step is: allocations, operations, collectives and waits of one rank, in the order in which the CPU issues them.
+
+The trace is the seam between the part that runs the real model (`fsdp_tune.planner.trace`, imports torch) and the planner (pure):
+memory is a replay of `events`, time a simulation of `ops`, `collectives` and `waits`. Tables are numpy record arrays; every
+record has `at`, its place in one common order over all tables, and columns that index the tuples of names of `Trace`.
+
+A trace may be of fewer layers than the model has (`traced_layers` < `layers`): `fsdp_tune.planner.predict.depth.full_depth` repeats the
+middle ones, so that everything after it sees a trace of the whole model and nothing has to extrapolate.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdp_tune.core.atomic import write_file
+
+FORMAT_VERSION = 6
+
+Records = npt.NDArray[Any]
+
+_WHERE = [
+    ("at", "i4"),  # place in the common order
+    ("step", "i1"),  # optimizer step: -1 before the first, then 0, 1 …
+    ("micro", "i1"),  # micro-batch of that step; -1 outside forward, loss and backward
+    ("phase", "i1"),  # index into PHASES
+    ("layer", "i2"),  # decoder layer at work, or whose tensor it is in clip, optimizer and zero_grad; -1 for none
+    ("module", "i4"),  # index into Trace.modules: the innermost module at work
+    ("stream", "i1"),  # index into Trace.streams; 0 is the stream of compute
+]
+PHASES = ("load", "forward", "loss", "backward", "clip", "optimizer", "zero_grad", "evaluation")
+EVALUATION = PHASES.index("evaluation")
+"""After the last step: one batch, with a step number of its own."""
+
+EVENT = np.dtype([*_WHERE, ("block", "i4"), ("bytes", "i8"), ("kind", "i1"), ("host", "?")])
+"""`block` is allocated (`bytes` > 0) or freed (`bytes` < 0, the same size). `kind` indexes KINDS. `host`: in (pinned) host memory,
+not on the device. `stream` of an allocation is the pool that it comes from."""
+
+KINDS = (
+    "parameters",  # this rank's shards (or whole parameters), and buffers of the model
+    "gradients",  # this rank's gradients
+    "optimizer state",
+    "gathered units",  # unsharded parameters
+    "all-gather buffers",
+    "reduce buffers",  # reduce-scatter and all-reduce inputs and outputs
+    "unsharded gradients",  # between backward and reduce-scatter, or between micro-batches
+    "activations",  # of the decoder layers
+    "activations outside layers",  # embedding, final norm, rotary tables
+    "logits and loss",
+    "optimizer temporaries",  # clip and step
+    "inputs",  # token ids, labels, position ids
+)
+
+OP = np.dtype(
+    [
+        *_WHERE,
+        ("name", "i4"),
+        ("dtype", "i1"),
+        ("flops", "f8"),
+        ("moved_bytes", "i8"),
+        ("batch_bytes", "i8"),
+        ("slice_bytes", "i8"),
+        ("in_slice", "?"),
+        ("kernels", "i4"),
+    ]
+)
+"""One call of the dispatcher that starts work on the device (views and metadata are left out). `name` indexes Trace.op_names
+(`mm`, `_foreach_mul_`, `copy_to_host` …), `dtype` indexes DTYPES: that of the multiplication for flops, else of the output.
+`flops` counts a multiply-add as two, zero for elementwise work. `moved_bytes` are read and written; `batch_bytes` are
+those of them in tensors whose size is a multiple of the micro-batch, `slice_bytes` of a slice of the loss, and `in_slice` is what every
+slice does (`blend.at_micro_batch`). `kernels`: launches, above one for
+foreach operations."""
+
+DTYPES = ("fp32", "bf16", "fp16", "fp64", "int64", "int32", "bool", "uint8", "fp8")
+
+COLLECTIVE = np.dtype([*_WHERE, ("kind", "i1"), ("group", "i1"), ("bytes", "i8"), ("unit", "i4"), ("dtype", "i1")])
+"""`bytes` is the whole buffer: the output of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce.
+`kind` indexes COLLECTIVES, `group` GROUPS, `unit` Trace.units (-1: none, such as the norm's sum)."""
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+GROUPS = ("shard", "replicate", "world")
+
+WAIT = np.dtype([*_WHERE, ("source", "i1"), ("until", "i4")])
+"""`stream` goes on only when all that was issued to stream `source` at places < `until` is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One FSDP unit (or DDP bucket)."""
+
+    name: str
+    layer: int
+    """Index of the decoder layer, -1 for the embedding, the head and the root."""
+    parameters: int
+    """Elements, over all ranks."""
+    parameter_bytes: int
+    """In storage dtype, over all ranks."""
+    gathered_bytes: int
+    """In compute dtype: what one all-gather leaves behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Of the whole model, whatever was traced."""
+
+    parameters: int
+    active_parameters: int | None
+    """That a token meets (`planner.predict.mfu`); None where the model's configuration does not say it."""
+    trained_parameters: int
+    parameter_bytes: int
+    layers: int
+    hidden_size: int
+    attention_heads: int
+    head_dim: int
+    vocabulary: int
+    tied_embeddings: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What ran: sizes per rank."""
+
+    micro_batch: int
+    """Sequences of one forward."""
+    tokens: int
+    """Tokens of one sequence (`data.max_length`)."""
+    accumulation: int
+    """Micro-batches of a real step; at most `traced_micro_batches` of them were traced (the first ones and the last)."""
+    traced_micro_batches: int
+    traced_steps: int
+    world_size: int
+    shard_size: int
+    replicate_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One rank's training from loaded weights through `shapes.traced_steps` optimizer steps."""
+
+    events: Records
+    ops: Records
+    collectives: Records
+    waits: Records
+    streams: tuple[str, ...]
+    """compute, all-gather copy-in, all-gather, reduce-scatter, all-reduce, unshard …"""
+    modules: tuple[str, ...]
+    """Qualified names in the bare model; modules[0] is ''."""
+    op_names: tuple[str, ...]
+    units: tuple[Unit, ...]
+    counts: Counts
+    shapes: Shapes
+    traced_layers: int
+    period: int = 1
+    """Decoder layers after which the pattern of layers repeats (2 when every second one is recomputed)."""
+    first_repeated: int = 0
+    """The first of the `period` traced layers that stand for those that were not traced."""
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What the trace assumed: attention kernel, versions, `config` (the model's config as a mapping)."""
+
+    @property
+    def layers(self) -> int:
+        return self.counts.layers
+
+    def steady(self, table: Records) -> Records:
+        """The records of the last traced optimizer step: state exists, nothing is created for the first time."""
+        return table[table["step"] == self.shapes.traced_steps - 1]
+
+    def to_bytes(self) -> bytes:
+        head = {
+            "version": FORMAT_VERSION,
+            "streams": self.streams,
+            "modules": self.modules,
+            "op_names": self.op_names,
+            "units": [asdict(unit) for unit in self.units],
+            "counts": asdict(self.counts),
+            "shapes": asdict(self.shapes),
+            "traced_layers": self.traced_layers,
+            "period": self.period,
+            "first_repeated": self.first_repeated,
+            "facts": self.facts,
+        }
+        buffer = io.BytesIO()
+        arrays = {name: getattr(self, name) for name in _TABLES}
+        np.savez_compressed(buffer, head=np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays)
+        return buffer.getvalue()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Trace:
+        """ValueError for what is no trace, or one of another format version."""
+        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+            head: dict[str, Any] = json.loads(archive["head"].tobytes())
+            tables = {name: archive[name] for name in _TABLES}
+        if head.get("version") != FORMAT_VERSION:
+            raise ValueError(f"trace format {head.get('version')}, this program reads {FORMAT_VERSION}")
+        for name, dtype in _TABLES.items():
+            if tables[name].dtype != dtype:
+                raise ValueError(f"{name}: not the columns of this format")
+        return Trace(
+            **tables,
+            streams=tuple(head["streams"]),
+            modules=tuple(head["modules"]),
+            op_names=tuple(head["op_names"]),
+            units=tuple(Unit(**unit) for unit in head["units"]),
+            counts=Counts(**head["counts"]),
+            shapes=Shapes(**head["shapes"]),
+            traced_layers=head["traced_layers"],
+            period=head["period"],
+            first_repeated=head["first_repeated"],
+            facts=head["facts"],
+        )
+
+    def save(self, path: Path) -> None:
+        write_file(path, self.to_bytes())
+
+    @staticmethod
+    def load(path: Path) -> Trace:
+        return Trace.from_bytes(path.read_bytes())
+
+
+_TABLES = {"events": EVENT, "ops": OP, "collectives": COLLECTIVE, "waits": WAIT}
+assert set(_TABLES) <= {f.name for f in fields(Trace)}
+
+Segments = Literal["plain", "expandable"]
+"""How the caching allocator gets memory: whole segments, or pages mapped into growing ranges (`expandable_segments:True`)."""

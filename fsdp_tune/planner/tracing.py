@@ -1,0 +1,191 @@
+"""Traces of recipes, from a cache or from a child process that imports torch: the surface never does.
+
+The name of a cached trace is a digest of everything that the trace depends on: the recipe's keys that affect memory or time
+(`recipe.schema.effects`), the model's configuration, this package's sources, and the installed packages with their versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import fsdp_tune
+from fsdp_tune.core import processes as children
+from fsdp_tune.core.errors import FsdpTuneError, Problem
+from fsdp_tune.core.hub import cached_model_file
+from fsdp_tune.planner.kept import state_of
+from fsdp_tune.planner.trace_format import Trace
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.effects import Affects
+from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
+from fsdp_tune.run.directory import run_of
+
+CONFIG = "config.json"
+COMMAND = (sys.executable, "-P", "-m", "fsdp_tune.planner.trace.many")
+
+
+class Tracing:
+    """Traces on demand. The child is started by the first recipe that the cache lacks, and lives until `close`: torch is imported once.
+
+    `exact`: at full depth. `vocabulary`: of the tokenizer, where it may grow the embedding. `traced` is called as each comes in.
+    """
+
+    def __init__(
+        self,
+        cache: Path,
+        *,
+        exact: bool = False,
+        vocabulary: int | None = None,
+        offline: bool = False,
+        traced: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.cache, self.exact, self.vocabulary, self.offline, self.traced = cache, exact, vocabulary, offline, traced
+        self._found: dict[str, Trace | FsdpTuneError] = {}
+        self._asked: list[tuple[str, Recipe]] = []
+        """Keys and recipes, by the number of their job."""
+        self._child: subprocess.Popen[str] | None = None
+        self._log: IO[str] | None = None
+
+    def __enter__(self) -> Tracing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the child, whatever it is at."""
+        if self._child is not None:
+            children.end(self._child)
+            for pipe in (self._child.stdin, self._child.stdout):
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()  # pyright: ignore[reportOptionalMemberAccess]  both were asked for
+        if self._log is not None:
+            self._log.close()
+        self._child = self._log = None
+
+    def ask(self, recipes: Sequence[Recipe]) -> list[str]:
+        """Has resolved recipes traced in the background; returns the keys for `result`."""
+        keys = [self._key(recipe) for recipe in recipes]
+        for key, recipe in zip(keys, recipes, strict=True):
+            if key in self._found or any(key == asked for asked, _ in self._asked):
+                continue
+            cached = _cached(self._file(key))
+            if cached is not None:
+                self._found[key] = cached
+                continue
+            self._send({"job": len(self._asked), "recipe": recipe.model_dump(mode="json", by_alias=True), "output": str(self._file(key))})
+            self._asked.append((key, recipe))
+        return keys
+
+    def result(self, key: str) -> Trace | FsdpTuneError:
+        """The trace, or the reason why there is none; waits for it."""
+        while key not in self._found:
+            self._receive()
+        return self._found[key]
+
+    def __call__(self, recipes: Sequence[Recipe]) -> list[Trace | FsdpTuneError]:
+        return [self.result(key) for key in self.ask(recipes)]
+
+    def _key(self, recipe: Recipe) -> str:
+        return trace_key(recipe, exact=self.exact, vocabulary=self.vocabulary)
+
+    def _file(self, key: str) -> Path:
+        return self.cache / f"{key}.npz"
+
+    def _send(self, job: dict[str, Any]) -> None:
+        if self._child is None:
+            self.cache.mkdir(parents=True, exist_ok=True)
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
+            environment |= {"HF_HUB_OFFLINE": "1"} if self.offline else {}
+            self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the child
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
+            self._child = children.start(COMMAND, environment, **pipes)
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # a child that died says why when its answer is missed
+            self._child.stdin.write(json.dumps(job | {"exact": self.exact, "vocabulary": self.vocabulary}) + "\n")
+            self._child.stdin.flush()
+
+    def _receive(self) -> None:
+        """One answer; where none will come any more, the child's last words are the answer to all that is open."""
+        assert self._child is not None
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            lost = self._last_words(self._child.wait())
+            self._found |= {key: lost for key, _ in self._asked if key not in self._found}
+            return
+        answer = json.loads(line)
+        key, recipe = self._asked[int(answer["job"])]
+        self._found[key] = _result(self._file(key), answer["problems"])
+        if self._key(recipe) != key:  # the model's configuration was downloaded or edited meanwhile
+            self._file(key).unlink(missing_ok=True)
+        self.traced()
+
+    def _last_words(self, code: int) -> FsdpTuneError:
+        assert self._log is not None
+        self._log.seek(0)
+        last = children.last_words(code, self._log.read())
+        return FsdpTuneError(
+            Problem("trace-failed", f"the step could not be traced: {last}", hint="`fsdp-tune env` shows the installation")
+        )
+
+
+def trace_key(recipe: Recipe, *, exact: bool, vocabulary: int | None) -> str:
+    """Return the name of a trace: a digest of everything that it depends on."""
+    values = {key: value for key, value in values_by_key(recipe).items() if effect_of(key).affects & (Affects.MEMORY | Affects.TIME)}
+    parts = [json.dumps(values, sort_keys=True), str(exact), str(vocabulary), _configuration(recipe), *installed_code()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _configuration(recipe: Recipe) -> str:
+    """Return a digest of the model's config.json, and of the code next to it that `trust_remote_code` runs.
+
+    A hub model that is not cached is traced from the facts in the package, or from what the trace downloads: `_receive` keeps
+    only the first.
+    """
+    if isinstance(recipe.model.from_config, dict):
+        return "inline"
+    source = str(recipe.model.from_config or recipe.model.name_or_path)
+    run = run_of(Path(source)) if recipe.model.from_config is None else None
+    path = run.model if run is not None else Path(source)
+    if not path.exists():
+        cached = cached_model_file(source, recipe.model.revision, CONFIG)
+        if cached is None:
+            return "not cached"
+        path = cached.parent
+    files = [path / CONFIG, *sorted(path.glob("*.py"))] if path.is_dir() else [path]
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
+    return " ".join([path.name, *digests])
+
+
+@functools.cache
+def installed_code() -> tuple[str, ...]:
+    """Return the state of this package's sources, and every installed distribution with its version (`torch-2.13.0.dist-info`)."""
+    installed = {found.name for folder in sys.path for found in Path(folder).glob("*.dist-info")}
+    return (state_of(Path(fsdp_tune.__file__).parent), sys.version, *sorted(installed))
+
+
+def _cached(path: Path) -> Trace | None:
+    """A file that is no trace any more is made anew."""
+    try:
+        return Trace.load(path)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _result(path: Path, problems: list[dict[str, Any]]) -> Trace | FsdpTuneError:
+    if not problems:
+        trace = _cached(path)
+        if trace is not None:
+            return trace
+        return FsdpTuneError(Problem("trace-failed", f"{path} was written and cannot be read"))
+    return FsdpTuneError(*map(Problem.from_dict, problems))

@@ -1,0 +1,150 @@
+"""What the recipe's FSDP keys mean, in the words of the stack; and, separately, what a live run must then look like.
+
+`plugin_kwargs`, `accelerate_config` and `environment` make settings. `expected` says what those settings are for. The
+two are written independently, so that a mistake in the first cannot hide behind the second: the read-back compares the
+live objects with `expected`, never with the settings.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_tune.recipe.paths import COMPILED, default_cache_directory
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.optimizer_arguments import state_bits, state_dtype
+
+# Variables of these prefixes steer transformers and Accelerate behind our back; a rank starts without any of them.
+OWNED_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+
+
+def environment(recipe: Recipe) -> dict[str, str]:
+    """The variables that transformers and Accelerate read before any object of ours exists (DESIGN §7, 7 and 21).
+
+    `launch.json` records them; each rank removes what else carries their prefixes and sets exactly these.
+    """
+    # What was compiled once is not compiled again by the next run. Inductor runs what it finds there: no recipe chooses the place.
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": str(default_cache_directory() / COMPILED)} if recipe.kernels.compile else {}
+    return {
+        **compiled,
+        "ACCELERATE_USE_FSDP": str(recipe.is_sharded).lower(),
+        "ACCELERATE_CPU_AFFINITY": str(recipe.launch.enable_cpu_affinity).lower(),
+        "ACCELERATE_MIXED_PRECISION": "no",  # our own MixedPrecisionPolicy casts; Accelerate must not wrap forward in autocast
+        "FSDP_VERSION": str(recipe.fsdp.version),
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": str(recipe.fsdp.cpu_ram_efficient_loading).lower(),
+        "FSDP_OFFLOAD_PARAMS": str(recipe.fsdp.offload_params).lower(),
+        "FSDP_STATE_DICT_TYPE": recipe.fsdp.state_dict_type,
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+
+
+def accelerate_config(recipe: Recipe) -> dict[str, Any]:
+    """The content of RUN/accelerate.yaml: given as `--config_file`, it is the only way past a user's default config.
+
+    `distributed_type: FSDP` also under NO_SHARD: on CPU nothing else makes `accelerate launch` spawn several ranks.
+    """
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "FSDP",
+        "downcast_bf16": "no",
+        "enable_cpu_affinity": recipe.launch.enable_cpu_affinity,
+        "fsdp_config": {
+            "fsdp_version": recipe.fsdp.version,
+            "fsdp_reshard_after_forward": bool(recipe.reshards_after_forward),
+            "fsdp_offload_params": recipe.fsdp.offload_params,
+            "fsdp_cpu_ram_efficient_loading": recipe.fsdp.cpu_ram_efficient_loading,
+            "fsdp_state_dict_type": recipe.fsdp.state_dict_type,
+            "fsdp_auto_wrap_policy": "NO_WRAP",  # the worker wraps; Accelerate's own size wrap is broken on FSDP2
+            "fsdp_activation_checkpointing": False,  # the worker recomputes with the RNG state kept; Accelerate does not
+        },
+        "main_training_function": "main",
+        "mixed_precision": "no",
+        "num_machines": recipe.launch.num_machines,
+        "num_processes": recipe.world_size,
+        "rdzv_backend": "c10d",
+        "same_network": True,
+        "use_cpu": False,
+    }
+
+
+def plugin_kwargs(recipe: Recipe) -> dict[str, Any]:
+    """Keyword arguments of Accelerate's FullyShardedDataParallelPlugin, all of them explicit.
+
+    A field left None is filled from the environment by the plugin. `auto_wrap_policy` and `activation_checkpointing`
+    stay off because the model arrives wrapped (`model.shard.wrap`), and Accelerate then leaves it as it is.
+    """
+    common: dict[str, Any] = {
+        "fsdp_version": recipe.fsdp.version,
+        "cpu_offload": recipe.fsdp.offload_params,
+        "auto_wrap_policy": "NO_WRAP",
+        "state_dict_type": recipe.fsdp.state_dict_type,
+        "activation_checkpointing": False,
+        "activation_checkpointing_offload": False,
+        "cpu_ram_efficient_loading": False,
+    }
+    if recipe.fsdp.version == 2:
+        return common | {"reshard_after_forward": bool(recipe.reshards_after_forward)}
+    prefetch = recipe.fsdp.backward_prefetch
+    return common | {
+        "reshard_after_forward": recipe.fsdp.sharding_strategy,
+        "use_orig_params": True,
+        "sync_module_states": False,
+        "forward_prefetch": bool(recipe.fsdp.forward_prefetch),
+        "backward_prefetch": prefetch if isinstance(prefetch, str) else "BACKWARD_PRE",
+    }
+
+
+# What each strategy is, by definition (ZeRO paper, arXiv:1910.02054; FSDP paper, arXiv:2304.11277): how the parameters
+# lie on each mesh dimension, and whether a unit is freed between its forward and its backward.
+_MEANING: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {"mesh": ("shard",), "placements": ["Shard(dim=0)"], "reshard_after_forward": True},
+    "SHARD_GRAD_OP": {"mesh": ("shard",), "placements": ["Shard(dim=0)"], "reshard_after_forward": False},
+    "HYBRID_SHARD": {"mesh": ("replicate", "shard"), "placements": ["Replicate()", "Shard(dim=0)"], "reshard_after_forward": True},
+    "HYBRID_SHARD_ZERO2": {"mesh": ("replicate", "shard"), "placements": ["Replicate()", "Shard(dim=0)"], "reshard_after_forward": False},
+    "NO_SHARD": {"mesh": (), "placements": [], "reshard_after_forward": None},
+}
+_COMPUTE = {"no": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}  # fp8 is of single modules: `worker.readback.report`
+_STORAGE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def expected(recipe: Recipe) -> dict[str, Any]:
+    """What the live objects of every rank must show for this (resolved) recipe; compared by `worker.readback.report`."""
+    meaning = _MEANING[recipe.fsdp.sharding_strategy]
+    sizes = {"shard": recipe.parallelism.dp_shard_size, "replicate": recipe.parallelism.dp_replicate_size}
+    compute = _COMPUTE[recipe.precision.mixed_precision]
+    storage = _STORAGE[recipe.model.dtype]
+    bits = state_bits(recipe.training)
+    wrapper = {1: "fsdp1", 2: "fsdp2"}[recipe.fsdp.version] if meaning["mesh"] else "ddp"
+    # A resolved recipe has the resolver's own word here; only a number of ranks says more than the strategy does.
+    explicit = recipe.fsdp.reshard_after_forward
+    reshard = meaning["reshard_after_forward"] if explicit is None or isinstance(explicit, bool) else explicit
+    placements = meaning["placements"]
+    if wrapper == "fsdp1" and recipe.world_size == 1:
+        placements, reshard = [], None  # FSDP1 on one rank has nothing to shard; FSDP2 makes DTensors all the same
+    if recipe.fsdp.auto_wrap_policy == "NO_WRAP" or not meaning["mesh"]:
+        reshard = None  # no unit but the root, whose backward begins where its forward ends; or nothing sharded at all
+    of_fsdp2: dict[str, Any] = {}
+    if wrapper == "fsdp2":
+        of_fsdp2["output_dtype"] = None  # the model's output, and with it the loss, is not rounded
+    if wrapper == "fsdp2" and recipe.fsdp.auto_wrap_policy != "NO_WRAP":
+        backward = recipe.fsdp.backward_prefetch
+        of_fsdp2["forward_prefetch"] = int(recipe.fsdp.forward_prefetch)
+        of_fsdp2["backward_prefetch"] = backward if isinstance(backward, int) else "implicit"
+    return {
+        **of_fsdp2,
+        "wrapper": wrapper,
+        "world_size": recipe.world_size,
+        "mesh": [sizes[axis] for axis in meaning["mesh"]],
+        "placements": placements,
+        "reshard_after_forward": reshard,
+        "parameter_dtype": storage,
+        "compute_dtype": storage if recipe.precision.mixed_precision == "no" else compute,
+        "reduce_dtype": _STORAGE[recipe.precision.reduce_dtype] if meaning["mesh"] else storage,
+        # Where a rank's part is small or no whole number of blocks, the moments are as wide as the parameter.
+        "optimizer_state_dtype": f"{bits}-bit" if bits else _STORAGE[state_dtype(recipe.training, recipe.model.dtype)],
+        "offload_params": recipe.fsdp.offload_params,
+        "activation_checkpointing": recipe.fsdp.activation_checkpointing,
+        "global_batch_size": recipe.global_batch_size,
+        "gradient_accumulation_steps": recipe.training.gradient_accumulation_steps,
+    }

@@ -1,0 +1,217 @@
+"""From a file and `--set` to a checked recipe: the only reader of recipes. Every mistake is found and told at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
+from fsdp_tune.recipe.catalogue import find_recipe
+from fsdp_tune.recipe.findings import Finding, as_notice, as_problem
+from fsdp_tune.recipe.read.explain import check_free_mappings, check_training, explain
+from fsdp_tune.recipe.read.legacy import settle, take_aliases, translate
+from fsdp_tune.recipe.read.overrides import OptionSays, apply_overrides
+from fsdp_tune.recipe.read.yaml_text import read_text
+from fsdp_tune.recipe.read.yaml_tree import ListNode, MappingNode, Node, ScalarNode, compose, plain_value
+from fsdp_tune.recipe.rules import REMARKS, RULES
+from fsdp_tune.recipe.rules.inactive import inactive_keys
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.keys import dotted, field_at, sections_in
+from fsdp_tune.recipe.schema.kinds import check_run_name
+from fsdp_tune.recipe.schema.not_yet import refused
+from fsdp_tune.recipe.world import WORLD_RULES, World
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRecipe:
+    recipe: Recipe
+    """As written, with defaults; `auto` and null are decided by `recipe.resolve`."""
+    notices: tuple[Notice, ...]
+    path: Path
+    text: str
+    """The file as it is."""
+    overrides: tuple[str, ...]
+    positions: Mapping[str, Where]
+    """`fsdp.version` → where that key is written; what stands at its default is absent."""
+
+
+def load_recipe(
+    source: str,
+    overrides: Sequence[str] = (),
+    *,
+    name: str | None = None,
+    options: Sequence[OptionSays] = (),
+    unneeded: frozenset[str] = frozenset(),
+) -> LoadedRecipe:
+    """Read and check a recipe: `source` is a path or a catalogue name, `name` overrides the recipe's.
+
+    `unneeded`: codes of findings that do not matter to the caller (`rules.INPUTS`). Raises: FsdpTuneError with all problems, by line.
+    """
+    path = find_recipe(source)
+    return parse_recipe(read_text(path), path, overrides, name=name, options=options, unneeded=unneeded)
+
+
+def parse_recipe(
+    text: str,
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    name: str | None = None,
+    options: Sequence[OptionSays] = (),
+    unneeded: frozenset[str] = frozenset(),
+) -> LoadedRecipe:
+    """Check the text of a recipe as `load_recipe` does; errors cite `path`, and its stem is the default name."""
+    tree, problems = _compose_mapping(text, str(path))
+    notices, wrong = translate(tree)
+    problems.extend(wrong)
+    for more_notices, more_problems in (apply_overrides(tree, overrides, options), settle(tree)):
+        notices.extend(more_notices)
+        problems.extend(more_problems)
+    take_aliases(tree)
+    _drop_empty_sections(tree, ())
+    recipe, dropped, wrong = _validate(tree)
+    problems.extend(wrong)
+    positions = _positions(tree)
+    if recipe is not None:
+        recipe, wrong = _named(recipe, path, name)
+        problems.extend(wrong)
+        found_wrong = [as_problem(finding, positions) for finding in _findings(recipe, unneeded) if not _touches(finding, dropped)]
+        problems.extend(_in_the_file(problem, tree) for problem in found_wrong)
+        found = [finding for finding in inactive_keys(recipe) if not _touches(finding, dropped)]
+        notices.extend(as_notice(finding, positions, strict=True) for finding in found)
+        notices.extend(as_notice(finding, positions, strict=False) for rule in REMARKS if (finding := rule(recipe)))
+    if problems or recipe is None:
+        raise FsdpTuneError(*sorted(problems, key=_order))
+    return LoadedRecipe(recipe, tuple(sorted(notices, key=_order)), path, text, tuple(overrides), positions)
+
+
+def _compose_mapping(text: str, source: str) -> tuple[MappingNode, list[Problem]]:
+    root, problems = compose(text, source)
+    if root is None or (isinstance(root, ScalarNode) and root.value is None):
+        problem = Problem(
+            "empty-recipe", "the recipe is empty", Where(source, 1, 1), "`fsdp-tune recipes copy gpt2_smoke` gives one to start from"
+        )
+        raise FsdpTuneError(*problems, problem)
+    if not isinstance(root, MappingNode):
+        kind = "a list" if isinstance(root, ListNode) else "one value"
+        hint = "write a space after the colon of `key: value`" if isinstance(root, ScalarNode) else None
+        message = f"the recipe is {kind}; it must be keys with values, such as `model: {{name_or_path: gpt2}}`"
+        raise FsdpTuneError(*problems, Problem("not-a-mapping", message, root.where, hint))
+    return root, problems
+
+
+def _drop_empty_sections(tree: MappingNode, path: tuple[str, ...]) -> None:
+    """`fsdp:` with all its keys commented out is null in YAML and means the defaults."""
+    for key in list(tree.entries):
+        node, field = tree.entries[key].node, field_at((*path, key))
+        is_section = field is not None and field.default is not None and bool(sections_in(field.annotation))
+        if is_section and isinstance(node, MappingNode):
+            _drop_empty_sections(node, (*path, key))
+        elif is_section and isinstance(node, ScalarNode) and node.value is None and node.plain and not node.broken:
+            del tree.entries[key]
+
+
+def _validate(tree: MappingNode) -> tuple[Recipe | None, set[str], list[Problem]]:
+    """The recipe without its wrong parts, what was left out for that, and the problems.
+
+    The rest is still validated, so that contradictions elsewhere are told in the same go.
+    """
+    data: Any = plain_value(tree)
+    problems: dict[KeyPath, Problem] = check_training(tree) | check_free_mappings(tree)
+    dropped: set[str] = set()
+    for path in (*_broken(tree, ()), *problems):
+        _drop(data, path, dropped)
+    for _ in range(3):
+        try:
+            return Recipe.model_validate(data), dropped, list(problems.values())
+        except ValidationError as error:
+            for path, problem in explain(error, tree).items():
+                problems.setdefault(path, problem)
+                _drop(data, path[:-1] if problem.code == "missing-key" else path, dropped)
+    return None, dropped, list(problems.values())
+
+
+def _broken(node: Node, path: KeyPath) -> list[KeyPath]:
+    if isinstance(node, ScalarNode):
+        return [path] if node.broken else []
+    if isinstance(node, MappingNode):
+        return [found for key, entry in node.entries.items() for found in _broken(entry.node, (*path, key))]
+    return [found for index, item in enumerate(node.items) for found in _broken(item, (*path, index))]
+
+
+def _drop(data: Any, path: KeyPath, dropped: set[str]) -> None:
+    """Removes a wrong value; a list with a wrong entry goes as a whole, so that no index shifts."""
+    numbers = [index for index, part in enumerate(path) if isinstance(part, int)]
+    short = path[: numbers[0]] if numbers else path
+    dropped.add(dotted(short))
+    holder: dict[Any, Any] | None = data
+    for part in short[:-1]:
+        inner = holder.get(part) if holder is not None else None
+        holder = cast(dict[Any, Any], inner) if isinstance(inner, dict) else None
+    if holder is not None and short:
+        holder.pop(short[-1], None)
+
+
+def _named(recipe: Recipe, path: Path, name: str | None) -> tuple[Recipe, list[Problem]]:
+    chosen = name if name is not None else recipe.name if recipe.name is not None else path.stem
+    try:
+        check_run_name(chosen)
+    except ValueError as error:
+        where = Where("--name") if name is not None else Where(str(path), key="name")
+        return recipe, [Problem("wrong-value", f"the name of the run: {error}", where, "give one with `--name`")]
+    return recipe.model_copy(update={"name": chosen}), []
+
+
+def _findings(recipe: Recipe, unneeded: frozenset[str]) -> list[Finding]:
+    found = [finding for rule in RULES if (finding := rule(recipe)) is not None and finding.code not in unneeded]
+    for row, value in refused(recipe):
+        text = "" if isinstance(value, dict) else f": {str(value).lower() if isinstance(value, bool) else value}"
+        message = f"`{row.key}{text}` is not supported yet: this release has no {row.what}"
+        found.append(Finding("not-yet", (row.key,), message, row.meanwhile))
+    if isinstance(recipe.launch.num_processes, int):
+        world = World(recipe.launch.num_processes, recipe.launch.num_machines)
+        found.extend(finding for rule in WORLD_RULES if (finding := rule(recipe, world)) is not None)
+    return found
+
+
+def _in_the_file(problem: Problem, tree: MappingNode) -> Problem:
+    """What is missing stands nowhere: the recipe's beginning then, so that the file is named."""
+    return problem if problem.where.source is not None else problem.at(replace(tree.where, key=problem.where.key))
+
+
+def _touches(finding: Finding, dropped: set[str]) -> bool:
+    """Whether a finding rests on a key whose wrong value was left out."""
+    return any(key == gone or re.match(re.escape(gone) + r"[.\[]", key) for key in finding.keys for gone in dropped)
+
+
+def _positions(tree: MappingNode) -> dict[str, Where]:
+    positions: dict[str, Where] = {}
+
+    def walk(node: Node, path: KeyPath) -> None:
+        if isinstance(node, MappingNode):
+            for key, entry in node.entries.items():
+                positions[dotted((*path, key))] = Where(entry.where.source, entry.where.line, entry.where.column, dotted((*path, key)))
+                walk(entry.node, (*path, key))
+        elif isinstance(node, ListNode):
+            for index, item in enumerate(node.items):
+                positions[dotted((*path, index))] = Where(item.where.source, item.where.line, item.where.column, dotted((*path, index)))
+                walk(item, (*path, index))
+
+    walk(tree, ())
+    return positions
+
+
+def _order(found: Problem | Notice) -> tuple[int, int, int, str]:
+    """The file by line, then `--set` by number, then what has no place."""
+    where = found.where
+    if where.line is not None:
+        return 0, where.line, where.column or 0, found.code
+    number = re.fullmatch(r"--set #(\d+)", where.source or "")
+    return (1, int(number[1]), 0, found.code) if number else (2, 0, 0, found.code)

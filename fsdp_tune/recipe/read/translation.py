@@ -1,0 +1,100 @@
+"""Moves and changes of keys on the tree of a recipe, with the notices and problems that they give. Used by `legacy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fsdp_tune.core.errors import Notice, Problem, Where
+from fsdp_tune.recipe.read.yaml_tree import Entry, MappingNode, Node, ScalarNode, Value, plain_value
+from fsdp_tune.recipe.scalars import shown
+from fsdp_tune.recipe.schema.keys import dotted
+
+Path = tuple[str, ...]
+Change = Callable[[Value], Value]
+
+
+@dataclass(slots=True)
+class Translation:
+    """Works on one tree in place: the file's, or that of one `--set`."""
+
+    tree: MappingNode
+    notices: list[Notice] = field(default_factory=list[Notice])
+    problems: list[Problem] = field(default_factory=list[Problem])
+
+    def find(self, path: Path) -> Entry | None:
+        node: Node = self.tree
+        entry: Entry | None = None
+        for part in path:
+            entry = node.entries.get(part) if isinstance(node, MappingNode) else None
+            if entry is None:
+                return None
+            node = entry.node
+        return entry
+
+    def take(self, path: Path) -> Entry | None:
+        entry = self.find(path)
+        parent = self.find(path[:-1])
+        holder = self.tree if len(path) == 1 else parent.node if parent is not None else None
+        if entry is not None and isinstance(holder, MappingNode):
+            del holder.entries[path[-1]]
+        return entry
+
+    def put(self, path: Path, entry: Entry, old: str) -> None:
+        """Sets the new spelling; a problem where it is there already with another value."""
+        holder = self.tree
+        for part in path[:-1]:
+            inner = holder.entries.setdefault(part, Entry(entry.where, MappingNode({}, entry.where, partial=True))).node
+            if not isinstance(inner, MappingNode):
+                return  # the section itself is wrong, which validation will say
+            holder = inner
+        there = holder.entries.get(path[-1])
+        if there is not None and plain_value(there.node) != plain_value(entry.node):
+            where = at(entry.where, dotted(path))
+            line = f"line {there.where.line}" if there.where.line is not None else str(there.where)
+            message = f"`{old}` is the old spelling of `{dotted(path)}`, which has another value on {line}"
+            self.problems.append(Problem("two-spellings", message, where, f"keep `{dotted(path)}`"))
+        holder.entries.setdefault(path[-1], entry)
+
+    def say(self, where: Where, key: str, message: str) -> None:
+        self.notices.append(Notice("old-spelling", message, at(where, key)))
+
+    def refuse(self, where: Where, key: str, message: str, hint: str | None = None) -> None:
+        self.problems.append(Problem("no-counterpart", message, at(where, key), hint))
+
+    def say_changed(self, path: Path, change: Change) -> None:
+        """Changes a value in place, with a notice where it is another one then."""
+        entry = self.find(path)
+        if entry is None or not isinstance(entry.node, ScalarNode):
+            return
+        old = entry.node
+        entry.node = changed(old, change)
+        if plain_value(entry.node) != old.value:
+            key = dotted(path)
+            self.say(entry.where, key, f"`{key}: {node_text(old)}` is now `{key}: {node_text(entry.node)}`")
+
+    def replace(self, path: Path, change: Change) -> None:
+        """Changes a value in place, silently."""
+        entry = self.find(path)
+        if entry is not None:
+            entry.node = changed(entry.node, change)
+
+
+def changed(node: Node, change: Change) -> Node:
+    """The node with another value; the node itself where the value stays."""
+    if not isinstance(node, ScalarNode) or node.broken:
+        return node
+    value = change(node.value)
+    return node if value == node.value and type(value) is type(node.value) else text_node(value, node.where)
+
+
+def text_node(value: Value, where: Where) -> ScalarNode:
+    return ScalarNode(value, str(value), plain=True, where=where)
+
+
+def node_text(node: Node) -> str:
+    return shown(node.text) if isinstance(node, ScalarNode) else "…"
+
+
+def at(where: Where, key: str) -> Where:
+    return Where(where.source, where.line, where.column, key)

@@ -1,0 +1,93 @@
+"""From a path to the text of a recipe: a regular UTF-8 file of sane size, or an error; never blocks."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import stat
+from pathlib import Path
+
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.units import format_bytes
+
+MAX_FILE_BYTES = 256 << 10
+_UTF16_OR_32 = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
+_UTF8_BOM = b"\xef\xbb\xbf"
+# C0 controls without tab and line ends, DEL, C1 controls, byte order marks, and the line ends that only YAML 1.1 knows:
+# an editor does not count the latter, so that every later line number would be wrong.
+_REFUSED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def read_text(path: Path) -> str:
+    """The decoded contents. FsdpTuneError for whatever is no readable text file."""
+    where = Where(str(path))
+    raw = _read_bytes(path, where)
+    if raw.startswith(_UTF16_OR_32) or b"\0" in raw[:4]:
+        raise _not_utf8("is UTF-16 or UTF-32", where)
+    if raw.startswith(_UTF8_BOM):
+        raise _not_utf8("begins with a byte order mark", where)
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise _not_utf8(f"is not UTF-8: byte 0x{raw[error.start]:02x}", _position(raw[: error.start].decode(), where)) from error
+    return check_characters(text, where)
+
+
+def check_characters(text: str, where: Where) -> str:
+    """`text` itself; FsdpTuneError at the first character that YAML or an editor would trip over."""
+    if found := _REFUSED.search(text):
+        position = _position(text[: found.start()], where)
+        hint = f'remove it; inside a text write "\\u{ord(found[0]):04x}" in double quotes'
+        raise usage_error("recipe-not-text", f"the recipe holds the control character U+{ord(found[0]):04X}", hint=hint, where=position)
+    return text
+
+
+def _not_utf8(what: str, where: Where) -> FsdpTuneError:
+    return usage_error("recipe-not-text", f"the recipe {what}", hint="save it as UTF-8 without a byte order mark", where=where)
+
+
+def _position(before: str, where: Where) -> Where:
+    lines = re.split("\r\n|\r|\n", before)
+    return Where(where.source, len(lines), len(lines[-1]) + 1)
+
+
+def _read_bytes(path: Path, where: Where) -> bytes:
+    try:
+        # Without O_NONBLOCK, opening a pipe that nobody writes to would wait for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        dangling = path.is_symlink()
+        message = f"`{path}` is a link to `{path.readlink()}`, which does not exist" if dangling else f"there is no file `{path}`"
+        near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.y*ml")], n=1)
+        hint = f"did you mean `{path.with_name(near[0])}`?" if near else "`fsdp-tune recipes copy gpt2_smoke` gives one to start from"
+        raise usage_error("recipe-not-found", message, where=where, hint=hint) from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise usage_error("recipe-not-readable", f"`{path}` cannot be read: {reason}", where=where) from error
+    try:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "no file")
+            raise usage_error("recipe-not-readable", f"`{path}` is {kind}; a recipe is a file", where=where)
+        if facts.st_size > MAX_FILE_BYTES:
+            raise _too_large(facts.st_size, path, where)
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)  # the size is what it was a moment ago
+    finally:
+        os.close(descriptor)
+    if len(raw) > MAX_FILE_BYTES:
+        raise _too_large(len(raw), path, where)
+    return raw
+
+
+def _too_large(size_bytes: int, path: Path, where: Where) -> FsdpTuneError:
+    message = f"`{path}` has {format_bytes(size_bytes)}; a recipe has at most {format_bytes(MAX_FILE_BYTES)}"
+    return usage_error("recipe-too-large", message, where=where)

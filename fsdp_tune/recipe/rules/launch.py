@@ -1,0 +1,129 @@
+"""`launch.env`: which variables a recipe may give to the ranks on its own.
+
+A variable can run code: `PYTHONPATH` imports a `sitecustomize.py`, `LD_PRELOAD` and NCCL's plugin variables load libraries,
+`CUDA_HOME` names the compiler that Triton starts, `HF_ENDPOINT` the host that receives the token. So only variables that are
+known to be plain settings are taken from a recipe; the person at the command line allows any other by `--allow-env NAME`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, cast
+
+from fsdp_tune.core.secrets import has_secret_shape, is_secret
+from fsdp_tune.recipe.findings import Finding, Rule
+from fsdp_tune.recipe.scalars import shown
+from fsdp_tune.recipe.schema import Recipe
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OURS = ("FSDP_", "ACCELERATE_", "PET_", "TORCHELASTIC_", "PARALLELISM_CONFIG_", "FSDP_TUNE_")
+_OUR_NAMES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MIXED_PRECISION", "PYTHONSAFEPATH", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
+    *("TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_TELEMETRY", "TORCHINDUCTOR_CACHE_DIR", "TENSORBOARD_LOGGING_DIR"),
+    *("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"),
+}
+
+_PREFIXES = (
+    *("NCCL_", "RCCL_", "TORCH_NCCL_", "OFI_NCCL_", "GLOO_", "CCL_", "HCCL_"),
+    *("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_"),
+)
+# Words in names under these prefixes that load a library, start a tool, read other settings, or write to a path.
+_LOADS = re.compile(r"PLUGIN|(^|_)LIB|LIBRAR|TOOL|INJECT|EXEC|CONF|FILE|PATH|(^|_)DIR|HOME|DUMP|MODULE")
+_NAMES = frozenset(
+    {
+        *("NCCL_TOPO_FILE", "NCCL_GRAPH_FILE"),  # XML that is read
+        *("CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "CUDA_CACHE_DISABLE"),
+        *("CUDA_CACHE_MAXSIZE", "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE"),
+        *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
+        *("TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_BLAS_PREFER_CUBLASLT"),
+        *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",),
+        *("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS"),
+        *("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT", "HF_HUB_DISABLE_XET", "HF_XET_HIGH_PERFORMANCE", "HF_HUB_VERBOSITY"),
+        *("HF_HUB_ENABLE_HF_TRANSFER", "HF_DATASETS_IN_MEMORY_MAX_SIZE", "TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY"),
+        *("TRANSFORMERS_NO_ADVISORY_WARNINGS", "RAYON_NUM_THREADS"),
+        *("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_NAME", "WANDB_NOTES", "WANDB_TAGS", "WANDB_RUN_GROUP", "WANDB_JOB_TYPE", "WANDB_MODE"),
+        *("WANDB_DISABLED", "WANDB_SILENT", "WANDB_WATCH", "WANDB_LOG_MODEL", "MLFLOW_EXPERIMENT_NAME", "COMET_PROJECT_NAME"),
+        *("FI_PROVIDER", "FI_LOG_LEVEL", "FI_EFA_USE_DEVICE_RDMA", "FI_EFA_FORK_SAFE", "FI_EFA_USE_HUGE_PAGE", "RDMAV_FORK_SAFE"),
+        *("IBV_FORK_SAFE", "UCX_TLS", "UCX_NET_DEVICES", "UCX_LOG_LEVEL", "UCX_IB_GID_INDEX"),
+        *("HSA_FORCE_FINE_GRAIN_PCIE", "HSA_NO_SCRATCH_RECLAIM", "HSA_ENABLE_SDMA", "GPU_MAX_HW_QUEUES", "ZE_FLAT_DEVICE_HIERARCHY"),
+        *("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"),
+        *("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE"),
+        *("TZ", "LANG", "LC_ALL"),
+    }
+)
+
+
+def is_plain_setting(name: str) -> bool:
+    """Whether a recipe may set this variable without `--allow-env`: it loads nothing and starts nothing."""
+    prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None)
+    return name in _NAMES or (prefix is not None and _LOADS.search(name[len(prefix) :]) is None)
+
+
+def variables_to_allow(names: Iterable[str]) -> list[str]:
+    """Those of `names` that only `--allow-env` lets into the ranks' environment, sorted."""
+    return sorted(name for name in names if not is_plain_setting(name))
+
+
+def variable_has_a_name(recipe: Recipe) -> Finding | None:
+    for name in recipe.launch.env:
+        if not _VARIABLE.fullmatch(name):
+            message = f"`{shown(name)}` is not a name of an environment variable"
+            return Finding("bad-variable", (f"launch.env.{name}",), message, "letters, digits and `_`, not beginning with a digit")
+    return None
+
+
+def value_has_no_null_character(recipe: Recipe) -> Finding | None:
+    """The system ends a value there, and refuses to start a process with one."""
+    for name, value in recipe.launch.env.items():
+        if "\0" in value:
+            message = f"the value of `launch.env.{name}` holds the character `\\x00`"
+            return Finding("bad-variable", (f"launch.env.{name}",), message, "in double quotes `\\0` is one character: use single quotes")
+    return None
+
+
+def variable_is_not_ours(recipe: Recipe) -> Finding | None:
+    """The launch and the ranks set these after `launch.env`, so that a recipe's value would be ignored."""
+    for name in recipe.launch.env:
+        if name in _OUR_NAMES or name.startswith(_OURS):
+            message = f"`launch.env.{name}` is set by the launch itself"
+            hint = "leave it out; where a key of the recipe decides it, change that key"
+            return Finding("bad-variable", (f"launch.env.{name}",), message, hint)
+    return None
+
+
+def variable_is_not_secret(recipe: Recipe) -> Finding | None:
+    for name, value in recipe.launch.env.items():
+        if is_secret(name, value):
+            message = f"`launch.env.{name}` looks like a secret, and a recipe is copied and published"
+            hint = "set it in the environment of the command: ranks inherit it, and it is not written to any file"
+            return Finding("secret-in-recipe", (f"launch.env.{name}",), message, hint)
+    return None
+
+
+def values_are_not_secret(recipe: Recipe) -> Finding | None:
+    """Any other key: a data file's URL with a password, a token in a free mapping."""
+    for key, text in _texts(recipe.model_dump(mode="json", by_alias=True, exclude={"launch": {"env"}}), ""):
+        if has_secret_shape(text):
+            message = f"`{key}` contains what looks like a token, a password or a signature, and a recipe is copied and published"
+            hint = "log in outside of the recipe (`hf auth login`, HF_TOKEN), or download the file and name its path"
+            return Finding("secret-in-recipe", (key,), message, hint)
+    return None
+
+
+def _texts(value: Any, key: str) -> Iterable[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, inner in cast(dict[str, Any], value).items():
+            yield from _texts(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for index, inner in enumerate(cast(list[Any], value)):
+            yield from _texts(inner, f"{key}[{index}]")
+
+
+ENVIRONMENT_RULES: tuple[Rule, ...] = (
+    *(variable_has_a_name, value_has_no_null_character),
+    *(variable_is_not_ours, variable_is_not_secret, values_are_not_secret),
+)

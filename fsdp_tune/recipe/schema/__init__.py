@@ -1,0 +1,262 @@
+"""Every key of a recipe, its type, default and meaning. Torch-free; the docstring under a key is its documentation.
+
+`null` and `auto` are decided later and in one place (`recipe.resolve`); nothing else writes a recipe. Values that
+follow from several keys are properties of `Recipe`.
+"""
+
+# ruff: noqa: RUF012  pydantic copies a default for each instance, and ours are frozen
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import ConfigDict
+
+from fsdp_tune.recipe.schema.effects import DATA, FREE, MEMORY, NOTHING, NUMBERS, REFUSED, TIME, TRAJECTORY, Effect
+from fsdp_tune.recipe.schema.kinds import (
+    Auto,
+    DataFormat,
+    Device,
+    Fraction,
+    FsdpVersion,
+    LossOn,
+    Positive,
+    PositiveOrZero,
+    RecipeVersion,
+    RegularExpression,
+    RunName,
+    Section,
+    Text,
+    Whole,
+    WholeOrZero,
+)
+from fsdp_tune.recipe.schema.model_and_data import Data, DataSource, EvalFraction, EvalRows, Mixture, Model, Tokens
+from fsdp_tune.recipe.schema.run_sections import CheckpointSection, Kernels, Launch, Merge
+from fsdp_tune.recipe.schema.strategies import STRATEGIES, ShardingStrategy
+
+__all__ = [
+    "CheckpointSection",
+    "Data",
+    "DataFormat",
+    "DataSource",
+    "Device",
+    "EarlyStopping",
+    "EvalFraction",
+    "EvalRows",
+    "Fsdp",
+    "Kernels",
+    "Launch",
+    "LossOn",
+    "Merge",
+    "Mixture",
+    "Model",
+    "Parallelism",
+    "Positive",
+    "Precision",
+    "Recipe",
+    "Section",
+    "ShardingStrategy",
+    "Tokens",
+    "Training",
+]
+
+ComputeDtype = Literal["fp32", "bf16", "fp16"]
+
+
+class Parallelism(Section):
+    default_effect = Effect(MEMORY | TIME, FREE)
+
+    dp_replicate_size: Whole | Auto = "auto"
+    """Copies of the sharded model (HYBRID_SHARD); auto: one per machine, two on a single machine."""
+    dp_shard_size: Whole | Auto = "auto"
+    """Ranks that share one copy; auto: the ranks of a machine under HYBRID_SHARD, else all."""
+    tp_size: Whole = 1
+    """Tensor parallel ranks."""
+    cp_size: Whole = 1
+    """Context parallel ranks."""
+    sp_size: Whole = 1
+    """Sequence parallel ranks."""
+
+
+class Fsdp(Section):
+    default_effect = Effect(MEMORY | TIME, FREE)
+
+    version: FsdpVersion = 2
+    """FSDP2 (`fully_shard`), or the deprecated FSDP1."""
+    sharding_strategy: ShardingStrategy = "FULL_SHARD"
+    """FULL_SHARD (ZeRO-3) | SHARD_GRAD_OP (ZeRO-2) | HYBRID_SHARD | HYBRID_SHARD_ZERO2 | NO_SHARD (plain DDP)."""
+    reshard_after_forward: bool | Whole | None = None
+    """null = from the strategy; true | false | ranks; must agree with it."""
+    auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "MODULE_NAMES_WRAP", "NO_WRAP"] = "TRANSFORMER_BASED_WRAP"
+    """What becomes an FSDP unit: decoder layers, modules by size, modules by name, or the root alone."""
+    transformer_layer_cls_to_wrap: Text | list[Text] | None = None
+    """Class names of the decoder layers; null = found from the model."""
+    min_num_params: Whole | Auto = "auto"
+    """SIZE_BASED_WRAP: smallest unit, in parameters; auto = half of one decoder layer."""
+    modules_to_wrap: list[Text] = []
+    """MODULE_NAMES_WRAP: patterns of module names; one that matches nothing is an error."""
+    ignored_modules: RegularExpression | None = None
+    """Regular expression of module names that FSDP leaves alone, as in Accelerate."""
+    activation_checkpointing: Literal["none", "selective", "full", "auto"] = "none"
+    """Recomputes decoder layers in the backward pass: a third more compute, far less memory; auto = the cheapest that fits."""
+    activation_checkpointing_every: Whole = 1
+    """Recompute every n-th decoder layer."""
+    activation_checkpointing_offload: bool = False
+    """Keeps the inputs of recomputed layers in host memory."""
+    offload_params: bool = False
+    """Keeps parameters, gradients and optimizer state in host memory."""
+    forward_prefetch: bool | Whole = False
+    """Gathers the next unit during the forward pass: true | units ahead."""
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] | Whole = "BACKWARD_PRE"
+    """BACKWARD_PRE (FSDP2's implicit one) | units ahead; BACKWARD_POST and NO_PREFETCH on version 1 only."""
+    sync_each_batch: bool = True
+    """Reduce-scatter after every micro-batch; false keeps unsharded gradients between micro-batches."""
+    state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = "SHARDED_STATE_DICT"
+    """Checkpoints by every rank its shards, or by rank 0 as safetensors."""
+    cpu_ram_efficient_loading: bool = True
+    """No rank holds the whole model: each reads its slices, or rank 0 reads and sends where it cannot; false: every rank reads all."""
+
+
+class Precision(Section):
+    default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
+
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = "bf16"
+    """Compute dtype; no = that of `model.dtype`. The YAML boolean false is taken too."""
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """dtype in which gradients are summed over ranks."""
+    fp8_recipe: Literal["rowwise", "tensorwise"] = "rowwise"
+    """Scaling of fp8 matrices."""
+
+
+class EarlyStopping(Section):
+    default_effect = Effect(NUMBERS, TRAJECTORY)
+
+    patience: Whole = 3
+    """Evaluations without progress before the run ends."""
+    threshold: PositiveOrZero = 0.0
+    """Progress smaller than this is none."""
+
+
+class Training(Section):
+    """TrainingArguments by their own names; those not listed here pass with transformers' default (`model_extra`)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    global_batch_size: Annotated[Whole | None, Effect(NUMBERS, TRAJECTORY)] = None
+    """Sequences per optimizer step (a packed row is one); gives gradient_accumulation_steps."""
+    per_device_train_batch_size: Annotated[Whole, Effect(MEMORY | TIME, FREE)] = 1
+    """Sequences of one forward pass on one device."""
+    per_device_train_batch_tokens: Annotated[Whole | None, Effect(MEMORY | TIME, FREE)] = None
+    """Token slots of one forward pass on one device, padding included: rows are put together by length; a multiple of data.max_length."""
+    per_device_eval_batch_size: Annotated[Whole | None, Effect(MEMORY | TIME, FREE)] = None
+    """null = per_device_train_batch_size."""
+    gradient_accumulation_steps: Annotated[Whole | None, Effect(MEMORY | TIME, FREE)] = None
+    """Micro-batches per step; null = from global_batch_size, else 1."""
+    learning_rate: Annotated[PositiveOrZero, Effect(NUMBERS, TRAJECTORY)] = 2.0e-5
+    """Peak learning rate."""
+    warmup_steps: Annotated[PositiveOrZero, Effect(NUMBERS, TRAJECTORY)] = 0
+    """Steps, or a share of all steps when below 1."""
+    logging_steps: Annotated[Whole, Effect(NOTHING, FREE)] = 10
+    """Steps between two lines of metrics.jsonl."""
+    eval_strategy: Annotated[Literal["auto", "no", "steps", "epoch"], Effect(MEMORY, FREE)] = "auto"
+    """When to evaluate; auto = with every save when `data.eval` is there."""
+    save_steps: Annotated[Whole | Fraction, Effect(NOTHING, FREE)] = 500
+    """Steps between checkpoints, or a share of all steps; `epoch` and `no` by save_strategy."""
+    save_total_limit: Annotated[WholeOrZero | None, Effect(NOTHING, FREE)] = 2
+    """Complete checkpoints to keep; the newest and the best are never deleted. 0 or null keeps all."""
+    report_to: Annotated[list[Text], Effect(NOTHING, FREE)] = ["tensorboard"]
+    """Trackers; tensorboard is written to RUN/tensorboard."""
+    seed: Annotated[WholeOrZero, Effect(DATA | NUMBERS, REFUSED)] = 42
+    """Initial weights, dropout, LoRA."""
+    data_seed: Annotated[WholeOrZero | None, Effect(DATA, REFUSED)] = None
+    """Order of the rows; null = `seed`. Never the eval split."""
+    push_to_hub: Annotated[bool, Effect(NOTHING, FREE)] = False
+    """Uploads merged/ once, at the end; private by default."""
+    on_nonfinite: Annotated[Literal["stop", "skip"], Effect(NUMBERS, TRAJECTORY)] = "stop"
+    """What a loss or gradient that is not finite does."""
+    witness: Annotated[Literal["first", "off"] | Whole, Effect(NOTHING, FREE)] = "first"
+    """When a run checks its own invariants: before step 1 and at the first update, in addition every N steps, or never."""
+    early_stopping: Annotated[EarlyStopping | None, Effect(NUMBERS, TRAJECTORY)] = None
+    """{patience: 3, threshold: 0.0} on metric_for_best_model."""
+
+
+class Recipe(Section):
+    recipe_version: Annotated[RecipeVersion, Effect(NOTHING, REFUSED)] = 1
+    """Version of this format."""
+    name: Annotated[RunName | None, Effect(NOTHING, FREE)] = None
+    """null = the file's stem."""
+    output_dir: Annotated[Text, Effect(NOTHING, FREE)] = "runs/{name}"
+    """Only {name} and {seed} are filled in; relative to where the command is run."""
+    model: Model = Model()
+    data: Data = Data()
+    parallelism: Parallelism = Parallelism()
+    fsdp: Fsdp = Fsdp()
+    precision: Precision = Precision()
+    training: Training = Training()
+    lora: Annotated[dict[str, Any] | None, Effect(MEMORY | TIME | NUMBERS, REFUSED)] = None
+    """{r: 16, alpha: 32, dropout: 0.05, target_modules: all-linear, bias: none}, or any other name of PEFT's LoraConfig."""
+    quantization: Annotated[dict[str, Any] | None, Effect(MEMORY | TIME | NUMBERS, REFUSED)] = None
+    """{load: nf4, double_quant: true}."""
+    kernels: Kernels = Kernels()
+    checkpoint: CheckpointSection = CheckpointSection()
+    launch: Launch = Launch()
+    merge: Merge = Merge()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over all machines, of a resolved recipe."""
+        assert isinstance(self.launch.num_processes, int), "the recipe is not resolved"
+        return self.launch.num_processes
+
+    @property
+    def local_world_size(self) -> int:
+        """Ranks of one machine, of a resolved recipe."""
+        return self.world_size // self.launch.num_machines
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that read different rows."""
+        return self.world_size // (self.parallelism.tp_size * self.parallelism.cp_size * self.parallelism.sp_size)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step, of a resolved recipe."""
+        if self.training.per_device_train_batch_tokens is not None:
+            assert self.training.global_batch_size is not None, "a rule asks for it"
+            return self.training.global_batch_size
+        return self.training.per_device_train_batch_size * self.dp_size * (self.training.gradient_accumulation_steps or 1)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether a run evaluates at all."""
+        return self.data.eval is not None and self.training.eval_strategy != "no"
+
+    @property
+    def is_sharded(self) -> bool:
+        """False for NO_SHARD, which is plain DDP."""
+        return STRATEGIES[self.fsdp.sharding_strategy].is_sharded
+
+    @property
+    def is_hybrid(self) -> bool:
+        return STRATEGIES[self.fsdp.sharding_strategy].is_hybrid
+
+    @property
+    def reshards_after_forward(self) -> bool | int:
+        """Whether a unit frees what it gathered after its forward (ZeRO-3) or keeps it until its backward; a number: keeps 1/n of it."""
+        explicit = self.fsdp.reshard_after_forward
+        return STRATEGIES[self.fsdp.sharding_strategy].reshards if explicit is None else explicit
+
+    @property
+    def compute_dtype(self) -> ComputeDtype:
+        """dtype of the matrices that are multiplied; under `no` that of the stored parameters."""
+        mixed = self.precision.mixed_precision
+        return self.model.dtype if mixed == "no" else cast(ComputeDtype, "bf16" if mixed == "fp8" else mixed)
+
+    @property
+    def layer_classes(self) -> tuple[str, ...] | None:
+        """Class names to wrap as given, `A,B` split as Accelerate does; None = found from the model."""
+        given = self.fsdp.transformer_layer_cls_to_wrap
+        if given is None:
+            return None
+        names = given.split(",") if isinstance(given, str) else given
+        return tuple(name.strip() for name in names)

@@ -1,0 +1,46 @@
+"""What a recipe key affects, and whether a resumed run may change it. Each key declares both next to its type (`Effect`).
+
+Declarations are for resolved recipes and for the key alone: `training.global_batch_size` affects memory through
+`training.gradient_accumulation_steps`, which is resolved from it and declares that itself. The name of a cached trace and the
+classes of changes on resume follow from the declarations (`recipe.schema.keys.effect_of`). A key without one affects everything and
+cannot change on resume.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Flag, StrEnum, auto
+
+
+class Affects(Flag):
+    NOTHING = 0
+    DATA = auto()
+    """The rows that are trained on or evaluated, and their order."""
+    MEMORY = auto()
+    """Device or host memory of a run."""
+    TIME = auto()
+    """Seconds of a training step."""
+    NUMBERS = auto()
+    """Losses and weights computed from the same rows, beyond rounding."""
+
+
+class OnResume(StrEnum):
+    FREE = "free"
+    """May change: how the run is executed and observed."""
+    TRAJECTORY = "trajectory"
+    """May change and is reported: what the next steps compute."""
+    REFUSED = "refused"
+    """May not change: the completed steps depend on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Metadata of a recipe field: `key: Annotated[Whole, Effect(MEMORY | TIME, FREE)]`."""
+
+    affects: Affects
+    on_resume: OnResume
+
+
+NOTHING, DATA, MEMORY, TIME, NUMBERS = Affects.NOTHING, Affects.DATA, Affects.MEMORY, Affects.TIME, Affects.NUMBERS
+FREE, TRAJECTORY, REFUSED = OnResume.FREE, OnResume.TRAJECTORY, OnResume.REFUSED
+UNDECLARED = Effect(~NOTHING, REFUSED)

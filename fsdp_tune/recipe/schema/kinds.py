@@ -1,0 +1,83 @@
+"""The kinds of value that recipe keys take: pydantic types, each with its description in words (`Says`)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from fsdp_tune.core.units import parse_bytes, parse_seconds
+from fsdp_tune.recipe.schema.effects import Effect
+
+
+class Section(BaseModel):
+    """A group of keys. Frozen, nothing unknown is taken, and no value is cast to another type."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    default_effect: ClassVar[Effect | None] = None
+    """The effect of each key that declares none of its own; None where each key declares one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Says:
+    """What a kind of value is called in error messages and in the reference."""
+
+    words: str
+
+
+def is_flash_kernel(attn_implementation: str) -> bool:
+    """Whether `attn_implementation` names a flash kernel, by transformers' rule (`is_flash_attention_requested`): `flash_attention_2`,
+    `kernels-community/flash-attn2@main`."""
+    return "flash" in attn_implementation
+
+
+def _duration(text: str) -> str:
+    parse_seconds(text)
+    return text
+
+
+def _size(text: str) -> str:
+    parse_bytes(text)
+    return text
+
+
+def _regular_expression(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"`{text}` is no regular expression: {error}") from error
+    return text
+
+
+def _exactly_int(value: object) -> object:
+    if type(value) is not int:  # True == 1 and 2.0 == 2: a Literal alone would take them
+        raise ValueError("a whole number is needed")
+    return value
+
+
+def check_run_name(text: str) -> str:
+    if text in {"", ".", ".."} or "/" in text or not text.isprintable() or len(text.encode()) > 200:
+        raise ValueError("a name becomes a directory name: no `/`, nothing unprintable, at most 200 bytes")
+    return text
+
+
+Auto = Literal["auto"]
+Whole = Annotated[int, Field(gt=0), Says("a whole number above 0")]
+WholeOrZero = Annotated[int, Field(ge=0), Says("a whole number, 0 or more")]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False), Says("a number above 0")]
+PositiveOrZero = Annotated[float, Field(ge=0.0, allow_inf_nan=False), Says("a number, 0 or more")]
+Fraction = Annotated[float, Field(gt=0.0, lt=1.0), Says("a number between 0 and 1")]
+Port = Annotated[int, Field(ge=1, le=65535), Says("a port, 1 to 65535")]
+Text = Annotated[str, Field(min_length=1), Says("text")]
+Duration = Annotated[str, AfterValidator(_duration), Says("a duration with units, such as 11h30m or 45m")]
+Size = Annotated[str, AfterValidator(_size), Says("a size with its unit, such as 5GB or 512MiB")]
+RegularExpression = Annotated[str, AfterValidator(_regular_expression), Says("a regular expression")]
+RunName = Annotated[str, AfterValidator(check_run_name), Says("a name")]
+FsdpVersion = Annotated[Literal[1, 2], BeforeValidator(_exactly_int)]
+RecipeVersion = Annotated[Literal[1], BeforeValidator(_exactly_int)]
+Device = Literal["auto", "cuda", "xpu", "npu", "mps", "cpu"]
+DataFormat = Literal["auto", "text", "prompt_completion", "alpaca", "messages", "sharegpt", "tokenized"]
+LossOn = Literal["auto", "all", "completion", "assistant", "last_assistant"]
+ChatRole = Literal["system", "developer", "user", "assistant", "tool", "function_call"]

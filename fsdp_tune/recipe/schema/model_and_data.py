@@ -1,0 +1,191 @@
+"""The sections `model:` and `data:` of a recipe."""
+
+# ruff: noqa: RUF012  pydantic copies a default for each instance, and ours are frozen
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Tag
+
+from fsdp_tune.recipe.schema.effects import DATA, FREE, MEMORY, NOTHING, NUMBERS, REFUSED, TIME, Effect
+from fsdp_tune.recipe.schema.kinds import Auto, ChatRole, DataFormat, Fraction, LossOn, Positive, Section, Text, Whole
+
+
+class Tokens(Section):
+    default_effect = Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)
+
+    pad: Text | None = None
+    """Padding token; null = the tokenizer's, else one is chosen and said. Never trained."""
+    eos: Text | None = None
+    """End-of-sequence token; null = the tokenizer's. Goes into generation_config too."""
+    add: list[Text] = []
+    """Tokens to add; resizes the embedding."""
+
+
+class Model(Section):
+    default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
+
+    name_or_path: Annotated[Text | None, Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)] = None
+    """Hub id, HF directory, RUN, or RUN/checkpoint-N (weights only). Required unless `from_config` is given."""
+    revision: Annotated[Text, Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)] = "main"
+    """Branch, tag or commit; resolved once to a commit, recorded, the same on all ranks and on resume."""
+    tokenizer: Annotated[Text | None, Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)] = None
+    """Hub id, directory or `builtin:NAME`; null = `name_or_path`."""
+    tokenizer_revision: Annotated[Text | None, Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)] = None
+    """null = `revision` when the repository is the same, else main."""
+    from_config: Text | dict[str, Any] | None = None
+    """A config.json, or the mapping inline (`{model_type: llama, hidden_size: 512}`): random weights."""
+    config_overrides: dict[str, Any] = {}
+    """Fields of the model's config class to change (`{attention_dropout: 0.0}`), checked against the class."""
+    trust_remote_code: Annotated[bool, Effect(MEMORY | TIME | NUMBERS, FREE)] = False
+    """Runs Python from the model's repository. Honoured only together with `--trust-remote-code`."""
+    resize_embeddings: bool = False
+    """A tokenizer larger than the embedding is an error; true grows the embedding instead."""
+    attn_implementation: Annotated[Text, Effect(MEMORY | TIME, FREE)] = "auto"
+    """Attention kernel, by transformers' names (sdpa, flash_attention_2, eager …)."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Storage of TRAINED parameters: fp32 master weights, or pure bf16 (half the memory, small updates are lost)."""
+    frozen_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Storage of UNTRAINED parameters; auto = the compute dtype, with FSDP1 `dtype`."""
+    freeze: list[Text] = []
+    """Patterns of the names of parameters that are not trained."""
+    tokens: Tokens = Tokens()
+
+    @property
+    def grows_embedding(self) -> bool:
+        """Whether a tokenizer larger than the embedding grows it."""
+        return self.resize_embeddings or bool(self.tokens.add)
+
+
+BUILDERS = ("json", "parquet", "csv", "text", "arrow")
+"""Names of `datasets` that stand for files of a kind, which `data_files` then names."""
+
+
+class DataSource(Section):
+    default_effect = Effect(DATA, REFUSED)
+
+    path: Text
+    """What exists on disk is local; json | parquet | csv | text | arrow = builder with `data_files`; `builtin:NAME`; else a hub id."""
+    name: Text | None = None
+    """Configuration of a hub data set (`main`, `en`)."""
+    data_dir: Text | None = None
+    """Directory inside the data set's repository."""
+    data_files: Text | list[Text] | None = None
+    """Files, globs or URLs."""
+    split: Text = "train"
+    """Split to read."""
+    revision: Text | None = None
+    """Branch, tag or commit of a hub data set."""
+    columns: list[Text] | None = None
+    """Columns to keep, as in TRL; null = all."""
+    rename_columns: dict[str, Text] = {}
+    """{old: new}, as in datasets."""
+    format: DataFormat | None = None
+    """null = `data.format`."""
+    loss_on: LossOn | None = None
+    """null = `data.loss_on`."""
+    chat_template: Text | None = None
+    """null = `data.chat_template`."""
+    weight: Positive | None = None
+    """Share of this source in `data.mixture.weight_by`; null = by size."""
+    max_rows: Whole | None = None
+    """Takes the first rows only."""
+    label: Text | None = None
+    """Name of the set in reports and in `eval_<label>_loss`."""
+
+
+class EvalFraction(Section):
+    default_effect = Effect(DATA | MEMORY, REFUSED)
+
+    fraction: Fraction
+    """Share of the training rows held out, chosen by row hash, before packing."""
+
+
+class EvalRows(Section):
+    default_effect = Effect(DATA | MEMORY, REFUSED)
+
+    rows: Whole
+    """Rows held out, chosen by row hash, before packing."""
+
+
+EVAL_TAGS = ("<fraction>", "<rows>", "<list>")
+
+
+def eval_kind(value: object) -> str:
+    """Which of the three forms of `data.eval` is meant. Tags start with `<`, which no key does."""
+    if isinstance(value, list) or (isinstance(value, dict) and "path" in value):  # one source, where a list of sources belongs
+        return "<list>"
+    if isinstance(value, EvalRows) or (isinstance(value, dict) and "rows" in value and "fraction" not in value):
+        return "<rows>"
+    return "<fraction>"
+
+
+EvalSets = Annotated[
+    Annotated[EvalFraction, Tag("<fraction>")] | Annotated[EvalRows, Tag("<rows>")] | Annotated[list[DataSource], Tag("<list>")],
+    Discriminator(eval_kind),
+]
+
+
+class Mixture(Section):
+    default_effect = Effect(DATA, REFUSED)
+
+    temperature: Positive = 1.0
+    """1 = by size; above 1 flattens the shares of the sources (amount ** (1 / temperature), by `weight_by`)."""
+    stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
+    """When a mixture with weights ends, as in datasets."""
+    weight_by: Literal["rows", "tokens"] = "rows"
+    """What `weight` and `temperature` are shares of; tokens are counted after rows are cut to max_length."""
+
+
+class Data(Section):
+    train: Annotated[list[DataSource], Effect(DATA, REFUSED)] = []
+    """Sources of the training rows; several mix."""
+    eval: Annotated[EvalSets | None, Effect(DATA | MEMORY, REFUSED)] = None
+    """{fraction: 0.01} | {rows: 500} | a list, each entry a set of its own, named by label."""
+    format: Annotated[DataFormat, Effect(DATA, REFUSED)] = "auto"
+    """Format of the rows; auto finds it by the columns, and two that match are an error."""
+    loss_on: Annotated[LossOn, Effect(DATA, REFUSED)] = "auto"
+    """Which tokens are trained; auto: text all, prompt_completion and alpaca completion, chats assistant."""
+    chat_template: Annotated[Text | None, Effect(DATA, REFUSED)] = None
+    """null = the tokenizer's | bundled name | file.jinja | hub id; chats with none are an error."""
+    roles: Annotated[dict[str, ChatRole], Effect(DATA, REFUSED)] = {}
+    """{role in the rows: known role}, for chats whose speakers have other names; `function_call` is a call as JSON text."""
+    max_length: Annotated[Whole, Effect(DATA | MEMORY | TIME, REFUSED)] = 2048
+    """Tokens of one row; longer rows follow `overlong`."""
+    overlong: Annotated[Literal["auto", "truncate", "drop", "split", "error"], Effect(DATA, REFUSED)] = "auto"
+    """What happens to rows above max_length; auto = split for text, else truncate. Always counted."""
+    packing: Annotated[bool, Effect(DATA | MEMORY | TIME, REFUSED)] = False
+    """Joins examples into rows of `max_length`; no token attends across examples."""
+    packing_strategy: Annotated[Literal["bfd", "wrapped"], Effect(DATA, REFUSED)] = "bfd"
+    """bfd = best fit, keeps documents whole; wrapped cuts documents and fills every row."""
+    eval_packing: Annotated[bool | None, Effect(DATA | MEMORY, FREE)] = None
+    """null = `packing`."""
+    separator: Annotated[str, Effect(DATA, REFUSED)] = ""
+    """Stands between prompt and completion."""
+    append_eos: Annotated[bool | Auto, Effect(DATA, REFUSED)] = "auto"
+    """End of sequence after each example, supervised; auto = all but tokenized. Never doubled."""
+    special_tokens_in_content: Annotated[Literal["auto", "text", "control"], Effect(DATA, REFUSED)] = "auto"
+    """What `<|im_end|>` and the like in the rows become: text, or control tokens; auto = text in chats and alpaca rows. Always counted."""
+    streaming: Annotated[bool, Effect(DATA | MEMORY | TIME, REFUSED)] = False
+    """Reads rows while training; needs training.max_steps."""
+    shuffle: Annotated[bool, Effect(DATA, REFUSED)] = True
+    """Shuffles the training rows each epoch; the order depends on the seed and the epoch alone."""
+    shuffle_buffer_size: Annotated[Whole, Effect(DATA | MEMORY, REFUSED)] = 10000
+    """Rows; streaming only."""
+    mixture: Mixture = Mixture()
+    pad_to_multiple_of: Annotated[Whole, Effect(MEMORY | TIME, FREE)] = 8
+    """Tokens; rows are padded to the longest of the batch, rounded up to this."""
+    on_bad_row: Annotated[Literal["error", "skip"], Effect(DATA, REFUSED)] = "error"
+    """skip counts bad rows and writes them to a file."""
+    num_proc: Annotated[Whole | Auto, Effect(NOTHING, FREE)] = "auto"
+    """Processes that tokenise; auto = min(16, cores)."""
+    cache_dir: Annotated[Text | None, Effect(NOTHING, FREE)] = None
+    """Prepared data; null = $XDG_CACHE_HOME/fsdp-tune."""
+
+    @property
+    def sources(self) -> list[tuple[str, DataSource]]:
+        """Every source with the place where it stands (`data.train[0]`), training first; a share held out is none."""
+        evals = self.eval if isinstance(self.eval, list) else []
+        groups = (("data.train", self.train), ("data.eval", evals))
+        return [(f"{name}[{index}]", source) for name, group in groups for index, source in enumerate(group)]

@@ -1,0 +1,69 @@
+"""What the schema has and this release does not do: each key, the values that work today, and what to do meanwhile.
+
+To build one: delete its row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_tune.recipe.schema import Recipe, Training
+from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, training_value
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    key: str
+    works: tuple[Any, ...]
+    """Values that are supported; any other is refused."""
+    what: str
+    """What this release lacks, after `this release has no`."""
+    meanwhile: str
+
+
+# Optimizers that work on each element alone, so that a shard is updated like the whole. None: transformers' default.
+_OPTIMIZERS = (None, "adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop", "adamw_torch_8bit", "adamw_torch_4bit")
+_BITSANDBYTES_TOO = {"adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit"}
+_ALL_OPTIMIZERS = TRAINING_FIELDS.enums["OptimizerNames"]
+_BITSANDBYTES = tuple(name for name in _ALL_OPTIMIZERS if name.startswith("paged_") or "bnb" in name or name in _BITSANDBYTES_TOO)
+# The schedule is computed from the step, also on resume.
+_SCHEDULES = tuple(name for name in TRAINING_FIELDS.enums["SchedulerType"] if name not in {"reduce_lr_on_plateau", "greedy"})
+
+NOT_YET = (
+    NotYet("lora", (None,), "LoRA", "leave it out: all parameters are trained (`model.freeze` holds some fixed)"),
+    NotYet("quantization", (None,), "training on quantised weights", "leave it out; `fsdp.offload_params: true` saves GPU memory"),
+    NotYet("data.streaming", (False,), "streaming", "leave it out: data are prepared once and read from a memory map"),
+    NotYet("parallelism.tp_size", (1,), "tensor parallelism", "leave it at 1"),
+    NotYet("parallelism.cp_size", (1,), "context parallelism", "leave it at 1"),
+    NotYet("parallelism.sp_size", (1,), "sequence parallelism", "leave it at 1"),
+    NotYet("checkpoint.mirror", (None,), "a second copy of checkpoints", "leave it out, and copy complete checkpoint directories"),
+    NotYet(
+        "training.optim",
+        tuple(name for name in (None, *_ALL_OPTIMIZERS) if name not in _BITSANDBYTES),
+        "bitsandbytes under FSDP (it counts blocks by a parameter's whole size, and its kernels take no DTensor)",
+        "write `adamw_torch_8bit` (torchao), which keeps each rank's part in blocks",
+    ),
+    NotYet("training.optim", (*_OPTIMIZERS, *_BITSANDBYTES), "sharded version of that optimizer", "leave it out (adamw_torch_fused)"),
+    NotYet(
+        "training.lr_scheduler_type", _SCHEDULES, "schedule that depends on losses", "write linear, cosine or another function of the step"
+    ),
+    NotYet("training.push_to_hub", (False,), "uploading", "leave it out, and upload `merged/` with `hf upload`"),
+)
+
+
+def value_of(recipe: Recipe, key: str) -> Any:
+    """`value_of(recipe, "fsdp.version")`; fields of TrainingArguments that the recipe does not own work too."""
+    section: Any = recipe
+    *parents, name = key.split(".")
+    for parent in parents:
+        section = getattr(section, parent)
+    if parents == ["training"] and name not in Training.model_fields:
+        return training_value(recipe.training, name)
+    return getattr(section, "async_" if name == "async" else name)
+
+
+def refused(recipe: Recipe) -> list[tuple[NotYet, Any]]:
+    """The rows that a recipe asks for, with the value that it gives."""
+    asked = [(row, value_of(recipe, row.key)) for row in NOT_YET]
+    return [(row, value) for row, value in asked if not any(type(value) is type(good) and value == good for good in row.works)]

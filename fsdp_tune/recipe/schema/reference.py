@@ -1,0 +1,109 @@
+"""The schema for readers and for programs: the commented reference, the JSON Schema for editors, the frozen list of keys."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.keys import Key, all_keys, field_words
+from fsdp_tune.recipe.schema.kinds import Section
+from fsdp_tune.recipe.schema.not_yet import NOT_YET
+from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, TrainingField, field_in_words, owned_names
+
+_HEAD = """\
+# Every key of a recipe with its default and what it means. Generated from the schema; do not edit.
+# `null` and `auto` are decided as the comment says. Unknown keys are errors. `training:` also takes every other field of
+# transformers' TrainingArguments by its own name and with its default (`fsdp-tune recipes schema` lists them all).
+"""
+
+
+def default_of(field: FieldInfo) -> Any:
+    return field.get_default(call_default_factory=True)
+
+
+def reference_yaml() -> str:
+    """All keys as a YAML document of the defaults, each with its meaning; itself a valid mapping of the schema's shape."""
+    lines = [_HEAD.rstrip()]
+    unsupported = {row.key: row for row in NOT_YET}
+    always = {(), *(key.path for key in all_keys() if _is_section(key))}
+    for key in all_keys():
+        indent, name = "  " * (len(key.path) - 1), key.path[-1]
+        if key.path[:-1] not in always:
+            # What stands in a list, or in a mapping that is absent by default.
+            if key.path[:-1] != ("data", "eval"):
+                lines.append(f"{indent}# {name}: {_source_line(key)}")
+        elif _is_section(key):
+            lines.append(f"{indent}{name}:")
+        else:
+            comment = f"{key.field.description or ''} [{field_words(key.field)}]"
+            if key.name in unsupported:
+                comment += f" In this release: {', '.join(_yaml(value) for value in unsupported[key.name].works)}."
+            lines.append(f"{indent}{name}: {_yaml(default_of(key.field))}  # {comment}")
+    return "\n".join(lines) + "\n"
+
+
+def _source_line(key: Key) -> str:
+    default = "required" if key.field.is_required() else _yaml(default_of(key.field))
+    return f"{default}  {key.field.description or ''} [{field_words(key.field)}]"
+
+
+def _is_section(key: Key) -> bool:
+    """A section that is always there, as opposed to a mapping that may be null or a list."""
+    return isinstance(default_of(key.field), Section)
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, str):
+        return value if value and not set(value) & set(":{}[]#\"'") else json.dumps(value)
+    return json.dumps(value)
+
+
+def surface_lines() -> list[str]:
+    """One line a key: `key · type · default`, in the order of the schema; then what `training:` passes on."""
+    lines: list[str] = []
+    for key in all_keys():
+        default = "required" if key.field.is_required() else "section" if _is_section(key) else json.dumps(default_of(key.field))
+        lines.append(f"{key.name} · {field_words(key.field)} · {default}")
+    for name, field in _passed_fields().items():
+        lines.append(f"training.{name} · {field_in_words(field)} · {json.dumps(field.default)} (transformers)")
+    return lines
+
+
+def _passed_fields() -> dict[str, TrainingField]:
+    own = {key.path[1] for key in all_keys() if key.path[0] == "training" and len(key.path) == 2}
+    return {name: field for name, field in TRAINING_FIELDS.fields.items() if name not in own and name not in owned_names()}
+
+
+_JSON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "null": "null", "dict": "object", "list": "array"}
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of a recipe, for editors: with the passed TrainingArguments, and what is taken beside the types."""
+    schema = Recipe.model_json_schema(by_alias=True)
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "fsdp-tune recipe"
+    definitions: dict[str, Any] = schema["$defs"]
+    training = definitions["Training"]
+    training["additionalProperties"] = False
+    for name, field in _passed_fields().items():
+        training["properties"][name] = {"anyOf": [_json_type(kind) for kind in field.types], "default": field.default}
+    _also_boolean(definitions["Precision"]["properties"]["mixed_precision"])
+    _also_boolean(definitions["Fsdp"]["properties"]["activation_checkpointing"])
+    report = training["properties"]["report_to"]
+    report["anyOf"] = [{"type": report.pop("type"), "items": report.pop("items")}, {"type": "string"}]
+    environment = definitions["Launch"]["properties"]["env"]
+    environment["additionalProperties"] = {"type": ["string", "number"]}
+    return schema
+
+
+def _also_boolean(field: dict[str, Any]) -> None:
+    field["anyOf"] = [{"enum": field.pop("enum"), "type": field.pop("type")}, {"type": "boolean"}]
+
+
+def _json_type(kind: str) -> dict[str, Any]:
+    if kind in TRAINING_FIELDS.enums:
+        return {"type": "string", "enum": list(TRAINING_FIELDS.enums[kind])}
+    return {"const": False} if kind == "false" else {"type": _JSON_TYPES[kind]} if kind in _JSON_TYPES else {}

@@ -1,0 +1,78 @@
+"""The sections `kernels:`, `checkpoint:`, `launch:` and `merge:` of a recipe."""
+
+# ruff: noqa: RUF012  pydantic copies a default for each instance, and ours are frozen
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from fsdp_tune.recipe.schema.effects import FREE, MEMORY, NOTHING, TIME, Effect
+from fsdp_tune.recipe.schema.kinds import Auto, Device, Duration, Port, Section, Size, Text, Whole, WholeOrZero
+
+
+class Kernels(Section):
+    default_effect = Effect(MEMORY | TIME, FREE)
+
+    loss: Literal["auto", "full", "chunked", "liger"] = "auto"
+    """full holds the logits, tokens × vocabulary; chunked and liger do not; auto = chunked where they exceed 512 MiB in fp32."""
+    liger: bool | Auto = "auto"
+    """Liger's kernels for norms, rotary embeddings and gated MLPs; auto = on CUDA, where liger-kernel is installed."""
+    compile: bool = False
+    """torch.compile for every decoder layer by itself; FSDP2 and DDP."""
+
+
+class CheckpointSection(Section):
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    async_: Annotated[bool, Effect(MEMORY | TIME, FREE)] = Field(default=True, alias="async")
+    """Training goes on while the checkpoint is written."""
+    verify: Annotated[Literal["digest", "size"], Effect(NOTHING, FREE)] = "digest"
+    """What a checkpoint's files are checked against before they are used."""
+    probe: Annotated[bool, Effect(MEMORY, FREE)] = True
+    """One whole save after step 1, read back and removed."""
+    save_failure: Annotated[Literal["warn", "stop"], Effect(NOTHING, FREE)] = "warn"
+    """What a save that fails does to the run."""
+    mirror: Annotated[Text | None, Effect(NOTHING, FREE)] = None
+    """A second place that checkpoints are copied to."""
+
+
+class Launch(Section):
+    num_machines: Annotated[Whole, Effect(MEMORY | TIME, FREE)] = 1
+    """Machines (nodes)."""
+    num_processes: Annotated[Whole | Auto, Effect(MEMORY | TIME, FREE)] = "auto"
+    """TOTAL over machines, as in accelerate; auto = visible devices × num_machines."""
+    device: Annotated[Device, Effect(MEMORY | TIME, FREE)] = "auto"
+    """cuda | xpu | npu | mps | cpu; auto NEVER falls to cpu: that must be written. xpu and npu are tested with stand-ins alone."""
+    num_cpu_threads_per_process: Annotated[Whole | Auto, Effect(TIME, FREE)] = "auto"
+    """auto = cores / local ranks."""
+    enable_cpu_affinity: Annotated[bool, Effect(TIME, FREE)] = False
+    """Binds each rank to the cores beside its GPU (NUMA), as in accelerate; CUDA, with nvidia-ml-py installed."""
+    main_process_ip: Annotated[Text | None, Effect(NOTHING, FREE)] = None
+    """Address of machine 0; null = Slurm's or Kubernetes' own."""
+    main_process_port: Annotated[Port | Auto, Effect(NOTHING, FREE)] = "auto"
+    """auto = a free port."""
+    env: Annotated[dict[str, str], Effect(MEMORY | TIME, FREE)] = {}
+    """Extra variables for ranks (NCCL_SOCKET_IFNAME: ib0); what may run code needs `--allow-env NAME`; secrets and our own are refused."""
+    max_restarts: Annotated[WholeOrZero, Effect(NOTHING, FREE)] = 0
+    """Restarts after a failure."""
+    max_runtime: Annotated[Duration | None, Effect(NOTHING, FREE)] = None
+    """From launcher start, saving included (11h30m)."""
+    hang_timeout: Annotated[Duration, Effect(NOTHING, FREE)] = "30m"
+    """No progress for so long ends the run."""
+
+
+class Merge(Section):
+    default_effect = Effect(NOTHING, FREE)
+
+    at_end: bool = True
+    """Merges the last checkpoint into RUN/merged when the run has finished; with training.load_best_model_at_end the best."""
+    dtype: Literal["auto", "keep", "bf16", "fp16", "fp32"] = "auto"
+    """dtype of the merged weights; auto = the compute dtype."""
+    max_shard_size: Size = "5GB"
+    """Largest safetensors file."""
+    adapter: Literal["merged", "adapter", "both"] = "both"
+    """LoRA: what is written."""
+    verify: Literal["quick", "full", "none"] = "quick"
+    """How the merged directory is checked."""

@@ -1,0 +1,218 @@
+"""The fields of transformers' TrainingArguments, from a generated table: what `training:` passes on and what it refuses.
+
+`training_fields.json` is the union over the tested versions of transformers (`scripts/generate` writes it); nothing here
+imports transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from fsdp_tune.recipe.scalars import enumerated
+from fsdp_tune.recipe.schema import Training
+from fsdp_tune.recipe.schema.effects import FREE, MEMORY, NOTHING, NUMBERS, REFUSED, TIME, TRAJECTORY, Effect
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingField:
+    types: tuple[str, ...]
+    """Of str, int, float, bool, null, dict, list, any, false, and names in `TrainingTable.enums`."""
+    default: Any
+    versions: tuple[str, ...]
+    """The tested versions of transformers that have the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingTable:
+    versions: tuple[str, ...]
+    enums: dict[str, tuple[str, ...]]
+    fields: dict[str, TrainingField]
+
+
+def _read_table() -> TrainingTable:
+    raw = json.loads(resources.files("fsdp_tune.recipe").joinpath("training_fields.json").read_bytes())
+    fields = {name: TrainingField(tuple(row["types"]), row["default"], tuple(row["versions"])) for name, row in raw["fields"].items()}
+    return TrainingTable(tuple(raw["versions"]), {name: tuple(values) for name, values in raw["enums"].items()}, fields)
+
+
+TRAINING_FIELDS = _read_table()
+
+_OWNED: dict[str, str] = {
+    "output_dir": "it is `output_dir` at the top of the recipe",
+    "run_name": "it is `name` at the top of the recipe",
+    "bf16": "write `precision.mixed_precision: bf16`",
+    "fp16": "write `precision.mixed_precision: fp16`",
+    "bf16_full_eval": "evaluation computes in `precision.mixed_precision` too",
+    "fp16_full_eval": "evaluation computes in `precision.mixed_precision` too",
+    "activation_checkpointing": "it is `fsdp.activation_checkpointing`",
+    "activation_checkpointing_kwargs": "`fsdp.activation_checkpointing` is always non-reentrant and keeps the random state",
+    "gradient_checkpointing": "it is `fsdp.activation_checkpointing`",
+    "gradient_checkpointing_kwargs": "`fsdp.activation_checkpointing` is always non-reentrant and keeps the random state",
+    "torch_compile": "it is `kernels.compile`",
+    "torch_compile_backend": "it is `kernels.compile`",
+    "torch_compile_mode": "it is `kernels.compile`",
+    "use_liger_kernel": "it is `kernels.liger`",
+    "liger_kernel_config": "it is `kernels.liger`",
+    "fsdp": "it is the section `fsdp:`",
+    "fsdp_config": "it is the section `fsdp:`",
+    "deepspeed": "sharding is by FSDP: ZeRO-3 is `fsdp.sharding_strategy: FULL_SHARD`, ZeRO-2 is SHARD_GRAD_OP",
+    "use_cpu": "write `launch.device: cpu`",
+    "accelerator_config": "the package sets Accelerate up from `fsdp:`, `parallelism:` and `data:`",
+    "parallelism_config": "it is the section `parallelism:`",
+    "ddp_backend": "the backend follows from `launch.device`",
+    "ddp_timeout": "it is `launch.hang_timeout`",
+    "resume_from_checkpoint": "it is `train --resume`",
+    "local_rank": "the launcher gives every rank its number",
+    "do_train": "`train` trains; leave it out",
+    "do_eval": "it follows from `data.eval` and `training.eval_strategy`",
+    "do_predict": "there is no prediction; leave it out",
+    "remove_unused_columns": "columns are chosen in `data:` (`columns`, `rename_columns`)",
+    "label_names": "labels are made by `data.loss_on`",
+    "train_sampling_strategy": "the order is `data.shuffle` and `training.data_seed`; similar lengths are put together when not packing",
+    "length_column_name": "lengths are known from the prepared data",
+    "dataloader_drop_last": "the order of the rows is the package's own, and no row is lost",
+    "dataloader_in_order": "the order of the rows is the package's own",
+    "hub_token": "a token is never a key: set HF_TOKEN, or log in with `hf auth login`",
+    "auto_find_batch_size": "the batch size in the recipe is the one that runs; `plan` says which fits",
+    "average_tokens_across_devices": "the loss is always weighted by tokens over all ranks",
+    "logging_nan_inf_filter": "it is `training.on_nonfinite`",
+    "save_only_model": "a checkpoint always holds all that resume needs",
+    "save_on_each_node": "every rank saves its shards, to one place that all machines see",
+    "enable_jit_checkpoint": "a signal always saves first, agreed by all ranks",
+    "ignore_data_skip": "resume always continues the order of the rows",
+    "restore_callback_states_from_checkpoint": "resume always restores them",
+    "disable_tqdm": "the progress line is the package's own",
+    "log_level": "each rank's log is a file of its own",
+    "log_level_replica": "each rank's log is a file of its own",
+    "log_on_each_node": "each rank's log is a file of its own",
+    "skip_memory_metrics": "memory is in every line of metrics.jsonl",
+    "torch_empty_cache_steps": "the allocator keeps its memory; `plan` says what fits",
+    "use_cache": "training needs no cache of keys and values",
+    "dataloader_pin_memory": "memory is pinned where the device is a GPU",
+    "dataloader_persistent_workers": "workers always persist; `dataloader_num_workers` says how many",
+    "dataloader_multiprocessing_context": "workers are started the way that the platform starts them",
+    "ddp_find_unused_parameters": "NO_SHARD sets DDP up itself",
+    "ddp_bucket_cap_mb": "NO_SHARD sets DDP up itself",
+    "ddp_broadcast_buffers": "NO_SHARD sets DDP up itself",
+    "ddp_static_graph": "NO_SHARD sets DDP up itself",
+    "include_num_input_tokens_seen": "`tokens` in metrics.jsonl is always written",
+    "include_for_metrics": "evaluation is by loss",
+    "batch_eval_metrics": "evaluation is by loss",
+    "prediction_loss_only": "evaluation is by loss",
+    "eval_do_concat_batches": "evaluation is by loss",
+    "eval_use_gather_object": "evaluation is by loss",
+    "eval_accumulation_steps": "evaluation is by loss, and no logits are kept",
+}
+PASSED_EFFECTS: dict[str, Effect] = {
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), Effect(NUMBERS, REFUSED)),
+    **dict.fromkeys(("optim", "optim_args", "optim_target_modules"), Effect(MEMORY | TIME | NUMBERS, REFUSED)),
+    **dict.fromkeys(
+        ("label_smoothing_factor", "max_grad_norm", "neftune_noise_alpha", "weight_decay"), Effect(MEMORY | TIME | NUMBERS, TRAJECTORY)
+    ),
+    **dict.fromkeys(("lr_scheduler_kwargs", "lr_scheduler_type", "max_steps", "num_train_epochs"), Effect(NUMBERS, TRAJECTORY)),
+    **dict.fromkeys(
+        ("dataloader_num_workers", "dataloader_prefetch_factor", "debug", "full_determinism", "tf32"), Effect(MEMORY | TIME, FREE)
+    ),
+    **dict.fromkeys(
+        (
+            *("eval_delay", "eval_on_start", "eval_steps", "greater_is_better", "load_best_model_at_end", "metric_for_best_model"),
+            *("hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy", "logging_first_step"),
+            *("logging_strategy", "project", "save_strategy", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
+        ),
+        Effect(NOTHING, FREE),
+    ),
+}
+"""The effects of the fields that `training:` passes on; a field of a newer transformers affects everything until it has a row."""
+_RANGES: dict[str, tuple[float, bool]] = {
+    # name: (least value, whether that value itself is allowed)
+    "num_train_epochs": (0, False),
+    "weight_decay": (0, True),
+    "adam_beta1": (0, True),
+    "adam_beta2": (0, True),
+    "adam_epsilon": (0, False),
+    "max_grad_norm": (0, True),
+    "max_steps": (-1, True),
+    "eval_steps": (0, False),
+    "eval_delay": (0, True),
+    "dataloader_num_workers": (0, True),
+    "label_smoothing_factor": (0, True),
+}
+_BELOW_ONE = {"adam_beta1", "adam_beta2", "label_smoothing_factor"}
+_WORDS = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "null": "null", "false": "`false`"}
+
+
+def owner_of(name: str) -> str | None:
+    """Why `training.NAME` is refused, as half a sentence that says where it lives; None when it passes."""
+    return _OWNED.get(name)
+
+
+def owned_names() -> frozenset[str]:
+    return frozenset(_OWNED)
+
+
+def field_in_words(field: TrainingField) -> str:
+    parts: list[str] = []
+    for kind in field.types:
+        if kind in TRAINING_FIELDS.enums:
+            parts.extend(f"`{value}`" for value in TRAINING_FIELDS.enums[kind])
+        else:
+            parts.append(_WORDS.get(kind, f"a {'mapping' if kind == 'dict' else kind}"))
+    return enumerated(parts)
+
+
+def complaint(name: str, value: object) -> str | None:
+    """What `training.NAME` takes, when `value` is something else; None when it is fine."""
+    field = TRAINING_FIELDS.fields[name]
+    if not any(_is_a(value, kind) for kind in field.types):
+        return field_in_words(field)
+    if isinstance(value, int | float) and name in _RANGES:
+        least, inclusive = _RANGES[name]
+        if value < least or (value == least and not inclusive):
+            return f"a number {'from' if inclusive else 'above'} {least:g}"
+        if name in _BELOW_ONE and value >= 1:
+            return "a number below 1"
+        if name == "max_steps" and value == 0:
+            return "a whole number above 0, or -1 for none"
+    return None
+
+
+def _is_a(value: object, kind: str) -> bool:
+    if kind in TRAINING_FIELDS.enums:
+        return isinstance(value, str) and value in TRAINING_FIELDS.enums[kind]
+    if isinstance(value, bool):
+        return kind in {"bool", "any"} or (kind == "false" and not value)
+    python_types: dict[str, tuple[type, ...]] = {
+        "str": (str,),
+        "int": (int,),
+        "float": (int, float),
+        "dict": (dict,),
+        "list": (list,),
+        "null": (type(None),),
+        "any": (object,),
+    }
+    return isinstance(value, python_types.get(kind, ()))
+
+
+def version_gap(name: str, installed: str | None) -> str | None:
+    """Why a field cannot reach the installed transformers; None where it can, or where that version was never tested."""
+    versions = TRAINING_FIELDS.fields[name].versions
+    if installed not in TRAINING_FIELDS.versions or installed in versions:
+        return None
+    return f"transformers {installed} has no such field; it is in {' and '.join(versions)}"
+
+
+def installed_transformers() -> str | None:
+    try:
+        return importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def training_value(training: Training, name: str) -> Any:
+    """A field that is not the recipe's own, as given or by transformers' default (`max_steps`, `num_train_epochs` …)."""
+    extra = training.model_extra or {}
+    return extra[name] if name in extra else TRAINING_FIELDS.fields[name].default

@@ -1,0 +1,44 @@
+"""One command at a time in a run directory.
+
+A command that starts or replaces a run owns RUN/run.lock (`fsdp_tune.core.ownership`). The id of its claim identifies the life
+of the run: everything from this start to the end of the command, restarts included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
+from fsdp_tune.core.ownership import HeldError, Owner, live_owner, owned
+from fsdp_tune.run.directory import RunDir
+
+
+def refuse_when_held(run: RunDir) -> None:
+    """Raise a usage error where another command owns the directory. Takes nothing: a command may claim it right after."""
+    owner = live_owner(run.lock)
+    if owner is not None:
+        raise in_use(run, owner)
+
+
+def in_use(run: RunDir, by: Owner | str, *ways_out: str) -> FsdpTuneError:
+    ways = (f"fsdp-tune status {run.path}", "--set output_dir=… for another directory", *ways_out)
+    return usage_error("run-in-use", f"{run.path} is in use by {by}", ways_out=ways)
+
+
+@contextmanager
+def locked(run: RunDir) -> Iterator[list[Notice]]:
+    """Own the run directory; yields notices about how. Raises a usage error where another command owns it."""
+    with ExitStack() as stack:
+        try:
+            claim = stack.enter_context(owned(run.lock))
+        except HeldError as error:
+            ways_out = () if error.is_certain else (f"remove {run.lock} if that process is surely dead",)
+            raise in_use(run, error.owner or "another command", *ways_out) from None
+        notices: list[Notice] = []
+        if not claim.has_flock:
+            message = f"the file system of {run.path} has no file locks; the existence of {run.lock.name} stands in for one"
+            notices.append(Notice("no-file-locks", message))
+        if claim.previous is not None:
+            notices.append(Notice("stale-lock", f"the lock of {claim.previous}, which has ended, was taken over"))
+        yield notices

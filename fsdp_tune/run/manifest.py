@@ -1,0 +1,194 @@
+"""What makes a directory complete: a manifest, written last, that lists every file with its size and digest."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import xxhash
+
+from fsdp_tune.core.atomic import DISK, write_json
+
+MANIFEST_NAME = "manifest.json"
+DAMAGE_NAME = "damage.json"
+"""Next to a manifest: the files whose contents were found to differ from it, so that nobody has to read them again to know."""
+FORMAT_VERSION = 2
+DIGEST_CHUNK_BYTES = 1 << 22
+Progress = Callable[[int], object]
+_SHOWN_LETTERS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """`digest` is XXH3-128 in hexadecimal. It stands guard against damage, not against forgery (whoever can write the files can
+    write the manifest too), and at memory speed; a cryptographic hash would take longer than the disk."""
+
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """`files` maps POSIX paths relative to the directory. `facts` holds step, world size, mesh, versions …
+
+    On disk it ends in a digest of itself: a flipped digit of the step or the world size would else be believed.
+    """
+
+    kind: str
+    files: dict[str, FileEntry]
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files, the manifest itself left out."""
+        return sum(entry.size_bytes for entry in self.files.values())
+
+    def to_json(self) -> str:
+        fields = asdict(self)
+        return json.dumps({**fields, "digest": _digest_of(fields)}, indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Manifest:
+        """ValueError for anything that is not a manifest of a version that we know."""
+        try:
+            raw = json.loads(text)
+            if raw["format_version"] != FORMAT_VERSION:
+                raise ValueError(f"manifest of format {raw['format_version']}, this version reads {FORMAT_VERSION}")
+            if raw.pop("digest") != _digest_of(raw):
+                raise ValueError("the manifest itself is damaged (digest differs)")
+            files = {str(name): FileEntry(int(entry["size_bytes"]), str(entry["digest"])) for name, entry in raw["files"].items()}
+            return cls(str(raw["kind"]), files, dict(raw["facts"]))
+        except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            raise ValueError(f"not a manifest: {error!r}") from error
+
+
+def _digest_of(fields: dict[str, Any]) -> str:
+    """XXH3-128 of what a manifest says, however its JSON is laid out."""
+    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128(canonical.encode()).hexdigest()
+
+
+class Digester:
+    """Hashes bytes as they pass by."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+        self.size_bytes = 0
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        self._hash.update(data)
+        self.size_bytes += len(data)
+
+    def entry(self) -> FileEntry:
+        return FileEntry(self.size_bytes, self._hash.hexdigest())
+
+
+def digest_file(path: Path, progress: Progress | None = None) -> FileEntry:
+    """Hash a file. `progress` is called with the number of bytes, as they are hashed."""
+    digester = Digester()
+    with open(path, "rb") as file:
+        while chunk := file.read(DIGEST_CHUNK_BYTES):
+            digester.update(chunk)
+            if progress is not None:
+                progress(len(chunk))
+    return digester.entry()
+
+
+def list_files(root: Path) -> list[str]:
+    """POSIX paths of the regular files under `root`, the manifest and the record of damage left out, sorted."""
+    return sorted(
+        path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file() and path.name not in (MANIFEST_NAME, DAMAGE_NAME)
+    )
+
+
+def read_manifest(root: Path) -> Manifest | None:
+    """None where there is none: the directory is then not complete. ValueError where it is damaged."""
+    try:
+        return Manifest.from_json((root / MANIFEST_NAME).read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One file that is not what the manifest lists."""
+
+    name: str
+    what: str
+    is_of_contents: bool = False
+    """Only reading the file shows it."""
+
+    def __str__(self) -> str:
+        return f"{self.name[:_SHOWN_LETTERS]}: {self.what}"
+
+
+def damage(root: Path, manifest: Manifest, *, digests: bool, progress: Progress | None = None) -> list[Damage]:
+    """Return one entry per file that is missing, of another size or of other contents; [] when everything is there.
+
+    Contents are read only with `digests`; without, what `mark_damaged` has recorded counts for files that have not changed since.
+    """
+    marked = {} if digests else _marked(root)
+    found = (_damage_of(root, name, entry, marked, digests=digests, progress=progress) for name, entry in sorted(manifest.files.items()))
+    return [each for each in found if each is not None]
+
+
+def _damage_of(
+    root: Path, name: str, entry: FileEntry, marked: dict[str, list[int]], *, digests: bool, progress: Progress | None
+) -> Damage | None:
+    path = root / name
+    try:
+        if not is_inside(name) or _passes_a_link(root, path):
+            return Damage(name, "leads out of the directory")
+        if not path.is_file():
+            return Damage(name, "missing")
+        if (size_bytes := path.stat().st_size) != entry.size_bytes:
+            return Damage(name, f"{size_bytes} bytes instead of {entry.size_bytes}")
+        if marked.get(name) == _identity(path) or (digests and digest_file(path, progress) != entry):
+            return Damage(name, "its contents are not those that were written (digest differs)", is_of_contents=True)
+    except OSError as error:  # a bad sector, a name that no file system takes
+        return Damage(name, f"cannot be read ({error.strerror})")
+    return None
+
+
+def mark_damaged(root: Path, names: Collection[str]) -> None:
+    """Record the files whose contents differ, or remove the record where there are none. A file that is replaced counts as whole again.
+
+    Does nothing where the directory cannot be written: the record only saves reading.
+    """
+    with contextlib.suppress(OSError):
+        if names:
+            write_json(root / DAMAGE_NAME, {name: _identity(root / name) for name in names})
+        elif (root / DAMAGE_NAME).exists():
+            DISK.unlink(root / DAMAGE_NAME)
+
+
+def _marked(root: Path) -> dict[str, list[int]]:
+    try:
+        raw: Any = json.loads((root / DAMAGE_NAME).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return cast(dict[str, list[int]], raw) if isinstance(raw, dict) else {}
+
+
+def _identity(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_ino, status.st_size, status.st_mtime_ns]
+
+
+def _passes_a_link(root: Path, path: Path) -> bool:
+    """Whether the file, or a directory on the way to it from `root`, is a link."""
+    while path != root:
+        if path.is_symlink():
+            return True
+        path = path.parent
+    return False
+
+
+def is_inside(name: str) -> bool:
+    """Whether a relative path from a file stays inside the directory that the file describes."""
+    return bool(name) and "\0" not in name and "\\" not in name and not name.startswith("/") and ".." not in name.split("/")

@@ -1,0 +1,99 @@
+"""The files of the ranks in logs/: a heartbeat while a rank runs, and an outcome as its last act."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from fsdp_tune.core.errors import ExitReason, Problem, Where
+from fsdp_tune.run.directory import RunDir
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    rank: int
+    pid: int
+    step: int
+    phase: str
+    time: float
+    """Wall clock of the rank: differs from one write of the file to the next, and nothing else is decided by it."""
+    progressed_at: float
+    """When the rank last made progress, by the monotonic clock of its machine."""
+    silent_seconds: float
+    """How long ago that was when the rank wrote this."""
+    collective: dict[str, Any] | None = None
+    """The last one in the flight recorder, once the rank stands still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    rank: int
+    exit_code: int
+    reason: ExitReason
+    step: int
+    time: float
+    problem: Problem | None
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Everything else that the rank wrote: loss, eval_loss, tokens …"""
+
+
+def read_heartbeat(run: RunDir, rank: int) -> Heartbeat | None:
+    raw = _read(run.rank_heartbeat(rank))
+    try:
+        if raw is None:
+            return None
+        seen: dict[str, Any] | None = raw.get("collective")
+        progressed_at, silent_seconds = float(raw["progressed_at"]), float(raw["silent_seconds"])
+        return Heartbeat(
+            rank, int(raw["pid"]), int(raw["step"]), str(raw["phase"]), float(raw["time"]), progressed_at, silent_seconds, seen
+        )
+    except (KeyError, TypeError, ValueError):
+        return None  # written by another version
+
+
+def read_outcome(run: RunDir, rank: int) -> Outcome | None:
+    """None while the rank has not ended."""
+    raw = _read(run.rank_outcome(rank))
+    if raw is None:
+        return None
+    try:
+        reason = ExitReason(raw["exit_reason"])
+        problem = None if raw.get("problem") is None else Problem.from_dict(raw["problem"])
+        known = {"rank", "exit_code", "exit_reason", "step", "time", "problem"}
+        facts = {name: value for name, value in raw.items() if name not in known}
+        return Outcome(rank, int(raw["exit_code"]), reason, int(raw["step"] or 0), float(raw["time"]), problem, facts)
+    except (KeyError, TypeError, ValueError) as error:
+        message = f"rank {rank} left an outcome that cannot be read: {error!r}"
+        return Outcome(rank, 1, ExitReason.FAILED, 0, 0.0, Problem("outcome-unreadable", message, Where(str(run.rank_outcome(rank)))))
+
+
+def verdict_path(run: RunDir) -> Path:
+    """How the last launch ended, as its supervisor judged it; ranks that were killed leave no word of their own."""
+    return run.logs / "outcome.json"
+
+
+def read_verdict(run: RunDir) -> dict[str, Any] | None:
+    """None while a launch runs, and where its supervisor was killed too."""
+    return _read(verdict_path(run)) or None
+
+
+def clear(run: RunDir, ranks: Iterable[int], *, with_verdict: bool) -> None:
+    """Takes away what an earlier launch left, so that it cannot be taken for this one's."""
+    if with_verdict:
+        verdict_path(run).unlink(missing_ok=True)
+    for rank in ranks:
+        run.rank_heartbeat(rank).unlink(missing_ok=True)
+        run.rank_outcome(rank).unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        raw: Any = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+    return cast(dict[str, Any], raw) if isinstance(raw, dict) else {}

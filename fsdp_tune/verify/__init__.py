@@ -1,0 +1,1 @@
+"""Run a recipe at small scale and compare it with a plain loop."""

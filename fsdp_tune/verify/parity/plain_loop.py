@@ -1,0 +1,198 @@
+"""The trajectory that every run must follow: a plain PyTorch loop on one device, with nothing of the package but its data.
+
+No Trainer, no Accelerate, no FSDP, no padding and no packing: each example goes through the model alone. The loss of a
+step is the sum of its token losses over the number of its supervised tokens, and for a mixture of experts with
+`output_router_logits` the mean of its examples' load-balancing losses, weighted by tokens; gradients of examples add up in
+fp32, whatever the weights are stored in; AdamW (Loshchilov & Hutter, arXiv:1711.05101) decays matrices only, and no
+bias of two dimensions; the gradient is clipped by its global norm; the learning rate warms up linearly and follows one of the
+schedules of `SCHEDULES`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from fsdp_tune.data.order.permutation import epoch_order
+from fsdp_tune.data.store import Row, RowStore
+
+Example = tuple[torch.Tensor, torch.Tensor]
+"""input_ids [1, tokens] and labels [tokens] of one example."""
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+    "constant_with_warmup": lambda _: 1.0,
+}
+"""Share of the peak learning rate after `progress` (0 to 1) of the steps that follow the warm-up."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    steps: int
+    global_batch_size: int
+    learning_rate: float
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    """0: gradients are not clipped."""
+    optimizer: str = "adamw"
+    """`adamw`, `sgd`, `adagrad` or `rmsprop`: torch's own, one parameter at a time."""
+    schedule: str = "cosine"
+    label_smoothing: float = 0.0
+    frozen: tuple[str, ...] = ()
+    """Patterns of names that are not trained."""
+    seed: int = 42
+    shuffle: bool = True
+    packed: bool = False
+    stored_dtype: torch.dtype = torch.float32
+    """What weights are kept in between steps."""
+    compute_dtype: torch.dtype = torch.float32
+    """bf16: each forward multiplies bf16 copies of the fp32 weights, the logits go to the loss in fp32, gradients add up in fp32."""
+    skipped: frozenset[int] = frozenset()
+    """Steps, from 1, whose update is left out, as fp16's loss scale does when it is too large."""
+
+
+@dataclass
+class Trajectory:
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
+    supervised_tokens: list[int] = field(default_factory=list)
+    eval_loss: float = math.nan
+    first_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of the first step, after clipping, in fp32."""
+    initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    final: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def train(settings: Settings, model_directory: Path, train_rows: RowStore, *eval_rows: RowStore) -> Trajectory:
+    """Trains the model of a Hugging Face directory in fp32 on one thread."""
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=settings.stored_dtype).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in settings.frozen))
+    result = Trajectory(initial=_copy(model))
+    optimizer = _optimizer(settings, model)
+    for step, rows in zip(range(settings.steps), _global_batches(settings, train_rows), strict=False):
+        loss, tokens, gradients = _accumulate(model, settings, rows)
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+        factor = min(1.0, settings.max_grad_norm / (norm + 1e-6)) if settings.max_grad_norm else 1.0
+        for name, parameter in model.named_parameters():
+            parameter.grad = (gradients[name] * factor).to(parameter.dtype) if name in gradients else None
+        if step == 0:
+            result.first_gradients = {name: gradient * factor for name, gradient in gradients.items()}
+        rate = settings.learning_rate * _schedule(step, settings)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        if step + 1 not in settings.skipped:
+            optimizer.step()
+        optimizer.zero_grad()
+        result.losses.append(loss)
+        result.grad_norms.append(norm)
+        result.learning_rates.append(rate)
+        result.supervised_tokens.append(tokens)
+    result.final = _copy(model)
+    if eval_rows:
+        result.eval_loss = evaluate(model, settings.compute_dtype, eval_rows)
+    return result
+
+
+def _optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for name, p in trained if p.ndim >= 2 and "bias" not in name], "weight_decay": settings.weight_decay},
+        {"params": [p for name, p in trained if p.ndim < 2 or "bias" in name], "weight_decay": 0.0},
+    ]
+    options: dict[str, Any] = {"lr": settings.learning_rate, "foreach": False}
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.epsilon, **options)
+    kinds = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop}
+    return kinds[settings.optimizer](groups, **options)
+
+
+def _copy(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def _global_batches(settings: Settings, rows: RowStore) -> Iterator[list[Row]]:
+    """The rows of each step, epoch after epoch; the last batch of an epoch has what is left."""
+    lengths, size = rows.lengths, settings.global_batch_size
+    for epoch in range(settings.steps):
+        shuffled = epoch_order(
+            lengths,
+            seed=settings.seed,
+            epoch=epoch,
+            shuffle=settings.shuffle,
+            group_by_length=not settings.packed,
+            global_batch_size=size,
+        )
+        for start in range(0, len(shuffled), size):
+            yield [rows[int(index)] for index in shuffled[start : start + size]]
+
+
+def _schedule(step: int, settings: Settings) -> float:
+    if step < settings.warmup_steps:
+        return step / settings.warmup_steps
+    return SCHEDULES[settings.schedule]((step - settings.warmup_steps) / (settings.steps - settings.warmup_steps))
+
+
+def _examples(rows: list[Row]) -> Iterator[Example]:
+    for row in rows:
+        cuts = np.cumsum(row.lengths)[:-1]
+        for ids, labels in zip(np.split(row.input_ids, cuts), np.split(row.labels, cuts), strict=True):
+            yield torch.from_numpy(ids.astype(np.int64))[None], torch.from_numpy(labels.astype(np.int64))
+
+
+def _accumulate(model: nn.Module, settings: Settings, rows: list[Row]) -> tuple[float, int, dict[str, torch.Tensor]]:
+    """Return the step's loss, the number of supervised tokens, and the gradient of each trained parameter in fp32."""
+    examples = list(_examples(rows))
+    targets = sum(int((labels[1:] != -100).sum()) for _, labels in examples)
+    tokens = sum(ids.shape[1] for ids, _ in examples)
+    total, gradients = 0.0, dict[str, torch.Tensor]()
+    for ids, labels in examples:
+        loss, balance = _losses(model, settings.compute_dtype, (ids, labels), settings.label_smoothing)
+        (loss / targets + balance * ids.shape[1] / tokens).backward()
+        total += float(loss.detach())
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = gradients[name] + parameter.grad.float() if name in gradients else parameter.grad.float()
+                parameter.grad = None
+    return total / targets, targets, gradients
+
+
+def _losses(
+    model: nn.Module, compute_dtype: torch.dtype, example: Example, label_smoothing: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """The summed token loss of an example, and a mixture's load-balancing loss of it times the coefficient."""
+    ids, labels = example
+    weights = {name: p.to(compute_dtype) for name, p in model.named_parameters()}
+    outputs = torch.func.functional_call(model, weights, kwargs={"input_ids": ids, "use_cache": False})
+    log_probabilities = torch.log_softmax(outputs.logits[0].float(), dim=-1)
+    supervised = [at for at, label in enumerate(labels.tolist()) if at > 0 and label != -100]
+    balance = getattr(outputs, "aux_loss", None)
+    before = [at - 1 for at in supervised]
+    loss = -log_probabilities[before, labels[supervised]].sum()
+    if label_smoothing:
+        loss = (1 - label_smoothing) * loss - label_smoothing * log_probabilities[before].mean(dim=-1).sum()
+    return loss, 0.0 if balance is None else balance * model.router_aux_loss_coef
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, compute_dtype: torch.dtype, stores: Iterable[RowStore]) -> float:
+    """Mean loss of all supervised tokens of some sets, each example alone."""
+    model.eval()
+    examples = list(_examples([store[index] for store in stores for index in range(len(store))]))
+    losses = [float(_losses(model, compute_dtype, example)[0]) for example in examples]
+    return sum(losses) / sum(int((labels[1:] != -100).sum()) for _, labels in examples)

@@ -1,0 +1,86 @@
+"""The merged directory as a stranger loads it, against the checkpoint as torch's own reader reads it.
+
+    python -m fsdp_tune.verify.parity.reload < {"run": RUN, "step": N}
+
+prints one JSON document. Nothing here goes through the merge: the checkpoint's tensors come by torch.distributed.checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from fsdp_tune.data.store import RowStore
+from fsdp_tune.run.directory import SHARD_FOLDER, RunDir
+from fsdp_tune.verify.parity.plain_loop import evaluate
+
+ROWS = 4
+FP32_TOLERANCE = 1e-5
+HALF_TOLERANCE = 2e-2
+"""Relative, of the eval loss: weights rounded to 8 bits of mantissa in another program than the one that trained them."""
+
+
+def checkpoint_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The model's tensors of a checkpoint, whole, read by torch alone."""
+    if (file := checkpoint / "model.safetensors").exists():
+        from safetensors.torch import load_file
+
+        return load_file(file)
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, Any] = {}
+    reader = FileSystemReader(checkpoint / SHARD_FOLDER)
+    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    tensors: dict[str, torch.Tensor] = state["model"]
+    return tensors
+
+
+def reload(run: RunDir, step: int) -> dict[str, Any]:
+    """Logits of a few rows through both models, and the eval loss of the merged one beside the run's own."""
+    merged = AutoModelForCausalLM.from_pretrained(run.merged, dtype="auto").eval()
+    AutoTokenizer.from_pretrained(run.merged)
+    dtype = next(merged.parameters()).dtype
+    other = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run.model), dtype=dtype).eval()
+    missing, unexpected = other.load_state_dict(checkpoint_tensors(run.checkpoint(step)), strict=False)
+    other.tie_weights()
+    assert not unexpected, unexpected
+    assert set(missing) <= set(other.all_tied_weights_keys), missing
+    data = json.loads(run.data_json.read_text(encoding="utf-8"))
+    rows = RowStore(Path(data["train"]))
+    differences: list[float] = []
+    for index in range(min(ROWS, len(rows))):
+        ids = torch.from_numpy(rows[index].input_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            differences.append(float((merged(input_ids=ids).logits - other(input_ids=ids).logits).abs().max()))
+    losses = [line["eval_loss"] for line in run.metrics() if "eval_loss" in line]
+    precision = json.loads(run.recipe_json.read_text(encoding="utf-8"))["precision"]["mixed_precision"]
+    evals = [RowStore(Path(path)) for path in data["evals"].values()]
+    return {
+        "rows": len(differences),
+        "logits_equal": max(differences) == 0.0,
+        "logits_difference": max(differences),
+        "eval_loss": evaluate(merged, torch.float32, evals) if losses else None,
+        "run_eval_loss": losses[-1] if losses else None,
+        "tolerance": FP32_TOLERANCE if dtype == torch.float32 and precision == "no" else HALF_TOLERANCE,
+    }
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    torch.set_num_threads(1)
+    with contextlib.redirect_stdout(sys.stderr):  # libraries talk; stdout carries one document
+        document = reload(RunDir(Path(request["run"])), int(request["step"]))
+    json.dump(document, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

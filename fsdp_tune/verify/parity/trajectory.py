@@ -1,0 +1,72 @@
+"""The reference's trajectory for a run that has been made: the same recipe, rows and first weights, on one device.
+
+    python -m fsdp_tune.verify.parity.trajectory < {"run": RUN, "compute_dtype": "fp32", "skipped": []}
+
+prints losses, gradient norms, supervised tokens of each step and the eval loss as one JSON document.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_tune.data.store import RowStore
+from fsdp_tune.model.build.construct import TORCH_DTYPE, build_full
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.training_fields import training_value
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.verify.parity.plain_loop import Settings, train
+
+
+def settings_of(recipe: Recipe, compute_dtype: torch.dtype, skipped: frozenset[int]) -> Settings:
+    """Of a resolved recipe whose optimizer is AdamW and whose schedule is the cosine: what the reference knows."""
+    training = recipe.training
+    assert training.data_seed is not None, "the recipe is resolved"
+    return Settings(
+        steps=training_value(training, "max_steps"),
+        global_batch_size=recipe.global_batch_size,
+        learning_rate=training.learning_rate,
+        warmup_steps=int(training.warmup_steps),
+        weight_decay=training_value(training, "weight_decay"),
+        betas=(training_value(training, "adam_beta1"), training_value(training, "adam_beta2")),
+        epsilon=training_value(training, "adam_epsilon"),
+        max_grad_norm=training_value(training, "max_grad_norm"),
+        seed=training.data_seed,
+        packed=recipe.data.packing,
+        compute_dtype=compute_dtype,
+        skipped=skipped,
+    )
+
+
+def trajectory(run: RunDir, compute_dtype: torch.dtype, skipped: frozenset[int]) -> dict[str, Any]:
+    recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
+    data = json.loads(run.data_json.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as folder:
+        build_full(recipe).save_pretrained(folder)
+        stores = [RowStore(Path(path)) for path in data["evals"].values()]
+        found = train(settings_of(recipe, compute_dtype, skipped), Path(folder), RowStore(Path(data["train"])), *stores)
+    return {
+        "loss": found.losses,
+        "grad_norm": found.grad_norms,
+        "supervised_tokens": found.supervised_tokens,
+        "eval_loss": None if math.isnan(found.eval_loss) else found.eval_loss,
+    }
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    torch.set_num_threads(1)
+    with contextlib.redirect_stdout(sys.stderr):  # libraries talk; stdout carries one document
+        document = trajectory(RunDir(Path(request["run"])), TORCH_DTYPE[request["compute_dtype"]], frozenset(request["skipped"]))
+    json.dump(document, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

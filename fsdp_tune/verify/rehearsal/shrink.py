@@ -1,0 +1,285 @@
+"""A recipe made small enough for CPU ranks: the same architecture class with fewer and narrower layers, everything else as written.
+
+Pure: from the facts of the model (its `config.json`) and the resolved recipe to the document of another recipe. What had to
+change is said, so that nobody takes the rehearsal for more than it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from fsdp_tune.core.atomic import write_file
+from fsdp_tune.planner.predict.mfu import EXPERT_COUNTS
+from fsdp_tune.recipe.schema import EvalFraction, EvalRows, Recipe
+from fsdp_tune.recipe.schema.kinds import is_flash_kernel
+from fsdp_tune.verify.rehearsal.small_layers import ignored_on_small_layers, on_small_layers
+
+LAYERS = 2
+HEADS = 4
+HEAD_SIZE = 16
+HIDDEN_SIZE = HEADS * HEAD_SIZE
+EXPERTS = 4
+MAX_LENGTH_TOKENS = 128
+ROWS = 400
+EVAL_ROWS = 16
+MICRO_BATCH_SIZE = 2
+
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model")
+HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+KV_HEAD_KEYS = ("num_key_value_heads", "num_kv_heads")
+INNER_KEYS = (
+    "intermediate_size",
+    "n_inner",
+    "ffn_dim",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "intermediate_size_mlp",
+)
+NOT_COPIED = {"architectures", "_name_or_path", "dtype"}
+HEAD_SIZE_KEYS = ("head_dim", "v_head_dim", "global_head_dim", "query_pre_attn_scalar")
+# Multi-head latent attention: rank of the compressed projections, and the parts of a head with and without positions.
+LATENT_SIZES = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": HEAD_SIZE // 2, "qk_nope_head_dim": HEAD_SIZE // 2}
+
+
+def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config.json` with `LAYERS` layers of `HIDDEN_SIZE`; ratios (grouped queries, inner size) and everything else stay.
+
+    The vocabulary stays too, so that the recipe's own tokenizer fits. Layer types that alternate are each kept once.
+    """
+    small = {name: value for name, value in config.items() if name not in NOT_COPIED}
+    hidden, heads = _first(config, HIDDEN_KEYS), _first(config, HEAD_KEYS)
+    layers = _kept_layers(config)
+    _change(small, LAYER_KEYS, lambda _: len(layers))
+    _change(small, HIDDEN_KEYS, lambda _: HIDDEN_SIZE)
+    _change(small, HEAD_KEYS, lambda _: HEADS)
+    _change(small, KV_HEAD_KEYS, lambda value: max(1, HEADS * value // heads) if heads else value)
+    _change(small, HEAD_SIZE_KEYS, lambda _: HEAD_SIZE)
+    _change(small, INNER_KEYS, lambda value: max(8, HIDDEN_SIZE * value // hidden // 8 * 8) if hidden else value)
+    _change(small, EXPERT_COUNTS, lambda value: min(value, EXPERTS))
+    _change(small, ("num_experts_per_tok", "num_experts_per_token"), lambda value: min(value, 2))
+    _change(small, ("n_group", "topk_group"), lambda _: 1)
+    _change(small, ("first_k_dense_replace",), lambda value: min(value, 1))
+    for name, size in LATENT_SIZES.items():
+        _change(small, (name,), lambda _, size=size: size)
+    for name, value in config.items():
+        per_layer = cast("list[Any]", value) if isinstance(value, list) else []
+        if per_layer and len(per_layer) == _first(config, LAYER_KEYS):
+            small[name] = [per_layer[index] for index in layers]
+    return small
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
+
+
+def _change(config: dict[str, Any], names: tuple[str, ...], new: Callable[[Any], Any]) -> None:
+    """Where a field is null the class has a rule of its own for it, and keeps it."""
+    for name in names:
+        if isinstance(config.get(name), int) and not isinstance(config[name], bool):
+            config[name] = new(config[name])
+
+
+def _kept_layers(config: Mapping[str, Any]) -> list[int]:
+    """The first layer of each type, and as many more as make `LAYERS`; in the model's order."""
+    types: list[str] = config.get("layer_types") or []
+    count = _first(config, LAYER_KEYS) or LAYERS
+    firsts = [types.index(kind) for kind in dict.fromkeys(types)]
+    others = [index for index in range(count) if index not in firsts]
+    return sorted(firsts + others[: max(0, LAYERS - len(firsts))])
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What of the recipe's inputs this machine can read."""
+
+    tokenizer: bool = True
+    data: bool = True
+    tokens: int = 0
+    """Tokens that rows of the recipe's own data need to keep a trained token (`data.preparation`)."""
+
+
+@dataclass(slots=True)
+class Small:
+    """The document of a rehearsal's recipe, and what is not as in the user's."""
+
+    document: dict[str, Any]
+    changes: list[str] = field(default_factory=list[str])
+
+    def write(self, folder: Path, name: str = "rehearsal.yaml") -> Path:
+        """As a recipe that `train` takes, so that a person can take it too."""
+        import yaml
+
+        path = folder / name
+        write_file(path, yaml.safe_dump(self.document, sort_keys=False, allow_unicode=True))
+        return path
+
+
+def small_recipe(recipe: Recipe, config: Mapping[str, Any], folder: Path, *, ranks: int, device: str, steps: int, reach: Reach) -> Small:
+    """Return the recipe of a rehearsal. `recipe` is resolved; the result is loaded and resolved again, as any recipe."""
+    small = Small(recipe.model_dump(mode="json", by_alias=True))
+    document = small.document
+    document |= {"name": f"{recipe.name or 'recipe'}-rehearsal", "output_dir": str(folder / "run")}
+    _model(small, recipe, config, reach)
+    if device == "cpu":
+        _kernels(small)
+    _data(small, recipe, folder, reach)
+    _training(small, recipe, ranks, steps)
+    _sharding(small, recipe, device)
+    document["launch"] |= {
+        "num_machines": 1,
+        "num_processes": ranks,
+        "device": device,
+        "num_cpu_threads_per_process": "auto",
+        "main_process_ip": None,
+        "main_process_port": "auto",
+        "max_restarts": 0,
+        "max_runtime": None,
+        "hang_timeout": "3m",
+    }
+    small.document = Recipe.model_validate(document).model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return small
+
+
+def _model(small: Small, recipe: Recipe, config: Mapping[str, Any], reach: Reach) -> None:
+    model = small.document["model"]
+    shrunk = small_config(config)
+    model |= {
+        "name_or_path": None,
+        "revision": "main",
+        "from_config": shrunk,
+        "config_overrides": {},
+        "frozen_dtype": recipe.model.frozen_dtype,
+    }
+    of, to = _first(config, LAYER_KEYS), _first(shrunk, LAYER_KEYS)
+    if of is not None and to is not None:
+        _patterns(small, recipe, of, to)
+    wide, narrow = _first(config, HIDDEN_KEYS), _first(shrunk, HIDDEN_KEYS)
+    small.changes.append(f"model: random weights, {to} of {of} layers, hidden size {narrow} instead of {wide}")
+    if not reach.tokenizer:
+        model |= {"tokenizer": "builtin:arithmetic", "tokenizer_revision": None, "tokens": {}}
+        small.changes.append(f"tokenizer: the package's own, since `{recipe.model.tokenizer}` is out of reach")
+    if is_flash_kernel(recipe.model.attn_implementation):
+        model["attn_implementation"] = "auto"
+        small.changes.append(f"attention: transformers' default, since {recipe.model.attn_implementation} needs a GPU")
+
+
+def _patterns(small: Small, recipe: Recipe, of: int, to: int) -> None:
+    """Map patterns that name layers to the layers of the small model; what changes is listed."""
+    fsdp, model = small.document["fsdp"], small.document["model"]
+    model["freeze"] = on_small_layers(recipe.model.freeze, of, to)
+    fsdp["modules_to_wrap"] = on_small_layers(recipe.fsdp.modules_to_wrap, of, to)
+    if recipe.fsdp.ignored_modules is not None:
+        fsdp["ignored_modules"] = ignored_on_small_layers(recipe.fsdp.ignored_modules, of, to)
+    for key, old, new in (
+        ("model.freeze", recipe.model.freeze, model["freeze"]),
+        ("fsdp.modules_to_wrap", recipe.fsdp.modules_to_wrap, fsdp["modules_to_wrap"]),
+        ("fsdp.ignored_modules", recipe.fsdp.ignored_modules, fsdp["ignored_modules"]),
+    ):
+        if new != old:
+            small.changes.append(f"{key}: {json.dumps(new)}, the layers of the small model")
+
+
+_CPU_KERNELS = (("liger", True, "auto"), ("loss", "liger", "chunked"), ("compile", True, False))
+"""Key, what takes a GPU (or a C++ compiler and its minutes), and what is rehearsed."""
+
+
+def _kernels(small: Small) -> None:
+    kernels = small.document["kernels"]
+    for key, value, instead in _CPU_KERNELS:
+        if kernels[key] == value:
+            kernels[key] = instead
+            small.changes.append(f"kernels.{key}: {str(instead).lower()} instead of {str(value).lower()} on the CPU")
+
+
+def _data(small: Small, recipe: Recipe, folder: Path, reach: Reach) -> None:
+    data = small.document["data"]
+    data |= {"cache_dir": str(folder / "cache"), "num_proc": "auto"}
+    if not (reach.data and reach.tokenizer):
+        keep = {"max_length", "packing", "packing_strategy", "pad_to_multiple_of", "shuffle", "cache_dir"}
+        small.document["data"] = data = {name: value for name, value in data.items() if name in keep}
+        data["train"] = [{"path": "builtin:arithmetic", "split": "train", "max_rows": ROWS}]
+        data["eval"] = [{"path": "builtin:arithmetic", "split": "test", "max_rows": EVAL_ROWS, "label": "held_out"}]
+        why = "that tokenizer reads nothing else" if reach.data else "not all of the recipe's is within reach"
+        small.changes.append(f"data: the package's own, since {why}")
+    else:
+        for source in data["train"]:
+            source["max_rows"] = min(source["max_rows"] or ROWS, ROWS)
+        small.changes.append(f"data: at most the first {ROWS} rows of each source")
+        if isinstance(recipe.data.eval, (EvalFraction, EvalRows)):
+            data["eval"] = {"rows": EVAL_ROWS}
+        elif data["eval"] is not None:
+            for source in data["eval"]:
+                source["max_rows"] = min(source["max_rows"] or EVAL_ROWS, EVAL_ROWS)
+    shortest = MAX_LENGTH_TOKENS * max(1, -(-reach.tokens // MAX_LENGTH_TOKENS))
+    if recipe.data.max_length > shortest:
+        data["max_length"] = shortest
+        why = f", since prompts are longer than {MAX_LENGTH_TOKENS} tokens" if shortest > MAX_LENGTH_TOKENS else ""
+        small.changes.append(f"data.max_length: {shortest} instead of {recipe.data.max_length}{why}")
+        if recipe.data.overlong in ("drop", "error") and "overlong" in data:
+            data["overlong"] = "truncate"  # rows that fit the real length must not be lost to the small one
+            small.changes.append(f"data.overlong: truncate instead of {recipe.data.overlong}, which is for the real length")
+
+
+_LISTED_TRAINING = (
+    *("per_device_eval_batch_size", "report_to", "load_best_model_at_end", "early_stopping", "push_to_hub"),
+    *("warmup_steps", "logging_steps", "save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps"),
+)
+"""Keys that a rehearsal sets itself and that its line on the batch does not show."""
+
+
+def _training(small: Small, recipe: Recipe, ranks: int, steps: int) -> None:
+    training = small.document["training"]
+    training.pop("num_train_epochs", None)
+    micro_batch = min(recipe.training.per_device_train_batch_size, MICRO_BATCH_SIZE)
+    accumulation = 2 if (recipe.training.gradient_accumulation_steps or 1) > 1 else 1
+    training |= {
+        "global_batch_size": None,
+        "per_device_train_batch_size": micro_batch,
+        "per_device_eval_batch_size": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "max_steps": steps,
+        "warmup_steps": recipe.training.warmup_steps if recipe.training.warmup_steps < 1 else min(int(recipe.training.warmup_steps), 2),
+        "logging_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": steps // 4,
+        "save_total_limit": None,
+        "eval_strategy": "no" if small.document["data"].get("eval") is None else "steps",
+        "eval_steps": steps // 2,
+        "load_best_model_at_end": False,
+        "early_stopping": None,
+        "report_to": [],
+        "push_to_hub": False,
+    }
+    batch = micro_batch * ranks * accumulation
+    if recipe.training.per_device_train_batch_tokens is not None:
+        training |= {"global_batch_size": batch, "per_device_train_batch_tokens": micro_batch * small.document["data"]["max_length"]}
+    small.changes.append(f"training: {steps} steps of {batch} sequences ({micro_batch} × {ranks} ranks × {accumulation} accumulation)")
+    written = recipe.model_dump(mode="json")["training"]
+    for name in _LISTED_TRAINING:
+        if name in written and written[name] != training[name]:
+            small.changes.append(f"training.{name}: {json.dumps(training[name])} instead of {json.dumps(written[name])}")
+
+
+def _sharding(small: Small, recipe: Recipe, device: str) -> None:
+    fsdp = small.document["fsdp"]
+    small.document["parallelism"] |= {"dp_replicate_size": "auto", "dp_shard_size": "auto"}
+    if recipe.fsdp.activation_checkpointing == "auto":
+        small.changes.append("fsdp.activation_checkpointing: auto decides for the small model, which as a rule recomputes nothing")
+    given = recipe.fsdp.reshard_after_forward
+    fsdp["reshard_after_forward"] = None
+    if isinstance(given, int) and not isinstance(given, bool):
+        small.changes.append("fsdp.reshard_after_forward: that of the strategy, since the number of ranks is another")
+    if recipe.fsdp.auto_wrap_policy == "SIZE_BASED_WRAP" and recipe.fsdp.min_num_params != "auto":
+        fsdp["min_num_params"] = "auto"
+        small.changes.append("fsdp.min_num_params: auto, since the layers are smaller")
+    if device != "cpu" or recipe.fsdp.version == 2:
+        return
+    if recipe.fsdp.offload_params:
+        fsdp["offload_params"] = False
+        small.changes.append("fsdp.offload_params: off, since FSDP1's needs an accelerator; NOT rehearsed")
+    fsdp["cpu_ram_efficient_loading"] = False

@@ -1,0 +1,130 @@
+"""Coming back: which checkpoint all ranks load, and what of the trainer's own state comes with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_tune.core.errors import failed_error
+from fsdp_tune.run.directory import Checkpoint, inspect_checkpoint
+from fsdp_tune.run.manifest import MANIFEST_NAME, damage, mark_damaged, read_manifest
+from fsdp_tune.worker.agree import from_rank0, gather
+from fsdp_tune.worker.checkpoint import state as live_state
+from fsdp_tune.worker.checkpoint.state import Live
+
+if TYPE_CHECKING:
+    from fsdp_tune.worker.trainer import FsdpTrainer
+
+
+# NFS keeps what it knows of a directory for up to a minute (`acdirmax`), and so that a name is not there.
+VISIBLE_SECONDS = 90.0
+_POLL_SECONDS = 0.2
+
+
+def agreed_checkpoint(path: str | None, *, digests: bool, wait_seconds: float = 0.0) -> Checkpoint | None:
+    """The checkpoint that rank 0 decides on, verified by all ranks together (each hashes its share of the files).
+
+    `wait_seconds`: how long a machine may take to see what another one has written.
+    """
+    if path is None:
+        return None
+
+    def choose() -> Checkpoint:
+        _wait_until_visible(Path(path), [MANIFEST_NAME], wait_seconds)
+        verdict = inspect_checkpoint(Path(path), digests=False)
+        if not isinstance(verdict, Checkpoint):
+            raise failed_error("checkpoint-unusable", f"{path}: {verdict.reason}", ways_out=_WAYS_OUT)
+        return verdict
+
+    chosen = from_rank0(choose, "choosing the checkpoint")
+    _wait_until_visible(chosen.path, [MANIFEST_NAME, *chosen.manifest.files], wait_seconds)
+    mine = dict(list(chosen.manifest.files.items())[dist.get_rank() :: dist.get_world_size()])
+    part = dataclasses.replace(chosen.manifest, files=mine)
+    bad = [each for found in gather(damage(chosen.path, part, digests=digests)) for each in found]
+    if bad:
+        if dist.get_rank() == 0:
+            mark_damaged(chosen.path, [each.name for each in bad if each.is_of_contents])
+        raise failed_error("checkpoint-damaged", f"{chosen.path}: {bad[0]}", ways_out=_WAYS_OUT)
+    return chosen
+
+
+_WAYS_OUT = ("--resume auto takes the newest checkpoint that is whole", "--resume PATH takes another one")
+
+
+def _wait_until_visible(folder: Path, names: list[str], limit_seconds: float) -> None:
+    """Waits for every name, none of which was read off a listing; what is still missing then is told as damage."""
+    deadline = time.monotonic() + limit_seconds
+    while time.monotonic() < deadline and not all((folder / name).exists() for name in names):
+        time.sleep(_POLL_SECONDS)
+
+
+def _rank_files(checkpoint: str) -> list[str]:
+    """The ranks' own files by rank, as the manifest has them: a directory may show some late, and some that are not of it."""
+    manifest = read_manifest(Path(checkpoint))
+    return sorted(fnmatch.filter(manifest.files if manifest else (), live_state.RANK_FILES))
+
+
+def restore_model(live: Live, checkpoint: str) -> None:
+    live_state.load_model(live, Path(checkpoint))
+
+
+def restore_optimizer(live: Live, checkpoint: str) -> None:
+    live_state.load_optimizer(live, Path(checkpoint))
+
+
+def restore_own(checkpoint: str) -> dict[str, Any]:
+    """What this rank alone knew: sums since the last line, loss scale. At another world size rank 0 takes all the sums."""
+    files = _rank_files(checkpoint)
+    if len(files) == dist.get_world_size():
+        own: dict[str, Any] = torch.load(Path(checkpoint) / live_state.rank_file(dist.get_rank()), weights_only=True)["own"]
+        return own
+    # The others need what is the same in all of them: on many ranks, all files on each of them are many.
+    read = files if dist.get_rank() == 0 else files[:1]
+    all_own = [torch.load(Path(checkpoint) / file, weights_only=True)["own"] for file in read]
+    sums = [sum(values) for values in zip(*(own["sums"] for own in all_own), strict=True)]
+    return {**all_own[0], "sums": sums if dist.get_rank() == 0 else [0.0] * len(sums)}
+
+
+def restore_rng(checkpoint: str, seed: int, step: int, device_type: str) -> None:
+    """Puts this rank's generators back; at another world size each rank starts a stream of its own from seed, step and rank."""
+    if len(_rank_files(checkpoint)) == dist.get_world_size():
+        state = torch.load(Path(checkpoint) / live_state.rank_file(dist.get_rank()), weights_only=True)
+        live_state.set_rng_state(state["rng"], device_type)
+    else:
+        torch.manual_seed(live_state.seed_for_rank(seed, step))
+
+
+def restore_schedule(scheduler: Any, step: int) -> None:
+    """Puts a schedule at `step` of the recipe in force: the Trainer would load the old schedule's numbers (transformers#9099)."""
+    if not hasattr(scheduler, "lr_lambdas"):
+        raise failed_error(
+            "schedule-not-a-function",
+            f"{type(scheduler).__name__} is no function of the step, so it cannot be resumed",
+            hint="choose a lr_scheduler_type such as cosine or linear",
+        )
+    scheduler.last_epoch = step
+    scheduler._step_count = step + 1
+    rates = [base * scale(step) for base, scale in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates
+
+
+def trainer_state_json(trainer: FsdpTrainer) -> str:
+    """transformers' TrainerState as JSON, with the state of the callbacks that have one (early stopping)."""
+    stored: Any = trainer.state.stateful_callbacks or {}
+    callbacks: dict[str, Any] = dict(stored)
+    # The control's wishes (stop, save, log) belong to the moment: a run that is extended must not stop at once.
+    callbacks.pop("TrainerControl", None)
+    for callback in trainer.callback_handler.callbacks:
+        if type(callback).__name__ in callbacks:
+            callbacks[type(callback).__name__] = callback.state()
+    fields = {**dataclasses.asdict(trainer.state), "stateful_callbacks": callbacks, "log_history": []}
+    return json.dumps(fields, indent=1, sort_keys=True) + "\n"

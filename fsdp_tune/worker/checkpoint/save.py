@@ -1,0 +1,329 @@
+"""Save checkpoints: staged, hashed while written, published by one rank when all have finished, in the background if the recipe says so.
+
+Order: every rank writes its files into one hidden stage directory; all agree that all succeeded; rank 0 writes the
+manifest and renames. Until the rename there is no `checkpoint-N`.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdp_tune import __version__
+from fsdp_tune.core.atomic import DISK, STAGE_MARK, publish
+from fsdp_tune.core.errors import FsdpTuneError, failed_error
+from fsdp_tune.model.shard.patience import patient_group
+from fsdp_tune.run.directory import CHECKPOINT_KIND, SHARD_FOLDER, RunDir
+from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, damage
+from fsdp_tune.worker.agree import all_or_none, from_rank0, gather
+from fsdp_tune.worker.checkpoint import state as live_state
+from fsdp_tune.worker.checkpoint.rotation import rotate
+from fsdp_tune.worker.checkpoint.state import Live
+from fsdp_tune.worker.checkpoint.storage import hashing_writer, reason_of, with_free_space, write_safetensors, write_torch
+from fsdp_tune.worker.observe.heartbeat import Heartbeat
+
+TRAINER_STATE = "trainer_state.json"
+SAVE_HINT = "free space, or mend the file system of `output_dir`; checkpoints that were complete stay"
+
+
+@dataclass(slots=True)
+class Saved:
+    """Outcome of one save, for metrics.jsonl."""
+
+    step: int
+    stall_seconds: float
+    """How long training stood still."""
+    seconds: float = 0.0
+    size_bytes: int = 0
+    error: FsdpTuneError | None = None
+    left: str | None = None
+    """Why old checkpoints could not be removed after it; the save itself is whole."""
+
+
+@dataclass
+class Checkpointer:
+    """Saves and rotates the checkpoints of one run. `report` is called with each finished save, on the training thread."""
+
+    run: RunDir
+    live: Live
+    device_type: str
+    asynchronous: bool
+    keep: int | None
+    facts: dict[str, Any]
+    report: Callable[[Saved], None]
+    heartbeat: Heartbeat
+    last_step: int | None = None
+    longest_seconds: float = 0.0
+    """The slowest save of this launch, from its start to its end; the probe is one."""
+    _group: Any = field(default=None)
+    _thread: threading.Thread | None = None
+    _pending: Saved | None = None
+    _size_bytes: int = 0
+    """Of the last whole checkpoint, the probe's included; known on rank 0."""
+
+    def __post_init__(self) -> None:
+        # Saves in the background must not share a group with the step's own collectives.
+        self._group = patient_group()
+
+    def save(self, step: int, trainer: str, own: dict[str, Any], *, best_step: int | None) -> None:
+        """Save step `step`, after the save before it has ended. Every failure reaches `report`. `best_step` is not rotated out."""
+        with self.heartbeat.during("saving", step):
+            self._save(step, trainer, own, best_step)
+
+    def _save(self, step: int, trainer: str, own: dict[str, Any], best_step: int | None) -> None:
+        started = time.monotonic()
+        self.wait()
+        snapshot = self._snapshot(step, trainer, own, best_step)
+        self._pending = Saved(step, 0.0)
+        if self.asynchronous:
+            if not self.live.full:  # what rank 0 has gathered is a copy already
+                snapshot = in_host_memory(snapshot)
+            self._write_in_background(snapshot, self._pending)
+            self._pending.stall_seconds = time.monotonic() - started
+        else:
+            self._write_reporting(snapshot, self._pending)
+            self._pending.stall_seconds = time.monotonic() - started
+            self.wait()
+
+    @property
+    def newest_step(self) -> int | None:
+        """Of the last save, also while it is still being written: the same on every rank at the same step."""
+        return self._pending.step if self._pending is not None else self.last_step
+
+    def _snapshot(self, step: int, trainer: str, own: dict[str, Any], best_step: int | None = None) -> Snapshot:
+        rank = {"rng": live_state.rng_state(self.device_type), "own": own}
+        facts = {**self.facts, "step": step}
+        return Snapshot(step, live_state.model_state(self.live), live_state.optimizer_state(self.live), rank, trainer, facts, best_step)
+
+    def poll(self) -> None:
+        """Reports a background save that has succeeded; a failed one is reported by `wait`, where all ranks meet."""
+        if self._thread is not None and not self._thread.is_alive() and self._pending is not None and self._pending.error is None:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save in flight, if any, and report it. Its bytes are progress meanwhile, however long it takes."""
+        if self._thread is not None:
+            with self.heartbeat.during("saving"):
+                self._thread.join()
+            self._thread = None
+        if self._pending is not None:
+            saved, self._pending = self._pending, None
+            if saved.error is None:
+                self.last_step = saved.step
+                # A background save holds up the training for its copy, and is written after that.
+                self.longest_seconds = max(self.longest_seconds, saved.stall_seconds + (saved.seconds if self.asynchronous else 0.0))
+            self.report(saved)
+
+    def _write_in_background(self, snapshot: Snapshot, saved: Saved) -> None:
+        """A new thread's device is the first of the machine, whoever starts it; DCP waits for its stream, and with that every rank of
+        the machine would take memory there."""
+        module: Any = getattr(torch, self.device_type)
+        index = None if self.device_type == "cpu" else module.current_device()
+
+        def write() -> None:
+            if index is not None:
+                module.set_device(index)
+            self._write_reporting(snapshot, saved)
+
+        self._thread = threading.Thread(target=write, name=f"save-{snapshot.step}")
+        self._thread.start()
+
+    def _write_reporting(self, snapshot: Snapshot, saved: Saved) -> None:
+        started = time.monotonic()
+        try:
+            saved.size_bytes = self._size_bytes = self._write(snapshot, self.run.checkpoint(snapshot.step))
+            saved.left = self._rotate(snapshot)
+        except Exception as error:  # noqa: BLE001  an error of the disk or of torch: it becomes the save's outcome
+            told = f"checkpoint-{snapshot.step} could not be written: {reason_of(error)}"
+            failure = error if isinstance(error, FsdpTuneError) else failed_error("save-failed", told, hint=SAVE_HINT)
+            saved.error = with_free_space(failure, self.run.path, self._size_bytes)
+        saved.seconds = time.monotonic() - started
+
+    def probe(self, trainer: str, own: dict[str, Any]) -> float:
+        """Save once under a stage name, read the files back by digest and remove them, so that a save which cannot work fails now.
+
+        Returns: seconds.
+        """
+        started = time.monotonic()
+        snapshot = self._snapshot(0, trainer, own)
+        stage = self.run.path / f".checkpoint-probe{STAGE_MARK}0"
+        try:
+            manifest = self._fill_stage(snapshot, stage)
+            self._size_bytes = manifest.size_bytes if manifest else 0
+            bad = from_rank0(lambda: damage(stage, manifest, digests=True) if manifest else [], "reading the probe back", self._group)
+            if bad:
+                raise failed_error(
+                    "probe-read-back",
+                    f"the test checkpoint cannot be read back: {bad[0]}",
+                    hint=f"is the file system of {self.run.path} sound?",
+                )
+        finally:
+            dist.barrier(group=self._group)
+            if dist.get_rank() == 0:
+                shutil.rmtree(stage, ignore_errors=True)
+        seconds = time.monotonic() - started
+        self.longest_seconds = max(self.longest_seconds, seconds)
+        return seconds
+
+    def _write(self, snapshot: Snapshot, final: Path) -> int:
+        stage = self.run.path / f".{final.name}{STAGE_MARK}{snapshot.step}"
+        try:
+            manifest = self._fill_stage(snapshot, stage)
+            from_rank0(lambda: publish(stage, final, replace=final.exists()), f"publishing {final.name}", self._group)
+        except BaseException:
+            if dist.get_rank() == 0:
+                shutil.rmtree(stage, ignore_errors=True)
+            raise
+        return manifest.size_bytes if manifest else 0
+
+    def _rotate(self, snapshot: Snapshot) -> str | None:
+        """Remove old checkpoints; returns a sentence if the disk refuses."""
+        protected = {snapshot.step, snapshot.best_step or -1}
+        try:
+            from_rank0(lambda: rotate(self.run, self.keep, protected=protected), "removing old checkpoints", self._group)
+        except FsdpTuneError as error:
+            return error.problems[0].message
+        except OSError as error:
+            return str(error)
+        return None
+
+    def _fill_stage(self, snapshot: Snapshot, stage: Path) -> Manifest | None:
+        """Writes all files of a checkpoint; the manifest, last, on rank 0 (returned there)."""
+        from_rank0(lambda: _empty_stage(stage), "making the stage directory", self._group)
+        entries = all_or_none(lambda: self._write_files(snapshot, stage), f"writing checkpoint-{snapshot.step}", self._group)
+        parts = gather(entries, self._group)
+        manifest = Manifest(CHECKPOINT_KIND, {name: entry for part in parts for name, entry in part.items()}, snapshot.facts)
+
+        def finish() -> None:
+            with DISK.open(stage / MANIFEST_NAME) as file:
+                DISK.write(file, manifest.to_json().encode())
+                DISK.fsync(file)
+            for directory in {stage, *((stage / name).parent for name in manifest.files)}:
+                DISK.fsync_dir(directory)
+
+        from_rank0(finish, "writing the manifest", self._group)
+        return manifest if dist.get_rank() == 0 else None
+
+    def _write_files(self, snapshot: Snapshot, stage: Path) -> dict[str, FileEntry]:
+        rank = dist.get_rank()
+        entries: dict[str, FileEntry] = {}
+        if self.live.full:
+            if rank == 0:
+                entries[live_state.FULL_MODEL_FILE] = write_safetensors(
+                    stage / live_state.FULL_MODEL_FILE, snapshot.model, {"format": "pt"}
+                )
+                moments = live_state.flat(snapshot.optimizer)
+                entries[live_state.FULL_OPTIMIZER_FILE] = write_safetensors(
+                    stage / live_state.FULL_OPTIMIZER_FILE, moments, {"format": "pt"}
+                )
+        else:
+            entries |= self._write_sharded({"model": snapshot.model}, stage, SHARD_FOLDER)
+            entries |= self._write_sharded({"optimizer": {"state": snapshot.optimizer}}, stage, live_state.OPTIMIZER_DIRECTORY)
+        name = live_state.rank_file(rank)
+        entries[name] = write_torch(stage / name, snapshot.rank)
+        if rank == 0:
+            raw = snapshot.trainer.encode()
+            entries[TRAINER_STATE] = _write_bytes(stage / TRAINER_STATE, raw)
+        return entries
+
+    def _write_sharded(self, state: dict[str, Any], stage: Path, directory: str) -> dict[str, FileEntry]:
+        writer, files = hashing_writer(stage / directory)
+        try:
+            dcp.save(state, storage_writer=writer, process_group=self._group)
+        except CheckpointException as error:  # a BaseException, which no `except Exception` on the way would see
+            rank, (cause, _) = next(iter(error.failures.items()))
+            told = f"rank {rank} could not write its part of {directory}: {reason_of(cause)}"
+            raise failed_error("save-failed", told, hint=SAVE_HINT) from error
+        return {f"{directory}/{name}": entry for name, entry in files.entries.items()}
+
+
+def _write_bytes(path: Path, raw: bytes) -> FileEntry:
+    from fsdp_tune.worker.checkpoint.storage import HashingStream
+
+    stream = HashingStream(path)
+    try:
+        stream.write(raw)
+    finally:
+        stream.close()
+    return stream.entry()
+
+
+def _empty_stage(stage: Path) -> None:
+    if not stage.parent.is_dir():
+        raise failed_error(
+            "run-directory-gone",
+            f"{stage.parent} is no longer there: the run directory was removed, renamed or replaced",
+            hint="put it back, and start again with `--resume auto`",
+        )
+    if stage.exists():
+        DISK.rmtree(stage)
+    DISK.mkdir(stage)
+
+
+def trainer_state_facts(world_size: int, mesh: list[int], recipe_digest: str | None) -> dict[str, Any]:
+    return {
+        "world_size": world_size,
+        "mesh": mesh,
+        "recipe_digest": recipe_digest,
+        "versions": {"fsdp_tune": __version__, "torch": torch.__version__},
+    }
+
+
+# ---- What one checkpoint holds, and a copy of it that training can no longer change.
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    step: int
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    rank: dict[str, Any]
+    """This rank's own: generators and sums."""
+    trainer: str
+    """trainer_state.json"""
+    facts: dict[str, Any]
+    best_step: int | None = None
+    """The best evaluated step when this one was taken. A later best has no checkpoint before this one is written."""
+
+
+def in_host_memory(snapshot: Snapshot) -> Snapshot:
+    """The same with tensors of its own, detached from the live ones."""
+    return replace(snapshot, model=_copy(snapshot.model), optimizer=_copy(snapshot.optimizer))
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(inner) for key, inner in value.items()}
+    if isinstance(value, DTensor):
+        mesh, size, stride = _on_host(value.device_mesh), value.shape, value.stride()
+        return DTensor.from_local(_copy(value.to_local()), mesh, value.placements, run_check=False, shape=size, stride=stride)
+    if is_traceable_wrapper_subclass(value):  # torchao's `to` ignores `copy`: what is in host memory would be shared
+        names, rest = value.__tensor_flatten__()
+        inner = {name: getattr(value, name).detach().to("cpu", copy=True) for name in names}
+        return type(value).__tensor_unflatten__(inner, rest, value.size(), value.stride())
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    return value
+
+
+@functools.cache
+def _on_host(mesh: DeviceMesh) -> DeviceMesh:
+    """The same layout over the same ranks, for tensors in host memory. It says where shards belong and sends nothing: groups of its
+    own would be communicators on the devices, made in the middle of the training."""
+    if mesh.device_type == "cpu":
+        return mesh
+    return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)

@@ -1,0 +1,256 @@
+"""What a checkpoint holds of the live objects, and how it gets back into them, whatever the sharding then and now."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp_tune.core.errors import failed_error
+from fsdp_tune.model.kernels.float8_weights import plain, refresh_scales
+from fsdp_tune.model.shard.local import local_part
+from fsdp_tune.model.step import plain_name
+from fsdp_tune.run.directory import SHARD_FOLDER
+from fsdp_tune.worker.agree import gather
+from fsdp_tune.worker.checkpoint.storage import RestrictedReader
+
+OPTIMIZER_DIRECTORY = "optimizer_0"  # Accelerate's name, as SHARD_FOLDER is
+FULL_MODEL_FILE = "model.safetensors"
+FULL_OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+RANK_FILES = "rng_state_*.pth"
+
+
+def rank_file(rank: int) -> str:
+    """What belongs to one rank: its generators, its sums since the last line, the loss scale."""
+    return f"rng_state_{rank}.pth"
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The objects that a checkpoint describes. `wrapped` is what the forward is called on."""
+
+    wrapped: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    """None where only the model is meant."""
+    full: bool
+    """FULL_STATE_DICT: rank 0 writes whole tensors."""
+
+
+def model_state(live: Live) -> dict[str, Any]:
+    """name → tensor (DTensor where sharded), each parameter once: tied names would be written twice."""
+    state = {name: plain(value) for name, value in get_model_state_dict(live.wrapped).items()}
+    tied = _tied_names(live.wrapped)
+    unique = {name: value for name, value in state.items() if name not in tied}
+    return gathered(unique) if live.full else unique
+
+
+def gathered(state: dict[str, Any]) -> dict[str, Any]:
+    """Whole tensors in rank 0's memory, {} elsewhere; one tensor at a time, so that no device holds two of them."""
+    whole: dict[str, Any] = {}
+    for name, value in state.items():
+        tensor = value.full_tensor() if isinstance(value, DTensor) else value
+        if dist.get_rank() == 0:
+            whole[name] = tensor.detach().to("cpu", copy=True)
+    return whole
+
+
+def _tied_names(model: nn.Module) -> set[str]:
+    """Names under which a parameter appears again. By name and not by address: an empty shard has no address."""
+    first = {name for name, _ in model.named_parameters(remove_duplicate=True)}
+    return {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False) if name not in first}
+
+
+def optimizer_state(live: Live) -> dict[str, Any]:
+    """Return the optimizer's tensors, as parameter → kind → tensor; collective. Learning rates and decay come from the recipe.
+
+    {} before the first update, and without parameters that were never updated. `get_optimizer_state_dict` would make the state
+    of an optimizer that has none by a step without gradients, and the first update would count as the second.
+    """
+    assert live.optimizer is not None
+    if not any(gather(bool(live.optimizer.state))):
+        return {}
+    state: Any = get_optimizer_state_dict(live.wrapped, live.optimizer)
+    tensors: dict[str, dict[str, Any]] = state["state"]
+    for parameter, kinds in tensors.items():
+        for kind, value in kinds.items():
+            if not isinstance(value, torch.Tensor):
+                raise failed_error(
+                    "optimizer-state-not-tensor", f"the optimizer keeps `{kind}` of {parameter} as {type(value).__name__}, not as a tensor"
+                )
+    return {parameter: gathered(kinds) for parameter, kinds in tensors.items()} if live.full else tensors
+
+
+def flat(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Optimizer state with one level of keys, as a safetensors file holds it."""
+    return {f"{parameter}::{kind}": value for parameter, kinds in state.items() for kind, value in kinds.items()}
+
+
+def load_model(live: Live, directory: Path) -> None:
+    """Reads the model's tensors of a checkpoint into the live model, resharded on the way."""
+    _read_model(live, directory)
+    refresh_scales(live.wrapped)
+
+
+def _read_model(live: Live, directory: Path) -> None:
+    state = model_state(Live(live.wrapped, live.optimizer, full=False))
+    if (directory / FULL_MODEL_FILE).exists():
+        _read_whole(state, directory)
+    else:
+        _check_names(state, directory / SHARD_FOLDER, "model")
+        dcp.load({"model": state}, storage_reader=RestrictedReader(directory / SHARD_FOLDER))
+    set_model_state_dict(live.wrapped, state, options=StateDictOptions(strict=False))
+
+
+def _read_whole(state: dict[str, Any], directory: Path) -> None:
+    with safe_open(directory / FULL_MODEL_FILE, framework="pt") as file:
+        lost = sorted(state.keys() - set(file.keys()))
+        if lost:
+            raise failed_error(
+                "checkpoint-lacks-tensors", f"{directory}: the model needs `{lost[0]}` and {len(lost) - 1} more, which are not there"
+            )
+        for name, target in state.items():
+            if (shape := tuple(file.get_slice(name).get_shape())) != tuple(target.shape):
+                told = f"`{name}` is {shape}, the model has {tuple(target.shape)}"
+                raise failed_error("checkpoint-of-another-model", f"{directory}: {told}")
+            _fill(target, file.get_tensor(name))
+
+
+def _check_names(state: dict[str, Any], directory: Path, prefix: str) -> None:
+    """DCP ignores what the model lacks and casts dtypes without a word; a checkpoint of another model must not load."""
+    metadata = RestrictedReader(directory).read_metadata()
+    stored = dict(metadata.state_dict_metadata)
+    wanted = {f"{prefix}.{name}": value for name, value in state.items()}
+    problems = [f"`{name}` is missing" for name in sorted(wanted.keys() - stored.keys())]
+    problems += [f"`{name}` is not in the model" for name in sorted(stored.keys() - wanted.keys())]
+    for name in sorted(wanted.keys() & stored.keys()):
+        entry: Any = stored[name]
+        if tuple(entry.size) != tuple(wanted[name].shape) or entry.properties.dtype != wanted[name].dtype:
+            problems.append(
+                f"`{name}` is {tuple(entry.size)} {entry.properties.dtype}, the model has {tuple(wanted[name].shape)} {wanted[name].dtype}"
+            )
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise failed_error("checkpoint-of-another-model", f"{directory}: {problems[0]}{more}")
+
+
+def load_optimizer(live: Live, directory: Path) -> None:
+    """Read the optimizer's tensors; the hyper-parameters of its groups stay those of the recipe in force.
+
+    A parameter without state in the checkpoint was never updated, and has none afterwards.
+    """
+    assert live.optimizer is not None
+    hyper = [{key: value for key, value in group.items() if key != "params"} for group in live.optimizer.param_groups]
+    state: Any = get_optimizer_state_dict(live.wrapped, live.optimizer)
+    if (directory / FULL_OPTIMIZER_FILE).exists():
+        with safe_open(directory / FULL_OPTIMIZER_FILE, framework="pt") as file:
+            stored = {name: name.rsplit("::", 1) for name in file.keys()}  # noqa: SIM118
+            state["state"] = _of_parameters(state["state"], {parameter for parameter, _ in stored.values()})
+            for name, (parameter, kind) in stored.items():
+                _fill(state["state"][parameter][kind], file.get_tensor(name))
+    else:
+        state["state"] = _of_parameters(state["state"], _parameters_with_state(state["state"], directory))
+        _load_sharded(state["state"], directory)
+    set_optimizer_state_dict(live.wrapped, live.optimizer, state, options=StateDictOptions(strict=False))
+    for group, values in zip(live.optimizer.param_groups, hyper, strict=True):
+        group.update(values)
+
+
+def _of_parameters(state: dict[str, dict[str, Any]], names: set[str]) -> dict[str, dict[str, Any]]:
+    return {parameter: kinds for parameter, kinds in state.items() if parameter in names}
+
+
+def _parameters_with_state(state: dict[str, dict[str, Any]], directory: Path) -> set[str]:
+    """The parameters of `state` for which sharded optimizer state is stored, as `optimizer.state.PARAMETER.KIND`."""
+    found: set[str] = set()
+    # Read before `dcp.load`, which would wrap an error of ours in a CheckpointException.
+    for key in RestrictedReader(directory / OPTIMIZER_DIRECTORY).read_metadata().state_dict_metadata:
+        name = key.removeprefix("optimizer.state.")
+        while name and name not in state:
+            name = name.rpartition(".")[0]
+        found.add(name)
+    return found
+
+
+def _load_sharded(state: dict[str, dict[str, Any]], directory: Path) -> None:
+    if not state:
+        return
+    try:
+        dcp.load({"optimizer": {"state": state}}, storage_reader=RestrictedReader(directory / OPTIMIZER_DIRECTORY))
+    except CheckpointException as error:  # a BaseException, and the same on every rank
+        if not any("block boundary" in str(cause) for cause, _ in error.failures.values()):  # torchao's words
+            raise
+        raise failed_error(
+            "optimizer-blocks-cut",
+            f"{directory}: the optimizer's state is in blocks with a scale each, and {dist.get_world_size()} ranks would cut them",
+            ways_out=("resume on as many ranks as wrote it", "a `block_size` that divides a row fits any number of ranks, in a new run"),
+        ) from error
+
+
+@torch.no_grad()
+def _fill(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copies this rank's part of `whole` to where it belongs. One tensor after the other: the ranks of a machine together have no room
+    for a whole model each, and a device may have none for one."""
+    if isinstance(target, DTensor):
+        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    local_part(target).copy_(local_part(whole))
+
+
+def rng_state(device_type: str) -> dict[str, Any]:
+    """Every generator that a step draws from, as tensors and plain numbers (loadable without running code)."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "kind": kind,
+            "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            "position": position,
+            "has_gauss": has_gauss,
+            "cached": cached,
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if device_type != "cpu":
+        state["device"] = getattr(torch, device_type).get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any], device_type: str) -> None:
+    python, numpy_state = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    np.random.set_state(
+        (
+            numpy_state["kind"],
+            numpy_state["keys"].numpy().astype(np.uint32),
+            numpy_state["position"],
+            numpy_state["has_gauss"],
+            numpy_state["cached"],
+        )
+    )
+    torch.set_rng_state(state["torch"])
+    if device_type != "cpu" and "device" in state:
+        getattr(torch, device_type).set_rng_state(state["device"])
+
+
+def seed_for_rank(seed: int, step: int) -> int:
+    """Return the seed of this rank's dropout stream for a run that starts, or resumes on another number of ranks, at `step`."""
+    return (seed * 1_000_003 + step * 8191 + dist.get_rank()) % (1 << 63)

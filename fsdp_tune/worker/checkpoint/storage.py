@@ -1,0 +1,229 @@
+"""Where DCP meets the disk: bytes are hashed while they are written, and metadata is read without running its code."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import io
+import json
+import os
+import pickle
+import shutil
+import struct
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from fsdp_tune.core.atomic import DISK
+from fsdp_tune.core.errors import FsdpTuneError, failed_error
+from fsdp_tune.core.units import format_bytes
+from fsdp_tune.run.manifest import Digester, FileEntry
+
+# safetensors' names of torch's dtypes (its format description)
+SAFETENSORS_DTYPE = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class HashingStream(io.RawIOBase):
+    """A file that is written from front to back, through `DISK`, and knows its digest. Seeking is refused."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = DISK.open(path)
+        self._digester = Digester()
+        self.refused: OSError | None = None
+        """What the disk said. torch.save, which writes through us from C++, tells only `unexpected pos`."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            DISK.write(self._file, view)
+        except OSError as error:
+            self.refused = error
+            raise
+        self._digester.update(view)
+        return view.nbytes
+
+    def tell(self) -> int:
+        return self._digester.size_bytes
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+    def fileno(self) -> int:
+        self.flush()  # DCP syncs through the descriptor and does not flush Python's buffer first
+        return self._file.fileno()
+
+    def close(self) -> None:
+        try:
+            if not self._file.closed:
+                DISK.fsync(self._file)
+        finally:
+            # A disk that is full refuses again when Python flushes; the descriptor must go all the same.
+            try:
+                self._file.close()
+            finally:
+                super().close()
+
+    def entry(self) -> FileEntry:
+        return self._digester.entry()
+
+
+class HashingFileSystem(FileSystem):
+    """DCP's file system with the digests of what was written; `entries` maps file names as DCP finally calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: dict[str, FileEntry] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        if mode != "wb":
+            with open(path, mode) as plain:
+                yield cast(io.IOBase, plain)
+            return
+        stream = HashingStream(Path(path))
+        try:
+            yield stream
+        except Exception:
+            if stream.refused is not None:
+                raise stream.refused from None
+            raise
+        finally:
+            stream.close()
+        self.entries[Path(path).name] = stream.entry()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        DISK.rename(Path(path), Path(new_path))
+        self.entries[Path(new_path).name] = self.entries.pop(Path(path).name)
+
+
+def hashing_writer(directory: Path) -> tuple[FileSystemWriter, HashingFileSystem]:
+    """A DCP writer for a new directory. One thread: the order of the file operations is then always the same."""
+    writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
+    files = HashingFileSystem()
+    writer.fs = files
+    return writer, files
+
+
+_METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex",
+        "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+    "builtins": {"set", "dict", "list", "tuple"},
+}  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds what DCP metadata is made of and nothing else: a pickle may otherwise call any function of this machine."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name in _METADATA_CLASSES.get(module, ()) or is_dtype or (module, name) == ("torch", "Size"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which a checkpoint of tensors does not need")
+
+
+class RestrictedReader(FileSystemReader):
+    """DCP's reader for checkpoints of tensors, which cannot run code.
+
+    DCP unpickles every entry that is not a tensor without restriction (`DefaultLoadPlanner.load_bytes`), also where the live state has
+    a tensor of that name, so such entries are refused together with a `.metadata` that names other classes.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with open(path, "rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+            if not isinstance(metadata, Metadata):
+                raise TypeError(f"it holds a {type(metadata).__name__}, not checkpoint metadata")
+            if others := sorted(n for n, entry in metadata.state_dict_metadata.items() if not isinstance(entry, TensorStorageMetadata)):
+                raise TypeError(f"`{others[0]}` is not a tensor in it")
+        except Exception as error:
+            raise failed_error(
+                "checkpoint-metadata-refused", f"{path}: {error}", hint="the file is damaged or not from this tool; take another checkpoint"
+            ) from error
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileEntry:
+    """Writes CPU tensors in safetensors' format through `DISK`; the library's own writer bypasses Python and makes mode 0600."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, tensor in tensors.items():
+        size_bytes = tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": SAFETENSORS_DTYPE[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size_bytes]}
+        at += size_bytes
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    stream = HashingStream(path)
+    try:
+        stream.write(struct.pack("<Q", len(raw)) + raw)
+        for tensor in tensors.values():
+            if tensor.numel():
+                stream.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    finally:
+        stream.close()
+    return stream.entry()
+
+
+def write_torch(path: Path, value: Any) -> FileEntry:
+    """`torch.save` through a Python file, so that it is hashed and can be made to fail."""
+    stream = HashingStream(path)
+    try:
+        torch.save(value, cast(Any, stream))
+    except Exception:
+        if stream.refused is not None:
+            raise stream.refused from None
+        raise
+    finally:
+        stream.close()
+    return stream.entry()
+
+
+def reason_of(error: BaseException) -> str:
+    """In the system's words where it is the system's error; the class and text of any other."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+
+
+def with_free_space(error: FsdpTuneError, folder: Path, needed_bytes: int) -> FsdpTuneError:
+    """Where the disk is full, the same error with how much is free, and how much a checkpoint takes (0: not known)."""
+    problem = error.problems[0]
+    if not any(os.strerror(number) in problem.message for number in (errno.ENOSPC, errno.EDQUOT)):
+        return error
+    try:
+        free_bytes = shutil.disk_usage(folder).free
+    except OSError:
+        return error
+    takes = f"a checkpoint takes {format_bytes(needed_bytes)}, " if needed_bytes else ""
+    message = f"{problem.message}; {takes}{format_bytes(free_bytes)} are free"
+    return type(error)(dataclasses.replace(problem, message=message), exit_code=error.exit_code)

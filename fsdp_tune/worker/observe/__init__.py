@@ -1,0 +1,1 @@
+"""Heartbeat, metrics, profiles and reports of a rank."""

@@ -1,0 +1,58 @@
+"""PyTorch's flight recorder: what it is told, and its dump when a rank has made no progress.
+
+torch 2.11 and 2.13 read the same names (FlightRecorder.hpp, FlightRecorder.cpp, ProcessGroupNCCL.hpp): the buffer's size
+is TORCH_FR_BUFFER_SIZE (0, off, before it became 2000), the files' prefix TORCH_FR_DUMP_TEMP_FILE, and NCCL's watchdog
+writes them when TORCH_NCCL_DUMP_ON_TIMEOUT is set. That watchdog speaks only after its own time-out, so a rank that
+stands still writes first. `torchfrtrace RUN/logs/flight-recorder` compares the files of all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fsdp_tune.run.directory import RunDir
+
+ENTRIES = 2000
+FILE_PREFIX = "rank_"  # torchfrtrace takes the rank from what follows the underscore
+
+
+def environment(run: RunDir) -> dict[str, str]:
+    """Read by torch when the first process group is made. Makes the directory, since torch's writer does not."""
+    run.flight_recorder.mkdir(parents=True, exist_ok=True)
+    return {
+        "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
+        "TORCH_FR_DUMP_TEMP_FILE": str(run.flight_recorder / FILE_PREFIX),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+
+
+def dump(run: RunDir, rank: int, device_type: str) -> dict[str, Any] | None:
+    """Writes the recorder's file of this rank, and returns the collective that it is in, or else the last that it was in.
+
+    `name`, `number` in its `group`, whether it has `ended`, and the last number `entered` in each group. None where torch
+    has no recorder (a device without one) or nothing was recorded.
+    """
+    import torch._C._distributed_c10d as c10d
+
+    # Each has the recorder of its own backend; gloo's, on an accelerator, would name collectives of the CPU alone.
+    kind = {"cpu": "fr", "cuda": "nccl", "xpu": "xccl"}.get(device_type)
+    whole: Any = getattr(c10d, f"_dump_{kind}_trace", None)
+    as_json: Any = getattr(c10d, f"_dump_{kind}_trace_json", None)
+    if whole is None or as_json is None:
+        return None
+    (run.flight_recorder / f"{FILE_PREFIX}{rank}").write_bytes(whole())
+    entries: list[dict[str, Any]] = [entry for entry in json.loads(as_json()).get("entries", []) if not entry.get("is_p2p")]
+    if not entries:
+        return None
+    unfinished = [entry for entry in entries if not entry["retired"]]
+    shown = (unfinished or entries)[-1]
+    entered: dict[str, int] = {}
+    for entry in entries:
+        entered[_group(entry)] = int(entry["collective_seq_id"])
+    number, name = int(shown["collective_seq_id"]), str(shown["profiling_name"])
+    return {"name": name, "number": number, "group": _group(shown), "ended": not unfinished, "entered": entered}
+
+
+def _group(entry: dict[str, Any]) -> str:
+    return str(entry["process_group"][0])

@@ -1,0 +1,216 @@
+"""The heartbeat file of each rank: its step, its phase, and how long ago it last made progress. Read by `status` and the supervisor.
+
+The training thread only records where it is. A thread of its own writes the file once a second, so that a rank that waits in a
+collective still shows that it is alive. That thread also samples the training thread a few times a second, to separate the time
+in which this rank waits for others from the time in which it works.
+
+Progress is what the training thread does (`beat`, `mark`, `tick`), and outside the phases of a step also the bytes that the process
+reads and writes. What the heartbeat thread itself reads and writes is never progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from fsdp_tune.core.errors import failed_error
+from fsdp_tune.core.units import KIB
+from fsdp_tune.run.directory import RunDir
+
+INTERVAL_SECONDS = 1.0
+SAMPLE_SECONDS = 0.1
+STEP_PHASES = frozenset({"reading back", "training", "forward", "backward", "optimizer step", "evaluating"})
+"""Here only micro-batches and steps are progress: the bytes of a background save must not hide a step that stands still.
+In every other phase (importing, loading, saving …) bytes are progress too: a checkpoint on a slow disk is not a hang."""
+LEAST_MOVED_BYTES = 64 * KIB
+"""Fewer bytes are not progress: a library's thread may write a line to a log while the training thread stands still."""
+_WAITING_FRAMES = 4
+"""How many calls, from the innermost one, are searched for torch.distributed's own code."""
+
+
+class Heartbeat:
+    """`beat`, `mark`, `tick` and `during` are for the training thread. `on_silence` runs after `silence_seconds` without progress."""
+
+    def __init__(
+        self, run: RunDir, rank: int, *, silence_seconds: float | None = None, on_silence: Callable[[], None] | None = None
+    ) -> None:
+        self._path = run.rank_heartbeat(rank)
+        self._rank = rank
+        self._written_at = self._step_written_at = 0.0
+        self._phase = self._written_phase = ""
+        self._written_step = -1
+        self._phase_began = self._progressed_at = time.monotonic()
+        self.began_at = time.time()
+        self.phase_seconds: dict[str, float] = {}
+        """How long the training thread was in each phase, without the current one."""
+        self._moved_bytes = 0
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._trained = threading.get_ident()
+        self._silence_seconds, self._on_silence = silence_seconds, on_silence
+        self._is_gone = False
+        self.step = 0
+        self.collective: dict[str, Any] | None = None
+        """The last collective in the flight recorder, once this rank has stood still for `silence_seconds`."""
+        self.waited_seconds = 0.0
+        """Time that the training thread has spent waiting for other ranks, as sampled; see `worker.observe.step_progress`."""
+
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    def beat(self, phase: str, step: int | None = None) -> None:
+        """Record the phase and the step. A new phase is written at once, a new step by the heartbeat thread within `SAMPLE_SECONDS`.
+
+        Raises: FailedError when the run directory is gone.
+        """
+        self._record(phase, step)
+        if self._is_gone:
+            raise failed_error(
+                "run-directory-gone",
+                f"{self._path.parent} is no longer there: the run directory was removed, renamed or replaced",
+                hint="put it back, and start again with `--resume auto`",
+            )
+
+    def _record(self, phase: str, step: int | None) -> None:
+        self.step = self.step if step is None else step
+        changed, self._written_phase = phase != self._written_phase, phase
+        self.mark(phase)
+        if changed:
+            self._write()
+
+    def mark(self, phase: str) -> None:
+        """Record the phase in memory only: cheap enough for every part of every step."""
+        if phase != self._phase:
+            now = time.monotonic()
+            if self._phase:
+                self.phase_seconds[self._phase] = self.phase_seconds.get(self._phase, 0.0) + now - self._phase_began
+            self._phase, self._phase_began = phase, now
+        self.tick()
+
+    def tick(self) -> None:
+        """Record progress inside a phase."""
+        self._progressed_at = time.monotonic()
+
+    @contextlib.contextmanager
+    def during(self, phase: str, step: int | None = None) -> Iterator[None]:
+        """Enter `phase` for the block, and return to the phase before it."""
+        before = self._phase
+        self._record(phase, step)
+        try:
+            yield
+        finally:
+            self.mark(before)
+
+    def start(self) -> None:
+        """Start the heartbeat thread. Call on the training thread, which is the one that is sampled."""
+        self._trained = threading.get_ident()
+        self._thread = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(INTERVAL_SECONDS)  # it may itself stand still in the flight recorder of a wedged device
+
+    def _keep_beating(self) -> None:
+        reported_at = 0.0
+        while not self._ended.wait(SAMPLE_SECONDS):
+            self._sample()
+            now = time.monotonic()
+            # A new step is not held back by a write without one, so that a message can name the step that is being trained.
+            written_at = self._step_written_at if self.step != self._written_step else self._written_at
+            if now - written_at < INTERVAL_SECONDS:
+                continue
+            self._count_moved_bytes(now)
+            self._write()
+            since = max(self._progressed_at, reported_at)
+            if self._silence_seconds is not None and self._on_silence is not None and now - since > self._silence_seconds:
+                reported_at = now
+                try:
+                    self._on_silence()
+                except Exception:  # noqa: BLE001  a report that fails must not end the heartbeat
+                    traceback.print_exc()
+                self._write()
+
+    def _sample(self) -> None:
+        frame = sys._current_frames().get(self._trained)
+        if frame is not None and is_waiting(frame):
+            self.waited_seconds += SAMPLE_SECONDS
+
+    def _count_moved_bytes(self, now: float) -> None:
+        """Called on the heartbeat thread, whose own bytes are left out."""
+        moved_bytes = bytes_moved_by_other_threads()
+        if moved_bytes - self._moved_bytes >= LEAST_MOVED_BYTES:
+            self._moved_bytes = moved_bytes
+            if self._phase not in STEP_PHASES:
+                self._progressed_at = now
+
+    def _write(self) -> None:
+        now = self._written_at = time.monotonic()
+        if self.step != self._written_step:
+            self._written_step, self._step_written_at = self.step, now
+        content = {
+            "rank": self._rank,
+            "pid": os.getpid(),
+            "step": self.step,
+            "phase": self._phase,
+            "time": time.time(),
+            "progressed_at": self._progressed_at,
+            "silent_seconds": round(now - self._progressed_at, 3),
+            "collective": self.collective,
+        }
+        # Not through `atomic`: the file is overwritten each second, and an fsync would stall the step.
+        stage = self._path.with_suffix(".tmp")
+        with self._lock:
+            try:
+                stage.write_text(json.dumps(content), encoding="utf-8")
+                stage.replace(self._path)
+            except (FileNotFoundError, NotADirectoryError):
+                self._is_gone = True
+            except OSError:  # a full disk: the write that matters, a checkpoint's or a metric's, reports it
+                return
+
+
+def bytes_moved_by_other_threads() -> int:
+    """Return the bytes that this process has read and written, without those of the calling thread.
+
+    Includes bytes that only reached the page cache, bytes that a page fault in a memory-mapped file fetched, and those of threads
+    that have ended. Zero where the system does not count them.
+    """
+    whole, mine = (_io_bytes(Path("/proc", who, "io")) for who in ("self", "thread-self"))
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+    return whole - mine + faults * resource.getpagesize()
+
+
+def _io_bytes(path: Path) -> int:
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:  # no such file on this system
+        return 0
+    counted = ("rchar", "wchar", "read_bytes", "write_bytes")
+    return sum(int(line.split()[1]) for line in lines if line.split(":")[0] in counted)
+
+
+def is_waiting(frame: FrameType) -> bool:
+    """Return whether one of the innermost calls of a thread is torch.distributed's own code."""
+    below: FrameType | None = frame
+    for _ in range(_WAITING_FRAMES):
+        if below is None:
+            return False
+        file = below.f_code.co_filename
+        if "/torch/distributed/" in file and "/torch/distributed/checkpoint/" not in file:  # DCP reads and writes files
+            return True
+        below = below.f_back
+    return False

@@ -1,0 +1,273 @@
+"""metrics.jsonl: one object a line, written by rank 0, with all digits; and the sums that a line needs from all ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_tune.core.atomic import json_safe
+from fsdp_tune.core.units import GIB, KIB
+from fsdp_tune.model.build.assemble import Loaded
+from fsdp_tune.planner.hardware.gpus import detect
+from fsdp_tune.planner.predict.mfu import ModelSize, mfu
+from fsdp_tune.run.directory import RunDir
+
+# Written by the launcher while no rank runs: they tell of the run as a whole, also where it begins again at step 0.
+LAUNCHER_EVENTS = frozenset({"recipe_changed", "restarted"})
+
+
+class MetricsFile:
+    """Appends lines; on resume, cuts the file back to the checkpoint so that each step stands in it once.
+
+    A disk that refuses a line ends the run, but not before it has saved: the lines that are `unwritten` then travel in the
+    checkpoint, and the resumed run writes them.
+    """
+
+    def __init__(self, run: RunDir, *, resume_step: int | None, enabled: bool) -> None:
+        self._path = run.metrics_jsonl
+        self._file: IO[bytes] | None = None
+        self.failure: OSError | None = None
+        self.unwritten: list[str] = []
+        if enabled:
+            self._cut_back(resume_step)
+            # Without a buffer: what a full disk has refused must not be tried again when the file is closed.
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  open for the whole run
+
+    def _cut_back(self, resume_step: int | None) -> None:
+        if not self._path.exists():
+            return
+        kept: list[str] = []
+        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                fields = json.loads(line)
+                step, event = fields.get("step", 0), fields.get("event")
+            except (ValueError, AttributeError):
+                continue  # a line torn by a crash
+            if isinstance(step, int) and step <= (resume_step or 0) and (resume_step is not None or event in LAUNCHER_EVENTS):
+                kept.append(line)
+        stage = self._path.with_suffix(".jsonl.tmp")
+        stage.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        stage.replace(self._path)
+
+    def write(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._append(json.dumps(json_safe(line), allow_nan=False))
+
+    def bring_back(self, lines: list[str]) -> None:
+        """Lines that the run before could not write; an attempt in between may have."""
+        if self._file is not None and lines:
+            there = set(self._path.read_text(encoding="utf-8").splitlines())
+            for line in lines:
+                if line not in there:
+                    self._append(line)
+
+    def _append(self, line: str) -> None:
+        assert self._file is not None
+        if self.failure is None:
+            try:
+                _write_all(self._file, f"{line}\n".encode())
+                return
+            except OSError as error:
+                self.failure = error
+        self.unwritten.append(line)
+
+    def event(self, event: str, step: int, **details: Any) -> None:
+        self.write({"event": event, "step": step, "time": time.time(), **details})
+
+    def close(self) -> None:
+        if self._file is not None:
+            try:
+                os.fsync(self._file.fileno())
+                self._file.close()
+            except OSError as error:
+                self.failure = self.failure or error
+            self._file = None
+
+
+def _write_all(file: IO[bytes], data: bytes) -> None:
+    """A file without a buffer may take a part of what it is given."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+class Sums:
+    """Running totals of this rank since the last line. Losses stay on the device until a line is written."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._tokens = 0
+        self._supervised = 0
+        self._data_wait_seconds = 0.0
+        self._attended = self._attending = 0
+        self.reset()
+
+    def reset(self) -> None:
+        self._loss.zero_()
+        self._tokens = self._supervised = 0
+        self._attended = self._attending = 0
+        self._data_wait_seconds = 0.0
+
+    def add(self, loss_sum: torch.Tensor) -> None:
+        self._loss += loss_sum
+
+    def add_batch(self, tokens: int, supervised: int, data_wait_seconds: float, attended: int = 0) -> None:
+        """`tokens` and `supervised` of this rank; summed over ranks when a line is written.
+
+        `attended`: Σ length² over the examples, packed ones each by itself. It is in no checkpoint: a line after a resume
+        has the mean length of what came since.
+        """
+        self._tokens += tokens
+        self._attended, self._attending = self._attended + attended, self._attending + tokens
+        self._supervised += supervised
+        self._data_wait_seconds += data_wait_seconds
+
+    def state(self) -> list[float]:
+        """For a checkpoint: a line that a resumed run writes must be the line of the uninterrupted run."""
+        return [float(self._loss.item()), float(self._tokens), float(self._supervised)]
+
+    def load(self, state: list[float]) -> None:
+        self._loss.fill_(state[0])
+        self._tokens, self._supervised = int(state[1]), int(state[2])
+
+    def reduced(self) -> dict[str, float]:
+        """One all-reduce: loss sum, tokens and supervised tokens of all ranks; the longest wait of any."""
+        own = [float(self._loss.item()), self._tokens, self._supervised, self._attended, self._attending]
+        totals = torch.tensor(own, dtype=torch.float64)
+        dist.all_reduce(totals)
+        attending = totals[4].item()
+        return {
+            "attended_length": totals[3].item() / attending if attending else 0.0,
+            "loss_sum": totals[0].item(),
+            "tokens": totals[1].item(),
+            "supervised_tokens": totals[2].item(),
+            "data_wait_seconds": self._data_wait_seconds,
+        }
+
+
+def memory(device: torch.device) -> dict[str, float | None]:
+    """Peaks of this rank in GiB since the start: the allocator's on an accelerator, the process's resident memory on the host."""
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB / GIB
+    if device.type != "cuda":
+        return {"peak_allocated_gib": None, "peak_reserved_gib": None, "peak_host_gib": host}
+    return {
+        "peak_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
+        "peak_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
+        "peak_host_gib": host,
+    }
+
+
+def device_peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 peak of the device that the driver names; None on a CPU, and for a card that the table does not know."""
+    known = detect(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return known.peak_flops("bf16") if known is not None else None
+
+
+def model_size(loaded: Loaded) -> ModelSize | None:
+    """What the MFU's formula needs of a model; None for one whose config does not say it."""
+    config: Any = loaded.model.config
+    layers, heads, hidden = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    active = loaded.size.active_parameters
+    if not layers or not heads or not hidden or active is None:
+        return None
+    return ModelSize(active, layers, heads, getattr(config, "head_dim", None) or hidden // heads)
+
+
+class Lines:
+    """Makes the lines of metrics.jsonl: what lies between two of them, and how long it took."""
+
+    def __init__(self, device: torch.device, model: ModelSize | None = None, peak_flops: float | None = None) -> None:
+        """`model` and the device's dense bf16 peak are for the MFU, which is null without them."""
+        self._device = device
+        self._model, self._peak_flops = model, peak_flops
+        self.sums = Sums(device)
+        self.tokens = 0
+        """Non-padding tokens of all ranks since the start of the run."""
+        self.last_loss: float | None = None
+        self.shares: Callable[[], dict[str, float | None]] | None = None
+        """Tells where the time of the line's last step went; asked when the device has passed it."""
+        self.checkpoint_stall_seconds = 0.0
+        """For which saves that ended since the last line have held up the training."""
+        self._time = time.monotonic()
+        self._step = 0
+
+    def start(self, step: int) -> None:
+        """Starts the clock at `step`; what was not training since the last line is not counted."""
+        self._time, self._step = time.monotonic(), step
+
+    def leave_out(self, seconds: float) -> None:
+        """Takes time that was no part of a step (evaluation, a save) out of the next line."""
+        self._time += seconds
+
+    def line(self, step: int, grad_norm: float | None, learning_rate: float | None) -> dict[str, Any]:
+        """All ranks take part; the numbers are the same on each, but for memory and waiting, which are this rank's."""
+        seconds = time.monotonic() - self._time
+        steps = max(1, step - self._step)
+        totals = self.sums.reduced()
+        self.tokens += int(totals["tokens"])
+        self.last_loss = totals["loss_sum"] / totals["supervised_tokens"]
+        self.sums.reset()
+        self.start(step)
+        stall_seconds, self.checkpoint_stall_seconds = self.checkpoint_stall_seconds, 0.0
+        speed = totals["tokens"] / seconds / dist.get_world_size()
+        return {
+            "loss": self.last_loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "tokens": self.tokens,
+            "supervised_tokens": int(totals["supervised_tokens"]),
+            "tokens_per_second_per_device": speed,
+            "step_seconds": seconds / steps,
+            "data_wait_seconds": totals["data_wait_seconds"] / steps,
+            **(self.shares() if self.shares is not None else {}),
+            "checkpoint_stall_seconds": stall_seconds,
+            "mfu": mfu(self._model, totals["attended_length"], speed, self._peak_flops) if self._model else None,
+            **memory(self._device),
+        }
+
+
+# ---- Events that a loss curve should not have: spikes, a gradient of exactly zero, weights that were never loaded.
+
+WINDOW_LINES = 50
+MIN_LINES = 10
+SPIKE_DEVIATIONS = 6.0
+UNTRAINED_SHARE = 0.02
+"""A pretrained model's first loss is far below ln(vocabulary); a random one's lies within 2 % of it."""
+
+
+@dataclass
+class CurveWatch:
+    """`vocabulary` is given only where the model should be pretrained."""
+
+    vocabulary: int | None
+    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_LINES))
+    _first: bool = True
+
+    def events(self, loss: float, grad_norm: float | None) -> list[tuple[str, str]]:
+        """(event, sentence) for one line of metrics."""
+        found: list[tuple[str, str]] = []
+        if self._first and self.vocabulary is not None:
+            blind = math.log(self.vocabulary)
+            if abs(loss - blind) < UNTRAINED_SHARE * blind:
+                sentence = f"the first loss is {loss:.3f}, that of a model that knows nothing (ln of the vocabulary = {blind:.3f})"
+                found.append(("weights_look_random", f"{sentence}: were the weights loaded?"))
+        self._first = False
+        if grad_norm == 0.0:
+            found.append(("zero_gradient", "the gradient norm is exactly zero: nothing is being trained"))
+        if len(self._losses) >= MIN_LINES:
+            mean = sum(self._losses) / len(self._losses)
+            deviation = math.sqrt(sum((value - mean) ** 2 for value in self._losses) / len(self._losses))
+            if loss > mean + SPIKE_DEVIATIONS * deviation + 1e-6 * abs(mean):
+                found.append(("loss_spike", f"the loss is {loss:.4f}; the last {len(self._losses)} lines had {mean:.4f} ± {deviation:.4f}"))
+        self._losses.append(loss)
+        return found

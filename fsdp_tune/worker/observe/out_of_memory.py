@@ -1,0 +1,121 @@
+"""Turns an allocation that failed, on the device or on the host, into a problem that says what held the memory."""
+
+from __future__ import annotations
+
+import re
+import resource
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsdp_tune.core.errors import Problem
+from fsdp_tune.core.units import GIB, KIB
+from fsdp_tune.diagnose.oom import Host, Moment, host_problem, sizes_in
+from fsdp_tune.model.shard.local import local_part
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.worker.observe.heartbeat import Heartbeat
+
+if TYPE_CHECKING:
+    from fsdp_tune.worker.trainer import FsdpTrainer
+
+# RuntimeErrors of torch's CPU allocator (c10/core/impl/alloc_cpu.cpp), which raises no MemoryError.
+_HOST_WORDS = ("can't allocate memory", "not enough memory: you tried to allocate")
+
+_DEVICE_WORDS = ("CUBLAS_STATUS_ALLOC_FAILED",)
+
+# cudaErrorMemoryAllocation, which CUDA returns for device memory and for page-locked host memory (cudaHostAlloc) alike: by torch
+# outside its caching allocator, and by NCCL, whose older versions leave out the number.
+_EITHER_WORDS = re.compile(r"(CUDA|HIP) error: out of memory|(Cuda|HIP) failure (\d+ )?'out of memory'")
+_PINS = re.compile(r"pin.memory")
+_FULL_DEVICE_BYTES = GIB
+"""With more free device memory than this, a failed allocation outside torch's allocator was not on the device: NCCL's buffers and
+CUDA's own are smaller."""
+
+
+def is_device_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation on the device failed, in torch's allocator or in a library that bypasses it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    is_cublas = isinstance(error, RuntimeError) and any(words in str(error) for words in _DEVICE_WORDS)
+    return is_cublas or (_is_either(error) and not _is_page_locked(error))
+
+
+def is_host_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation on the host failed, page-locked memory included."""
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(words in str(error) for words in _HOST_WORDS)):
+        return True
+    return _is_either(error) and _is_page_locked(error)
+
+
+def _is_either(error: BaseException) -> bool:
+    is_known = isinstance(error, torch.OutOfMemoryError)
+    return isinstance(error, RuntimeError) and not is_known and _EITHER_WORDS.search(str(error)) is not None
+
+
+def _is_page_locked(error: BaseException) -> bool:
+    """Return whether cudaErrorMemoryAllocation came from page-locked host memory.
+
+    The message does not tell. Either the failing line pins memory (the DataLoader quotes it in its message), or the device has room.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if _PINS.search(str(error)) or (frames and _PINS.search(frames[-1].line or "")):
+        return True
+    free_bytes = _free_device_bytes()
+    return free_bytes is not None and free_bytes > _FULL_DEVICE_BYTES
+
+
+def _free_device_bytes() -> int | None:
+    """Return the free memory of this rank's GPU as its driver reports it; None without a GPU, and where the driver fails."""
+    if not torch.cuda.is_initialized():
+        return None
+    try:
+        return torch.cuda.mem_get_info()[0]
+    except RuntimeError:
+        return None
+
+
+def device_moment(error: BaseException, heartbeat: Heartbeat, trainer: FsdpTrainer | None) -> Moment:
+    """What was live, from the allocator's message and from what this rank holds; before there is a trainer, the message alone."""
+    components = {} if trainer is None else live_components(trainer)
+    return Moment(heartbeat.phase, heartbeat.step, components, sizes_in(str(error)))
+
+
+def host_out_of_memory(recipe: Recipe, heartbeat: Heartbeat, error: BaseException) -> Problem:
+    return host_problem(recipe, heartbeat.phase, _host(), page_locked=_is_either(error))
+
+
+def live_components(trainer: FsdpTrainer) -> dict[str, int]:
+    """Bytes on this rank's device of what lives from step to step."""
+    device = trainer.args.device
+    parameters = list(trainer.wrapped.parameters())
+    moments = [value for entry in trainer.optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+    return {
+        "parameters": _bytes(parameters, device),
+        "gradients": _bytes((p.grad for p in parameters if p.grad is not None), device),
+        "optimizer state": _bytes(moments, device),
+    }
+
+
+def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
+    """Of the local parts that lie on `device`; storage that two tensors share counts once."""
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        local = local_part(tensor)
+        if local.device.type == device.type:
+            storage = local.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _host() -> Host:
+    """Linux's own numbers; elsewhere only the largest that this process has been."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        numbers = {line.split(":")[0]: int(line.split()[1]) * KIB for line in lines}
+    except OSError:
+        numbers = {}
+    process_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+    return Host(process_bytes, numbers.get("MemAvailable"), numbers.get("MemTotal"))

@@ -1,0 +1,103 @@
+"""In what dtype things really ran: a trace of the operators of one micro-batch, forward and backward, collectives included."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, defaultdict
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_tune.model.kernels.float8_weights import multiplied_as
+from fsdp_tune.recipe.rules.optimizer import rounds_by_chance
+from fsdp_tune.recipe.schema import Recipe
+
+# Operator name → what it is part of. Only what decides about numerics is listed; the rest is elementwise.
+_KINDS = {
+    "mm": "matmul",
+    "addmm": "matmul",
+    "bmm": "matmul",
+    "baddbmm": "matmul",
+    "_grouped_mm": "matmul",
+    "_scaled_dot_product_flash_attention": "attention",
+    "_scaled_dot_product_flash_attention_for_cpu": "attention",
+    "_scaled_dot_product_efficient_attention": "attention",
+    "_scaled_dot_product_cudnn_attention": "attention",
+    "_scaled_dot_product_attention_math": "attention",
+    "_softmax": "attention",
+    "native_layer_norm": "norm",
+    "_fused_rms_norm": "norm",
+    "rsqrt": "norm",  # the norms that transformers writes out: x * rsqrt(mean(x²) + ε)
+    "_log_softmax": "loss",
+    "nll_loss_forward": "loss",
+    "linear_cross_entropy": "loss",
+    "_reduce_scatter_base_": "reduce",
+    "reduce_scatter_": "reduce",
+    "reduce_scatter_tensor": "reduce",
+    "allreduce_": "reduce",
+    "all_reduce": "reduce",
+    "_allgather_base_": "gather",
+    "all_gather_into_tensor": "gather",
+}
+LOW = ("bfloat16", "float16")
+MANY_RANKS = 64
+"""From here on the rounding of a bf16 sum over ranks is as large as the gradient noise of a usual batch: 2**-8 per addition."""
+
+
+class DtypeAudit(TorchDispatchMode):
+    """Counts floating-point dtypes by kind of operator while it is active. Nothing is compiled in it.
+
+    A function that the compiler first meets under a dispatch mode is marked as one to leave alone, for good and without a word:
+    the layers of `kernels.compile: true` would stay as they are in every later step too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._uncompiled = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._uncompiled.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kind = _KINDS.get(func.overloadpacket.__name__)
+        if kind is not None:
+            for tensor in _tensors(args):
+                if tensor.is_floating_point() or (kind == "gather" and tensor.dtype == torch.uint8):  # a unit of several dtypes
+                    self._seen[kind][str(multiplied_as(tensor)).removeprefix("torch.")] += 1
+                    break
+        return func(*args, **(kwargs or {}))
+
+    def report(self) -> dict[str, dict[str, int]]:
+        """kind → dtype → number of calls."""
+        return {kind: dict(sorted(counts.items())) for kind, counts in sorted(self._seen.items())}
+
+
+def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for arg in args:
+        found += [arg] if isinstance(arg, torch.Tensor) else _tensors(tuple(arg)) if isinstance(arg, list | tuple) else []
+    return found
+
+
+def warnings_of(recipe: Recipe, report: dict[str, dict[str, int]]) -> list[str]:
+    """What in the trace loses precision that a recipe's reader may not expect."""
+    found: list[str] = []
+    if recipe.model.dtype == "bf16" and not rounds_by_chance(recipe):
+        found.append("master weights are bf16: an update smaller than 1/256 of a weight is lost (model.dtype: fp32 keeps it)")
+    for kind, what in (("norm", "norms"), ("loss", "the loss")):
+        low = [dtype for dtype in report.get(kind, {}) if dtype in LOW]
+        if low:
+            found.append(f"{what} ran in {low[0]}")
+    low = [dtype for dtype in report.get("reduce", {}) if dtype in LOW]
+    if low and recipe.world_size >= MANY_RANKS:
+        found.append(
+            f"gradients of {recipe.world_size} ranks were summed in {low[0]} (precision.reduce_dtype: fp32 costs twice the traffic)"
+        )
+    return found

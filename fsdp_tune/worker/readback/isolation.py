@@ -1,0 +1,145 @@
+"""Check on the live model, before step 1, that a token sees neither later tokens nor other examples of a packed batch.
+
+A model may take position ids and still ignore where examples end (recurrent layers, attention of its own), an attention
+kernel may take them into account for single rows only, and an encoder sees every token of its row. The loss then looks
+fine and is wrong. So some tokens of a batch are replaced, and the logits of the others must not move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from fsdp_tune.core.errors import FailedError, failed_error
+from fsdp_tune.data.store import Row, RowStore
+from fsdp_tune.model.loss import model_inputs
+from fsdp_tune.model.packed import packing_known
+from fsdp_tune.model.shard.gathering import outside_step
+from fsdp_tune.model.step import compute_context
+from fsdp_tune.recipe.rules.precision import computes_in_fp8
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.worker.dataset import Collator
+
+ROWS_READ = 64
+BATCH_TOKENS = 2048
+"""Of the whole batch: training may never hold the logits of its long rows, and they may not fit."""
+MIN_ROW_TOKENS = 8
+# Of the logits' norm. Same shapes, same kernels: the difference is zero, but for experts whose groups change in size.
+ALLOWED = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
+# One scale for all tokens of a micro-batch: the largest value of one example moves how the others are rounded (measured: 5 %).
+ALLOWED_WITH_ONE_SCALE = 0.2
+_CAUSAL_FIELDS = ("is_decoder", "causal")
+"""Fields of configurations that give a bidirectional model a causal mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deviations:
+    """Relative L2 distance that logits moved, the largest of all rows."""
+
+    later: float
+    """When later tokens of their example changed."""
+    packed: float | None
+    """When other examples of their batch changed; None where every row is one example."""
+
+
+def allowed_deviation(recipe: Recipe) -> float:
+    """Return the deviation above which tokens are taken to see each other."""
+    one_scale = computes_in_fp8(recipe) and recipe.precision.fp8_recipe == "tensorwise"
+    return ALLOWED_WITH_ONE_SCALE if one_scale else ALLOWED[recipe.compute_dtype]
+
+
+def rows_to_check(store: RowStore, micro_batch: int) -> list[Row]:
+    """Return as many rows as a micro-batch has, at least two, cut to two examples of unequal lengths; empty where no row will do.
+
+    Kernels with variable lengths may be right for one row and wrong for several, or for rows that end where others end.
+    """
+    read = [store[index] for index in range(min(len(store), ROWS_READ))]
+    long = [row for row in read if row.lengths[0] > 1]
+    usable = [row for row in long if len(row.lengths) > 1] or long
+    count = max(2, micro_batch) if usable else 0
+    tokens = max(MIN_ROW_TOKENS, BATCH_TOKENS // max(1, count))
+    return [_cut(usable[index % len(usable)], tokens, first=tokens * (2 if index % 2 else 1) // 3) for index in range(count)]
+
+
+def _cut(row: Row, tokens: int, *, first: int) -> Row:
+    """The first `first` tokens of the first example, and what fits into `tokens` of the second."""
+    whole, *others = row.lengths
+    lengths = [min(whole, first if others else tokens)]
+    lengths += [min(length, tokens - lengths[0]) for length in others[:1]]
+    starts = (0, whole)
+    kept = np.concatenate([np.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)])
+    return Row(row.input_ids[kept], row.labels[kept], tuple(lengths), row.row_id)
+
+
+def deviations(recipe: Recipe, wrapped: nn.Module, rows: Sequence[Row], collator: Collator, device: torch.device) -> Deviations:
+    """Run the live model on `rows` and on changed copies of them, and measure how far the logits of unchanged tokens move; collective."""
+
+    def logits(batch_rows: Sequence[Row]) -> torch.Tensor:
+        batch = collator(list(batch_rows))
+        tensors = {name: tensor.to(device) for name, tensor in batch.tensors.items()}
+        with outside_step(wrapped, device), packing_known(is_packed="position_ids" in tensors), compute_context(recipe, device.type):
+            return wrapped(**model_inputs(tensors), use_cache=False).logits  # type: ignore[no-any-return]
+
+    def moved(start_of_changes: Sequence[int], end_of_changes: Sequence[int], watched: Sequence[slice]) -> list[float]:
+        spans = zip(rows, start_of_changes, end_of_changes, strict=True)
+        changed = logits([_replaced(row, ids, start, end) for row, start, end in spans])
+        pairs = [(before[index, part].float(), changed[index, part].float()) for index, part in enumerate(watched)]
+        return [float((one - other).norm() / one.norm()) for one, other in pairs]
+
+    ids = _token_ids(rows, collator.pad_token_id)
+    first, ends = [row.lengths[0] for row in rows], [len(row.input_ids) for row in rows]
+    middle = [length // 2 for length in first]
+    is_packed = [end > length for length, end in zip(first, ends, strict=True)]
+    was_training = wrapped.training
+    wrapped.eval()
+    before = logits(rows)
+    after_later = moved(middle, ends, [slice(0, each) for each in middle])
+    of_first = moved([0] * len(rows), first, [slice(*span) for span in zip(first, ends, strict=True)]) if all(is_packed) else []
+    wrapped.train(was_training)
+    if not of_first:
+        return Deviations(max(after_later), None)
+    # What is replaced before the watched tokens of a row is in the rows before it, and the first row has none before it.
+    return Deviations(after_later[0], max(*of_first, *after_later[1:]))
+
+
+def _token_ids(rows: Sequence[Row], pad_token_id: int) -> np.ndarray[Any, Any]:
+    """Return two or more ids to replace tokens with, from the rows: the model may treat others (images, padding) in its own way."""
+    found = np.unique(np.concatenate([row.input_ids for row in rows]))
+    found = found[found != pad_token_id]
+    return found if len(found) > 1 else np.unique(np.append(found, [0, 1]))
+
+
+def _replaced(row: Row, ids: np.ndarray[Any, Any], start: int, end: int) -> Row:
+    """`row` with another token at each index from `start` to `end`."""
+    changed = row.input_ids.copy()
+    changed[start:end] = ids[np.searchsorted(ids, changed[start:end], side="right") % len(ids)]
+    return Row(changed, row.labels, row.lengths, row.row_id)
+
+
+_KNOWN_UPSTREAM = {"GptOssForCausalLM": "https://github.com/huggingface/transformers/pull/39997"}
+"""Models whose mask transformers builds without position ids, with the report."""
+
+
+def not_isolated(deviation: float, model_name: str, kernel: str) -> FailedError:
+    return failed_error(
+        "packing-not-isolated",
+        f"{model_name} with attention `{kernel}` lets packed examples see each other: logits of an example move by {deviation:.2%} "
+        "when another one changes",
+        hint="--set data.packing=false" + (f"; reported upstream: {_KNOWN_UPSTREAM[model_name]}" if model_name in _KNOWN_UPSTREAM else ""),
+    )
+
+
+def not_causal(deviation: float, model_name: str, config: PreTrainedConfig) -> FailedError:
+    field = next((name for name in _CAUSAL_FIELDS if getattr(config, name, None) is False), None)
+    return failed_error(
+        "model-not-causal",
+        f"{model_name} sees later tokens: logits move by {deviation:.2%} when the tokens after them change, so that it would learn to copy "
+        "and not to predict",
+        hint="train a decoder" if field is None else f"--set model.config_overrides.{field}=true gives it a causal mask",
+    )

@@ -1,0 +1,375 @@
+"""What is really wrapped, in what dtype, on which mesh: read from the live objects of every rank and held against the recipe.
+
+`fsdp.expected` says what the recipe means, independently of the code that made the settings. Any difference from it,
+or between ranks, stops the run before step 1.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_tune.core.errors import FailedError, Problem
+from fsdp_tune.core.units import MIB
+from fsdp_tune.model.build.assemble import Loaded
+from fsdp_tune.model.build.construct import frozen_by_its_code
+from fsdp_tune.model.kernels.attention import choose_attention, stands_for
+from fsdp_tune.model.kernels.compiled import is_compiled
+from fsdp_tune.model.kernels.head import loss_kernel_of
+from fsdp_tune.model.kernels.liger import modules_of_liger
+from fsdp_tune.model.optim.torchao_adamw import blocks_fit, kept_as, parts_of
+from fsdp_tune.model.shard.local import local_part
+from fsdp_tune.model.shard.wrap import fsdp_groups, process_groups
+from fsdp_tune.model.step import plain_name
+from fsdp_tune.recipe.fsdp_arguments import expected
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.optimizer_arguments import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits
+from fsdp_tune.worker.agree import gather
+from fsdp_tune.worker.rank import time_limits_seconds
+from fsdp_tune.worker.readback.fp8 import fp8_differences, read_fp8
+
+# Below this, the interpreter's own noise is larger than the model.
+_MIN_BYTES_FOR_RESIDENT_CHECK = 256 * MIB
+
+
+def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
+    """The report of this rank."""
+    wrapped = loaded.wrapped
+    kind = _wrapper(wrapped)
+    parameters = list(wrapped.named_parameters())
+    trained = [p for _, p in parameters if p.requires_grad]
+    report: dict[str, Any] = {
+        "wrapper": kind,
+        "world_size": dist.get_world_size(),
+        "mesh": list(loaded.mesh.shape) if loaded.mesh is not None else [],
+        "parameter_dtype": _only({_name(p.dtype) for p in trained}),
+        "offload_params": _offloads(wrapped, kind),
+        "global_batch_size": trainer.parts.sampler.global_batch,
+        "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
+        "micro_batch": trainer.parts.sampler.micro_batch,
+        "attention": getattr(loaded.model.config, "_attn_implementation", None),
+        "parameters": loaded.size.parameters,
+        "trained_parameters": loaded.size.trained_parameters,
+        "local_bytes": sum(local_part(p).numel() * p.element_size() for _, p in parameters),
+        "frozen_dtypes": sorted({str(_name(p.dtype)) for _, p in parameters if not p.requires_grad}),
+        "tokens_per_step_at_most": trainer.parts.sampler.global_batch * recipe.data.max_length,
+        "data_order_digest": trainer.parts.sampler.digest(),
+        "optimizer": type(trainer.optimizer).__name__ if trainer.optimizer is not None else None,
+        "plugin": _plugin(trainer),
+    }
+    report |= _ddp(recipe, loaded) if kind == "ddp" else {"fsdp2": _fsdp2, "fsdp1": _fsdp1}[kind](loaded)
+    report["activation_checkpointing"] = _recomputed(loaded.model)
+    report["recomputed_layers"] = len([m for m in loaded.model.modules() if _recomputes(m)])
+    report["frozen_by_its_code"] = sorted(frozen_by_its_code(loaded.model))
+    report["tied"] = _tied(loaded.model)
+    report["kernels"] = {key: {"value": choice.value, "reason": choice.reason} for key, choice in loaded.kernels.items()}
+    report["loss_kernel"] = loss_kernel_of(wrapped)
+    report["liger_modules"] = modules_of_liger(loaded.model)
+    report["compiled_layers"] = sum(is_compiled(module) for module in loaded.model.modules())
+    report["fp8"] = read_fp8(loaded)
+    report["peak_growth_bytes"] = loaded.peak_growth_bytes
+    report["weights_loaded_by"] = loaded.way
+    groups = [dist.group.WORLD, *process_groups(loaded.model, loaded.mesh)]
+    report["process_groups"] = len(groups)
+    report["collective_limits_seconds"] = sorted({limit for group in groups for limit in time_limits_seconds(group)})
+    report["model_bytes"] = loaded.size.parameter_bytes
+    return report
+
+
+def _wrapper(wrapped: nn.Module) -> str:
+    if isinstance(wrapped, FSDPModule):
+        return "fsdp2"
+    if isinstance(wrapped, FullyShardedDataParallel):
+        return "fsdp1"
+    return "ddp" if isinstance(wrapped, DistributedDataParallel) else type(wrapped).__name__
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _only(values: set[Any]) -> Any:
+    """The one value, or all of them, sorted, where there must be one and are several."""
+    return next(iter(values)) if len(values) == 1 else sorted(map(str, values))
+
+
+def _offloads(wrapped: nn.Module, kind: str) -> bool:
+    policies = [wrapped.cpu_offload] if kind == "fsdp1" else [group.offload_policy for group in fsdp_groups(wrapped)]
+    return any(map(_goes_to_host, policies))
+
+
+def _goes_to_host(policy: Any) -> bool:
+    """FSDP2 says it by the policy's class, FSDP1 by its field."""
+    return isinstance(policy, CPUOffloadPolicy) or bool(getattr(policy, "offload_params", False))
+
+
+def _fsdp2(loaded: Loaded) -> dict[str, Any]:
+    names = {id(module): name or "(root)" for name, module in loaded.model.named_modules()}
+    units: list[dict[str, Any]] = []
+    placements: Counter[str] = Counter()
+    for group in fsdp_groups(loaded.model):
+        tensors = [parameter.sharded_param for parameter in group.fsdp_params]
+        placements.update(str([str(p) for p in tensor.placements]) for tensor in tensors)
+        policies = [parameter.mp_policy for parameter in group.fsdp_params]
+        state: Any = group.modules[0]._get_fsdp_state()
+        units.append(
+            {
+                "modules": [names.get(id(m), "?") for m in group.modules],
+                "parameters": sum(tensor.numel() for tensor in tensors),
+                "reshard_after_forward": _reshard(group),
+                "param_dtype": _only({_name(policy.param_dtype) for policy in policies}),
+                "reduce_dtype": _only({_name(policy.reduce_dtype) for policy in policies}),
+                "output_dtype": _only({_name(policy.output_dtype) for policy in policies}),
+                "forward_prefetch": len(state._states_to_forward_prefetch),
+                "backward_prefetch": len(state._states_to_backward_prefetch),
+            }
+        )
+    layers = [unit for unit in units if unit["modules"][0] != "(root)" and (tuple(unit["modules"]) not in loaded.units.keeps_gathered)]
+    plain = [name for name, p in loaded.model.named_parameters() if not isinstance(p, DTensor)]
+    storage = _only({_name(p.dtype) for p in loaded.model.parameters() if p.requires_grad})
+    return {
+        "placements": _parsed(placements),
+        "reshard_after_forward": _only({unit["reshard_after_forward"] for unit in layers}) if layers else None,
+        "compute_dtype": _only({unit["param_dtype"] or storage for unit in units}),
+        "reduce_dtype": _only({unit["reduce_dtype"] for unit in units}),
+        "forward_prefetch": max((unit["forward_prefetch"] for unit in layers), default=0),
+        "backward_prefetch": max((unit["backward_prefetch"] for unit in layers), default=0) or "implicit",
+        "prefetching_units": len(layers),
+        "output_dtype": _only({unit["output_dtype"] for unit in units}),
+        "units": units,
+        "not_sharded": plain,
+        "sharded": sum(isinstance(p, DTensor) for p in loaded.model.parameters()),
+    }
+
+
+def _reshard(group: Any) -> bool | int:
+    after = group.post_forward_mesh_info
+    if after is None:
+        return False
+    return True if after is group.mesh_info or after.shard_mesh_size == group.mesh_info.shard_mesh_size else int(after.shard_mesh_size)
+
+
+def _parsed(placements: Counter[str]) -> list[str]:
+    """`Shard(dim=0)` for torch's `S(0)`, so that the report does not change with torch's way of printing."""
+    text = _only(set(placements)) if placements else "[]"
+    words = str(text).replace("S(0)", "Shard(dim=0)").replace("'R'", "'Replicate()'")
+    return [word.strip(" '\"") for word in words.strip("[]").split(",")] if words != "[]" else []
+
+
+def _fsdp1(loaded: Loaded) -> dict[str, Any]:
+    units = [module for module in loaded.wrapped.modules() if isinstance(module, FullyShardedDataParallel)]
+    strategy = _only({unit.sharding_strategy.name for unit in units})
+    precision = units[0].mixed_precision
+    storage = _only({_name(p.dtype) for p in loaded.wrapped.parameters() if p.requires_grad})
+    # torch answers any strategy with NO_SHARD on one rank; the root alone is freed by no one between forward and backward.
+    return {
+        "placements": [] if strategy == "NO_SHARD" else [*(["Replicate()"] if "HYBRID" in strategy else []), "Shard(dim=0)"],
+        "reshard_after_forward": None if strategy == "NO_SHARD" or len(units) == 1 else strategy in {"FULL_SHARD", "HYBRID_SHARD"},
+        "compute_dtype": _name(precision.param_dtype) or storage,
+        "reduce_dtype": _name(precision.reduce_dtype),
+        "units": [{"modules": [type(unit.module).__name__], "strategy": unit.sharding_strategy.name} for unit in units],
+        "sharded": len(units),
+    }
+
+
+def _ddp(recipe: Recipe, loaded: Loaded) -> dict[str, Any]:
+    from fsdp_tune.model.step import compute_context
+
+    storage = _only({_name(p.dtype) for p in loaded.model.parameters() if p.requires_grad})
+    with compute_context(recipe, recipe.launch.device):
+        enabled = torch.is_autocast_enabled(recipe.launch.device)
+        compute = _name(torch.get_autocast_dtype(recipe.launch.device)) if enabled else storage
+    return {"placements": [], "reshard_after_forward": None, "compute_dtype": compute, "reduce_dtype": storage, "units": [], "sharded": 0}
+
+
+def _recomputed(model: nn.Module) -> str:
+    kinds = {_recomputes(module) for module in model.modules()} - {None}
+    return _only(kinds) if kinds else "none"
+
+
+def _recomputes(module: nn.Module) -> str | None:
+    """The mark that `model.shard.recompute` puts on a layer. FSDP1's wrapper answers for what is inside it, so only its own counts."""
+    return vars(module).get("recomputes")
+
+
+def _tied(model: Any) -> bool:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return head is not None and embedding is not None and head.weight is embedding.weight
+
+
+def _plugin(trainer: Any) -> dict[str, Any] | None:
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        return None
+    return {
+        "fsdp_version": plugin.fsdp_version,
+        "reshard_after_forward": str(plugin.reshard_after_forward),
+        "state_dict_type": str(plugin.state_dict_type).rsplit(".", 1)[-1],
+        "cpu_offload": _goes_to_host(plugin.cpu_offload),
+    }
+
+
+def differences(recipe: Recipe, loaded: Loaded, reports: list[dict[str, Any]]) -> list[str]:
+    """One sentence per value that is not what the recipe means, or not the same on all ranks."""
+    found: list[str] = []
+    wanted = expected(recipe)
+    wanted.pop("optimizer_state_dtype")  # there is no state before the first step; checked after it
+    wanted |= _within_units(wanted, reports[0])
+    for key, value in wanted.items():
+        if reports[0].get(key) != value:
+            found.append(f"{key}: the recipe means {value!r}, the run has {reports[0].get(key)!r}")
+    per_rank = {"local_bytes", "peak_growth_bytes"}
+    for key in reports[0].keys() - per_rank:
+        for rank, report in enumerate(reports[1:], start=1):
+            if report[key] != reports[0][key]:
+                found.append(f"{key} differs between ranks: rank 0 has {reports[0][key]!r}, rank {rank} has {report[key]!r}")
+                break
+    if reports[0]["wrapper"] == "fsdp2" and reports[0]["not_sharded"] and recipe.fsdp.ignored_modules is None:
+        found.append(f"not sharded: {reports[0]['not_sharded'][0]} and {len(reports[0]['not_sharded']) - 1} more parameters")
+    tied = bool(getattr(loaded.model.config, "tie_word_embeddings", False))
+    if reports[0]["tied"] != tied:
+        found.append(f"tied embeddings: the model's config says {tied}, the live model {reports[0]['tied']}")
+    if len(limits := reports[0]["collective_limits_seconds"]) > 1:
+        found.append(f"process groups have different time limits: {', '.join(f'{limit:g} s' for limit in limits)}")
+    found += fp8_differences(recipe, loaded, reports[0]["fp8"])
+    on_host = excessive_growth(recipe, reports) if recipe.launch.device == "cpu" else []
+    return found + structure_differences(recipe, loaded, reports[0]) + on_host
+
+
+def _within_units(wanted: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """Return the prefetch depths of a model that has fewer units than the recipe gathers ahead."""
+    if "forward_prefetch" not in wanted:
+        return {}
+    others = max(0, report["prefetching_units"] - 1)
+    forward, backward = wanted["forward_prefetch"], wanted["backward_prefetch"]
+    return {
+        "forward_prefetch": min(forward, others),
+        "backward_prefetch": (min(backward, others) or "implicit") if isinstance(backward, int) else backward,
+    }
+
+
+def excessive_growth(recipe: Recipe, reports: list[dict[str, Any]]) -> list[str]:
+    """Return a sentence for each rank that should hold a shard and held the full model while loading (ms-swift#9980).
+
+    On CPU ranks the growth of peak resident memory is the model's. On an accelerator it also has the pages of CUDA and NCCL, several
+    hundred MiB that no counter of Linux tells apart, and the shard is on the device: there only growth by the full model is reported,
+    and as a warning.
+    """
+    on_host = recipe.launch.device == "cpu"
+    model_bytes = reports[0]["model_bytes"]
+    one_reader = recipe.fsdp.cpu_ram_efficient_loading and recipe.fsdp.version == 2 and recipe.is_sharded
+    if not one_reader or model_bytes < _MIN_BYTES_FOR_RESIDENT_CHECK or len(reports) == 1:
+        return []
+    found: list[str] = []
+    for rank, report in enumerate(reports[1:], start=1):
+        # A shard of its own, and half of the rest for the tensor in flight and the allocator's slack.
+        allowed = report["local_bytes"] + 0.5 * (model_bytes - report["local_bytes"]) + 64 * MIB if on_host else model_bytes
+        if report["peak_growth_bytes"] > allowed:
+            grown, shard, model = (size / MIB for size in (report["peak_growth_bytes"], report["local_bytes"], model_bytes))
+            found.append(f"rank {rank} grew by {grown:.0f} MiB while loading; its shard is {shard:.0f} MiB of {model:.0f} MiB")
+    return found
+
+
+def read_back(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
+    """Gathers every rank's report and compares; FailedError (exit 1) with each difference. Returns what readback.json holds."""
+    reports = gather(read_live(recipe, loaded, trainer))
+    found = differences(recipe, loaded, reports)
+    document = {
+        **reports[0],
+        "ranks": [{"local_bytes": r["local_bytes"], "peak_growth_bytes": r["peak_growth_bytes"]} for r in reports],
+        "differences": found,
+        "warnings": [] if recipe.launch.device == "cpu" else excessive_growth(recipe, reports),
+    }
+    if found:
+        problems = [
+            Problem("readback-differs", sentence, hint="the run was stopped before step 1; readback.json holds the whole report")
+            for sentence in found
+        ]
+        raise ReadBackError(document, *problems)
+    return document
+
+
+class ReadBackError(FailedError):
+    """Carries the report, so that it can be written although the run stops."""
+
+    def __init__(self, document: dict[str, Any], *problems: Problem) -> None:
+        super().__init__(*problems)
+        self.document = document
+
+
+def optimizer_state_difference(recipe: Recipe, optimizer: torch.optim.Optimizer) -> str | None:
+    """After step 1: what the optimizer's moments are kept as, against what the recipe means."""
+    meaning = expected(recipe)
+    in_blocks, block = state_bits(recipe.training), optimizer_arguments(recipe.training).get(BLOCK, DEFAULT_BLOCK)
+    for parameter, state in optimizer.state.items():
+        wide = in_blocks and not blocks_fit(parameter, block)
+        wanted = meaning["parameter_dtype"] if wide else meaning["optimizer_state_dtype"]
+        for kind, value in state.items():
+            if isinstance(value, torch.Tensor) and kind != "step" and kept_as(value) != wanted:
+                return f"optimizer_state_dtype: the recipe means {wanted!r}, the run has {kept_as(value)!r}"
+    return None
+
+
+def optimizer_state_kinds(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """What moments are kept as on this rank → bytes."""
+    found: Counter[str] = Counter()
+    for state in optimizer.state.values():
+        for kind, value in state.items():
+            if isinstance(value, torch.Tensor) and kind != "step":
+                found[kept_as(value)] += sum(part.numel() * part.element_size() for part in parts_of(value))
+    return dict(sorted(found.items()))
+
+
+# ---- Compare the live model's modules and parameters with the recipe: units, recomputation, kernels, frozen parameters.
+
+
+def structure_differences(recipe: Recipe, loaded: Loaded, report: dict[str, Any]) -> list[str]:
+    """Return one sentence for each difference between the recipe and the live model."""
+    layers = [name for name, _ in loaded.layers]
+    found = _units(recipe, layers, report)
+    wanted = 0 if recipe.fsdp.activation_checkpointing == "none" else math.ceil(len(layers) / recipe.fsdp.activation_checkpointing_every)
+    if report["recomputed_layers"] != wanted:
+        found.append(f"recomputed_layers: the recipe means {wanted} of {len(layers)}, the run has {report['recomputed_layers']}")
+    kernel = choose_attention(recipe, loaded.model.config).value
+    if kernel != "auto" and not stands_for(str(report["attention"]), kernel):
+        found.append(f"attention: the recipe means {kernel!r}, the run has {report['attention']!r}")
+    wanted_loss = recipe.kernels.loss if recipe.kernels.loss != "auto" else loaded.kernels["kernels.loss"].value
+    if report["loss_kernel"] != wanted_loss:
+        found.append(f"loss: the recipe means {wanted_loss!r}, the run has {report['loss_kernel']!r}")
+    wanted_liger = loaded.kernels["kernels.liger"].value == "true"
+    if wanted_liger != bool(report["liger_modules"]):
+        found.append(f"liger: the recipe means {wanted_liger}, the run has {report['liger_modules']} modules of Liger's")
+    wanted_compiled = len(layers) if recipe.kernels.compile else 0
+    if report["compiled_layers"] != wanted_compiled:
+        found.append(f"compiled_layers: the recipe means {wanted_compiled} of {len(layers)}, the run has {report['compiled_layers']}")
+    return found + _frozen(recipe, loaded)
+
+
+def _units(recipe: Recipe, layers: list[str], report: dict[str, Any]) -> list[str]:
+    """Under TRANSFORMER_BASED_WRAP every decoder layer that FSDP does not ignore is a unit; layers that share parameters share one."""
+    if report["wrapper"] != "fsdp2" or recipe.fsdp.auto_wrap_policy != "TRANSFORMER_BASED_WRAP" or recipe.fsdp.ignored_modules is not None:
+        return []
+    units = {name for unit in report["units"] for name in unit["modules"]}
+    missing = [layer for layer in layers if layer not in units]
+    return [f"units: {missing[0]} is not a unit ({len(missing)} of {len(layers)} decoder layers)"] if missing else []
+
+
+def _frozen(recipe: Recipe, loaded: Loaded) -> list[str]:
+    """Frozen are the parameters that match `model.freeze` and those that the model's own code froze."""
+    own = frozen_by_its_code(loaded.model)
+    for wrapped_name, parameter in loaded.wrapped.named_parameters():
+        name = plain_name(wrapped_name)
+        wanted = name in own or any(fnmatch.fnmatchcase(name, pattern) for pattern in recipe.model.freeze)
+        if wanted == parameter.requires_grad:
+            state = "frozen" if wanted else "trained"
+            return [f"frozen: the recipe means {name} to be {state}, and the run has it {'trained' if wanted else 'frozen'}"]
+    return []

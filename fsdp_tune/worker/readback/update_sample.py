@@ -1,0 +1,146 @@
+"""A sample of an optimizer step: which values of each shard the optimizer has to change, and whether it did.
+
+A bounded number of values per shard is copied before the step: those with the largest and the smallest gradient, and a few at equal
+distances. The recipe's optimizer, as torch implements it, then repeats the step on the copies in fp64. A value whose update exceeds half
+a unit in the last place (with weight decay, a whole one) must differ afterwards. Optimizers that work elementwise can be repeated so; all
+of a recipe's do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_tune.model.optim.accumulation import round_gradients
+from fsdp_tune.model.shard.local import local_part
+
+SPACED = 14
+"""Values at equal distances; with the two extremes, at most this many and two are copied per shard."""
+ROUNDING_MARGIN = 1.1
+"""The optimizer computes in fp32 and with state of fewer bits; its update may differ from the fp64 one by this factor."""
+_PRECISION_BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.float64: 53}
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """Values of one shard before the step, at `positions` of the flattened shard."""
+
+    name: str
+    parameter: nn.Parameter
+    positions: torch.Tensor
+    before: torch.Tensor
+    gradient: torch.Tensor
+    state: dict[str, torch.Tensor]
+
+
+class UpdateSample:
+    """Taken before `optimizer.step`, when gradients are clipped; `unchanged` is called after it."""
+
+    @torch.no_grad()
+    def __init__(self, names: Mapping[nn.Parameter, str], optimizer: torch.optim.Optimizer, *, stochastic: bool) -> None:
+        """`stochastic`: bf16 parameters are rounded stochastically, so that only an update of a whole unit is sure to change them."""
+        self._optimizer = optimizer
+        self._rounds_gradients = round_gradients in optimizer._optimizer_step_pre_hooks.values()
+        self._ulps = 1.0 if stochastic else 0.5
+        self._groups: dict[tuple[int, torch.dtype, torch.device], list[_Sampled]] = defaultdict(list)
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if (sampled := _sample(names.get(parameter, "?"), parameter, optimizer.state.get(parameter, {}))) is not None:
+                    self._groups[index, sampled.parameter.dtype, sampled.before.device].append(sampled)
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+
+    @property
+    def gradient_dtypes(self) -> set[torch.dtype]:
+        return {sampled.gradient.dtype for every in self._groups.values() for sampled in every}
+
+    @torch.no_grad()
+    def unchanged(self) -> list[str]:
+        """Names of the parameters that have a value which the step had to change and did not."""
+        found: list[str] = []
+        for (index, dtype, _), every in self._groups.items():
+            by_step: dict[float, list[_Sampled]] = defaultdict(list)
+            for step, sampled in zip(_steps(every), every, strict=True):
+                by_step[step].append(sampled)
+            for some in by_step.values():
+                found += self._unchanged(index, dtype, some)
+        return found
+
+    def _unchanged(self, index: int, dtype: torch.dtype, some: list[_Sampled]) -> list[str]:
+        def joined(values: list[torch.Tensor]) -> torch.Tensor:
+            return torch.cat(values).cpu().double()
+
+        before = joined([sampled.before for sampled in some])
+        after = joined([_flat(sampled.parameter)[sampled.positions] for sampled in some])
+        gradient = joined([sampled.gradient.to(dtype) if self._rounds_gradients else sampled.gradient for sampled in some])
+        first = some[0].state
+        state = {key: first[key].cpu() if key == "step" else joined([sampled.state[key] for sampled in some]) for key in first}
+        options = {**self._optimizer.param_groups[index], "lr": self._rates[index]}
+        update = (_repeated(type(self._optimizer), options, before, gradient, state) - before).abs()
+        # Weight decay is a step of its own: two updates of less than half a unit each may both be rounded away.
+        ulps = self._ulps + (0.5 if options.get("weight_decay") else 0.0)
+        must_change = update > ROUNDING_MARGIN * ulps * _units_in_last_place(before, dtype)
+        stuck = (must_change & (after == before)).split([len(sampled.before) for sampled in some])
+        return [sampled.name for sampled, each in zip(some, stuck, strict=True) if bool(each.any())]
+
+
+def _sample(name: str, parameter: nn.Parameter, state: Mapping[str, Any]) -> _Sampled | None:
+    """None where there is nothing to change (no gradient, an empty shard) or state is kept in blocks, which cannot be cut."""
+    if parameter.grad is None or (gradient := _flat(parameter.grad)).numel() == 0:
+        return None
+    spaced = torch.arange(0, gradient.numel(), max(1, gradient.numel() // SPACED), device=gradient.device)[:SPACED]
+    extremes = torch.stack([gradient.argmax(), gradient.argmin()])  # no copy of the gradient, as its magnitudes would be
+    positions = torch.cat([spaced, extremes])
+    copied: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        if key == "step":
+            copied[key] = value.detach().clone()
+        elif isinstance(value, torch.Tensor):
+            if value.shape != parameter.shape or type(local := _flat(value)) is not torch.Tensor:
+                return None
+            copied[key] = local[positions]
+    return _Sampled(name, parameter, positions, _flat(parameter)[positions], gradient[positions], copied)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor as a vector; a view, since shards are contiguous."""
+    flat: torch.Tensor = local_part(tensor).detach().reshape(-1)
+    return flat
+
+
+def _steps(every: list[_Sampled]) -> list[float]:
+    """How many steps each parameter has had; one transfer from the device for all of them."""
+    counted = [sampled.state["step"].reshape(()).float() for sampled in every if "step" in sampled.state]
+    numbers = iter(torch.stack(counted).tolist() if counted else ())
+    return [next(numbers) if "step" in sampled.state else 0.0 for sampled in every]
+
+
+def _repeated(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], before: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """What torch's own optimizer makes of these values in fp64."""
+    plain: Any = next((each for each in kind.__mro__ if each.__module__.startswith("torch.optim.") and each.__bases__ != (object,)), None)
+    if plain is None or plain is torch.optim.Optimizer:
+        plain = torch.optim.AdamW  # torchao's are AdamW with another state
+    vector = nn.Parameter(before.clone())
+    vector.grad = gradient
+    optimizer = plain([vector], lr=options["lr"])
+    [group] = optimizer.param_groups
+    kept = {"params", "foreach", "fused", "capturable", "differentiable"}
+    group.update({key: options[key] for key in group.keys() - kept if key in options} | {"foreach": False})
+    if state:
+        optimizer.state[vector] = state
+    with torch.enable_grad():
+        optimizer.step()
+    return vector.detach()
+
+
+def _units_in_last_place(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Distance to the next number of `dtype` away from zero; at least the smallest normal number, since kernels may flush smaller ones."""
+    _, exponent = torch.frexp(values)
+    units = torch.ldexp(torch.ones_like(values), exponent - _PRECISION_BITS[dtype])
+    return units.where(values != 0, 0.0).clamp_min(torch.finfo(dtype).tiny)

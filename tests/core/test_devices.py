@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+
+from fsdp_tune.core import devices
+from fsdp_tune.core.devices import Device, select, this_machine, torch_facts, visible_devices
+
+FOUR = [Device("cuda", "H100", f"GPU-{index}{index}ab", 80 << 30) for index in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("", []),
+        ("-1", []),
+        ("2,0", [2, 0]),
+        (" 1 , 3", [1, 3]),
+        ("7", []),
+        ("0,7,1", [0]),
+        ("0,-1,1", [0]),
+        ("1,1", []),
+        ("GPU-22ab", [2]),
+        ("GPU-33,GPU-0", [3, 0]),
+        ("GPU-", []),
+        ("none", []),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(visible: str | None, expected: list[int]) -> None:
+    assert select(FOUR, visible) == [FOUR[index] for index in expected]
+
+
+def test_a_mig_slice_is_a_device() -> None:
+    assert len(select(FOUR, "MIG-abc,MIG-def")) == 2
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "nvidia_devices", lambda: FOUR)
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_the_machine_counts_only_what_is_visible() -> None:
+    machine = this_machine("auto", {"CUDA_VISIBLE_DEVICES": "0,2"})
+    assert (machine.device, machine.device_count, machine.device_name) == ("cuda", 2, "H100")
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_a_recipe_for_the_cpu_sees_no_accelerator() -> None:
+    assert this_machine("cpu", {}).device is None
+
+
+def test_a_mac_is_no_place_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "visible_devices", lambda _: [Device("mps", "Apple GPU")])
+    assert this_machine("auto", {}).device is None
+
+
+def test_torch_agrees_with_the_cheap_answer() -> None:
+    facts = torch_facts()
+    cheap = visible_devices({})
+    assert facts["device"] == (cheap[0].kind if cheap else None)
+    assert facts["device_count"] == len(cheap)
+    assert "gloo" in facts["backends"]

@@ -1,0 +1,61 @@
+"""What asks the hub says the same when there is no way to it. What the hub itself answers: tests/faults/test_strangers.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fsdp_tune.core import hub
+from fsdp_tune.core.errors import FsdpTuneError, Problem
+from fsdp_tune.data.format import templates
+from fsdp_tune.data.tokenise.tokenizer import open_tokenizer
+from fsdp_tune.merge.companions import fetch_model
+from fsdp_tune.recipe.schema import Recipe
+
+DOORS: dict[str, tuple[Callable[[str], object], str]] = {
+    "tokenizer": (lambda name: open_tokenizer(Recipe.model_validate({"model": {"tokenizer": name}})), "model.tokenizer"),
+    "template": (templates.resolve_template, "data.chat_template"),
+    "model": (lambda name: hub.download_model(name, "main"), "model.name_or_path"),
+    "base": (fetch_model, "--base"),
+}
+
+
+def asked(door: str, name: str) -> Problem:
+    with pytest.raises(FsdpTuneError) as caught:
+        DOORS[door][0](name)
+    assert caught.value.exit_code == 2
+    return caught.value.problems[0]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_without_a_way_to_the_hub_what_was_wanted_is_told_with_the_ways_out(door: str) -> None:
+    problem = asked(door, "org/not-here")
+    assert problem.code == "hub-unreachable"
+    assert "`org/not-here` is not in the local cache, and HF_HUB_OFFLINE keeps this command off" in problem.message
+    assert problem.ways_out[0] == f"give a local path in `{DOORS[door][1]}`"
+    assert "`hf download org/not-here`" in problem.ways_out[1]
+    assert "unset HF_HUB_OFFLINE" in problem.ways_out[2]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_without_a_network_nothing_is_said_of_a_variable_that_is_not_set(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub.hub_is_reachable.cache_clear()
+    monkeypatch.setattr(hub.socket, "create_connection", lambda *_, **__: (_ for _ in ()).throw(OSError("no route")))
+    try:
+        problem = asked(door, "org/not-here")
+    finally:
+        hub.hub_is_reachable.cache_clear()
+    assert problem.code == "hub-unreachable"
+    assert "the Hugging Face hub cannot be reached" in problem.message
+    assert "HF_HUB_OFFLINE" not in " ".join(problem.ways_out)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_name_that_cannot_be_on_the_hub_is_told_as_one(door: str) -> None:
+    problem = asked(door, "not a name")
+    assert "no name that a repository on the hub can have (ORG/NAME)" in problem.message
+    assert DOORS[door][1] in (problem.hint or "")

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.model.build.model_files import check_vocabulary, save_model_files, with_special_tokens
+from fsdp_tune.recipe.schema import Model, Tokens
+
+FACTS = {
+    "config": {"model_type": "gpt2", "use_cache": False},
+    "generation_config": {"temperature": 0.5},
+    "architecture": "GPT2LMHeadModel",
+    "embedding_rows": 9,
+}
+
+
+NAMES = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class FakeTokenizer:
+    bos_token_id = None
+    eos_token_id = 7
+    pad_token_id = 8
+
+    def __len__(self) -> int:
+        return 9
+
+    def save_pretrained(self, directory: str) -> Any:
+        (Path(directory) / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("config", "eos"), [({}, 7), ({"eos_token_id": 50256}, 7), ({"eos_token_id": [1, 7]}, [1, 7]), ({"eos_token_id": [1, 2]}, 7)]
+)
+def test_a_model_stops_at_the_token_it_was_trained_on(config: dict[str, Any], eos: Any) -> None:
+    changed = with_special_tokens(config, FakeTokenizer(), NAMES)
+    assert changed["eos_token_id"] == eos
+    assert changed["pad_token_id"] == 8
+    assert "bos_token_id" not in changed
+
+
+def test_an_id_beyond_the_vocabulary_is_dropped_where_the_tokenizer_has_none() -> None:
+    assert with_special_tokens({"bos_token_id": 50256}, FakeTokenizer(), NAMES)["bos_token_id"] is None
+    assert with_special_tokens({"bos_token_id": 5}, FakeTokenizer(), NAMES)["bos_token_id"] == 5
+
+
+def test_config_generation_config_and_tokenizer_are_written(tmp_path: Path) -> None:
+    save_model_files(tmp_path, FACTS, FakeTokenizer())
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "vocab_size" not in config
+    assert (config["architectures"], config["use_cache"], config["eos_token_id"]) == (["GPT2LMHeadModel"], True, 7)
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"temperature": 0.5, "eos_token_id": 7, "pad_token_id": 8}
+    assert (tmp_path / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(("rows", "kept"), [(9, 3), (2, 3)])
+def test_padding_id_of_the_base_stays_in_the_config(tmp_path: Path, rows: int, kept: int) -> None:
+    save_model_files(tmp_path, FACTS | {"config": {"pad_token_id": 3}, "embedding_rows": rows}, FakeTokenizer())
+    assert json.loads((tmp_path / "config.json").read_text())["pad_token_id"] == kept
+    assert json.loads((tmp_path / "generation_config.json").read_text())["pad_token_id"] == 8
+
+
+def test_padding_id_beyond_the_embedding_is_dropped(tmp_path: Path) -> None:
+    save_model_files(tmp_path, FACTS | {"config": {"pad_token_id": 50256}}, FakeTokenizer())
+    assert json.loads((tmp_path / "config.json").read_text())["pad_token_id"] is None
+
+
+@pytest.mark.parametrize("family", ["xglm", "youtu"])
+def test_model_that_computes_with_its_padding_id_loads_with_the_logits_it_was_trained_with(tmp_path: Path, family: str) -> None:
+    """XGLM zeroes the position of its padding id, Youtu the embedding of its own, each time it is loaded."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"xglm": {"d_model": 16, "num_layers": 1, "attention_heads": 2, "ffn_dim": 16}}
+    small = sizes.get(family, {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16})
+    config = AutoConfig.for_model(family, vocab_size=9, pad_token_id=1, bos_token_id=0, eos_token_id=2, max_position_embeddings=32, **small)
+    torch.manual_seed(0)
+    trained = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        trained.get_input_embeddings().weight.normal_()[config.pad_token_id] = 0  # that row gets no gradient
+    trained.save_pretrained(tmp_path)
+    save_model_files(tmp_path, FACTS | {"config": config.to_dict(), "architecture": type(trained).__name__}, FakeTokenizer())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = torch.tensor([[4, 8, 8, 1, 3, 0, 5, 6, 7, 2]])
+    assert torch.equal(loaded(input_ids=ids).logits, trained(input_ids=ids).logits)
+
+
+def test_a_grown_embedding_is_in_the_config(tmp_path: Path) -> None:
+    save_model_files(tmp_path, FACTS | {"embedding_rows": 5}, FakeTokenizer())
+    assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 9
+
+
+def test_a_vocabulary_beyond_the_embedding_is_refused_with_both_sizes() -> None:
+    with pytest.raises(FsdpTuneError, match=r"1,001 tokens.*1,000 rows") as caught:
+        check_vocabulary({"embedding_rows": 1000}, Model(), 1001)
+    assert caught.value.exit_code == 2
+    check_vocabulary({"embedding_rows": 1000}, Model(), 1000)
+
+
+@pytest.mark.parametrize("says", [Model(resize_embeddings=True), Model(tokens=Tokens(add=["<call>"]))])
+def test_an_embedding_that_grows_takes_any_vocabulary(says: Model) -> None:
+    check_vocabulary({"embedding_rows": 1000}, says, 1001)

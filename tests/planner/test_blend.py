@@ -1,0 +1,72 @@
+"""Traces between traces are those that tracing would have given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fsdp_tune.planner.predict.blend import alike, at_micro_batch, at_shards, blend, prime_for, slice_for
+from fsdp_tune.planner.trace_format import Trace
+from tests.planner.hand_trace import Hand
+
+
+def traced(micro_batch: int, *, shards: int = 8, other: bool = False) -> Trace:
+    hand = Hand().hold(0, 4096 // shards, kind="parameters").collective("all_gather", 4096)
+    hand.op("mm", flops=100.0 * micro_batch, moved=50 + 7 * micro_batch, of_batch=7 * micro_batch)
+    hand.hold(1, 20 * micro_batch)
+    if other:
+        hand.op("mul", moved=1)
+    return hand.hold(1, -20 * micro_batch).trace(micro_batch=micro_batch, shard_size=shards, world_size=shards)
+
+
+def same(left: Trace, right: Trace) -> bool:
+    return all(np.array_equal(getattr(left, table), getattr(right, table)) for table in ("events", "ops", "collectives", "waits"))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 16])
+def test_any_micro_batch_follows_from_one_that_is_a_prime(micro_batch: int) -> None:
+    made = at_micro_batch(traced(prime_for(traced(1))), micro_batch, 4)
+    assert same(made, traced(micro_batch))
+    assert (made.shapes.micro_batch, made.shapes.accumulation) == (micro_batch, 4)
+
+
+def test_a_prime_that_divides_a_size_of_the_model_is_not_taken() -> None:
+    usual = prime_for(traced(1))
+    assert prime_for(Hand().hold(0, 4 * usual).trace()) != usual
+
+
+def test_a_slice_of_the_loss_stands_for_all_slices() -> None:
+    """In memory one at a time; in work as many as the tokens make, the constant part (the weight's gradient) each time."""
+    prime = prime_for(traced(1))
+    hand = Hand().hold(0, 10 * slice_for(prime)).hold(1, 4 * prime)
+    hand.op("mm", flops=2.0 * slice_for(prime), moved=100 + slice_for(prime), of_slice=slice_for(prime), in_slice=True)
+    hand.op("mul", moved=100)
+    family = replace(hand.trace(micro_batch=prime, tokens=64), facts={"slice_tokens": 128})
+    few, many = at_micro_batch(family, 1, 1), at_micro_batch(family, 8, 1)
+    assert few.events["bytes"].tolist() == [640, 4], "all 64 tokens are one slice"
+    assert many.events["bytes"].tolist() == [1280, 32]
+    assert many.ops["flops"].tolist() == [2.0 * 512, 0.0]
+    assert many.ops["moved_bytes"].tolist() == [4 * (100 + 128), 100]
+    assert many.ops["kernels"].tolist() == [4, 1]
+    assert few.ops["kernels"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 16, 1024])
+def test_a_number_of_shards_lies_on_the_line_over_its_inverse(shards: int) -> None:
+    made = at_shards(traced(1, shards=4), traced(1, shards=8), shards, world_size=shards, replicate_size=1)
+    assert same(made, traced(1, shards=shards))
+    assert (made.shapes.shard_size, made.shapes.world_size) == (shards, shards)
+
+
+def test_what_is_allocated_stays_allocated_far_from_both_traces() -> None:
+    """Shards of a few numbers are padded: a line through two of them would be below zero at one rank."""
+    few, many = (Hand().hold(0, size).hold(1, -size).trace(shard_size=shards) for size, shards in ((16, 512), (32, 1024)))
+    assert at_shards(few, many, 1, world_size=1, replicate_size=1).events["bytes"].tolist() == [1, -1]
+
+
+def test_traces_of_two_programs_are_not_blended() -> None:
+    assert not alike(traced(1), traced(2, other=True))
+    with pytest.raises(ValueError, match="two programs"):
+        blend(traced(1), traced(2, other=True), 1.0, traced(1).shapes)

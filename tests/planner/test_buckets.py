@@ -1,0 +1,31 @@
+"""DDP's buckets: filled in the order in which gradients become ready, the first one small."""
+
+from __future__ import annotations
+
+from fsdp_tune.core.units import MIB
+from fsdp_tune.planner.predict.timing import BUCKET_BYTES, FIRST_BUCKET_BYTES, in_buckets
+from fsdp_tune.planner.trace_format import Records, Trace
+from tests.planner.hand_trace import Hand
+
+
+def steps_of(*sizes: int, **shapes: int) -> tuple[Trace, Records]:
+    hand = Hand()
+    for size in sizes:
+        hand.collective("all_reduce", size, group="world", phase="backward")
+    trace = hand.collective("all_reduce", 4, group="world", phase="clip").trace(**({"shard_size": 1, "replicate_size": 8} | shapes))
+    return trace, trace.collectives
+
+
+def test_a_bucket_closes_with_the_gradient_that_reaches_its_limit() -> None:
+    joined = in_buckets(*steps_of(MIB // 2, MIB // 2, 10 * MIB, 14 * MIB, 2 * MIB, 64 * MIB, MIB))
+    assert joined["bytes"].tolist() == [FIRST_BUCKET_BYTES, 26 * MIB, 64 * MIB, MIB, 4], "the norm's sum is no gradient's"
+    assert joined["at"].tolist() == [2, 5, 6, 7, 8], "each begins when its last gradient is ready"
+
+
+def test_what_is_left_at_the_end_is_the_last_bucket() -> None:
+    assert in_buckets(*steps_of(MIB, BUCKET_BYTES - 1))["bytes"].tolist() == [MIB, BUCKET_BYTES - 1, 4]
+
+
+def test_sums_of_a_sharded_run_are_left_as_they_are() -> None:
+    trace, collectives = steps_of(100, 200, shard_size=2, replicate_size=4)
+    assert in_buckets(trace, collectives)["bytes"].tolist() == [100, 200, 4]

@@ -1,0 +1,149 @@
+"""The table of GPUs: complete, sourced, found by any spelling; and a user's own file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.units import GIB
+from fsdp_tune.planner.hardware.gpus import detect, find_hardware, known_hardware
+
+NAMES = [
+    "V100-16GB",
+    "V100-32GB",
+    "T4",
+    "A10",
+    "A100-40GB",
+    "A100-80GB",
+    "L4",
+    "L40S",
+    "RTX3090",
+    "RTX4090",
+    "RTX5090",
+    "RTX6000Ada",
+    "H100-SXM",
+    "H100-PCIe",
+    "H200",
+    "GH200",
+    "B200",
+    "MI300X",
+]
+
+
+def test_the_table_has_every_promised_gpu_and_each_has_its_source() -> None:
+    table = known_hardware()
+    assert list(table) == NAMES
+    assert [name for name, gpu in table.items() if not gpu.source or not gpu.device_names] == []
+
+
+@pytest.mark.parametrize("spelling", ["a100-40gb", "A100 40GB", "a10040gb", "A100_40gb", "NVIDIA A100-SXM4-40GB"])
+def test_case_spaces_and_hyphens_do_not_count(spelling: str) -> None:
+    assert find_hardware(spelling).name == "A100-40GB"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("A100-80", "A100-80GB"),
+        ("h100", "H100-SXM or H100-PCIe"),
+        ("H100-80GB", "mean H100-SXM or H100-PCIe"),
+        ("RTX 4080", "RTX4090"),
+        ("", "Known:"),
+    ],
+)
+def test_an_unknown_gpu_is_refused_with_the_list_and_the_close_name(wrong: str, meant: str) -> None:
+    with pytest.raises(FsdpTuneError) as caught:
+        find_hardware(wrong)
+    problem = caught.value.problems[0]
+    assert caught.value.exit_code == 2
+    assert (problem.code, problem.hint is not None and meant in problem.hint) == ("unknown-gpu", True)
+    assert problem.hint is not None
+    assert all(name in problem.hint for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA A10G", None),  # half an A10
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_the_machines_own_card_is_known_by_its_whole_name(driver: str | None, name: str | None) -> None:
+    found = detect(driver)
+    assert (found.name if found else None) == name
+
+
+def test_peaks_are_dense_and_what_a_card_cannot_is_unknown() -> None:
+    """Vendors' headline figures are with sparsity: twice these."""
+    assert find_hardware("H100-SXM").peak_flops("bf16") == pytest.approx(989.4e12)
+    assert find_hardware("L4").peak_flops("fp8") == pytest.approx(242.5e12)
+    assert find_hardware("V100-16GB").peak_flops("bf16") is None
+    assert find_hardware("T4").peak_flops("fp8") is None
+
+
+def test_no_peak_is_above_its_neighbour_of_half_the_width() -> None:
+    """fp8 is twice bf16, bf16 twice tf32: a figure with sparsity in one column would break the ladder."""
+    for gpu in known_hardware().values():
+        for wide, narrow in (("tf32_tflops", "bf16_tflops"), ("bf16_tflops", "fp8_tflops")):
+            low, high = getattr(gpu, wide), getattr(gpu, narrow)
+            assert low is None or high is None or high == pytest.approx(2 * low, rel=0.03), f"{gpu.name} {wide} {narrow}"
+
+
+def test_usable_memory_is_never_more_than_the_name_says() -> None:
+    for gpu in known_hardware().values():
+        assert 0.9 * gpu.memory_gb * 1e9 <= gpu.usable_bytes <= gpu.memory_gb * GIB * 1.001, gpu.name
+    assert find_hardware("RTX6000Ada").usable_bytes == 48e9, "nobody's figure: the least that 48 GB can mean"
+
+
+def test_a_measured_multiplication_is_below_the_peak() -> None:
+    for gpu in known_hardware().values():
+        assert gpu.matmul_tflops is None or gpu.matmul_tflops < (gpu.bf16_tflops or 0), gpu.name
+
+
+def test_links_are_one_direction() -> None:
+    assert find_hardware("H100-SXM").machine_link_bytes_per_second == 450e9
+    assert find_hardware("RTX4090").machine_link_bytes_per_second == 32e9, "no NVLink: PCIe"
+    assert find_hardware("RTX3090").machine_link_bytes_per_second == 32e9, "a bridge is not taken for granted"
+
+
+def test_a_users_own_gpu_comes_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "h100_96.yaml"
+    path.write_text(
+        "{memory_gb: 96, usable_gib: 95.04, bandwidth_gb_s: 3350, bf16_tflops: 989.4, network_gb_s: 50, devices_per_machine: 8}"
+    )
+    gpu = find_hardware(str(path))
+    assert (gpu.name, gpu.usable_gib, gpu.network_gb_s, gpu.fp8_tflops) == ("h100_96", 95.04, 50, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{memory_gb: 24, bandwith_gb_s: 600}", "did you mean `bandwidth_gb_s`?"),
+        ("{bandwidth_gb_s: 600}", "`memory_gb` is missing"),
+        ("{memory_gb: -1, bandwidth_gb_s: 600}", "must be a number above zero"),
+        ("{memory_gb: 24, bandwidth_gb_s: .inf}", "must be a number above zero"),
+        ("{memory_gb: 24, bandwidth_gb_s: 600, devices_per_machine: 1.5}", "whole number"),
+        ("[1, 2]", "no mapping"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(FsdpTuneError) as caught:
+        find_hardware(str(path))
+    assert any(message in problem.message for problem in caught.value.problems)
+    assert {problem.code for problem in caught.value.problems} == {"wrong-gpu-file"}
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FsdpTuneError, match="cannot be read"):
+        find_hardware(str(tmp_path / "none.yaml"))

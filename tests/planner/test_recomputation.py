@@ -1,0 +1,69 @@
+"""`fsdp.activation_checkpointing: auto`: the least that fits, the leanest where nothing does, everything where nobody can tell."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.units import GIB
+from fsdp_tune.planner.hardware.gpus import find_hardware
+from fsdp_tune.planner.predict.depth import DepthError
+from fsdp_tune.planner.search.recomputation import KEY, Budget, decide
+from fsdp_tune.planner.trace_format import Trace
+from fsdp_tune.recipe.schema import Recipe
+from tests.planner.recipes import resolved
+from tests.planner.test_search import ModelTracer
+
+A100 = Budget.of(find_hardware("A100-40GB"))
+OPEN = resolved(fsdp={"activation_checkpointing": "auto"})
+
+
+@pytest.mark.parametrize(("state_gib", "kind", "traced"), [(80, "none", 1), (240, "selective", 2), (270, "full", 3)])
+def test_the_least_recomputation_that_fits_is_taken_and_no_more_is_traced(state_gib: int, kind: str, traced: int) -> None:
+    tracer = ModelTracer(state_gib)
+    seen: list[str] = []
+
+    def trace(recipe: Recipe) -> Trace:
+        seen.append(recipe.fsdp.activation_checkpointing)
+        return tracer.trace(recipe)
+
+    found = decide(OPEN, A100, trace)
+    assert found.recipe.fsdp.activation_checkpointing == kind
+    assert seen == ["none", "selective", "full"][:traced]
+    assert found.reasons[KEY].startswith("the least that fits A100-40GB: ")
+    assert found.notices == ()
+    assert found.recipe.model_copy(update={"fsdp": OPEN.fsdp}) == OPEN, "nothing else is decided"
+
+
+def test_where_nothing_fits_the_leanest_is_taken_and_it_is_said() -> None:
+    found = decide(OPEN, A100, ModelTracer(1000).trace)
+    assert found.recipe.fsdp.activation_checkpointing == "full"
+    assert [notice.code for notice in found.notices] == ["recomputation-is-not-enough"]
+
+
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+def test_what_the_recipe_says_is_kept_and_not_traced(kind: str) -> None:
+    written = resolved(fsdp={"activation_checkpointing": kind})
+    found = decide(written, A100, lambda _: pytest.fail("nothing is open"))
+    assert (found.recipe, found.reasons, found.notices) == (written, {}, ())
+
+
+@pytest.mark.parametrize("error", [usage_error("trace-failed", "it refuses"), DepthError("it refuses")])
+def test_a_model_that_cannot_be_traced_is_recomputed_whole_and_it_is_said(error: Exception) -> None:
+    def refuse(_recipe: Recipe) -> Trace:
+        raise error
+
+    found = decide(OPEN, A100, refuse)
+    assert found.recipe.fsdp.activation_checkpointing == "full"
+    assert [notice.code for notice in found.notices] == ["recomputation-not-planned"]
+    assert "it refuses" in found.notices[0].message
+
+
+def test_memory_that_nobody_knows_recomputes_everything_and_traces_nothing() -> None:
+    found = decide(OPEN, None, lambda _: pytest.fail("there is nothing to compare with"))
+    assert found.recipe.fsdp.activation_checkpointing == "full"
+    assert "not known" in found.notices[0].message
+
+
+def test_a_budget_of_bytes_decides_like_a_card() -> None:
+    assert decide(OPEN, Budget("half of it", 20 * GIB), ModelTracer(80).trace).recipe.fsdp.activation_checkpointing == "selective"

@@ -1,0 +1,269 @@
+"""The ranking: what fits before what is fast, offload only where nothing else fits, and why the first is first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from fsdp_tune.core.units import GIB
+from fsdp_tune.planner.hardware.gpus import Hardware, find_hardware
+from fsdp_tune.planner.search.scaling import scaling_table
+from fsdp_tune.planner.search.search import Ranking, Search, Target, rank_recipes, smallest_hardware
+from fsdp_tune.planner.trace_format import Trace
+from fsdp_tune.recipe.schema import Recipe
+from tests.planner.hand_trace import Hand
+from tests.planner.recipes import resolved
+
+A100 = find_hardware("A100-40GB")
+KEPT = {"none": 8, "selective": 4, "full": 1, "inputs on the host": 1 / 8}
+"""GiB of activations a sequence of 128 tokens."""
+RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1 / 3}
+
+
+class ModelTracer:
+    """Traces of a model with `state_gib` GiB of state, all sharded or all on the host."""
+
+    def __init__(self, state_gib: int) -> None:
+        self.state_bytes = state_gib * GIB
+        self.seen: list[Recipe] = []
+
+    def __call__(self, recipes: Sequence[Recipe]) -> Iterator[Trace | None]:
+        self.seen += recipes
+        return (self.trace(recipe) for recipe in recipes)
+
+    def trace(self, recipe: Recipe) -> Trace:
+        fsdp, micro = recipe.fsdp, recipe.training.per_device_train_batch_size
+        shards, accumulation = recipe.parallelism.dp_shard_size, recipe.training.gradient_accumulation_steps or 1
+        assert isinstance(shards, int)
+        copies = recipe.parallelism.dp_replicate_size
+        assert isinstance(copies, int)
+        hand = Hand()
+        hand.hold(0, self.state_bytes // (shards if recipe.is_sharded else 1), kind="parameters", host=fsdp.offload_params)
+        gib = KEPT["inputs on the host" if fsdp.activation_checkpointing_offload else fsdp.activation_checkpointing]
+        kept = int(gib * micro * GIB) * recipe.data.max_length // 128
+        hand.hold(1, kept)
+        for index in range(min(2, accumulation)):
+            attention = (recipe.data.max_length / 128) ** 2
+            hand.op("mm", flops=1e13 * micro * attention * (1 + RECOMPUTED[fsdp.activation_checkpointing]), micro=index)
+            if fsdp.offload_params:
+                hand.op("copy_to_device", moved=10**10, micro=index)
+            talk = {"FULL_SHARD": 2, "SHARD_GRAD_OP": 1, "NO_SHARD": 1}[fsdp.sharding_strategy]
+            group = "shard" if recipe.is_sharded else "replicate"
+            hand.collective("all_reduce", talk * GIB, group=group, micro=index).wait(0, 1)
+        hand.hold(1, -kept)
+        return hand.trace(
+            micro_batch=micro,
+            tokens=recipe.data.max_length,
+            accumulation=accumulation,
+            traced_micro_batches=min(2, accumulation),
+            world_size=recipe.world_size,
+            shard_size=shards if recipe.is_sharded else 1,
+            replicate_size=copies if recipe.is_sharded else recipe.world_size,
+        )
+
+
+def ranked(state_gib: int, target: Target = "fastest", gpus: int = 8, hardware: Hardware = A100) -> tuple[Ranking, ModelTracer]:
+    recipe, tracer = resolved(gpus=gpus), ModelTracer(state_gib)
+    return rank_recipes(Search(hardware, tracer), recipe, tracer.trace(recipe), target), tracer
+
+
+def test_what_fits_is_ranked_by_time_and_what_does_not_comes_last() -> None:
+    ranking, _ = ranked(80)
+    answers = [each.plan.fits for each in ranking.ranked]
+    assert answers == sorted(answers, key=["yes", "tight", "no"].index)
+    times = [each.plan.step_seconds for each in ranking.ranked if each.plan.fits == "yes"]
+    assert times == sorted(times)  # type: ignore[type-var]
+    first = ranking.ranked[0]
+    assert first.recipe.fsdp.activation_checkpointing == "none"
+    assert first.recipe.global_batch_size == 64
+    assert first.plan.fits == "yes"
+
+
+def test_recomputation_is_taken_where_nothing_fits_without_it() -> None:
+    ranking, _ = ranked(260)  # 32.5 GiB a GPU: no room for 8 GiB of activations
+    first = ranking.ranked[0]
+    assert first.recipe.fsdp.activation_checkpointing != "none"
+    assert first.plan.fits == "yes"
+    assert ranking.because is not None
+    assert "with recomputation selective it is tight at best (SHARD_GRAD_OP, " in ranking.because
+
+
+def test_the_reason_of_the_first_claims_nothing_that_the_ranking_denies() -> None:
+    ranking, _ = ranked(80, hardware=replace(A100, bf16_tflops=None))
+    assert ranking.because is not None
+    assert "the leanest, as no speed of A100-40GB is known, of" in ranking.because
+    for state_gib in (80, 200, 230, 260):
+        ranking, _ = ranked(state_gib)
+        for each in ranking.ranked:
+            denied = {"yes": "", "tight": "not even one", "no": "nothing"}[each.plan.fits]
+            assert f"with recomputation {each.recipe.fsdp.activation_checkpointing} {denied}" not in (ranking.because or "")
+
+
+def test_offload_is_tried_only_where_nothing_fits_without() -> None:
+    _, tracer = ranked(80)
+    assert not any(recipe.fsdp.offload_params for recipe in tracer.seen)
+    ranking, tracer = ranked(1000)
+    assert ranking.ranked[0].recipe.fsdp.offload_params
+    assert ranking.ranked[0].plan.recipe_changes["fsdp.offload_params"] is True
+
+
+def test_inputs_go_to_the_host_before_the_state_does() -> None:
+    """At 35 GiB of state a GPU one sequence is too many with everything recomputed; without its inputs there is room."""
+    ranking, tracer = ranked(280)
+    first = ranking.ranked[0]
+    assert first.plan.fits == "yes"
+    assert first.recipe.fsdp.activation_checkpointing_offload
+    assert first.plan.recipe_changes["fsdp.activation_checkpointing_offload"] is True
+    assert not any(recipe.fsdp.offload_params for recipe in tracer.seen)
+    assert "recomputation full, inputs on the host" in (ranking.because or "")
+    _, tracer = ranked(80)
+    assert not any(recipe.fsdp.activation_checkpointing_offload for recipe in tracer.seen)
+
+
+def test_micro_batches_end_with_the_first_that_does_not_fit() -> None:
+    ranking, _ = ranked(80)
+    shown = [each for each in ranking.ranked if each.recipe.fsdp.activation_checkpointing == "none" and each.plan.fits == "no"]
+    assert len({each.recipe.fsdp.sharding_strategy for each in shown}) == len(shown)
+
+
+def test_a_layout_is_traced_once_whatever_micro_batches_are_tried() -> None:
+    ranking, tracer = ranked(8)
+    assert len(tracer.seen) == 9 * 2, "with whole logits and in slices"
+    assert len({recipe.training.per_device_train_batch_size for recipe in tracer.seen}) == 1
+    assert len({each.recipe.training.per_device_train_batch_size for each in ranking.ranked}) > 1
+
+
+def test_an_open_loss_is_tried_whole_and_in_slices() -> None:
+    recipe, tracer = resolved(kernels={"loss": "auto"}), ModelTracer(8)
+    recipe = recipe.model_copy(update={"kernels": recipe.kernels.model_copy(update={"loss": "auto"})})
+    rank_recipes(Search(A100, tracer), recipe, tracer.trace(recipe), "fastest")
+    assert {each.kernels.loss for each in tracer.seen} == {"full", "chunked"}
+
+
+@pytest.mark.parametrize("target", ["fastest", "cheapest", "largest-context"])
+@pytest.mark.parametrize("loss", ["full", "auto"])
+@pytest.mark.parametrize("state_gib", [8, 1000])
+def test_the_recipe_that_was_asked_for_is_in_every_ranking_once_and_at_its_place(target: Target, loss: str, state_gib: int) -> None:
+    recipe, tracer = resolved(kernels={"loss": loss}), ModelTracer(state_gib)
+    ranking = rank_recipes(Search(A100, tracer), recipe, tracer.trace(recipe), target)
+    own = [each for each in ranking.ranked if each.recipe == recipe]
+    assert len(own) == 1
+    assert own[0].plan.recipe_changes == {}
+    places = [each.plan.place for each in ranking.ranked]
+    assert places == sorted(places)  # type: ignore[type-var]
+    assert places[:-1] == list(range(1, len(places)))
+    if loss == "auto":  # its own loss is tried once, the other as well
+        twins = [each.plan.recipe_changes for each in ranking.ranked if each.plan.recipe_changes.keys() <= {"kernels.loss"}]
+        assert twins in ([{}], [{}, {"kernels.loss": "chunked"}], [{"kernels.loss": "chunked"}, {}])
+
+
+def test_cheapest_takes_fewer_gpus_where_communication_costs() -> None:
+    ranking, _ = ranked(16, "cheapest")
+    first = ranking.ranked[0]
+    assert first.recipe.world_size < 8
+    assert first.recipe.global_batch_size == 64
+    assert first.plan.recipe_changes["launch.num_processes"] == first.recipe.world_size
+
+
+def test_largest_context_doubles_the_rows_while_they_fit() -> None:
+    ranking, _ = ranked(80, "largest-context")
+    first = ranking.ranked[0]
+    assert first.recipe.data.max_length == 128 * 128, "24 GiB are free, and 128 tokens keep an eighth of one"
+    assert first.recipe.fsdp.activation_checkpointing_offload
+    assert first.plan.recipe_changes["data.max_length"] == 128 * 128
+    assert "more time for a token than the next layout" in (ranking.because or ""), "longer rows, more attention"
+    kept = next(each for each in ranking.ranked if not each.recipe.fsdp.activation_checkpointing_offload)
+    assert (kept.recipe.data.max_length, kept.recipe.fsdp.activation_checkpointing) == (128 * 16, "full"), "an input is one GiB"
+
+
+def test_nothing_fits_is_said_and_the_smallest_hardware_that_does_is_found() -> None:
+    recipe, tracer = resolved(gpus=2), ModelTracer(150)
+    search = Search(find_hardware("RTX4090"), tracer)
+    ranking = rank_recipes(search, recipe, tracer.trace(recipe), "fastest")
+    ranking = Ranking(tuple(each for each in ranking.ranked if not each.recipe.fsdp.offload_params), None)
+    found = smallest_hardware(search, recipe, ranking.ranked)
+    assert found is not None
+    assert (found["gpu"], found["num_processes"]) == ("GH200", 2), "76 GiB a GPU: less than 80 GB with something to spare is not enough"
+
+
+def test_more_of_the_same_card_where_no_card_is_large_enough() -> None:
+    recipe, tracer = resolved(gpus=2), ModelTracer(1500)
+    found = smallest_hardware(Search(find_hardware("H200"), tracer), recipe, ())
+    assert found is not None
+    assert (found["gpu"], found["num_processes"]) == ("H200", 16)
+
+
+def test_more_cards_train_the_same_global_batch() -> None:
+    recipe, tracer = resolved(gpus=2), ModelTracer(1500)
+    found = smallest_hardware(Search(find_hardware("H200"), tracer), recipe, ())
+    assert found is not None
+    assert found["recipe_changes"]["training.gradient_accumulation_steps"] == 64 // 16
+
+
+def test_a_larger_card_for_fp8_has_fp8() -> None:
+    recipe, tracer = resolved(gpus=2, precision={"mixed_precision": "fp8"}), ModelTracer(55)
+    found = smallest_hardware(Search(find_hardware("L4"), tracer), recipe, ())
+    assert found is not None
+    assert found["gpu"] == "L40S", "an A100-40GB would be large enough"
+
+
+def test_the_scaling_table_has_whole_machines_and_the_recipe_itself() -> None:
+    tracer = ModelTracer(30)
+    rows = scaling_table(Search(A100, tracer), resolved(gpus=12, machines=2, global_batch=60))
+    assert [(row["num_processes"], row["num_machines"]) for row in rows] == [(1, 1), (2, 1), (4, 1), (12, 2)]
+    rows = scaling_table(Search(A100, tracer), resolved(gpus=16))
+    assert next(row["num_machines"] for row in rows if row["num_processes"] == 16) == 1, "sixteen on one machine, as the recipe says"
+
+
+def test_the_scaling_table_of_many_ranks_is_drawn_between_them_and_the_fewest() -> None:
+    tracer = ModelTracer(300)
+    scaling_table(Search(A100, tracer), resolved(gpus=512, machines=64, global_batch=512))
+    assert {recipe.world_size for recipe in tracer.seen} == {2, 512}
+
+
+class MixtureTracer(ModelTracer):
+    """Eight experts, stacked in one parameter."""
+
+    def trace(self, recipe: Recipe) -> Trace:
+        return replace(super().trace(recipe), facts={"config": {"num_local_experts": 8}})
+
+
+def test_shards_of_experts_are_traced_at_every_size() -> None:
+    """At more ranks than experts no shard gets smaller, which no line through two sizes shows."""
+    tracer = MixtureTracer(30)
+    rows = scaling_table(Search(A100, tracer), resolved())
+    assert {recipe.world_size for recipe in tracer.seen} == {row["num_processes"] for row in rows} == {1 << power for power in range(11)}
+
+
+def test_an_unknown_time_still_ranks_what_fits() -> None:
+    volta = find_hardware("V100-32GB")
+    ranking, _ = ranked(80, hardware=volta)
+    assert ranking.ranked[0].plan.step_seconds is None
+    assert ranking.ranked[0].plan.fits == "yes"
+    assert any("no known peak in bf16" in text for text in ranking.ranked[0].plan.unknown)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_the_scaling_table_goes_to_1024_and_loses_efficiency_only(strategy: str) -> None:
+    tracer = ModelTracer(30)
+    rows = scaling_table(Search(A100, tracer), resolved(fsdp={"sharding_strategy": strategy}))
+    assert [row["num_processes"] for row in rows] == [1 << power for power in range(11)]
+    assert [row["num_machines"] for row in rows][-1] == 128
+    speeds = [row["efficiency"] for row in rows]
+    assert speeds[0] == 1.0
+    assert speeds[-1] <= speeds[3] + 1e-9
+    shards = [row["peak_reserved_gib"] for row in rows]
+    assert (shards[0] > shards[-1]) == (strategy == "FULL_SHARD")
+
+
+@pytest.mark.parametrize(("positions", "longest"), [(512, 512), (None, 128 * 128)])
+def test_largest_context_ends_at_the_positions_that_the_model_declares(positions: int | None, longest: int) -> None:
+    class Limited(ModelTracer):
+        def trace(self, recipe: Recipe) -> Trace:
+            return replace(super().trace(recipe), facts={"config": {"max_position_embeddings": -1}, "max_positions": positions})
+
+    tracer, recipe = Limited(80), resolved()
+    ranking = rank_recipes(Search(A100, tracer), recipe, tracer.trace(recipe), "largest-context")
+    assert max(each.recipe.data.max_length for each in ranking.ranked) == longest

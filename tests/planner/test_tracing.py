@@ -1,0 +1,181 @@
+"""Traces by a child: named by what they depend on, kept, made anew when damaged; a model that is refused stops nothing else."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.planner import tracing
+from fsdp_tune.planner.trace_format import Trace
+from fsdp_tune.planner.tracing import Tracing, trace_key
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.effects import MEMORY, TIME
+from fsdp_tune.recipe.schema.keys import all_keys, effect_of
+from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS
+from tests.planner.hand_trace import Hand
+from tests.planner.recipes import resolved
+
+
+def key(recipe: Recipe) -> str:
+    return trace_key(recipe, exact=False, vocabulary=None)
+
+
+def test_a_trace_is_named_by_what_it_depends_on() -> None:
+    base = key(resolved())
+    assert base == key(resolved(training={"learning_rate": 1.0e-3, "save_steps": 7}, merge={"at_end": False}))
+    assert base != key(resolved(micro_batch=2))
+    assert base != key(resolved(data={"train": [{"path": "builtin:arithmetic"}], "max_length": 256}))
+    assert base != key(resolved(fsdp={"activation_checkpointing": "full"}))
+    assert base != trace_key(resolved(), exact=True, vocabulary=None)
+    assert base != trace_key(resolved(), exact=False, vocabulary=1000)
+
+
+def with_value(recipe: Recipe, name: str, value: object) -> Recipe:
+    """A copy of `recipe` with another value, not validated."""
+    section, _, field = name.partition(".")
+    if not field:
+        return recipe.model_copy(update={section: value})
+    copy = getattr(recipe, section).model_copy(update={"async_" if field == "async" else field: value})
+    return recipe.model_copy(update={section: copy})
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+def test_every_recipe_key_that_affects_memory_or_time_is_in_the_name_of_a_trace() -> None:
+    recipe, base = resolved(), key(resolved())
+    names = [each.name for each in all_keys() if each.effect is not None and len(each.path) <= 2]
+    names += [f"training.{name}" for name in PASSED_EFFECTS]
+    in_name = {name for name in names if key(with_value(recipe, name, "another value")) != base}
+    assert in_name == {name for name in names if effect_of(name).affects & (MEMORY | TIME)}
+    assert {"data.max_length", "fsdp.offload_params", "training.optim_target_modules", "kernels.loss"} <= in_name
+    assert {"training.learning_rate", "training.seed", "merge.dtype", "name"}.isdisjoint(in_name)
+
+
+def test_unknown_training_field_is_in_the_name_of_a_trace() -> None:
+    training = resolved().training.model_copy(update={"field_of_the_next_release": 1})
+    assert key(resolved().model_copy(update={"training": training})) != key(resolved())
+
+
+def test_another_config_in_a_run_is_another_trace(tmp_path: Path) -> None:
+    (tmp_path / "recipe.json").write_text("{}")
+    (tmp_path / "model").mkdir()
+    config = tmp_path / "model" / "config.json"
+    config.write_text('{"hidden_size": 64}')
+    recipe = with_value(resolved(), "model.from_config", None)
+    recipe = with_value(recipe, "model.name_or_path", str(tmp_path))
+    before = key(recipe)
+    assert key(recipe) == before
+    config.write_text('{"hidden_size": 128}')
+    assert key(recipe) != before
+
+
+def test_another_commit_in_the_hub_cache_is_another_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--org--model"
+    recipe = with_value(with_value(resolved(), "model.from_config", None), "model.name_or_path", "org/model")
+    names = [key(recipe)]
+    for commit in ("1111", "2222"):
+        snapshot = repository / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / "main").write_text(commit)
+        names.append(key(recipe))
+    assert len(set(names)) == 3
+    assert key(with_value(recipe, "model.revision", "1111")) not in names, "the revision is a key of its own"
+
+
+def test_another_version_of_any_installed_package_is_another_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    names = []
+    for version in ("0.1", "0.2"):
+        for stale in tmp_path.glob("*.dist-info"):
+            stale.rmdir()
+        (tmp_path / f"torchao-{version}.dist-info").mkdir()
+        tracing.installed_code.cache_clear()
+        names.append(key(resolved()))
+    tracing.installed_code.cache_clear()
+    assert names[0] != names[1]
+
+
+def test_trace_of_a_config_that_changed_meanwhile_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    Hand().op("mm", flops=1.0).trace().save(tmp_path / "traced.npz")
+    edit = f"import shutil; shutil.copy({str(tmp_path / 'traced.npz')!r}, job['output']); open({str(config)!r}, 'w').write('1'); "
+    monkeypatch.setattr(tracing, "COMMAND", answering(edit + "print(json.dumps({'job': 0, 'problems': []}), flush=True)"))
+    with Tracing(tmp_path / "cache") as asked:
+        (found,) = asked([resolved(model={"from_config": str(config)})])
+    assert isinstance(found, Trace)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_another_config_at_the_same_path_is_another_trace(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "llama", "hidden_size": 64}')
+    recipe = resolved(model={"from_config": str(config)})
+    before = key(recipe)
+    config.write_text('{"model_type": "llama", "hidden_size": 128}')
+    assert key(recipe) != before
+
+
+def test_a_kept_trace_starts_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "COMMAND", ("/nowhere/python",))
+    Hand().op("mm", flops=1.0).trace().save(tmp_path / f"{key(resolved())}.npz")
+    with Tracing(tmp_path) as asked:
+        first, second = asked([resolved(), resolved()])
+    assert isinstance(first, Trace)
+    assert first is second
+
+
+def test_a_child_that_dies_is_told_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / f"{key(resolved())}.npz").write_bytes(b"no trace")
+    monkeypatch.setattr(tracing, "COMMAND", ("/bin/sh", "-c", "echo no room left >&2; exit 3"))
+    with Tracing(tmp_path) as asked:
+        (lost,) = asked([resolved()])
+    assert isinstance(lost, FsdpTuneError)
+    assert lost.problems[0].code == "trace-failed"
+    assert "no room left" in lost.problems[0].message
+
+
+@pytest.mark.slow
+def test_a_model_that_is_refused_stops_no_other(tmp_path: Path) -> None:
+    small = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 384}
+    good = resolved(gpus=2, model={"from_config": small | {"num_attention_heads": 4}})
+    bad = resolved(gpus=2, model={"from_config": {"model_type": "no such architecture"}})
+    with Tracing(tmp_path) as asked:
+        refused, traced = asked([bad, good])
+    assert isinstance(refused, FsdpTuneError)
+    assert isinstance(traced, Trace)
+    assert traced.shapes.world_size == 2
+    with Tracing(tmp_path) as asked:
+        (again,) = asked([good])
+    assert isinstance(again, Trace)
+    assert again.to_bytes() == traced.to_bytes()
+
+
+def answering(script: str) -> tuple[str, ...]:
+    """A child that answers as `script` says: `job` is what it was asked."""
+    head = "import json, sys\nfor line in sys.stdin:\n    job = json.loads(line)\n    "
+    return (sys.executable, "-c", head + script)
+
+
+def test_a_refusal_is_handed_over_and_the_child_asked_once_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "print(json.dumps({'job': job['job'], 'problems': [{'code': 'refused', 'message': str(job['job'])}]}), flush=True)"
+    monkeypatch.setattr(tracing, "COMMAND", answering(script))
+    with Tracing(tmp_path) as asked:
+        one, other, again = asked([resolved(), resolved(micro_batch=2), resolved()])
+        assert isinstance(one, FsdpTuneError)
+        assert isinstance(other, FsdpTuneError)
+        assert (one.problems[0].code, one.problems[0].message, other.problems[0].message) == ("refused", "0", "1")
+        assert again is one
+
+
+def test_a_trace_that_was_promised_and_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "COMMAND", answering("print(json.dumps({'job': job['job'], 'problems': []}), flush=True)"))
+    with Tracing(tmp_path) as asked:
+        (lost,) = asked([resolved()])
+    assert isinstance(lost, FsdpTuneError)
+    assert "cannot be read" in lost.problems[0].message

@@ -1,0 +1,166 @@
+"""Few traced layers stand for all layers only where they are equal; patterns are matched on the full model."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.model.build.construct import build_empty, config_or_facts
+from fsdp_tune.model.shard.fsdp_units import plan_units
+from fsdp_tune.planner.predict.depth import Repeated, full_depth, repeated_layers
+from fsdp_tune.planner.predict.memory import peak_memory
+from fsdp_tune.planner.trace.traced_layers import container_of, layer_signatures, shallow_recipe, without_dropped
+from fsdp_tune.planner.trace_format import Trace
+from fsdp_tune.recipe.schema import Recipe
+from tests.model.families import FAMILIES
+from tests.model.recipes import recipe_of
+from tests.planner.trace.tracing import trace_of
+
+PARTS = ("", "self_attn.", "mlp.", "self_attn.q_proj.", "input_layernorm.")
+
+
+def deep(layers: int, *, family: str = "llama", config: dict[str, Any] | None = None, **sections: Any) -> Recipe:
+    document = {"precision": {"mixed_precision": "bf16"}, "data": {"train": [{"path": "x"}], "max_length": 64}} | sections
+    fields = FAMILIES[family] | {"num_hidden_layers": layers} | (config or {})
+    return recipe_of({"from_config": fields} | document.pop("model", {}), **document)
+
+
+def chosen(recipe: Recipe) -> tuple[Repeated | None, list[Any]]:
+    config, _ = config_or_facts(recipe)
+    model = build_empty(recipe, config)
+    groups = plan_units(recipe, model).groups
+    signatures = layer_signatures(recipe, model, groups)
+    return repeated_layers(signatures), signatures
+
+
+def random_freeze(seed: int, layers: int) -> list[str]:
+    """Patterns that freeze random parts of random stretches of layers; the same part of each layer of a stretch."""
+    draw = random.Random(seed)
+    patterns: list[str] = ["model.embed_tokens.*"] if draw.random() < 0.3 else []
+    for _ in range(draw.randint(1, 3)):
+        begin = draw.randrange(layers)
+        end, every = draw.randint(begin, layers), draw.choice((1, 1, 2))
+        part = draw.choice(PARTS)
+        patterns += [f"model.layers.{index}.{part}*" for index in range(begin, end, every)]
+    return patterns or ["model.norm.*"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_dropped_layers_equal_the_layers_that_stand_for_them(seed: int) -> None:
+    layers = 24
+    found, signatures = chosen(deep(layers, model={"freeze": random_freeze(seed, layers)}))
+    if found is None:
+        return
+    stretch = signatures[found.first : found.first + found.period]
+    assert all(signatures[index] == stretch[(index - found.first) % found.period] for index in found.dropped)
+    assert found.dropped.stop + 2 * found.period <= layers, "two stretches stay behind the dropped layers"
+
+
+def test_random_freezes_leave_something_to_drop() -> None:
+    found = [chosen(deep(24, model={"freeze": random_freeze(seed, 24)}))[0] for seed in range(20)]
+    assert sum(each is not None for each in found) > 10
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "period"),
+    [
+        ("qwen2_moe", {"mlp_only_layers": [0, 1, 2], "decoder_sparse_step": 1}, 1),
+        ("qwen2_moe", {"decoder_sparse_step": 2}, 2),
+        ("gemma3_text", {"layer_types": [*["sliding_attention"] * 3, "full_attention"] * 7}, 4),
+        ("gpt2", {"n_layer": 28, "scale_attn_by_inverse_layer_idx": True}, 1),
+    ],
+)
+def test_period_follows_from_the_layers(family: str, config: dict[str, Any], period: int) -> None:
+    found, signatures = chosen(deep(28, family=family, config=config))
+    assert found is not None
+    assert found.period == period
+    assert len(signatures) == 28
+
+
+def test_layers_of_their_own_are_traced() -> None:
+    found, _ = chosen(deep(24, family="qwen2_moe", config={"mlp_only_layers": [20]}))
+    assert found is not None
+    assert 20 not in found.dropped
+
+
+def same_peaks(shallow: Trace, exact: Trace) -> None:
+    assert shallow.traced_layers < exact.traced_layers
+    assert shallow.counts == exact.counts
+    assert shallow.units == exact.units
+    spliced, whole = peak_memory(full_depth(shallow)), peak_memory(exact)
+    assert spliced.peak_allocated_bytes == whole.peak_allocated_bytes
+    assert spliced.peak_reserved_bytes == whole.peak_reserved_bytes
+    assert spliced.components == whole.components
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        pytest.param(["model.embed_tokens.*", *(f"model.layers.{index}.*" for index in range(4))], id="first layers"),
+        pytest.param([f"model.layers.{index}.mlp.*" for index in range(9, 12)], id="only later layers", marks=pytest.mark.slow),
+        *(pytest.param(random_freeze(seed, 12), id=f"random {seed}", marks=pytest.mark.slow) for seed in range(6)),
+    ],
+)
+def test_frozen_layers_are_planned_as_with_all_layers_traced(frozen: list[str]) -> None:
+    recipe = deep(12, model={"freeze": frozen})
+    exact = trace_of(recipe, exact=True)
+    if chosen(recipe)[0] is None:
+        assert trace_of(recipe).traced_layers == exact.traced_layers
+    else:
+        same_peaks(trace_of(recipe), exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fsdp",
+    [
+        {"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": ["model.layers.*", "model.layers.7.mlp"]},
+        {"ignored_modules": r"model\.layers\.(9|10|11)\.input_layernorm"},
+    ],
+    ids=["wrapped by name", "ignored"],
+)
+def test_patterns_may_name_layers_that_are_not_traced(fsdp: dict[str, Any]) -> None:
+    freeze = [f"model.layers.{index}.input_layernorm.*" for index in (9, 10, 11)]
+    recipe = deep(18, fsdp=fsdp, model={"freeze": freeze})
+    same_peaks(trace_of(recipe), trace_of(recipe, exact=True))
+
+
+def test_patterns_become_the_names_of_the_kept_layers() -> None:
+    wrapped = ["model.layers.*", "model.layers.19.mlp"]
+    recipe = deep(20, fsdp={"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": wrapped})
+    model = build_empty(recipe, config_or_facts(recipe)[0])
+    groups = plan_units(recipe, model).groups
+    repeated = repeated_layers(layer_signatures(recipe, model, groups))
+    container = container_of(recipe, model)
+    assert repeated is not None
+    assert container == "model.layers"
+    left = 20 - repeated.missing
+    shallow = shallow_recipe(recipe, container, repeated, model, groups)
+    kept = without_dropped(model, container, repeated)
+    names = {name for group in plan_units(shallow, kept).groups for name in group}
+    assert names == {f"model.layers.{index}" for index in range(left)} | {f"model.layers.{left - 1}.mlp"}
+
+
+def test_flash_attention_is_planned_without_its_package() -> None:
+    """Packed rows need no mask there, which torch's own kernel needs."""
+    data = {"train": [{"path": "x"}], "max_length": 64, "packing": True}
+    flash = trace_of(deep(2, data=data, model={"attn_implementation": "flash_attention_2"}))
+    plain = trace_of(deep(2, model={"attn_implementation": "sdpa"}))
+    masked = trace_of(deep(2, data=data, model={"attn_implementation": "sdpa"}))
+    assert flash.facts["attention"] == ["flash"]
+    assert masked.facts["attention"] != ["flash"]
+    assert peak_memory(flash).peak_allocated_bytes - peak_memory(plain).peak_allocated_bytes <= 2 * 64 * 8, "position ids"
+
+
+def test_flash_attention_of_a_model_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    from fsdp_tune.planner.trace.fake_model import build_traced
+
+    monkeypatch.setattr(LlamaForCausalLM, "_supports_flash_attn", False)
+    recipe = deep(2, model={"attn_implementation": "flash_attention_2"})
+    with pytest.raises(FsdpTuneError, match="does not support FlashAttention"):
+        build_traced(recipe, config_or_facts(recipe)[0], None)

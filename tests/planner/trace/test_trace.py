@@ -1,0 +1,273 @@
+"""The trace follows the shared step: what is taken out of it is missing from the prediction; few layers stand for all."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp_tune.planner.hardware.efficiency import Efficiency
+from fsdp_tune.planner.hardware.gpus import find_hardware
+from fsdp_tune.planner.predict.allocator import rounded
+from fsdp_tune.planner.predict.blend import alike, at_micro_batch, prime_for
+from fsdp_tune.planner.predict.depth import full_depth
+from fsdp_tune.planner.predict.memory import peak_memory
+from fsdp_tune.planner.predict.timing import in_buckets, step_time
+from fsdp_tune.planner.trace_format import COLLECTIVES, KINDS, PHASES, Trace
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.optimizer_arguments import state_bytes
+from tests.model.families import FAMILIES
+from tests.model.recipes import recipe_of
+from tests.planner.trace.tracing import alive, before, trace_of
+
+
+def deep(layers: int = 9, **sections: Any) -> Recipe:
+    model = {"from_config": FAMILIES["llama"] | {"num_hidden_layers": layers}}
+    return recipe_of(model, precision={"mixed_precision": "bf16"}, **({"data": {"train": [{"path": "x"}], "max_length": 64}} | sections))
+
+
+def wide() -> Recipe:
+    """So many tokens that the peak is where activations, logits and optimizer state are."""
+    return recipe_of("llama", training={"per_device_train_batch_size": 8}, data={"train": [{"path": "x"}], "max_length": 128})
+
+
+@functools.cache
+def whole() -> Trace:
+    return trace_of(wide())
+
+
+def peak(trace: Trace) -> int:
+    return peak_memory(trace).peak_allocated_bytes
+
+
+def no_loss() -> None:
+    """The step without its cross-entropy."""
+    from fsdp_tune.model import loss
+
+    loss.summed_token_loss = lambda logits, labels, smoothing=0.0: logits.sum()  # type: ignore[assignment]
+
+
+def no_layer() -> None:
+    """A model that loses its last decoder layer when it is built."""
+    from fsdp_tune.model.build import construct as build
+
+    original = build._finish
+
+    def shortened(recipe: Any, model: Any, vocabulary: Any) -> None:
+        original(recipe, model, vocabulary)
+        del model.model.layers[-1]
+
+    build._finish = shortened
+
+
+def no_optimizer() -> None:
+    """SGD in the place of AdamW."""
+    import torch
+
+    from fsdp_tune.model.optim import optimizer
+
+    optimizer.optimizer_of = lambda training: (torch.optim.SGD, {"lr": 0.1})  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("change", [no_loss, no_layer, no_optimizer])
+def test_what_is_taken_out_of_the_step_is_missing_from_the_prediction(change: Any) -> None:
+    assert peak(trace_of(wide(), change=change)) < peak(whole())
+
+
+def size(sizes: Counter[int]) -> int:
+    return sum(bytes_ * count for bytes_, count in sizes.items())
+
+
+@pytest.mark.parametrize(
+    ("optim", "optim_args"),
+    [
+        ("adamw_torch_fused", None),
+        ("adamw_torch", None),
+        ("sgd", None),
+        ("sgd", "momentum=0.9"),
+        ("adagrad", None),
+        ("rmsprop", "momentum=0.9, centered=true"),
+    ],
+)
+def test_optimizer_state_is_the_optimizers(optim: str, optim_args: str | None) -> None:
+    recipe = recipe_of("llama", training={"optim": optim, "optim_args": optim_args})
+    trace = trace_of(recipe)
+    after = before(trace, "zero_grad")
+    moments = size(alive(trace, "parameters", until=after)) * state_bytes(recipe.training, 4) / 4
+    # Beside them a step count for each tensor, on the device or on the host; and the model has a buffer or two.
+    assert size(alive(trace, "optimizer state", until=after)) == pytest.approx(moments, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("layers", "sections"),
+    [
+        pytest.param(9, {"fsdp": {"activation_checkpointing": "selective"}}, id="selective"),
+        pytest.param(
+            13,
+            {"fsdp": {"activation_checkpointing": "full", "activation_checkpointing_every": 2, "offload_params": True}},
+            id="every second layer, offloaded",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            9,
+            {"fsdp": {"activation_checkpointing": "full", "activation_checkpointing_offload": True}},
+            id="inputs on the host",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            9,
+            {"fsdp": {"sharding_strategy": "SHARD_GRAD_OP", "sync_each_batch": False}, "training": {"gradient_accumulation_steps": 3}},
+            id="accumulated",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_few_layers_stand_for_all(layers: int, sections: dict[str, Any]) -> None:
+    """Every allocation of the spliced trace is that of the run with all layers: same order, sizes, kinds, streams and lifetimes."""
+    recipe = deep(layers, **sections)
+    exact, shallow = trace_of(recipe, exact=True), trace_of(recipe)
+    spliced = full_depth(shallow)
+    assert shallow.traced_layers < exact.traced_layers
+    for column in ("kind", "layer", "stream", "phase"):
+        assert np.array_equal(spliced.events[column], exact.events[column]), column
+    # The norms of all gradients are put into one tensor, which has four bytes for each: its size is the one that differs.
+    assert _rounded(spliced) == _rounded(exact)
+    assert _lifetimes(spliced) == _lifetimes(exact)
+    assert len(spliced.ops) == len(exact.ops)
+    assert spliced.ops["flops"].sum() == exact.ops["flops"].sum()
+    assert np.array_equal(spliced.collectives["bytes"], exact.collectives["bytes"])
+    assert (spliced.counts, [u.parameters for u in spliced.units]) == (exact.counts, [u.parameters for u in exact.units])
+    _same_peaks(spliced, exact)
+
+
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_few_layers_stand_for_all_under_ddp(accumulation: int) -> None:
+    """Everything that is sent, bucket by bucket, and the peaks."""
+    training = {"gradient_accumulation_steps": accumulation}
+    recipe = deep(fsdp={"sharding_strategy": "NO_SHARD"}, training=training)
+    exact, shallow = trace_of(recipe, exact=True), trace_of(recipe)
+    spliced = full_depth(shallow)
+    assert shallow.traced_layers < exact.traced_layers
+    for each in (exact, spliced):
+        sums = each.steady(each.collectives)
+        sums = sums[(sums["kind"] == COLLECTIVES.index("all_reduce")) & (sums["phase"] == PHASES.index("backward"))]
+        assert sums["bytes"].sum() == exact.counts.parameter_bytes, "each gradient is summed over the ranks, once a step"
+        assert set(sums["micro"].tolist()) == {min(accumulation, 2) - 1}, "in the last micro-batch"
+    sent = [in_buckets(each, each.steady(each.collectives))["bytes"].tolist() for each in (exact, spliced)]
+    assert sent[0] == sent[1]
+    _same_peaks(spliced, exact)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param({"fsdp": {"activation_checkpointing": "selective"}}, id="selective"),
+        pytest.param({"fsdp": {"sharding_strategy": "NO_SHARD"}}, id="DDP", marks=pytest.mark.slow),
+        pytest.param({"fsdp": {"offload_params": True}}, id="offloaded", marks=pytest.mark.slow),
+        pytest.param(
+            {"fsdp": {"activation_checkpointing": "full", "activation_checkpointing_offload": True}},
+            id="inputs on the host",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"data": {"train": [{"path": "x"}], "max_length": 96, "packing": True}}, id="packed", marks=pytest.mark.slow),
+    ],
+)
+def test_every_micro_batch_follows_from_one_trace_at_a_prime(sections: dict[str, Any]) -> None:
+    """Byte for byte from two sequences on; one alone is a program of its own, with the same peaks."""
+    one = trace_of(deep(2, training=_batches(1), **sections))
+    family = trace_of(deep(2, training=_batches(prime_for(one)), **sections))
+    three, made = trace_of(deep(2, training=_batches(3), **sections)), at_micro_batch(family, 3, 2)
+    assert alike(three, made)
+    for table, columns in {"events": ["bytes"], "ops": ["flops", "moved_bytes"], "collectives": ["bytes"]}.items():
+        for column in columns:
+            assert np.array_equal(getattr(three, table)[column], getattr(made, table)[column]), f"{table}.{column}"
+    _same_peaks(one, at_micro_batch(family, 1, 2))
+
+
+def short_slices() -> None:
+    """So that a few sequences make several slices."""
+    from fsdp_tune.model.kernels import linear_loss
+
+    linear_loss.SLICE_ELEMENTS = 1 << 15
+
+
+def test_a_loss_in_slices_at_every_micro_batch_follows_from_one_slice() -> None:
+    """The same peaks, multiplications and kernels as that of a step with all its slices; what is moved but for the last, shorter one."""
+    sections = {"kernels": {"loss": "chunked"}}
+    one = trace_of(deep(2, training=_batches(1), **sections), change=short_slices)
+    family = trace_of(deep(2, training=_batches(prime_for(one)), **sections), change=short_slices)
+    four, made = trace_of(deep(2, training=_batches(4), **sections), change=short_slices), at_micro_batch(family, 4, 2)
+    assert len(made.ops) < len(four.ops), "one slice stands for four"
+    _same_peaks(four, made)
+    for column, near in (("flops", 1e-9), ("kernels", 1e-9), ("moved_bytes", 0.05)):
+        assert made.ops[column].sum() == pytest.approx(four.ops[column].sum(), rel=near), column
+
+
+def _batches(micro_batch: int) -> dict[str, int]:
+    return {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": 2}
+
+
+def _same_peaks(one: Trace, other: Trace) -> None:
+    for segments in ("plain", "expandable"):
+        first, second = peak_memory(one, segments=segments), peak_memory(other, segments=segments)
+        assert first.peak_reserved_bytes == second.peak_reserved_bytes
+        assert first.peak_allocated_bytes == second.peak_allocated_bytes
+
+
+def _rounded(trace: Trace) -> list[int]:
+    return [rounded(size) if size > 0 else -rounded(-size) for size in trace.events["bytes"].tolist()]
+
+
+def _lifetimes(trace: Trace) -> list[tuple[int, int]]:
+    begun: dict[int, int] = {}
+    lives: list[tuple[int, int]] = []
+    for place, (block, size) in enumerate(zip(trace.events["block"].tolist(), trace.events["bytes"].tolist(), strict=True)):
+        if size > 0:
+            begun[block] = place
+        else:
+            lives.append((begun.pop(block), place))
+    return sorted(lives)
+
+
+def test_trace_survives_its_file() -> None:
+    again = Trace.from_bytes(whole().to_bytes())
+    assert np.array_equal(again.events, whole().events)
+    assert (again.units, again.counts, again.shapes, again.facts) == (whole().units, whole().counts, whole().shapes, whole().facts)
+
+
+def test_components_add_up_to_the_peak() -> None:
+    memory = peak_memory(whole())
+    assert sum(memory.components.values()) == memory.peak_allocated_bytes
+    assert set(memory.components) <= {*KINDS, "rounding"}
+
+
+def test_card_that_is_too_small_is_out_of_memory_where_it_fills_up() -> None:
+    memory = peak_memory(whole())
+    assert memory.out_of_memory is None
+    full = peak_memory(whole(), capacity_bytes=memory.peak_reserved_bytes - 1, segments="plain")
+    assert full.out_of_memory is not None or full.retries
+
+
+def test_copies_of_inputs_to_the_host_hide_behind_a_layer_where_the_link_is_fast_enough() -> None:
+    """Nothing waits where a layer computes longer than its input travels; where it does not, all that travels is waited for."""
+    model = {"from_config": FAMILIES["llama"] | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}}
+    data = {"train": [{"path": "x"}], "max_length": 2048}
+
+    def of(**fsdp: Any) -> Trace:
+        return trace_of(
+            recipe_of(model, precision={"mixed_precision": "bf16"}, data=data, fsdp={"activation_checkpointing": "full"} | fsdp)
+        )
+
+    kept, moved = of(), of(activation_checkpointing_offload=True)
+    card, quick = find_hardware("A100-80GB"), Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    input_bytes = recipe_of(model).training.per_device_train_batch_size * 2048 * 1024 * 2
+    assert step_time(moved, card, 1, quick).step_seconds == pytest.approx(step_time(kept, card, 1, quick).step_seconds, rel=0.01)
+    slow = replace(card, pcie_gb_s=0.1)
+    waited = step_time(moved, slow, 1, quick).exposed_seconds - step_time(kept, slow, 1, quick).exposed_seconds
+    travelled = 2 * 5 * input_bytes / slow.host_link_bytes_per_second  # type: ignore[operator]  # out and back, of all but the uppermost
+    assert waited == pytest.approx(travelled, rel=0.1)
+    assert peak_memory(moved).host_bytes == 5 * input_bytes

@@ -1,0 +1,190 @@
+"""A shrunk recipe is the user's in everything but size, and says where it is not."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsdp_tune.core.devices import Machine
+from fsdp_tune.data.preparation import length_with_targets, prepare
+from fsdp_tune.data.tokenise.tokenizer import load_encoder
+from fsdp_tune.recipe.catalogue import catalogue
+from fsdp_tune.recipe.read.loader import load_recipe
+from fsdp_tune.recipe.resolve import resolve
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.verify.rehearsal.shrink import EXPERTS, HEADS, HIDDEN_SIZE, MAX_LENGTH_TOKENS, Reach, Small, small_config, small_recipe
+from fsdp_tune.verify.rehearsal.small_layers import ignored_on_small_layers, on_small_layers
+from tests.model.families import FAMILIES
+
+MACHINE = Machine(None, 0, 2, None)
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+CARRIED: dict[str, dict[str, Any]] = json.loads(resources.files("fsdp_tune.recipe").joinpath("architectures.json").read_bytes())
+
+
+def resolved(text: dict[str, Any]) -> Recipe:
+    base = {"model": {"from_config": LLAMA, "tokenizer": "builtin:arithmetic"}, "data": {"train": [{"path": "builtin:arithmetic"}]}}
+    return resolve(Recipe.model_validate(base | text), MACHINE, cwd=Path("/tmp"), assume="cuda").recipe
+
+
+def shrunk(recipe: Recipe, tmp_path: Path, *, ranks: int = 2, reach: Reach | None = None, device: str = "cpu") -> Small:
+    return small_recipe(recipe, LLAMA, tmp_path, ranks=ranks, device=device, steps=24, reach=reach or Reach())
+
+
+@pytest.mark.parametrize("facts", [*CARRIED.values(), *FAMILIES.values()], ids=[*CARRIED, *FAMILIES])
+def test_any_architecture_shrinks_to_one_that_transformers_builds(facts: dict[str, Any]) -> None:
+    fields = dict(facts)
+    config = AutoConfig.for_model(fields.pop("model_type"), **{name: value for name, value in fields.items() if name != "architectures"})
+    small = small_config(json.loads(config.to_json_string(use_diff=False)))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(small.pop("model_type"), **small))
+    without_vocabulary = sum(p.numel() for p in model.parameters()) - 2 * model.config.vocab_size * HIDDEN_SIZE
+    assert without_vocabulary < 3_000_000
+    assert type(model).__name__ == (facts.get("architectures") or [type(model).__name__])[0]
+
+
+def test_a_token_budget_is_rehearsed_as_one(tmp_path: Path) -> None:
+    recipe = resolved({"training": {"global_batch_size": 64, "per_device_train_batch_tokens": 8192}})
+    training = shrunk(recipe, tmp_path).document["training"]
+    assert (training["per_device_train_batch_tokens"], training["global_batch_size"]) == (2 * MAX_LENGTH_TOKENS, 2 * 2 * 2)
+    small = load_recipe(str(shrunk(recipe, tmp_path).write(tmp_path))).recipe
+    assert resolve(small, MACHINE, cwd=tmp_path, assume="cuda").recipe.training.gradient_accumulation_steps == 2
+
+
+def test_ratios_of_heads_and_inner_size_stay() -> None:
+    small = small_config(CARRIED["meta-llama/Llama-2-70b-hf"])
+    assert (small["num_attention_heads"], small["num_key_value_heads"]) == (HEADS, 1)
+    assert small["intermediate_size"] / small["hidden_size"] == pytest.approx(28672 / 8192, abs=0.13)
+    assert small["vocab_size"] == 32000
+
+
+def test_each_type_of_layer_is_kept_once_and_in_order() -> None:
+    types = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 5 + ["full_attention"]
+    small = small_config({"num_hidden_layers": 12, "hidden_size": 512, "layer_types": types})
+    assert (small["num_hidden_layers"], small["layer_types"]) == (2, ["sliding_attention", "full_attention"])
+
+
+def test_experts_and_latent_ranks_shrink_and_null_stays_null() -> None:
+    config = {"num_hidden_layers": 8, "hidden_size": 512, "num_local_experts": 64, "num_experts_per_tok": 8, "q_lora_rank": None}
+    small = small_config(config)
+    assert (small["num_local_experts"], small["num_experts_per_tok"], small["q_lora_rank"]) == (EXPERTS, 2, None)
+
+
+@pytest.mark.parametrize("name", sorted(catalogue()))
+def test_every_recipe_of_the_catalogue_shrinks_to_a_valid_one(name: str, tmp_path: Path) -> None:
+    recipe = resolve(load_recipe(name).recipe, MACHINE, cwd=tmp_path, assume="cuda").recipe
+    facts = CARRIED.get(str(recipe.model.name_or_path)) or recipe.model.from_config
+    assert isinstance(facts, dict)
+    ranks = 4 if recipe.is_hybrid else 2
+    small = small_recipe(recipe, facts, tmp_path, ranks=ranks, device="cpu", steps=24, reach=Reach(tokenizer=False, data=False))
+    loaded = load_recipe(str(small.write(tmp_path)))
+    again = resolve(loaded.recipe, MACHINE, cwd=tmp_path).recipe
+    assert again.fsdp.model_dump(exclude={"reshard_after_forward"}) == recipe.fsdp.model_dump(exclude={"reshard_after_forward"})
+    assert again.precision == recipe.precision
+    assert again.merge.dtype == recipe.merge.dtype
+    assert (again.world_size, again.launch.device, again.launch.num_machines) == (ranks, "cpu", 1)
+
+
+def test_kernels_of_gpus_are_rehearsed_without(tmp_path: Path) -> None:
+    recipe = resolved({"kernels": {"liger": True, "loss": "liger", "compile": True}})
+    small = shrunk(recipe, tmp_path)
+    assert small.document["kernels"] == {"loss": "chunked"}, "the others are at their defaults again"
+    assert sum(change.startswith("kernels.") for change in small.changes) == 3
+    assert not any(change.startswith("kernels.") for change in shrunk(resolved({}), tmp_path).changes)
+    assert shrunk(recipe, tmp_path, device="cuda").document["kernels"]["compile"] is True
+
+
+def test_what_is_within_reach_is_used(tmp_path: Path) -> None:
+    recipe = resolved({"data": {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl", "max_rows": 7}], "eval": {"fraction": 0.01}}})
+    data = shrunk(recipe, tmp_path).document["data"]
+    assert [(Path(source["path"]).name, source["max_rows"]) for source in data["train"]] == [("a.jsonl", 400), ("b.jsonl", 7)]
+    assert data["eval"] == {"rows": 16}
+    without_tokenizer = shrunk(recipe, tmp_path, reach=Reach(tokenizer=False))
+    assert "data: the package's own, since that tokenizer reads nothing else" in without_tokenizer.changes
+
+
+def test_rows_that_fit_the_real_length_are_not_lost_to_the_small_one(tmp_path: Path) -> None:
+    recipe = resolved({"data": {"train": [{"path": "a.jsonl"}], "max_length": 4096, "overlong": "drop"}})
+    small = shrunk(recipe, tmp_path)
+    assert (small.document["data"]["max_length"], small.document["data"]["overlong"]) == (128, "truncate")
+    assert "data.max_length: 128 instead of 4096" in small.changes
+
+
+def test_offload_that_cannot_be_rehearsed_is_said(tmp_path: Path) -> None:
+    recipe = resolved({"fsdp": {"version": 1, "offload_params": True}})
+    small = shrunk(recipe, tmp_path)
+    assert "offload_params" not in small.document["fsdp"]
+    assert any("NOT rehearsed" in line for line in small.changes)
+
+
+def test_a_config_that_transformers_wrote_stays_one_in_the_small() -> None:
+    """Else a field that no class declares would be refused as a typo."""
+    assert (
+        small_config({"model_type": "qwen3_moe", "hidden_size": 64, "transformers_version": "5.23.0"})["transformers_version"] == "5.23.0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("patterns", "mapped"),
+    [
+        (["model.embed_tokens.*"], ["model.embed_tokens.*"]),
+        (["model.layers.*"], ["model.layers.*"]),
+        (["model.layers.20.*"], ["model.layers.1.*"]),
+        ([f"model.layers.{index}.mlp.*" for index in range(10)], ["model.layers.0.mlp.*"]),
+        ([f"model.layers.{index}.*" for index in range(31)], ["model.layers.0.*"]),
+        (["model.layers.?.*", "model.layers.[12]?.*", "model.layers.3?.*"], ["model.layers.0.*", "model.layers.1.*"]),
+    ],
+)
+def test_patterns_of_layers_name_layers_of_the_small_model(patterns: list[str], mapped: list[str]) -> None:
+    assert on_small_layers(patterns, 32, 2) == mapped
+
+
+def test_ignored_layers_are_those_that_are_frozen() -> None:
+    assert ignored_on_small_layers(r"model\.layers\.(9|10|20)\.mlp", 32, 2) == r"model\.layers\.(0|0|0)\.mlp"
+    assert ignored_on_small_layers(r".*\.layers\.\d{1,2}\.[a-z0-9]+", 32, 2) == r".*\.layers\.\d{1,2}\.[a-z0-9]+"
+
+
+def test_patterns_of_layers_are_mapped_and_listed(tmp_path: Path) -> None:
+    small = shrunk(
+        resolved({"model": {"from_config": LLAMA, "tokenizer": "builtin:arithmetic", "freeze": ["model.layers.31.*"]}}), tmp_path
+    )
+    assert small.document["model"]["freeze"] == ["model.layers.1.*"]
+    assert any(line.startswith("model.freeze:") for line in small.changes)
+
+
+def test_every_changed_key_of_training_and_overlong_is_listed(tmp_path: Path) -> None:
+    training = {"per_device_eval_batch_size": 16, "early_stopping": {"patience": 3}, "load_best_model_at_end": True, "save_total_limit": 3}
+    data = {"train": [{"path": "builtin:arithmetic"}], "eval": {"rows": 64}, "max_length": 512, "overlong": "drop"}
+    small = shrunk(resolved({"training": training, "data": data}), tmp_path)
+    listed = {line.partition(":")[0] for line in small.changes}
+    keys = {"per_device_eval_batch_size", "report_to", "load_best_model_at_end", "early_stopping", "save_total_limit"}
+    assert {"data.overlong", *(f"training.{key}" for key in keys)} <= listed
+
+
+def test_rows_with_long_prompts_keep_trained_tokens(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    lines = [{"prompt": f"{number}+{number}=" * (5 if number % 3 else 60), "completion": str(number)} for number in range(10, 70)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = {"train": [{"path": str(rows)}], "eval": [{"path": str(rows), "max_rows": 3}], "max_length": 1024, "overlong": "drop"}
+    recipe = resolved({"data": data})
+    encoder = load_encoder(recipe)
+    tokens = length_with_targets(recipe, encoder, rows=200)
+    assert MAX_LENGTH_TOKENS < tokens < 1024, "of three rows in the evaluation set none is given up"
+    small = shrunk(recipe, tmp_path, reach=Reach(tokens=tokens))
+    length = small.document["data"]["max_length"]
+    assert length % MAX_LENGTH_TOKENS == 0
+    assert f"data.max_length: {length} instead of 1024, since prompts are longer than 128 tokens" in small.changes
+    sets = prepare(resolve(load_recipe(str(small.write(tmp_path))).recipe, MACHINE, cwd=tmp_path, assume="cuda").recipe, encoder).report[
+        "sets"
+    ]
+    assert min(account["supervised_tokens_per_example"]["min"] for account in sets.values()) >= 1
+
+
+def test_one_long_prompt_of_many_does_not_lengthen_a_rehearsal(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "1+1=" * (500 if number == 7 else 1), "completion": "2"}) + "\n" for number in range(40)))
+    recipe = resolved({"data": {"train": [{"path": str(rows)}], "max_length": 4096}})
+    assert length_with_targets(recipe, load_encoder(recipe), rows=200) < MAX_LENGTH_TOKENS
