@@ -111,7 +111,7 @@ _STORAGE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def expected(recipe: Recipe) -> dict[str, Any]:
     """What the live objects of every rank must show for this (resolved) recipe; compared by `worker.readback.report`."""
     meaning = _MEANING[recipe.fsdp.sharding_strategy]
-    sizes = {"shard": recipe.parallelism.dp_shard_size, "replicate": recipe.parallelism.dp_replicate_size}
+    sizes = {"shard": recipe.topology.shard, "replicate": recipe.topology.replicate}
     compute = _COMPUTE[recipe.precision.mixed_precision]
     storage = _STORAGE[recipe.model.dtype]
     bits = state_bits(recipe.training)

@@ -197,10 +197,11 @@ def batch_arithmetic(recipe: Recipe) -> str:
     """The line that `plan`, `train` and the report show, of a resolved recipe."""
     training, sequences = recipe.training, recipe.global_batch_size
     steps, tokens = training.gradient_accumulation_steps or 1, sequences * recipe.data.max_length
+    ranks = _count(recipe.topology.data_size, "rank")
     if training.per_device_train_batch_tokens is not None:
-        factors = f"up to {training.per_device_train_batch_tokens:,} token slots × {_count(recipe.dp_size, 'rank')} × {steps} accumulation"
+        factors = f"up to {training.per_device_train_batch_tokens:,} token slots × {ranks} × {steps} accumulation"
         return f"{factors} hold {_count(sequences, 'sequence')} a step; × {recipe.data.max_length:,} = {tokens:,} tokens at most"
-    factors = f"{_count(training.per_device_train_batch_size, 'sequence')} × {_count(recipe.dp_size, 'rank')} × {steps} accumulation"
+    factors = f"{_count(training.per_device_train_batch_size, 'sequence')} × {ranks} × {steps} accumulation"
     return f"{factors} = {_count(sequences, 'sequence')} a step; × {recipe.data.max_length:,} = {tokens:,} tokens at most"
 
 

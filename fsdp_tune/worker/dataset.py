@@ -125,8 +125,8 @@ class ByTokens:
     """Of all rows."""
     global_batch: int
 
-    def cut(self, rows: Int64, rank: int, world_size: int) -> list[Int64]:
-        return [rows[ranks[rank]] for ranks in token_micro_batches(self.lengths[rows], self.budget, world_size)]
+    def cut(self, rows: Int64, data_rank: int, data_size: int) -> list[Int64]:
+        return [rows[ranks[data_rank]] for ranks in token_micro_batches(self.lengths[rows], self.budget, data_size)]
 
 
 class MicroBatches(BatchSampler):
@@ -140,26 +140,27 @@ class MicroBatches(BatchSampler):
         order: Callable[[int], Int64],
         rows: int,
         *,
-        rank: int,
-        world_size: int,
+        data_rank: int,
+        data_size: int,
         micro_batch: int,
         accumulation: int,
         by_tokens: ByTokens | None = None,
     ) -> None:
-        """`order(epoch)` gives a permutation of `range(rows)` that depends on nothing else.
+        """`order(epoch)` gives a permutation of `range(rows)` that depends on nothing else. `data_rank` of `data_size`: see `Topology`.
 
         With `by_tokens`, `micro_batch` rows of the greatest length fill its budget, and `accumulation` micro-batches of them are enough.
         """
         self._order = functools.lru_cache(maxsize=1)(order)  # sorting millions of rows takes seconds
         self._rows, self._by_tokens = rows, by_tokens
-        self._rank, self._world_size, self.micro_batch, self._accumulation = rank, world_size, micro_batch, accumulation
+        self._data_rank, self._data_size = data_rank, data_size
+        self.micro_batch, self._accumulation = micro_batch, accumulation
         self.epoch = 0
 
     @property
     def global_batch(self) -> int:
         if self._by_tokens is not None:
             return self._by_tokens.global_batch
-        return self._world_size * self.micro_batch * self._accumulation
+        return self._data_size * self.micro_batch * self._accumulation
 
     def digest(self, epoch: int = 0) -> str:
         """Names the order of an epoch: equal on every rank and on every world size with the same global batch."""
@@ -193,7 +194,7 @@ class MicroBatches(BatchSampler):
         return whole * self._accumulation + self._places(rest)
 
     def _places(self, rows: int) -> int:
-        return math.ceil(rows / (self._world_size * self.micro_batch))
+        return math.ceil(rows / (self._data_size * self.micro_batch))
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order(self.epoch)
@@ -202,9 +203,9 @@ class MicroBatches(BatchSampler):
 
     def _split(self, rows: Int64) -> Iterator[list[int]]:
         if self._by_tokens is not None:
-            cut = self._by_tokens.cut(rows, self._rank, self._world_size)
+            cut = self._by_tokens.cut(rows, self._data_rank, self._data_size)
             return iter([[]] * (self._places(len(rows)) - len(cut)) + [taken.tolist() or [FILLER] for taken in cut])
-        micro_batches = rank_micro_batches(rows, dp_rank=self._rank, dp_size=self._world_size, micro_batch_size=self.micro_batch)
+        micro_batches = rank_micro_batches(rows, dp_rank=self._data_rank, dp_size=self._data_size, micro_batch_size=self.micro_batch)
         return ([int(row) for row in micro_batch] or [FILLER] for micro_batch in micro_batches)
 
 
@@ -246,9 +247,9 @@ def loader_died(error: BaseException, sampler: MicroBatches, store: RowStore, st
     return Problem("loader-died", message, hint=hint)
 
 
-def eval_batches(rows: int, *, rank: int, world_size: int, micro_batch: int) -> list[list[int]]:
+def eval_batches(rows: int, *, data_rank: int, data_size: int, micro_batch: int) -> list[list[int]]:
     """Every row once over all ranks, and the same number of batches on each: fillers, never repeated rows."""
-    count = math.ceil(rows / (world_size * micro_batch))
-    mine = list(range(rank, rows, world_size))
+    count = math.ceil(rows / (data_size * micro_batch))
+    mine = list(range(data_rank, rows, data_size))
     batches = [mine[start : start + micro_batch] for start in range(0, len(mine), micro_batch)]
     return batches + [[FILLER]] * (count - len(batches))

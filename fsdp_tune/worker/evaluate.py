@@ -49,7 +49,9 @@ def evaluate_sets(
 def _sums(recipe: Recipe, wrapped: nn.Module, store: RowStore, collator: Collator, device: torch.device) -> tuple[float, float]:
     """(sum of token losses, supervised tokens) of one set over all ranks."""
     micro_batch = recipe.training.per_device_eval_batch_size or recipe.training.per_device_train_batch_size
-    batches = eval_batches(len(store), rank=dist.get_rank(), world_size=dist.get_world_size(), micro_batch=micro_batch)
+    topology = recipe.topology
+    data_rank = topology.data_rank(dist.get_rank())
+    batches = eval_batches(len(store), data_rank=data_rank, data_size=topology.data_size, micro_batch=micro_batch)
     loss = torch.zeros((), dtype=torch.float64, device=device)
     tokens = 0
     for batch in loader(store, _Fixed(batches), collator, workers=0, pin_memory=False):

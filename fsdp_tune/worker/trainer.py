@@ -79,7 +79,7 @@ class FsdpTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         self.wrapped = parts.loaded.wrapped
-        self.lines = Lines(args.device, model_size(parts.loaded), device_peak_flops(args.device))
+        self.lines = Lines(args.device, model_size(parts.loaded), device_peak_flops(args.device), devices=parts.recipe.topology.world_size)
         self.last_eval_loss: float | None = None
         self.gate = GradientGate(
             self.wrapped, parts.scale, parts.recipe.training.on_nonfinite == "skip", parts.metrics, self._locate_nonfinite
@@ -183,8 +183,9 @@ class FsdpTrainer(Trainer):
     def _forward_backward(self, model: nn.Module, batch: Batch, tensors: dict[str, torch.Tensor], step_targets: float) -> torch.Tensor:
         """`step_targets`: supervised tokens of the whole step, over all ranks and micro-batches."""
         # Ranks average their gradients, so the share of one rank is multiplied by their number.
-        share = dist.get_world_size() / step_targets
-        auxiliary = self._auxiliary_weight * dist.get_world_size() / self._step_tokens
+        ranks = self.parts.recipe.topology.gradient_size
+        share = ranks / step_targets
+        auxiliary = self._auxiliary_weight * ranks / self._step_tokens
         scale = self.parts.scale.scale if self.parts.scale is not None else None
         smoothing = self.args.label_smoothing_factor
         loss, loss_sum = forward_backward(

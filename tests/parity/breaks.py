@@ -126,10 +126,10 @@ def _no_clipping(norm: Any, max_norm: float) -> Any:
     return norm * 0 + 1
 
 
-def _repeated_rows(rows: int, *, rank: int, world_size: int, micro_batch: int) -> list[list[int]]:
+def _repeated_rows(rows: int, *, data_rank: int, data_size: int, micro_batch: int) -> list[list[int]]:
     """A sampler that fills the last batch with rows from the front, as torch's DistributedSampler does."""
-    count = -(-rows // (world_size * micro_batch))
-    mine = [(rank + world_size * index) % rows for index in range(count * micro_batch)]
+    count = -(-rows // (data_size * micro_batch))
+    mine = [(data_rank + data_size * index) % rows for index in range(count * micro_batch)]
     return [mine[start : start + micro_batch] for start in range(0, len(mine), micro_batch)]
 
 

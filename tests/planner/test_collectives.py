@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp_tune.core.topology import Group, Topology
 from fsdp_tune.core.units import GIB, MIB
 from fsdp_tune.planner.hardware.gpus import find_hardware
-from fsdp_tune.planner.predict.collectives import Group, Topology, Volume, bus_bytes_per_second, collective_seconds, sent_bytes
+from fsdp_tune.planner.predict.collectives import Volume, bus_bytes_per_second, collective_seconds, sent_bytes
 
 A100 = find_hardware("A100-80GB")
 EIGHT = Group(8, 1)
@@ -83,7 +84,7 @@ def test_an_unknown_link_makes_the_time_unknown() -> None:
     ],
 )
 def test_groups_of_the_mesh_lie_on_machines_as_ranks_are_counted(shard: int, replicate: int, shards: Group, copies: Group) -> None:
-    topology = Topology(32, 4, shard, replicate)
+    topology = Topology(replicate=replicate, shard=shard, machines=4)
     assert topology.group("shard") == shards
     assert topology.group("replicate") == copies
     assert topology.group("world") == Group(32, 4)

@@ -70,6 +70,23 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+WORLD_SIZE_CALLERS = {
+    "worker/agree.py": "values of every rank",
+    "worker/checkpoint/restore.py": "each rank has a file of its own, and verifies its share of all files",
+    "worker/checkpoint/state.py": "a message",
+    "worker/observe/step_progress.py": "compares all ranks",
+    "worker/readback/report.py": "reads the live number of ranks",
+    "worker/readback/witness.py": "compares all ranks",
+}
+
+
+def test_sizes_come_from_the_topology(repository: Path) -> None:
+    """The number of ranks is not the number of ranks that read different rows: data, losses and plans use `core.topology`."""
+    package = repository / "fsdp_tune"
+    found = {str(path.relative_to(package)) for path in modules(repository) if "get_world_size(" in path.read_text(encoding="utf-8")}
+    assert found == WORLD_SIZE_CALLERS.keys()
+
+
 def test_functions_are_short(repository: Path) -> None:
     too_long = {
         f"{path.relative_to(repository)}:{node.lineno} {node.name}": length

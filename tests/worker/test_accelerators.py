@@ -18,8 +18,9 @@ from torch import nn
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.units import GIB, MIB
+from fsdp_tune.model.shard.mesh import make_mesh
 from fsdp_tune.model.shard.patience import leave, patient_group
-from fsdp_tune.model.shard.wrap import make_mesh, offload_policy
+from fsdp_tune.model.shard.wrap import offload_policy
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir

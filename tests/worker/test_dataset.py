@@ -29,7 +29,7 @@ def order_of(rows: int):
 def samplers(rows: int, split: tuple[int, int, int]) -> list[MicroBatches]:
     ranks, micro_batch, accumulation = split
     return [
-        MicroBatches(order_of(rows), rows, rank=rank, world_size=ranks, micro_batch=micro_batch, accumulation=accumulation)
+        MicroBatches(order_of(rows), rows, data_rank=rank, data_size=ranks, micro_batch=micro_batch, accumulation=accumulation)
         for rank in range(ranks)
     ]
 
@@ -91,7 +91,7 @@ def by_tokens(rows: int, ranks: int) -> list[MicroBatches]:
     lengths = np.arange(1, rows + 1, dtype=np.int64)
     kinds = {"micro_batch": LONGEST_ROWS, "accumulation": -(-8 // (LONGEST_ROWS * ranks))}
     cut = ByTokens(BUDGET, lengths, 8)
-    return [MicroBatches(order_of(rows), rows, rank=rank, world_size=ranks, by_tokens=cut, **kinds) for rank in range(ranks)]
+    return [MicroBatches(order_of(rows), rows, data_rank=rank, data_size=ranks, by_tokens=cut, **kinds) for rank in range(ranks)]
 
 
 @given(rows=st.integers(1, 60), ranks=st.integers(1, 5), epoch=st.integers(0, 2))
@@ -115,7 +115,7 @@ def test_a_budget_gives_the_steps_that_rows_give_and_keeps_ranks_together(rows: 
 
 @given(rows=st.integers(0, 40), ranks=st.integers(1, 5), micro_batch=st.integers(1, 4))
 def test_evaluation_reads_every_row_once_on_any_number_of_ranks(rows: int, ranks: int, micro_batch: int) -> None:
-    each = [eval_batches(rows, rank=rank, world_size=ranks, micro_batch=micro_batch) for rank in range(ranks)]
+    each = [eval_batches(rows, data_rank=rank, data_size=ranks, micro_batch=micro_batch) for rank in range(ranks)]
     assert len({len(batches) for batches in each}) == 1
     assert all(0 < len(batch) <= micro_batch for batches in each for batch in batches)
     read = [row for batches in each for batch in batches for row in batch if row != FILLER]

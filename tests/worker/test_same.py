@@ -52,7 +52,7 @@ def read_on_after(path: str, number: int) -> list[int]:
     import numpy as np
 
     order = np.arange(len(store), dtype=np.int64)
-    sampler = MicroBatches(lambda epoch: order, len(store), rank=0, world_size=1, micro_batch=4, accumulation=1)
+    sampler = MicroBatches(lambda epoch: order, len(store), data_rank=0, data_size=1, micro_batch=4, accumulation=1)
     batches = iter(loader(store, sampler, Collator(0, 1), workers=1, pin_memory=False, prefetch=2))
     rows = list(next(batches).row_ids)
     (process,) = batches._workers  # type: ignore[attr-defined]

@@ -24,9 +24,10 @@ from fsdp_tune.model.kernels.float8 import convert_to_fp8, demand_gpu
 from fsdp_tune.model.kernels.float8_weights import refresh_scales
 from fsdp_tune.model.kernels.select import install_kernels
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, decoder_layers, ignored_module_names, plan_units
+from fsdp_tune.model.shard.mesh import make_mesh
 from fsdp_tune.model.shard.patience import leave, patient_group
 from fsdp_tune.model.shard.recompute import recompute_activations
-from fsdp_tune.model.shard.wrap import make_mesh, wrap
+from fsdp_tune.model.shard.wrap import wrap
 from fsdp_tune.model.step import decayed_names
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import run_of

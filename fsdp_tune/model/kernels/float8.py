@@ -66,7 +66,7 @@ def plan_fp8(recipe: Recipe, model: PreTrainedModel) -> Plan:
                 left[name] = why
     if not converted:
         raise _nothing(model, left)
-    shards = int(recipe.parallelism.dp_shard_size) if gathers_in_fp8(recipe) else 0
+    shards = recipe.topology.shard if gathers_in_fp8(recipe) else 0
     stacked = {id(p): p.numel() for _, layer in layers for p in layer.parameters() if p.ndim == 3}
     # FSDP pads uneven shards of plain tensors alone; of others the ranks would send buffers of different sizes.
     even = {f"{name}.weight" for name, module in converted.items() if shards and module.out_features % shards == 0}
@@ -146,7 +146,7 @@ def _gathering(recipe: Recipe, plan: Plan) -> str:
     if len(plan.gathered) == len(plan.converted):
         return "gathered in fp8"
     rest = len(plan.converted) - len(plan.gathered)
-    why = f"whose rows {recipe.parallelism.dp_shard_size} ranks do not divide"
+    why = f"whose rows {recipe.topology.shard} ranks do not divide"
     if recipe.launch.device == "cpu" and recipe.fsdp.auto_wrap_policy in _UNITS_OF_ANY_SIZE:
         why += ", or that are units by themselves (gloo sends no fp8)"
     return f"{len(plan.gathered)} gathered in fp8, {rest} in bf16, {why}"

@@ -109,7 +109,7 @@ def _refuse_ignored_that_train(recipe: Recipe, model: PreTrainedModel) -> None:
 def _refuse_inner_units_on_one_rank(recipe: Recipe, model: PreTrainedModel, plan: UnitPlan) -> None:
     """torch's selective recomputation counts every operation of a layer, those of FSDP2's hooks inside it too, and where there is nobody
     to gather from a unit's hooks do more in the recomputation than in the forward."""
-    fsdp, ranks = recipe.fsdp, int(recipe.parallelism.dp_shard_size)
+    fsdp, ranks = recipe.fsdp, recipe.topology.shard
     if fsdp.activation_checkpointing != "selective" or fsdp.version != 2 or ranks > 1 or not recipe.is_sharded:
         return
     recomputed = tuple(f"{name}." for name, _ in decoder_layers(model, recipe.layer_classes)[:: fsdp.activation_checkpointing_every])

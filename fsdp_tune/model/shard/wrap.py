@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, modeling_utils
@@ -21,18 +21,6 @@ from transformers import PreTrainedModel, modeling_utils
 from fsdp_tune.model.build.construct import TORCH_DTYPE
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, ignored_module_names
 from fsdp_tune.recipe.schema import Recipe
-
-
-def make_mesh(recipe: Recipe, device_type: str) -> DeviceMesh | None:
-    """The mesh of the resolved sizes: [shard], or [replicate, shard] for the hybrid strategies; None for plain DDP."""
-    if not recipe.is_sharded:
-        return None
-    shard, replicate = recipe.parallelism.dp_shard_size, recipe.parallelism.dp_replicate_size
-    assert isinstance(shard, int), "sizes are resolved before a rank starts"
-    assert isinstance(replicate, int), "sizes are resolved before a rank starts"
-    if recipe.is_hybrid:
-        return init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
-    return init_device_mesh(device_type, (shard,), mesh_dim_names=("dp_shard",))
 
 
 def mixed_precision_policy(recipe: Recipe) -> MixedPrecisionPolicy:

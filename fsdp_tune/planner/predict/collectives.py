@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fsdp_tune.core.topology import Group
 from fsdp_tune.planner.hardware.gpus import Hardware
 
 NVLINK_SHARE = 0.8
@@ -39,41 +40,6 @@ PROTOCOLS = (
     Protocol(0.92, 14.0, 1.9, 2.5, 4.0, 14.0, 1.25, 1.9, 8.5),  # LL128
     Protocol(1.00, 8.4, 3.4, 5.7, 14.0, 8.4, 4.0, 4.0, 14.0),  # Simple
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Ranks that take part, and the machines that they lie on (as many on each)."""
-
-    ranks: int
-    machines: int
-
-    @property
-    def local_ranks(self) -> int:
-        return max(1, self.ranks // self.machines)
-
-
-@dataclass(frozen=True, slots=True)
-class Topology:
-    """Ranks in the order of the mesh: machine by machine, the shards of one copy next to each other."""
-
-    world_size: int
-    machines: int
-    shard_size: int
-    replicate_size: int
-
-    @property
-    def local_size(self) -> int:
-        return max(1, self.world_size // self.machines)
-
-    def group(self, name: str) -> Group:
-        """`shard`, `replicate` or `world`, of the trace."""
-        if name == "world":
-            return Group(self.world_size, self.machines)
-        if name == "shard":
-            return Group(self.shard_size, max(1, math.ceil(self.shard_size / self.local_size)))
-        copies_per_machine = max(1, self.local_size // self.shard_size)
-        return Group(self.replicate_size, max(1, math.ceil(self.replicate_size / copies_per_machine)))
 
 
 def bus_bytes_per_second(group: Group, hardware: Hardware) -> float | None:

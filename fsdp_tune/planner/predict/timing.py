@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fsdp_tune.core.topology import Topology
 from fsdp_tune.core.units import MIB
 from fsdp_tune.planner.hardware.efficiency import MASKED_SHARE, Efficiency, efficiency_of
 from fsdp_tune.planner.hardware.gpus import Hardware
-from fsdp_tune.planner.predict.collectives import Topology, Volume, collective_seconds, sent_bytes
+from fsdp_tune.planner.predict.collectives import Volume, collective_seconds, sent_bytes
 from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES, GROUPS, PHASES, Records, Trace
 
@@ -51,10 +52,10 @@ def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Effic
     trace = full_depth(trace)
     efficiency = efficiency or efficiency_of(hardware)
     shapes = trace.shapes
-    topology = Topology(shapes.world_size, machines, shapes.shard_size, shapes.replicate_size)
+    topology = Topology(replicate=shapes.replicate_size, shard=shapes.shard_size, machines=machines)
     ops, collectives, waits = (trace.steady(table) for table in (trace.ops, trace.collectives, trace.waits))
     collectives = in_buckets(trace, collectives)
-    durations = op_seconds(trace, ops, hardware, efficiency, topology.local_size)
+    durations = op_seconds(trace, ops, hardware, efficiency, topology.local_world_size)
     transfers = _transfer_seconds(collectives, topology, hardware)
     on_host = (op_kinds(trace, ops) == ON_HOST).tolist()
 

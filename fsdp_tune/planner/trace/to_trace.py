@@ -31,9 +31,7 @@ def assemble(
     recorder = run.recorder
     events = np.array(recorder.events, EVENT)
     events["kind"] = np.array(recorder.kinds, np.int8)[events["block"]]
-    shard, replicate = recipe.parallelism.dp_shard_size, recipe.parallelism.dp_replicate_size
-    assert isinstance(shard, int)
-    assert isinstance(replicate, int)
+    topology = recipe.topology
     clock = recorder.clock
     return Trace(
         events=events,
@@ -51,9 +49,9 @@ def assemble(
             accumulation=recipe.training.gradient_accumulation_steps or 1,
             traced_micro_batches=run.micro_batches,
             traced_steps=STEPS,
-            world_size=recipe.world_size,
-            shard_size=shard if recipe.is_sharded else 1,
-            replicate_size=replicate if recipe.is_sharded else recipe.world_size,
+            world_size=topology.world_size,
+            shard_size=topology.shard,
+            replicate_size=topology.replicate,
         ),
         traced_layers=run.layers,
         period=repeated.period if repeated else 1,

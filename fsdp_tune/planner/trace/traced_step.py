@@ -26,7 +26,7 @@ from fsdp_tune.model.kernels.float8 import convert_to_fp8
 from fsdp_tune.model.loss import auxiliary_loss_weight, micro_batch_loss
 from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.optim.torchao_adamw import parts_of
-from fsdp_tune.model.shard.wrap import make_mesh
+from fsdp_tune.model.shard.mesh import make_mesh
 from fsdp_tune.model.step import clip_factor, compute_context, flat_shard_group, forward_backward, plain_name, scale_gradients, total_norm
 from fsdp_tune.planner.trace import autocast, device
 from fsdp_tune.planner.trace.cuda_kernels import CudaAttention

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import ConfigDict
 
+from fsdp_tune.core.topology import Topology
 from fsdp_tune.recipe.schema.effects import DATA, FREE, MEMORY, NOTHING, NUMBERS, REFUSED, TIME, TRAJECTORY, Effect
 from fsdp_tune.recipe.schema.kinds import (
     Auto,
@@ -214,9 +215,15 @@ class Recipe(Section):
         return self.world_size // self.launch.num_machines
 
     @property
-    def dp_size(self) -> int:
-        """Ranks that read different rows."""
-        return self.world_size // (self.parallelism.tp_size * self.parallelism.cp_size * self.parallelism.sp_size)
+    def topology(self) -> Topology:
+        """Sizes of the parallel dimensions, of a resolved recipe."""
+        parallelism, machines = self.parallelism, self.launch.num_machines
+        sequence, tensor = parallelism.cp_size * parallelism.sp_size, parallelism.tp_size
+        if not self.is_sharded:
+            return Topology(self.world_size // (sequence * tensor), 1, sequence, tensor, machines)
+        assert isinstance(parallelism.dp_replicate_size, int), "the recipe is not resolved"
+        assert isinstance(parallelism.dp_shard_size, int), "the recipe is not resolved"
+        return Topology(parallelism.dp_replicate_size, parallelism.dp_shard_size, sequence, tensor, machines)
 
     @property
     def global_batch_size(self) -> int:
@@ -224,7 +231,7 @@ class Recipe(Section):
         if self.training.per_device_train_batch_tokens is not None:
             assert self.training.global_batch_size is not None, "a rule asks for it"
             return self.training.global_batch_size
-        return self.training.per_device_train_batch_size * self.dp_size * (self.training.gradient_accumulation_steps or 1)
+        return self.training.per_device_train_batch_size * self.topology.data_size * (self.training.gradient_accumulation_steps or 1)
 
     @property
     def evaluates(self) -> bool:

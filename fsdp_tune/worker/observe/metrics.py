@@ -186,9 +186,9 @@ def model_size(loaded: Loaded) -> ModelSize | None:
 class Lines:
     """Makes the lines of metrics.jsonl: what lies between two of them, and how long it took."""
 
-    def __init__(self, device: torch.device, model: ModelSize | None = None, peak_flops: float | None = None) -> None:
-        """`model` and the device's dense bf16 peak are for the MFU, which is null without them."""
-        self._device = device
+    def __init__(self, device: torch.device, model: ModelSize | None = None, peak_flops: float | None = None, *, devices: int = 1) -> None:
+        """`model` and the device's dense bf16 peak are for the MFU, which is null without them. `devices`: of all ranks."""
+        self._device, self._devices = device, devices
         self._model, self._peak_flops = model, peak_flops
         self.sums = Sums(device)
         self.tokens = 0
@@ -219,7 +219,7 @@ class Lines:
         self.sums.reset()
         self.start(step)
         stall_seconds, self.checkpoint_stall_seconds = self.checkpoint_stall_seconds, 0.0
-        speed = totals["tokens"] / seconds / dist.get_world_size()
+        speed = totals["tokens"] / seconds / self._devices
         return {
             "loss": self.last_loss,
             "grad_norm": grad_norm,

@@ -66,7 +66,7 @@ def _to_gather(recipe: Recipe, loaded: Loaded) -> list[Any]:
     """One scale for the whole weight, and as many rows on each rank."""
     if recipe.precision.fp8_recipe != "tensorwise" or not recipe.is_sharded:
         return []
-    shards = int(recipe.parallelism.dp_shard_size)
+    shards = recipe.topology.shard
     converted: list[Any] = [module for module in loaded.model.modules() if is_fp8(module)]
     even = [module for module in converted if module.out_features % shards == 0]
     if recipe.launch.device == "cpu":  # gloo sends fp8 only as bytes, which is how a unit goes that holds something else as well
