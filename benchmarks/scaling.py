@@ -28,6 +28,7 @@ from fsdp_tune.recipe.read.loader import load_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.metrics_file import read_metrics
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
@@ -70,7 +71,7 @@ def measure(strategy: str, ranks: int, folder: Path) -> Measured:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     if done.returncode:
         raise SystemExit(f"{strategy} on {ranks} ranks: exit code {done.returncode}\n{done.stderr}")
-    lines = [line for line in run.metrics() if "loss" in line][WARMUP_STEPS:]
+    lines = [line for line in read_metrics(run) if "loss" in line][WARMUP_STEPS:]
     seconds = statistics.median(line["step_seconds"] for line in lines)
     talking = [line["exposed_communication_seconds"] for line in lines]
     return {

@@ -13,6 +13,7 @@ from fsdp_tune.cli.train_plan import predicted_and_measured
 from fsdp_tune.core.units import format_bytes, format_seconds
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir, checkpoint_step
+from fsdp_tune.run.metrics_file import read_metrics
 
 if TYPE_CHECKING:
     from fsdp_tune.recipe.schema import Recipe
@@ -22,7 +23,7 @@ Line = dict[str, Any]
 
 def card(run: RunDir, facts: dict[str, Any], next_commands: Sequence[str]) -> list[str]:
     """Return the lines of the card. `facts` are those of rank 0's outcome; the rest is read from the run directory."""
-    lines = run.metrics()
+    lines = read_metrics(run)
     steps = [line for line in lines if "loss" in line]
     rows = [
         ("time", _time(facts, steps)),

@@ -106,7 +106,7 @@ def train(
     """
     with command(json_output) as screen, stopping_cleanly():
         from fsdp_tune.launch.command.accelerate import machine_rank_of
-        from fsdp_tune.run.profiled_steps import parse_profile
+        from fsdp_tune.run.launch_files import parse_profile
 
         if full and not dry_run:
             raise usage_error("usage", "`--full` belongs to `--dry-run`", hint="add `--dry-run`, or leave out `--full`")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fsdp_tune.recipe.resolve import Resolution
     from fsdp_tune.recipe.schema import Recipe
     from fsdp_tune.run.directory import RunDir
-    from fsdp_tune.run.profiled_steps import ProfiledSteps
+    from fsdp_tune.run.launch_files import ProfiledSteps
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.core.atomic import DISK, write_json
 from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
+from fsdp_tune.run.metrics_file import read_metrics
 
 if TYPE_CHECKING:
     from fsdp_tune.cli.output import Screen
@@ -80,7 +81,7 @@ def predicted_and_measured(run: RunDir) -> list[str]:
         return []
     plan: dict[str, Any] = json.loads(run.plan_json.read_text(encoding="utf-8"))
     nothing: dict[str, Any] = {}
-    last = next((line for line in reversed(run.metrics()) if "loss" in line), nothing)
+    last = next((line for line in reversed(read_metrics(run)) if "loss" in line), nothing)
     said: list[str] = []
     for name, unit in (("peak_allocated_gib", "GiB"), ("peak_reserved_gib", "GiB"), ("step_seconds", "s")):
         predicted, measured = plan.get(name), last.get(name)

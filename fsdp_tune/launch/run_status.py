@@ -12,7 +12,8 @@ from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.resume import read_resolved, ways_on
 from fsdp_tune.launch.machines.coordination import machines_elsewhere
 from fsdp_tune.launch.supervise.process_tree import is_rank_of
-from fsdp_tune.run.directory import Checkpoint, RunDir, json_objects, latest_checkpoint
+from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
+from fsdp_tune.run.metrics_file import json_objects
 from fsdp_tune.run.rank_files import read_heartbeat, read_outcome, read_verdict
 
 TAIL_BYTES = 1 << 18

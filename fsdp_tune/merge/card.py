@@ -12,6 +12,7 @@ import yaml
 from fsdp_tune import __version__
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.metrics_file import read_metrics
 
 CARD_NAME = "README.md"
 
@@ -69,7 +70,7 @@ def _published(recipe: Recipe) -> str:
 
 def _last_values(run: RunDir, step: int) -> list[tuple[str, str]]:
     """The curves' last values at or before the merged step."""
-    lines = [line for line in run.metrics() if isinstance(line.get("step"), int) and line["step"] <= step]
+    lines = [line for line in read_metrics(run) if isinstance(line.get("step"), int) and line["step"] <= step]
     rows: list[tuple[str, str]] = []
     for key, label in (("loss", "Training loss"), ("eval_loss", "Evaluation loss"), ("tokens", "Tokens trained on")):
         values = [line[key] for line in lines if isinstance(line.get(key), (int, float))]

@@ -13,6 +13,7 @@ from fsdp_tune.merge.formats.dcp import METADATA_NAME
 from fsdp_tune.merge.weights import PICKLE_ENDINGS, Found, Weights, find_weights, is_of_one_rank
 from fsdp_tune.run.directory import Checkpoint, Rejected, RunDir, checkpoint_step, complete_checkpoints, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME
+from fsdp_tune.run.metrics_file import read_metrics
 
 NAMED = "it is what was named"
 
@@ -243,7 +244,7 @@ def _best(run: RunDir, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:
 
 
 def _eval_lines(run: RunDir) -> list[dict[str, Any]]:
-    return [line for line in run.metrics() if isinstance(line.get("eval_loss"), (int, float))]
+    return [line for line in read_metrics(run) if isinstance(line.get("eval_loss"), (int, float))]
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, Progress, damage, mark_damaged, read_manifest
 
@@ -63,12 +61,9 @@ class RunDir:
     def launch_json(self) -> Path:
         return self.path / "launch.json"
 
-    def launch(self) -> dict[str, Any]:
-        """What launch.json says; {} for a run whose ranks were started by hand."""
-        try:
-            return json.loads(self.launch_json.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
+    @property
+    def resume_json(self) -> Path:
+        return self.path / "resume.json"
 
     @property
     def accelerate_yaml(self) -> Path:
@@ -94,13 +89,6 @@ class RunDir:
     @property
     def metrics_jsonl(self) -> Path:
         return self.path / "metrics.jsonl"
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """The objects of metrics.jsonl, oldest first: losses, evaluations and events; [] where there is no such file."""
-        try:
-            return json_objects(self.metrics_jsonl.read_bytes())
-        except FileNotFoundError:
-            return []
 
     @property
     def lock(self) -> Path:
@@ -161,19 +149,6 @@ class RunDir:
     @property
     def is_used(self) -> bool:
         return self.recipe_json.exists()
-
-
-def json_objects(raw: bytes) -> list[dict[str, Any]]:
-    """The objects of a JSON Lines file; a line that is none (torn by a crash) is left out."""
-    found: list[dict[str, Any]] = []
-    for line in raw.split(b"\n"):
-        try:
-            value: Any = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            found.append(cast(dict[str, Any], value))
-    return found
 
 
 def checkpoint_step(path: Path) -> int | None:

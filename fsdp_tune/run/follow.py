@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.run.directory import json_objects
+from fsdp_tune.run.metrics_file import json_objects
 
 
 class Follower:

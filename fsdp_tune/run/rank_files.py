@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from fsdp_tune.core.atomic import json_safe, write_json
 from fsdp_tune.core.errors import ExitReason, Problem, Where
 from fsdp_tune.run.directory import RunDir
 
@@ -27,17 +28,38 @@ class Heartbeat:
     collective: dict[str, Any] | None = None
     """The last one in the flight recorder, once the rank stands still."""
 
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    rank: int
+    """How a rank ended: its exit code and reason, and the problem that ended it."""
+
     exit_code: int
     reason: ExitReason
-    step: int
-    time: float
-    problem: Problem | None
+    problem: Problem | None = None
+    traceback: str | None = None
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     """Everything else that the rank wrote: loss, eval_loss, tokens …"""
+    rank: int = 0
+    step: int = 0
+    time: float = 0.0
+
+
+def write_outcome(run: RunDir, outcome: Outcome) -> None:
+    """Write the last file of a rank. Raises: OSError."""
+    problem = outcome.problem
+    content = {
+        "rank": outcome.rank,
+        "exit_code": int(outcome.exit_code),
+        "exit_reason": outcome.reason.value,
+        "step": outcome.step,
+        "time": outcome.time,
+        "problem": {**problem.as_dict(), "hint": problem.hint, "ways_out": problem.ways_out} if problem else None,
+        "traceback": outcome.traceback,
+    }
+    write_json(run.rank_outcome(outcome.rank), json_safe(content | outcome.facts))
 
 
 def read_heartbeat(run: RunDir, rank: int) -> Heartbeat | None:
@@ -62,12 +84,14 @@ def read_outcome(run: RunDir, rank: int) -> Outcome | None:
     try:
         reason = ExitReason(raw["exit_reason"])
         problem = None if raw.get("problem") is None else Problem.from_dict(raw["problem"])
-        known = {"rank", "exit_code", "exit_reason", "step", "time", "problem"}
+        known = {"rank", "exit_code", "exit_reason", "step", "time", "problem", "traceback"}
         facts = {name: value for name, value in raw.items() if name not in known}
-        return Outcome(rank, int(raw["exit_code"]), reason, int(raw["step"] or 0), float(raw["time"]), problem, facts)
+        code, step, ended_at = int(raw["exit_code"]), int(raw["step"] or 0), float(raw["time"])
+        return Outcome(code, reason, problem, raw.get("traceback"), facts, rank, step, ended_at)
     except (KeyError, TypeError, ValueError) as error:
         message = f"rank {rank} left an outcome that cannot be read: {error!r}"
-        return Outcome(rank, 1, ExitReason.FAILED, 0, 0.0, Problem("outcome-unreadable", message, Where(str(run.rank_outcome(rank)))))
+        where = Where(str(run.rank_outcome(rank)))
+        return Outcome(1, ExitReason.FAILED, Problem("outcome-unreadable", message, where), rank=rank)
 
 
 def verdict_path(run: RunDir) -> Path:

@@ -18,7 +18,7 @@ from fsdp_tune.model.shard.wrap import bare_class
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker.agree import StopVote, gather
 from fsdp_tune.worker.checkpoint.restore import trainer_state_json
-from fsdp_tune.worker.observe.heartbeat import Heartbeat
+from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.readback.fp8 import gathered_difference
 from fsdp_tune.worker.readback.isolation import Deviations, allowed_deviation, deviations, not_causal, not_isolated, rows_to_check
 from fsdp_tune.worker.readback.report import ReadBackError, optimizer_state_difference, optimizer_state_kinds, read_back
@@ -177,7 +177,7 @@ def _table(document: dict[str, Any]) -> list[str]:
 # ---- How long it took to the end of the first step, phase by phase.
 
 
-def startup_seconds(heartbeat: Heartbeat) -> dict[str, float]:
+def startup_seconds(heartbeat: HeartbeatWriter) -> dict[str, float]:
     """Seconds of this rank's phases in their order, beginning with the process that launched it.
 
     That process is `accelerate launch`, or whatever else started the rank; what came before it is the command's own.

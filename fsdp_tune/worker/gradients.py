@@ -20,7 +20,7 @@ from torch import nn
 from fsdp_tune.core.errors import ExitCode, FailedError, Problem
 from fsdp_tune.model.optim.optimizer import AdamW
 from fsdp_tune.model.step import LossScale, clip_factor, flat_shard_group, scale_gradients, total_norm
-from fsdp_tune.worker.observe.metrics import MetricsFile
+from fsdp_tune.run.metrics_file import MetricsFile
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.dataset import Batch

@@ -9,35 +9,25 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fsdp_tune.core.atomic import json_safe, write_json
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.diagnose.oom import device_problem
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.launch_files import LaunchRecord
+from fsdp_tune.run.rank_files import Outcome, write_outcome
 from fsdp_tune.worker.observe import flight
-from fsdp_tune.worker.observe.heartbeat import Heartbeat
+from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.tracker_runs import continue_tracker_runs
 from fsdp_tune.worker.rank import Rank, configure_accelerate, start_process_group
 from fsdp_tune.worker.signals import StoppedEarly, StopWish, end_loader_processes
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a rank leaves behind for the launcher, in its outcome file."""
-
-    exit_code: int
-    exit_reason: ExitReason
-    problem: Problem | None = None
-    traceback: str | None = None
-    results: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 def run_rank(run: RunDir, recipe: Recipe, rank: Rank, say: Callable[[str], None], started: float) -> Outcome:
@@ -56,16 +46,17 @@ def run_rank(run: RunDir, recipe: Recipe, rank: Rank, say: Callable[[str], None]
         outcome = _outcome_of(error, recipe, heartbeat, crew[0] if crew else None)
         with contextlib.suppress(OSError):  # the log may be on a full disk; the outcome has the traceback too
             sys.stderr.write(outcome.traceback or "")
+    outcome = replace(outcome, rank=rank.index, step=heartbeat.step, time=time.time())
     wish.end()
     end_loader_processes()
     heartbeat.close()
     with contextlib.suppress(OSError, FsdpTuneError):  # the run directory may be gone; the exit code still tells the outcome
         heartbeat.beat("finished" if outcome.exit_code == 0 else "failed")
-        _write_outcome(run, rank, heartbeat.step, outcome)
+        write_outcome(run, outcome)
     return outcome
 
 
-def _heartbeat(run: RunDir, recipe: Recipe, rank: Rank) -> Heartbeat:
+def _heartbeat(run: RunDir, recipe: Recipe, rank: Rank) -> HeartbeatWriter:
     limit_seconds = parse_seconds(recipe.launch.hang_timeout)
 
     def on_silence() -> None:
@@ -75,34 +66,15 @@ def _heartbeat(run: RunDir, recipe: Recipe, rank: Rank) -> Heartbeat:
         faulthandler.dump_traceback(all_threads=True)
         heartbeat.collective = flight.dump(run, rank.index, recipe.launch.device)
 
-    heartbeat = Heartbeat(run, rank.index, silence_seconds=limit_seconds, on_silence=on_silence)
+    heartbeat = HeartbeatWriter(run, rank.index, silence_seconds=limit_seconds, on_silence=on_silence)
     return heartbeat
-
-
-def _write_outcome(run: RunDir, rank: Rank, step: int, outcome: Outcome) -> None:
-    problem = outcome.problem
-    write_json(
-        run.rank_outcome(rank.index),
-        json_safe(
-            {
-                "rank": rank.index,
-                "exit_code": int(outcome.exit_code),
-                "exit_reason": outcome.exit_reason.value,
-                "step": step,
-                "time": time.time(),
-                "problem": {**problem.as_dict(), "hint": problem.hint, "ways_out": problem.ways_out} if problem else None,
-                "traceback": outcome.traceback,
-                **outcome.results,
-            }
-        ),
-    )
 
 
 def _deadline(run: RunDir, recipe: Recipe, started: float) -> float | None:
     """When `launch.max_runtime` ends, counted from the start of the launcher; on the monotonic clock, which nobody sets anew."""
     if recipe.launch.max_runtime is None:
         return None
-    gone_seconds = time.time() - float(run.launch().get("started_at", started))
+    gone_seconds = time.time() - (LaunchRecord.read(run).started_at or started)
     return time.monotonic() + parse_seconds(recipe.launch.max_runtime) - gone_seconds
 
 
@@ -110,7 +82,7 @@ def _train(
     run: RunDir,
     recipe: Recipe,
     rank: Rank,
-    heartbeat: Heartbeat,
+    heartbeat: HeartbeatWriter,
     wish: StopWish,
     say: Callable[[str], None],
     started: float,
@@ -135,7 +107,7 @@ def _train(
     trainer.train(resume_from_checkpoint=str(resume.path) if resume else None)
     close(trainer)
     reason = callback.stopped or ExitReason.FINISHED
-    return Outcome(EXIT_CODE_OF_REASON[reason], reason, results=results(trainer, started))
+    return Outcome(EXIT_CODE_OF_REASON[reason], reason, facts=results(trainer, started))
 
 
 # Raised on the surviving ranks when another one is gone; the error that matters is the other rank's.
@@ -149,7 +121,7 @@ _PEER_LOST = (
 )
 
 
-def _outcome_of(error: BaseException, recipe: Recipe, heartbeat: Heartbeat, trainer: FsdpTrainer | None) -> Outcome:
+def _outcome_of(error: BaseException, recipe: Recipe, heartbeat: HeartbeatWriter, trainer: FsdpTrainer | None) -> Outcome:
     from fsdp_tune.worker.agree import RemoteError
     from fsdp_tune.worker.observe import out_of_memory as memory
 

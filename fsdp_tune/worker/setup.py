@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +17,6 @@ from fsdp_tune.data.order.permutation import order_of
 from fsdp_tune.data.order.token_batches import budget_of
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.launch.command.run_files import RESUME_NAME
 from fsdp_tune.model.build.assemble import Loaded, load
 from fsdp_tune.model.build.construct import model_config
 from fsdp_tune.model.kernels.attention import has_variable_lengths
@@ -28,7 +26,8 @@ from fsdp_tune.model.step import LossScale
 from fsdp_tune.recipe.fsdp_arguments import plugin_kwargs
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from, run_of
-from fsdp_tune.run.profiled_steps import profile_of
+from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
+from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.agree import all_or_none, from_rank0
 from fsdp_tune.worker.callbacks import CompileReport, RunCallback
 from fsdp_tune.worker.checkpoint import state as live_state
@@ -38,8 +37,7 @@ from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_
 from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.dataset import ByTokens, Collator, MicroBatches
 from fsdp_tune.worker.observe import trackers
-from fsdp_tune.worker.observe.heartbeat import Heartbeat
-from fsdp_tune.worker.observe.metrics import MetricsFile
+from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.profiling import Profile
 from fsdp_tune.worker.observe.shares import StepShares
 from fsdp_tune.worker.observe.tracker_runs import keep_id
@@ -50,7 +48,7 @@ from fsdp_tune.worker.trainer import FsdpTrainer, Parts
 
 
 def build_trainer(
-    run: RunDir, recipe: Recipe, rank: Rank, heartbeat: Heartbeat, wish: StopWish, say: Callable[[str], None], device_type: str
+    run: RunDir, recipe: Recipe, rank: Rank, heartbeat: HeartbeatWriter, wish: StopWish, say: Callable[[str], None], device_type: str
 ) -> tuple[FsdpTrainer, RunCallback, Checkpoint | None]:
     """The trainer of this rank, its callback, and the checkpoint to resume from."""
     arguments = training_arguments(recipe, run)
@@ -85,7 +83,7 @@ def build_trainer(
     callback = RunCallback(run, wish, say, is_first=rank.is_first)
     compiling = [CompileReport(say)] if recipe.kernels.compile else []
     shares = StepShares(loaded.wrapped, device)
-    profiled = profile_of(run)
+    profiled = LaunchRecord.read(run).profile
     profiling = [Profile(run, profiled, rank.index)] if profiled else []
     witness = Witness(recipe.training.witness)
     trainer = FsdpTrainer(parts, arguments, [*_extra_callbacks(recipe), shares, *profiling, *compiling, witness, callback])
@@ -127,11 +125,10 @@ def _start_from_checkpoint(recipe: Recipe, loaded: Loaded) -> None:
 
 def _resume(run: RunDir, recipe: Recipe) -> Checkpoint | None:
     """The launcher's choice, agreed by all ranks; hashed here unless the launcher has just done so."""
-    path = run.path / RESUME_NAME
-    wish: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    digests = recipe.checkpoint.verify == "digest" and not wish.get("digests_checked", False)
+    request = ResumeRequest.read(run)
+    digests = recipe.checkpoint.verify == "digest" and not request.digests_checked
     wait_seconds = VISIBLE_SECONDS if recipe.launch.num_machines > 1 else 0.0
-    return agreed_checkpoint(wish.get("resume_from"), digests=digests, wait_seconds=wait_seconds)
+    return agreed_checkpoint(request.checkpoint, digests=digests, wait_seconds=wait_seconds)
 
 
 def _sampler(recipe: Recipe, store: RowStore, rank: Rank) -> MicroBatches:

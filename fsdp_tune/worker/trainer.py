@@ -29,6 +29,7 @@ from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.step import LossScale, forward_backward
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.checkpoint.restore import (
     restore_model,
     restore_optimizer,
@@ -43,8 +44,8 @@ from fsdp_tune.worker.dataset import Batch, Collator, MicroBatches, loader
 from fsdp_tune.worker.evaluate import evaluate_sets
 from fsdp_tune.worker.gradients import GradientGate
 from fsdp_tune.worker.observe import nonfinite
-from fsdp_tune.worker.observe.heartbeat import Heartbeat
-from fsdp_tune.worker.observe.metrics import CurveWatch, Lines, MetricsFile, device_peak_flops, model_size
+from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
+from fsdp_tune.worker.observe.metrics import CurveWatch, Lines, device_peak_flops, model_size
 from fsdp_tune.worker.readback.audit import DtypeAudit, warnings_of
 from fsdp_tune.worker.readback.witness import Witness
 
@@ -60,7 +61,7 @@ class Parts:
     sampler: MicroBatches
     collator: Collator
     metrics: MetricsFile
-    heartbeat: Heartbeat
+    heartbeat: HeartbeatWriter
     scale: LossScale | None
     run: RunDir
 

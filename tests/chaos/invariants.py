@@ -11,6 +11,7 @@ from typing import Any
 from fsdp_tune.core.atomic import STAGE_MARK
 from fsdp_tune.core.ownership import live_owner
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.metrics_file import read_metrics
 from tests.faults.checks import half_files, verified_steps
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "epoch", "tokens", "supervised_tokens", "eval_loss")
@@ -18,7 +19,7 @@ NUMBERS = ("loss", "grad_norm", "learning_rate", "epoch", "tokens", "supervised_
 
 def step_differences(run: RunDir, reference: RunDir) -> list[str]:
     """Every step and every evaluation once, with all digits of the undisturbed run."""
-    found, wanted = ([_numbers(line) for line in each.metrics() if "event" not in line] for each in (run, reference))
+    found, wanted = ([_numbers(line) for line in read_metrics(each) if "event" not in line] for each in (run, reference))
     if found == wanted:
         return []
     first = next((pair for pair in zip(found, wanted, strict=False) if pair[0] != pair[1]), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.metrics_file import read_metrics
 from tests.chaos.draw import (
     AGENT,
     CLOCK,
@@ -145,7 +147,7 @@ class Play:
         """Stops and bad disks with their ends (monotonic seconds), and the process that is stopped."""
         self._leader_ended_at: float | None = None
         self._saved: set[int] = set()
-        self._old_restarts = _restarts(stage.run.metrics())
+        self._old_restarts = _restarts(read_metrics(stage.run))
         self._phase_times: dict[str, tuple[float, float]] = {}
         """When each phase was seen first and last, monotonic seconds."""
 
@@ -237,7 +239,7 @@ class Play:
 
     def _step(self, moment: Moment) -> int:
         """A heartbeat may show a step up to a second late, metrics.jsonl has only those that are done."""
-        return max([moment.step, *(int(line["step"]) for line in self._stage.run.metrics()[-1:])])
+        return max([moment.step, *(int(line["step"]) for line in read_metrics(self._stage.run)[-1:])])
 
     def _disturb(self, disturbance: Disturbance, moment: Moment) -> bool:
         """Return whether it could be done. A process may come a little later, or not in this phase."""
@@ -303,7 +305,7 @@ class Play:
 
     def _note_metrics(self) -> None:
         """Events are cut away when a run is resumed, so they are collected while it runs."""
-        events = [line for line in self._stage.run.metrics() if "event" in line]
+        events = [line for line in read_metrics(self._stage.run) if "event" in line]
         self._saved |= {int(line["step"]) for line in events if line["event"] == "checkpoint_saved"}
         self._attempt.saved = sorted(self._saved)
         self._attempt.restarts = max(self._attempt.restarts, len(_restarts(events) - self._old_restarts))
@@ -328,7 +330,7 @@ def _restarts(lines: list[dict[str, Any]]) -> set[float]:
 
 def port_of(run: RunDir) -> int | None:
     """The fixed port of the rendezvous of the last launch; None where the launcher chose one."""
-    words: Sequence[str] = run.launch().get("argv", [])
+    words: Sequence[str] = json.loads(run.launch_json.read_text(encoding="utf-8"))["argv"]
     if "--main_process_port" not in words:
         return None
     return int(words[words.index("--main_process_port") + 1]) or None

@@ -185,7 +185,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     _plant(
         "metrics are cut a step late",
-        "worker/observe/metrics",
+        "run/metrics_file",
         "step <= (resume_step or 0) and",
         "step <= (resume_step or 0) + 1 and",
         "F099",
@@ -277,7 +277,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     _plant(
         "the run directory is made again",
-        "worker/observe/metrics",
+        "run/metrics_file",
         "        if self._file is not None:\n            self._append(",
         "        if self._file is not None:\n            self._path.parent.mkdir(exist_ok=True)\n            self._path.parent.joinpath('x').touch()\n            self._append(",
         "F055",

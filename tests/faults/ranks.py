@@ -30,7 +30,7 @@ from fsdp_tune.worker.checkpoint import state
 from fsdp_tune.worker.checkpoint.rotation import remove_leftovers
 from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_facts
 from fsdp_tune.worker.checkpoint.state import Live
-from fsdp_tune.worker.observe.heartbeat import Heartbeat
+from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from tests.faults.disk import Fault, die, injected, short_writes, shown_late
 from tests.faults.sabotage import SABOTAGE
 from tests.parity import runs
@@ -85,7 +85,7 @@ def _is_at(live: Live, step: int) -> bool:
 
 def _checkpointer(path: Path, live: Live, *, keep: int | None, asynchronous: bool, saved: list[Saved]) -> Checkpointer:
     facts = trainer_state_facts(dist.get_world_size(), [dist.get_world_size()], "0" * 64)
-    return Checkpointer(RunDir(path), live, "cpu", asynchronous, keep, facts, saved.append, Heartbeat(RunDir(path), 0))
+    return Checkpointer(RunDir(path), live, "cpu", asynchronous, keep, facts, saved.append, HeartbeatWriter(RunDir(path), 0))
 
 
 def _save(

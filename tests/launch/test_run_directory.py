@@ -8,10 +8,12 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
@@ -280,6 +282,8 @@ def by_hand(fresh: RunDir, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     used(fresh, tmp_path)
     command = [sys.executable, "-c", "import time; time.sleep(60)", fresh.name]
     rank = subprocess.Popen(command, cwd=fresh.path.parent, env={**os.environ, "RANK": "0"})
+    while psutil.Process(rank.pid).cmdline()[-1:] != [fresh.name]:  # the child has not reached its exec yet
+        time.sleep(0.01)
     fresh.rank_heartbeat(0).write_text(
         json.dumps({"rank": 0, "pid": rank.pid, "step": 3, "phase": "training", "time": 0.0, "progressed_at": 0.0, "silent_seconds": 0.0})
     )

@@ -32,7 +32,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 
 def end(rank: int, reason: ExitReason, code: int, *, step: int = 9, at: float = 1.0, code_name: str | None = None) -> Outcome:
     problem = None if code_name is None else Problem(code_name, f"{code_name} happened")
-    return Outcome(rank, code, reason, step, at, problem)
+    return Outcome(code, reason, problem, rank=rank, step=step, time=at)
 
 
 def good(rank: int) -> Outcome:

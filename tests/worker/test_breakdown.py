@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.profiled_steps import ProfiledSteps, parse_profile, profile_of
+from fsdp_tune.run.launch_files import LaunchRecord, ProfiledSteps, parse_profile
 from fsdp_tune.worker.observe.breakdown import Share, breakdown, difference, intersection, length, union
 from tests.parity import runs
 from tests.parity.bench import Bench
@@ -115,8 +115,8 @@ def test_the_steps_are_read_as_they_are_written_and_from_the_run(tmp_path: Path)
     assert parse_profile("steps=10:13") == ProfiledSteps(10, 13)
     assert parse_profile("steps=7") == ProfiledSteps(7, 7)
     run = RunDir(tmp_path)
-    assert profile_of(run) is None
+    assert LaunchRecord.read(run).profile is None
     run.launch_json.write_text('{"profile": null}')
-    assert profile_of(run) is None
+    assert LaunchRecord.read(run).profile is None
     run.launch_json.write_text('{"profile": [10, 13]}')
-    assert profile_of(run) == ProfiledSteps(10, 13)
+    assert LaunchRecord.read(run).profile == ProfiledSteps(10, 13)

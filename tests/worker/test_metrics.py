@@ -17,7 +17,8 @@ from transformers import MixtralConfig
 
 from fsdp_tune.planner.predict.mfu import ModelSize
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.worker.observe.metrics import Lines, MetricsFile, Sums, device_peak_flops, model_size
+from fsdp_tune.run.metrics_file import MetricsFile
+from fsdp_tune.worker.observe.metrics import Lines, Sums, device_peak_flops, model_size
 from tests.ranks import RankPool
 
 
@@ -64,7 +65,7 @@ def test_line_is_on_disk_before_the_file_is_closed(run: RunDir) -> None:
 def test_lines_that_a_disk_refused_are_kept_and_come_back_once(run: RunDir) -> None:
     metrics = MetricsFile(run, resume_step=None, enabled=True)
     metrics.write({"step": 1, "loss": 1.0})
-    with patch("fsdp_tune.worker.observe.metrics._write_all", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
+    with patch("fsdp_tune.run.metrics_file._write_all", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
         metrics.write({"step": 2, "loss": 0.5})
     metrics.write({"step": 3, "loss": 0.25})
     metrics.close()

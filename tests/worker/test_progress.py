@@ -15,9 +15,9 @@ import pytest
 
 from fsdp_tune.core.errors import FailedError
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.observe import heartbeat as heartbeats
-from fsdp_tune.worker.observe.heartbeat import Heartbeat, is_waiting
-from fsdp_tune.worker.observe.metrics import MetricsFile
+from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter, is_waiting
 from fsdp_tune.worker.observe.step_progress import Progress, Slowest, slowest
 from tests.parity import runs
 from tests.parity.bench import Bench
@@ -44,11 +44,11 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def ticking(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heartbeat]:
+def ticking(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeartbeatWriter]:
     """A heartbeat that writes its file twenty times a second."""
     monkeypatch.setattr(heartbeats, "INTERVAL_SECONDS", 0.05)
     monkeypatch.setattr(heartbeats, "SAMPLE_SECONDS", 0.01)
-    beat = Heartbeat(run, 0)
+    beat = HeartbeatWriter(run, 0)
     beat.start()
     yield beat
     beat.close()
@@ -57,7 +57,7 @@ def ticking(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heartbeat]
 def test_a_rank_that_waits_stays_alive_and_does_not_get_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "INTERVAL_SECONDS", 0.05)
     monkeypatch.setattr(heartbeats, "SAMPLE_SECONDS", 0.01)
-    beat = Heartbeat(run, 0)
+    beat = HeartbeatWriter(run, 0)
     beat.start()
     try:
         beat.beat("training", 3)
@@ -72,7 +72,7 @@ def test_a_rank_that_waits_stays_alive_and_does_not_get_on(run: RunDir, monkeypa
 
 
 def test_marks_inside_a_step_write_no_file(run: RunDir) -> None:
-    beat = Heartbeat(run, 0)
+    beat = HeartbeatWriter(run, 0)
     beat.beat("training", 1)
     identity = run.rank_heartbeat(0).stat().st_ino
     for step in range(2, 50):
@@ -86,7 +86,7 @@ def test_silence_is_noticed_by_the_rank_itself(run: RunDir, monkeypatch: pytest.
     monkeypatch.setattr(heartbeats, "INTERVAL_SECONDS", 0.02)
     monkeypatch.setattr(heartbeats, "SAMPLE_SECONDS", 0.01)
     told = threading.Event()
-    beat = Heartbeat(run, 0, silence_seconds=0.2, on_silence=told.set)
+    beat = HeartbeatWriter(run, 0, silence_seconds=0.2, on_silence=told.set)
     beat.start()
     try:
         beat.beat("training", 1)
@@ -100,7 +100,7 @@ def silent_seconds(run: RunDir) -> float:
 
 
 @pytest.mark.parametrize("phase", ["starting", "importing", "loading the model", "probing a save", "saving", "failed"])
-def test_bytes_moved_outside_a_step_are_progress(phase: str, ticking: Heartbeat, run: RunDir, tmp_path: Path) -> None:
+def test_bytes_moved_outside_a_step_are_progress(phase: str, ticking: HeartbeatWriter, run: RunDir, tmp_path: Path) -> None:
     ticking.beat(phase, 1)
     until(lambda: silent_seconds(run) > 0.5)
     writer = threading.Thread(target=(tmp_path / "shard").write_bytes, args=(b"x" * (3 << 20),))
@@ -110,37 +110,39 @@ def test_bytes_moved_outside_a_step_are_progress(phase: str, ticking: Heartbeat,
 
 
 @pytest.mark.parametrize("phase", sorted(heartbeats.STEP_PHASES))
-def test_a_background_save_does_not_hide_a_step_that_stands_still(phase: str, ticking: Heartbeat, run: RunDir, tmp_path: Path) -> None:
+def test_a_background_save_does_not_hide_a_step_that_stands_still(
+    phase: str, ticking: HeartbeatWriter, run: RunDir, tmp_path: Path
+) -> None:
     ticking.beat(phase, 1)
     threading.Thread(target=(tmp_path / "shard").write_bytes, args=(b"x" * (3 << 20),)).start()
     until(lambda: silent_seconds(run) > 0.5)
 
 
 def test_what_the_heartbeat_itself_writes_is_not_progress(
-    ticking: Heartbeat, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ticking: HeartbeatWriter, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each write of the file takes a megabyte with it here, as many of them would in minutes."""
-    write = Heartbeat._write
+    write = HeartbeatWriter._write
 
-    def large(self: Heartbeat) -> None:
+    def large(self: HeartbeatWriter) -> None:
         if threading.get_ident() == self._thread.ident:  # type: ignore[union-attr]
             (tmp_path / "large").write_bytes(b"x" * (1 << 20))
         write(self)
 
-    monkeypatch.setattr(Heartbeat, "_write", large)
+    monkeypatch.setattr(HeartbeatWriter, "_write", large)
     ticking.beat("importing")
     until(lambda: silent_seconds(run) > 0.6)
 
 
 def test_waiting_for_a_background_save_is_a_phase_of_its_own(run: RunDir) -> None:
-    beat = Heartbeat(run, 0)
+    beat = HeartbeatWriter(run, 0)
     beat.beat("training", 4)
     with beat.during("saving"):
         assert (content(run)["phase"], content(run)["step"]) == ("saving", 4)
     assert beat.phase == "training"
 
 
-def test_a_new_step_is_written_at_once(ticking: Heartbeat, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_step_is_written_at_once(ticking: HeartbeatWriter, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     ticking.beat("training", 1)
     until(lambda: content(run)["step"] == 1)
     monkeypatch.setattr(heartbeats, "INTERVAL_SECONDS", 20.0)
@@ -152,7 +154,7 @@ def test_a_new_step_is_written_at_once(ticking: Heartbeat, run: RunDir, monkeypa
 def test_a_run_directory_that_is_gone_ends_the_rank(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.logs.mkdir(parents=True)
-    beat = Heartbeat(run, 0)
+    beat = HeartbeatWriter(run, 0)
     beat.beat("training", 1)
     run.path.rename(tmp_path / "elsewhere")
     with pytest.raises(FailedError, match="no longer there") as caught:
@@ -200,7 +202,7 @@ def test_the_slowest_is_compared_with_the_median_of_the_others() -> None:
 @pytest.mark.parametrize(("behind_seconds", "told"), [(0.02, 0), (0.2, 1)])
 def test_a_rank_is_slow_only_where_the_others_wait_for_long_enough_to_be_noticed(run: RunDir, behind_seconds: float, told: int) -> None:
     metrics = MetricsFile(run, resume_step=None, enabled=True)
-    progress = Progress(Heartbeat(run, 0), metrics)
+    progress = Progress(HeartbeatWriter(run, 0), metrics)
     progress._tell(Slowest(1, 2.5, behind_seconds), 10)
     metrics.close()
     assert len(run.metrics_jsonl.read_text().splitlines()) == told

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import stat
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,12 +19,11 @@ from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.command.resume import Start
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.run.directory import Checkpoint, RunDir
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.launch_files import ProfiledSteps, write_launch, write_resume
 from fsdp_tune.run.lock import locked
-from fsdp_tune.run.profiled_steps import ProfiledSteps
+from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.run.rank_files import clear
-
-RESUME_NAME = "resume.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +94,9 @@ def _write_files(run: RunDir, files: RunFiles) -> None:
     write_file(run.accelerate_yaml, yaml.safe_dump(accelerate_config(files.recipe), sort_keys=False))
     write_json(run.environment_json, dict(files.environment), private=True)
     write_file(run.data_json, files.data)
-    profile = [files.profile.first, files.profile.last] if files.profile else None
-    launch = {"started_at": time.time(), "reasons": dict(files.reasons), "profile": profile}
-    write_json(run.launch_json, files.plan.to_json() | launch, private=True)
+    write_launch(run, files.plan.to_json(), files.reasons, files.profile)
     write_resume(run, files.start.checkpoint, digests_checked=files.start.digests_checked)
     write_file(run.recipe_json, files.recipe.model_dump_json(by_alias=True, indent=2) + "\n", private=True)
-
-
-def write_resume(run: RunDir, checkpoint: Checkpoint | None, *, digests_checked: bool) -> None:
-    """Says where the next launch begins; None: at step 0."""
-    wish = {"resume_from": str(checkpoint.path) if checkpoint else None, "digests_checked": digests_checked}
-    write_json(run.path / RESUME_NAME, wish)
 
 
 def _with_overrides(text: str, overrides: tuple[str, ...]) -> str:
@@ -116,18 +105,3 @@ def _with_overrides(text: str, overrides: tuple[str, ...]) -> str:
         return text
     lines = "".join(f"#   --set {' '.join(override.split())}\n" for override in overrides)
     return f"{text.rstrip()}\n\n# Given on the command line:\n{lines}"
-
-
-def append_event(run: RunDir, event: str, step: int, **details: Any) -> None:
-    """A line of the launcher's own in metrics.jsonl; only while no rank runs. Rank 0 keeps it when it cuts the file back."""
-    line = {"event": event, "step": step, "time": time.time(), **details}
-    with open(run.metrics_jsonl, "a+b") as file:
-        if file.tell() > 0 and not _ends_a_line(run):
-            file.write(b"\n")  # a rank that was killed may have left half a line
-        file.write(json.dumps(line).encode() + b"\n")
-
-
-def _ends_a_line(run: RunDir) -> bool:
-    with open(run.metrics_jsonl, "rb") as file:
-        file.seek(-1, 2)
-        return file.read() == b"\n"

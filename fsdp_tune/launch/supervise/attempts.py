@@ -11,7 +11,6 @@ from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.command.resume import is_for
-from fsdp_tune.launch.command.run_files import append_event, write_resume
 from fsdp_tune.launch.machines.coordination import Machines
 from fsdp_tune.launch.machines.work import WorkCounter
 from fsdp_tune.launch.supervise.restart import Failure, Restart, decide, is_transient
@@ -19,6 +18,8 @@ from fsdp_tune.launch.supervise.supervisor import Event, Said, Supervisor
 from fsdp_tune.launch.supervise.verdict import ECHO_CODES, Ended
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
+from fsdp_tune.run.launch_files import write_resume
+from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.run.rank_files import verdict_path
 
 RowsOfStep = Callable[[int], str | None]

@@ -16,6 +16,7 @@ from fsdp_tune.planner.predict.timing import UnknownFigure, step_time
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.metrics_file import read_metrics
 
 FEWEST_LINES = 3
 """Lines of metrics.jsonl; the first is left out, since it has the warm-up in it."""
@@ -36,7 +37,7 @@ def read_run(path: Path, hardware: Hardware) -> Measured:
     try:
         recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
         devices: list[dict[str, Any]] = json.loads(run.environment_json.read_text(encoding="utf-8")).get("devices", [])
-        lines = run.metrics()
+        lines = read_metrics(run)
     except (OSError, ValueError) as error:
         raise usage_error("calibrate-no-run", f"{path} is no run that can be learnt from: {error}") from error
     found = detect(devices[0].get("name")) if devices and recipe.launch.device == "cuda" else None

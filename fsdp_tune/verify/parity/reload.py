@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.run.directory import SHARD_FOLDER, RunDir
+from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.verify.parity.plain_loop import evaluate
 
 ROWS = 4
@@ -61,7 +62,7 @@ def reload(run: RunDir, step: int) -> dict[str, Any]:
         ids = torch.from_numpy(rows[index].input_ids.astype(np.int64))[None]
         with torch.no_grad():
             differences.append(float((merged(input_ids=ids).logits - other(input_ids=ids).logits).abs().max()))
-    losses = [line["eval_loss"] for line in run.metrics() if "eval_loss" in line]
+    losses = [line["eval_loss"] for line in read_metrics(run) if "eval_loss" in line]
     precision = json.loads(run.recipe_json.read_text(encoding="utf-8"))["precision"]["mixed_precision"]
     evals = [RowStore(Path(path)) for path in data["evals"].values()]
     return {

@@ -20,6 +20,7 @@ import psutil
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.errors import ExitCode
 from fsdp_tune.run.directory import RunDir, complete_checkpoints, latest_checkpoint
+from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.rank_files import read_heartbeat
 from fsdp_tune.verify.rehearsal.commands import Answer, finish, fsdp_tune, start_training, torch_script
 
@@ -184,7 +185,7 @@ def _demand(answer: Answer) -> None:
 
 
 def _loss_lines(run: RunDir) -> list[dict[str, Any]]:
-    return [line for line in run.metrics() if "loss" in line]
+    return [line for line in read_metrics(run) if "loss" in line]
 
 
 def _digests(directory: Path) -> dict[str, str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.verify.rehearsal.commands import fsdp_tune, torch_script
 from fsdp_tune.verify.rehearsal.scenes import Check
 from fsdp_tune.verify.rehearsal.shrink import Small
@@ -148,7 +149,7 @@ def _train(base: Small, switch: Switch, run: RunDir, options: Sequence[str]) -> 
 
 
 def _compared(run: RunDir, reference: dict[str, Any]) -> tuple[bool, str]:
-    written = run.metrics()
+    written = read_metrics(run)
     lines = [line for line in written if "loss" in line]
     eval_loss = next((line["eval_loss"] for line in reversed(written) if "eval_loss" in line), None)
     if [line["supervised_tokens"] for line in lines] != reference["supervised_tokens"]:
@@ -165,7 +166,7 @@ def _compared(run: RunDir, reference: dict[str, Any]) -> tuple[bool, str]:
 
 def _scattered(run: RunDir, factor: float) -> tuple[bool, str]:
     """A run in fewer bits against fp32: at most `factor` times as far from it as one device in bf16 that skips the same steps."""
-    written = run.metrics()
+    written = read_metrics(run)
     lines = [line for line in written if "loss" in line]
     skipped = sorted(line["step"] for line in written if line.get("event") == "loss_scale_backed_off")
     request = {"run": str(run.path), "skipped": skipped}

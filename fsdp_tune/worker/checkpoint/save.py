@@ -34,7 +34,7 @@ from fsdp_tune.worker.checkpoint import state as live_state
 from fsdp_tune.worker.checkpoint.rotation import rotate
 from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.checkpoint.storage import hashing_writer, reason_of, with_free_space, write_safetensors, write_torch
-from fsdp_tune.worker.observe.heartbeat import Heartbeat
+from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 
 TRAINER_STATE = "trainer_state.json"
 SAVE_HINT = "free space, or mend the file system of `output_dir`; checkpoints that were complete stay"
@@ -65,7 +65,7 @@ class Checkpointer:
     keep: int | None
     facts: dict[str, Any]
     report: Callable[[Saved], None]
-    heartbeat: Heartbeat
+    heartbeat: HeartbeatWriter
     last_step: int | None = None
     longest_seconds: float = 0.0
     """The slowest save of this launch, from its start to its end; the probe is one."""

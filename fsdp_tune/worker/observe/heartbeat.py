@@ -11,7 +11,6 @@ reads and writes. What the heartbeat thread itself reads and writes is never pro
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.core.units import KIB
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.rank_files import Heartbeat
 
 INTERVAL_SECONDS = 1.0
 SAMPLE_SECONDS = 0.1
@@ -38,7 +38,7 @@ _WAITING_FRAMES = 4
 """How many calls, from the innermost one, are searched for torch.distributed's own code."""
 
 
-class Heartbeat:
+class HeartbeatWriter:
     """`beat`, `mark`, `tick` and `during` are for the training thread. `on_silence` runs after `silence_seconds` without progress."""
 
     def __init__(
@@ -161,21 +161,13 @@ class Heartbeat:
         now = self._written_at = time.monotonic()
         if self.step != self._written_step:
             self._written_step, self._step_written_at = self.step, now
-        content = {
-            "rank": self._rank,
-            "pid": os.getpid(),
-            "step": self.step,
-            "phase": self._phase,
-            "time": time.time(),
-            "progressed_at": self._progressed_at,
-            "silent_seconds": round(now - self._progressed_at, 3),
-            "collective": self.collective,
-        }
+        silent_seconds = round(now - self._progressed_at, 3)
+        beat = Heartbeat(self._rank, os.getpid(), self.step, self._phase, time.time(), self._progressed_at, silent_seconds, self.collective)
         # Not through `atomic`: the file is overwritten each second, and an fsync would stall the step.
         stage = self._path.with_suffix(".tmp")
         with self._lock:
             try:
-                stage.write_text(json.dumps(content), encoding="utf-8")
+                stage.write_text(beat.to_json(), encoding="utf-8")
                 stage.replace(self._path)
             except (FileNotFoundError, NotADirectoryError):
                 self._is_gone = True

@@ -2,103 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import resource
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp_tune.core.atomic import json_safe
 from fsdp_tune.core.units import GIB, KIB
 from fsdp_tune.model.build.assemble import Loaded
 from fsdp_tune.planner.hardware.gpus import detect
 from fsdp_tune.planner.predict.mfu import ModelSize, mfu
-from fsdp_tune.run.directory import RunDir
-
-# Written by the launcher while no rank runs: they tell of the run as a whole, also where it begins again at step 0.
-LAUNCHER_EVENTS = frozenset({"recipe_changed", "restarted"})
-
-
-class MetricsFile:
-    """Appends lines; on resume, cuts the file back to the checkpoint so that each step stands in it once.
-
-    A disk that refuses a line ends the run, but not before it has saved: the lines that are `unwritten` then travel in the
-    checkpoint, and the resumed run writes them.
-    """
-
-    def __init__(self, run: RunDir, *, resume_step: int | None, enabled: bool) -> None:
-        self._path = run.metrics_jsonl
-        self._file: IO[bytes] | None = None
-        self.failure: OSError | None = None
-        self.unwritten: list[str] = []
-        if enabled:
-            self._cut_back(resume_step)
-            # Without a buffer: what a full disk has refused must not be tried again when the file is closed.
-            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  open for the whole run
-
-    def _cut_back(self, resume_step: int | None) -> None:
-        if not self._path.exists():
-            return
-        kept: list[str] = []
-        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                fields = json.loads(line)
-                step, event = fields.get("step", 0), fields.get("event")
-            except (ValueError, AttributeError):
-                continue  # a line torn by a crash
-            if isinstance(step, int) and step <= (resume_step or 0) and (resume_step is not None or event in LAUNCHER_EVENTS):
-                kept.append(line)
-        stage = self._path.with_suffix(".jsonl.tmp")
-        stage.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        stage.replace(self._path)
-
-    def write(self, line: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._append(json.dumps(json_safe(line), allow_nan=False))
-
-    def bring_back(self, lines: list[str]) -> None:
-        """Lines that the run before could not write; an attempt in between may have."""
-        if self._file is not None and lines:
-            there = set(self._path.read_text(encoding="utf-8").splitlines())
-            for line in lines:
-                if line not in there:
-                    self._append(line)
-
-    def _append(self, line: str) -> None:
-        assert self._file is not None
-        if self.failure is None:
-            try:
-                _write_all(self._file, f"{line}\n".encode())
-                return
-            except OSError as error:
-                self.failure = error
-        self.unwritten.append(line)
-
-    def event(self, event: str, step: int, **details: Any) -> None:
-        self.write({"event": event, "step": step, "time": time.time(), **details})
-
-    def close(self) -> None:
-        if self._file is not None:
-            try:
-                os.fsync(self._file.fileno())
-                self._file.close()
-            except OSError as error:
-                self.failure = self.failure or error
-            self._file = None
-
-
-def _write_all(file: IO[bytes], data: bytes) -> None:
-    """A file without a buffer may take a part of what it is given."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]
 
 
 class Sums:

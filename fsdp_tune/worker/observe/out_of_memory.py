@@ -16,7 +16,7 @@ from fsdp_tune.core.units import GIB, KIB
 from fsdp_tune.diagnose.oom import Host, Moment, host_problem, sizes_in
 from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.worker.observe.heartbeat import Heartbeat
+from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
@@ -77,13 +77,13 @@ def _free_device_bytes() -> int | None:
         return None
 
 
-def device_moment(error: BaseException, heartbeat: Heartbeat, trainer: FsdpTrainer | None) -> Moment:
+def device_moment(error: BaseException, heartbeat: HeartbeatWriter, trainer: FsdpTrainer | None) -> Moment:
     """What was live, from the allocator's message and from what this rank holds; before there is a trainer, the message alone."""
     components = {} if trainer is None else live_components(trainer)
     return Moment(heartbeat.phase, heartbeat.step, components, sizes_in(str(error)))
 
 
-def host_out_of_memory(recipe: Recipe, heartbeat: Heartbeat, error: BaseException) -> Problem:
+def host_out_of_memory(recipe: Recipe, heartbeat: HeartbeatWriter, error: BaseException) -> Problem:
     return host_problem(recipe, heartbeat.phase, _host(), page_locked=_is_either(error))
 
 

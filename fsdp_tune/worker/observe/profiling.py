@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from fsdp_tune.core.atomic import write_json
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.profiled_steps import ProfiledSteps
+from fsdp_tune.run.launch_files import ProfiledSteps
 from fsdp_tune.worker.observe.breakdown import BACKWARD, FORWARD, OPTIMIZER, PHASE_PREFIX, STEP, breakdown
 
 if TYPE_CHECKING:

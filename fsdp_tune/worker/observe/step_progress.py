@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from fsdp_tune.worker.observe.heartbeat import Heartbeat
-from fsdp_tune.worker.observe.metrics import MetricsFile
+from fsdp_tune.run.metrics_file import MetricsFile
+from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 
 WINDOW_SECONDS = 2.0
-"""Shorter spans hold too few samples of `Heartbeat.waited_seconds`."""
+"""Shorter spans hold too few samples of `HeartbeatWriter.waited_seconds`."""
 SLOW_RATIO = 1.5
 RECOVERED_RATIO = 1.2
 NOTICED_SECONDS = 0.05
@@ -47,7 +47,7 @@ class Progress(TrainerCallback):
     process that sleeps. A GPU that computes slowly makes every host wait for its own device, and is not seen here.
     """
 
-    def __init__(self, heartbeat: Heartbeat, metrics: MetricsFile) -> None:
+    def __init__(self, heartbeat: HeartbeatWriter, metrics: MetricsFile) -> None:
         self._heartbeat, self._metrics = heartbeat, metrics
         self._since: tuple[float, float, int] | None = None
         self._told: int | None = None

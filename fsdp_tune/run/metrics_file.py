@@ -1,0 +1,125 @@
+"""metrics.jsonl: one JSON object a line, with all digits. Rank 0 writes it while ranks run, the launcher between launches."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import IO, Any, cast
+
+from fsdp_tune.core.atomic import json_safe
+from fsdp_tune.run.directory import RunDir
+
+# Events of the run as a whole, written between launches; they are kept when a run starts again at step 0.
+LAUNCHER_EVENTS = frozenset({"recipe_changed", "restarted"})
+
+
+class MetricsFile:
+    """Appends lines; on resume, cuts the file back to the checkpoint so that each step stands in it once.
+
+    A disk that refuses a line ends the run, but not before it has saved: the lines that are `unwritten` then travel in the
+    checkpoint, and the resumed run writes them.
+    """
+
+    def __init__(self, run: RunDir, *, resume_step: int | None, enabled: bool) -> None:
+        self._path = run.metrics_jsonl
+        self._file: IO[bytes] | None = None
+        self.failure: OSError | None = None
+        self.unwritten: list[str] = []
+        if enabled:
+            self._cut_back(resume_step)
+            # Without a buffer: what a full disk has refused must not be tried again when the file is closed.
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  open for the whole run
+
+    def _cut_back(self, resume_step: int | None) -> None:
+        if not self._path.exists():
+            return
+        kept: list[str] = []
+        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                fields = json.loads(line)
+                step, event = fields.get("step", 0), fields.get("event")
+            except (ValueError, AttributeError):
+                continue  # a line torn by a crash
+            if isinstance(step, int) and step <= (resume_step or 0) and (resume_step is not None or event in LAUNCHER_EVENTS):
+                kept.append(line)
+        stage = self._path.with_suffix(".jsonl.tmp")
+        stage.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        stage.replace(self._path)
+
+    def write(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._append(json.dumps(json_safe(line), allow_nan=False))
+
+    def bring_back(self, lines: list[str]) -> None:
+        """Lines that the run before could not write; an attempt in between may have."""
+        if self._file is not None and lines:
+            there = set(self._path.read_text(encoding="utf-8").splitlines())
+            for line in lines:
+                if line not in there:
+                    self._append(line)
+
+    def _append(self, line: str) -> None:
+        assert self._file is not None
+        if self.failure is None:
+            try:
+                _write_all(self._file, f"{line}\n".encode())
+                return
+            except OSError as error:
+                self.failure = error
+        self.unwritten.append(line)
+
+    def event(self, event: str, step: int, **details: Any) -> None:
+        self.write({"event": event, "step": step, "time": time.time(), **details})
+
+    def close(self) -> None:
+        if self._file is not None:
+            try:
+                os.fsync(self._file.fileno())
+                self._file.close()
+            except OSError as error:
+                self.failure = self.failure or error
+            self._file = None
+
+
+def _write_all(file: IO[bytes], data: bytes) -> None:
+    """A file without a buffer may take a part of what it is given."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def append_event(run: RunDir, event: str, step: int, **details: Any) -> None:
+    """A line of the launcher's own in metrics.jsonl; only while no rank runs. Rank 0 keeps it when it cuts the file back."""
+    line = {"event": event, "step": step, "time": time.time(), **details}
+    with open(run.metrics_jsonl, "a+b") as file:
+        if file.tell() > 0 and not _ends_a_line(run):
+            file.write(b"\n")  # a rank that was killed may have left half a line
+        file.write(json.dumps(line).encode() + b"\n")
+
+
+def _ends_a_line(run: RunDir) -> bool:
+    with open(run.metrics_jsonl, "rb") as file:
+        file.seek(-1, 2)
+        return file.read() == b"\n"
+
+
+def read_metrics(run: RunDir) -> list[dict[str, Any]]:
+    """Return the objects of metrics.jsonl, oldest first: losses, evaluations and events; [] if the file does not exist."""
+    try:
+        return json_objects(run.metrics_jsonl.read_bytes())
+    except FileNotFoundError:
+        return []
+
+
+def json_objects(raw: bytes) -> list[dict[str, Any]]:
+    """The objects of a JSON Lines file; a line that is none (torn by a crash) is left out."""
+    found: list[dict[str, Any]] = []
+    for line in raw.split(b"\n"):
+        try:
+            value: Any = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            found.append(cast(dict[str, Any], value))
+    return found
