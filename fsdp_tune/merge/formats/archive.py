@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import struct
 import sys
+import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import IO, Any, cast
 
 from fsdp_tune.merge.formats.dtypes import DTYPES, OF_STORAGE, DType
 from fsdp_tune.merge.formats.pickles import Allowed, Refused, load
@@ -22,16 +23,8 @@ from fsdp_tune.merge.formats.tensors import Extent, Shape
 MAX_PICKLE_BYTES = 64 << 20
 MAX_DIRECTORY_BYTES = 256 << 20
 _SMALL_PICKLE_BYTES = 512
-_END_BYTES, _END64_BYTES, _LOCATOR_BYTES = 22, 56, 20
 _END_PIECE_BYTES = 1024
-_SATURATED = 0xFFFFFFFF
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    header_at: int
-    size_bytes: int
-    crc32: int
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,89 +58,73 @@ class Ends:
         return self.files.read(self.file, self.start + at, count)
 
 
+class _Slice:
+    """One archive inside a file, as `zipfile` reads it."""
+
+    def __init__(self, ends: Ends) -> None:
+        self._ends, self._at = ends, 0
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        at = offset + (0, self._at, self._ends.length_bytes)[whence]
+        if at < 0:
+            raise OSError("a position before the start")
+        self._at = at
+        return at
+
+    def read(self, size: int = -1) -> bytes:
+        rest = max(0, self._ends.length_bytes - self._at)
+        taken = rest if size < 0 else min(size, rest)
+        if taken > MAX_DIRECTORY_BYTES:
+            raise Refused("its zip directory is damaged")
+        data = self._ends.read(self._at, taken)
+        self._at += taken
+        return data
+
+
 @dataclass(frozen=True, slots=True)
 class Archive:
     """The members of one archive; their places count from its start."""
 
     ends: Ends
-    members: dict[str, Member]
+    members: dict[str, zipfile.ZipInfo]
     has_checksums: bool
 
     def data_range(self, name: str) -> tuple[int, int, int | None]:
-        """(offset, size, CRC-32 or None) of one member's bytes."""
+        """Return (offset, size, CRC-32 or None) of one member's bytes."""
         member = self.members.get(name)
         if member is None:
             raise Refused(f"it has no member `{name}`")
-        local = self.ends.read(member.header_at, 30)
-        if local[:4] != b"PK\x03\x04":
+        local = self.ends.read(member.header_offset, _LOCAL_HEADER.size)
+        signature, name_length, extra_length = _LOCAL_HEADER.unpack(local)
+        if signature != b"PK\x03\x04":
             raise Refused(f"the header of `{name}` is damaged")
-        name_length, extra_length = struct.unpack_from("<HH", local, 26)
-        at = member.header_at + 30 + name_length + extra_length
-        if at + member.size_bytes > self.ends.length_bytes:
+        at = member.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+        if at + member.file_size > self.ends.length_bytes:
             raise Refused(f"`{name}` reaches beyond the archive")
-        return at, member.size_bytes, member.crc32 if self.has_checksums else None
+        return at, member.file_size, member.CRC if self.has_checksums else None
 
 
 def open_archive(files: SourceFiles, file: str, start: int, length_bytes: int) -> Archive:
-    """Reads the directory of one archive. Refused for anything that torch does not write."""
+    """Read the directory of one archive. Raises: Refused for anything that torch does not write."""
+    ends = Ends(files, file, start, length_bytes)
     try:
-        return _open_archive(Ends(files, file, start, length_bytes))
-    except (struct.error, UnicodeDecodeError) as error:
-        raise Refused("its zip directory is damaged") from error
-
-
-def _open_archive(ends: Ends) -> Archive:
-    directory, count = _directory(ends)
-    members: dict[str, Member] = {}
-    at = 0
-    for _ in range(count):
-        signature, method = struct.unpack_from("<I6xH", directory, at)
-        crc, packed, unpacked, name_length, extra_length, comment_length = struct.unpack_from("<IIIHHH", directory, at + 16)
-        (header,) = struct.unpack_from("<I", directory, at + 42)
-        if signature != 0x02014B50:
-            raise Refused("its zip directory is damaged")
-        name = directory[at + 46 : at + 46 + name_length].decode()
-        extra = directory[at + 46 + name_length : at + 46 + name_length + extra_length]
-        unpacked, packed, header = _wide(extra, unpacked, packed, header)
-        if method != 0 or packed != unpacked:
-            raise Refused(f"`{name}` is compressed")
-        _, slash, inner = name.partition("/")  # all members lie in one folder, named after the file
-        if not slash or inner in members:
-            raise Refused(f"the member `{name}` is none that torch writes")
-        members[inner] = Member(header, unpacked, crc)
-        at += 46 + name_length + extra_length + comment_length
-    if at != len(directory):
-        raise Refused("its zip directory is damaged")
+        with zipfile.ZipFile(cast(IO[bytes], _Slice(ends))) as opened:
+            infos, directory_at = opened.infolist(), opened.start_dir
+    except (zipfile.BadZipFile, RuntimeError, OSError, ValueError, struct.error) as error:
+        raise Refused("it is not a torch.save archive (no intact zip directory at its end)") from error
+    members: dict[str, zipfile.ZipInfo] = {}
+    for info in infos:
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            raise Refused(f"`{info.filename}` is compressed")
+        _, slash, inner = info.filename.partition("/")  # all members are in one folder, named after the file
+        if not slash or inner in members or not 0 <= info.header_offset < directory_at:
+            raise Refused(f"the member `{info.filename}` is not one that torch writes")
+        members[inner] = info
     # Without checksums torch writes zero for all; one zero alone is a checksum like any other.
-    return Archive(ends, members, has_checksums=any(member.crc32 for member in members.values()))
-
-
-def _directory(ends: Ends) -> tuple[bytes, int]:
-    """(central directory, entries). torch writes no archive comment, so the end record is the last 22 bytes."""
-    end_at = ends.length_bytes - _END_BYTES
-    if end_at < 0 or ends.read(end_at, 4) != b"PK\x05\x06":
-        raise Refused("it is no torch.save archive (no zip directory at its end)")
-    count, size, offset = struct.unpack("<HII", ends.read(end_at + 10, 10))
-    if count == 0xFFFF or _SATURATED in (size, offset):
-        (wide_at,) = struct.unpack("<Q", ends.read(end_at - _LOCATOR_BYTES + 8, 8))
-        count, size, offset = struct.unpack_from("<QQQ", ends.read(wide_at, _END64_BYTES), 32)
-    if size > MAX_DIRECTORY_BYTES or count * 46 > size:
-        raise Refused("its zip directory is damaged")
-    return ends.read(offset, size), count
-
-
-def _wide(extra: bytes, unpacked: int, packed: int, header: int) -> tuple[int, int, int]:
-    """Sizes and offset from the zip64 field where the 32-bit ones are saturated."""
-    at = 0
-    while at + 4 <= len(extra):
-        tag, size = struct.unpack_from("<HH", extra, at)
-        if tag == 1:
-            values = iter(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
-            unpacked = next(values, unpacked) if unpacked == _SATURATED else unpacked
-            packed = next(values, packed) if packed == _SATURATED else packed
-            header = next(values, header) if header == _SATURATED else header
-        at += 4 + size
-    return unpacked, packed, header
+    return Archive(ends, members, has_checksums=any(member.CRC for member in members.values()))
 
 
 # --------------------------------------------------------------------------------------------------------- data.pkl
