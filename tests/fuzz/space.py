@@ -208,6 +208,8 @@ def _switches(dice: random.Random, family: str, names: list[str], *, compiles: b
         chosen.pop("kernels.compile", None)
     if family in HAS_EAGER_ALONE:
         chosen["model.attn_implementation"] = "eager"
+    if family == "opt":  # its forward calls the decoder inside its body, so that the loss cannot be chunked
+        chosen.pop("kernels.loss", None)
     if chosen.get("model.attn_implementation") == FLASH_STAND_IN and family not in TAKES_FLASH:
         del chosen["model.attn_implementation"]
     if chosen.get("fsdp.auto_wrap_policy") == "MODULE_NAMES_WRAP":
