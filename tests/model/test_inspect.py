@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.model.build.construct import build_empty
 from fsdp_tune.model.build.inspect import facts
 from tests.model.recipes import recipe_of
 
@@ -87,3 +89,13 @@ def test_model_without_a_limit_of_positions_has_none() -> None:
     document = document_of(xlnet)
     assert document["max_positions"] is None
     assert document["notices"] == []
+
+
+def test_kernel_that_a_model_lacks_is_refused_at_its_key() -> None:
+    bloom = {"model_type": "bloom", "vocab_size": 256, "hidden_size": 32, "n_layer": 1, "n_head": 2}
+    [problem] = document_of(bloom, attn_implementation="sdpa")["problems"]
+    assert (problem["code"], problem["key"]) == ("model-refused", "model.attn_implementation")
+    assert problem["hint"].startswith("`auto` chooses")
+    assert len(problem["message"]) < 200
+    with pytest.raises(FsdpTuneError, match="transformers refuses this model"):
+        build_empty(recipe_of({"from_config": bloom, "attn_implementation": "sdpa"}))

@@ -13,7 +13,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.model.build.rotary import fix_rotary_frequencies
 from fsdp_tune.model.kernels.attention import choose_attention
@@ -146,12 +146,25 @@ def storage_dtype(recipe: Recipe) -> torch.dtype:
     return TORCH_DTYPE[recipe.model.dtype]
 
 
+def _refused(recipe: Recipe, error: Exception) -> FsdpTuneError:
+    """transformers' own refusal of a model: an attention kernel that it lacks, a package that is not installed."""
+    reason = str(error).splitlines()[0].partition(". ")[0]
+    kernel = recipe.model.attn_implementation
+    is_of_kernel = kernel != "auto" and (kernel in reason or "attention implementation" in reason)
+    key = "model.attn_implementation" if is_of_kernel else "model"
+    hint = "`auto` chooses a kernel that is installed and that the model supports" if is_of_kernel else None
+    return FsdpTuneError(Problem("model-refused", f"transformers refuses this model: {reason}", Where(key=key), hint))
+
+
 def _from_config(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
     # A resized embedding writes its size into the model's config, so each model gets its own.
     own = copy.deepcopy(config)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        own, dtype=storage_dtype(recipe), attn_implementation=attention(recipe, own), trust_remote_code=recipe.model.trust_remote_code
-    )
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            own, dtype=storage_dtype(recipe), attn_implementation=attention(recipe, own), trust_remote_code=recipe.model.trust_remote_code
+        )
+    except (ValueError, ImportError) as error:
+        raise _refused(recipe, error) from error
     fix_rotary_frequencies(model, recipe.data.max_length)
     return model
 

@@ -54,13 +54,6 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
         found["kernels"] = {key: {"value": choice.value, "reason": choice.reason} for key, choice in chosen.items()}
     except FsdpTuneError as error:
         problems += error.problems
-    except (ValueError, ImportError) as error:
-        # transformers' own refusal: an attention kernel the model lacks, a package that is not installed
-        reason = str(error).splitlines()[0]
-        kernel = recipe.model.attn_implementation
-        key = "model.attn_implementation" if kernel in reason and kernel != "auto" else "model"
-        hint = "`auto` chooses a kernel that is installed and that the model supports" if key != "model" else None
-        problems.append(Problem("model-refused", f"transformers refuses this model: {reason}", Where(key=key), hint))
     return {**found, "problems": [p.as_dict() for p in problems], "notices": [n.as_dict() for n in notices]}
 
 
