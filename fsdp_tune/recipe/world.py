@@ -197,7 +197,7 @@ def batch_arithmetic(recipe: Recipe) -> str:
     """The line that `plan`, `train` and the report show, of a resolved recipe."""
     training, sequences = recipe.training, recipe.global_batch_size
     steps, tokens = training.gradient_accumulation_steps or 1, sequences * recipe.data.max_length
-    ranks = _count(recipe.topology.data_size, "rank")
+    ranks = _count(recipe.data_size, "rank")
     if training.per_device_train_batch_tokens is not None:
         factors = f"up to {training.per_device_train_batch_tokens:,} token slots × {ranks} × {steps} accumulation"
         return f"{factors} hold {_count(sequences, 'sequence')} a step; × {recipe.data.max_length:,} = {tokens:,} tokens at most"

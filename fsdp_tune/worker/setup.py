@@ -137,7 +137,7 @@ def _sampler(recipe: Recipe, store: RowStore, rank: Rank) -> MicroBatches:
         partial(order_of, recipe, lengths),
         len(store),
         data_rank=recipe.topology.data_rank(rank.index),
-        data_size=recipe.topology.data_size,
+        data_size=recipe.data_size,
         micro_batch=recipe.training.per_device_train_batch_size,
         accumulation=recipe.training.gradient_accumulation_steps or 1,
         by_tokens=ByTokens(budget, lengths, recipe.global_batch_size) if budget else None,

@@ -15,7 +15,8 @@ from unittest.mock import patch
 import torch
 
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.worker.observe import metrics, trackers
+from fsdp_tune.run import metrics_file
+from fsdp_tune.worker.observe import trackers
 from fsdp_tune.worker.trainer import FsdpTrainer
 
 
@@ -64,7 +65,7 @@ def clock(seconds: float) -> Iterator[None]:
 @contextlib.contextmanager
 def metrics_full(step: int) -> Iterator[None]:
     """The disk of metrics.jsonl takes half of the line of that step, and nothing after it."""
-    original = metrics._write_all
+    original = metrics_file._write_all
 
     def write(file: IO[bytes], data: bytes) -> None:
         if json.loads(data).get("step", 0) >= step:
@@ -72,7 +73,7 @@ def metrics_full(step: int) -> Iterator[None]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(file, data)
 
-    with patch.object(metrics, "_write_all", write):
+    with patch.object(metrics_file, "_write_all", write):
         yield
 
 

@@ -73,15 +73,15 @@ def _slowly(seconds_for_a_mib: float, file: IO[bytes], data: bytes | memoryview)
 
 def main() -> int:
     run, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    original = heartbeat.Heartbeat._record
+    original = heartbeat.HeartbeatWriter._record
 
-    def record(self: heartbeat.Heartbeat, phase: str, step: int | None) -> None:
+    def record(self: heartbeat.HeartbeatWriter, phase: str, step: int | None) -> None:
         original(self, phase, step)
         how = due(run, rank, self.step, phase)
         if how is not None:
             happen(how)
 
-    heartbeat.Heartbeat._record = record  # type: ignore[method-assign]
+    heartbeat.HeartbeatWriter._record = record  # type: ignore[method-assign]
     from fsdp_tune.worker.__main__ import main as worker
 
     return worker(sys.argv[1:])

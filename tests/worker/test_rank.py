@@ -61,7 +61,7 @@ RECORDS = """
 import json, sys
 from pathlib import Path
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.worker import flight
+from fsdp_tune.worker.observe import flight
 import os
 run = RunDir(Path(sys.argv[1]))
 os.environ.update(flight.environment(run))

@@ -142,7 +142,5 @@ def filling_lines(recipe: Recipe, prepared: Prepared) -> list[str]:
     steps = max(1, len(order) // size)
     looked_at = np.unique(np.linspace(0, steps - 1, min(steps, STEPS_LOOKED_AT)).astype(np.int64))
     of_steps = (lengths[order[step * size : (step + 1) * size]] for step in looked_at.tolist())
-    cut = (
-        [[rows[taken] for taken in ranks] for ranks in token_micro_batches(rows, budget, recipe.topology.data_size)] for rows in of_steps
-    )
+    cut = ([[rows[taken] for taken in ranks] for ranks in token_micro_batches(rows, budget, recipe.data_size)] for rows in of_steps)
     return [f"{budget.slots:,} token slots at most: {filling(cut, budget)}"]

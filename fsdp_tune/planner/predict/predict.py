@@ -137,7 +137,7 @@ def plan(
         disk_gib=_disk(recipe, trace, tokens, unknown),
         run=_run(recipe, hardware, timed, rows, unknown),
         batch=batch_arithmetic(recipe),
-        tokens_per_step=tokens_per_device * recipe.topology.data_size,
+        tokens_per_step=tokens_per_device * recipe.data_size,
         errors=accuracy(recipe.launch.num_machines),
         unknown=unknown,
         assumptions=_assumptions(trace, hardware, efficiency, segments),

@@ -102,7 +102,7 @@ def layouts(recipe: Recipe, *, offload: Offload) -> Iterator[Changes]:
 
 def micro_batches(recipe: Recipe) -> list[tuple[int, int]]:
     """(micro-batch, accumulation) that make the recipe's global batch, small micro-batches first; at most 64 sequences a forward."""
-    each = recipe.global_batch_size // recipe.topology.data_size
+    each = recipe.global_batch_size // recipe.data_size
     return [(size, each // size) for size in range(1, min(each, 64) + 1) if each % size == 0]
 
 

@@ -205,7 +205,7 @@ def _by_length(found: Found) -> tuple[int, int, float, float]:
 def _lengths(search: Search, base: Recipe, changes: Changes, positions: int | None) -> list[Found]:
     found: list[Found] = []
     length = base.data.max_length
-    each = base.global_batch_size // base.topology.data_size
+    each = base.global_batch_size // base.data_size
     while positions is None or length <= positions:
         recipe = changed(base, changes | batch_changes(1, each) | {"data.max_length": length})
         traced = None if recipe is None else next(search.trace([recipe]))
@@ -223,7 +223,7 @@ def smallest_hardware(search: Search, base: Recipe, ranked: Sequence[Found]) -> 
     leanest = min((each.recipe for each in ranked), key=lambda recipe: recipe.training.per_device_train_batch_size, default=base)
     nothing = {"fsdp.activation_checkpointing_offload": False, "fsdp.offload_params": False}
     lean = changed(leanest, {"fsdp.sharding_strategy": "FULL_SHARD", "fsdp.activation_checkpointing": "full", **nothing})
-    one = lean and changed(lean, batch_changes(1, base.global_batch_size // base.topology.data_size))
+    one = lean and changed(lean, batch_changes(1, base.global_batch_size // base.data_size))
     traced = next(search.trace([one])) if one else None
     if one is None or traced is None:
         return None

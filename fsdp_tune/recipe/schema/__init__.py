@@ -215,12 +215,17 @@ class Recipe(Section):
         return self.world_size // self.launch.num_machines
 
     @property
+    def data_size(self) -> int:
+        """Groups of ranks that read different rows; known before the mesh is resolved."""
+        return self.world_size // (self.parallelism.cp_size * self.parallelism.sp_size * self.parallelism.tp_size)
+
+    @property
     def topology(self) -> Topology:
         """Sizes of the parallel dimensions, of a resolved recipe."""
         parallelism, machines = self.parallelism, self.launch.num_machines
         sequence, tensor = parallelism.cp_size * parallelism.sp_size, parallelism.tp_size
         if not self.is_sharded:
-            return Topology(self.world_size // (sequence * tensor), 1, sequence, tensor, machines)
+            return Topology(self.data_size, 1, sequence, tensor, machines)
         assert isinstance(parallelism.dp_replicate_size, int), "the recipe is not resolved"
         assert isinstance(parallelism.dp_shard_size, int), "the recipe is not resolved"
         return Topology(parallelism.dp_replicate_size, parallelism.dp_shard_size, sequence, tensor, machines)
@@ -231,7 +236,7 @@ class Recipe(Section):
         if self.training.per_device_train_batch_tokens is not None:
             assert self.training.global_batch_size is not None, "a rule asks for it"
             return self.training.global_batch_size
-        return self.training.per_device_train_batch_size * self.topology.data_size * (self.training.gradient_accumulation_steps or 1)
+        return self.training.per_device_train_batch_size * self.data_size * (self.training.gradient_accumulation_steps or 1)
 
     @property
     def evaluates(self) -> bool:

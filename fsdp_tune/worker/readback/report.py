@@ -247,8 +247,8 @@ def differences(recipe: Recipe, loaded: Loaded, reports: list[dict[str, Any]]) -
 
 def _within_units(wanted: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
     """Return the prefetch depths of a model that has fewer units than the recipe gathers ahead."""
-    if "forward_prefetch" not in wanted:
-        return {}
+    if "forward_prefetch" not in wanted or "prefetching_units" not in report:
+        return {}  # not FSDP2, or not what the recipe means
     others = max(0, report["prefetching_units"] - 1)
     forward, backward = wanted["forward_prefetch"], wanted["backward_prefetch"]
     return {

@@ -73,7 +73,9 @@ def run_watched(path: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_trace_holds_what_the_live_worker_holds(name: str, bench: Bench) -> None:
     case = CASES[name]
-    changes = runs.merged(case.recipe(str(bench.model(case.architecture))), {"training": {"max_steps": 2, "save_steps": 2}})
+    changes = runs.merged(
+        case.recipe(str(bench.model(case.architecture))), {"training": {"max_steps": 2, "save_steps": 2}, "data": {"max_length": 128}}
+    )
     run = runs.write_run(bench.new_folder(), changes, bench.store)
     live: dict[str, Any] = bench.pool.run(case.ranks, functools.partial(run_watched, str(run.path)))[0]["seen"]
 
