@@ -94,7 +94,7 @@ def build_store(
         refuse_bad_rows(found.bad, names, rows=found.counts["rows"])
     _write_bad_rows(stage, found.bad, names)
     examples = found.examples()
-    refuse_nothing(examples, found, names)
+    refuse_nothing(examples, names, rows=found.counts["rows"], bad=len(found.bad), untrained=found.untrained)
     writer.finish_pool()
     index = _index(recipe, inputs, examples, writer, names)
     report = _report(inputs, found, examples, index, names, encoder)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, usage_error
 from fsdp_tune.data.format.inputs import Input, bad_row_problem
 from fsdp_tune.data.pack.sets import Examples
 from fsdp_tune.data.read.json_rows import BadRow
 from fsdp_tune.recipe.schema import Recipe
-
-if TYPE_CHECKING:
-    from fsdp_tune.data.build import Found
 
 SHOWN_BAD_ROWS = 5
 SHOWN_DETAILS = 8
@@ -34,11 +31,10 @@ def refuse_bad_rows(bad: Sequence[tuple[int, BadRow]], names: Sequence[str], *, 
     raise FsdpTuneError(*shown, total)
 
 
-def refuse_nothing(examples: Examples, found: Found, names: Sequence[str]) -> None:
+def refuse_nothing(examples: Examples, names: Sequence[str], *, rows: int, bad: int, untrained: Sequence[tuple[int, int]]) -> None:
     """Training on nothing looks like training: the loss is a number, and the model does not change."""
     if len(examples):
         return
-    rows, untrained, bad = found.counts["rows"], found.untrained, len(found.bad)
     first = ", ".join(f"{names[file]}:{row}" for file, row in untrained[:3])
     raise usage_error(
         "no-supervised-tokens",

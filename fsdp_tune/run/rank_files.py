@@ -59,7 +59,7 @@ def write_outcome(run: RunDir, outcome: Outcome) -> None:
         "problem": {**problem.as_dict(), "hint": problem.hint, "ways_out": problem.ways_out} if problem else None,
         "traceback": outcome.traceback,
     }
-    write_json(run.rank_outcome(outcome.rank), json_safe(content | outcome.facts))
+    write_json(run.rank_outcome(outcome.rank), json_safe(content | outcome.facts), private=True)
 
 
 def read_heartbeat(run: RunDir, rank: int) -> Heartbeat | None:

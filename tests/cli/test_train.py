@@ -180,8 +180,9 @@ def test_a_run_ends_with_a_model_and_everything_in_its_place(cli: Cli, tmp_path:
     manifest = read_manifest(run.checkpoint(6))
     assert manifest is not None
     assert manifest.facts["recipe_digest"] == run.recipe_digest() == json.loads((run.merged / "merge.json").read_text())["recipe_digest"]
-    logs = {path.name: path.stat().st_mode & 0o077 for path in run.logs.glob("*.log")}
-    assert logs == dict.fromkeys(("launcher.log", "rank-0000.log", "rank-0001.log", "train.log"), 0)
+    logs = {path.name: path.stat().st_mode & 0o077 for pattern in ("*.log", "*outcome.json") for path in run.logs.glob(pattern)}
+    outcomes = ("outcome.json", "rank-0000.outcome.json", "rank-0001.outcome.json")
+    assert logs == dict.fromkeys(("launcher.log", "rank-0000.log", "rank-0001.log", "train.log", *outcomes), 0)
     logged = [line.split("  ", 1)[1] for line in (run.logs / "train.log").read_text().splitlines()]
     assert logged == done.stderr.splitlines(), "the log holds what the console said, from the first line to the last"
     card = {line[2:15].strip(): line[16:] for line in logged[logged.index(f"finished at step 6; the model is in {run.merged}") + 1 :]}

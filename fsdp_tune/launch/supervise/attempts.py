@@ -44,7 +44,7 @@ class Attempts:
         for launch in itertools.count():
             if (problem := self._machines.gather(launch)) is not None:
                 ended = Ended(ExitCode.FAILED, ExitReason.FAILED, step, problem)
-                write_json(verdict_path(self._plan.run), ended.as_dict())
+                write_json(verdict_path(self._plan.run), ended.as_dict(), private=True)
                 self._machines.conclude(ended)
                 yield ended
                 return
@@ -59,7 +59,7 @@ class Attempts:
             if not isinstance(decision, Restart):
                 if decision != judged.problem or ended != judged:
                     ended = replace(ended, problem=decision)
-                    write_json(verdict_path(self._plan.run), ended.as_dict())
+                    write_json(verdict_path(self._plan.run), ended.as_dict(), private=True)
                 self._machines.conclude(ended)
                 yield ended
                 return

@@ -118,7 +118,7 @@ class Supervisor:
         if not run.logs.is_dir():
             ended = replace(ended, exit_code=ExitCode.FAILED, reason=ExitReason.FAILED, problem=_gone(run))
         elif is_first_machine:
-            write_json(verdict_path(run), ended.as_dict())
+            write_json(verdict_path(run), ended.as_dict(), private=True)
         yield ended
 
     @property

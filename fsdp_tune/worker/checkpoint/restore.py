@@ -20,7 +20,7 @@ from fsdp_tune.worker.checkpoint import state as live_state
 from fsdp_tune.worker.checkpoint.state import Live
 
 if TYPE_CHECKING:
-    from fsdp_tune.worker.trainer import FsdpTrainer
+    from transformers import Trainer
 
 
 # NFS keeps what it knows of a directory for up to a minute (`acdirmax`), and so that a name is not there.
@@ -117,7 +117,7 @@ def restore_schedule(scheduler: Any, step: int) -> None:
     scheduler._last_lr = rates
 
 
-def trainer_state_json(trainer: FsdpTrainer) -> str:
+def trainer_state_json(trainer: Trainer) -> str:
     """transformers' TrainerState as JSON, with the state of the callbacks that have one (early stopping)."""
     stored: Any = trainer.state.stateful_callbacks or {}
     callbacks: dict[str, Any] = dict(stored)
