@@ -108,14 +108,17 @@ def test_ignored_modules_are_in_no_unit() -> None:
     assert names == {"model.layers.0", "model.norm", "lm_head"}
 
 
-def test_ignored_modules_that_train_are_refused_where_ranks_would_come_apart() -> None:
+def test_ignored_modules_that_train_are_refused_where_gradients_would_be_wrong() -> None:
     fsdp = {"ignored_modules": r"model\.layers\.\d+\.input_layernorm"}
     recipe = recipe_of("llama", fsdp=fsdp)
-    with pytest.raises(FsdpTuneError, match=r"`model\.layers\.0\.input_layernorm` to each of 2 ranks") as caught:
+    with pytest.raises(FsdpTuneError, match=r"`model\.layers\.0\.input_layernorm`.*ranks would differ") as caught:
         plan_units(recipe, build_empty(recipe))
     assert [problem.code for problem in caught.value.problems] == ["ignored-modules-trained"]
     alone = recipe_of("llama", ranks=1, fsdp=fsdp)
     assert plan_units(alone, build_empty(alone)).groups
+    alone = alone.model_copy(update={"model": alone.model.model_copy(update={"dtype": "bf16"})})
+    with pytest.raises(FsdpTuneError, match="micro-batches would be added in bf16"):
+        plan_units(alone, build_empty(alone))
 
 
 @pytest.mark.parametrize(

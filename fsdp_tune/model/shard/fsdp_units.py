@@ -92,16 +92,16 @@ def plan_units(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
 
 
 def _refuse_ignored_that_train(recipe: Recipe, model: PreTrainedModel) -> None:
-    """FSDP sums no gradient of what it ignores."""
-    if recipe.world_size == 1 or not recipe.is_sharded:
+    """FSDP sums no gradient of what it ignores: neither over ranks nor, with bf16 weights, in fp32 over micro-batches."""
+    if not recipe.is_sharded or (recipe.world_size == 1 and recipe.model.dtype == "fp32"):
         return
     modules = {name: model.get_submodule(name) for name in sorted(ignored_module_names(recipe, model))}
     name = next((name for name, module in modules.items() if any(p.requires_grad for p in module.parameters())), None)
     if name is not None:
         raise usage_error(
             "ignored-modules-trained",
-            f"`fsdp.ignored_modules` leaves `{name}` to each of {recipe.world_size} ranks by itself, and it is trained: FSDP sums no "
-            "gradient of what it ignores, so that the ranks would come apart",
+            f"`fsdp.ignored_modules` excludes `{name}`, which is trained: FSDP sums no gradient of what it ignores, "
+            + ("so that the ranks would differ" if recipe.world_size > 1 else "so that micro-batches would be added in bf16"),
             ways_out=(f'`model: {{freeze: ["{name}.*"]}}` keeps it as it is', "leave `fsdp.ignored_modules` out to train it"),
         )
 
