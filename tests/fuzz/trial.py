@@ -59,22 +59,25 @@ def judge(draw: Draw, folder: Path, pool: RankPool, plant: str | None = None) ->
     try:
         run = _run(verdict, folder, store, model, pool, plant)
     except RanksFailed as error:
-        run = f"a rank crashed: {error}"
+        verdict.failures.append(f"a rank crashed: {error}")
+        return verdict
     if isinstance(run, RunDir):
         _compare(verdict, run, store, model)
-    elif run == NOT_ISOLATED and verdict.draw.batch["data.packing"] and draw.family in PACKED_EXAMPLES_MEET:
-        # The ranks inspect the live model; without packing it must train.
-        smaller = judge(verdict.draw.unpacked(), folder / "unpacked", pool, plant)
-        return Verdict(smaller.draw, smaller.failures, [*verdict.refusals, f"{run}: data.packing", *smaller.refusals])
-    else:
-        verdict.failures.append(run)
+    elif (switch := _blamed_by_ranks(run, verdict.draw)) is None:
+        verdict.failures.append(f"the run failed: [{run.code}] {run.message}")
+    else:  # the ranks inspect the live model; without the switch it must train
+        rest = verdict.draw.unpacked() if switch == PACKING else verdict.draw.without(switch)
+        smaller = judge(rest, folder / "without", pool, plant)
+        return Verdict(smaller.draw, smaller.failures, [*verdict.refusals, f"{run.code}: {switch}", *smaller.refusals])
     return verdict
 
 
 # ---- The rules
 
 
-NOT_ISOLATED = "packing-not-isolated"
+PACKING = "data.packing"
+SEEN_IN_THE_MODEL = frozenset({"contradiction"})
+"""Refusals whose rule reads the model's modules: `validate` shows them, but the rules on the recipe alone do not."""
 
 
 def _accepted(verdict: Verdict, folder: Path, model: Path) -> bool:
@@ -106,6 +109,13 @@ def _refused(draw: Draw, folder: Path, model: Path) -> Problem | None:
         except FsdpTuneError as error:
             return error.problems[0]
     return None
+
+
+def _blamed_by_ranks(problem: Problem, draw: Draw) -> str | None:
+    """The switch behind what only the live model shows, None for what is a failure."""
+    if problem.code == "packing-not-isolated":
+        return PACKING if draw.batch[PACKING] and draw.family in PACKED_EXAMPLES_MEET else None
+    return _blamed(problem, draw) if problem.code in SEEN_IN_THE_MODEL else None
 
 
 def _blamed(problem: Problem, draw: Draw) -> str | None:
@@ -166,7 +176,7 @@ def _write(folder: Path, draw: Draw, store: Path, model: Path) -> RunDir:
     return run
 
 
-def _run(verdict: Verdict, folder: Path, store: Path, model: Path, pool: RankPool, plant: str | None) -> RunDir | str:
+def _run(verdict: Verdict, folder: Path, store: Path, model: Path, pool: RankPool, plant: str | None) -> RunDir | Problem:
     """The finished run, or what a rank failed with."""
     draw = verdict.draw
     killed = draw.killed_after if draw.resumed else None
@@ -188,11 +198,9 @@ def _orders(draw: Draw, plant: str | None, **fields: Any) -> dict[str, Any]:
     return ranks.orders_of(uses_kernels=uses_kernels, uses_flash=uses_flash, plant=plant, **fields)
 
 
-def _failure(outcomes: list[dict[str, Any]]) -> str | None:
+def _failure(outcomes: list[dict[str, Any]]) -> Problem | None:
     problem = next((outcome["problem"] or {} for outcome in outcomes if outcome["exit_code"] != 0), None)
-    if problem is None or problem.get("code") == NOT_ISOLATED:
-        return problem and problem["code"]
-    return f"the run failed: [{problem.get('code')}] {problem.get('message')}"
+    return None if problem is None else Problem.from_dict({"code": None, "message": None, **problem})
 
 
 # ---- Against the plain loop

@@ -156,6 +156,13 @@ def test_frozen_parameters_are_stored_in_their_dtype_and_not_trained() -> None:
     assert (model.lm_head.weight.dtype, model.lm_head.weight.requires_grad) == (torch.float32, True)
 
 
+def test_a_frozen_parameter_beside_a_trained_one_keeps_its_dtype() -> None:
+    """The CPU's layer norm takes no weight in bf16 with a bias in fp32."""
+    recipe = recipe_of({"from_config": FAMILIES["gpt2"], "freeze": ["*.1.*weight"], "frozen_dtype": "bf16"})
+    layer = build_full(recipe).transformer.h[1]
+    assert (layer.ln_1.weight.dtype, layer.ln_1.weight.requires_grad, layer.ln_1.bias.requires_grad) == (torch.float32, False, True)
+
+
 @pytest.mark.parametrize(("patterns", "code"), [(["model.embd.*"], "freeze-matches-nothing"), (["*"], "nothing-to-train")])
 def test_freezing_nothing_or_all_is_an_error(patterns: list[str], code: str) -> None:
     recipe = recipe_of({**llama(), "freeze": patterns})

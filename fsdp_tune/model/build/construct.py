@@ -270,6 +270,7 @@ def resize_embeddings(recipe: Recipe, model: PreTrainedModel, vocabulary: int | 
 def freeze(recipe: Recipe, model: nn.Module) -> None:
     """Stop training parameters that match `model.freeze`, and store them in `model.frozen_dtype`.
 
+    A parameter beside a trained one in the same module keeps its dtype: kernels such as the CPU's layer norm take one dtype for both.
     Parameters that the model's own code froze stay frozen, in their dtype.
     """
     names = [name for name, _ in model.named_parameters()]
@@ -279,14 +280,15 @@ def freeze(recipe: Recipe, model: nn.Module) -> None:
                 "freeze-matches-nothing", f"model.freeze: `{pattern}` matches no parameter", hint=f"names look like `{names[0]}`"
             )
     frozen_dtype = TORCH_DTYPE[recipe.compute_dtype if recipe.model.frozen_dtype == "auto" else recipe.model.frozen_dtype]
-    trained = 0
-    for name, parameter in model.named_parameters():
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in recipe.model.freeze):
-            parameter.requires_grad_(False)
+    frozen = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in recipe.model.freeze)]
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    for name in frozen:
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if not any(parameter.requires_grad for parameter in owner.parameters(recurse=False)):
+            parameter = model.get_parameter(name)
             parameter.data = parameter.data.to(frozen_dtype)
-        elif parameter.requires_grad:
-            trained += parameter.numel()
-    if trained == 0:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise usage_error("nothing-to-train", "model.freeze matches every parameter: nothing is left to train")
 
 

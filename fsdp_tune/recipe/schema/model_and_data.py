@@ -47,7 +47,7 @@ class Model(Section):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Storage of TRAINED parameters: fp32 master weights, or pure bf16 (half the memory, small updates are lost)."""
     frozen_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Storage of UNTRAINED parameters; auto = the compute dtype, with FSDP1 `dtype`."""
+    """Storage of UNTRAINED parameters, except beside trained ones in a module (`dtype`); auto = the compute dtype, with FSDP1 `dtype`."""
     freeze: list[Text] = []
     """Patterns of the names of parameters that are not trained."""
     tokens: Tokens = Tokens()
