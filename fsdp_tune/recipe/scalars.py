@@ -1,7 +1,7 @@
-"""What a plain YAML scalar means here: the core schema of YAML 1.2, so that `no` is text and `2e-5` a number.
+"""Parse plain YAML scalars by the core schema of YAML 1.2, in which `no` is text and `2e-5` is a number.
 
-YAML 1.1, which PyYAML follows, reads `2e-5` as text, `0123` as 83, `no` as false and `12:30` as 750. Text that the two
-versions read differently keeps its text and carries a `suspicion`: the reason is shown where text is not what a key takes.
+YAML 1.1, which PyYAML implements, reads `2e-5` as text, `0123` as 83, `no` as false and `12:30` as 750. Text that the two
+versions read differently stays text and has a `suspicion`, which is shown if the key does not take text.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SHOWN_CHARACTERS = 60
 
 
 class ScalarError(ValueError):
-    """A plain scalar that no key can take."""
+    """A plain scalar that is invalid for every key."""
 
 
 def parse_plain(text: str) -> tuple[Value, str | None]:
-    """The value of an unquoted scalar, and the suspicion if it is one. ScalarError for numbers that cannot be held."""
+    """Return the value of an unquoted scalar, and its suspicion or None. Raises: ScalarError for a number that cannot be represented."""
     if text in _NULLS:
         return None, None
     if text in _BOOLEANS:
@@ -44,12 +44,12 @@ def parse_plain(text: str) -> tuple[Value, str | None]:
     if _FLOAT.fullmatch(text):
         return _float(text), None
     if _NOT_FINITE.fullmatch(text):
-        raise ScalarError(f"`{text}` is not a number that a recipe can hold")
+        raise ScalarError(f"`{text}` is not a number that a recipe can contain")
     return text, suspicion(text)
 
 
 def suspicion(text: str) -> str | None:
-    """Why a text that was perhaps meant as a number or a boolean is text."""
+    """Explain why a text that looks like a number or a boolean is text; None if it does not look like one."""
     if text.lower() in _OLD_BOOLEANS:
         return f"`{text}` is text: write {_OLD_BOOLEANS[text.lower()]}"
     if "_" in text and _UNDERSCORED.fullmatch(text):
@@ -74,17 +74,17 @@ def _float(text: str) -> float:
 
 
 def printable(text: str) -> str:
-    """Text from a file for the screen: nothing that a terminal would obey."""
+    """Escape everything in a text that a terminal would interpret."""
     return "".join(character if character.isprintable() else character.encode("unicode_escape").decode() for character in text)
 
 
 def shown(text: str) -> str:
-    """`printable`, and cut where it is long."""
+    """Return `printable(text)`, truncated to `SHOWN_CHARACTERS`."""
     safe = printable(text)
     return safe if len(safe) <= SHOWN_CHARACTERS else f"{safe[:SHOWN_CHARACTERS]}…"
 
 
 def enumerated(parts: Sequence[str], word: str = "or") -> str:
-    """["a", "b", "a", "c"] → `a, b or c`."""
+    """Join without duplicates: ["a", "b", "a", "c"] → `a, b or c`."""
     unique = list(dict.fromkeys(parts))
     return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])} {word} {unique[-1]}"

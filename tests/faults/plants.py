@@ -286,8 +286,8 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "two documents are one",
         "recipe/read/yaml_tree",
-        "                if self._documents > 1:\n",
-        "                if self._documents > 2:\n",
+        "        if self._parser.check_node():\n            self.latest",
+        "        if False:\n            self.latest",
         "F001",
     ),
     _plant(
@@ -309,15 +309,15 @@ PLANTS: tuple[Plant, ...] = (
     _plant(
         "nesting has no limit",
         "recipe/read/yaml_tree",
-        "        if len(self._frames) >= MAX_DEPTH:\n",
-        "        if len(self._frames) >= 10**9:\n",
+        "        if self._depth > MAX_DEPTH:\n",
+        "        if self._depth > 10**9:\n",
         "F006",
     ),
     _plant(
         "tags are taken",
         "recipe/read/yaml_tree",
-        "        if (tag := event.tag) is not None:\n",
-        '        if (tag := event.tag) is not None and "python" not in tag:\n',
+        "        if event.tag is not None:\n            name",
+        '        if event.tag is not None and "python" not in event.tag:\n            name',
         "F007",
     ),
     _plant(

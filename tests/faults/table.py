@@ -53,11 +53,11 @@ def _row(id_: str, cost: str, promise: int, ends: str, injection: str, *tests: s
 RECIPE_AND_INPUT = (
     _row(
         "F001", "p", 11, REFUSED, "tab indent, unclosed brace, two documents, empty file, a list at top",
-        "recipe/test_yaml::a_file_that_is_no_tree_is_told_with_line_and_column", "recipe/test_yaml::a_recipe_is_one_mapping",
+        "recipe/test_yaml::invalid_yaml_is_reported_with_line_and_column", "recipe/test_yaml::recipe_that_is_not_a_mapping_is_refused",
     ),
     _row(
         "F002", "p", 11, REFUSED, "duplicate key, top and nested, through a merge key",
-        "recipe/test_yaml::duplicate_keys_name_both_lines_at_every_depth", "recipe/test_yaml::a_merge_key_is_taken_and_never_overrides",
+        "recipe/test_yaml::duplicate_keys_are_reported_with_both_lines_at_every_depth", "recipe/test_yaml::merge_key_adds_keys_and_never_overrides",
     ),
     _row("F003", "p", 11, REFUSED, "twelve errors of twelve kinds at once", "recipe/test_loader::twelve_kinds_of_mistakes_are_told_at_once_by_line"),
     _row(
@@ -65,13 +65,13 @@ RECIPE_AND_INPUT = (
         "recipe/test_scalars::plain_scalars_follow_yaml_1_2", "recipe/test_scalars::numbers_that_no_key_can_hold_are_refused",
         "recipe/test_loader::a_wrong_value_says_what_is_taken",
     ),
-    _row("F005", "p", 11, REFUSED, "a bomb of aliases", "recipe/test_yaml::an_alias_bomb_costs_nothing"),
-    _row("F006", "p", 11, REFUSED, "3,000 levels of nesting", "recipe/test_yaml::deep_nesting_is_an_error_and_no_recursion"),
-    _row("F007", "p", 13, REFUSED, "tags that run code, any unknown tag", "recipe/test_yaml::tags_run_nothing_and_are_all_told"),
+    _row("F005", "p", 11, REFUSED, "a bomb of aliases", "recipe/test_yaml::alias_bomb_is_refused_within_a_second_and_100_mb"),
+    _row("F006", "p", 11, REFUSED, "3,000 levels of nesting", "recipe/test_yaml::deep_nesting_is_refused_without_a_recursion_error"),
+    _row("F007", "p", 13, REFUSED, "tags that run code, any unknown tag", "recipe/test_yaml::tags_are_all_reported_and_run_nothing"),
     _row(
         "F008", "p", 11, REFUSED, "UTF-16, latin-1, NUL, 50 GB, FIFO, /dev/zero, directory, dangling link as a recipe",
-        "recipe/test_yaml::a_file_that_is_no_text_is_told", "recipe/test_yaml::what_is_no_file_never_blocks",
-        "recipe/test_yaml::a_sparse_giant_is_refused_unread",
+        "recipe/test_yaml::file_that_is_not_utf8_text_is_refused", "recipe/test_yaml::path_that_is_not_a_regular_file_is_refused_without_blocking",
+        "recipe/test_yaml::sparse_50_gib_file_is_refused_without_reading_it",
     ),
     _row(
         "F009", "p", 11, REFUSED, "--set on an unknown key, of a wrong type, twice the same",

@@ -65,7 +65,7 @@ def test_null_resets_to_the_default() -> None:
         ("a..b=5", "bad-override", "is not `KEY=VALUE`"),
         ("data.train.0.path=x", "bad-override", "leads into a list"),
         ("fsdp.modules_to_wrap=[a", "yaml-syntax", "not closed"),
-        ("data.eval={rows: 5, rows: 6}", "duplicate-key", "`rows` is given twice"),
+        ("data.eval={rows: 5, rows: 6}", "duplicate-key", "`rows` is written twice"),
         ("fsdp.modules_to_wrap=[!!str a]", "yaml-tag", "tag"),
         ("fsdp.fsdp_state_dict_type=LOCAL_STATE_DICT", "no-counterpart", "LOCAL_STATE_DICT"),
     ],

@@ -1,4 +1,4 @@
-"""F001 to F008: whatever a file holds, the answer is a tree with positions or an error with line and column."""
+"""F001 to F008: any file becomes a tree with positions, or an error with line and column."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fails(text: str) -> Problem:
         ("a: [1, 2\n", "yaml-syntax", "r.yaml:2:1", "line 1, column 4"),
         ("a: 'x\nb: 1\n", "yaml-syntax", "r.yaml:3:1", "no end"),
         ("a: 1\n---\nb: 2\n", "two-documents", "r.yaml:2:1", "two documents"),
-        ("a: b: c\n", "yaml-syntax", "r.yaml:1:5", "no key can stand"),
+        ("a: b: c\n", "yaml-syntax", "r.yaml:1:5", "no key is allowed"),
         ("a: @x\n", "yaml-syntax", "r.yaml:1:4", "cannot begin"),
         ("{a: 1} x\n", "yaml-syntax", "r.yaml:1:8", "after the end"),
         ("a: *x\n", "yaml-alias", "r.yaml:1:4", "no anchor"),
@@ -44,7 +44,7 @@ def fails(text: str) -> Problem:
         ("a: .nan\n", "not-a-number", "r.yaml:1:4", "not a number"),
     ],
 )
-def test_a_file_that_is_no_tree_is_told_with_line_and_column(text: str, code: str, place: str, words: str) -> None:
+def test_invalid_yaml_is_reported_with_line_and_column(text: str, code: str, place: str, words: str) -> None:
     problem = fails(text)
     assert (problem.code, str(problem.where)) == (code, place)
     assert words in problem.message
@@ -53,17 +53,17 @@ def test_a_file_that_is_no_tree_is_told_with_line_and_column(text: str, code: st
 @pytest.mark.parametrize(
     ("text", "code"), [("", "empty-recipe"), ("# x\n", "empty-recipe"), ("---\n", "empty-recipe"), ("- 1\n", "not-a-mapping")]
 )
-def test_a_recipe_is_one_mapping(text: str, code: str) -> None:
+def test_recipe_that_is_not_a_mapping_is_refused(text: str, code: str) -> None:
     assert one_problem(problems(text)).code == code
 
 
-def test_duplicate_keys_name_both_lines_at_every_depth() -> None:
+def test_duplicate_keys_are_reported_with_both_lines_at_every_depth() -> None:
     _, found = compose("a: 1\nb:\n  c: 1\n  d: {e: 1, e: 2}\n  c: 2\na: 3\n", "r.yaml")
     assert [(p.code, p.where.line) for p in found] == [("duplicate-key", 4), ("duplicate-key", 5), ("duplicate-key", 6)]
     assert ["on line 4" in found[0].message, "on line 3" in found[1].message, "on line 1" in found[2].message] == [True] * 3
 
 
-def test_a_merge_key_is_taken_and_never_overrides() -> None:
+def test_merge_key_adds_keys_and_never_overrides() -> None:
     tree, found = compose("x: &b {p: 1}\ny:\n  <<: *b\n  q: 2\n", "r.yaml")
     assert tree is not None
     assert found == []
@@ -73,13 +73,13 @@ def test_a_merge_key_is_taken_and_never_overrides() -> None:
     assert "line 1" in found[0].message
 
 
-def test_an_alias_is_a_copy() -> None:
+def test_alias_is_a_copy() -> None:
     tree, _ = compose("x: &b {p: 1}\ny: *b\n", "r.yaml")
     assert isinstance(tree, MappingNode)
     assert tree.entries["x"].node is not tree.entries["y"].node
 
 
-def test_an_alias_bomb_costs_nothing() -> None:
+def test_alias_bomb_is_refused_within_a_second_and_100_mb() -> None:
     names = "abcdefghi"
     lines = ["a: &a [x,x,x,x,x,x,x,x,x]"]
     lines += [f"{new}: &{new} [{','.join([f'*{old}'] * 9)}]" for old, new in pairwise(names)]
@@ -94,16 +94,16 @@ def test_an_alias_bomb_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("text", ["a: " + "[" * 3000, "a: " + "{b: " * 3000, "\n".join(" " * i + "a:" for i in range(3000))])
-def test_deep_nesting_is_an_error_and_no_recursion(text: str) -> None:
+def test_deep_nesting_is_refused_without_a_recursion_error(text: str) -> None:
     assert fails(text).code == "yaml-too-deep"
 
 
-def test_nesting_through_aliases_counts() -> None:
+def test_nesting_through_aliases_is_limited() -> None:
     chain = ["a0: &a0 [1]"] + [f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 60)]
     assert fails("\n".join(chain)).code == "yaml-too-deep"
 
 
-def test_tags_run_nothing_and_are_all_told(tmp_path: Path) -> None:
+def test_tags_are_all_reported_and_run_nothing(tmp_path: Path) -> None:
     sentinel = tmp_path / "sentinel"
     text = f"a: !!python/object/apply:os.system ['touch {sentinel}']\nb: !foo 1\nc: !!int 3\n"
     _, found = compose(text, "r.yaml")
@@ -123,7 +123,7 @@ def test_tags_run_nothing_and_are_all_told(tmp_path: Path) -> None:
         (b"a" * (MAX_FILE_BYTES + 1), "recipe-too-large", (None, None)),
     ],
 )
-def test_a_file_that_is_no_text_is_told(tmp_path: Path, raw: bytes, code: str, position: tuple[int | None, int | None]) -> None:
+def test_file_that_is_not_utf8_text_is_refused(tmp_path: Path, raw: bytes, code: str, position: tuple[int | None, int | None]) -> None:
     path = tmp_path / "r.yaml"
     path.write_bytes(raw)
     with pytest.raises(FsdpTuneError) as caught:
@@ -132,7 +132,7 @@ def test_a_file_that_is_no_text_is_told(tmp_path: Path, raw: bytes, code: str, p
     assert (problem.code, (problem.where.line, problem.where.column)) == (code, position)
 
 
-def test_a_sparse_giant_is_refused_unread(tmp_path: Path) -> None:
+def test_sparse_50_gib_file_is_refused_without_reading_it(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     with path.open("wb") as file:
         file.truncate(50 << 30)
@@ -142,7 +142,7 @@ def test_a_sparse_giant_is_refused_unread(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "zero", "directory", "dangling", "missing", "loop", "null-byte"])
-def test_what_is_no_file_never_blocks(tmp_path: Path, kind: str) -> None:
+def test_path_that_is_not_a_regular_file_is_refused_without_blocking(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "r.yaml"
     if kind == "fifo":
         os.mkfifo(path)
@@ -161,7 +161,7 @@ def test_what_is_no_file_never_blocks(tmp_path: Path, kind: str) -> None:
     assert time.monotonic() - started < 1.0
 
 
-def test_a_recipe_that_is_not_there_names_the_one_that_is(tmp_path: Path) -> None:
+def test_missing_recipe_suggests_a_similar_file_name(tmp_path: Path) -> None:
     (tmp_path / "llama.yaml").write_text("model: {}")
     for name, hint in (("lama.yaml", f"did you mean `{tmp_path / 'llama.yaml'}`?"), ("other.yaml", "recipes copy")):
         with pytest.raises(FsdpTuneError) as caught:

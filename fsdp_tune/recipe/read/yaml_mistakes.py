@@ -1,6 +1,6 @@
-"""What is probably wrong with a line that YAML cannot read, and what to type instead, without the parser's terms.
+"""Explain a line that YAML cannot read: the probable mistake and what to type instead, without the parser's terms.
 
-PyYAML reports where it gave up, which is often the line below the mistake: `max_length:32` is the beginning of a text that may go on there.
+PyYAML reports where it stopped, often the line below the mistake: `max_length:32` is the beginning of a text that may continue there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from fsdp_tune.recipe.scalars import shown
 
 SPACES = "\u00a0\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u200b\u202f\u205f\u3000"
-"""Characters that look like a space, or like nothing, and are letters to YAML."""
+"""Characters that look like a space, or are invisible, and that YAML treats as letters."""
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _INDENT = r"(?P<indent>\s*(?:- +)*)"
 UNSPACED = re.compile(rf"(?P<key>{_NAME}):(?P<value>[^\s/].*)")
@@ -33,22 +33,22 @@ class Mistake:
 
 
 def space_mistake(line: int, column: int, text: str) -> Mistake | None:
-    """A character in `text` that looks like a space; `column` is where `text` begins."""
+    """Return the first character in `text` that looks like a space, or None; `text` begins at `column`."""
     found = next((index for index, character in enumerate(text) if character in SPACES), None)
     if found is None:
         return None
     name = "a no-break space" if text[found] == "\u00a0" else f"the character U+{ord(text[found]):04X}"
-    hint = f'replace it with an ordinary space; in a text write "\\u{ord(text[found]):04x}" in double quotes'
+    hint = f'replace it with an ordinary space; inside a text write "\\u{ord(text[found]):04x}" in double quotes'
     return Mistake(line, column + found, f"{name}, which is part of the word next to it", hint)
 
 
 def unspaced(key: str, value: str) -> tuple[str, str]:
-    """Message and hint for `key:value`."""
+    """Return the message and the hint for `key:value`."""
     return f"`{shown(f'{key}:{value}')}` has no space after the colon", f"write `{key}: {shown(value)}`"
 
 
 def mistake_in_line(number: int, line: str) -> Mistake | None:
-    """The mistake of a line that is not a key with its value, a list item, a comment, or empty."""
+    """Return the mistake in a line that is neither a key with its value, a list item, a comment nor empty; None if it has none."""
     if (found := space_mistake(number, 0, line.split("#")[0])) is not None:
         return found
     if match := _BRACES.fullmatch(line):
@@ -69,7 +69,7 @@ def mistake_in_line(number: int, line: str) -> Mistake | None:
 
 
 def explain_syntax(error: Any, text: str) -> Mistake | None:
-    """The mistake behind a `yaml.MarkedYAMLError`; None for those of another kind."""
+    """Return the mistake that led to a `yaml.MarkedYAMLError`, or None if it is not a known one."""
     lines = re.split("\r\n|\r|\n", text)
     mark, opened = error.problem_mark or error.context_mark, error.context_mark
     detail, context = error.problem or "", error.context or ""
@@ -89,7 +89,7 @@ def explain_syntax(error: Any, text: str) -> Mistake | None:
 
 
 def _suspects(lines: Sequence[str], here: int, opened: int | None) -> list[int]:
-    """Lines in which the mistake may be: where the key began, the one where the parser stopped, and the one above it with content."""
+    """Return the lines to examine: where the key began, where the parser stopped, and the nearest line above that with content."""
     above = [
         number
         for number in range(min(here, len(lines)) - 1, -1, -1)
@@ -110,7 +110,7 @@ def _tab(number: int, column: int, line: str) -> Mistake:
 def _unquoted(number: int, column: int, lines: Sequence[str]) -> Mistake:
     found = re.match(r"[^\s,\]}#]+", lines[number][column:])
     word = found[0] if found else lines[number][column : column + 1]
-    message = f"`{shown(word)}` is not in quotes, and `{word[:1]}` at the beginning of a value has a meaning of its own in YAML"
+    message = f"`{shown(word)}` is not in quotes, and `{word[:1]}` at the beginning of a value has a special meaning in YAML"
     return Mistake(number, column, message, f'write `"{shown(word)}"`')
 
 
@@ -121,5 +121,5 @@ def _escape(mark: Any, lines: Sequence[str]) -> Mistake:
     closed = line.find('"', backslash)
     escape = line[backslash : backslash + 2]
     quoted = line[opened + 1 : closed if closed > 0 else None]
-    message = f"`{shown(escape)}` in double quotes begins an escape sequence, which is not complete or does not exist"
-    return Mistake(mark.line, backslash, message, f"in single quotes a backslash is a backslash: `'{shown(quoted)}'`")
+    message = f"`{shown(escape)}` in double quotes begins an escape sequence that is incomplete or does not exist"
+    return Mistake(mark.line, backslash, message, f"single quotes keep backslashes as they are: `'{shown(quoted)}'`")

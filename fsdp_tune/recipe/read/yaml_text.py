@@ -1,4 +1,4 @@
-"""From a path to the text of a recipe: a regular UTF-8 file of sane size, or an error; never blocks."""
+"""Read the text of a recipe from a path: a regular UTF-8 file of limited size, or an error. Never blocks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fsdp_tune.core.units import format_bytes
 MAX_FILE_BYTES = 256 << 10
 _UTF16_OR_32 = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
 _UTF8_BOM = b"\xef\xbb\xbf"
-# C0 controls without tab and line ends, DEL, C1 controls, byte order marks, and the line ends that only YAML 1.1 knows:
-# an editor does not count the latter, so that every later line number would be wrong.
+# C0 controls except tab and line ends, DEL, C1 controls, byte order marks, and the line ends that only YAML 1.1 has:
+# an editor does not count those, so every later line number would be wrong.
 _REFUSED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -27,7 +27,7 @@ _KINDS = {
 
 
 def read_text(path: Path) -> str:
-    """The decoded contents. FsdpTuneError for whatever is no readable text file."""
+    """Return the decoded contents. Raises: FsdpTuneError if the path is not a readable text file."""
     where = Where(str(path))
     raw = _read_bytes(path, where)
     if raw.startswith(_UTF16_OR_32) or b"\0" in raw[:4]:
@@ -42,7 +42,7 @@ def read_text(path: Path) -> str:
 
 
 def check_characters(text: str, where: Where) -> str:
-    """`text` itself; FsdpTuneError at the first character that YAML or an editor would trip over."""
+    """Return `text` unchanged. Raises: FsdpTuneError with the position of the first character that breaks YAML or line numbers."""
     if found := _REFUSED.search(text):
         position = _position(text[: found.start()], where)
         hint = f'remove it; inside a text write "\\u{ord(found[0]):04x}" in double quotes'
@@ -61,7 +61,7 @@ def _position(before: str, where: Where) -> Where:
 
 def _read_bytes(path: Path, where: Where) -> bytes:
     try:
-        # Without O_NONBLOCK, opening a pipe that nobody writes to would wait for ever.
+        # Without O_NONBLOCK, opening a pipe without a writer would block forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
         dangling = path.is_symlink()
@@ -75,12 +75,12 @@ def _read_bytes(path: Path, where: Where) -> bytes:
     try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
-            kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "no file")
+            kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "not a regular file")
             raise usage_error("recipe-not-readable", f"`{path}` is {kind}; a recipe is a file", where=where)
         if facts.st_size > MAX_FILE_BYTES:
             raise _too_large(facts.st_size, path, where)
         with os.fdopen(os.dup(descriptor), "rb") as file:
-            raw = file.read(MAX_FILE_BYTES + 1)  # the size is what it was a moment ago
+            raw = file.read(MAX_FILE_BYTES + 1)  # the file may have grown since fstat
     finally:
         os.close(descriptor)
     if len(raw) > MAX_FILE_BYTES:
