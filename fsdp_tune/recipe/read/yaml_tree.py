@@ -113,11 +113,13 @@ class _Composer:
         self._parser.get_event()  # and its end
         if self._parser.check_node():
             self.latest = self.where(self._parser.peek_event().start_mark)
-            self._fail("two-documents", "the file holds two documents (`---`); a recipe is one document", "split it into two files")
+            self._fail(
+                Problem("two-documents", "the file holds two documents (`---`); a recipe is one document", hint="split it into two files")
+            )
         return root
 
-    def _fail(self, code: str, message: str, hint: str | None = None) -> NoReturn:
-        raise FsdpTuneError(*self.problems, Problem(code, message, self.latest, hint))
+    def _fail(self, problem: Problem) -> NoReturn:
+        raise FsdpTuneError(*self.problems, problem.at(self.latest))
 
     def _node(self) -> Node:
         event = self._parser.get_event()
@@ -143,12 +145,12 @@ class _Composer:
     def _count(self) -> None:
         self._nodes += 1
         if self._nodes > MAX_NODES:
-            self._fail("yaml-too-large", f"the recipe holds more than {MAX_NODES:,} values, aliases expanded")
+            self._fail(Problem("yaml-too-large", f"the recipe holds more than {MAX_NODES:,} values, aliases expanded"))
 
     def _descend(self) -> None:
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            self._fail("yaml-too-deep", f"more than {MAX_DEPTH} levels of nesting")
+            self._fail(Problem("yaml-too-deep", f"more than {MAX_DEPTH} levels of nesting"))
 
     def _alias(self, name: str) -> Node:
         if name not in self._anchors:
@@ -156,9 +158,9 @@ class _Composer:
                 f"the alias `*{shown(name)}` has no anchor `&{shown(name)}` above it",
                 "a text that begins with `*` needs quotes",
             )
-            self._fail("yaml-alias", message, f'{hint}: `"*{shown(name)}"`')
+            self._fail(Problem("yaml-alias", message, hint=f'{hint}: `"*{shown(name)}"`'))
         if (node := self._anchors[name]) is None:
-            self._fail("yaml-alias", f"the alias `*{shown(name)}` is inside the value that it names")
+            self._fail(Problem("yaml-alias", f"the alias `*{shown(name)}` is inside the value that it names"))
         return self._copy(node)
 
     def _copy(self, node: Node) -> Node:
@@ -207,7 +209,7 @@ class _Composer:
             key = self._node()
             if not isinstance(key, ScalarNode):
                 self.latest = key.where
-                self._fail("yaml-key", "a mapping or a list cannot be a key")
+                self._fail(Problem("yaml-key", "a mapping or a list cannot be a key"))
             node = self._node()
             if key.plain and key.text == MERGE_KEY:
                 merged += self._merged(node)
