@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.chaos.page import section_of, with_section
-from tests.faults.plants import PLANTS, Plant
+from tests.faults.planting import Plant
+from tests.faults.plants import PLANTS
 from tests.faults.scoreboard import MISSING, NOT_RUN, STUCK, WRONG, Board, Standing
 from tests.faults.table import ROWS, Row
 
@@ -111,10 +112,7 @@ def copy_with(plant: Plant, folder: Path) -> Path:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
         elif source.exists():
             shutil.copy(source, target)
-    file = folder / plant.file
-    text = file.read_text(encoding="utf-8")
-    assert text.count(plant.old) == 1, f"{plant.name}: it no longer applies"
-    file.write_text(text.replace(plant.old, plant.new), encoding="utf-8")
+    (folder / "fsdp_tune" / plant.path).write_text(plant.planted(), encoding="utf-8")
     return folder
 
 

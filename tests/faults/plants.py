@@ -1,149 +1,71 @@
-"""Bugs planted by hand, a line or two each, of the kind that such tools have had. A row of the catalogue counts only if one turns it red.
+"""Bugs of the kind that such tools have had. A row of the catalogue counts only if one of them makes its tests fail.
 
-A plant is applied to a copy of the repository, in which the tests of its rows are run: it so reaches every process that they start.
+A plant is applied to a copy of the repository in which the tests of its rows run, so it reaches every process that they start.
+`planting.py` explains the edits.
 """
-
-# ruff: noqa: E501  a line of code stands here as it stands in its file
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Plant:
-    name: str
-    file: str
-    old: str
-    new: str
-    rows: tuple[str, ...]
-    by: tuple[str, ...] = ()
-    """The quickest tests of the rows that see it, where the first of a row would take long: `tests/….py::test_…[…]`."""
-
-
-def _plant(name: str, file: str, old: str, new: str, *rows: str, by: tuple[str, ...] = ()) -> Plant:
-    return Plant(name, f"fsdp_tune/{file}.py", old, new, rows, tuple(f"tests/{test.replace('::', '::test_')}" for test in by))
-
-
-_IN_PLACE = """        stage = self.run.path / f".{final.name}{STAGE_MARK}{snapshot.step}"
-        try:
-            manifest = self._fill_stage(snapshot, stage)
-            from_rank0(lambda: publish(stage, final, replace=final.exists()), f"publishing {final.name}", self._group)
-"""
+from tests.faults.planting import Plant, always, catch, condition, drop, never, plant, replace, result, statement, value
 
 PLANTS: tuple[Plant, ...] = (
     # checkpoints
-    _plant(
+    plant(
         "a checkpoint is written in place",
-        "worker/checkpoint/save",
-        _IN_PLACE,
-        "        stage = final\n        try:\n            manifest = self._fill_stage(snapshot, stage)\n",
-        "F070",
+        "worker.checkpoint.save:Checkpointer._write",
+        value("stage", "final"),
+        drop("publish"),
+        rows="F070",
     ),
-    _plant(
+    plant(
         "files are not synced",
-        "worker/checkpoint/storage",
-        "                DISK.fsync(self._file)\n",
-        "                self._file.flush()\n",
-        "F071",
+        "worker.checkpoint.storage:HashingStream.close",
+        replace("DISK.fsync", "lambda file: file.flush()"),
+        rows="F071",
     ),
-    _plant(
-        "digests are not compared",
-        "run/manifest",
-        "(digests and digest_file(path, progress) != entry)",
-        "(digests and digest_file(path, progress) is None)",
-        "F072",
-        "F073",
-        "F076",
-    ),
-    _plant("a missing file is no damage", "run/manifest", '            return Damage(name, "missing")', "            return None", "F074"),
-    _plant(
-        "kind and step of a manifest are not read",
-        "run/directory",
-        'if manifest.kind != CHECKPOINT_KIND or manifest.facts.get("step") != step:',
-        "if step is None:",
-        "F077",
-        "F082",
-    ),
-    _plant("links are followed", "run/manifest", "        if path.is_symlink():\n            return True\n", "", "F080"),
-    _plant(
+    plant("digests are not compared", "run.manifest:_damage_of", never("digest_file"), rows="F072 F073 F076"),
+    plant("a missing file is no damage", "run.manifest:_damage_of", statement("missing", "return None"), rows="F074"),
+    plant("kind and step of a manifest are not read", "run.directory:inspect_checkpoint", never("CHECKPOINT_KIND step"), rows="F077 F082"),
+    plant("links are followed", "run.manifest:_passes_a_link", never("path.is_symlink"), rows="F080"),
+    plant(
         "files that came later are damage",
-        "run/manifest",
-        "    return [each for each in found if each is not None]\n",
-        '    return [each for each in found if each is not None] + [Damage(one.name, "came later") for one in root.rglob("*~")]\n',
-        "F075",
+        "run.manifest:damage",
+        result("_ + [Damage(one.name, 'later') for one in root.rglob('*~')]"),
+        rows="F075",
     ),
-    _plant(
-        "each rank decides for itself",
-        "worker/checkpoint/restore",
-        "for found in gather(damage(chosen.path, part, digests=digests))",
-        "for found in [damage(chosen.path, part, digests=digests)]",
-        "F078",
+    plant(
+        "each rank decides for itself", "worker.checkpoint.restore:agreed_checkpoint", replace("gather", "lambda mine: [mine]"), rows="F078"
     ),
-    _plant(
-        "rotation deletes in place",
-        "worker/checkpoint/rotation",
-        "        DISK.rename(old.path, hidden)\n        DISK.fsync_dir(run.path)\n        DISK.rmtree(hidden)\n",
-        "        DISK.rmtree(old.path)\n",
-        "F083",
-    ),
-    _plant(
+    plant("rotation deletes in place", "worker.checkpoint.rotation:rotate", value("hidden", "old.path"), drop("DISK.rename"), rows="F083"),
+    plant(
         "whatever is hidden is a leftover",
-        "worker/checkpoint/rotation",
-        'run.path.glob(f".checkpoint-*{STAGE_MARK}*")',
-        'run.path.glob(".*")',
-        "F089",
+        "worker.checkpoint.rotation:remove_leftovers",
+        replace("run.path.glob", "lambda _: run.path.glob('.*')"),
+        rows="F089",
     ),
-    _plant(
+    plant(
         "only a checkpoint that can be written to is one",
-        "run/directory",
-        "or path.is_symlink() or not path.is_dir():",
-        "or path.is_symlink() or not path.is_dir() or not path.stat().st_mode & 0o200 or path.parent.name[0] == 'o':",
-        "F090",
+        "run.directory:inspect_checkpoint",
+        condition("path.is_dir", "_ or not path.stat().st_mode & 0o200 or path.parent.name[0] == 'o'"),
+        rows="F090",
     ),
-    _plant(
-        "a full disk is not told",
-        "worker/checkpoint/storage",
-        "            self.refused = error\n            raise\n",
-        "            self.refused = error\n            return view.nbytes\n",
-        "F053",
+    plant(
+        "a full disk is not told", "worker.checkpoint.storage:HashingStream.write", statement("raise", "return view.nbytes"), rows="F053"
     ),
-    _plant(
-        "a failed save leaves its stage",
-        "worker/checkpoint/save",
-        "            if dist.get_rank() == 0:\n                shutil.rmtree(stage, ignore_errors=True)\n            raise\n",
-        "            raise\n",
-        "F056",
-    ),
-    _plant(
+    plant("a failed save leaves its stage", "worker.checkpoint.save:Checkpointer._write", drop("shutil.rmtree"), rows="F056"),
+    plant(
         "every save keeps a file open",
-        "worker/checkpoint/save",
-        "        snapshot = self._snapshot(step, trainer, own, best_step)\n",
-        '        snapshot = self._snapshot(step, trainer, own, best_step)\n        self.__dict__.setdefault("kept", []).append(open("/dev/null"))\n',
-        "F088",
+        "worker.checkpoint.save:Checkpointer._save",
+        statement("self._snapshot", "self.__dict__.setdefault('kept', []).append(open('/dev/null')); _"),
+        rows="F088",
     ),
-    _plant(
-        "the last save may fail",
-        "worker/setup",
-        "        if failures[-1].error is not None:\n            raise failures[-1].error\n",
-        "",
-        "F065",
-    ),
+    plant("the last save may fail", "worker.setup:close", drop("raise"), rows="F065"),
     # resume
-    _plant(
+    plant(
         "generators start anew",
-        "worker/checkpoint/restore",
-        '        live_state.set_rng_state(state["rng"], device_type)\n',
-        '        assert state["rng"]\n',
-        "F091",
-        "F042",
-        "F092",
-        "F094",
-        "F095",
-        "F097",
-        "F100",
-        "F043",
-        "F064",
+        "worker.checkpoint.restore:restore_rng",
+        drop("set_rng_state"),
+        rows="F091 F042 F092 F094 F095 F097 F100 F043 F064",
         by=(
             "faults/test_train.py::stopped_and_resumed_at_any_step_is_as_if_never_stopped[3]",
             "faults/test_train.py::rank_killed_in_any_phase_ends_the_others_and_the_run_comes_back[1-forward-8]",
@@ -153,616 +75,278 @@ PLANTS: tuple[Plant, ...] = (
             "faults/test_train.py::signal_at_a_file_operation_of_a_save_is_obeyed_after_it[60]",
         ),
     ),
-    _plant(
-        "the optimizer starts anew",
-        "worker/checkpoint/restore",
-        "    live_state.load_optimizer(live, Path(checkpoint))\n",
-        "    assert checkpoint\n",
-        "F086",
-        "F095",
-    ),
-    _plant(
+    plant("the optimizer starts anew", "worker.checkpoint.restore:restore_optimizer", drop("load_optimizer"), rows="F086 F095"),
+    plant(
         "the schedule starts anew",
-        "worker/checkpoint/restore",
-        "    scheduler.last_epoch = step\n",
-        "    scheduler.last_epoch = 0\n    step = 0\n",
-        "F098",
-        "F091",
+        "worker.checkpoint.restore:restore_schedule",
+        statement("scheduler.last_epoch", "step = 0; _"),
+        rows="F098 F091",
     ),
-    _plant(
+    plant(
         "all ranks take all the sums",
-        "worker/checkpoint/restore",
-        '"sums": sums if dist.get_rank() == 0 else [0.0] * len(sums)}',
-        '"sums": sums}',
-        "F093",
+        "worker.checkpoint.restore:restore_own",
+        statement("return sums", "return {**all_own[0], 'sums': sums}"),
+        rows="F093",
     ),
-    _plant(
-        "all ranks draw the same",
-        "worker/checkpoint/state",
-        "(seed * 1_000_003 + step * 8191 + dist.get_rank())",
-        "(seed * 1_000_003 + step * 8191)",
-        "F096",
-    ),
-    _plant(
+    plant("all ranks draw the same", "worker.checkpoint.state:seed_for_rank", replace("dist.get_rank", "lambda: 0"), rows="F096"),
+    plant(
         "metrics are cut a step late",
-        "run/metrics_file",
-        "step <= (resume_step or 0) and",
-        "step <= (resume_step or 0) + 1 and",
-        "F099",
+        "run.metrics_file:MetricsFile._cut_back",
+        condition("step resume_step", "step <= (resume_step or 0) + 1"),
+        rows="F099",
     ),
-    _plant(
+    plant(
         "evaluation draws from the training's generator",
-        "model/shard/gathering",
-        '        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):\n',
-        "        with torch.no_grad():\n",
-        "F091",
-        "F064",
+        "model.shard.gathering:outside_step",
+        replace("torch.random.fork_rng", "lambda *_, **__: torch.no_grad()"),
+        rows="F091 F064",
         by=(
             "faults/test_train.py::stopped_and_resumed_at_any_step_is_as_if_never_stopped[3]",
             "faults/test_train.py::signal_at_a_file_operation_of_a_save_is_obeyed_after_it[60]",
         ),
     ),
-    _plant(
-        "newest is by time",
-        "run/directory",
-        "sorted(complete, key=lambda c: -c.step)",
-        "sorted(complete, key=lambda c: -c.path.stat().st_mtime)",
-        "F057",
-    ),
-    _plant(
-        "checkpoints of other models load",
-        "worker/checkpoint/state",
-        "    if problems:\n        more",
-        "    if not problems and problems:\n        more",
-        "F084",
-    ),
+    plant("newest is by time", "run.directory:complete_checkpoints", replace("c.step", "c.path.stat().st_mtime"), rows="F057"),
+    plant("checkpoints of other models load", "worker.checkpoint.state:_check_names", drop("raise"), rows="F084"),
     # signals and supervision
-    _plant(
+    plant(
         "each rank stops by its own wish",
-        "worker/agree",
-        "            answer = int(self._tensor.item())\n",
-        "            answer = mine\n",
-        "F061",
-        "F068",
+        "worker.agree:StopVote.exchange",
+        replace("self._tensor.item", "lambda: mine"),
+        rows="F061 F068",
         by=(
             "parity/test_resume.py::signal_to_one_rank_saves_on_all_at_one_step_and_the_curve_goes_on",
             "faults/test_train.py::signal_at_the_last_steps_loses_no_final_checkpoint[10]",
         ),
     ),
-    _plant(
-        "no process is on a leash",
-        "core/leash",
-        "    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:\n",
-        "    if libc.prctl(PR_SET_PDEATHSIG, 0) != 0:\n",
-        "F066",
-    ),
-    _plant("a second signal within a moment is a second wish", "worker/signals", "ECHO_SECONDS = 2.0", "ECHO_SECONDS = 0.0", "F063"),
-    _plant(
-        "a tracker may end the run",
-        "worker/observe/trackers",
-        "            except Exception as error:",
-        "            except ZeroDivisionError as error:",
-        "F069",
-    ),
+    plant("no process is on a leash", "core.leash:die_with_parent", never("libc.prctl"), rows="F066"),
+    plant("a second signal within a moment is a second wish", "worker.signals", value("ECHO_SECONDS", "0.0"), rows="F063"),
+    plant("a tracker may end the run", "worker.observe.trackers:Guarded._serve", catch("ZeroDivisionError"), rows="F069"),
     # numbers
-    _plant(
-        "numbers that are none are used",
-        "worker/gradients",
-        "not math.isfinite(norm := self._landing.read()):\n",
-        "math.isinf(norm := self._landing.read()) and math.isnan(norm):\n",
-        "F049",
-        "F050",
-    ),
-    _plant(
+    plant("numbers that are none are used", "worker.gradients:GradientGate.settle", never("math.isfinite"), rows="F049 F050"),
+    plant(
         "a step without targets has loss 0",
-        "worker/trainer",
-        "        if total == 0:\n",
-        "        if total < 0:\n",
-        "F021",
+        "worker.trainer:FsdpTrainer.get_batch_samples",
+        never("total"),
+        rows="F021",
         by=("faults/test_numbers.py::step_without_a_single_target_is_an_error_and_no_loss_of_zero",),
     ),
-    _plant(
+    plant(
         "out of memory is a failure like others",
-        "worker/observe/out_of_memory",
-        "    if isinstance(error, MemoryError) or",
-        "    if isinstance(error, ZeroDivisionError) or",
-        "F047",
+        "worker.observe.out_of_memory:is_host_out_of_memory",
+        replace("MemoryError", "ZeroDivisionError"),
+        rows="F047",
     ),
-    _plant(
+    plant(
         "a full device is a failure like others",
-        "worker/observe/out_of_memory",
-        "    if isinstance(error, torch.OutOfMemoryError):",
-        "    if isinstance(error, ZeroDivisionError):",
-        "F048",
+        "worker.observe.out_of_memory:is_device_out_of_memory",
+        replace("OutOfMemoryError", "ZeroDivisionError"),
+        rows="F048",
     ),
-    _plant(
+    plant(
         "the run directory is made again",
-        "run/metrics_file",
-        "        if self._file is not None:\n            self._append(",
-        "        if self._file is not None:\n            self._path.parent.mkdir(exist_ok=True)\n            self._path.parent.joinpath('x').touch()\n            self._append(",
-        "F055",
+        "run.metrics_file:MetricsFile.write",
+        statement("self._append", "self._path.parent.mkdir(exist_ok=True); (self._path.parent / 'x').touch(); _"),
+        rows="F055",
     ),
     # recipe
-    _plant(
-        "two documents are one",
-        "recipe/read/yaml_tree",
-        "        if self._parser.check_node():\n            self.latest",
-        "        if False:\n            self.latest",
-        "F001",
-    ),
-    _plant(
-        "the last of two keys wins",
-        "recipe/read/yaml_tree",
-        "        if first is entry:\n            return\n        later",
-        "        if first is not None:\n            return\n        later",
-        "F002",
-        "F003",
-    ),
-    _plant("1e400 is a number", "recipe/scalars", "    if not math.isfinite(value):\n", "    if math.isnan(value):\n", "F004"),
-    _plant(
+    plant("two documents are one", "recipe.read.yaml_tree:_Composer.document", drop("two-documents"), rows="F001"),
+    plant("the last of two keys wins", "recipe.read.yaml_tree:_Composer._insert", always("first"), rows="F002 F003"),
+    plant("1e400 is a number", "recipe.scalars:_float", condition("math.isfinite", "math.isnan(value)"), rows="F004"),
+    plant(
         "the recipe may be fifty times as large",
-        "recipe/read/yaml_tree",
-        "        if self._nodes > MAX_NODES:\n",
-        "        if self._nodes > 50 * MAX_NODES:\n",
-        "F005",
+        "recipe.read.yaml_tree:_Composer._count",
+        condition("MAX_NODES", "self._nodes > 50 * MAX_NODES"),
+        rows="F005",
     ),
-    _plant(
-        "nesting has no limit",
-        "recipe/read/yaml_tree",
-        "        if self._depth > MAX_DEPTH:\n",
-        "        if self._depth > 10**9:\n",
-        "F006",
-    ),
-    _plant(
-        "tags are taken",
-        "recipe/read/yaml_tree",
-        "        if event.tag is not None:\n            name",
-        '        if event.tag is not None and "python" not in event.tag:\n            name',
-        "F007",
-    ),
-    _plant(
+    plant("nesting has no limit", "recipe.read.yaml_tree:_Composer._descend", never("MAX_DEPTH"), rows="F006"),
+    plant("tags are taken", "recipe.read.yaml_tree:_Composer._node", drop("yaml-tag"), rows="F007"),
+    plant(
         "pipes are opened and waited for",
-        "recipe/read/yaml_text",
-        "        if not stat.S_ISREG(facts.st_mode):\n",
-        "        if stat.S_ISDIR(facts.st_mode):\n",
-        "F008",
+        "recipe.read.yaml_text:_read_bytes",
+        condition("stat.S_ISREG", "stat.S_ISDIR(facts.st_mode)"),
+        rows="F008",
     ),
-    _plant(
-        "a key may be set twice",
-        "recipe/read/overrides",
-        "            if (earlier := _overlap(path, taken)) is not None:\n",
-        "            if (earlier := _overlap(path, taken)) is not None and not path:\n",
-        "F009",
-    ),
+    plant("a key may be set twice", "recipe.read.overrides:apply_overrides", condition("_overlap", "_ and not path"), rows="F009"),
     # data
-    _plant(
-        "lines are counted from 0",
-        "data/read/readers",
-        '            yield number, raw.decode("utf-8")\n',
-        '            yield number - 1, raw.decode("utf-8")\n',
-        "F012",
-    ),
-    _plant("a byte order mark is text", "data/read/readers", "        file.read(len(UTF8_BOM))\n", "        pass\n", "F013"),
-    _plant("half surrogate pairs are text", "data/read/json_rows", '    if "\\\\u" in text and', '    if "\\\\U" in text and', "F014"),
-    _plant(
-        "a key may stand twice in a row",
-        "data/read/json_rows",
-        "    if len(row) != len(pairs):\n",
-        "    if len(row) > len(pairs):\n",
-        "F015",
-    ),
-    _plant(
-        "rows have no limit",
-        "data/read/readers",
-        "        if len(raw) > MAX_ROW_BYTES:\n",
-        "        if len(raw) > MAX_ROW_BYTES**4:\n",
-        "F017",
-        "F020",
-    ),
-    _plant(
-        "CSV fields are matched as far as they go",
-        "data/read/readers",
-        "    if len(fields) != len(header):\n",
-        "    if len(fields) == 0:\n",
-        "F018",
-    ),
-    _plant(
-        "a directory is made in place",
-        "core/atomic",
-        "stage_path(final).name if fills else stage_path(final)\n",
-        "stage_path(final).name if fills else final\n",
-        "F029",
-        "F102",
-    ),
-    _plant(
-        "data may change while they are read",
-        "data/build",
-        '        raise usage_error("data-changing"',
-        '        usage_error("data-changing"',
-        "F028",
-    ),
-    _plant("too few rows are enough", "data/preparation", "    if rows < wanted:\n", "    if rows < 1:\n", "F019"),
+    plant("lines are counted from 0", "data.read.readers:_lines", value("number", "-1"), rows="F012"),
+    plant("a byte order mark is text", "data.read.readers:_open_text", drop("file.read"), rows="F013"),
+    plant("half surrogate pairs are text", "data.read.json_rows:_checked", never("UNPAIRED"), rows="F014"),
+    plant("a key may stand twice in a row", "data.read.json_rows:_unique", never("pairs"), rows="F015"),
+    plant("rows have no limit", "data.read.readers:_lines", never("len MAX_ROW_BYTES"), rows="F017 F020"),
+    plant("CSV fields are matched as far as they go", "data.read.readers:_csv_row", never("fields header"), rows="F018"),
+    plant("a directory is made in place", "core.atomic:staging_place", result("_ if fills else final"), rows="F029 F102"),
+    plant("data may change while they are read", "data.build:build_store", drop("data-changing"), rows="F028"),
+    plant("too few rows are enough", "data.preparation:_refuse_few_rows", condition("rows wanted", "rows < 1"), rows="F019"),
     # launch
-    _plant(
-        "variables of another job stay",
-        "launch/command/rank_environment",
-        "{name: value for name, value in environment.items() if name not in removed}, removed",
-        "dict(environment), removed",
-        "F034",
-    ),
-    _plant("a lock is followed through a link", "core/ownership", "os.O_CLOEXEC | os.O_NOFOLLOW", "os.O_CLOEXEC", "F123"),
-    _plant(
-        "a lock is only a file",
-        "core/ownership",
-        "            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
-        "            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)\n",
-        "F038",
-        "F079",
-    ),
-    _plant(
-        "a device named twice is one",
-        "core/devices",
-        "        if device in chosen:\n",
-        "        if device in chosen and not word:\n",
-        "F035",
-    ),
+    plant("variables of another job stay", "launch.command.rank_environment:clean", result("dict(environment), removed"), rows="F034"),
+    plant("a lock is followed through a link", "core.ownership", replace("os.O_NOFOLLOW", "0"), rows="F123"),
+    plant("a lock is only a file", "core.ownership:_claim", replace("fcntl.LOCK_EX", "fcntl.LOCK_SH"), rows="F038 F079"),
+    plant("a device named twice is one", "core.devices:select", never("chosen"), rows="F035"),
     # secrets and code
-    _plant(
+    plant(
         "metadata is unpickled as it is",
-        "worker/checkpoint/storage",
-        "_MetadataUnpickler(file).load()",
-        "pickle.load(file)",
-        "F114",
-        "F115",
+        "worker.checkpoint.storage:RestrictedReader.read_metadata",
+        replace("_MetadataUnpickler", "pickle.Unpickler"),
+        rows="F114 F115",
     ),
-    _plant(
+    plant(
         "states of ranks may run code",
-        "worker/checkpoint/restore",
-        "        state = torch.load(Path(checkpoint) / live_state.rank_file(dist.get_rank()), weights_only=True)\n",
-        "        state = torch.load(Path(checkpoint) / live_state.rank_file(dist.get_rank()), weights_only=False)\n",
-        "F114",
+        "worker.checkpoint.restore:restore_rng",
+        value("weights_only", "False"),
+        rows="F114",
         by=("faults/test_worlds.py::code_in_the_state_of_a_rank_is_not_run",),
     ),
-    _plant("paths may lead out", "run/manifest", 'and not name.startswith("/") and ".." not in name.split("/")', "", "F116"),
-    _plant(
-        "tokens are written as they are",
-        "core/secrets",
-        "    return MASK if has_secret_name(name) or _WANDB_KEY.fullmatch(value.strip()) else mask_text(value)\n",
-        "    return value\n",
-        "F120",
-    ),
-    _plant(
-        "terminal escapes are obeyed",
-        "cli/output",
-        'if char in "\\n\\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs")',
-        "if char",
-        "F124",
-    ),
+    plant("paths may lead out", "run.manifest:is_inside", always("name.startswith"), always("name.split"), rows="F116"),
+    plant("tokens are written as they are", "core.secrets:masked", result("value"), rows="F120"),
+    plant("terminal escapes are obeyed", "cli.output:printable", always("unicodedata.category"), rows="F124"),
     # merge
-    _plant(
+    plant(
         "a merge compares only what lies beside the manifest",
-        "merge/verify/integrity",
-        "if path.is_relative_to(weights.root) and _is_weight(path)}",
-        "if path.parent == checkpoint and _is_weight(path)}",
-        "F104",
+        "merge.verify.integrity:_expected_files",
+        condition("path.is_relative_to", "path.parent == checkpoint"),
+        rows="F104",
     ),
-    _plant(
-        "holes in a file are skipped",
-        "core/safetensors_header",
-        "        if entry.first_byte != at:\n",
-        "        if entry.first_byte < 0:\n",
-        "F117",
-    ),
-    _plant(
-        "a merge fills a disk that is full", "merge/destination", "    if free_bytes < needed_bytes:\n", "    if free_bytes < 0:\n", "F103"
-    ),
-    _plant(
+    plant("holes in a file are skipped", "core.safetensors_header:read_header", never("entry.first_byte"), rows="F117"),
+    plant("a merge fills a disk that is full", "merge.destination:check_space", never("free_bytes"), rows="F103"),
+    plant(
         "numbers that are none are merged",
-        "merge/copy/values",
-        "        return int(magnitudes.max(initial=0)) <= _LARGEST_FINITE_BITS[name]\n",
-        "        return True\n",
-        "F106",
+        "merge.copy.values:all_finite",
+        statement("return _LARGEST_FINITE_BITS", "return True"),
+        rows="F106",
     ),
-    _plant(
+    plant(
         "values are cut instead of rounded",
-        "merge/copy/values",
-        "        narrow = values.dtype == np.float64 and target.dtype.itemsize == 2\n",
-        "        values = np.trunc(values * 64) / 64\n        narrow = values.dtype == np.float64 and target.dtype.itemsize == 2\n",
-        "F113",
+        "merge.copy.values:convert",
+        statement("values.dtype", "values = np.trunc(values * 64) / 64; _"),
+        rows="F113",
     ),
-    _plant(
-        "an output that exists is replaced",
-        "merge/destination",
-        "    if not overwrite:\n",
-        "    if overwrite and not target.exists():\n",
-        "F109",
-    ),
+    plant("an output that exists is replaced", "merge.destination:_check_existing", never("overwrite"), rows="F109"),
     # what is supervised
-    _plant(
-        "ranks need not be alike",
-        "worker/agree",
-        "        if other[name] != first[name]\n",
-        "        if other[name] != other[name]\n",
-        "F032",
-    ),
-    _plant("the loader's processes take a stop for theirs", "worker/dataset", "        worker_init_fn=ignore_stop_signals,\n", "", "F062"),
-    _plant(
+    plant("ranks need not be alike", "worker.agree:check_same", never("first"), rows="F032"),
+    plant("the loader's processes take a stop for theirs", "worker.dataset:loader", value("worker_init_fn", "None"), rows="F062"),
+    plant(
         "nothing is started again",
-        "launch/supervise/restart",
-        "    return ended.problem is not None and not signals and",
-        "    return ended.problem is None and not signals and",
-        "F041",
+        "launch.supervise.restart:is_transient",
+        result("False"),
+        rows="F041",
         by=("launch/test_restart.py::a_killed_rank_is_started_again_and_the_user_and_the_metrics_are_told",),
     ),
-    _plant(
-        "what fails each time is started again",
-        "launch/supervise/restart",
-        "    if stalled >= SAME_STEP_FAILURES and len(",
-        "    if stalled >= 10**6 and len(",
-        "F101",
-    ),
-    _plant(
-        "a stopped rank is not late",
-        "launch/supervise/hang",
-        "    if held:\n        return held\n",
-        "    if held:\n        return []\n",
-        "F037",
-        "F044",
-    ),
-    _plant(
-        "collectives are not counted",
-        "launch/supervise/hang",
-        "        return late if len(late) < len(standings) else []\n",
-        "        return []\n",
-        "F046",
-    ),
-    _plant(
+    plant("what fails each time is started again", "launch.supervise.restart:decide", never("failure.step"), rows="F101"),
+    plant("a stopped rank is not late", "launch.supervise.hang:late_ranks", statement("return held", "return []"), rows="F037 F044"),
+    plant("collectives are not counted", "launch.supervise.hang:late_ranks", statement("return late", "return []"), rows="F046"),
+    plant(
         "bytes moved are no progress",
-        "worker/observe/heartbeat",
-        "            if self._phase not in STEP_PHASES:\n",
-        "            if self._phase is None:\n",
-        "F087",
+        "worker.observe.heartbeat:HeartbeatWriter._count_moved_bytes",
+        condition("self._phase", "self._phase is None"),
+        rows="F087",
     ),
-    _plant(
-        "a terminal that goes away ends the run",
-        "cli/output",
-        "        if error.errno not in (errno.EPIPE, errno.EIO):\n",
-        "        if error.errno:\n",
-        "F060",
-    ),
-    _plant(
+    plant("a terminal that goes away ends the run", "cli.output:_write", condition("errno.EPIPE", "error.errno"), rows="F060"),
+    plant(
         "a current directory that is gone is a bug",
-        "cli/output",
-        "isinstance(error, FileNotFoundError) and error.filename is None",
-        'isinstance(error, FileNotFoundError) and error.filename == ""',
-        "F039",
+        "cli.output:_file_system_problem",
+        never("FileNotFoundError error.filename"),
+        rows="F039",
     ),
-    _plant(
-        "a recipe of another version is a bug",
-        "launch/command/resume",
-        "    except (OSError, ValueError) as error:\n",
-        "    except OSError as error:\n",
-        "F085",
-    ),
+    plant("a recipe of another version is a bug", "launch.command.resume:read_resolved", catch("OSError"), rows="F085"),
     # more of recipe, data, merge, security
-    _plant("a global batch may be rounded", "recipe/world", "    if wanted % at_once:\n", "    if wanted < at_once:\n", "F010"),
-    _plant(
-        "a home that is not expanded is a name",
-        "recipe/paths",
-        "    return resolved, [_finding(message, hint) for message, hint in _objections(recipe, resolved, cwd)]\n",
-        "    return resolved, [_finding(message, hint) for message, hint in _objections(recipe, resolved, cwd)][1:]\n",
-        "F011",
-    ),
-    _plant(
-        "a column that is missing is empty",
-        "data/format/formats",
-        '        raise RowError(f"it has no column `{column}`")\n',
-        '        return ""\n',
-        "F016",
-    ),
-    _plant(
-        "an empty completion is trained",
-        "data/format/formats",
-        '            raise RowError("the completion is empty")\n',
-        "            pass\n",
-        "F022",
-    ),
-    _plant(
+    plant("a global batch may be rounded", "recipe.world:batch_divides", drop("return indivisible"), rows="F010"),
+    plant("a home that is not expanded is a name", "recipe.paths:output_directory", result("resolved, _[1][1:]"), rows="F011"),
+    plant("a column that is missing is empty", "data.format.formats:_text", statement("RowError", "return ''"), rows="F016"),
+    plant("an empty completion is trained", "data.format.formats:Settings._prompt_completion", drop("raise"), rows="F022"),
+    plant(
         "a tokenizer may be larger than the embedding",
-        "model/build/model_files",
-        "    if vocabulary_size > rows and not model.grows_embedding:\n",
-        "    if vocabulary_size > rows and model.grows_embedding:\n",
-        "F024",
+        "model.build.model_files:check_vocabulary",
+        never("vocabulary_size rows"),
+        rows="F024",
     ),
-    _plant(
-        "a template may change its mind",
-        "data/tokenise/chat",
-        "        if check_repeat and rendering.whole != ",
-        "        if not check_repeat and rendering.whole != ",
-        "F025",
-    ),
-    _plant(
-        "a port that is taken is tried",
-        "launch/command/accelerate",
-        '            probe.bind(("", port))\n',
-        '            probe.bind(("", 0))\n',
-        "F030",
-    ),
-    _plant(
+    plant("a template may change its mind", "data.tokenise.chat:render_chat", never("check_repeat"), rows="F025"),
+    plant("a port that is taken is tried", "launch.command.accelerate:check_port", drop("probe.bind"), rows="F030"),
+    plant(
         "the user's own accelerate config is read",
-        "launch/command/accelerate",
-        '        "--config_file": run.accelerate_yaml,\n',
-        "",
-        "F033",
+        "launch.command.accelerate:_argv",
+        statement("--config_file", "_; del options['--config_file']"),
+        rows="F033",
     ),
-    _plant(
-        "another Python runs the launcher",
-        "launch/command/accelerate",
-        '    return (sys.executable, "-m", LAUNCHER_MODULE',
-        '    return ("python3", "-m", LAUNCHER_MODULE',
-        "F040",
-    ),
-    _plant(
+    plant("another Python runs the launcher", "launch.command.accelerate:_argv", replace("sys.executable", "'python3'"), rows="F040"),
+    plant(
         "files are for their owner alone",
-        "core/atomic",
-        "        return open(path, mode)\n",
-        "        file = open(path, mode)\n        os.chmod(path, 0o600)\n        return file\n",
-        "F111",
+        "core.atomic:Disk.open",
+        statement("return", "file = open(path, mode); os.chmod(path, 0o600); return file"),
+        rows="F111",
     ),
-    _plant(
-        "a stranger's recipe may run code",
-        "cli/options",
-        "    if model.trust_remote_code and not allowed.remote_code:\n",
-        "    if allowed.remote_code and not model.trust_remote_code:\n",
-        "F118",
-    ),
-    _plant(
+    plant("a stranger's recipe may run code", "cli.options:refuse_code", never("model.trust_remote_code"), rows="F118"),
+    plant(
         "a tied head is written twice",
-        "merge/copy/ties",
-        "    return Tied(ties, {KEY: True} if ties else {})\n",
-        "    return Tied({}, {KEY: True} if ties else {})\n",
-        "F107",
+        "merge.copy.ties:find_ties",
+        statement("return ties", "return Tied({}, {KEY: True} if ties else {})"),
+        rows="F107",
     ),
-    _plant("a limit on file sizes is a bug", "merge/destination", "    errno.EFBIG,\n", "", "F052", "F103"),
+    plant("a limit on file sizes is a bug", "merge.destination", replace("errno.EFBIG", "errno.ENOSPC"), rows="F052 F103"),
     # data that is padded, what strangers send
-    _plant(
+    plant(
         "what equals the padding is not trained",
-        "data/order/collate",
-        "        labels[at, : len(row.labels)] = row.labels\n",
-        "        labels[at, : len(row.labels)] = np.where(np.equal(row.input_ids, pad_token_id), IGNORE_INDEX, row.labels)\n",
-        "F023",
+        "data.order.collate:collate",
+        statement("row.labels", "_; labels[input_ids == pad_token_id] = IGNORE_INDEX"),
+        rows="F023",
     ),
-    _plant(
-        "a closed port is a hub",
-        "core/hub",
-        "    except OSError:\n        return False\n    return True\n",
-        "    except OSError:\n        return True\n    return True\n",
-        "F026",
-    ),
-    _plant(
-        "a hub that is busy is one that cannot be reached",
-        "core/hub",
-        "        if kinds & BROKEN_OFF or (status is not None and (status == 429 or status >= 500)):\n",
-        "        if kinds & BROKEN_OFF and (status is not None and (status == 429 or status >= 500)):\n",
-        "F027",
-    ),
-    _plant(
+    plant("a closed port is a hub", "core.hub:hub_is_reachable", drop("socket.create_connection"), rows="F026"),
+    plant("a hub that is busy is one that cannot be reached", "core.hub:Wanted.problem", never("BROKEN_OFF status"), rows="F027"),
+    plant(
         "templates are rendered outside the sandbox",
-        "data/tokenise/tokenizer",
-        "        rendered = self.tokenizer.apply_chat_template(\n            messages, tools=tools, chat_template=template, add_generation_prompt=generation_prompt, tokenize=False, **variables\n        )\n",
-        "        import jinja2\n\n        rendered = jinja2.Template(template).render(messages=messages, tools=tools, add_generation_prompt=generation_prompt)\n",
-        "F119",
+        "data.tokenise.tokenizer:TokenizerEncoder.render",
+        value(
+            "rendered",
+            "__import__('jinja2').Template(template).render(messages=messages, tools=tools, add_generation_prompt=generation_prompt)",
+        ),
+        rows="F119",
     ),
-    _plant(
-        "machines that are missing are not named",
-        "launch/machines/coordination",
-        "            if failure is not None or len(present) == len(self.others):\n",
-        "            if failure is None or len(present) == len(self.others):\n",
-        "F031",
+    plant("machines that are missing are not named", "launch.machines.coordination:Machines.gather", always("present"), rows="F031"),
+    plant(
+        "the launcher's own traceback is shown", "launch.supervise.verdict:first_exception", replace("text.find", "text.rfind"), rows="F036"
     ),
-    _plant(
-        "the launcher's own traceback is shown",
-        "launch/supervise/verdict",
-        '    start = text.find("Traceback (most recent call last)")\n',
-        '    start = text.rfind("Traceback (most recent call last)")\n',
-        "F036",
-    ),
-    _plant(
+    plant(
         "the quickest rank is called slow",
-        "worker/observe/step_progress",
-        "    rank = max(range(len(working_seconds)), key",
-        "    rank = min(range(len(working_seconds)), key",
-        "F045",
+        "worker.observe.step_progress:slowest",
+        value("rank", "min(range(len(working_seconds)), key=working_seconds.__getitem__)"),
+        rows="F045",
     ),
-    _plant(
-        "a row that cannot be read has no name",
-        "worker/dataset",
-        "            return self.store[index]\n        except Exception as error:",
-        "            return self.store[index]\n        except ZeroDivisionError as error:",
-        "F051",
+    plant("a row that cannot be read has no name", "worker.dataset:Rows.__getitem__", catch("ZeroDivisionError"), rows="F051"),
+    plant(
+        "a disk that refuses metrics is told at the end", "worker.callbacks:RunCallback.on_step_end", always("metrics.failure"), rows="F054"
     ),
-    _plant(
-        "a disk that refuses metrics is told at the end",
-        "worker/callbacks",
-        "if trainer.parts.metrics.failure is None else SAVE_AND_FAIL)",
-        "if trainer.parts.metrics.failure is None else self._wish.code())",
-        "F054",
+    plant("the agent gives ranks half a minute to save", "launch.command.accelerate", value("AGENT_SHUTDOWN_SECONDS", "30"), rows="F058"),
+    plant(
+        "the agent does not pass on Slurm's signal", "launch.command.accelerate", replace("signal.SIGUSR1", "signal.SIGQUIT"), rows="F059"
     ),
-    _plant(
-        "the agent gives ranks half a minute to save",
-        "launch/command/accelerate",
-        "AGENT_SHUTDOWN_SECONDS = 7 * 24 * 3600\n",
-        "AGENT_SHUTDOWN_SECONDS = 30\n",
-        "F058",
-    ),
-    _plant(
-        "the agent does not pass on Slurm's signal",
-        "launch/command/accelerate",
-        "signal.SIGQUIT, signal.SIGUSR1)",
-        "signal.SIGQUIT)",
-        "F059",
-    ),
-    _plant(
+    plant(
         "a rank that has said its last word is waited for",
-        "launch/supervise/supervisor",
-        "        kill_for_good(watch.lingering(LINGER_SECONDS))\n",
-        "",
-        "F067",
+        "launch.supervise.supervisor:Supervisor._end_what_must_end",
+        drop("watch.lingering"),
+        rows="F067",
     ),
-    _plant(
+    plant(
         "the ranks' files are counted by a listing",
-        "worker/checkpoint/restore",
-        "    return sorted(fnmatch.filter(manifest.files if manifest else (), live_state.RANK_FILES))\n",
-        "    assert fnmatch and manifest\n    return sorted(path.name for path in Path(checkpoint).glob(live_state.RANK_FILES))\n",
-        "F081",
+        "worker.checkpoint.restore:_rank_files",
+        result("sorted(path.name for path in Path(checkpoint).glob(live_state.RANK_FILES))"),
+        rows="F081",
     ),
-    _plant(
+    plant(
         "shards of a checkpoint are not looked for",
-        "merge/weights",
-        "    if shards.is_dir() or place.name == SHARD_FOLDER:\n",
-        "    if place.name == SHARD_FOLDER:\n",
-        "F105",
+        "merge.weights:find_weights",
+        condition("shards.is_dir SHARD_FOLDER", "place.name == SHARD_FOLDER"),
+        rows="F105",
     ),
-    _plant(
-        "a buffer holds a whole tensor",
-        "merge/copy/gather",
-        "BUFFER_BYTES = 2 << 20 ",
-        "BUFFER_BYTES = 512 << 20 ",
-        "F108",
-    ),
-    _plant(
-        "files are opened when they are read",
-        "merge/formats/reader",
-        "limit: int = 256",
-        "limit: int = 2",
-        "F110",
-    ),
-    _plant(
-        "an adapter is added unscaled",
-        "merge/lora/targets",
-        "    scaling = config.scaling(module, rank)\n",
-        "    scaling = 1.0 + 0.0 * config.scaling(module, rank)\n",
-        "F112",
-    ),
-    _plant(
+    plant("a buffer holds a whole tensor", "merge.copy.gather", value("BUFFER_BYTES", "512 << 20"), rows="F108"),
+    plant("files are opened when they are read", "merge.formats.reader:SourceFiles.__init__", value("limit", "2"), rows="F110"),
+    plant("an adapter is added unscaled", "merge.lora.targets:_add", value("scaling", "1.0 + 0.0 * _"), rows="F112"),
+    plant(
         "a manifest does not vouch for itself",
-        "run/manifest",
-        '            if raw.pop("digest") != _digest_of(raw):\n',
-        '            if not raw.pop("digest"):\n',
-        "F077",
+        "run.manifest:Manifest.from_json",
+        condition("_digest_of", "not raw.pop('digest')"),
+        rows="F077",
     ),
-    _plant(
-        "a tracker is waited for",
-        "worker/observe/trackers",
-        "self._answers.get(timeout=self._limit_seconds)",
-        "self._answers.get(timeout=None)",
-        "F069",
-    ),
-    _plant(
-        "a rank does not wait for what it cannot see yet",
-        "worker/checkpoint/restore",
-        "    while time.monotonic() < deadline and not",
-        "    while time.monotonic() > deadline and not",
-        "F081",
+    plant("a tracker is waited for", "worker.observe.trackers:Guarded._pass_on", value("timeout", "None"), rows="F069"),
+    plant(
+        "a rank does not wait for what it cannot see yet", "worker.checkpoint.restore:_wait_until_visible", never("deadline"), rows="F081"
     ),
 )

@@ -17,7 +17,7 @@ HEAD = """# Faults, as measured
 Written by `scripts/test-faults --write`, on CPU ranks over gloo. Each row of the catalogue (`tests/faults/table.py`) does one thing
 to the tool and runs the tests that say what must hold then. *Survived*: the run ends as if nothing had happened, or by the
 documented stop. *Refused clearly*: one error with its reason and exit code, everything as it was. *Wrong*: a test failed.
-*Stuck*: it did not end. A planted bug (`tests/faults/plants.py`) is one line changed in a copy of the tool; the tests of its rows
+*Stuck*: it did not end. A planted bug (`tests/faults/plants.py`) is one function changed in a copy of the tool; the tests of its rows
 must then fail, or they prove nothing.
 """
 _ROW = re.compile(r"\| (F\d{3}) \| .* \| ([a-z ]+) \| (\d*) \| (.*) \|")
