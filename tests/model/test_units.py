@@ -137,15 +137,16 @@ def test_what_matches_nothing_is_an_error_with_a_way_on(fsdp: dict, code: str) -
     assert [problem.code for problem in caught.value.problems] == [code]
 
 
-def test_layers_with_units_inside_are_not_recomputed_selectively_on_one_rank() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_selective_recomputation_refuses_layers_with_units_inside(ranks: int) -> None:
     """torch 2.13 raises in the first backward: a unit's hooks are counted among the operations of the layer."""
     small = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 100, "activation_checkpointing": "selective"}
-    recipe = recipe_of("gpt2", ranks=1, fsdp=small)
-    with pytest.raises(FsdpTuneError, match=r"on one rank .* makes one of `transformer\.h\.0\."):
+    recipe = recipe_of("gpt2", ranks=ranks, fsdp=small)
+    with pytest.raises(FsdpTuneError, match=r"makes one of `transformer\.h\.0\."):
         plan_units(recipe, build_empty(recipe))
-    allowed = [recipe_of("gpt2", ranks=2, fsdp=small), recipe_of("gpt2", ranks=1, fsdp=small | {"activation_checkpointing": "full"})]
-    allowed.append(recipe_of("gpt2", ranks=1, fsdp={"activation_checkpointing": "selective"}))
-    assert all(plan_units(each, build_empty(each)).groups for each in allowed)
+    allowed = [small | {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}]
+    recipes = [recipe_of("gpt2", ranks=ranks, fsdp=each) for each in allowed]
+    assert all(plan_units(each, build_empty(each)).groups for each in recipes)
 
 
 ZAMBA2 = {

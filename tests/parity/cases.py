@@ -66,6 +66,8 @@ class Case:
             return False
         if self.version == 1 and (hybrid or self.offload):
             return False  # FSDP1's offload needs an accelerator; tests/worker/test_readback.py has its hybrid strategies
+        if self.version == 2 and self.recomputation == "selective" and self.wrap == "size":
+            return False
         return not (hybrid and self.ranks != 4)
 
     def recipe(self, model: str) -> dict[str, Any]:

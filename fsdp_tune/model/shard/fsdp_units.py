@@ -87,7 +87,7 @@ def plan_units(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
     or where what is left out of them would be trained."""
     plan = _join_tied(model, _units_of_policy(recipe, model))
     _refuse_ignored_that_train(recipe, model)
-    _refuse_inner_units_on_one_rank(recipe, model, plan)
+    _refuse_units_in_selective_layers(recipe, model, plan)
     return plan
 
 
@@ -106,18 +106,18 @@ def _refuse_ignored_that_train(recipe: Recipe, model: PreTrainedModel) -> None:
         )
 
 
-def _refuse_inner_units_on_one_rank(recipe: Recipe, model: PreTrainedModel, plan: UnitPlan) -> None:
-    """torch's selective recomputation counts every operation of a layer, those of FSDP2's hooks inside it too, and where there is nobody
-    to gather from a unit's hooks do more in the recomputation than in the forward."""
-    fsdp, ranks = recipe.fsdp, recipe.topology.shard
-    if fsdp.activation_checkpointing != "selective" or fsdp.version != 2 or ranks > 1 or not recipe.is_sharded:
+def _refuse_units_in_selective_layers(recipe: Recipe, model: PreTrainedModel, plan: UnitPlan) -> None:
+    """torch's selective recomputation expects the operations of the forward in the same number. It also counts those of FSDP2's hooks
+    inside the layer, which differ: on one rank nothing is gathered, and a prefetched unit is gathered by another unit's hook."""
+    fsdp = recipe.fsdp
+    if fsdp.activation_checkpointing != "selective" or fsdp.version != 2 or not recipe.is_sharded:
         return
     recomputed = tuple(f"{name}." for name, _ in decoder_layers(model, recipe.layer_classes)[:: fsdp.activation_checkpointing_every])
     inside = next((name for group in plan.groups for name in group if name.startswith(recomputed)), None)
     if inside is not None:
         raise usage_error(
             "contradiction",
-            f"`fsdp.activation_checkpointing: selective` on one rank cannot recompute a layer with an FSDP unit inside, and "
+            f"`fsdp.activation_checkpointing: selective` cannot recompute a layer with an FSDP unit inside, and "
             f"`fsdp.auto_wrap_policy: {fsdp.auto_wrap_policy}` makes one of `{inside}`",
             hint="write `auto_wrap_policy: TRANSFORMER_BASED_WRAP`, or `activation_checkpointing: full`",
         )
