@@ -1,6 +1,6 @@
 """`plan` against one GPU of our own: memory and step time of real runs of 0.1 to 8B parameters, predicted and measured.
 
-    python benchmarks/plan_gpu.py [--gpu NAME] [--only WORD] [--steps 6]        rows for docs/measurements.md, as they come
+    python benchmarks/plan_gpu.py [--gpu NAME] [--only WORD] [--steps 6]        rows for docs/evidence/measurements.md, as they come
     python benchmarks/plan_gpu.py --device cpu                                  the same played small: that it can run
 
 Each row is a run of the worker with random weights and rows that are full, planned before it. `gpu.py` runs these rows among others.

@@ -3,7 +3,8 @@
     python benchmarks/scaling.py [--strategies NO_SHARD …] [--ranks 1 2 4 8] [--results FILE] [--write]
 
 Measured: `fsdp-tune train` on CPU ranks (gloo) with a Llama of 25 million parameters, one thread a rank. Beside it: what `plan` predicts
-for Llama-2 7B on as many A100-80GB. `--results` keeps what was measured, so that a later call adds to it; `--write` writes docs/scaling.md.
+for Llama-2 7B on as many A100-80GB. `--results` keeps what was measured, so that a later call adds to it;
+`--write` writes docs/evidence/scaling.md.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics
 
-PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
+PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "scaling.md"
 STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
 RANKS = (1, 2, 4, 8)
 STEPS, WARMUP_STEPS = 7, 3
@@ -118,7 +119,7 @@ def table(measured: dict[str, Measured], predicted: dict[tuple[str, int], tuple[
 
 
 def page(rows: list[str], results: dict[str, Any]) -> str:
-    """docs/scaling.md."""
+    """docs/evidence/scaling.md."""
     fewest = min(run["steps"] for run in results["runs"].values())
     return f"""# Scaling: the table of the tutorials
 
@@ -134,7 +135,7 @@ cores it is mostly waiting for ranks that have not had their turn. DDP's waits a
 Right, predicted: `{LARGE}` (rows of 4,096 tokens, 2 a GPU, everything recomputed, bf16) on one machine with as many
 {GPU}. Samples are rows; GiB is reserved memory with CUDA's context and NCCL; communication is the share of a step that the compute
 stream waits for others. What does not fit has figures all the same: what it would need, and how fast it would be. How wrong such figures
-were: [plan.md](plan.md).
+were: [plan](../guide/planning.md).
 
 {chr(10).join(rows)}
 """
@@ -145,7 +146,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS))
     parser.add_argument("--results", type=Path, help="a JSON file to add to; what is in it is not measured again")
-    parser.add_argument("--write", action="store_true", help="write docs/scaling.md")
+    parser.add_argument("--write", action="store_true", help="write docs/evidence/scaling.md")
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     results: dict[str, Any] = {"runs": {}}

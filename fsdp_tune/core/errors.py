@@ -64,7 +64,7 @@ NOWHERE = Where()
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake. `code` is a stable kebab-case name that has a heading in docs/errors.md."""
+    """One mistake. `code` is a stable kebab-case name that has a heading in docs/reference/errors.md."""
 
     code: str
     message: str

@@ -75,7 +75,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
             _outside_tested(name),
             f"this version of {name} has not been tested with this release (tested: {_range(name)})",
             "in the repository: `pip install -c constraints.txt .`, or `scripts/test-against` with your versions",
-            "docs/measurements.md, Other versions of the stack",
+            "docs/evidence/measurements.md, Other versions of the stack",
         )
         for name in TESTED
     ),

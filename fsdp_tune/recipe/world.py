@@ -18,7 +18,8 @@ BATCH_KEYS = (
 )
 MOST_SIZES_TRIED = 4096
 MOST_NARROW_SUMS = 8
-"""Micro-batches whose gradients may be added in bf16: the sum is off by 0.36 %, twice what rounding it once costs (docs/precision.md)."""
+"""Most micro-batches whose gradients may be added in bf16. At 8 the sum is off by 0.36 %, twice the cost of rounding it once
+(docs/guide/precision.md)."""
 
 
 @dataclass(frozen=True, slots=True)

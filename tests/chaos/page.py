@@ -1,4 +1,4 @@
-"""What chaos tests have hit, as a section of docs/faults.md. The rest of that page belongs to `tests/faults`."""
+"""What chaos tests have hit, as a section of docs/evidence/faults.md. The rest of that page belongs to `tests/faults`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.chaos.draw import KINDS, PHASES, TARGETS, Tally
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "faults.md"
 START, END = "<!-- chaos: written by scripts/test-chaos --write -->", "<!-- end of chaos -->"
 
 

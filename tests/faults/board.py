@@ -24,7 +24,7 @@ from tests.faults.scoreboard import MISSING, NOT_RUN, STUCK, WRONG, Board, Stand
 from tests.faults.table import ROWS, Row
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-DOCUMENT = ROOT / "docs" / "faults.md"
+DOCUMENT = ROOT / "docs" / "evidence" / "faults.md"
 FILE_LIMIT_SECONDS = 2400.0
 PLANT_LIMIT_SECONDS = 300.0
 AT_ONCE = 2
@@ -191,7 +191,9 @@ def main() -> int:
     parser.add_argument("--fast", action="store_true", help="leave out the slow tests")
     parser.add_argument("--no-plants", action="store_true", help="plant no bugs")
     parser.add_argument("--only-plants", action="store_true", help="plant the bugs, and run no other tests; for the rows that are named")
-    parser.add_argument("--write", action="store_true", help="write docs/faults.md; where rows are named, replace what it says of them")
+    parser.add_argument(
+        "--write", action="store_true", help="write docs/evidence/faults.md; where rows are named, replace what it says of them"
+    )
     parser.add_argument("rows", nargs="*", metavar="F001", help="these rows only")
     options = parser.parse_args()
     if options.write and options.only_plants:

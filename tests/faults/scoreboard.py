@@ -1,4 +1,4 @@
-"""What was held, as the page docs/faults.md. The page is the record too: rows that are run again replace what it says of them."""
+"""What was held, as the page docs/evidence/faults.md. The page is the record too: rows that are run again replace what it says of them."""
 
 from __future__ import annotations
 

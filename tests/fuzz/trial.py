@@ -32,7 +32,7 @@ from tests.ranks import RankPool, RanksFailed
 
 MAX_LENGTH = 48
 EVAL_ROWS = 5
-# fp32: what docs/numbers.md promises. The first gradient is held by tensor, before an optimizer can turn rounding into a sign.
+# fp32: what docs/evidence/numerics.md promises. The first gradient is held by tensor, before an optimizer can turn rounding into a sign.
 LOSS_TOLERANCE, NORM_TOLERANCE, GRADIENT_TOLERANCE, PARAMETER_TOLERANCE = 1e-5, 1e-5, 1e-4, 1e-3
 AMPLIFYING_OPTIMIZERS, AMPLIFIED_TOLERANCE = frozenset({"adagrad", "rmsprop"}), 1e-2
 """Their first update is close to the sign of the gradient, so rounding of a tiny gradient moves a parameter by a full step."""

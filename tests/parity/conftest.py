@@ -20,7 +20,7 @@ def bench() -> Bench:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--parity-report", type=Path, help="write the measured deviations to this file, as docs/parity.md is")
+    parser.addoption("--parity-report", type=Path, help="write the measured deviations to this file, as docs/evidence/parity.md is")
 
 
 def _row(test: pytest.TestReport) -> dict[str, str] | None:

@@ -1,4 +1,4 @@
-"""What the parity tests measured, as a summary for the terminal and as docs/parity.md."""
+"""What the parity tests measured, as a summary for the terminal and as docs/evidence/parity.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ within 1e-4; half precision is held against what one device of that precision de
 """
 
 DRAWN = "## recipes drawn from the schema"
-"""Heading of the last section of docs/parity.md, which is written by hand from what `scripts/test-fuzz` prints."""
+"""Heading of the last section of docs/evidence/parity.md, which is written by hand from what `scripts/test-fuzz` prints."""
 
 
 def by_section(rows: list[Row]) -> dict[str, list[Row]]:
@@ -59,7 +59,7 @@ def _largest(values: list[str]) -> str | None:
 
 
 def markdown(rows: list[Row], previous: str = "") -> str:
-    """Return the new docs/parity.md. The section DRAWN of the previous one is kept."""
+    """Return the new docs/evidence/parity.md. The section DRAWN of the previous one is kept."""
     parts = [HEAD.format(**{name: version(name).split("+")[0] for name in ("torch", "transformers", "accelerate")})]
     for section, members in by_section(rows).items():
         names = _columns(members)

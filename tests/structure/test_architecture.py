@@ -17,10 +17,10 @@ TOLERANCE = 0.15
 
 
 def page(repository: Path) -> str:
-    return (repository / "docs" / "architecture.md").read_text(encoding="utf-8")
+    return (repository / "docs" / "development" / "architecture.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["docs/architecture.md", "CONTRIBUTING.md", "AGENTS.md"])
+@pytest.mark.parametrize("name", ["docs/development/architecture.md", "CONTRIBUTING.md", "AGENTS.md"])
 def test_every_path_that_is_named_exists(repository: Path, name: str) -> None:
     text = (repository / name).read_text(encoding="utf-8")
     before, _, after = text.partition(OF_OTHERS)

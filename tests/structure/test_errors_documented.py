@@ -1,4 +1,4 @@
-"""Every code that a user can meet has a page in docs/errors.md, and every page has its code."""
+"""Every code that a user can meet has a page in docs/reference/errors.md, and every page has its code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def all_codes(repository: Path) -> dict[str, str]:
 
 
 def headings(repository: Path) -> list[str]:
-    return HEADING.findall((repository / "docs" / "errors.md").read_text(encoding="utf-8"))
+    return HEADING.findall((repository / "docs" / "reference" / "errors.md").read_text(encoding="utf-8"))
 
 
 def test_codes_are_kebab_case(repository: Path) -> None:

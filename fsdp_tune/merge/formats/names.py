@@ -1,4 +1,4 @@
-"""Which entries of a checkpoint are the model's, and what the model calls them. docs/merge.md has the table."""
+"""Which entries of a checkpoint are the model's, and what the model calls them. docs/guide/merging.md has the table."""
 
 from __future__ import annotations
 

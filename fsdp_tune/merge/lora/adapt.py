@@ -1,7 +1,7 @@
 """LoRA adapters: added to the weights of their base, in the same streaming pass, or written as PEFT's own files.
 
 A checkpoint of a PEFT model holds factors and base together, an adapter's own directory the factors alone; the base is
-then read from another model directory. docs/merge.md says what is merged and what is refused.
+then read from another model directory. docs/guide/merging.md says what is merged and what is refused.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def _hint(extra: Sequence[str], wanted: Collection[str]) -> str:
     levels = {name.partition(".")[0] for name in extra}
     if len(levels) == 1 and all(name.partition(".")[2] in wanted for name in extra):
         return f"the unknown names are this model's with `{levels.pop()}.` before them: save the state dict of the model itself"
-    return "is it the model that was trained (`--base`)? Names of torchtitan and torchtune are not transformers' (docs/merge.md)"
+    return "is it the model that was trained (`--base`)? Names of torchtitan and torchtune are not transformers' (docs/guide/merging.md)"
 
 
 def load_and_run(stage: Path, *, allow_nonfinite: bool) -> list[Notice]:

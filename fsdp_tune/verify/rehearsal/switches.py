@@ -30,7 +30,7 @@ NORM_TOLERANCE = 1e-5
 HALF_PRECISION_FACTOR = 2.0
 """A run in bf16 or fp16 may scatter around fp32 up to this many times as far as one device in bf16 does."""
 FP8_FACTOR = 50.0
-"""In the tests' tiny models fp8 scatters 5 to 20 times as far as bf16 does (docs/precision.md)."""
+"""In the tests' tiny models fp8 scatters 5 to 20 times as far as bf16 does (docs/guide/precision.md)."""
 
 Changes = dict[str, dict[str, Any]]
 
