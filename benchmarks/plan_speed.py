@@ -77,13 +77,12 @@ CACHED = """
 import json, sys, time
 sys.path.insert(0, "benchmarks")
 import plan_speed
-import fsdp_tune.cli.app, fsdp_tune.cli.train_job, fsdp_tune.data.preparation
-from fsdp_tune.cli.output import Screen
+import fsdp_tune.cli.app, fsdp_tune.jobs.train
 recipe, hardware = plan_speed.resolved(sys.argv[1], sys.argv[2])
 began = time.perf_counter()
-from fsdp_tune.cli.plan_job import PlanJob
-with PlanJob(Screen(json_output=True), recipe, hardware) as job:
-    job.plan_once()
+from fsdp_tune.jobs.planning import PlanSession
+with PlanSession(recipe, hardware) as plans:
+    plans.plan_once()
 print(json.dumps({"cached answer": time.perf_counter() - began}))
 """
 

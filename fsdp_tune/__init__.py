@@ -1,3 +1,60 @@
 """fsdp-tune: fine-tune causal language models with PyTorch FSDP, and know that the run is what the recipe says."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp_tune.core.errors import FsdpTuneError
+    from fsdp_tune.jobs.merge import merge_checkpoint
+    from fsdp_tune.jobs.observer import Observer
+    from fsdp_tune.jobs.plan import plan
+    from fsdp_tune.jobs.prepare import prepare
+    from fsdp_tune.jobs.rehearse import rehearse
+    from fsdp_tune.jobs.session import Allowed
+    from fsdp_tune.jobs.train import TrainOptions, train
+    from fsdp_tune.jobs.validate import validate
+    from fsdp_tune.merge.merging import MergeOptions
+    from fsdp_tune.recipe.read.loader import load_recipe
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Allowed",
+    "FsdpTuneError",
+    "MergeOptions",
+    "Observer",
+    "TrainOptions",
+    "load_recipe",
+    "merge_checkpoint",
+    "plan",
+    "prepare",
+    "rehearse",
+    "train",
+    "validate",
+]
+
+_MODULES = {
+    "Allowed": "jobs.session",
+    "FsdpTuneError": "core.errors",
+    "MergeOptions": "merge.merging",
+    "Observer": "jobs.observer",
+    "TrainOptions": "jobs.train",
+    "load_recipe": "recipe.read.loader",
+    "merge_checkpoint": "jobs.merge",
+    "plan": "jobs.plan",
+    "prepare": "jobs.prepare",
+    "rehearse": "jobs.rehearse",
+    "train": "jobs.train",
+    "validate": "jobs.validate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: `import fsdp_tune` itself loads nothing."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'fsdp_tune' has no attribute {name!r}")
+    value = getattr(import_module(f"fsdp_tune.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

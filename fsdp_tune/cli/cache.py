@@ -73,7 +73,7 @@ def clean_cache(
         freed = format_bytes(sum(entry.size_bytes for entry in removed))
         screen.table(f"{'would remove' if dry_run else 'removed'}: {freed}", COLUMNS, [_row(entry) for entry in removed])
         for entry, reason in kept:
-            screen.say(f"kept {entry.path}: {reason}")
+            screen.message(f"kept {entry.path}: {reason}")
 
 
 COLUMNS = ["entry", "size", "holds", "last used", "by"]

@@ -27,9 +27,9 @@ def env(json_output: JsonOption = False) -> None:
         screen.document(facts | {"known_bad": [row.as_dict() for row in bad]})
         show(screen, facts)
         for row in bad:
-            screen.say(f"! {row.problem}\n  remedy: {row.remedy}\n  source: {row.source}")
+            screen.message(f"! {row.problem}\n  remedy: {row.remedy}\n  source: {row.source}")
         if not bad:
-            screen.say("no known-bad combination")
+            screen.message("no known-bad combination")
 
 
 def gather() -> dict[str, Any]:
@@ -74,7 +74,7 @@ def show(screen: Screen, facts: dict[str, Any]) -> None:
     if variables["inherited"]:
         screen.table("variables that ranks inherit", ["name", "value"], list(variables["inherited"].items()))
     if variables["removed_at_launch"]:
-        screen.say(f"variables of another job, removed at launch: {', '.join(variables['removed_at_launch'])}")
+        screen.message(f"variables of another job, removed at launch: {', '.join(variables['removed_at_launch'])}")
 
 
 def _size(size_bytes: int | None, none: str = "unknown") -> str:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fsdp_tune.cli.options import JsonOption
-from fsdp_tune.cli.output import Screen, command, stopping_cleanly
+from fsdp_tune.cli.output import Screen, command
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.core.units import MIB, format_bytes, format_seconds, parse_bytes
+from fsdp_tune.core.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from fsdp_tune.cli.progress import Bar
     from fsdp_tune.merge.merging import MergeResult
 
 
@@ -83,13 +77,13 @@ AdapterOption = Annotated[
 ]
 AdapterConfigOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="The adapter's adapter_config.json [default: the one beside the weights].", show_default=False),
+    typer.Option(metavar="FILE", help="The adapter's adapter_config.json [default: the one next to the weights].", show_default=False),
 ]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier merge wrote, once the new one is whole.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the output of an earlier merge, once the new one is complete.")]
 IncompleteOption = Annotated[
-    bool, typer.Option("--allow-incomplete", help="Take a checkpoint that is not complete, naming what is missing.")
+    bool, typer.Option("--allow-incomplete", help="Merge a checkpoint that is not complete; missing files are reported.")
 ]
-NonfiniteOption = Annotated[bool, typer.Option("--allow-nonfinite", help="Keep NaN and infinite weights, naming the tensors.")]
+NonfiniteOption = Annotated[bool, typer.Option("--allow-nonfinite", help="Keep NaN and infinite weights; their tensors are reported.")]
 
 PushOption = Annotated[
     str | None,
@@ -117,21 +111,21 @@ def merge_checkpoint(
 ) -> None:
     """Merge a sharded checkpoint into an ordinary Hugging Face model directory.
 
-    It streams at the speed of the disk in constant memory, runs no code from the checkpoint, and leaves the whole
-    output or nothing.
+    It streams at the speed of the disk in constant memory, runs no code from the checkpoint, and leaves a complete
+    output or none.
 
     \b
     Examples:
         fsdp-tune merge-checkpoint runs/llama7b
         fsdp-tune merge-checkpoint checkpoint-500/pytorch_model_fsdp_0 --base meta-llama/Llama-2-7b-hf -o merged --dtype bf16
     """
-    with command(json_output) as screen, stopping_cleanly():
-        # The merge has threads of its own. Those of numpy's BLAS, fixed when numpy is loaded, would wait for them at each small product.
+    with command(json_output) as screen:
+        # The merge has its own threads. Those of numpy's BLAS, fixed when numpy is loaded, would wait for them at each small product.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        from fsdp_tune.merge.merging import MergeOptions
-        from fsdp_tune.merge.merging import merge_checkpoint as merge
+        import fsdp_tune
+        from fsdp_tune.merge.destination import push_to_hub as push
 
-        options = MergeOptions(
+        options = fsdp_tune.MergeOptions(
             output=output,
             dtype=dtype.value if dtype is not None else None,
             max_shard_bytes=_size(max_shard_size),
@@ -146,14 +140,12 @@ def merge_checkpoint(
             allow_incomplete=allow_incomplete,
             allow_nonfinite=allow_nonfinite,
         )
-        result = merge(source, options, partial(byte_progress, screen))
-        show_result(screen, result)
+        result = fsdp_tune.merge_checkpoint(source, options, observer=screen)
+        _show(screen, result)
         if push_to_hub is not None:
-            from fsdp_tune.merge.destination import push_to_hub as push
-
             address = push(result.output, push_to_hub)
             screen.document({**result.as_dict(), "pushed": address})
-            screen.say(f"pushed: {address}")
+            screen.message(f"pushed: {address}")
 
 
 def _size(text: str | None) -> int | None:
@@ -165,37 +157,13 @@ def _size(text: str | None) -> int | None:
         raise usage_error("merge-shard-size", f"`--max-shard-size`: {error}") from error
 
 
-def show_result(screen: Screen, result: MergeResult) -> None:
-    """What was merged, why that, where it is, and how fast it went."""
-    screen.notices(result.notices)
+def _show(screen: Screen, result: MergeResult) -> None:
+    """Print what was merged, the reason for the choice, where it is, and the speed."""
     screen.document(result.as_dict())
     rate = result.size_bytes / 1e9 / max(result.seconds, 1e-3)
-    screen.say(f"merged {result.source}{f': {result.reason}' if result.is_choice else ''}")
-    screen.say(
+    screen.message(f"merged {result.source}{f': {result.reason}' if result.is_choice else ''}")
+    screen.message(
         f"{result.tensors:,} tensors, {result.parameters:,} parameters, {result.dtype}, {format_bytes(result.size_bytes)} "
         f"in {format_seconds(result.seconds)}{f' ({rate:.2f} GB/s)' if rate >= 0.01 else ''}, verified: {result.verified}"
     )
-    screen.say(f"the {'adapter' if result.adapter is not None and result.adapter.is_exported else 'model'} is in {result.output}")
-
-
-@contextmanager
-def byte_progress(screen: Screen, label: str, total: int | None, unit: str) -> Iterator[_ByteBar]:
-    """A bar in MiB with the rate in GB/s; the bar itself adds the time that is left."""
-    assert unit == "bytes"
-    with screen.progress(label, None if total is None else -(-total // MIB), "MiB") as bar:
-        yield _ByteBar(bar)
-
-
-class _ByteBar:
-    """Counts bytes and shows MiB: several threads advance by pieces that are not multiples of 1 MiB."""
-
-    def __init__(self, bar: Bar) -> None:
-        self._bar, self._bytes, self._started = bar, 0, time.monotonic()
-        self._lock = threading.Lock()
-
-    def advance(self, n: int = 1) -> None:
-        with self._lock:
-            self._bytes += n
-            done = self._bytes
-        rate = done / max(time.monotonic() - self._started, 1e-9)
-        self._bar.at(-(-done // MIB), f"{rate / 1e9:.2f} GB/s")
+    screen.message(f"the {'adapter' if result.adapter is not None and result.adapter.is_exported else 'model'} is in {result.output}")

@@ -1,7 +1,7 @@
-"""The one writer to the terminal and the one error boundary: problems in, lines or one JSON document and an exit code out.
+"""The only writer to the terminal and the only error boundary: problems in, lines or one JSON document and an exit code out.
 
-Data goes to stdout; talk goes there too, unless `--json`, where it moves to stderr and stdout gets one document.
-A terminal that goes away never stops a command: a run must outlive the window it was started from.
+Lines go to stdout; with `--json` they go to stderr, and stdout gets one document.
+A terminal that closes never stops a command: a run must outlive the window it was started from.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import errno
 import json
 import os
-import signal
 import sys
 import tempfile
 import textwrap
@@ -21,30 +20,34 @@ import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
 import typer
 
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem
-from fsdp_tune.core.processes import heeded
+from fsdp_tune.core.processes import stop_signals_raise
+from fsdp_tune.core.progress import Bar
+from fsdp_tune.core.units import MIB
+from fsdp_tune.jobs.observer import Observer, PlanStage
 
 if TYPE_CHECKING:
-    from fsdp_tune.cli.progress import Bar
-    from fsdp_tune.recipe.findings import Positions
+    from fsdp_tune.cli.train_view import StepView
+    from fsdp_tune.jobs.train import TrainingInputs, TrainResult
+    from fsdp_tune.planner.predict.predict import Plan
+    from fsdp_tune.run.directory import RunDir
 
 LEAST_LAST_COLUMN = 20
 """Characters. A table whose last column would be narrower is printed as a list of records."""
 
 
 def printable(text: str) -> str:
-    """`text` with control characters shown instead of obeyed: names and rows from files may hold terminal escapes."""
+    """Return `text` with control characters escaped: names and rows from files may hold terminal escapes."""
     return "".join(char if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs") else repr(char)[1:-1] for char in text)
 
 
 def problem_lines(problem: Problem) -> list[str]:
-    """`error: recipe.yaml:14:3: message`, then a line for each hint."""
+    """Return `error: recipe.yaml:14:3: message`, then a line for each hint."""
     place = str(problem.where)
     lines = [f"error: {place}: {problem.message}" if place else f"error: {problem.message}"]
     if problem.hint:
@@ -55,24 +58,25 @@ def problem_lines(problem: Problem) -> list[str]:
     return lines
 
 
-class Screen:
-    """Where a verb says things. With `json_output`, only `document` reaches stdout, once, when the command ends."""
+class Screen(Observer):
+    """The terminal, as the observer of a command's job. With `json_output`, only `document` reaches stdout, once, when the command ends."""
 
     def __init__(self, *, json_output: bool) -> None:
         self.json_output = json_output
         self._document: dict[str, Any] = {}
         self._notices: list[Notice] = []
         self.log_directory: Path | None = None
-        """Where the traceback of a bug goes; a temporary file when no run directory is there yet."""
-        self.positions: Positions = {}
-        """Where the keys of the command's recipe are written."""
+        """Where the traceback of a bug goes; None: a temporary file."""
+        self.verbose = False
+        """Whether `train` prints every value and kernel that was chosen."""
+        self._steps: StepView | None = None
         self._log: ScreenLog | None = None
         self._shown: list[str] = []
         """Lines shown before there is a log file."""
 
     @property
     def talk(self) -> TextIO:
-        """The stream for people. Looked up at each call, since tests and `| head` replace it."""
+        """The stream of lines. Looked up at each call, since tests and `| head` replace it."""
         return sys.stderr if self.json_output else sys.stdout
 
     @property
@@ -81,24 +85,24 @@ class Screen:
         return self.talk.isatty() and os.environ.get("TERM") != "dumb"
 
     def log_to(self, path: Path) -> None:
-        """Append every line to a file too, starting with the lines that were shown before. A file that fails is given up with a warning."""
-
+        """Append every line to a file too, starting with the lines that were shown before. A file that fails is closed with a warning."""
         self._log = ScreenLog(path, failed=self._log_failed)
         for line in self._shown:
             self._log.write(line)
         self._shown.clear()
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
+        """Print a line."""
         self._record(text)
         _write(self.talk, printable(text) + "\n")
 
-    def say_fields(self, fields: Sequence[str]) -> None:
+    def fields(self, fields: Sequence[str]) -> None:
         """Print `fields`, most important first, on one line. A terminal gets those that fit; a pipe and the log file get all of them."""
         from fsdp_tune.cli.progress import fitted
 
-        whole = "  ".join(fields)
-        self._record(whole)
-        _write(self.talk, printable(fitted(fields, self._width()) if self.talk.isatty() else whole) + "\n")
+        line = "  ".join(fields)
+        self._record(line)
+        _write(self.talk, printable(fitted(fields, self._width()) if self.talk.isatty() else line) + "\n")
 
     def warn(self, text: str) -> None:
         self._record(text)
@@ -111,17 +115,17 @@ class Screen:
             self._log.write(printable(text))
 
     def _log_failed(self, path: Path, error: OSError) -> None:
-        _write(sys.stderr, printable(f"warning: {path} cannot be written ({error.strerror}) and gets nothing more; the run continues\n"))
+        _write(sys.stderr, printable(f"warning: {path} cannot be written ({error.strerror}) and is closed; the run continues\n"))
 
     def _width(self) -> int:
-        """Columns of the terminal behind `talk`; 80 where it does not say."""
+        """Return the columns of the terminal behind `talk`; 80 if they are unknown."""
         try:
             return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(self.talk.fileno()).columns or 80
         except (OSError, ValueError):
             return 80
 
     def notices(self, notices: Sequence[Notice]) -> None:
-        """Shows each notice once, on stderr, and carries it in the JSON document."""
+        """Print each notice once, on stderr, and add it to the JSON document."""
         for notice in notices:
             if notice in self._notices:
                 continue
@@ -155,7 +159,7 @@ class Screen:
         cells = [[printable(str(cell)) for cell in row] for row in rows]
         widths = [max(len(line[index]) for line in [list(columns), *cells]) for index in range(len(columns))]
         if title:
-            self.say(title)
+            self.message(title)
         indent = 2 + sum(width + 2 for width in widths[:-1])
         if self.talk.isatty():
             room = self._width() - indent
@@ -165,44 +169,72 @@ class Screen:
             widths[-1] = min(widths[-1], room)
         for line in [list(columns), ["─" * width for width in widths], *cells]:
             first, *rest = textwrap.wrap(line[-1], widths[-1]) if len(line[-1]) > widths[-1] else [line[-1]]
-            self.say("  " + "  ".join(cell.ljust(width) for cell, width in zip([*line[:-1], first], widths, strict=True)).rstrip())
+            self.message("  " + "  ".join(cell.ljust(width) for cell, width in zip([*line[:-1], first], widths, strict=True)).rstrip())
             for part in rest:
-                self.say(" " * indent + part)
+                self.message(" " * indent + part)
 
     def _records(self, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
         """Print each row of a table that is wider than the terminal as its first cell, and below it a line for each other cell."""
         name_width = max((len(name) for name in columns[1:]), default=0)
         indent = 4 + name_width + 2
         for first, *others in cells:
-            self.say(f"  {first}".rstrip())
+            self.message(f"  {first}".rstrip())
             for name, cell in zip(columns[1:], others, strict=True):
                 # Paths and hashes are not broken, so that they can be copied.
                 parts = textwrap.wrap(cell, max(self._width() - indent, LEAST_LAST_COLUMN), break_long_words=False, break_on_hyphens=False)
                 for number, part in enumerate(parts):
-                    self.say(f"    {'' if number else name:<{name_width}}  {part}")
+                    self.message(f"    {'' if number else name:<{name_width}}  {part}")
 
     def document(self, value: dict[str, Any]) -> None:
-        """Sets the command's JSON document. A later failure adds its `errors` to it."""
+        """Set the command's JSON document. A later failure adds its `errors` to it."""
         self._document = value
 
     @contextmanager
-    def progress(self, label: str, total: int | None, unit: str, *, lines: bool = True) -> Iterator[Bar]:
-        """A bar on a terminal, a line every ten seconds elsewhere (none without `lines`). `total` None: unknown."""
-        from fsdp_tune.cli.progress import LiveBar, PlainBar, SilentBar  # rich costs 50 ms, and few verbs draw
+    def progress(self, label: str, total: int | None, unit: str) -> Iterator[Bar]:
+        """Open a bar on a terminal; elsewhere print a line every ten seconds. `total` None: unknown. Bytes are shown as MiB and GB/s."""
+        from fsdp_tune.cli.progress import ByteBar, LiveBar, PlainBar
 
-        kind = LiveBar if self.is_live else PlainBar if lines else SilentBar
-        with kind(self, label, total, unit) as bar:
-            yield bar
+        kind = LiveBar if self.is_live else PlainBar
+        if unit != "bytes":
+            with kind(self, label, total, unit) as bar:
+                yield bar
+        else:
+            with kind(self, label, None if total is None else -(-total // MIB), "MiB") as bar:
+                yield ByteBar(bar)
+
+    def planned(self, plan: Plan, stage: PlanStage) -> None:
+        from fsdp_tune.cli import plan_view
+
+        {"recipe": plan_view.show_plan, "ranking": plan_view.show_ranking, "scaling": plan_view.show_scaling}[stage](self, plan)
+
+    def inputs_checked(self, inputs: TrainingInputs) -> None:
+        from fsdp_tune.cli.train_view import show_inputs
+
+        show_inputs(self, inputs, verbose=self.verbose)
+
+    def run_opened(self, run: RunDir, log: Path) -> None:
+        self.log_directory = run.logs
+        self.log_to(log)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Keep a bar below the lines of the steps while ranks run."""
+        from fsdp_tune.cli.progress import LiveBar, SilentBar
+        from fsdp_tune.cli.train_view import StepView
+
+        with (LiveBar if self.is_live else SilentBar)(self, "training", None, "steps") as bar:
+            self._steps = StepView(self, bar)
+            yield
+
+    def metrics(self, line: dict[str, Any]) -> None:
+        if self._steps is not None:
+            self._steps.show(line)
+
+    def run_ended(self, result: TrainResult) -> None:
+        self.document(result.as_dict())
 
     def close(self, problems: Sequence[Problem] = ()) -> None:
-        """End the command: print the problems, close the log, and print the JSON document.
-
-        A problem that names a key of the recipe without a place gets the line of that key.
-        """
-        if self.positions:
-            from fsdp_tune.recipe.findings import pinned  # imports the schema, as whoever gave the positions has
-
-            problems = [pinned(problem, self.positions) for problem in problems]
+        """End the command: print the problems, close the log, and print the JSON document."""
         self.problems(problems)
         if self._log is not None:
             self._log.close()
@@ -218,10 +250,11 @@ class Screen:
 
 @contextmanager
 def command(json_output: bool) -> Iterator[Screen]:
-    """The error boundary of every verb. Whatever happens inside, the process ends with a documented exit code."""
+    """The error boundary of every command. Whatever happens inside, the process ends with a documented exit code."""
     screen = Screen(json_output=json_output)
     try:
-        yield screen
+        with stop_signals_raise():
+            yield screen
     except typer.Exit:
         screen.close()
         raise
@@ -234,7 +267,7 @@ def command(json_output: bool) -> Iterator[Screen]:
     except OSError as error:
         screen.close([_file_system_problem(error, _log_traceback(screen.log_directory))])
         raise typer.Exit(ExitCode.FAILED) from None
-    except Exception as error:  # noqa: BLE001  the boundary: what nobody expected is a bug of ours, and is reported as one
+    except Exception as error:  # noqa: BLE001  the boundary: any other exception is a bug of this package, and is reported as one
         screen.close([_bug_problem(error, _log_traceback(screen.log_directory))])
         raise typer.Exit(ExitCode.FAILED) from None
     else:
@@ -265,7 +298,7 @@ def _bug_problem(error: Exception, log: str) -> Problem:
 
 
 def _log_traceback(directory: Path | None) -> str:
-    """Writes the traceback of the exception in flight beside the run's logs, or else to a temporary file, or else to stderr."""
+    """Write the traceback of the current exception into the run's logs, or else to a temporary file, or else to stderr."""
     text = traceback.format_exc()
     for parent in (directory, None):
         try:
@@ -280,7 +313,7 @@ def _log_traceback(directory: Path | None) -> str:
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """Writes at once. A closed pipe or terminal is taken as "nobody reads any more"; anything else (a full disk) is an error."""
+    """Write at once. A closed pipe or terminal is ignored from then on; any other failure (a full disk) is an error."""
     try:
         encoding = stream.encoding or "utf-8"  # rich's stand-in for a stream under a live bar has none
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -292,27 +325,8 @@ def _write(stream: TextIO, text: str) -> None:
             os.dup2(nowhere.fileno(), stream.fileno())
 
 
-@contextmanager
-def stopping_cleanly() -> Iterator[None]:
-    """A scheduler's signal while no ranks run ends the command through its error boundary; the supervisor has handlers of its own."""
-
-    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the shape of a handler
-        name = signal.Signals(number).name
-        raise FsdpTuneError(Problem("stopped", f"stopped by {name} while no rank was running"), exit_code=ExitCode.PREEMPTED)
-
-    before = {number: signal.signal(number, stop) for number in heeded((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-# ---- The file that gets every line of the console, each with its time.
-
-
 class ScreenLog:
-    """Appends lines. The first failure closes the file and is reported once: a log never stops a command."""
+    """A file that gets every printed line with its time. The first failure closes it and is reported once: a log never stops a command."""
 
     def __init__(self, path: Path, failed: Callable[[Path, OSError], None]) -> None:
         self._path, self._failed = path, failed

@@ -17,20 +17,20 @@ def show_plan(screen: Screen, plan: Plan) -> None:
     from fsdp_tune.planner.hardware.gpus import CPU
 
     one, outside = ("rank", "the process itself") if plan.gpu == CPU else ("GPU", "CUDA and NCCL")
-    screen.say(
+    screen.message(
         f"{plan.recipe} on {plan.num_processes} × {plan.gpu}, {_machines(plan.num_machines)}: fits: {plan.fits} ({plan.fits_because})"
     )
-    screen.say(f"batch: {plan.batch}")
+    screen.message(f"batch: {plan.batch}")
     for key, what in plan.decided.items():
-        screen.say(f"{key}: {what}")
+        screen.message(f"{key}: {what}")
     largest = max(plan.components.values(), default=0.0)
     rows = [(name, f"{size:.2f}", bar(size, largest)) for name, size in plan.components.items()]
     screen.table(f"memory of one {one} at the peak: {plan.where}", ["component", "GiB", ""], rows)
     memory = f"{plan.peak_allocated_gib:.2f} GiB allocated, {plan.peak_reserved_gib:.2f} reserved"
-    screen.say(f"peak: {memory}, {plan.device_gib:.2f} with {outside}, of {plan.usable_gib:.2f}")
-    screen.say(f"time: {time_line(plan)}")
+    screen.message(f"peak: {memory}, {plan.device_gib:.2f} with {outside}, of {plan.usable_gib:.2f}")
+    screen.message(f"time: {time_line(plan)}")
     for line in _other_lines(plan):
-        screen.say(line)
+        screen.message(line)
 
 
 def show_errors(screen: Screen, plan: Plan) -> None:
@@ -38,11 +38,11 @@ def show_errors(screen: Screen, plan: Plan) -> None:
     from fsdp_tune.planner.page import error_in_words
 
     for name, error in plan.errors.items():
-        screen.say(f"error of {name}: {error_in_words(error)}")
+        screen.message(f"error of {name}: {error_in_words(error)}")
     for text in plan.assumptions:
-        screen.say(f"assumed: {text}")
+        screen.message(f"assumed: {text}")
     for text in plan.unknown:
-        screen.say(f"unknown: {text}")
+        screen.message(f"unknown: {text}")
 
 
 def bar(size: float, largest: float) -> str:
@@ -77,9 +77,9 @@ def show_ranking(screen: Screen, plan: Plan) -> None:
     ]
     screen.table("ranked recipes", ["", "against your recipe", "fits", "GiB", "s/step", "tokens/s/GPU"], rows)
     if plan.best_because:
-        screen.say(f"why the first: {plan.best_because}")
+        screen.message(f"why the first: {plan.best_because}")
     if plan.smallest_hardware is not None:
-        screen.say(f"nothing fits; the smallest that does: {plan.smallest_hardware['num_processes']} × {plan.smallest_hardware['gpu']}")
+        screen.message(f"nothing fits; the smallest that does: {plan.smallest_hardware['num_processes']} × {plan.smallest_hardware['gpu']}")
 
 
 def show_scaling(screen: Screen, plan: Plan) -> None:

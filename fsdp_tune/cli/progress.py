@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
-from fsdp_tune.core.units import format_seconds
+from fsdp_tune.core.units import MIB, format_seconds
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -30,26 +30,8 @@ def fitted(fields: Sequence[str], width: int) -> str:
     return line
 
 
-class Bar(Protocol):
-    def advance(self, n: int = 1) -> None:
-        """Add `n` finished units; may be called from several threads."""
-        ...
-
-    def at(self, done: int, detail: str = "") -> None:
-        """Set the number of finished units, and the text next to the bar."""
-        ...
-
-    def start(self, done: int, total: int) -> None:
-        """Set the total once it is known, with `done` units finished earlier: the time left is estimated from the others."""
-        ...
-
-    def seconds_left(self) -> float | None:
-        """Estimate the time left; None before a unit is finished, and where the total is unknown."""
-        ...
-
-
-class _Count:
-    """Finished units and when they were finished."""
+class ScreenBar:
+    """Counts finished units and estimates the time left; subclasses draw."""
 
     def __init__(self, label: str, total: int | None, unit: str) -> None:
         self._label, self._total, self._unit = label, total, unit
@@ -59,21 +41,25 @@ class _Count:
         self._lock = threading.Lock()
 
     def advance(self, n: int = 1) -> None:
+        """Add `n` finished units; may be called from several threads."""
         with self._lock:
             self._done, self._updated = self._done + n, time.monotonic()
             self._changed()
 
     def at(self, done: int, detail: str = "") -> None:
+        """Set the number of finished units, and the text next to the bar."""
         with self._lock:
             self._done, self._detail, self._updated = done, detail, time.monotonic()
             self._changed()
 
     def start(self, done: int, total: int) -> None:
+        """Set the total once it is known, with `done` units finished earlier: the time left is estimated from the others."""
         with self._lock:
             self._done, self._total, self._done_at_start = done, total, done
             self._started = self._updated = time.monotonic()
 
     def seconds_left(self) -> float | None:
+        """Estimate the time left; None before a unit is finished, and if the total is unknown."""
         if self._total is None or self._done <= self._done_at_start:
             return None
         each = (self._updated - self._started) / (self._done - self._done_at_start)
@@ -82,8 +68,23 @@ class _Count:
     def _changed(self) -> None: ...
 
 
-class PlainBar(_Count):
-    """A line every ten seconds and one at the end, if there was a line before: short work stays silent."""
+class ByteBar:
+    """Counts bytes and shows MiB with the rate: pieces of several threads are not multiples of 1 MiB."""
+
+    def __init__(self, bar: ScreenBar) -> None:
+        self._bar, self._bytes, self._started = bar, 0, time.monotonic()
+        self._lock = threading.Lock()
+
+    def advance(self, n: int = 1) -> None:
+        with self._lock:
+            self._bytes += n
+            done = self._bytes
+        rate = done / max(time.monotonic() - self._started, 1e-9)
+        self._bar.at(-(-done // MIB), f"{rate / 1e9:.2f} GB/s")
+
+
+class PlainBar(ScreenBar):
+    """Prints a line every ten seconds, and one at the end if there was one before: short work prints none."""
 
     def __init__(self, screen: Screen, label: str, total: int | None, unit: str) -> None:
         super().__init__(label, total, unit)
@@ -106,20 +107,20 @@ class PlainBar(_Count):
         of = f" of {self._total:,}" if self._total else ""
         left = self.seconds_left()
         rest = ", ".join([*([self._detail] if self._detail else []), *([f"{format_seconds(left)} left"] if left else [])])
-        self._screen.say(f"{self._label}: {self._done:,}{of} {self._unit}{share} {rest}".rstrip())
+        self._screen.message(f"{self._label}: {self._done:,}{of} {self._unit}{share} {rest}".rstrip())
         self._lines += 1
         self._last = time.monotonic()
 
 
 class SilentBar(PlainBar):
-    """For work that says its own lines."""
+    """Prints nothing, for work that prints lines of its own."""
 
     def _print(self) -> None:
         self._last = time.monotonic()
 
 
-class LiveBar(_Count):
-    """One line, redrawn ten times a second: count, time left, detail, and a bar where the terminal is wide enough."""
+class LiveBar(ScreenBar):
+    """One line, redrawn ten times a second: count, time left, detail, and a bar if the terminal is wide enough."""
 
     def __init__(self, screen: Screen, label: str, total: int | None, unit: str) -> None:
         from rich.console import Console

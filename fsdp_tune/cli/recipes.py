@@ -45,7 +45,7 @@ def show_recipe(name: NameArgument, json_output: JsonOption = False) -> None:
         path, text = _read(name)
         screen.document({"name": name, "path": str(path), "text": text})
         if not json_output:
-            screen.say(text.rstrip("\n"))
+            screen.message(text.rstrip("\n"))
 
 
 @recipes.command("copy")
@@ -72,7 +72,7 @@ def copy_recipe(
             raise usage_error("no-directory", f"there is no directory `{target.parent}`", hint="make it first")
         atomic.write_file(target, text)
         screen.document({"name": name, "path": str(target)})
-        screen.say(f"wrote {target}; start it with `fsdp-tune train --config {target}`")
+        screen.message(f"wrote {target}; start it with `fsdp-tune train --config {target}`")
 
 
 @recipes.command("schema")
@@ -91,7 +91,7 @@ def print_schema(json_output: JsonOption = False) -> None:
         schema = json_schema()
         screen.document(schema)
         if not json_output:
-            screen.say(json.dumps(schema, indent=2))
+            screen.message(json.dumps(schema, indent=2))
 
 
 def _read(name: str) -> tuple[Path, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
@@ -9,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_tune.cli.train_plan import predicted_and_measured
 from fsdp_tune.core.units import format_bytes, format_seconds
+from fsdp_tune.jobs.train import takes_best
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir, checkpoint_step
 from fsdp_tune.run.metrics_file import read_metrics
@@ -31,7 +32,7 @@ def card(run: RunDir, facts: dict[str, Any], next_commands: Sequence[str]) -> li
         ("loss", _losses(steps, "loss")),
         ("eval loss", _losses([line for line in lines if "eval_loss" in line], "eval_loss")),
         ("peak memory", _memory(steps)),
-        *(("plan", each) for each in predicted_and_measured(run)),
+        *(("plan", each) for each in predicted_and_measured(run, steps)),
         ("size on disk", _sizes(run)),
         *(("next", each) for each in next_commands),
     ]
@@ -56,11 +57,6 @@ def commands_after(run: RunDir, recipe: Recipe, merged: Path | None) -> list[str
 def merge_command(path: str, recipe: Recipe) -> str:
     """The command that merges the model of a finished run."""
     return f"fsdp-tune merge-checkpoint {shlex.quote(path)}" + (" --best" if takes_best(recipe) else "")
-
-
-def takes_best(recipe: Recipe) -> bool:
-    """Whether the model of a finished run is its best checkpoint, and not its last."""
-    return bool(training_value(recipe.training, "load_best_model_at_end"))
 
 
 def _generating(merged: Path) -> str:
@@ -117,6 +113,19 @@ def _memory(steps: Sequence[Line]) -> str:
         if values:
             return f"{max(values):.2f} GiB of {kind} on rank 0"
     return ""
+
+
+def predicted_and_measured(run: RunDir, steps: Sequence[Line]) -> list[str]:
+    """Compare plan.json with the last step, one line for each figure that both have."""
+    if not run.plan_json.exists() or not steps:
+        return []
+    plan: dict[str, Any] = json.loads(run.plan_json.read_text(encoding="utf-8"))
+    lines: list[str] = []
+    for name, unit in (("peak_allocated_gib", "GiB"), ("peak_reserved_gib", "GiB"), ("step_seconds", "s")):
+        predicted, measured = plan.get(name), steps[-1].get(name)
+        if predicted is not None and measured:
+            lines.append(f"{name}: {predicted:.3g} {unit} predicted, {measured:.3g} measured ({predicted / measured - 1:+.1%})")
+    return lines
 
 
 def _sizes(run: RunDir) -> str:

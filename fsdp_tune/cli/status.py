@@ -46,10 +46,10 @@ def _near(path: Path) -> str | None:
 
 
 def show(screen: Screen, facts: dict[str, Any]) -> None:
-    screen.say(f"{facts['run_dir']}: {facts['state']}" + (f" ({facts['owner']})" if facts["owner"] else ""))
+    screen.message(f"{facts['run_dir']}: {facts['state']}" + (f" ({facts['owner']})" if facts["owner"] else ""))
     step, total = facts["step"], facts["total_steps"]
     age = "no line yet" if facts["last_line_age_seconds"] is None else f"last line {format_seconds(facts['last_line_age_seconds'])} ago"
-    screen.say(
+    screen.message(
         f"step {step if step is not None else 0}{f' of {total}' if total else ''}, {age}"
         + (f", loss {facts['loss']:.4f}" if facts["loss"] is not None else "")
     )
@@ -58,13 +58,13 @@ def show(screen: Screen, facts: dict[str, Any]) -> None:
     ]
     if rows:
         screen.table("", ["rank", "state", "phase", "step", "pid", "last sign"], rows)
-    screen.say(f"newest complete checkpoint: {facts['checkpoint'] or 'none'}")
+    screen.message(f"newest complete checkpoint: {facts['checkpoint'] or 'none'}")
     for bad in facts["rejected_checkpoints"]:
-        screen.say(f"not complete: {bad['path']}: {bad['reason']}")
+        screen.message(f"not complete: {bad['path']}: {bad['reason']}")
     if facts["merged"]:
-        screen.say(f"merged model{'' if facts['state'] == 'finished' else ', of an earlier end'}: {facts['merged']}")
+        screen.message(f"merged model{'' if facts['state'] == 'finished' else ', of an earlier end'}: {facts['merged']}")
     if facts["problem"]:
-        screen.say(f"ended with: {facts['problem']}")
+        screen.message(f"ended with: {facts['problem']}")
     for way in facts["ways_on"]:
-        screen.say(f"  {way}")
-    screen.say(f"logs: {facts['logs']}")
+        screen.message(f"  {way}")
+    screen.message(f"logs: {facts['logs']}")

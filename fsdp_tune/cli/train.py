@@ -1,16 +1,12 @@
-"""`train`: validate → prepare → write the run directory → launch → merge. Each step is an engine's; this file is their order."""
+"""`train`: validate → prepare → write the run directory → launch → merge."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from fsdp_tune.cli.options import (
-    Allowed,
     AllowEnvOption,
     ConfigArg,
     ConfigOption,
@@ -19,20 +15,14 @@ from fsdp_tune.cli.options import (
     SetOption,
     TrustOption,
     VerifyDataOption,
-    asked_recipe,
     chosen_recipe,
 )
-from fsdp_tune.cli.output import Screen, command, stopping_cleanly
-from fsdp_tune.core.errors import usage_error
-
-if TYPE_CHECKING:
-    from fsdp_tune.launch.command.accelerate import LaunchPlan
-    from fsdp_tune.recipe.resolve import Resolution
-    from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.cli.output import command
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, usage_error
 
 
-def _start_of(resume: str | None) -> str | None:
-    """`never` is what happens without the option."""
+def _resume_of(resume: str | None) -> str | None:
+    """Return None for `never`, which is the default."""
     return None if resume == "never" else resume
 
 
@@ -42,11 +32,11 @@ ResumeOption = Annotated[
         "--resume",
         metavar="auto|never|PATH",
         help="auto: the newest complete checkpoint of the run. PATH: that checkpoint.",
-        callback=_start_of,
+        callback=_resume_of,
         show_default=False,
     ),
 ]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Move a used run directory aside and begin anew.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Move a used run directory aside and start over.")]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Print the resolved recipe, the command and the environment; start and write nothing.")
 ]
@@ -54,12 +44,10 @@ NoStartOption = Annotated[bool, typer.Option("--no-start", help="Write the run d
 MachineRankOption = Annotated[
     int | None,
     typer.Option(
-        "--machine-rank", metavar="N", help="Which machine this is, 0 being the first; inside `srun` Slurm says it.", show_default=False
+        "--machine-rank", metavar="N", help="Which machine this is, 0 being the first; inside `srun` taken from Slurm.", show_default=False
     ),
 ]
-IgnorePlanOption = Annotated[
-    bool, typer.Option("--ignore-plan", help="Start also what the planner says cannot fit on this machine's GPUs.")
-]
+IgnorePlanOption = Annotated[bool, typer.Option("--ignore-plan", help="Start even if the plan does not fit this machine's GPUs.")]
 FullOption = Annotated[bool, typer.Option("--full", help="With --dry-run: print every key, not only those that differ from the defaults.")]
 VerboseOption = Annotated[bool, typer.Option("--verbose", help="Print every value and kernel that was chosen, with the reason.")]
 ProfileOption = Annotated[
@@ -67,7 +55,7 @@ ProfileOption = Annotated[
     typer.Option(
         "--profile",
         metavar="steps=FIRST:LAST",
-        help="Record these steps: RUN/profile gets a Chrome trace of each rank, and what the steps were made of.",
+        help="Record these steps: RUN/profile gets a Chrome trace of each rank and a breakdown of the steps.",
         show_default=False,
     ),
 ]
@@ -93,7 +81,7 @@ def train(
     verbose: VerboseOption = False,
     json_output: JsonOption = False,
 ) -> None:
-    """Fine-tune a model as a recipe says, and merge the result into an ordinary model directory.
+    """Fine-tune a model by a recipe, and merge the result into an ordinary model directory.
 
     Exit codes: 0 finished, 1 failed, 2 recipe or usage, 3 out of device memory, 4 non-finite, 5 hang or lost rank,
     130 Ctrl-C after saving, 143 saved and stopped. Arguments after `--` go to `accelerate launch`.
@@ -104,42 +92,35 @@ def train(
         fsdp-tune train my.yaml --set training.learning_rate=1e-4 --resume auto
         fsdp-tune train llama7b_full_shard --dry-run
     """
-    with command(json_output) as screen, stopping_cleanly():
-        from fsdp_tune.launch.command.accelerate import machine_rank_of
+    with command(json_output) as screen:
+        import fsdp_tune
+        from fsdp_tune.cli import train_view as view
+        from fsdp_tune.jobs.train import TrainResult, preview, write_only
         from fsdp_tune.run.launch_files import parse_profile
 
         if full and not dry_run:
             raise usage_error("usage", "`--full` belongs to `--dry-run`", hint="add `--dry-run`, or leave out `--full`")
         profiled = parse_profile(profile) if profile is not None else None
-        starts_here = not (dry_run or no_start)
-        chosen, allowed = chosen_recipe(recipe, config), Allowed(trust_remote_code, allow_env or ())
-        asked = asked_recipe(screen, chosen, overrides, name=name, starts_here=starts_here, needs_trackers=True, allowed=allowed)
-        loaded, resolution = asked.loaded, asked.resolution
-        screen.notices(resolution.notices)
-        rank = machine_rank_of(resolution.recipe, machine_rank, os.environ) if starts_here else machine_rank or 0
-        plan = _launch_plan(resolution.recipe, rank, context.meta.get("launcher_arguments", ()), starts_here=starts_here)
+        loaded = fsdp_tune.load_recipe(chosen_recipe(recipe, config), overrides or (), name=name)
+        options = fsdp_tune.TrainOptions(
+            resume=resume,
+            overwrite=overwrite,
+            machine_rank=machine_rank,
+            launcher_arguments=context.meta.get("launcher_arguments", ()),
+            profile=profiled,
+            ignore_plan=ignore_plan,
+            verify_data=verify_data,
+            allowed=fsdp_tune.Allowed(trust_remote_code, allow_env or ()),
+        )
+        screen.verbose = verbose
         if dry_run:
-            _dry_run(screen, resolution, plan, resume, overwrite=overwrite, full=full)
+            view.show_preview(screen, preview(loaded, options, observer=screen), full=full)
             return
-        from fsdp_tune.cli.train_job import Job
-
-        job = Job(screen, loaded, resolution, plan, ignore_plan=ignore_plan, verify_data=verify_data, profile=profiled, verbose=verbose)
-        if rank > 0:
-            job.follow(resume)
-        else:
-            job.lead(resume, overwrite=overwrite, no_start=no_start)
-
-
-def _launch_plan(recipe: Recipe, rank: int, extra: Sequence[str], *, starts_here: bool) -> LaunchPlan:
-    from fsdp_tune.launch.command.accelerate import launch_plan
-    from fsdp_tune.run.directory import RunDir
-
-    unknown_address = None if starts_here else "FIRST_MACHINE"
-    return launch_plan(recipe, RunDir(Path(recipe.output_dir)), machine_rank=rank, extra=extra, unknown_address=unknown_address)
-
-
-def _dry_run(screen: Screen, resolution: Resolution, plan: LaunchPlan, resume: str | None, *, overwrite: bool, full: bool) -> None:
-    from fsdp_tune.cli.train_view import show_dry_run
-    from fsdp_tune.launch.command.resume import decide
-
-    show_dry_run(screen, resolution, plan, decide(plan.run, resolution.recipe, resume, overwrite=overwrite, digests=False), full=full)
+        start = write_only if no_start else fsdp_tune.train
+        result = start(loaded, options, observer=screen)
+        if not isinstance(result, TrainResult):
+            view.show_commands(screen, result)
+            return
+        view.show_end(screen, result)
+        if (code := EXIT_CODE_OF_REASON[result.exit_reason]) is not ExitCode.OK:
+            raise typer.Exit(code)

@@ -1,53 +1,58 @@
-"""What `train` shows: the arithmetic before the start, a line per logged step, and how it ended."""
+"""What `train` prints: the inputs before the start, a line for each logged step, and how the run ended."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from fsdp_tune.cli.output import Screen
-from fsdp_tune.cli.progress import Bar
+from fsdp_tune.cli.progress import ScreenBar
+from fsdp_tune.cli.run_card import card, commands_after, merge_command
+from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.secrets import masked
 from fsdp_tune.core.units import format_bytes, format_seconds
-from fsdp_tune.launch.command.accelerate import LaunchPlan
-from fsdp_tune.launch.command.resume import Start
+from fsdp_tune.data.account import source_lines
+from fsdp_tune.data.order.token_batches import filling_lines
+from fsdp_tune.jobs.train import Preview, TrainingInputs, TrainResult, WrittenRun
+from fsdp_tune.launch.command.resume import ways_on
+from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schema.not_yet import value_of
+from fsdp_tune.recipe.world import batch_arithmetic
 
 SHOWN_PHASE_SECONDS = 0.1
 _KERNEL_NAMES = {"model.attn_implementation": "attention"}
 """Keys that the kernels line does not name by their last word."""
 
 
-def show_dry_run(screen: Screen, resolution: Resolution, plan: LaunchPlan, start: Start, *, full: bool) -> None:
+def show_preview(screen: Screen, preview: Preview, *, full: bool) -> None:
     """Print the resolved recipe, the reason for each resolved key, the first step, the environment and the command.
 
     Without `full` only the keys that differ from their defaults are printed. The JSON document always has the complete recipe.
     """
+    resolution, plan, start = preview.resolution, preview.plan, preview.start
     recipe = resolution.recipe.model_dump(mode="json", by_alias=True)
-    launch = plan.to_json()
     screen.notices(start.notices)
     begins = {"step": start.step, "checkpoint": str(start.checkpoint.path) if start.checkpoint else None}
     changes = [change.as_dict() for change in start.trajectory_changes]
-    screen.document({"recipe": recipe, "reasons": resolution.reasons, "begins": begins, "changes": changes, **launch})
-    screen.say("# the resolved recipe" + ("" if full else ": keys that differ from their defaults (`--full` prints all keys)"))
+    screen.document({"recipe": recipe, "reasons": resolution.reasons, "begins": begins, "changes": changes, **plan.to_json()})
+    screen.message("# the resolved recipe" + ("" if full else ": keys that differ from their defaults (`--full` prints all keys)"))
     shown = recipe if full else resolution.recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    screen.say(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=140).rstrip())
-    screen.say("\n# why")
+    screen.message(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=140).rstrip())
+    screen.message("\n# why")
     for key, reason in sorted(resolution.reasons.items()):
-        screen.say(f"#   {key}: {reason}")
-    screen.say("\n# where it begins")
-    screen.say(f"#   {'already finished, ' if start.is_finished else ''}step {start.step} in {plan.run.path}")
+        screen.message(f"#   {key}: {reason}")
+    screen.message("\n# where it starts")
+    screen.message(f"#   {'already finished, ' if start.is_finished else ''}step {start.step} in {plan.run.path}")
     for change in start.trajectory_changes:
-        screen.say(f"#   from step {start.step} on {change}")
-    screen.say("\n# the environment that is set" + (f"; removed: {', '.join(plan.removed)}" if plan.removed else ""))
+        screen.message(f"#   from step {start.step} on {change}")
+    screen.message("\n# the environment that is set" + (f"; removed: {', '.join(plan.removed)}" if plan.removed else ""))
     for name, value in sorted(plan.settings.items()):
-        screen.say(f"{name}={masked(name, value)}")
-    screen.say("\n# the command")
-    screen.say(" ".join(plan.quoted_argv()))
-    screen.say("\n# nothing was started or written")
+        screen.message(f"{name}={masked(name, value)}")
+    screen.message("\n# the command")
+    screen.message(" ".join(plan.quoted_argv()))
+    screen.message("\n# nothing was started or written")
 
 
 def model_line(facts: dict[str, Any]) -> str:
@@ -79,8 +84,6 @@ def _word(value: object) -> str:
 
 def data_lines(report: dict[str, Any], *, reused: bool) -> list[str]:
     """Return one line for each set, with what of it is trained and what was cut, and one for each of several training sources."""
-    from fsdp_tune.data.account import source_lines
-
     lines: list[str] = []
     for name, account in sorted(report["sets"].items(), key=lambda item: item[0] != "train"):
         supervised, tokens = account["supervised_tokens"], account["tokens"]
@@ -95,7 +98,7 @@ def data_lines(report: dict[str, Any], *, reused: bool) -> list[str]:
 class StepView:
     """Print a line for each step and event of metrics.jsonl, above the bar on a terminal."""
 
-    def __init__(self, screen: Screen, bar: Bar) -> None:
+    def __init__(self, screen: Screen, bar: ScreenBar) -> None:
         self._screen = screen
         self._bar = bar
         self._total = 0
@@ -109,7 +112,7 @@ class StepView:
             sets = [
                 f"{name.removeprefix('eval_').removesuffix('_loss')} {value:.4f}" for name, value in line.items() if _is_eval_of_a_set(name)
             ]
-            self._screen.say(
+            self._screen.message(
                 f"step {line['step']}: eval loss {_number(line['eval_loss'], '.4f')}" + (f" ({', '.join(sets)})" if len(sets) > 1 else "")
             )
 
@@ -118,29 +121,29 @@ class StepView:
         if name == "train_started":
             self._total = int(line["total_steps"])
             self._bar.start(int(step or 0), self._total)
-            self._screen.say(
-                f"the live model is what the recipe says; training to step {self._total}" + (f" from step {step}" if step else "")
+            self._screen.message(
+                f"the live model matches the recipe; training to step {self._total}" + (f" from step {step}" if step else "")
             )
         elif name == "first_step":
             phases: dict[str, float] = line["phase_seconds"]
             named = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items() if seconds >= SHOWN_PHASE_SECONDS)
-            self._screen.say(f"first step {sum(phases.values()):.1f} s after the launch ({named})")
+            self._screen.message(f"first step {sum(phases.values()):.1f} s after the launch ({named})")
         elif name == "profiled":
             for row in profile_table(line["seconds"], line["steps"]):
-                self._screen.say(row)
-            self._screen.say(f"profile: {line['trace']} (open it in https://ui.perfetto.dev)")
+                self._screen.message(row)
+            self._screen.message(f"profile: {line['trace']} (open it in https://ui.perfetto.dev)")
         elif name == "checkpoint_saved":
-            self._screen.say(f"checkpoint-{step} saved: {format_bytes(line['size_bytes'])} in {format_seconds(line['seconds'])}")
+            self._screen.message(f"checkpoint-{step} saved: {format_bytes(line['size_bytes'])} in {format_seconds(line['seconds'])}")
         elif name == "stopping":
             self._bar.at(int(line["step"]))
-            self._screen.say(f"step {step}: stopping ({line['reason']})")
+            self._screen.message(f"step {step}: stopping ({line['reason']})")
         elif name == "checkpoint_failed":
             self._screen.warn(f"warning: checkpoint-{step} was NOT saved: {line['message']}")
         elif name in ("slow_rank", "tracker_failed"):
             self._screen.warn(f"warning: step {step}: {line['message']}")
         elif name not in ("train_finished", "checkpoint_probed", "recipe_changed", "restarted", "witnessed", "witness_cost"):
             details = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("event", "step", "time"))
-            self._screen.say(f"step {step}: {name.replace('_', ' ')}" + (f" ({details})" if details else ""))
+            self._screen.message(f"step {step}: {name.replace('_', ' ')}" + (f" ({details})" if details else ""))
 
     def _step(self, line: dict[str, Any]) -> None:
         """Keep one line: the step, the time left and the loss first, then what a narrow terminal can do without."""
@@ -163,7 +166,7 @@ class StepView:
             fields.append(f"{_number(memory, '.2f')} GiB")
         if shares := _shares(line):
             fields.append(f"({shares})")
-        self._screen.say_fields(fields)
+        self._screen.fields(fields)
 
 
 def _shares(line: dict[str, Any]) -> str:
@@ -198,16 +201,50 @@ def _number(value: object, form: str) -> str:
     return format(value, form) if isinstance(value, int | float) else "-" if value is None else str(value)
 
 
-def final_document(run: Path, facts: dict[str, Any], *, step: int, reason: str, merged: Path | None) -> dict[str, Any]:
-    """The object that `train --json` ends with. `facts` are those of rank 0's outcome."""
-    return {
-        "run_dir": str(run),
-        "steps": step,
-        "loss": facts.get("loss"),
-        "eval_loss": facts.get("eval_loss"),
-        "checkpoint": facts.get("checkpoint"),
-        "merged": str(merged) if merged else None,
-        "tokens": facts.get("tokens"),
-        "seconds": facts.get("seconds"),
-        "exit_reason": reason,
-    }
+def show_inputs(screen: Screen, inputs: TrainingInputs, *, verbose: bool) -> None:
+    """Print model, data, batch and plan; with `verbose` also every value and kernel that was chosen."""
+    if verbose:
+        show_decided(screen, inputs.resolution, inputs.model)
+    recipe = inputs.resolution.recipe
+    for line in (
+        model_line(inputs.model),
+        kernels_line(inputs.model),
+        *data_lines(inputs.data.report, reused=inputs.data.reused),
+        batch_arithmetic(recipe),
+        *filling_lines(recipe, inputs.data),
+        *(f"{key}: {value}" for key, value in inputs.decided.items()),
+        *([predicted_line(inputs.plan)] if inputs.plan else []),
+    ):
+        screen.message(line)
+
+
+def predicted_line(plan: Plan) -> str:
+    speed = plan.tokens_per_second_per_device
+    step = "" if plan.step_seconds is None or speed is None else f"; {plan.step_seconds:.3g} s a step, {speed:,.0f} tokens/s/GPU"
+    return f"plan: {plan.peak_reserved_gib:.1f} GiB reserved of {plan.usable_gib:.1f} (fits: {plan.fits}){step}"
+
+
+def show_commands(screen: Screen, written: WrittenRun) -> None:
+    """Print the commands that start a run directory written by `--no-start`."""
+    screen.document({"run_dir": str(written.run.path), "commands": list(written.commands), "exit_reason": "not_started"})
+    screen.message("the run directory is written; start it with one of")
+    for line in written.commands:
+        screen.message(f"  {line}")
+
+
+def show_end(screen: Screen, result: TrainResult) -> None:
+    """Print where the model of a finished run is, the card, and the next commands."""
+    run, recipe = result.run, result.recipe
+    screen.document(result.as_dict())
+    where = f"the model is in {result.merged}" if result.merged else f"`{merge_command(str(run.path), recipe)}` merges it"
+    if result.had_finished:
+        at_step = f" at step {result.step}; {where}" if result.machine_rank == 0 else ""
+        screen.message(f"nothing to do: {run.path} has finished{at_step}")
+    elif result.machine_rank == 0:
+        is_finished = result.exit_reason is ExitReason.FINISHED
+        screen.message(
+            f"finished at step {result.step}; {where}" if is_finished else f"stopped at step {result.step} ({result.exit_reason.value})"
+        )
+        next_commands = commands_after(run, recipe, result.merged) if is_finished else ways_on(run, result.checkpoint)
+        for line in card(run, result.outcome, next_commands):
+            screen.message(line)

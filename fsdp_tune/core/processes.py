@@ -6,10 +6,13 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
 from fsdp_tune.core.leash import leashed
 
 _RUNNING: list[subprocess.Popen[str]] = []
@@ -67,3 +70,23 @@ def heeded(numbers: Iterable[int]) -> list[signal.Signals]:
         for number in numbers
         if number not in _SWITCHED_OFF_BY_CALLERS or signal.getsignal(number) is not signal.SIG_IGN
     ]
+
+
+@contextlib.contextmanager
+def stop_signals_raise() -> Iterator[None]:
+    """Raise FsdpTuneError (exit 143) on a scheduler's signal. The supervisor of ranks has handlers of its own.
+
+    Does nothing outside the main thread, where Python runs no signal handlers.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the signature of a handler
+        name = signal.Signals(number).name
+        raise FsdpTuneError(Problem("stopped", f"stopped by {name} while no rank was running"), exit_code=ExitCode.PREEMPTED)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, stop) for number in heeded((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)) if is_main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

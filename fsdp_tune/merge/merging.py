@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.errors import FailedError, Notice, Problem, Where, failed_error
+from fsdp_tune.core.progress import Bar, OpenBar
 from fsdp_tune.merge import destination as place
 from fsdp_tune.merge.companions import Companions
 from fsdp_tune.merge.copy.layout import Layout, plan_layout
@@ -28,18 +29,6 @@ from fsdp_tune.merge.verify.sums import check_bytes_on_disk, check_headers
 from fsdp_tune.merge.weights import PEFT_NAME
 
 _SHOWN = 20
-
-
-class Progress(Protocol):
-    """What `Screen.progress` is: a bar for `total` units, as a context manager."""
-
-    def __call__(self, label: str, total: int | None, unit: str) -> AbstractContextManager[Bar]: ...
-
-
-class Bar(Protocol):
-    def advance(self, n: int = 1) -> None:
-        """May be called from several threads."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +93,7 @@ class MergeResult:
         }
 
 
-def merge_checkpoint(source: Path, options: MergeOptions, progress: Progress | None = None) -> MergeResult:
+def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | None = None) -> MergeResult:
     """Merges the checkpoint that `source` and `options` name into a model directory, all of it or nothing.
 
     Raises FsdpTuneError: usage for what cannot be asked, FailedError for a source that is damaged, an output that
@@ -192,7 +181,7 @@ class Copy:
         return self.companions.config is not None and self.settings.verify != "none" and not vouched
 
 
-def _copy(copy: Copy, stage: Path, show: Progress) -> tuple[Written, list[Notice]]:
+def _copy(copy: Copy, stage: Path, show: OpenBar) -> tuple[Written, list[Notice]]:
     """Copies with the digests of the manifest and the names of the parameters checked beside; whatever differs, nothing is published."""
     read_back = copy.settings.verify != "none"
     with ExitStack() as stack:
@@ -233,7 +222,7 @@ def _naming_rotation(selection: Selection) -> Iterator[None]:
         ) from error
 
 
-def _verify(copy: Copy, stage: Path, written: Written, show: Progress, *, allow_nonfinite: bool) -> list[Notice]:
+def _verify(copy: Copy, stage: Path, written: Written, show: OpenBar, *, allow_nonfinite: bool) -> list[Notice]:
     """quick: headers and index as a stranger reads them. full: the bytes on the disk, and transformers' opinion, too."""
     if copy.settings.verify != "none":
         check_headers(stage, copy.layout)
@@ -283,7 +272,7 @@ def _missing(companions: Companions) -> Iterator[Notice]:
 
 
 @contextmanager
-def _no_progress(label: str, total: int | None, unit: str) -> Iterator[Bar]:  # noqa: ARG001  the shape of Progress
+def _no_progress(label: str, total: int | None, unit: str) -> Iterator[Bar]:  # noqa: ARG001  the shape of OpenBar
     yield _Silent()
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fsdp_tune.cli import model_checks as checks
 from fsdp_tune.cli.app import app
+from fsdp_tune.jobs import inspection as checks
 
 SMALL = """\
 model: {from_config: {model_type: gpt2, vocab_size: 384}, tokenizer: builtin:arithmetic%s}

@@ -11,10 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
-from fsdp_tune.cli.options import asked_recipe
-from fsdp_tune.cli.output import Screen
 from fsdp_tune.core import devices
 from fsdp_tune.core.devices import Device
+from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.session import Allowed, resolve_recipe
+from fsdp_tune.recipe.read.loader import load_recipe
 from tests.recipe.loading import MINIMAL
 
 
@@ -26,8 +27,8 @@ def test_a_device_that_is_named_is_counted_as_one_that_is_found(tmp_path: Path, 
     for device in ("auto", "cuda"):
         file.write_text(MINIMAL + f"launch: {{device: {device}}}\n")
         for starts_here in (True, False):
-            asked = asked_recipe(Screen(json_output=True), str(file), starts_here=starts_here)
-            assert (asked.recipe.world_size, asked.recipe.launch.device) == (4, "cuda")
+            recipe = resolve_recipe(load_recipe(file), Allowed(), Observer(), starts_here=starts_here).recipe
+            assert (recipe.world_size, recipe.launch.device) == (4, "cuda")
 
 
 def test_a_tracker_that_is_not_installed_gets_one_verdict_from_validate_dry_run_and_train(tmp_path: Path) -> None:
@@ -40,17 +41,19 @@ def test_a_tracker_that_is_not_installed_gets_one_verdict_from_validate_dry_run_
         done = CliRunner().invoke(app, [*words, "--json"])
         assert done.exit_code == 2, words
         assert [error["code"] for error in json.loads(done.stdout)["errors"]] == ["tracker-not-installed"], words
-    assert asked_recipe(Screen(json_output=True), str(file)).recipe.training.report_to == ["comet_ml"], "`plan` and `prepare` need none"
+    planned = resolve_recipe(load_recipe(file), Allowed(), Observer()).recipe
+    assert planned.training.report_to == ["comet_ml"], "`plan` and `prepare` need none"
 
 
-def test_no_verb_loads_a_recipe_in_a_way_of_its_own(repository: Path) -> None:
-    """`plan` reads it a second time as it is written, for `--write`, and `plan_best` what is about to be written."""
+def test_commands_resolve_recipes_in_one_place(repository: Path) -> None:
+    """`best_recipe` resolves the text that `plan --write` is about to write."""
     found = {
         path.name
-        for path in (repository / "fsdp_tune" / "cli").glob("*.py")
+        for room in ("cli", "jobs")
+        for path in (repository / "fsdp_tune" / room).glob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom)
-        and node.module in {"fsdp_tune.recipe.read.loader", "fsdp_tune.recipe.resolve"}
-        and {alias.name for alias in node.names} & {"load_recipe", "resolve"}
+        and node.module == "fsdp_tune.recipe.resolve"
+        and "resolve" in {alias.name for alias in node.names}
     }
-    assert found == {"options.py", "plan.py", "plan_best.py"}
+    assert found == {"session.py", "best_recipe.py"}

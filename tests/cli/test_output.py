@@ -57,7 +57,7 @@ def test_json_on_failure_is_one_document_that_keeps_what_was_known(capsys: pytes
 
 def test_json_keeps_talk_off_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     with command(True) as screen:
-        screen.say("talk")
+        screen.message("talk")
         screen.table("t", ["a"], [["1"]])
         screen.notices([Notice("n", "note")])
         screen.document({"x": 1})
@@ -136,7 +136,7 @@ def test_a_reader_that_goes_away_stops_nothing() -> None:
     os.close(read)
     program = (
         "import sys\nfrom fsdp_tune.cli.output import command\n"
-        "with command(False) as screen:\n for _ in range(9): screen.say('x')\nsys.stderr.write('end')"
+        "with command(False) as screen:\n for _ in range(9): screen.message('x')\nsys.stderr.write('end')"
     )
     done = subprocess.run([sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
@@ -152,7 +152,7 @@ def test_a_full_disk_behind_stdout_is_an_error() -> None:
 
 
 def test_text_that_the_terminal_cannot_encode_is_escaped() -> None:
-    program = "from fsdp_tune.cli.output import Screen\nScreen(json_output=False).say('→ 漢')"
+    program = "from fsdp_tune.cli.output import Screen\nScreen(json_output=False).message('→ 漢')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
     assert done.stdout == "\\u2192 \\u6f22\n"
@@ -166,9 +166,9 @@ def test_a_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_log_holds_what_the_console_said_also_before_there_was_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "logs" / "train.log"
     screen = Screen(json_output=False)
-    screen.say("said early")
+    screen.message("said early")
     screen.log_to(path)
-    screen.say_fields(["step 1", "loss 2.0"])
+    screen.fields(["step 1", "loss 2.0"])
     screen.warn("warning: w")
     screen.notices([Notice("n", "note", hint="do this")])
     screen.close([Problem("a", "it broke", hint="fix it")])
@@ -188,8 +188,8 @@ def test_a_log_that_cannot_be_written_is_reported_once_and_stops_nothing(
     with command(False) as screen:
         screen.log_to(tmp_path / "train.log")
         monkeypatch.setattr(atomic.DISK, "write", full)
-        screen.say("first")
-        screen.say("second")
+        screen.message("first")
+        screen.message("second")
     out, err = capsys.readouterr()
     assert out == "first\nsecond\n"
-    assert err == f"warning: {tmp_path}/train.log cannot be written (No space left on device) and gets nothing more; the run continues\n"
+    assert err == f"warning: {tmp_path}/train.log cannot be written (No space left on device) and is closed; the run continues\n"

@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fsdp_tune.cli.app import app
-from fsdp_tune.cli.plan_auto import budget_of, card_of
 from fsdp_tune.core import devices
 from fsdp_tune.core.devices import Device
 from fsdp_tune.core.units import GIB
 from fsdp_tune.diagnose import environment
+from fsdp_tune.jobs.planning import budget_of, visible_gpu
 from fsdp_tune.planner import tracing
 from fsdp_tune.planner.hardware.gpus import find_hardware
 from tests.cli.conftest import Cli, document
@@ -107,7 +107,7 @@ def test_the_budget_of_a_card_is_the_tables_or_the_drivers_or_unknown(card: Devi
 def test_the_budget_of_a_cpu_rank_is_its_share_of_what_the_container_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = resolved(gpus=4, launch={"device": "cpu"})
     host_with(monkeypatch, 64 * GIB, limit=16 * GIB)
-    found = budget_of(recipe, card_of(recipe))
+    found = budget_of(recipe, visible_gpu(recipe))
     assert found is not None
     assert found.usable_bytes == 4 * GIB
     host_with(monkeypatch, None)

@@ -13,7 +13,7 @@ import pytest
 
 from fsdp_tune.cli import progress
 from fsdp_tune.cli.output import Screen
-from fsdp_tune.cli.train_view import StepView, data_lines, kernels_line, show_decided
+from fsdp_tune.cli.train_view import data_lines, kernels_line, show_decided
 from fsdp_tune.recipe.resolve import Resolution
 from tests.planner.recipes import resolved
 
@@ -47,7 +47,7 @@ def test_lines_may_be_said_while_a_bar_is_drawn() -> None:
     program = (
         "from fsdp_tune.cli.output import command\n"
         "with command(False) as screen, screen.progress('training', None, 'steps') as bar:\n"
-        "    bar.start(0, 60); screen.say('said → in between'); bar.at(60, 'loss 1.5')"
+        "    bar.start(0, 60); screen.message('said → in between'); bar.at(60, 'loss 1.5')"
     )
     shown = shown_on_a_terminal(program)
     assert "said → in between\r\n" in shown
@@ -74,17 +74,16 @@ def test_elsewhere_short_work_is_silent_and_long_work_says_a_line(
 
 def test_a_step_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(json_output=False)
-    with screen.progress("training", None, "steps", lines=False) as bar:
-        view = StepView(screen, bar)
-        view.show({"event": "train_started", "step": 0, "total_steps": 100})
-        view.show(STEP)
-        view.show({**STEP, "step": 40, "loss": "nan", "grad_norm": None})
-        view.show({"step": 40, "eval_loss": 1.5, "eval_a_loss": 1.0, "eval_b_loss": 2.0})
+    with screen.training():
+        screen.metrics({"event": "train_started", "step": 0, "total_steps": 100})
+        screen.metrics(STEP)
+        screen.metrics({**STEP, "step": 40, "loss": "nan", "grad_norm": None})
+        screen.metrics({"step": 40, "eval_loss": 1.5, "eval_a_loss": 1.0, "eval_b_loss": 2.0})
         shares = {"step_seconds": 2.0, "data_wait_seconds": 0.02}
         shares |= {"last_step_seconds": 1.0, "exposed_communication_seconds": None, "optimizer_seconds": 0.05}
-        view.show({**STEP, "step": 60, "mfu": 0.412, **shares})
-        view.show({"event": "witness_cost", "step": 40, "time": 1.0, "cpu_seconds": 0.1, "training_cpu_seconds": 3.0, "steps": 100})
-        view.show({"event": "loss_scale_backed_off", "step": 41, "time": 1.0, "loss_scale": 512})
+        screen.metrics({**STEP, "step": 60, "mfu": 0.412, **shares})
+        screen.metrics({"event": "witness_cost", "step": 40, "time": 1.0, "cpu_seconds": 0.1, "training_cpu_seconds": 3.0, "steps": 100})
+        screen.metrics({"event": "loss_scale_backed_off", "step": 41, "time": 1.0, "loss_scale": 512})
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"step 20/100  .* left  loss 2\.5000  grad norm 1\.250  lr 1\.00e-04  1,234 tokens/s/device  0\.50 GiB", lines[1])
     assert re.match(r"step 40/100  .* left  loss nan  grad norm -", lines[2])
@@ -95,14 +94,12 @@ def test_a_step_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 LONG_RUN = (
     "from fsdp_tune.cli.output import command\n"
-    "from fsdp_tune.cli.train_view import StepView\n"
     "line = {'loss': 2.5, 'grad_norm': 1.25, 'learning_rate': 1e-4, 'tokens_per_second_per_device': 1234.5, 'peak_host_gib': 0.5}\n"
     "line |= {'step_seconds': 2.0, 'data_wait_seconds': 0.02, 'mfu': 0.412, 'last_step_seconds': 1.0, 'optimizer_seconds': 0.05}\n"
-    "with command(False) as screen, screen.progress('training', None, 'steps', lines=False) as bar:\n"
-    "    view = StepView(screen, bar)\n"
-    "    view.show({'event': 'train_started', 'step': 0, 'total_steps': 20000})\n"
-    "    bar._started -= 3600\n"
-    "    view.show({**line, 'step': 1000}); view.show({**line, 'step': 2000, 'loss': 'nan'})"
+    "with command(False) as screen, screen.training():\n"
+    "    screen.metrics({'event': 'train_started', 'step': 0, 'total_steps': 20000})\n"
+    "    screen._steps._bar._started -= 3600\n"
+    "    screen.metrics({**line, 'step': 1000}); screen.metrics({**line, 'step': 2000, 'loss': 'nan'})"
 )
 
 
@@ -119,11 +116,10 @@ def test_each_logged_step_stays_on_the_terminal_with_step_time_left_and_loss_fir
 
 
 def test_the_time_left_of_a_resumed_run_counts_the_steps_of_this_start(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen(json_output=False)
-    with screen.progress("training", None, "steps", lines=False) as bar:
+    with progress.SilentBar(Screen(json_output=False), "training", None, "steps") as bar:
         bar.start(90, 100)
         assert bar.seconds_left() is None
-        bar._started -= 5.0  # type: ignore[attr-defined]
+        bar._started -= 5.0
         bar.at(95)
         assert bar.seconds_left() == pytest.approx(5.0, abs=0.5)
     capsys.readouterr()
@@ -144,7 +140,7 @@ def test_the_line_of_kernels_names_what_was_chosen() -> None:
 
 
 def test_a_stopped_run_leaves_the_bar_at_its_last_step() -> None:
-    program = LONG_RUN + "; view.show({'event': 'stopping', 'step': 2007, 'time': 1.0, 'reason': 'interrupted'})"
+    program = LONG_RUN + "; screen.metrics({'event': 'stopping', 'step': 2007, 'time': 1.0, 'reason': 'interrupted'})"
     lines = re.split(r"[\r\n]+", shown_on_a_terminal(program, 80))
     assert "step 2007: stopping (interrupted)" in lines
     assert [line for line in lines if line.startswith("training")][-1].startswith("training  2,007/20,000 steps")
@@ -196,7 +192,7 @@ def test_the_account_of_prepared_data_fits_the_terminal(columns: int) -> None:
         "account = {'rows': 889, 'examples': 889, 'tokens': 6686123, 'supervised_tokens': 2492, 'fill': 0.235,\n"
         "           'supervised_tokens_per_example': spread, 'tokens_per_example': spread}\n"
         "data = SimpleNamespace(report={'sets': {'train': account, 'held_out': account}}, reused=False, path='/c')\n"
-        "with command(False) as screen: prepare.show_data(screen, data, with_example=False)"
+        "with command(False) as screen: prepare.show_data(screen, data)"
     )
     lines = shown_on_a_terminal(program, columns).replace("\r", "").splitlines()
     assert max(map(len, lines)) <= columns

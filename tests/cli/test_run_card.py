@@ -86,18 +86,18 @@ def test_the_next_commands_merge_what_is_not_merged_and_continue_for_longer(tmp_
 
 
 def test_run_that_loads_the_best_merges_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdp_tune.cli.train_job import Job
+    from fsdp_tune.jobs import train
     from fsdp_tune.merge import merging
 
     asked: list[bool] = []
 
-    def merge(_source: Path, options: merging.MergeOptions, _progress: object) -> MagicMock:
+    def merge(_source: Path, options: merging.MergeOptions, **_: object) -> MagicMock:
         asked.append(options.best)
         return MagicMock()
 
     for loads_best in (False, True):
         recipe = resolved(training={"load_best_model_at_end": loads_best, "max_steps": 50})
-        monkeypatch.setattr(merging, "merge_checkpoint", merge)
-        Job.merge(MagicMock(recipe=recipe))
+        monkeypatch.setattr(train, "merge_checkpoint", merge)
+        train._Job.merge(MagicMock(recipe=recipe))
         assert commands_after(RunDir(tmp_path), recipe, None)[0].endswith(" --best") == loads_best
     assert asked == [False, True]

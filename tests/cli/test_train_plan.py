@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.cli.output import Screen
-from fsdp_tune.cli.train_plan import keep_plan, plan_of, predicted_and_measured, predicted_line, refuse_what_cannot_fit
+from fsdp_tune.cli.run_card import predicted_and_measured
+from fsdp_tune.cli.train_view import predicted_line
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError
 from fsdp_tune.core.units import GIB
+from fsdp_tune.jobs.train import keep_prediction, plan_here, refuse_what_cannot_fit
 from fsdp_tune.launch.command.accelerate import launch_plan
 from fsdp_tune.planner.hardware.gpus import find_hardware
 from fsdp_tune.planner.predict.predict import Plan, plan
@@ -28,24 +29,23 @@ def planned(size_gib: int) -> Plan:
 def test_a_cpu_run_is_not_planned_and_starts_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a child was started"))
     recipe = resolved(launch={"device": "cpu"})
-    assert plan_of(Screen(json_output=True), recipe) == (Decided(recipe, {}), None, [])
+    assert plan_here(recipe) == (Decided(recipe, {}), None, [])
 
 
 def test_an_unknown_card_is_told_and_stops_nothing() -> None:
-    _, made, notices = plan_of(Screen(json_output=True), resolved())  # this machine's card, whatever it is, is not faked here
+    _, made, notices = plan_here(resolved())  # this machine's card, whatever it is, is not faked here
     assert made is None
     assert [notice.code for notice in notices] == ["not-planned"]
 
 
-def test_what_cannot_fit_is_refused_unless_told_otherwise() -> None:
+def test_recipe_that_cannot_fit_is_refused() -> None:
     with pytest.raises(FsdpTuneError) as caught:
-        refuse_what_cannot_fit(planned(100), ignore_plan=False)
+        refuse_what_cannot_fit(planned(100))
     assert caught.value.exit_code == ExitCode.USAGE
     assert caught.value.problems[0].code == "does-not-fit"
     assert any("--ignore-plan" in way for way in caught.value.problems[0].ways_out)
-    refuse_what_cannot_fit(planned(100), ignore_plan=True)
-    refuse_what_cannot_fit(planned(36), ignore_plan=False)  # tight: said, and not refused
-    refuse_what_cannot_fit(None, ignore_plan=False)
+    refuse_what_cannot_fit(planned(36))  # tight: reported only
+    refuse_what_cannot_fit(None)
 
 
 def test_the_line_says_what_is_predicted() -> None:
@@ -55,24 +55,19 @@ def test_the_line_says_what_is_predicted() -> None:
 
 def test_the_end_of_a_run_sets_the_plan_against_what_was_measured(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    assert predicted_and_measured(run) == []
+    steps = [{"step": 1, "loss": 2.0, "peak_allocated_gib": 10.0, "peak_reserved_gib": None, "step_seconds": 1.0}]
+    assert predicted_and_measured(run, steps) == []
     run.plan_json.write_text(json.dumps({"peak_allocated_gib": 11.0, "peak_reserved_gib": 12.0, "step_seconds": None}))
-    run.metrics_jsonl.write_text(
-        json.dumps({"step": 1, "loss": 2.0, "peak_allocated_gib": 10.0, "peak_reserved_gib": None, "step_seconds": 1.0})
-        + "\n"
-        + json.dumps({"event": "train_finished", "step": 1})
-        + "\n"
-    )
-    assert predicted_and_measured(run) == ["peak_allocated_gib: 11 GiB predicted, 10 measured (+10.0%)"]
+    assert predicted_and_measured(run, steps) == ["peak_allocated_gib: 11 GiB predicted, 10 measured (+10.0%)"]
 
 
 def test_a_start_without_a_plan_is_not_held_against_the_one_of_an_earlier_start(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    keep_plan(run, planned(10))
+    keep_prediction(run, planned(10))
     assert json.loads(run.plan_json.read_text()) == json.loads(json.dumps(planned(10).as_dict()))
-    keep_plan(run, None)
+    keep_prediction(run, None)
     assert not run.plan_json.exists()
-    keep_plan(run, None)
+    keep_prediction(run, None)
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ PLANTS: tuple[Plant, ...] = (
         statement("return", "file = open(path, mode); os.chmod(path, 0o600); return file"),
         rows="F111",
     ),
-    plant("a stranger's recipe may run code", "cli.options:refuse_code", never("model.trust_remote_code"), rows="F118"),
+    plant("a stranger's recipe may run code", "jobs.session:refuse_code", never("model.trust_remote_code"), rows="F118"),
     plant(
         "a tied head is written twice",
         "merge.copy.ties:find_ties",

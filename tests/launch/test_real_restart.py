@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from fsdp_tune.cli.train_job import rows_of_step
+from fsdp_tune.jobs.train import rows_of_step
 from fsdp_tune.launch.command.accelerate import launch_plan
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.launch.supervise.attempts import Attempts

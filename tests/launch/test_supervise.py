@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdp_tune.cli.output import stopping_cleanly
 from fsdp_tune.core.errors import ExitCode, ExitReason
+from fsdp_tune.core.processes import stop_signals_raise
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.supervise import hang
 from fsdp_tune.launch.supervise import rank_watch as watch
@@ -118,11 +118,11 @@ def ignoring() -> Iterator[None]:
 @pytest.mark.usefixtures("ignoring")
 def test_a_signal_that_was_ignored_at_the_start_stays_ignored(plan_of: PlanOf) -> None:
     acts = [["beat", "training", 7], ["log", {"step": 7}], ["sleep", 1.0], ["outcome", FINISHED]]
-    with stopping_cleanly():
+    with stop_signals_raise():
         ended, _ = drive(plan_of({"0": acts}), act=signals(signal.SIGHUP, signal.SIGINT))
     assert (ended.exit_code, ended.reason) == (0, ExitReason.FINISHED)
     waiting = [["beat", "training", 7], ["listen"], ["log", {"step": 7}], ["wait-for-signal"]]
-    with stopping_cleanly():
+    with stop_signals_raise():
         ended, _ = drive(plan_of({"0": waiting}), act=signals(signal.SIGHUP, signal.SIGTERM))
     assert ended.exit_code == 143
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_tune.cli.output import Screen
-from fsdp_tune.cli.plan_job import PlanJob
 from fsdp_tune.core.units import GIB
+from fsdp_tune.jobs.planning import PlanSession
 from fsdp_tune.planner.hardware.gpus import find_hardware
 from fsdp_tune.planner.kept import keep_plan, kept_plan, plan_key
 from fsdp_tune.planner.predict.predict import Plan, plan
@@ -49,15 +48,15 @@ def test_the_key_changes_with_whatever_the_plan_depends_on() -> None:
     assert len({base, *others}) == 4
 
 
-def test_a_job_replays_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_session_reads_the_kept_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = resolved(data={"cache_dir": str(tmp_path)})
     calls: list[int] = []
 
-    def counted(_job: PlanJob) -> Plan:
+    def counted(_session: PlanSession) -> Plan:
         calls.append(1)
         return made()
 
-    monkeypatch.setattr(PlanJob, "plan_it", counted)
-    answers = [PlanJob(Screen(json_output=True), recipe, A100).plan_once() for _ in range(2)]
+    monkeypatch.setattr(PlanSession, "plan", counted)
+    answers = [PlanSession(recipe, A100).plan_once() for _ in range(2)]
     assert answers[0].as_dict() == answers[1].as_dict()
     assert len(calls) == 1

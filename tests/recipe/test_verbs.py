@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fsdp_tune.cli import model_checks as checks
 from fsdp_tune.cli.app import app
+from fsdp_tune.jobs import inspection as checks
 from fsdp_tune.recipe.read.loader import load_recipe
 from tests.recipe.loading import MINIMAL, load
 
@@ -204,35 +204,39 @@ def problem(code: str, message: str) -> dict[str, Any]:
     return {"code": code, "file": None, "line": None, "column": None, "key": None, "message": message, "hint": "h"}
 
 
-def test_what_the_network_keeps_from_being_checked_is_listed_and_no_error(tmp_path: Path) -> None:
+def test_model_that_needs_the_network_is_listed_as_unchecked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     message = "`gpt2` cannot be loaded: We couldn't connect to 'https://huggingface.co' to load the files"
-    found = {"problems": [problem("model-not-found", message)], "notices": []}
-    facts = checks.model_facts(load(MINIMAL).recipe, command=inspector(tmp_path, found))
-    assert (facts.problems, facts.facts) == ((), {})
-    assert facts.unchecked == ("the model `gpt2`: the hub is out of reach, and its files are not in the cache",)
+    document = {"problems": [problem("model-not-found", message)], "notices": []}
+    monkeypatch.setattr(checks, "INSPECT", inspector(tmp_path, document))
+    found = checks.inspect_model(load(MINIMAL).recipe)
+    assert (found.problems, found.model) == ([], {})
+    assert found.unchecked == ["the model `gpt2`: the hub cannot be reached, and its files are not in the cache"]
 
 
-def test_a_model_that_is_nowhere_is_an_error(tmp_path: Path) -> None:
-    found = {"problems": [problem("model-not-found", "`a/b` is not a valid model identifier")], "notices": [problem("n", "m")]}
-    facts = checks.model_facts(load(MINIMAL).recipe, command=inspector(tmp_path, found))
-    assert [(each.code, each.hint) for each in facts.problems] == [("model-not-found", "h")]
-    assert [each.code for each in facts.notices] == ["n"]
-    assert facts.unchecked == ()
+def test_unknown_model_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = {"problems": [problem("model-not-found", "`a/b` is not a valid model identifier")], "notices": [problem("n", "m")]}
+    monkeypatch.setattr(checks, "INSPECT", inspector(tmp_path, document))
+    found = checks.inspect_model(load(MINIMAL).recipe)
+    assert [(each.code, each.hint) for each in found.problems] == [("model-not-found", "h")]
+    assert [each.code for each in found.notices] == ["n"]
+    assert found.unchecked == []
 
 
 @pytest.mark.parametrize("output", ["", "not json"])
-def test_an_inspection_that_dies_says_its_last_words(tmp_path: Path, output: str) -> None:
-    facts = checks.model_facts(load(MINIMAL).recipe, command=inspector(tmp_path, output, exit_code=1))
-    assert facts.problems[0].code == "model-not-inspected"
-    assert "last words" in facts.problems[0].message
+def test_failed_inspection_is_reported_with_its_last_line(tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "INSPECT", inspector(tmp_path, output, exit_code=1))
+    found = checks.inspect_model(load(MINIMAL).recipe)
+    assert found.problems[0].code == "model-not-inspected"
+    assert "last words" in found.problems[0].message
 
 
-def test_a_killed_inspection_is_reported_with_its_signal(tmp_path: Path) -> None:
+def test_a_killed_inspection_is_reported_with_its_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "killed.py"
     script.write_text("import os, sys\nsys.stderr.write('a warning\\n')\nsys.stderr.flush()\nos.kill(os.getpid(), 9)\n")
-    facts = checks.model_facts(load(MINIMAL).recipe, command=(sys.executable, str(script)))
-    assert "was killed by SIGKILL" in facts.problems[0].message
-    assert "memory" in str(facts.problems[0].hint)
+    monkeypatch.setattr(checks, "INSPECT", (sys.executable, str(script)))
+    found = checks.inspect_model(load(MINIMAL).recipe)
+    assert "was killed by SIGKILL" in found.problems[0].message
+    assert "memory" in str(found.problems[0].hint)
 
 
 def test_the_embedded_recipe_is_valid_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

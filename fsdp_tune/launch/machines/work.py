@@ -10,16 +10,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from fsdp_tune.core.atomic import DISK, write_json
+from fsdp_tune.core.progress import Bar
 from fsdp_tune.run.directory import RunDir
 
 PUBLISH_SECONDS = 1.0
-
-
-class Bar(Protocol):
-    def advance(self, n: int = 1) -> object: ...
 
 
 class WorkCounter:

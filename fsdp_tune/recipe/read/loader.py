@@ -43,19 +43,15 @@ class LoadedRecipe:
 
 
 def load_recipe(
-    source: str,
-    overrides: Sequence[str] = (),
-    *,
-    name: str | None = None,
-    options: Sequence[OptionSays] = (),
-    unneeded: frozenset[str] = frozenset(),
+    source: str | Path, overrides: Sequence[str] = (), *, name: str | None = None, unneeded: frozenset[str] = frozenset()
 ) -> LoadedRecipe:
-    """Read and check a recipe: `source` is a path or a catalogue name, `name` overrides the recipe's.
+    """Read and check a recipe. Keys and values are checked here; devices, model and data by the functions that take the recipe.
 
-    `unneeded`: codes of findings that do not matter to the caller (`rules.INPUTS`). Raises: FsdpTuneError with all problems, by line.
+    `source` is a path or a catalogue name. `overrides` are `KEY=VALUE`, as for `--set`; `name` overrides the recipe's. `unneeded`: codes
+    of problems that do not matter to the caller (`rules.INPUTS` for a plan). Raises: FsdpTuneError with all problems, by line.
     """
-    path = find_recipe(source)
-    return parse_recipe(read_text(path), path, overrides, name=name, options=options, unneeded=unneeded)
+    path = find_recipe(str(source))
+    return parse_recipe(read_text(path), path, overrides, name=name, unneeded=unneeded)
 
 
 def parse_recipe(

@@ -1,37 +1,40 @@
-"""The recipe file of `plan --write`: as the user wrote it, with the changes of the first alternative; loaded and planned again."""
+"""The recipe file that `plan` writes: the user's, with the changes of the first alternative; loaded and planned again as a check."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import yaml
+
+from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import failed_error
-
-if TYPE_CHECKING:
-    from fsdp_tune.cli.plan_job import PlanJob
-    from fsdp_tune.planner.predict.predict import Plan
-    from fsdp_tune.recipe.schema import Recipe
-
+from fsdp_tune.jobs.planning import PlanSession
+from fsdp_tune.planner.predict.predict import Plan
+from fsdp_tune.planner.search.candidates import differences
+from fsdp_tune.recipe.read.loader import parse_recipe
+from fsdp_tune.recipe.resolve import resolve
+from fsdp_tune.recipe.rules import INPUTS
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.not_yet import value_of
 
 _BATCH = ("training.global_batch_size", "training.per_device_train_batch_tokens")
 """Keys that the search resets and that `_settle_batch` keeps."""
 
 
-def best_recipe_text(job: PlanJob, path: Path, written: dict[str, Any], made: Plan, best: Recipe) -> str:
+def best_recipe_text(plans: PlanSession, path: Path, written: dict[str, Any], made: Plan, best: Recipe) -> str:
     """Return the text of the file `path`, with comments that give the reason.
 
     `written` are the keys that the user wrote, by section; they keep their place. Raises: FsdpTuneError if the text is not a recipe
     that loads as `best` and fits.
     """
-    import yaml
-
     changes = made.alternatives[0].recipe_changes
-    document = _document(written, job.recipe, best, changes)
+    document = _document(written, plans.recipe, best, changes)
     body = _marked(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), changes)
     again = _load(body, path, best)
-    planned = job.plan_other(again)
+    planned = plans.plan_other(again)
     if planned.fits == "no":
         raise failed_error("written-recipe-differs", f"the recipe for {path} does not fit when it is planned again: {planned.fits_because}")
     return "\n".join([*_head(made, planned), "", body])
@@ -39,8 +42,6 @@ def best_recipe_text(job: PlanJob, path: Path, written: dict[str, Any], made: Pl
 
 def _document(written: Mapping[str, Any], base: Recipe, best: Recipe, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of the file: the user's, less those that `best` has otherwise, and the changes."""
-    from fsdp_tune.recipe.schema.not_yet import value_of
-
     document: dict[str, Any] = copy.deepcopy(dict(written))
     sections = {section: cast("dict[str, Any]", keys) for section, keys in document.items() if isinstance(keys, dict)}
     for section, keys in sections.items():
@@ -50,7 +51,7 @@ def _document(written: Mapping[str, Any], base: Recipe, best: Recipe, changes: M
                 del keys[name]
     if document.get("launch", {}).get("device") == "cpu":
         document["launch"]["device"] = best.launch.device
-    if document.get("fsdp", {}).get("activation_checkpointing") == "auto":  # another micro-batch might have it decide otherwise
+    if document.get("fsdp", {}).get("activation_checkpointing") == "auto":  # it might decide differently for another micro-batch
         document["fsdp"]["activation_checkpointing"] = best.fsdp.activation_checkpointing
     size = {"launch.num_processes": best.world_size, "launch.num_machines": best.launch.num_machines}
     for key, value in {**changes, **size}.items():
@@ -73,12 +74,6 @@ def _settle_batch(training: dict[str, Any], best: Recipe) -> None:
 
 def _load(text: str, path: Path, best: Recipe) -> Recipe:
     """Load and resolve the text as `train` would. Raises: FsdpTuneError if it is refused or is not `best`."""
-    from fsdp_tune.core.devices import Machine
-    from fsdp_tune.planner.search.candidates import differences
-    from fsdp_tune.recipe.read.loader import parse_recipe
-    from fsdp_tune.recipe.resolve import resolve
-    from fsdp_tune.recipe.rules import INPUTS
-
     loaded = parse_recipe(text, path, unneeded=INPUTS)
     machine = Machine(best.launch.device, best.world_size, 1, None)
     again = resolve(loaded.recipe, machine, cwd=Path.cwd(), assume=best.launch.device, positions=loaded.positions).recipe

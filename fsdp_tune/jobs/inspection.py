@@ -1,0 +1,174 @@
+"""Inspect the model and the data of a resolved recipe without a GPU: both exist, and the first rows of each source can be used.
+
+The model is inspected in a child process, since this one never imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from fsdp_tune.core import processes as children
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem
+from fsdp_tune.data.format.inputs import Input, bad_row_problem, open_inputs, raw_rows
+from fsdp_tune.data.read.json_rows import BadRow, RowError
+from fsdp_tune.data.read.sources import find_source
+from fsdp_tune.data.tokenise.tokenizer import load_encoder
+from fsdp_tune.recipe.schema import Recipe
+
+INSPECT = (sys.executable, "-P", "-m", "fsdp_tune.model.build.inspect")
+INSPECT_SECONDS = 300.0
+FIRST_ROWS = 200
+SHOWN_BAD_ROWS = 5
+_UNREACHABLE = re.compile(
+    r"couldn't connect|offline mode|connection error|could not reach|max retries|timed out|name resolution", re.IGNORECASE
+)
+
+
+@dataclass(slots=True)
+class Inspection:
+    """What was found in the model, in the data, or in both."""
+
+    model: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The document of `fsdp_tune.model.build.inspect`, without problems and notices; empty if the model could not be built."""
+    vocabulary_size: int | None = None
+    """Tokens of the tokenizer; None if it could not be loaded."""
+    inputs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """For each data source, what its first rows are."""
+    problems: list[Problem] = field(default_factory=list[Problem])
+    notices: list[Notice] = field(default_factory=list[Notice])
+    unchecked: list[str] = field(default_factory=list[str])
+    """What could not be inspected without network, one sentence each."""
+    is_data_reachable: bool = True
+
+    def add(self, error: FsdpTuneError) -> None:
+        """Record the problems of the data. A hub that cannot be reached is not a mistake in the recipe, and a stop signal is raised."""
+        if error.exit_code is ExitCode.PREEMPTED:
+            raise error
+        for problem in error.problems:
+            if problem.code == "hub-unreachable":
+                self.is_data_reachable = False
+                self.unchecked.append(problem.message)
+            else:
+                self.problems.append(problem)
+
+
+def inspect(recipe: Recipe, *, offline: bool = False) -> Inspection:
+    """Inspect model and data at the same time: each takes seconds to import what it needs."""
+    with children.threads(1) as pool:
+        running = pool.submit(inspect_model, recipe, offline=offline)
+        data = inspect_data(recipe)
+        found = running.result()
+    return Inspection(
+        found.model,
+        data.vocabulary_size,
+        data.inputs,
+        [*found.problems, *data.problems],
+        [*found.notices, *data.notices],
+        list(dict.fromkeys([*found.unchecked, *data.unchecked])),
+        data.is_data_reachable,
+    )
+
+
+def inspect_model(recipe: Recipe, *, offline: bool = False) -> Inspection:
+    """Return parameters, layer classes, FSDP units and every problem of the model, found on the meta device."""
+    environment = os.environ | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    raw = recipe.model_dump_json(by_alias=True)
+    child = children.start(INSPECT, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        output, errors = child.communicate(raw, timeout=INSPECT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Inspection(problems=[Problem("model-not-inspected", f"inspecting the model took more than {INSPECT_SECONDS:.0f} s")])
+    finally:
+        children.end(child)
+    try:
+        document: dict[str, Any] = json.loads(output)
+    except ValueError:
+        return Inspection(problems=[_crashed(child.returncode, errors)])
+    found = Inspection(document)
+    for problem in map(Problem.from_dict, document.pop("problems")):
+        if problem.code == "model-not-found" and (offline or _UNREACHABLE.search(problem.message)):
+            found.unchecked.append(
+                f"the model `{recipe.model.name_or_path}`: the hub cannot be reached, and its files are not in the cache"
+            )
+        else:
+            found.problems.append(problem)
+    for notice in map(Problem.from_dict, document.pop("notices")):
+        found.notices.append(Notice(notice.code, notice.message, notice.where, notice.hint))
+    return found
+
+
+def _crashed(exit_code: int, errors: str) -> Problem:
+    is_killed = exit_code < 0
+    hint = "out of host memory? The kernel then kills a process: see `dmesg`" if is_killed else "`fsdp-tune env` shows the installation"
+    return Problem("model-not-inspected", f"the model could not be inspected: {children.last_words(exit_code, errors)}", hint=hint)
+
+
+def inspect_data(recipe: Recipe) -> Inspection:
+    """Load the tokenizer, open every source and read its first rows; write nothing."""
+    found = Inspection()
+    try:
+        encoder = load_encoder(recipe)
+    except FsdpTuneError as error:
+        found.add(error)
+        _find_sources(recipe, found)
+        return found
+    found.vocabulary_size = encoder.vocabulary_size
+    found.notices.extend(encoder.notices)
+    try:
+        inputs = open_inputs(recipe, encoder)
+    except FsdpTuneError as error:
+        found.add(error)
+        return found
+    for opened in inputs:
+        _inspect_rows(opened, found)
+    return found
+
+
+def _find_sources(recipe: Recipe, found: Inspection) -> None:
+    """Report missing files; without a tokenizer the rows cannot be checked."""
+    for key, entry in recipe.data.sources:
+        try:
+            find_source(entry, key)
+        except FsdpTuneError as error:
+            found.add(error)
+
+
+def _inspect_rows(opened: Input, found: Inspection) -> None:
+    bad: list[tuple[int, BadRow]] = []
+    seen = 0
+    try:
+        for row in islice(raw_rows([opened]), FIRST_ROWS):
+            seen += 1
+            if isinstance(row, tuple):
+                bad.append(row)
+                continue
+            try:
+                opened.settings.example(row.values)
+            except RowError as error:
+                bad.append((row.file, BadRow(row.number, str(error))))
+    except FsdpTuneError as error:
+        found.add(error)
+    names = opened.source.names
+    shown = [bad_row_problem(names[file - opened.first_file], row) for file, row in bad[:SHOWN_BAD_ROWS]]
+    if bad:
+        total = f"`{opened.source.key}`: {len(bad)} of the first {seen} rows cannot be used"
+        hint = "fix them, or leave them out by `--set data.on_bad_row=skip`"
+        found.problems.extend([*shown, Problem("bad-rows", total, hint=hint)])
+    found.inputs.append(
+        {
+            "key": opened.source.key,
+            "set": opened.set_name,
+            "path": opened.entry.path,
+            "format": opened.settings.format,
+            "loss_on": opened.settings.loss_on,
+            "rows_looked_at": seen,
+        }
+    )

@@ -1,0 +1,144 @@
+"""Plan a recipe: what it needs, how fast it is, and which recipe is best, before the first GPU-hour."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.atomic import write_file
+from fsdp_tune.core.devices import this_machine
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.jobs.best_recipe import best_recipe_text
+from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.planning import PlanSession, budget_of, decisions
+from fsdp_tune.jobs.session import Allowed, resolve_recipe, session
+from fsdp_tune.planner.hardware.gpus import CPU, Hardware, cpu_rank, detect, find_hardware, known_hardware
+from fsdp_tune.planner.predict.predict import Plan
+from fsdp_tune.planner.search.candidates import devices_of_machine
+from fsdp_tune.planner.search.search import Target
+from fsdp_tune.planner.search.what_if import forced_changes, machines_for
+from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
+from fsdp_tune.recipe.read.overrides import OptionSays
+from fsdp_tune.recipe.rules import INPUTS
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.not_yet import value_of
+from fsdp_tune.recipe.world import World
+
+
+def plan(
+    recipe: LoadedRecipe,
+    *,
+    gpu: str | None = None,
+    num_gpus: int | None = None,
+    target: Target | None = None,
+    search: bool = True,
+    exact: bool = False,
+    calibrate: Path | None = None,
+    write: Path | None = None,
+    allowed: Allowed = Allowed(),
+    observer: Observer = Observer(),
+) -> Plan:
+    """Predict memory, time, communication and disk of a recipe from a traced step, and rank recipes that fit. Starts nothing.
+
+    `gpu` is a name of the table or a YAML file, by default this machine's; `num_gpus` counts those of all machines. `target` ranks
+    other recipes (fastest by default); without `search` only this recipe is planned. `exact` traces every layer. `calibrate` learns the
+    GPU's speed from a finished run. `write` is a file for the best recipe.
+    Raises: FsdpTuneError. A recipe that does not fit is not an error: `fits` of the result is yes, tight or no.
+    """
+    with session(recipe):
+        if not search and (target or write):
+            raise usage_error("usage", "`--no-search` ranks nothing: leave it out, or `--target` and `--write`")
+        planned = _planned(recipe, gpu, num_gpus, allowed, observer)
+        if planned.hardware.name == CPU:
+            if target or write:
+                raise usage_error("usage", "recipes are ranked for GPUs, and this one runs on the CPU", hint="name a GPU by `--gpu`")
+            search = False
+        with PlanSession(planned.recipe, planned.hardware, exact=exact) as plans:
+            if calibrate is not None:
+                observer.message(plans.calibrate(calibrate))
+            decided = plans.decide()
+            observer.notices(decided.notices)
+            made = replace(plans.plan(), decided=planned.forced | decisions(decided))
+            observer.planned(made, "recipe")
+            return _ranked(plans, planned, made, target or "fastest", write, observer) if search else made
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """The recipe for the GPUs that are planned, and the keys that the user wrote, by section."""
+
+    recipe: Recipe
+    hardware: Hardware
+    written: dict[str, Any]
+    forced: dict[str, str]
+    """Key → the value that `--num-gpus` forces, with the reason."""
+
+
+def _planned(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, allowed: Allowed, observer: Observer) -> _Planned:
+    plain = loaded.recipe
+    on_cpu = gpu is None and plain.launch.device == "cpu"
+    hardware = None if on_cpu else find_hardware(gpu) if gpu is not None else _own_gpu()
+    options: list[OptionSays] = []
+    forced: dict[str, str] = {}
+    if num_gpus is not None:
+        machine_devices = devices_of_machine(hardware) if hardware is not None else num_gpus
+        options, forced = _on_other_ranks(loaded, num_gpus, machine_devices)
+    written = _with_options(loaded, options)
+    if hardware is not None and plain.launch.device != "cuda":  # GPUs are planned, whatever the recipe runs on here
+        options.append(OptionSays(f"plan for {hardware.name}", "launch.device=cuda"))
+    resolution = resolve_recipe(_with_options(loaded, options), allowed, observer)
+    observer.notices(resolution.notices)
+    if hardware is None:
+        budget = budget_of(resolution.recipe, None)
+        if budget is None:
+            raise usage_error("no-gpu-named", "the memory of this machine is not known", hint="name a GPU by `--gpu`")
+        hardware = cpu_rank(budget.usable_bytes)
+    return _Planned(resolution.recipe, hardware, written.recipe.model_dump(mode="json", by_alias=True, exclude_unset=True), forced)
+
+
+def _with_options(loaded: LoadedRecipe, options: list[OptionSays]) -> LoadedRecipe:
+    return parse_recipe(loaded.text, loaded.path, loaded.overrides, name=loaded.recipe.name, options=options, unneeded=INPUTS)
+
+
+def _on_other_ranks(loaded: LoadedRecipe, num_gpus: int, machine_devices: int) -> tuple[list[OptionSays], dict[str, str]]:
+    """Return the keys that `--num-gpus` sets, and those that it forces. Keys given by `--set` are left to contradict."""
+    machines = machines_for(num_gpus, machine_devices)
+    given = {override.partition("=")[0].strip() for override in loaded.overrides}
+    forced = {key: value for key, value in forced_changes(loaded.recipe, World(num_gpus, machines)).items() if key not in given}
+    option = f"--num-gpus {num_gpus}"
+    keys = {"launch.num_processes": num_gpus, "launch.num_machines": machines} | forced
+    options = [OptionSays(option, f"{key}={value if isinstance(value, str) else json.dumps(value)}") for key, value in keys.items()]
+    instead = {key: json.dumps(value_of(loaded.recipe, key)) for key in forced}
+    return options, {key: f"{json.dumps(value)} instead of {instead[key]}, for `{option}`" for key, value in forced.items()}
+
+
+def _own_gpu() -> Hardware:
+    name = this_machine("auto").device_name
+    found = detect(name)
+    if found is not None:
+        return found
+    problem = f"this machine's {name} is not in the table" if name else "this machine shows no GPU"
+    raise usage_error("no-gpu-named", problem, hint=f"name one by `--gpu`: {', '.join(known_hardware())}, or a YAML file")
+
+
+def _ranked(plans: PlanSession, planned: _Planned, made: Plan, target: Target, write: Path | None, observer: Observer) -> Plan:
+    """Add the ranked recipes and the scaling table to a plan, and write the best recipe."""
+    with observer.progress("trying recipes", None, "recipes") as bar:
+        found = plans.search(target, lambda _changes: bar.advance())
+    best = found.ranked[0].recipe if found.ranked and found.ranked[0].plan.fits != "no" else None
+    smallest = plans.smallest_hardware(found.ranked) if best is None else None
+    alternatives = tuple(each.plan for each in found.ranked)
+    made = replace(made, alternatives=alternatives, best_because=found.because, smallest_hardware=smallest)
+    observer.planned(made, "ranking")
+    made = replace(made, scaling=tuple(plans.scaling()))
+    observer.planned(made, "scaling")
+    if write is not None:
+        if best is None:
+            raise usage_error("nothing-fits", f"no recipe fits {made.num_processes} × {made.gpu}, so there is none to write")
+        if write.exists():
+            raise usage_error("output-exists", f"{write} already exists", ways_out=("another name for `--write`",))
+        write_file(write, best_recipe_text(plans, write, planned.written, made, best))
+        observer.message(f"the best recipe is {write}")
+    return made

@@ -1,0 +1,108 @@
+"""Rehearse a recipe on CPU ranks with a scaled-down model, through everything that a real run goes through."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.errors import FsdpTuneError, usage_error
+from fsdp_tune.data.preparation import length_with_targets
+from fsdp_tune.data.tokenise.tokenizer import load_encoder
+from fsdp_tune.jobs.inspection import FIRST_ROWS, inspect
+from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.session import Allowed, resolve_recipe, session
+from fsdp_tune.recipe.read.loader import LoadedRecipe
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.verify.rehearsal.scenes import Check, Rehearsal
+from fsdp_tune.verify.rehearsal.shrink import Reach, Small, small_recipe
+from fsdp_tune.verify.rehearsal.switches import comparable, parity_checks
+
+STEPS = 24
+HYBRID_RANKS = 4
+RANKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RehearsalResult:
+    """`folder` is where everything that was written is kept; None if all checks passed."""
+
+    changes: tuple[str, ...]
+    """How the rehearsed recipe differs from the user's."""
+    checks: tuple[Check, ...]
+    folder: Path | None
+
+    @property
+    def failed(self) -> Check | None:
+        return next((check for check in self.checks if not check.passed), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        checks = [{"name": c.name, "passed": c.passed, "detail": c.detail, "seconds": round(c.seconds, 1)} for c in self.checks]
+        return {
+            "passed": self.failed is None,
+            "changes": list(self.changes),
+            "checks": checks,
+            "folder": str(self.folder) if self.folder else None,
+        }
+
+
+def rehearse(
+    recipe: LoadedRecipe,
+    *,
+    num_processes: int | None = None,
+    parity: bool = False,
+    allowed: Allowed = Allowed(),
+    observer: Observer = Observer(),
+) -> RehearsalResult:
+    """Train a scaled-down recipe, kill a rank, resume, merge, reload and compare; stop at the first check that fails.
+
+    `num_processes`: 2, or 4 if the recipe shards in groups. `parity` compares a run for each switch with a plain loop on one device.
+    Runs on the CPU unless `--set` (an override) gives `launch.device`. Raises: FsdpTuneError if model or data cannot be used.
+    """
+    with session(recipe):
+        resolution = resolve_recipe(recipe, allowed, observer, starts_ranks=True)
+        observer.notices(resolution.notices)
+        wanted = resolution.recipe
+        position = recipe.positions.get("launch.device")
+        device = wanted.launch.device if position is not None and str(position.source).startswith("--set") else "cpu"
+        ranks = num_processes or (HYBRID_RANKS if wanted.is_hybrid else RANKS)
+        folder, checks = Path(tempfile.mkdtemp(prefix="fsdp-tune-rehearsal-")), list[Check]()
+        try:
+            small = _scale_down(wanted, folder, ranks, device, observer)
+            small = comparable(small) if parity else small
+            for line in small.changes:
+                observer.message(f"  {line}")
+            options = allowed.options()
+            scenes = (
+                Rehearsal(small.write(folder), folder, ranks, STEPS, options).checks()
+                if not parity
+                else parity_checks(small, folder, options)
+            )
+            for check in scenes:
+                checks.append(check)
+                observer.message(f"{'ok  ' if check.passed else 'FAIL'}  {check.name}: {check.detail}  ({check.seconds:.0f} s)")
+        finally:
+            all_passed = all(check.passed for check in checks)
+            if all_passed:
+                shutil.rmtree(folder, ignore_errors=True)
+        return RehearsalResult(tuple(small.changes), tuple(checks), None if all_passed else folder)
+
+
+def _scale_down(recipe: Recipe, folder: Path, ranks: int, device: str, observer: Observer) -> Small:
+    """Inspect model and data as `validate` does, and replace what cannot be reached. Raises: FsdpTuneError for what is wrong in them."""
+    found = inspect(recipe)
+    observer.notices(found.notices)
+    if found.problems:
+        raise FsdpTuneError(*found.problems)
+    if not found.model:
+        raise usage_error(
+            "model-unreachable",
+            f"{found.unchecked[0]}, and the package does not have its shape",
+            hint="its config.json is enough: `--set model.name_or_path=null --set model.from_config=PATH`",
+        )
+    reach = Reach(tokenizer=found.vocabulary_size is not None, data=found.is_data_reachable)
+    if reach.tokenizer and reach.data:
+        reach = replace(reach, tokens=length_with_targets(recipe, load_encoder(recipe), rows=FIRST_ROWS))
+    return small_recipe(recipe, found.model["config"], folder, ranks=ranks, device=device, steps=STEPS, reach=reach)

@@ -1,0 +1,95 @@
+"""The frame of every job: what a recipe may run, resolution for this machine, stop signals and lines of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_tune.core.devices import this_machine
+from fsdp_tune.core.errors import FsdpTuneError, Problem, Where
+from fsdp_tune.core.processes import stop_signals_raise
+from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.recipe.findings import pinned
+from fsdp_tune.recipe.read.loader import LoadedRecipe
+from fsdp_tune.recipe.resolve import Resolution, resolve
+from fsdp_tune.recipe.rules.launch import variables_to_allow
+from fsdp_tune.recipe.schema import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a recipe may run beyond this package. A recipe alone runs nothing."""
+
+    remote_code: bool = False
+    """Code from the repositories of the model and of a hub kernel (`--trust-remote-code`)."""
+    variables: Sequence[str] = ()
+    """Names in `launch.env` that are not known to be plain settings (`--allow-env`)."""
+
+    def options(self) -> tuple[str, ...]:
+        """Return the options of the command line that allow the same."""
+        return (
+            *(["--trust-remote-code"] if self.remote_code else []),
+            *(word for name in self.variables for word in ("--allow-env", name)),
+        )
+
+
+@contextmanager
+def session(loaded: LoadedRecipe | None = None) -> Iterator[None]:
+    """Run a job: a stop signal becomes an error, and errors that name a key of the recipe get its line."""
+    with stop_signals_raise():
+        try:
+            yield
+        except FsdpTuneError as error:
+            if loaded is not None:
+                error.problems = tuple(pinned(problem, loaded.positions) for problem in error.problems)
+            raise
+
+
+def resolve_recipe(
+    loaded: LoadedRecipe,
+    allowed: Allowed,
+    observer: Observer,
+    *,
+    starts_ranks: bool = False,
+    starts_here: bool = False,
+    strict: bool = False,
+) -> Resolution:
+    """Resolve a recipe for this machine. Reports the notices of loading; those of the resolution are the caller's to report.
+
+    `starts_ranks`: the job starts ranks or checks whether it could, so variables and trackers matter. `starts_here`: on this machine
+    and now, so the devices that the recipe names must be here; without it a GPU is assumed where this machine shows none.
+    `strict`: the caller makes errors of notices about keys without effect. Raises: FsdpTuneError.
+    """
+    observer.notices([notice for notice in loaded.notices if not (strict and notice.strict)])
+    refuse_code(loaded.recipe, allowed, starts_ranks=starts_ranks)
+    device = loaded.recipe.launch.device
+    return resolve(
+        loaded.recipe,
+        this_machine(device if starts_here or device == "cpu" else "auto"),
+        cwd=Path.cwd(),
+        assume=None if starts_here else "cuda",
+        needs_trackers=starts_ranks,
+        positions=loaded.positions,
+    )
+
+
+def refuse_code(recipe: Recipe, allowed: Allowed, *, starts_ranks: bool) -> None:
+    """Refuse a recipe that runs code which the caller has not allowed. Raises: FsdpTuneError with every option to add."""
+    model, kernel = recipe.model, recipe.model.attn_implementation
+    found: list[Problem] = []
+    trust = "read that code; if you trust it, add `--trust-remote-code`"
+    if model.trust_remote_code and not allowed.remote_code:
+        message = f"the recipe wants to run Python code from the repository of {model.name_or_path} (`model.trust_remote_code`)"
+        found.append(Problem("remote-code-not-trusted", message, Where(key="model.trust_remote_code"), trust))
+    if "/" in kernel and not allowed.remote_code:
+        message = f"the recipe wants to run an attention kernel from the hub, `{kernel}` (`model.attn_implementation`)"
+        found.append(Problem("remote-code-not-trusted", message, Where(key="model.attn_implementation"), trust))
+    for name in variables_to_allow(recipe.launch.env) if starts_ranks else ():
+        if name not in allowed.variables:
+            message = f"`launch.env.{name}` is not known to be a plain setting, and a variable can make the ranks run code"
+            hint = f"read what it does; if you trust it, add `--allow-env {name}`"
+            found.append(Problem("variable-not-allowed", message, Where(key=f"launch.env.{name}"), hint))
+    if found:
+        raise FsdpTuneError(*found)

@@ -1,0 +1,451 @@
+"""Train a recipe on this machine: check the inputs, write the run directory, run the ranks to their end, merge."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core import processes as children
+from fsdp_tune.core.atomic import DISK, write_json
+from fsdp_tune.core.devices import visible_devices
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, usage_error
+from fsdp_tune.core.secrets import MASK, mask_text
+from fsdp_tune.data.order.permutation import order_of
+from fsdp_tune.data.preparation import Prepared
+from fsdp_tune.data.preparation import prepare as prepare_data
+from fsdp_tune.data.store import RowStore
+from fsdp_tune.data.tokenise.tokenizer import load_encoder
+from fsdp_tune.diagnose.environment import accelerate_default_config, host, versions
+from fsdp_tune.jobs.inspection import inspect_model
+from fsdp_tune.jobs.merge import merge_checkpoint
+from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.planning import PlanSession, budget_of, decide, decisions, visible_gpu
+from fsdp_tune.jobs.session import Allowed, resolve_recipe, session
+from fsdp_tune.launch.command.accelerate import LaunchPlan, by_hand, check_port, launch_plan, machine_rank_of
+from fsdp_tune.launch.command.resume import (
+    Start,
+    check_data,
+    move_aside,
+    refuse_beyond_end,
+    refuse_when_continued,
+    wait_for_run,
+    ways_on,
+)
+from fsdp_tune.launch.command.resume import decide as decide_start
+from fsdp_tune.launch.command.run_files import RunFiles, write_run
+from fsdp_tune.launch.machines.work import CountedBar, WorkCounter
+from fsdp_tune.launch.supervise.attempts import Attempts
+from fsdp_tune.launch.supervise.supervisor import Said
+from fsdp_tune.launch.supervise.verdict import Ended
+from fsdp_tune.merge.merging import MergeOptions
+from fsdp_tune.model.build.model_files import check_vocabulary, save_model_files
+from fsdp_tune.planner.hardware.gpus import detect
+from fsdp_tune.planner.predict.predict import Plan
+from fsdp_tune.planner.predict.totals import total_steps
+from fsdp_tune.planner.search.recomputation import Decided, is_open
+from fsdp_tune.recipe.read.loader import LoadedRecipe
+from fsdp_tune.recipe.resolve import Resolution
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.training_fields import training_value
+from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
+from fsdp_tune.run.launch_files import ProfiledSteps
+from fsdp_tune.run.lock import locked
+from fsdp_tune.run.rank_files import read_outcome
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """How a run is started; what it trains is the recipe's."""
+
+    resume: str | None = None
+    """`auto`: the newest complete checkpoint of the run. A path: that checkpoint. None: a new run."""
+    overwrite: bool = False
+    """Move a used run directory aside and start over."""
+    machine_rank: int | None = None
+    """Which machine this is, 0 being the first; None: Slurm's number, or 0 of one machine."""
+    launcher_arguments: Sequence[str] = ()
+    """Further arguments of `accelerate launch`."""
+    profile: ProfiledSteps | None = None
+    """Steps that are recorded into RUN/profile."""
+    ignore_plan: bool = False
+    """Start even if the plan says that the recipe cannot fit."""
+    verify_data: bool = False
+    """Hash all data files instead of trusting sizes and times."""
+    allowed: Allowed = Allowed()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """How a run ended on this machine. Machines other than the first know no step, outcome and checkpoint."""
+
+    run: RunDir
+    recipe: Recipe
+    """As it was trained."""
+    exit_reason: ExitReason
+    step: int = 0
+    outcome: dict[str, Any] = field(default_factory=dict[str, Any])
+    """`loss`, `eval_loss`, `tokens` and `seconds`, where the first rank reported them."""
+    checkpoint: Checkpoint | None = None
+    """The newest complete one."""
+    merged: Path | None = None
+    machine_rank: int = 0
+    had_finished: bool = False
+    """Nothing was left to train."""
+
+    @property
+    def metrics(self) -> Path:
+        return self.run.metrics_jsonl
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the document of `train --json`."""
+        if self.machine_rank:
+            return {"run_dir": str(self.run.path), "machine_rank": self.machine_rank, "exit_reason": self.exit_reason.value}
+        return {
+            "run_dir": str(self.run.path),
+            "steps": self.step,
+            "loss": self.outcome.get("loss"),
+            "eval_loss": self.outcome.get("eval_loss"),
+            "checkpoint": str(self.checkpoint.path) if self.checkpoint else None,
+            "merged": str(self.merged) if self.merged else None,
+            "tokens": self.outcome.get("tokens"),
+            "seconds": self.outcome.get("seconds"),
+            "exit_reason": self.exit_reason.value,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingInputs:
+    """What was checked before a run is written."""
+
+    resolution: Resolution
+    """With the keys decided that were left to a plan."""
+    decided: dict[str, str]
+    """Those keys → value and reason."""
+    model: dict[str, Any]
+    tokenizer: Any
+    data: Prepared
+    plan: Plan | None
+    """The prediction for this machine's GPU; None where there is none."""
+
+
+def train(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, observer: Observer = Observer()) -> TrainResult:
+    """Train a recipe to its end on this machine's ranks, restarts included, and merge the result.
+
+    Call it from the main thread, and in a script below `if __name__ == "__main__":`, since tokenising spawns processes. While ranks run,
+    SIGINT, SIGTERM, SIGHUP and SIGUSR1 are handled here: the first has the ranks save a checkpoint and stop, which returns a result with
+    `exit_reason` INTERRUPTED or PREEMPTED; a second stops at once. No process of the run outlives the call, nor this process.
+    Raises: FsdpTuneError with the exit code of the command line: 1 failed, 2 recipe or usage, 3 out of device memory, 4 non-finite,
+    5 hang or lost rank.
+    """
+    with session(recipe):
+        if threading.current_thread() is not threading.main_thread():
+            raise usage_error("not-main-thread", "`train` handles signals, which only the main thread can", hint="call it from there")
+        resolution = resolve_recipe(recipe, options.allowed, observer, starts_ranks=True, starts_here=True)
+        observer.notices(resolution.notices)
+        rank = machine_rank_of(resolution.recipe, options.machine_rank, os.environ)
+        job = _Job(recipe, resolution, _launch_plan(resolution.recipe, rank, options, unknown_address=None), options, observer)
+        return job.lead() if rank == 0 else job.follow()
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRun:
+    run: RunDir
+    commands: tuple[str, ...]
+    """Each starts the run."""
+
+
+def write_only(
+    recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, observer: Observer = Observer()
+) -> WrittenRun | TrainResult:
+    """Do as `train` until the ranks would start. Returns the result of a run that has already finished."""
+    with session(recipe):
+        job = _describe(recipe, replace(options, machine_rank=0), observer)
+        start = job.decide_start()
+        if start.is_finished:
+            return job.finished(start)
+        with job.written(start) as written:
+            return WrittenRun(written.plan.run, by_hand(written.recipe, written.plan.run))
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What `train` would do."""
+
+    resolution: Resolution
+    plan: LaunchPlan
+    start: Start
+
+
+def preview(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, observer: Observer = Observer()) -> Preview:
+    """Resolve a recipe and find its command and first step; start and write nothing, and read no checkpoint's bytes."""
+    with session(recipe):
+        job = _describe(recipe, options, observer)
+        start = decide_start(job.plan.run, job.recipe, options.resume, overwrite=options.overwrite, digests=False)
+        return Preview(job.resolution, job.plan, start)
+
+
+def _describe(loaded: LoadedRecipe, options: TrainOptions, observer: Observer) -> _Job:
+    """A job that does not start ranks here: the GPUs and the address of the first machine may be those of others."""
+    resolution = resolve_recipe(loaded, options.allowed, observer, starts_ranks=True)
+    observer.notices(resolution.notices)
+    plan = _launch_plan(resolution.recipe, options.machine_rank or 0, options, unknown_address="FIRST_MACHINE")
+    return _Job(loaded, resolution, plan, options, observer)
+
+
+def _launch_plan(recipe: Recipe, rank: int, options: TrainOptions, *, unknown_address: str | None) -> LaunchPlan:
+    run = RunDir(Path(recipe.output_dir))
+    return launch_plan(recipe, run, machine_rank=rank, extra=options.launcher_arguments, unknown_address=unknown_address)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One `train` on one machine."""
+
+    loaded: LoadedRecipe
+    resolution: Resolution
+    plan: LaunchPlan
+    options: TrainOptions
+    observer: Observer
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.resolution.recipe
+
+    def lead(self) -> TrainResult:
+        """Train on the only machine, or the first: refuse bad input before anything is written, then write, run and merge."""
+        start = self.decide_start()
+        if start.is_finished:
+            return self.finished(start)
+        with self.written(start) as job:
+            return job.conclude(job.run_ranks())
+
+    def decide_start(self) -> Start:
+        run, options = self.plan.run, self.options
+        with WorkCounter(run, self.recipe.launch.num_machines) as work:
+            start = decide_start(run, self.recipe, options.resume, overwrite=options.overwrite, progress=work.advance)
+        self.observer.notices([*self._launch_notices(), *start.notices])
+        for change in start.trajectory_changes:
+            self.observer.message(f"from step {start.step} on {change}")
+        return start
+
+    def _launch_notices(self) -> list[Notice]:
+        """Report what would have steered a bare `accelerate launch` on this machine and does not steer this one, and hidden secrets."""
+        notices: list[Notice] = []
+        if (default := accelerate_default_config(os.environ)) is not None:
+            notices.append(Notice("accelerate-config-ignored", f"{default['path']} is not used: the recipe decides"))
+        if self.plan.removed:
+            notices.append(Notice("stale-environment", f"variables of another job are kept from the ranks: {', '.join(self.plan.removed)}"))
+        if hidden := self.plan.unwritten_variables():
+            notices.append(Notice("secret-not-written", f"launch.json lists {', '.join(hidden)} without values, which look like secrets"))
+        if mask_text(self.loaded.text) != self.loaded.text:
+            message = f"{self.loaded.path} has a comment with what looks like a secret; the run's recipe.yaml gets `{MASK}` instead"
+            notices.append(Notice("secret-not-written", message))
+        return notices
+
+    @contextmanager
+    def written(self, start: Start) -> Iterator[_Job]:
+        """Check the inputs, write the run directory and own it. Yields this job with a recipe in which every key is decided."""
+        run = self.plan.run
+        if self.options.resume is not None:  # a mistyped directory is a new run
+            source = start.checkpoint.path.name if start.checkpoint else "step 0"
+            self.observer.message(f"{run.path}: {'a new run' if start.is_new else 'resumed'} from {source}")
+        check_port(self.recipe)
+        inputs = self._check_inputs(start)
+        self.observer.inputs_checked(inputs)
+        job = replace(self, resolution=inputs.resolution)
+        if self.options.overwrite and run.is_used:
+            self.observer.message(f"the old run is now {move_aside(run)}")
+        if start.is_new:
+            job.write(inputs, start)
+        with locked(run) as notices:
+            self.observer.notices(notices)
+            refuse_when_continued(run, start)
+            if not start.is_new:
+                job.write(inputs, start)
+            self.observer.run_opened(run, self.plan.screen_log)
+            yield job
+
+    def _check_inputs(self, start: Start) -> TrainingInputs:
+        """Inspect the model and plan in child processes while the data is prepared. Raises: FsdpTuneError with the problems of both."""
+        recipe, observer = self.recipe, self.observer
+        with children.threads(2) as pool:
+            inspecting, planning = pool.submit(inspect_model, recipe), pool.submit(plan_here, recipe)
+            try:
+                encoder = load_encoder(recipe)
+                observer.notices(encoder.notices)
+                counter = WorkCounter(self.plan.run, recipe.launch.num_machines)
+                with observer.progress("tokenising", None, "rows") as bar, counter as work:
+                    progress = CountedBar(bar, work)
+                    data = prepare_data(recipe, encoder, progress=progress, verify=self.options.verify_data, run=self.plan.run.path)
+            except FsdpTuneError as error:
+                if error.exit_code is ExitCode.PREEMPTED:  # a signal: do not wait for other problems
+                    raise
+                raise FsdpTuneError(*inspecting.result().problems, *error.problems, exit_code=error.exit_code) from error
+            model = inspecting.result()
+            decided, predicted, not_planned = planning.result()
+        observer.notices([*model.notices, *data.as_notices(), *not_planned])
+        # The shapes of well-known models in this package are enough for a plan, never for training.
+        packaged = [f"`{recipe.model.name_or_path}` cannot be reached, and is not in the cache"] if model.model.get("packaged") else []
+        if model.problems or model.unchecked or packaged:
+            raise FsdpTuneError(*model.problems, *map(_unreachable, [*model.unchecked, *packaged]))
+        check_vocabulary(model.model, recipe.model, data.vocabulary_size)
+        check_data(start, data.key)
+        refuse_beyond_end(start, total_steps(recipe, data.train_rows))
+        if not self.options.ignore_plan:
+            refuse_what_cannot_fit(predicted)
+        resolution = replace(self.resolution, recipe=decided.recipe, reasons=self.resolution.reasons | decided.reasons)
+        return TrainingInputs(resolution, decisions(decided), model.model, encoder.tokenizer, data, predicted)
+
+    def write(self, inputs: TrainingInputs, start: Start) -> None:
+        devices = [{"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes} for each in visible_devices(os.environ)]
+        files = RunFiles(
+            recipe_text=self.loaded.text,
+            overrides=self.loaded.overrides,
+            recipe=self.recipe,
+            reasons=self.resolution.reasons,
+            plan=self.plan,
+            environment={"versions": versions(), "host": host(), "devices": devices},
+            data=inputs.data.to_json(),
+            start=start,
+            save_model=lambda directory: save_model_files(directory, inputs.model, inputs.tokenizer),
+            profile=self.options.profile,
+        )
+        write_run(self.plan.run, files)
+        keep_prediction(self.plan.run, inputs.plan)
+
+    def run_ranks(self) -> Ended:
+        """Run the ranks of this machine to their end, restarts included."""
+        plan, observer = self.plan, self.observer
+        ranks = f"ranks {plan.ranks.start} to {plan.ranks.stop - 1}" if len(plan.ranks) > 1 else f"rank {plan.ranks.start}"
+        observer.message(f"starting {ranks} on {self.recipe.launch.device}; the run is {plan.run.path}")
+        attempts = Attempts(plan, self.recipe, partial(rows_of_step, plan.run, self.recipe))
+        with observer.training(), closing(attempts.events()) as events:
+            for event in events:
+                if isinstance(event, Ended):
+                    return event
+                if isinstance(event, Said):
+                    observer.message(event.text)
+                elif plan.machine_rank == 0:
+                    observer.metrics(event.line)
+        raise AssertionError("the supervisor ends with a verdict")
+
+    def conclude(self, ended: Ended) -> TrainResult:
+        """Merge a finished run. Raises: FsdpTuneError with the problem of a failed one and the next commands."""
+        run = self.plan.run
+        outcome = ended.first_outcome.facts if ended.first_outcome else {}
+        checkpoint, _ = latest_checkpoint(run)
+        result = TrainResult(run, self.recipe, ended.reason, ended.step, outcome, checkpoint)
+        if ended.problem is not None:
+            self.observer.run_ended(result)
+            ways_out = (*ended.problem.ways_out, *ways_on(run, checkpoint))
+            raise FsdpTuneError(replace(ended.problem, ways_out=ways_out), exit_code=ended.exit_code)
+        if ended.reason is ExitReason.FINISHED and self.recipe.merge.at_end:
+            self.observer.run_ended(replace(result, exit_reason=ExitReason.FAILED))
+            result = replace(result, merged=self.merge())
+        return result
+
+    def merge(self) -> Path:
+        options = MergeOptions(overwrite=True, best=takes_best(self.recipe))
+        return merge_checkpoint(self.plan.run.path, options, observer=self.observer).output
+
+    def finished(self, start: Start) -> TrainResult:
+        """Return the result of a run that has finished, after the merge if a crash prevented it."""
+        run = self.plan.run
+        outcome = read_outcome(run, 0)
+        assert outcome is not None, "the outcome of the first rank is what makes a run finished"
+        merged = run.merged if run.merged.is_dir() else None
+        if merged is None and self.recipe.merge.at_end:
+            merged = self.merge()
+        return TrainResult(run, self.recipe, ExitReason.FINISHED, outcome.step, outcome.facts, start.checkpoint, merged, had_finished=True)
+
+    def follow(self) -> TrainResult:
+        """Run the ranks of a machine other than the first, once that has written the run directory."""
+        run, rank = self.plan.run, self.plan.machine_rank
+        self.observer.message(f"machine {rank}: waiting for the first machine to write {run.path}")
+        if not wait_for_run(run, self.recipe, self.options.resume):
+            return TrainResult(run, self.recipe, ExitReason.FINISHED, machine_rank=rank, had_finished=True)
+        self.observer.run_opened(run, self.plan.screen_log)
+        ended = self.run_ranks()
+        result = TrainResult(run, self.recipe, ended.reason, machine_rank=rank)
+        if ended.problem is not None:
+            self.observer.run_ended(result)
+            raise FsdpTuneError(ended.problem, exit_code=ended.exit_code)
+        return result
+
+
+def _unreachable(what: str) -> Problem:
+    return Problem("model-unreachable", what, hint="give a local directory as `model.name_or_path`, or download it where there is network")
+
+
+def takes_best(recipe: Recipe) -> bool:
+    """Whether the model of a finished run is its best checkpoint, and not its last."""
+    return bool(training_value(recipe.training, "load_best_model_at_end"))
+
+
+# ---- The plan of a run on this machine. Nothing is predicted on a CPU, nor for a GPU that the table does not have.
+
+
+def plan_here(recipe: Recipe) -> tuple[Decided, Plan | None, list[Notice]]:
+    """Decide what a resolved recipe leaves to a plan, and predict it for this machine's GPU. Notices give the reason for no prediction.
+
+    A trace that fails stops no training.
+    """
+    gpu = visible_gpu(recipe)
+    decided = decide(recipe, budget_of(recipe, gpu)) if is_open(recipe) else Decided(recipe, {})
+    if recipe.launch.device != "cuda":
+        return decided, None, list(decided.notices)
+    hardware = detect(gpu.name) if gpu is not None else None
+    if hardware is None:
+        name = gpu.name if gpu is not None else "this machine's GPU"
+        why = f"{name} is not in the table of GPUs, so nothing is predicted"
+        return decided, None, [*decided.notices, Notice("not-planned", why)]
+    try:
+        with PlanSession(decided.recipe, hardware) as plans:
+            return decided, replace(plans.plan_once(), decided=decisions(decided)), list(decided.notices)
+    except (FsdpTuneError, ValueError) as error:
+        why = f"the step could not be traced, so nothing is predicted: {error}"
+        return decided, None, [*decided.notices, Notice("not-planned", why)]
+
+
+def refuse_what_cannot_fit(plan: Plan | None) -> None:
+    """Raise a usage error for a recipe that needs more memory than the GPU has, even if the prediction is too high by its usual error."""
+    if plan is not None and plan.fits == "no":
+        raise usage_error(
+            "does-not-fit",
+            f"the recipe does not fit {plan.gpu}: {plan.fits_because}; the peak is at {plan.where}",
+            ways_out=("`fsdp-tune plan` ranks recipes that fit", "`--ignore-plan` to try it all the same"),
+        )
+
+
+def keep_prediction(run: RunDir, plan: Plan | None) -> None:
+    """Write plan.json; without a prediction remove that of an earlier start, which would be compared with this one's figures."""
+    if plan is None:
+        DISK.unlink(run.plan_json)
+    else:
+        write_json(run.plan_json, plan.as_dict())
+
+
+# ---- The rows that a step trains on. The order of the data depends on seed and epoch alone.
+
+SHOWN_ROWS = 8
+
+
+def rows_of_step(run: RunDir, recipe: Recipe, step: int) -> str | None:
+    """Return `12 (train.jsonl:17), 3 (train.jsonl:5) and 6 more` for a step counted from 1; None if the data cannot be read."""
+    try:
+        store = RowStore(Prepared.from_json(run.data_json.read_text(encoding="utf-8")).train)
+    except (OSError, ValueError, FsdpTuneError):
+        return None
+    size = recipe.global_batch_size
+    epoch, index = divmod(step - 1, max(math.ceil(len(store) / size), 1))
+    order = order_of(recipe, store.lengths, epoch)
+    rows = [int(row) for row in order[index * size : (index + 1) * size]]
+    named = [f"{row} ({file}:{line})" for row in rows[:SHOWN_ROWS] for file, line in store.origins(row)[:1]]
+    return ", ".join(named) + (f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else "")
