@@ -18,7 +18,7 @@ from fsdp_tune.cli.options import (
     chosen_recipe,
 )
 from fsdp_tune.cli.output import command
-from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, usage_error
+from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, usage_error
 
 
 def _resume_of(resume: str | None) -> str | None:
@@ -100,14 +100,13 @@ def train(
 
         if full and not dry_run:
             raise usage_error("usage", "`--full` belongs to `--dry-run`", hint="add `--dry-run`, or leave out `--full`")
-        profiled = parse_profile(profile) if profile is not None else None
         loaded = fsdp_tune.load_recipe(chosen_recipe(recipe, config), overrides or (), name=name)
         options = fsdp_tune.TrainOptions(
             resume=resume,
             overwrite=overwrite,
             machine_rank=machine_rank,
             launcher_arguments=context.meta.get("launcher_arguments", ()),
-            profile=profiled,
+            profile=parse_profile(profile) if profile is not None else None,
             ignore_plan=ignore_plan,
             verify_data=verify_data,
             allowed=fsdp_tune.Allowed(trust_remote_code, allow_env or ()),
@@ -116,11 +115,9 @@ def train(
         if dry_run:
             view.show_preview(screen, preview(loaded, options, observer=screen), full=full)
             return
-        start = write_only if no_start else fsdp_tune.train
-        result = start(loaded, options, observer=screen)
+        result = (write_only if no_start else fsdp_tune.train)(loaded, options, observer=screen)
         if not isinstance(result, TrainResult):
             view.show_commands(screen, result)
             return
         view.show_end(screen, result)
-        if (code := EXIT_CODE_OF_REASON[result.exit_reason]) is not ExitCode.OK:
-            raise typer.Exit(code)
+        raise typer.Exit(EXIT_CODE_OF_REASON[result.exit_reason])
