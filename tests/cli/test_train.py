@@ -141,6 +141,7 @@ def test_two_machines_run_one_recipe(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "logs" / "launcher-01.log").exists()
 
 
+@pytest.mark.e2e
 @pytest.mark.ranks
 def test_a_run_ends_with_a_model_and_everything_in_its_place(cli: Cli, tmp_path: Path) -> None:
     done = cli("train", *SHORT, "--json", "--profile", "steps=3:4")

@@ -9,7 +9,7 @@ import pytest
 from fsdp_tune.core.units import GIB
 from fsdp_tune.diagnose.oom import REST, Host, Moment, _less_activation, device_problem, host_problem, sizes_in  # type: ignore[attr-defined]
 from tests.launch.mortal import CUDA_MESSAGE
-from tests.launch.test_plan import resolved
+from tests.launch.test_accelerate import resolved
 
 STATE = {"parameters": 20 * GIB, "gradients": 20 * GIB, "optimizer state": 30 * GIB}
 SIZES = {"requested": 2 * GIB, "capacity": 80 * GIB, "free": GIB, "allocated": 74 * GIB, "unused": GIB}

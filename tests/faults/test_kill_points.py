@@ -21,7 +21,7 @@ from tests.faults.checks import half_files, in_child, stages, verified_steps
 from tests.faults.conftest import Count
 from tests.faults.disk import Fault, injected, kill_points, shown_late
 from tests.faults.forks import KILLED
-from tests.launch.test_plan import resolved
+from tests.launch.test_accelerate import resolved
 from tests.launch.test_run_directory import files_of
 
 STEPS = (10, 20, 30, 40, 50)

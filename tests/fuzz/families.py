@@ -35,7 +35,7 @@ lengths of examples that reach the kernel (StableLM's layers drop them)."""
 HAS_EAGER_ALONE = frozenset({"bloom", "gpt_oss"})
 """Models whose ALiBi or sinks have no other kernel in transformers."""
 PACKED_EXAMPLES_MEET = frozenset({"bloom", "opt", "falcon", "lfm2", "gpt_oss"})
-"""Models that cannot separate packed examples in transformers (tests/model/test_packing.py): runs of the others must not be refused."""
+"""Models that cannot separate packed examples in transformers (tests/model/test_packed.py): runs of the others must not be refused."""
 EXPERTS = frozenset({"mixtral", "qwen2_moe", "gpt_oss"})
 
 

@@ -17,7 +17,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.launch.command.resume import decide
 from fsdp_tune.launch.command.run_files import write_run
 from fsdp_tune.run.directory import RunDir
-from tests.launch.test_plan import resolved
+from tests.launch.test_accelerate import resolved
 from tests.launch.test_run_directory import files_of
 
 

@@ -20,9 +20,9 @@ from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.run.directory import RunDir
 from tests.launch.conftest import Parts
 from tests.launch.orphans import children, left_over
-from tests.launch.test_plan import resolved
+from tests.launch.test_accelerate import resolved
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.e2e, pytest.mark.ranks]
 FINISHED = {"exit_code": 0, "exit_reason": "finished"}
 SAVES_SLOWLY = [["beat", "training", 7], ["listen"], ["log", {"step": 7}], ["wait-for-signal"]]
 HOSTILE_CONFIG = {

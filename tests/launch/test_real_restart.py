@@ -29,7 +29,7 @@ from tests.conftest import REPOSITORY
 from tests.launch.orphans import children, left_over
 from tests.parity.runs import lines, loss_lines, saved_parameters
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.e2e, pytest.mark.ranks]
 
 SECRET = "s3cretvalue7f3a"
 SECRETS = {

@@ -19,7 +19,7 @@ from fsdp_tune.launch.supervise.verdict import Ended
 from fsdp_tune.run.directory import RunDir
 from tests.launch.conftest import Parts, PlanOf
 from tests.launch.orphans import children, left_over
-from tests.launch.test_plan import resolved
+from tests.launch.test_accelerate import resolved
 
 KILLED = Problem("rank-killed", "rank 1 was killed by SIGKILL")
 FINISHED = {"exit_code": 0, "exit_reason": "finished", "loss": 1.5}

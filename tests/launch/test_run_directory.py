@@ -25,7 +25,7 @@ from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, Rejected, RunDir, latest_checkpoint
 from fsdp_tune.run.lock import locked
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file
-from tests.launch.test_plan import BASE, resolved
+from tests.launch.test_accelerate import BASE, resolved
 
 Written = Callable[..., RunDir]
 

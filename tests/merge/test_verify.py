@@ -184,6 +184,7 @@ def test_a_killed_check_is_reported_with_its_signal(merged_gpt2):
         assert child.answer() == "its process was killed by SIGTERM"
 
 
+@pytest.mark.e2e
 def test_full_through_the_children(tmp_path, monkeypatch):
     """Another tool's checkpoint with a base: the parameter list is compared beside the copy, and the output loaded after it."""
     model = small_llama()

@@ -93,6 +93,7 @@ def run_profiled(path: str) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
+@pytest.mark.e2e
 def test_the_steps_that_were_asked_for_are_recorded_on_every_rank_and_change_no_number(bench: Bench) -> None:
     run = bench.fresh_run(Case(accumulation=4), run_profiled)
     folder = run.path / "profile" / "steps-3-4"

@@ -11,7 +11,7 @@ import pytest
 from fsdp_tune.run.directory import RunDir
 from tests.model.families import FAMILIES
 from tests.model.flash import FLASH_STAND_IN, flash_stand_in
-from tests.model.test_units import BERT
+from tests.model.test_fsdp_units import BERT
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case

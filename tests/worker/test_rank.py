@@ -14,7 +14,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker.rank import Rank, make_room_for_connections, read_rank, redirect_output
 from tests.conftest import REPOSITORY
-from tests.launch.test_plan import resolved
+from tests.launch.test_accelerate import resolved
 
 
 @pytest.fixture

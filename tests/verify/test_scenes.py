@@ -72,12 +72,14 @@ def edit_line(rehearsal: Rehearsal, step: int, **changes: Any) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.e2e
 @pytest.mark.ranks
 def test_a_curve_that_differs_in_the_last_digit_is_another(copy_of: Rehearsal) -> None:
     edit_line(copy_of, 17, loss=2.5)
     assert failure(copy_of.compare_curves).startswith("step 17: loss is 2.5 after the resume, and ")
 
 
+@pytest.mark.e2e
 @pytest.mark.ranks
 def test_a_merged_tensor_that_is_off_is_seen_by_its_logits(copy_of: Rehearsal) -> None:
     file = copy_of.killed.merged / "model.safetensors"
@@ -88,6 +90,7 @@ def test_a_merged_tensor_that_is_off_is_seen_by_its_logits(copy_of: Rehearsal) -
     assert "the merged weights differ" in failure(copy_of.compare_models)
 
 
+@pytest.mark.e2e
 @pytest.mark.ranks
 def test_a_wrong_evaluation_is_seen_by_the_reloaded_model(copy_of: Rehearsal) -> None:
     path = copy_of.killed.metrics_jsonl
@@ -102,6 +105,7 @@ def test_a_mistake_in_the_recipe_is_found_before_anything_runs(cli, tmp_path: Pa
     assert {error["code"] for error in document(done)["errors"]} == {"bad-row", "bad-rows"}
 
 
+@pytest.mark.e2e
 def test_a_model_out_of_reach_that_the_package_does_not_carry_is_refused(cli) -> None:  # noqa: F811
     done = cli("rehearse", "llama7b_full_shard", "--set", "model.name_or_path=nobody/nothing", "--json")
     assert (done.returncode, [error["code"] for error in document(done)["errors"]]) == (2, ["model-unreachable"])

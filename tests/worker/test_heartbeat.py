@@ -227,6 +227,7 @@ def run_with_a_slow_rank(path: str) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
+@pytest.mark.e2e
 def test_a_slow_rank_is_an_event_and_stops_nothing(bench: Bench) -> None:
     run = bench.fresh_run(Case(), run_with_a_slow_rank)
     events = [line for line in runs.lines(run) if line.get("event") == "slow_rank"]

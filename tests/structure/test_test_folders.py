@@ -1,0 +1,36 @@
+"""Where a test belongs: the folders of `tests/` are the rooms of the package, and a file named after a module lies in its room."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+SUITES = {"benchmarks", "chaos", "faults", "fuzz", "gpu", "parity", "structure"}
+"""Folders that test several rooms together."""
+
+
+def rooms_of_modules(repository: Path) -> dict[str, set[str]]:
+    """Stem of a module → the rooms that have a module of that name."""
+    package = repository / "fsdp_tune"
+    rooms: dict[str, set[str]] = defaultdict(set)
+    for path in package.glob("*/**/*.py"):
+        rooms[path.stem].add(path.relative_to(package).parts[0])
+    return rooms
+
+
+def test_a_folder_of_tests_is_a_room_or_a_suite_and_is_documented(repository: Path) -> None:
+    folders = {path.relative_to(repository / "tests").parts[0] for path in (repository / "tests").glob("*/**/test_*.py")}
+    rooms = {room for rooms in rooms_of_modules(repository).values() for room in rooms}
+    assert folders - rooms == SUITES
+    page = (repository / "docs" / "development" / "testing.md").read_text(encoding="utf-8")
+    assert [folder for folder in sorted(folders) if f"| `{folder}` |" not in page] == []
+
+
+def test_a_test_file_named_after_a_module_lies_in_the_room_of_that_module(repository: Path) -> None:
+    rooms = rooms_of_modules(repository)
+    misplaced = {}
+    for path in (repository / "tests").glob("*/**/test_*.py"):
+        folder, module = path.relative_to(repository / "tests").parts[0], path.stem.removeprefix("test_")
+        if folder not in SUITES and folder not in rooms.get(module, {folder}):
+            misplaced[str(path.relative_to(repository))] = f"belongs in tests/{' or tests/'.join(sorted(rooms[module]))}"
+    assert misplaced == {}
