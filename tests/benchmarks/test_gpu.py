@@ -34,7 +34,7 @@ def document(**parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("beside_the_benchmarks")
-def test_report_has_the_figures_the_reasons_and_what_was_asked(tmp_path: Path) -> None:
+def test_report_has_figures_reasons_and_request(tmp_path: Path) -> None:
     import gpu_report
     from gpu_parts import PARTS
 
@@ -59,7 +59,7 @@ def test_report_has_the_figures_the_reasons_and_what_was_asked(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("beside_the_benchmarks")
-def test_figures_of_toys_are_no_answer(tmp_path: Path) -> None:
+def test_toy_figures_are_not_reported_as_results(tmp_path: Path) -> None:
     import gpu_report
     from gpu_parts import PARTS
 
@@ -112,7 +112,7 @@ def test_part_that_breaks_leaves_its_rows_and_the_reason(what: str, reason: str 
 
 
 @pytest.mark.usefixtures("beside_the_benchmarks")
-def test_job_that_fails_or_takes_too_long_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_or_slow_job_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import gpu_runs
 
     monkeypatch.setattr(gpu_runs, "probe", lambda _job: sys.exit("no card"))

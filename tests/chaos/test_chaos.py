@@ -114,7 +114,7 @@ def test_phases_and_kinds_are_drawn_evenly(seed: int) -> None:
     assert max(kinds.values()) <= 3
 
 
-def test_every_combination_comes_before_one_comes_twice() -> None:
+def test_every_combination_is_drawn_before_any_repeats() -> None:
     found = Counter((one.kind, one.phase) for one in drawn(5, len(PHASES) * len(KINDS)))
     assert found == {(kind, phase): 1 for phase in PHASES for kind in KINDS}
 
@@ -313,7 +313,7 @@ def test_an_end_that_is_not_promised_is_found(kind: str, target: str, attempt: A
         pytest.param(FULL_DISK, "", ended(1, text="error: metrics.jsonl: No space left on device"), id="full disk"),
     ],
 )
-def test_a_promised_end_is_no_violation(kind: str, target: str, attempt: Attempt) -> None:
+def test_promised_end_is_not_a_violation(kind: str, target: str, attempt: Attempt) -> None:
     assert verdict(kind, target, attempt) == []
 
 
@@ -473,7 +473,7 @@ for line in sys.stdin:
 
 
 @needs_gcc
-def test_the_wall_clock_jumps_and_waiting_takes_as_long_as_before(tmp_path: Path) -> None:
+def test_clock_jump_does_not_change_waiting_time(tmp_path: Path) -> None:
     from tests.chaos.play import Stage
 
     stage = Stage(tmp_path, compile_shim(tmp_path), 1)

@@ -11,7 +11,7 @@ from fsdp_tune.data.format.builtin import EOS, builtin_rows, builtin_tokenizer, 
 NAME = "builtin:arithmetic"
 
 
-def test_numbers_in_words() -> None:
+def test_numbers_are_spelled_out() -> None:
     assert [in_words(number) for number in (0, 7, 13, 20, 21, 99, 100, 105, 120, 199)] == [
         "zero",
         "seven",
@@ -26,7 +26,7 @@ def test_numbers_in_words() -> None:
     ]
 
 
-def test_every_sum_is_right_and_stands_in_one_split() -> None:
+def test_every_sum_is_right_and_in_one_split() -> None:
     number = {in_words(value): value for value in range(200)}
     train, test = builtin_rows(NAME, "train"), builtin_rows(NAME, "test")
     for row in (*train, *test):
@@ -46,7 +46,7 @@ def test_held_out_prompts_are_the_test_split() -> None:
     assert held_out_prompts(5) == held_out_prompts()[:5]
 
 
-def test_each_word_of_the_task_is_one_token() -> None:
+def test_each_task_word_is_one_token() -> None:
     tokenizer = builtin_tokenizer(NAME)
     for row in builtin_rows(NAME, "train"):
         text = row["prompt"] + row["completion"]
@@ -65,7 +65,7 @@ def test_special_tokens_are_single_and_the_vocabulary_is_small() -> None:
     assert tokenizer.get_vocab_size() < 384
 
 
-def test_an_unknown_name_is_told_what_there_is() -> None:
+def test_unknown_name_error_lists_available_names() -> None:
     with pytest.raises(FsdpTuneError) as caught:
         builtin_tokenizer("builtin:poems")
     assert caught.value.problems[0].hint == "the package has: builtin:arithmetic"

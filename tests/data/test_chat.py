@@ -63,7 +63,7 @@ def test_answers_are_trained_from_the_generation_prompt_to_the_end_of_sequence()
     assert not tokens.eos_appended
 
 
-def test_the_ids_are_those_of_the_whole_conversation_at_inference() -> None:
+def test_ids_equal_those_of_the_full_conversation_at_inference() -> None:
     encoder = ByteEncoder(eos="<|im_end|>")
     chat = conversation("a", "b", "c", "d")
     whole = encoder.render(chat.messages, CHATML, tools=None, generation_prompt=False)
@@ -132,12 +132,12 @@ def test_loss_on_all_trains_every_token() -> None:
     assert all(tokens.trained)
 
 
-def test_a_conversation_that_begins_with_the_assistant_is_refused() -> None:
+def test_conversation_starting_with_the_assistant_is_refused() -> None:
     chat = Chat([{"role": "assistant", "content": "hi"}], (True,))
     assert "begins with the assistant" in refused(chat, CHATML)
 
 
-def test_what_the_template_says_is_passed_on() -> None:
+def test_template_error_message_is_passed_on() -> None:
     assert "roles must alternate" in refused(conversation("a", "b"), "{{ raise_exception('roles must alternate') }}" + CHATML)
     assert "'nothing' is undefined" in refused(conversation("a", "b"), "{{ nothing.there }}")
 

@@ -40,14 +40,14 @@ def test_a_format_is_found_by_its_columns(columns: str, formats: list[str]) -> N
     assert matching_formats(columns.split()) == formats
 
 
-def test_text_is_trained_whole() -> None:
+def test_every_token_of_plain_text_is_trained() -> None:
     assert example("text", {"text": "abc"}) == Text("", "abc", train_prompt=False)
 
 
 @pytest.mark.parametrize(
     ("value", "kind"), [(None, "null"), (7, "a number"), (["a"], "a list"), (True, "true or false"), ({}, "an object")]
 )
-def test_text_that_is_no_text_is_refused_by_column(value: object, kind: str) -> None:
+def test_non_text_value_is_refused_by_column(value: object, kind: str) -> None:
     assert refused("text", {"text": value}) == f"column `text` holds {kind} and not text"
 
 
@@ -88,7 +88,7 @@ def test_alpaca_is_a_chat_where_a_template_is_in_force() -> None:
 @pytest.mark.parametrize(
     ("loss_on", "trained"), [("assistant", (False, True, False, True)), ("last_assistant", (False, False, False, True)), ("all", None)]
 )
-def test_a_chat_trains_the_turns_that_were_asked_for(loss_on: str, trained: tuple[bool, ...] | None) -> None:
+def test_chat_trains_the_requested_turns(loss_on: str, trained: tuple[bool, ...] | None) -> None:
     assert example("messages", {"messages": [USER, ANSWER, USER, ANSWER]}, loss_on=loss_on).trained == trained
 
 
@@ -230,7 +230,7 @@ def test_nulls_are_removed_at_every_depth_of_messages_and_tools() -> None:
     assert example("messages", row | {"tools": json.dumps(row["tools"])}, loss_on="assistant").tools == chat.tools
 
 
-def test_tokenized_rows_say_what_is_trained() -> None:
+def test_tokenized_rows_define_trained_tokens() -> None:
     assert example("tokenized", {"input_ids": [1, 2, 3]}) == Ids([1, 2, 3], [True] * 3)
     assert example("tokenized", {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}).trained == [False, True, True]
     assert example("tokenized", {"input_ids": [1, 2], "completion_mask": [0, 1], "attention_mask": [1, 1]}).trained == [False, True]

@@ -40,7 +40,7 @@ lengths_and_capacity = st.integers(1, 40).flatmap(
 
 
 @given(lengths_and_capacity)
-def test_best_fit_keeps_examples_whole_in_no_more_rows_than_the_textbook_algorithm(case: tuple[list[int], int]) -> None:
+def test_best_fit_splits_no_example_and_uses_no_more_rows_than_the_textbook_algorithm(case: tuple[list[int], int]) -> None:
     lengths, capacity = case
     segments = segments_of(lengths)
     packed = best_fit(segments, capacity)

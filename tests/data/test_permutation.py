@@ -60,7 +60,7 @@ def test_grouped_batches_do_not_come_by_length() -> None:
     assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.15
 
 
-def test_the_longest_row_comes_in_the_first_batch_and_the_rest_batch_last() -> None:
+def test_longest_row_is_in_the_first_batch_and_the_partial_batch_is_last() -> None:
     rows, batch = 3 * WINDOW_ROWS + 11, 16
     lengths = np.random.default_rng(0).integers(1, 2000, rows)
     found = epoch_order(lengths, seed=5, epoch=1, shuffle=True, group_by_length=True, global_batch_size=batch)
@@ -80,7 +80,7 @@ def test_ranks_share_a_global_batch_without_gap_or_overlap(rows: int, dp_size: i
     assert all(len(taken) <= micro for micro_batches in by_rank for taken in micro_batches)
 
 
-def test_a_micro_step_takes_neighbours_over_all_ranks() -> None:
+def test_micro_step_reads_neighbouring_rows_over_all_ranks() -> None:
     batch = np.arange(16)
     second = [rank_micro_batches(batch, dp_rank=rank, dp_size=2, micro_batch_size=4)[1].tolist() for rank in range(2)]
     assert second == [[8, 9, 10, 11], [12, 13, 14, 15]]

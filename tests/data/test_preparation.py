@@ -50,7 +50,7 @@ def test_loss_on_all_trains_the_prompt_too(tmp_path: Path, pairs: Path) -> None:
     assert shown(prepared(tmp_path, pairs, loss_on="all"))[0] == "0[+1 is 1</s>]"
 
 
-def test_the_beginning_of_sequence_stands_once_and_is_never_trained(tmp_path: Path) -> None:
+def test_bos_token_occurs_once_and_is_never_trained(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "abc"}, {"text": "<s>abc"}])
     encoder = ByteEncoder(adds_bos=True)
     found = prepared(tmp_path, rows, encoder=encoder)
@@ -74,7 +74,7 @@ def test_the_end_of_sequence_is_never_doubled_and_can_be_left_out(tmp_path: Path
     assert "1 of 1 examples do not train the end" in told(found)["eos-untrained"]
 
 
-def test_tokenized_rows_stay_as_they_are_unless_an_end_is_asked_for(tmp_path: Path) -> None:
+def test_tokenized_rows_are_unchanged_unless_eos_is_requested(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": [97, 98, 99], "labels": [-100, 98, -100]}])
     assert shown(prepared(tmp_path, rows)) == ["a[b]c"]
     assert shown(prepared(tmp_path, rows, append_eos=True)) == ["a[b]c[</s>]"]
@@ -91,13 +91,13 @@ def test_a_prompt_has_the_tokens_that_it_has_alone(tmp_path: Path) -> None:
     assert "in 1 of 2 rows a token would span" in told(found)["tokenised-apart"]
 
 
-def test_no_white_space_between_prompt_and_completion_is_said(tmp_path: Path) -> None:
+def test_missing_white_space_between_prompt_and_completion_is_reported(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a?", "completion": "b"}, {"prompt": "a?\n", "completion": "b"}])
     assert "in 1 of 2 rows" in told(prepared(tmp_path, rows))["no-space"]
     assert "no-space" not in told(prepared(tmp_path, rows, separator="\n"))
 
 
-def test_alpaca_says_how_it_is_written(tmp_path: Path) -> None:
+def test_alpaca_notice_shows_the_prompt_format(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"instruction": "Add", "output": "2"}])
     without = prepared(tmp_path, rows, max_length=400)
     assert told(without) == {"alpaca-prompt": "alpaca rows are written with Stanford's two prompts"}
@@ -108,7 +108,7 @@ def test_alpaca_says_how_it_is_written(tmp_path: Path) -> None:
     assert shown(chat, encoder)[0].endswith("assistant\n[2<|im_end|>]\n")
 
 
-def test_chats_that_the_template_ends_with_another_token_are_told(tmp_path: Path) -> None:
+def test_chats_ending_with_a_token_other_than_eos_are_reported(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     rows = write_jsonl(tmp_path / "rows.jsonl", [chat])
     found = prepared(tmp_path, rows, encoder=ByteEncoder(template=CHATML), max_length=200)
@@ -216,7 +216,7 @@ def test_cut_rows_are_counted_and_do_not_train_an_end(tmp_path: Path) -> None:
     assert next(notice for notice in found.notices if notice["code"] == "rows-truncated")["hint"] == f"the first: {rows}:1"
 
 
-def test_text_is_split_by_default_and_an_end_stands_once(tmp_path: Path) -> None:
+def test_text_is_split_by_default_and_has_one_eos_token(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "abcdefghij"}])
     assert shown(prepared(tmp_path, rows, max_length=4)) == ["a[bcd]", "e[fgh]", "i[j</s>]"]
 
@@ -272,7 +272,7 @@ def test_columns_are_kept_and_renamed(tmp_path: Path) -> None:
     assert twice[0].code == "column-twice"
 
 
-def test_a_bad_row_is_told_by_the_names_that_its_file_has(tmp_path: Path) -> None:
+def test_bad_row_is_reported_with_the_column_names_of_its_file(tmp_path: Path) -> None:
     good = {"question": "a ", "answer": "b"}
     rows = write_jsonl(tmp_path / "rows.jsonl", [good, {"question": "a ", "answer": None}, {"question": "a ", "anser": "b"}])
     *found, _ = problems(tmp_path, {"path": str(rows), "rename_columns": {"question": "prompt", "answer": "completion"}})
@@ -282,7 +282,7 @@ def test_a_bad_row_is_told_by_the_names_that_its_file_has(tmp_path: Path) -> Non
     ]
 
 
-def test_a_csv_with_other_separators_is_told_apart_from_a_wrong_name(tmp_path: Path) -> None:
+def test_csv_separator_error_differs_from_wrong_column_name(tmp_path: Path) -> None:
     rows = tmp_path / "rows.csv"
     rows.write_text("question;answer\na;b\n")
     (found,) = problems(tmp_path, {"path": str(rows), "rename_columns": {"question": "prompt", "answer": "completion"}})
@@ -317,7 +317,7 @@ def test_files_with_other_columns_are_named(tmp_path: Path) -> None:
     assert found.message == f"its columns are text, and those of {folder / 'a.jsonl'} are prompt, completion"
 
 
-def test_all_entries_that_are_wrong_are_told_at_once(tmp_path: Path) -> None:
+def test_all_wrong_entries_are_reported_at_once(tmp_path: Path) -> None:
     found = problems(tmp_path, tmp_path / "one.jsonl", tmp_path / "two.jsonl")
     assert [problem.code for problem in found] == ["data-not-found"] * 2
 
@@ -350,7 +350,7 @@ def test_eval_sets_by_label_and_a_label_twice(tmp_path: Path, pairs: Path) -> No
     assert problems(tmp_path / "x", pairs, eval=[entry | {"label": "a"}] * 2)[0].code == "label-twice"
 
 
-def test_packed_rows_hold_whole_examples_in_no_more_than_max_length(tmp_path: Path, pairs: Path) -> None:
+def test_packed_rows_hold_unsplit_examples_within_max_length(tmp_path: Path, pairs: Path) -> None:
     found = prepared(tmp_path, pairs, packing=True, max_length=40, eval=[{"path": str(pairs), "label": "e"}], eval_packing=False)
     rows = rows_of(found)
     assert sum(len(row.lengths) for row in rows) == 20

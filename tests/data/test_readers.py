@@ -62,7 +62,7 @@ def test_a_file_gives_the_same_rows_however_its_lines_end(tmp_path: Path, conten
     assert good(path, "json") == ROWS
 
 
-def test_rows_carry_the_line_that_they_stand_on(tmp_path: Path) -> None:
+def test_rows_carry_their_line_number(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n\n\n{"a": 2}\n')
     assert read(path) == [(1, {"a": 1}), (4, {"a": 2})]
@@ -95,7 +95,7 @@ def test_a_bad_line_is_named_with_its_column_and_the_rest_is_read(tmp_path: Path
     assert found.column == column
 
 
-def test_a_whole_surrogate_pair_is_one_character(tmp_path: Path) -> None:
+def test_surrogate_pair_is_one_character(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "\\ud83d\\ude00"}\n')
     assert good(path) == [{"text": "😀"}]
@@ -115,7 +115,7 @@ def test_a_row_beyond_the_limit_is_skipped_in_bounded_memory(tmp_path: Path, mon
     assert [row.number for row in bad(path)] == [1]
 
 
-def test_a_list_gives_rows_with_the_lines_on_which_they_begin(tmp_path: Path) -> None:
+def test_rows_of_a_json_list_have_their_first_line_number(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text('[\n {"a": 1},\n\n {"a":\n 2}, {"a": 3}\n]\n')
     assert read(path, "json") == [(2, {"a": 1}), (4, {"a": 2}), (5, {"a": 3})]
@@ -149,7 +149,7 @@ def test_rows_of_a_list_on_one_line_are_counted(tmp_path: Path) -> None:
     assert [row.number if isinstance(row, BadRow) else row[0] for row in read(path, "json")] == [1, 2, 3]
 
 
-def test_one_object_over_several_lines_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_object_over_several_lines_is_refused_with_a_hint(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text('{\n "data": []\n}')
     assert "jq" in (problem(path, "json").hint or "")
@@ -172,7 +172,7 @@ def test_csv_names_lines_that_do_not_fit(tmp_path: Path) -> None:
     assert good(path, "csv") == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
 
 
-def test_names_of_columns_that_are_not_utf8_are_told_once(tmp_path: Path) -> None:
+def test_non_utf8_column_name_is_reported_once(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(b"prompt,r\xe9ponse\n1,2\n")
     found = problem(path, "csv")
@@ -193,7 +193,7 @@ def test_csv_with_a_column_named_twice_is_refused(tmp_path: Path) -> None:
     assert "a column twice: a" in problem(path, "csv").message
 
 
-def test_a_quote_in_tsv_takes_in_no_other_line(tmp_path: Path) -> None:
+def test_quote_in_tsv_does_not_span_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.tsv"
     path.write_text('prompt\tcompletion\n"Yes\tshe said\n1\t2\nno"\tthree\n"so" he said\tx\n"a ""b"""\t"c\td"\n')
     assert [row.number for row in bad(path, "tsv")] == [2, 5]
@@ -265,7 +265,7 @@ def test_long_and_short_rows_keep_their_order(tmp_path: Path, kind: str, monkeyp
     assert read(path, kind) == [(number, {"text": text}) for number, text in enumerate(texts, 1)]
 
 
-def test_text_gives_a_row_for_each_line_that_is_not_blank(tmp_path: Path) -> None:
+def test_text_file_yields_one_row_per_non_blank_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.txt"
     path.write_bytes("one\r\n\n  two \u2028 more\n".encode())
     assert read(path, "text") == [(1, {"text": "one"}), (3, {"text": "  two \u2028 more"})]

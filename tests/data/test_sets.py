@@ -108,7 +108,7 @@ def counts(sizes: list[int], weights: list[float | None], **mixture: object) -> 
     return np.bincount(sources[drawn], minlength=len(sizes)).tolist()
 
 
-def test_without_weights_each_row_comes_once() -> None:
+def test_without_weights_each_row_is_drawn_once() -> None:
     assert counts([10, 30], [None, None]) == [10, 30]
 
 
@@ -134,7 +134,7 @@ def test_weights_by_tokens_give_shares_of_tokens() -> None:
         assert share == pytest.approx(weights[0] / sum(weights), abs=0.001)
 
 
-def test_every_row_is_drawn_before_any_comes_again() -> None:
+def test_every_row_is_drawn_before_any_repeats() -> None:
     sources = np.repeat([0, 1], [10, 25])
     drawn = mixed(sources, [10, 25], [0.5, 0.5], Mixture())
     times = np.bincount(drawn, minlength=35)

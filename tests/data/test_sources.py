@@ -62,7 +62,7 @@ def test_gzip_is_known_by_the_ending_before_it(tmp_path: Path) -> None:
     assert texts(source(tmp_path)) == ["a"]
 
 
-def test_file_names_tell_the_splits_of_a_directory(tmp_path: Path) -> None:
+def test_file_names_determine_the_splits_of_a_directory(tmp_path: Path) -> None:
     for name in ("train-00.jsonl", "train-01.jsonl", "test.jsonl", "my_dev.jsonl"):
         write_jsonl(tmp_path / name, [{"text": name}])
     assert texts(source(tmp_path)) == ["train-00.jsonl", "train-01.jsonl"]
@@ -120,7 +120,7 @@ def test_files_of_two_kinds_are_refused_by_name(folder: Path) -> None:
     assert "c.csv" in found.message
 
 
-def test_an_ending_that_says_nothing_is_refused_with_the_builder(folder: Path) -> None:
+def test_unknown_file_ending_is_refused_with_the_builder(folder: Path) -> None:
     (folder / "rows.dat").write_text("x")
     assert "path: json, data_files: rows.dat" in (problem(folder / "rows.dat").hint or "")
     (folder / "rows.jsonl.zst").write_text("x")
@@ -132,7 +132,7 @@ def test_keys_of_hub_data_sets_mean_nothing_for_files(folder: Path, option: dict
     assert next(iter(option)) in problem(folder / "a.jsonl", **option).message
 
 
-def test_a_hub_id_out_of_reach_says_what_was_wanted_and_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_id_error_names_the_resource_and_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_dataset, "hub_is_reachable", lambda: False)
     found = problem("tatsu-lab/alpaca")
     assert found.code == "hub-unreachable"
@@ -150,6 +150,6 @@ def test_builtin_rows_and_unknown_ones() -> None:
 
 
 @pytest.mark.parametrize("ending", [*KIND_OF_SUFFIX, *COMPRESSED, ".jsonl.gz"])
-def test_what_is_read_by_its_ending_is_never_looked_up_on_the_hub(ending):
+def test_name_with_a_file_ending_is_never_looked_up_on_the_hub(ending):
     assert can_only_be_a_path(f"rows{ending}")
     assert not can_only_be_a_path("owner/rows")

@@ -53,7 +53,7 @@ def test_a_store_travels_to_another_process_as_its_path(store: Path) -> None:
     assert pickle.loads(packed)[1].input_ids.tolist() == [20, 21]
 
 
-def test_the_files_are_what_the_module_says(store: Path) -> None:
+def test_files_match_the_documented_layout(store: Path) -> None:
     assert np.fromfile(store / "tokens.int32", "<i4").tolist() == [10, 11, 12, 20, 21, 30, 31, 32, 33]
     assert np.fromfile(store / "trained.uint8", np.uint8).tolist() == [0, 1, 1, 1, 1, 1, 1, 0, 1]
     assert np.fromfile(store / "examples.int64", "<i8").tolist() == [0, 3, 5, 9]
@@ -61,7 +61,7 @@ def test_the_files_are_what_the_module_says(store: Path) -> None:
     assert np.fromfile(store / "train" / "rows.int64", "<i8").tolist() == [0, 2, 3]
 
 
-def test_a_store_that_is_gone_or_not_complete_is_refused_with_the_way_out(store: Path) -> None:
+def test_missing_or_incomplete_store_is_refused_with_a_hint(store: Path) -> None:
     (store / MANIFEST_NAME).unlink()
     with pytest.raises(FailedError, match="no prepared data"):
         RowStore(store / "train")
@@ -105,7 +105,7 @@ def test_positions_restart_in_each_example_and_in_the_padding() -> None:
     assert batch["position_ids"].shape == batch["input_ids"].shape
 
 
-def test_cumulative_lengths_cover_the_whole_batch_laid_out_as_one_line() -> None:
+def test_cumulative_lengths_cover_the_flattened_batch() -> None:
     assert cumulative_lengths([row(3, 1, 2), row(4)], 8).tolist() == [0, 3, 4, 6, 8, 12, 16]
     assert cumulative_lengths([row(8)], 8).dtype == np.int32
 
@@ -116,7 +116,7 @@ def test_no_rows_give_one_row_that_trains_nothing() -> None:
     assert batch["labels"].tolist() == [[IGNORE_INDEX] * 8]
 
 
-def test_packed_positions_are_what_transformers_takes_for_separate_sequences() -> None:
+def test_packed_positions_are_separate_sequences_to_transformers() -> None:
     """transformers finds the examples of a packed row by the jumps of its position ids; ours must be read that way."""
     torch = pytest.importorskip("torch")
     from transformers.masking_utils import find_packed_sequence_indices

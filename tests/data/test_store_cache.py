@@ -79,7 +79,7 @@ def test_another_eval_set_leaves_the_training_key_alone(tmp_path: Path, rows: Pa
     assert first.path != second.path
 
 
-def test_a_changed_file_is_prepared_anew_and_the_old_data_stay_for_runs_that_use_them(tmp_path: Path, rows: Path) -> None:
+def test_changed_file_is_prepared_again_and_old_data_are_kept_for_their_runs(tmp_path: Path, rows: Path) -> None:
     first = prepared(tmp_path, rows)
     before = rows.stat()
     rows.write_text(rows.read_text().replace("12", "21"))
@@ -321,7 +321,7 @@ def test_of_two_processes_at_once_one_builds_and_the_other_reuses(tmp_path: Path
     assert sorted(said) == [["False", "30"], ["True", "30"], ["True", "30"]]
 
 
-def test_without_locks_the_one_who_comes_second_takes_what_is_there(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_the_second_process_uses_the_existing_entry(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(file: object, operation: int) -> None:
         raise OSError(cache.LOCKLESS[0], "no locks")
 

@@ -47,7 +47,7 @@ def test_a_rank_has_no_rows_only_where_there_are_too_few(lengths: Int64, budget:
 
 
 @given(some_lengths, budgets, sizes)
-def test_no_step_takes_more_than_rows_of_the_greatest_length_would(lengths: Int64, budget: TokenBudget, dp_size: int) -> None:
+def test_no_step_exceeds_the_memory_of_rows_of_the_greatest_length(lengths: Int64, budget: TokenBudget, dp_size: int) -> None:
     """The places of a step, the accumulation that is printed and the time that is planned rest on it."""
     assert len(token_micro_batches(lengths, budget, dp_size)) <= -(-len(lengths) // (budget.slots // MAX_LENGTH * dp_size))
 
@@ -88,7 +88,7 @@ def like_gsm8k(rows: int) -> Int64:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_a_budget_fills_more_slots_and_takes_fewer_micro_steps_than_as_many_rows(*, grouped: bool) -> None:
+def test_token_budget_fills_more_slots_in_fewer_micro_steps_than_rows(*, grouped: bool) -> None:
     lengths, budget, dp_size, size = like_gsm8k(4000), TokenBudget(4096, 8, 512), 2, 64
     order = epoch_order(lengths, seed=1, epoch=0, shuffle=True, group_by_length=grouped, global_batch_size=size)
     steps = [lengths[order[at : at + size]] for at in range(0, len(order) // size * size, size)]
@@ -103,7 +103,7 @@ def test_a_budget_fills_more_slots_and_takes_fewer_micro_steps_than_as_many_rows
     assert by_tokens.held_slots < 1.03 * by_tokens.slots, "ranks of a micro-step take about as many slots"
 
 
-def test_what_a_budget_makes_of_an_epoch_is_said_before_it_begins(tmp_path: Path) -> None:
+def test_steps_of_a_token_budget_are_reported_before_the_epoch_starts(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store")
     prepared = Prepared("hand-made", str(store), str(store / "train"), {}, TRAIN_ROWS, VOCABULARY, 0, {}, [])
     recipe = resolved(gpus=2, global_batch=16, micro_batch=2, data={"max_length": 32}, training={"per_device_train_batch_tokens": 64})

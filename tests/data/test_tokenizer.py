@@ -93,7 +93,7 @@ assert not {{"torch", "datasets", "pyarrow"}} & set(sys.modules)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_padding_is_chosen_from_unused_tokens_and_said(tmp_path: Path) -> None:
+def test_padding_token_is_chosen_from_unused_tokens_and_reported(tmp_path: Path) -> None:
     opened = open_tokenizer(recipe(saved(tmp_path, eos_token="<|endoftext|>")))
     assert opened.tokenizer.pad_token == "<|pad|>"
     (notice,) = opened.notices
@@ -112,11 +112,11 @@ def test_padding_is_the_end_of_sequence_when_nothing_is_unused(tmp_path: Path) -
     assert "its end-of-sequence token" in opened.notices[0].message
 
 
-def test_a_tokenizer_that_has_padding_says_nothing() -> None:
+def test_tokenizer_with_padding_gives_no_notice() -> None:
     assert open_tokenizer(recipe()).notices == ()
 
 
-def test_no_end_of_sequence_is_an_error_and_naming_one_mends_it(tmp_path: Path) -> None:
+def test_missing_eos_token_is_an_error_fixed_by_naming_one(tmp_path: Path) -> None:
     path = saved(tmp_path)
     assert problem(recipe(path)).code == "no-eos"
     tokenizer = tokenizer_of(recipe(path, tokens={"eos": "<|end|>", "pad": "<|pad|>"}))
@@ -163,7 +163,7 @@ def test_a_run_directory_gives_the_tokenizer_of_its_model(tmp_path: Path) -> Non
         assert tokenizer_of(recipe(path)).eos_token == "<|endoftext|>"
 
 
-def test_what_is_not_there_is_told_apart_from_what_is_out_of_reach(tmp_path: Path) -> None:
+def test_missing_tokenizer_is_distinguished_from_unreachable_hub(tmp_path: Path) -> None:
     assert problem(recipe(None)).code == "no-tokenizer"
     assert problem(recipe(tmp_path)).code == "tokenizer-not-found"
     assert problem(recipe("./nowhere")).code == "tokenizer-not-found"
@@ -209,7 +209,7 @@ def test_a_beginning_of_sequence_that_the_tokenizer_adds_is_its_prefix(tmp_path:
     assert load_encoder(recipe()).prefix_ids == ()
 
 
-def test_digests_tell_tokenizers_apart(tmp_path: Path) -> None:
+def test_digests_distinguish_tokenizers(tmp_path: Path) -> None:
     digests = {
         load_encoder(wanted).digest
         for wanted in (recipe(), recipe(tokens={"add": ["<|new|>"]}), recipe(tokens={"eos": "<|end|>"}), recipe(template="chatml"))

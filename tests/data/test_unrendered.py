@@ -45,7 +45,7 @@ def refused(template: str, *messages: dict[str, Any], **given: Any) -> str:
 
 
 @pytest.mark.parametrize("template", [AS_JSON, AS_XML])
-def test_a_template_that_renders_everything_gives_no_notes(template: str) -> None:
+def test_complete_template_gives_no_notes(template: str) -> None:
     assert (
         notes(template, USER, CALL, {"role": "tool", "content": " 31 degrees "}, ANSWER, tools=TOOLS if template == AS_JSON else None) == []
     )
@@ -64,7 +64,7 @@ def test_a_trained_tool_call_that_the_template_ignores_is_refused(trained: bool 
     assert "leaves out 'city'" in refused(AS_NAME, USER, CALL, trained=trained)
 
 
-def test_text_beside_a_tool_call_that_the_template_ignores_is_refused() -> None:
+def test_text_next_to_a_tool_call_that_the_template_drops_is_refused() -> None:
     either = AS_JSON.replace("{{ m.content | trim }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}")
     assert refused(either, USER, CALL | {"content": "I look it up."}) == "message 2: the chat template leaves out 'I look it up.'"
 

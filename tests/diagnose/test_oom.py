@@ -33,13 +33,13 @@ def test_torchs_message_is_read() -> None:
     assert sizes_in("CUDA error: out of memory") == {}
 
 
-def test_what_is_live_adds_up_and_the_largest_comes_first() -> None:
+def test_live_allocations_add_up_and_the_largest_is_first() -> None:
     assert MODEL_STATE.live == {"optimizer state": 30 * GIB, "gradients": 20 * GIB, "parameters": 20 * GIB, REST: 4 * GIB}
     assert ACTIVATIONS.live == {REST: 73 * GIB, "parameters": GIB}
     assert sum(MODEL_STATE.live.values()) == SIZES["allocated"]
 
 
-def test_the_message_says_where_how_much_and_what_held_it(tmp_path: Path) -> None:
+def test_message_has_place_size_and_holders(tmp_path: Path) -> None:
     message = device_problem(resolved(tmp_path), ACTIVATIONS).message
     assert message == (
         "out of device memory in `forward`: 2.00 GiB more were asked for of a device with 80.00 GiB; "
@@ -86,7 +86,7 @@ def test_fragmentation_and_the_phase_come_first(tmp_path: Path) -> None:
     assert ways(tmp_path, saving, "fsdp.state_dict_type=FULL_STATE_DICT")[0] == "fsdp.state_dict_type"
 
 
-def test_a_moment_of_which_nothing_is_known_is_told_all_the_same(tmp_path: Path) -> None:
+def test_unknown_moment_is_still_reported(tmp_path: Path) -> None:
     problem = device_problem(resolved(tmp_path), Moment("loading the model", 0))
     assert problem.message == "out of device memory in `loading the model`: no more could be had"
     assert len(problem.ways_out) == 3

@@ -122,7 +122,7 @@ def test_a_part_of_another_step_is_found(part: str, pristine: RunDir, tmp_path: 
 
 
 @pytest.mark.parametrize("part", ["pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0", "rng_state_1.pth"])
-def test_a_file_that_a_link_took_the_place_of_is_found(part: str, pristine: RunDir, tmp_path: Path) -> None:
+def test_file_replaced_by_a_link_is_found(part: str, pristine: RunDir, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(pristine.path, tmp_path / "run"))
     target = run.checkpoint(ranks.SECOND) / part
     moved = target.rename(tmp_path / "elsewhere")
@@ -172,7 +172,7 @@ def test_a_manifest_that_does_not_fit_makes_no_checkpoint(kind: str, pristine: R
 
 
 @pytest.mark.parametrize("fact", ["step", "world_size", "recipe_digest", "no digest"])
-def test_a_digit_changed_in_what_a_manifest_says_of_itself_is_found(fact: str, pristine: RunDir, tmp_path: Path) -> None:
+def test_changed_digit_in_the_facts_of_a_manifest_is_found(fact: str, pristine: RunDir, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(pristine.path, tmp_path / "run"))
     path = run.checkpoint(ranks.SECOND) / MANIFEST_NAME
     document = json.loads(path.read_text())
@@ -189,7 +189,7 @@ def test_a_digit_changed_in_what_a_manifest_says_of_itself_is_found(fact: str, p
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b"1", b"\xff\xfe", b"[" * 100_000, b'{"a":1}'], ids=lambda raw: repr(raw[:9]))
-def test_a_manifest_that_is_none_makes_no_checkpoint(raw: bytes, pristine: RunDir, tmp_path: Path) -> None:
+def test_invalid_manifest_is_not_a_checkpoint(raw: bytes, pristine: RunDir, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(pristine.path, tmp_path / "run"))
     (run.checkpoint(ranks.SECOND) / MANIFEST_NAME).write_bytes(raw)
     expect_older(run, MANIFEST_NAME, repr(raw[:9]))
@@ -212,9 +212,7 @@ def test_files_that_came_later_are_neither_read_nor_in_the_way(pristine: RunDir,
     assert forks.values(2, ranks.come_back, [run.path]) == [[(ranks.SECOND, True)]] * 2
 
 
-def test_a_checkpoint_that_was_copied_without_times_and_may_only_be_read_comes_back(
-    pristine: RunDir, tmp_path: Path, forks: ForkServer
-) -> None:
+def test_read_only_copy_without_times_resumes(pristine: RunDir, tmp_path: Path, forks: ForkServer) -> None:
     run = RunDir(tmp_path / "elsewhere" / "of another name")
     shutil.copytree(pristine.path, run.path, copy_function=shutil.copyfile)
     for path in run.checkpoint(ranks.SECOND).rglob("*"):
@@ -223,7 +221,7 @@ def test_a_checkpoint_that_was_copied_without_times_and_may_only_be_read_comes_b
 
 
 @pytest.mark.parametrize("name", ["checkpoint-x", "checkpoint-", "checkpoint-07x", "Checkpoint-30", "checkpoint-30.old"])
-def test_what_only_looks_like_a_checkpoint_is_none(name: str, pristine: RunDir, tmp_path: Path) -> None:
+def test_lookalike_directory_is_not_a_checkpoint(name: str, pristine: RunDir, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(pristine.path, tmp_path / "run"))
     shutil.copytree(run.checkpoint(ranks.SECOND), run.path / name)
     checkpoint, _ = latest_checkpoint(run, digests=True)
@@ -232,7 +230,7 @@ def test_what_only_looks_like_a_checkpoint_is_none(name: str, pristine: RunDir, 
 
 
 @pytest.mark.parametrize("kind", ["link", "link to itself", "file", "renamed"])
-def test_a_visible_name_that_is_no_directory_of_that_step_is_told(kind: str, pristine: RunDir, tmp_path: Path) -> None:
+def test_name_that_is_not_a_directory_of_its_step_is_reported(kind: str, pristine: RunDir, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(pristine.path, tmp_path / "run"))
     late = run.checkpoint(30)
     if kind == "link":

@@ -87,7 +87,7 @@ def test_rotation_killed_anywhere_shows_no_half_deleted_checkpoint(tmp_path: Pat
     count(kill_points_in_a_rotation=every_kill(make, lambda place: rotate(RunDir(place), 2, protected=set()), check, tmp_path))
 
 
-def test_rotation_that_sees_the_newest_late_takes_too_few_and_never_the_newest(tmp_path: Path) -> None:
+def test_rotation_with_a_stale_listing_deletes_too_few_and_never_the_newest(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     for step in STEPS:
         make_checkpoint(run, step)
@@ -100,7 +100,7 @@ def test_rotation_that_sees_the_newest_late_takes_too_few_and_never_the_newest(t
 
 
 @pytest.mark.parametrize("protected", [set(), {20}])
-def test_rotation_takes_only_what_this_tool_made_and_never_the_newest(protected: set[int], tmp_path: Path) -> None:
+def test_rotation_deletes_only_own_checkpoints_and_never_the_newest(protected: set[int], tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     for step in STEPS:
         make_checkpoint(run, step)
@@ -143,7 +143,7 @@ def test_leftovers_of_five_crashes_go_and_a_link_is_not_followed(tmp_path: Path)
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_new_run_killed_anywhere_is_absent_or_whole(every: int, tmp_path: Path, count: Count) -> None:
+def test_new_run_killed_anywhere_is_absent_or_complete(every: int, tmp_path: Path, count: Count) -> None:
     recipe = resolved(tmp_path)
 
     def make(place: Path) -> Path:
@@ -226,7 +226,7 @@ def test_resume_of_a_directory_whose_files_were_damaged_is_one_error(tmp_path: P
 
 
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_merge_killed_anywhere_leaves_no_model_or_a_whole_one(every: int, tmp_path: Path, count: Count) -> None:
+def test_merge_killed_anywhere_leaves_no_model_or_a_complete_one(every: int, tmp_path: Path, count: Count) -> None:
     import torch
 
     from fsdp_tune.merge.merging import MergeOptions, merge_checkpoint

@@ -33,7 +33,7 @@ def outcome(run: RunDir, rank: int) -> dict[str, Any]:
     "what", ["NaN in a gradient", pytest.param("infinite gradient", marks=slow), pytest.param("infinite weight", marks=slow)]
 )
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=slow)])
-def test_number_that_is_none_on_one_rank_stops_all_before_the_update(rank: int, what: str, training: Training) -> None:
+def test_nan_or_infinity_on_one_rank_stops_all_before_the_update(rank: int, what: str, training: Training) -> None:
     run = training.new()
     training.attempt(run, sabotage=[(what, rank, 4)])
     for each in range(2):
@@ -56,7 +56,7 @@ def test_number_that_is_none_on_one_rank_stops_all_before_the_update(rank: int, 
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_out_of_memory_says_whose_and_which(rank: int, what: str, code: int, reason: str, training: Training) -> None:
+def test_out_of_memory_error_names_rank_and_memory(rank: int, what: str, code: int, reason: str, training: Training) -> None:
     run = training.new()
     training.attempt(run, sabotage=[(what, rank, 4)])
     mine, other = outcome(run, rank), outcome(run, 1 - rank)
@@ -185,7 +185,7 @@ def test_rows_and_micro_batches_without_targets_train_as_on_one_rank(tmp_path: P
 
 
 @slow
-def test_step_without_a_single_target_is_an_error_and_no_loss_of_zero(tmp_path: Path, forks: ForkServer) -> None:
+def test_step_without_targets_is_an_error_and_not_a_loss_of_zero(tmp_path: Path, forks: ForkServer) -> None:
     run, _ = train_on(tmp_path, set(range(16, 32)), 2, forks, shuffle=False)
     assert {outcome(run, rank)["problem"]["code"] for rank in range(2)} == {"step-without-targets"}
     assert "step 2" in outcome(run, 0)["problem"]["message"]

@@ -175,7 +175,7 @@ def test_power_cut_while_a_file_is_replaced_leaves_the_old_or_the_new(tmp_path: 
     count(power_cuts=every_crash(root, lambda: read_tree(before), log, tmp_path / "crashed", check))
 
 
-def test_power_cut_while_a_directory_is_made_leaves_none_or_the_whole(tmp_path: Path, count: Count) -> None:
+def test_power_cut_while_a_directory_is_made_leaves_none_or_all_of_it(tmp_path: Path, count: Count) -> None:
     root = tmp_path / "folder"
     root.mkdir()
     with injected(None) as log, staged_directory(root / "made") as stage:

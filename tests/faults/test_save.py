@@ -144,7 +144,7 @@ def broken(cases: Cases, errors: Sequence[int], *, every_write: int, every: int 
     return faults
 
 
-def test_disk_that_refuses_any_of_a_few_operations_is_told_and_the_next_save_is_good(
+def test_disk_refusing_any_of_a_few_operations_is_reported_and_the_next_save_succeeds(
     tmp_path: Path, forks: ForkServer, count: Count
 ) -> None:
     cases = Cases(tmp_path, forks)
@@ -155,7 +155,7 @@ def test_disk_that_refuses_any_of_a_few_operations_is_told_and_the_next_save_is_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", ERRORS, ids=[errno.errorcode[error] for error in ERRORS])
-def test_disk_that_refuses_any_operation_is_told_and_the_next_save_is_good(
+def test_disk_refusing_any_operation_is_reported_and_the_next_save_succeeds(
     error: int, tmp_path: Path, forks: ForkServer, count: Count
 ) -> None:
     cases = Cases(tmp_path, forks)

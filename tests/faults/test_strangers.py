@@ -29,7 +29,7 @@ ANSWERS = {
 }
 
 
-def test_answers_of_the_hub_are_told_apart_and_the_token_is_in_none(tmp_path: Path) -> None:
+def test_hub_errors_are_distinguished_and_never_contain_the_token(tmp_path: Path) -> None:
     """A server on this machine that answers for each repository as its name says; the same words by whichever way it was asked."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_TOKEN": SECRET, "HF_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
     for proxy in ("http_proxy", "https_proxy", "all_proxy"):

@@ -56,14 +56,14 @@ def death(training: Training, *happenings: Happening) -> RunDir:
     cases([("forward", 8)], [("fetch", 4), ("reduce", 7), ("log", 6), ("evaluate", 5), ("save", 3), ("save", 12), ("forward", 0)]),
 )
 @pytest.mark.parametrize("rank", cases([1], [0]))
-def test_rank_killed_in_any_phase_ends_the_others_and_the_run_comes_back(rank: int, phase: str, step: int, training: Training) -> None:
+def test_rank_killed_in_any_phase_ends_the_others_and_the_run_resumes(rank: int, phase: str, step: int, training: Training) -> None:
     run = death(training, Happening(rank, phase, step))
     training.finish(run)
     training.is_whole(run)
 
 
 @slow
-def test_all_ranks_killed_at_once_come_back(training: Training) -> None:
+def test_run_with_all_ranks_killed_at_once_resumes(training: Training) -> None:
     run = training.new()
     ends = training.attempt(run, [Happening(0, "forward", 8), Happening(1, "forward", 8)])
     assert -signal.SIGKILL in {end.code for end in ends}
@@ -86,7 +86,7 @@ def test_five_crashes_in_a_row_lose_nothing(training: Training) -> None:
 
 @pytest.mark.parametrize("number", cases([37], [1, 90, 300, 500, 700, 1200]))
 @pytest.mark.parametrize("rank", cases([0], [1]))
-def test_rank_killed_at_a_file_operation_of_a_save_in_training_comes_back(number: int, rank: int, training: Training) -> None:
+def test_rank_killed_at_a_file_operation_of_a_save_resumes(number: int, rank: int, training: Training) -> None:
     """Saves run in the background while the next steps are taken."""
     run = training.new()
     ends = training.attempt(run, faults=[(rank, Fault(number, "torn", inside=".checkpoint-"))])
@@ -99,7 +99,7 @@ def test_rank_killed_at_a_file_operation_of_a_save_in_training_comes_back(number
 
 
 @pytest.mark.parametrize("step", cases([3], [1, 2, 4, 5, 6, 7, 8, 9]))
-def test_stopped_and_resumed_at_any_step_is_as_if_never_stopped(step: int, training: Training) -> None:
+def test_stop_and_resume_at_any_step_continues_losses(step: int, training: Training) -> None:
     """Dropout, accumulation, a schedule, the end of an epoch, and the steps where it saves anyway."""
     run = training.new()
     ends = training.attempt(run, [Happening(step % 2, "forward", step, signal.SIGUSR1)])

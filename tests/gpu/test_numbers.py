@@ -28,7 +28,7 @@ def curve(train: Train, precision: str, record_property) -> list[float]:
     return [line["loss"] for line in loss_lines(run)]
 
 
-def test_curve_in_bf16_stays_beside_fp32(train: Train, record_property) -> None:
+def test_loss_curve_in_bf16_stays_close_to_fp32(train: Train, record_property) -> None:
     """A model of more than 100M parameters (small on the CPU): bf16 scatters around fp32 and does not drift away."""
     full, half = curve(train, "no", record_property), curve(train, "bf16", record_property)
     off = [b / a - 1.0 for a, b in zip(full, half, strict=True)]
@@ -49,7 +49,7 @@ def test_curve_in_bf16_stays_beside_fp32(train: Train, record_property) -> None:
     ],
     ids=["full", "selective", "inputs on the host"],
 )
-def test_recomputation_with_dropout_gives_the_same_gradients(recomputed: dict[str, Any], train: Train) -> None:
+def test_recomputation_with_dropout_has_the_same_gradients(recomputed: dict[str, Any], train: Train) -> None:
     """Four layers and two micro-batches: an input that is overwritten while it is copied, or used before it is back, shows."""
     settings = {"training": {"max_steps": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "full_determinism": True}}
     plain, found = (train(model={"from_config": GPT2 | {"n_layer": 4}}, fsdp=fsdp, **settings) for fsdp in ({}, recomputed))

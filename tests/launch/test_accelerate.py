@@ -76,7 +76,7 @@ def test_use_fsdp_spawns_the_ranks_whatever_the_strategy(tmp_path: Path, strateg
     assert "--cpu" not in argv
 
 
-def test_one_machine_meets_on_loopback_by_c10d(tmp_path: Path) -> None:
+def test_one_machine_uses_c10d_on_loopback(tmp_path: Path) -> None:
     made = plan(tmp_path)
     assert option(made, "--rdzv_backend") == "c10d"
     assert made.settings["PET_RDZV_ENDPOINT"] == "127.0.0.1:0"
@@ -109,7 +109,7 @@ def test_the_first_machine_is_found_in_the_scheduler_variables(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("machine_rank", [-1, 2])
-def test_a_machine_rank_that_is_none_is_refused(tmp_path: Path, machine_rank: int) -> None:
+def test_invalid_machine_rank_is_refused(tmp_path: Path, machine_rank: int) -> None:
     with pytest.raises(FsdpTuneError, match="not one of 0 to 1"):
         plan(tmp_path, *MACHINES, machine_rank=machine_rank)
 
@@ -186,7 +186,7 @@ def test_compiled_kernels_are_not_read_from_a_directory_of_the_recipe(tmp_path: 
 
 
 @pytest.mark.parametrize(("asked", "set_to"), [("true", "true"), ("false", "false")])
-def test_affinity_is_the_recipes_whatever_the_shell_says(tmp_path: Path, asked: str, set_to: str) -> None:
+def test_cpu_affinity_follows_the_recipe_not_the_shell(tmp_path: Path, asked: str, set_to: str) -> None:
     """Accelerate's PartialState reads the variable; `accelerate launch` sets it by the option in its config file."""
     made = plan(tmp_path, f"launch.enable_cpu_affinity={asked}", inherited={"ACCELERATE_CPU_AFFINITY": "1"})
     assert made.env["ACCELERATE_CPU_AFFINITY"] == set_to
@@ -249,7 +249,7 @@ def test_arguments_that_the_recipe_owns_are_refused_with_its_key(word: str, owne
     assert problem.code == "launch-argument-owned"
 
 
-def test_unknown_arguments_get_the_close_match_and_all_are_told() -> None:
+def test_all_unknown_arguments_are_reported_with_close_matches() -> None:
     with pytest.raises(FsdpTuneError) as caught:
         check_extra(["--monitor_intervall", "1", "stray", "--tee"])
     assert [problem.code for problem in caught.value.problems] == ["launch-argument-unknown"] * 3
@@ -272,7 +272,7 @@ def test_every_argument_of_the_installed_accelerate_is_free_or_owned() -> None:
     assert undecided == []
 
 
-def test_a_port_that_is_taken_is_told_at_once(tmp_path: Path) -> None:
+def test_used_port_is_refused_before_launch(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()
@@ -284,7 +284,7 @@ def test_a_port_that_is_taken_is_told_at_once(tmp_path: Path) -> None:
     check_port(resolved(tmp_path))
 
 
-def test_the_lines_to_start_by_hand_name_ranks_and_directory(tmp_path: Path) -> None:
+def test_lines_for_a_manual_start_name_ranks_and_directory(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "a run")
     accelerate, torchrun = by_hand(resolved(tmp_path), run)
     assert "--use_fsdp --num_processes 2 -m fsdp_tune.worker '" in accelerate

@@ -68,7 +68,7 @@ def start(first: Machines, second: Machines, launch: int = 0) -> None:
     assert answers == [None, launch]
 
 
-def test_a_machine_alone_tells_nobody_and_waits_for_nobody(run: RunDir) -> None:
+def test_single_machine_neither_announces_nor_waits(run: RunDir) -> None:
     run.logs.mkdir()
     alone = Machines(run, 0, 1, patience_seconds=0.0)
     assert alone.gather(0) is None
@@ -79,7 +79,7 @@ def test_a_machine_alone_tells_nobody_and_waits_for_nobody(run: RunDir) -> None:
     assert list(run.logs.iterdir()) == []
 
 
-def test_a_machine_that_never_comes_is_named(run: RunDir) -> None:
+def test_missing_machine_is_named(run: RunDir) -> None:
     run.logs.mkdir()
     with locked(run):
         missing = pair(run, patience_seconds=0.2)[0].gather(0)
@@ -99,7 +99,7 @@ def test_a_bad_end_elsewhere_ends_the_ranks_here(two: tuple[Machines, Machines])
     assert (trouble.code, trouble.message) == ("machine-failed", "machine 1: rank-killed happened")
 
 
-def test_a_good_end_elsewhere_is_no_trouble(two: tuple[Machines, Machines]) -> None:
+def test_success_on_another_machine_is_not_a_failure(two: tuple[Machines, Machines]) -> None:
     first, second = two
     start(first, second)
     second.end(FINISHED)
@@ -262,7 +262,7 @@ def test_a_first_machine_that_is_gone_is_not_waited_for(run: RunDir) -> None:
     assert second.next_launch() is None
 
 
-def test_a_hang_is_looked_at_by_all_machines_together(two: tuple[Machines, Machines]) -> None:
+def test_hang_is_examined_on_all_machines(two: tuple[Machines, Machines]) -> None:
     first, second = two
     start(first, second)
     mine, theirs = Standing(0, 5, "training", waits_in="all_reduce"), Standing(1, 5, "backward", state="stopped (SIGSTOP)")

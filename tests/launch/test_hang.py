@@ -92,7 +92,7 @@ def test_a_save_in_the_background_is_not_what_a_rank_waits_in() -> None:
     assert waits_in(parse(dump(saving, COMPUTES))) is None
 
 
-def test_the_place_is_the_innermost_call_and_ours() -> None:
+def test_location_is_the_innermost_call_and_ours() -> None:
     assert stands_at(parse(dump(HEARTBEAT, COMPUTES))) == (
         f"{TORCH}/nn/modules/linear.py:7 in forward, called from fsdp_tune/worker/trainer.py:150 in training_step"
     )
@@ -100,7 +100,7 @@ def test_the_place_is_the_innermost_call_and_ours() -> None:
     assert stands_at([]) is None
 
 
-def test_what_else_stands_in_a_log_is_no_stack() -> None:
+def test_other_log_lines_are_not_stacks() -> None:
     stacks = parse(f'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nwarning\n{dump(HEARTBEAT, COMPUTES)}\nmore')
     assert len(stacks) == 2
     assert main_thread(stacks)[0].function == "forward"
@@ -128,11 +128,11 @@ def recorded(number: int, *, ended: bool = False, group: str = "0") -> dict[str,
     ],
     ids=["stopped", "computes", "all compute", "all wait", "a collective behind", "same collective", "unknown", "other groups"],
 )
-def test_the_late_rank_is_told_from_those_that_wait(standings: list[Standing], late: list[int]) -> None:
+def test_late_rank_is_distinguished_from_waiting_ranks(standings: list[Standing], late: list[int]) -> None:
     assert [each.rank for each in late_ranks(standings)] == late
 
 
-def test_the_message_names_rank_step_place_and_what_the_others_wait_in() -> None:
+def test_message_names_rank_step_location_and_where_others_wait() -> None:
     late = standing(3, waits_in=None, step=128, phase="optimizer step", at="optim.py:1 in step")
     problem = hang_problem([*(standing(rank) for rank in range(3)), late], 1800.0, Path("/r/logs/hang.txt"))
     assert problem.message == (
@@ -142,7 +142,7 @@ def test_the_message_names_rank_step_place_and_what_the_others_wait_in() -> None
     assert "/r/logs/hang.txt" in (problem.hint or "")
 
 
-def test_ranks_in_different_collectives_are_told_with_their_numbers() -> None:
+def test_ranks_in_different_collectives_are_reported_with_sequence_numbers() -> None:
     one, other = standing(0, collective=recorded(57)), standing(1, waits_in="barrier", collective=recorded(57))
     message = hang_problem([one, other], 60.0, Path("x")).message
     assert (
@@ -150,7 +150,7 @@ def test_ranks_in_different_collectives_are_told_with_their_numbers() -> None:
     )
 
 
-def test_where_nobody_is_late_the_network_is_suspected() -> None:
+def test_network_is_suspected_if_no_rank_is_late() -> None:
     assert "a rank of another machine, or the network" in hang_problem([standing(0), standing(1)], 60.0, Path("x")).message
     assert hang_problem([], 60.0, Path("x")).message.endswith(": no rank has been started by then")
 
@@ -160,7 +160,7 @@ def test_a_thousand_ranks_are_one_line() -> None:
     assert message.endswith("waiting for it: 999 ranks in all_reduce")
 
 
-def test_the_report_has_every_rank_and_says_which_gave_no_answer() -> None:
+def test_report_lists_every_rank_and_those_without_an_answer() -> None:
     standings = [standing(0), Standing(1)]
     text = report_text(standings, {0: dump(ALL_REDUCE), 1: ""}, hang_problem(standings, 60.0, Path("x")))
     assert "rank 1 (before its first sign of life): does not wait for others" in text

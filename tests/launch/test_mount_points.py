@@ -101,7 +101,7 @@ def killed_at(number: int, action: Callable[[], None]) -> int:
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_fill_killed_at_any_operation_leaves_the_whole_or_what_counts_as_nothing(tmp_path: Path, *, replace: bool) -> None:
+def test_fill_killed_at_any_operation_leaves_everything_or_an_unfinished_mark(tmp_path: Path, *, replace: bool) -> None:
     volume, real = tmp_path / "volume", tmp_path / "real"
     for number in range(1, 60):
         real.mkdir()
@@ -149,13 +149,13 @@ def test_run_is_written_into_a_volume(volume: Path, tmp_path: Path) -> None:
     assert not decide(run, recipe, "auto", overwrite=False).is_new
 
 
-def test_volume_that_everybody_may_write_into_is_refused_before_anything_is_written(volume: Path, tmp_path: Path) -> None:
+def test_world_writable_volume_is_refused_before_anything_is_written(volume: Path, tmp_path: Path) -> None:
     volume.chmod(0o777)
     with pytest.raises(FsdpTuneError, match="can be written by everybody"):
         decide(RunDir(volume), resolved(tmp_path), None, overwrite=False)
 
 
-def test_volume_with_files_of_somebody_else_is_refused(volume: Path, tmp_path: Path) -> None:
+def test_volume_with_foreign_files_is_refused(volume: Path, tmp_path: Path) -> None:
     (volume / "thesis.tex").write_text("x")
     with pytest.raises(FsdpTuneError, match=r"not empty \(thesis.tex\)"):
         decide(RunDir(volume), resolved(tmp_path), None, overwrite=False)

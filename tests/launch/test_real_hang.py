@@ -63,7 +63,7 @@ def test_a_last_save_that_moves_no_bytes_is_a_hang(asynchronous: bool, tmp_path:
 
 
 @pytest.mark.parametrize("how", ["the last save", "a save after a signal"])
-def test_a_background_save_slower_than_the_limit_is_no_hang(how: str, tmp_path: Path) -> None:
+def test_background_save_slower_than_the_limit_is_not_a_hang(how: str, tmp_path: Path) -> None:
     keys = KEYS | {"checkpoint.probe": False, "checkpoint.async": True, "training.save_steps": 100}
     run = written(tmp_path, "run", steps=STEPS if how == "the last save" else 1000, **keys)
     accidents: list[dict[str, Any]] = [{"rank": rank, "step": 2, "how": "slow disk"} for rank in range(2)]

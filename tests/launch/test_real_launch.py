@@ -109,7 +109,7 @@ def test_the_agent_passes_signals_on_and_waits_for_the_save(tmp_path: Path, run:
     assert (ended.exit_code, ended.problem, ended.step) == (code, None, 7)
 
 
-def test_the_agents_words_on_a_killed_rank_are_understood(tmp_path: Path, run: RunDir, repository: Path) -> None:
+def test_torchruns_report_of_a_killed_rank_is_parsed(tmp_path: Path, run: RunDir, repository: Path) -> None:
     stuck = [["ignore-signals"], ["beat", "training", 3], ["sleep", 60]]
     dies = [["beat", "training", 3], ["sleep", 0.5], ["die", int(signal.SIGKILL)]]
     ended, _ = launch(tmp_path, run, repository, {"0": stuck, "1": dies})
@@ -118,7 +118,7 @@ def test_the_agents_words_on_a_killed_rank_are_understood(tmp_path: Path, run: R
     assert ended.problem.message == "rank 1 was killed by SIGKILL at step 3"
 
 
-def test_a_rank_that_dies_at_import_is_shown_and_not_torchruns_box(tmp_path: Path, run: RunDir, repository: Path) -> None:
+def test_error_of_a_rank_that_dies_at_import_replaces_torchruns_box(tmp_path: Path, run: RunDir, repository: Path) -> None:
     ended, _ = launch(tmp_path, run, repository, {"0": [["sleep", 60]], "1": [["raise", "no such library"]]})
     assert ended.exit_code == 1
     assert ended.problem is not None

@@ -128,7 +128,7 @@ def test_twenty_kills_in_a_row_leave_the_uninterrupted_run(tmp_path: Path, reque
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [int(signal.SIGSTOP), "sleep", "hold"], ids=["stopped", "sleeps", "holds Python's lock"])
-def test_a_rank_that_stands_still_is_named_and_the_run_goes_on(tmp_path: Path, how: int | str) -> None:
+def test_hanging_rank_is_named_and_the_run_restarts(tmp_path: Path, how: int | str) -> None:
     run = written(tmp_path, "run", steps=4, **{"launch.hang_timeout": "8s"})
     ended, events = launch(run, {"rank": 1, "step": 2, "how": how})
     assert ended.exit_code == 0
@@ -159,7 +159,7 @@ def test_the_same_step_three_times_ends_the_run_with_its_rows(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "code", "restarts"), [("oom", 3, 0), ("memory", 0, 1)])
-def test_device_memory_is_not_tried_again_and_host_memory_is(tmp_path: Path, how: str, code: int, restarts: int) -> None:
+def test_run_out_of_host_memory_restarts_and_out_of_device_memory_does_not(tmp_path: Path, how: str, code: int, restarts: int) -> None:
     run = written(tmp_path, "run", steps=4)
     ended, _ = launch(run, {"rank": 1, "step": 2, "how": how})
     assert ended.exit_code == code

@@ -133,7 +133,7 @@ def lines(run: RunDir) -> list[dict[str, Any]]:
 DIES_ONCE = [["beat", "training", 2], ["log", {"event": "train_started", "step": 0}], ["once", "died", "die", int(signal.SIGKILL)]]
 
 
-def test_a_killed_rank_is_started_again_and_the_user_and_the_metrics_are_told(attempt: Any, run: RunDir) -> None:
+def test_killed_rank_restarts_the_run_with_a_message_and_a_metrics_event(attempt: Any, run: RunDir) -> None:
     end, events = attempt({"0": [*DIES_ONCE, ["outcome", FINISHED]], "1": [["outcome", FINISHED]]})
     assert (end.exit_code, end.problem) == (0, None)
     (said,) = [event.text for event in events if isinstance(event, Said) and "restarting" in event.text]
@@ -157,7 +157,7 @@ def test_a_hang_is_started_again(attempt: Any) -> None:
     assert any(isinstance(event, Said) and "nothing has moved" in event.text and "restarting" in event.text for event in events)
 
 
-def test_what_fails_before_training_each_time_is_started_once_more_and_then_given_up(attempt: Any, run: RunDir) -> None:
+def test_repeated_failure_before_training_is_restarted_once(attempt: Any, run: RunDir) -> None:
     end, events = attempt({"0": [["raise", "no such library"]]})
     assert end.exit_code == 1
     assert end.problem is not None
@@ -170,7 +170,7 @@ def test_what_fails_before_training_each_time_is_started_once_more_and_then_give
 @pytest.mark.parametrize(
     ("code", "reason"), [(2, "failed"), (3, "out_of_memory"), (4, "non_finite"), (130, "interrupted"), (143, "preempted")]
 )
-def test_no_restart_where_it_cannot_help_or_is_not_wanted(attempt: Any, run: RunDir, code: int, reason: str) -> None:
+def test_no_restart_if_it_cannot_help_or_is_disabled(attempt: Any, run: RunDir, code: int, reason: str) -> None:
     outcome = {"exit_code": code, "exit_reason": reason, "problem": {"code": "x", "message": "x"} if code < 100 else None}
     end, events = attempt({"0": [["beat", "training", 1], ["outcome", outcome], ["exit", code]]})
     assert end.exit_code == code

@@ -65,7 +65,7 @@ def test_how_a_run_is_executed_and_observed_is_free(tmp_path: Path, override: st
         ("training.global_batch_size=16", "training.global_batch_size"),
     ],
 )
-def test_what_the_next_steps_do_is_accepted_and_told(tmp_path: Path, override: str, key: str) -> None:
+def test_changed_keys_of_later_steps_are_accepted_and_reported(tmp_path: Path, override: str, key: str) -> None:
     found = compare(resolved(tmp_path), resolved(tmp_path, override))
     assert [change.key for change in check(found)] == [key]
     assert {change.key: change.kind for change in found}[key] is OnResume.TRAJECTORY
@@ -84,14 +84,14 @@ def test_what_the_next_steps_do_is_accepted_and_told(tmp_path: Path, override: s
         *("precision.mixed_precision=no", "data.shuffle=false", "data.eval={rows: 5}"),
     ],
 )
-def test_what_the_steps_taken_rest_on_is_refused(tmp_path: Path, override: str) -> None:
+def test_changed_keys_of_completed_steps_are_refused(tmp_path: Path, override: str) -> None:
     with pytest.raises(FsdpTuneError, match="cannot change on resume") as caught:
         check(compare(resolved(tmp_path), resolved(tmp_path, override)))
     assert caught.value.exit_code == 2
     assert override.partition("=")[0].split(".")[1] in str(caught.value)
 
 
-def test_all_refused_keys_are_told_at_once(tmp_path: Path) -> None:
+def test_all_refused_keys_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(FsdpTuneError) as caught:
         check(
             compare(
@@ -114,7 +114,7 @@ def test_a_token_budget_is_another_split(tmp_path: Path) -> None:
     assert {kind for key, kind in found.items() if key.startswith("training.")} <= {OnResume.FREE}
 
 
-def test_an_explicit_default_is_no_change(tmp_path: Path) -> None:
+def test_explicit_default_is_not_a_change(tmp_path: Path) -> None:
     assert changes(tmp_path, "training.weight_decay=0.0", "training.max_grad_norm=1.0") == {}
 
 

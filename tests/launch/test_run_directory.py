@@ -112,7 +112,7 @@ def test_two_new_runs_of_one_name_do_not_mix(fresh: RunDir, tmp_path: Path) -> N
     assert fresh.recipe_yaml.read_text() == BASE
 
 
-def test_a_used_directory_is_refused_with_the_ways_out(fresh: RunDir, tmp_path: Path) -> None:
+def test_used_directory_is_refused_with_alternatives(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     with pytest.raises(FsdpTuneError) as caught:
         decide(fresh, recipe, None, overwrite=False)
@@ -129,7 +129,7 @@ def test_run_in_a_checkpoint_of_another_run_is_refused(fresh: RunDir, tmp_path: 
     assert caught.value.problems[0].code == "output-in-checkpoint"
 
 
-def test_a_directory_of_somebody_else_is_neither_filled_nor_moved(fresh: RunDir, tmp_path: Path) -> None:
+def test_foreign_directory_is_neither_filled_nor_moved(fresh: RunDir, tmp_path: Path) -> None:
     fresh.path.mkdir(parents=True)
     (fresh.path / "thesis.tex").write_text("x")
     for arguments in ({"overwrite": False}, {"overwrite": True}):
@@ -140,7 +140,7 @@ def test_a_directory_of_somebody_else_is_neither_filled_nor_moved(fresh: RunDir,
 
 
 @pytest.mark.parametrize("max_steps", [35, 20])
-def test_checkpoint_beyond_the_end_of_the_recipe_is_refused_with_the_ways_out(fresh: RunDir, tmp_path: Path, max_steps: int) -> None:
+def test_checkpoint_beyond_the_end_of_the_recipe_is_refused_with_alternatives(fresh: RunDir, tmp_path: Path, max_steps: int) -> None:
     used(fresh, tmp_path, "training.max_steps=36")
     for step in (18, 36):
         checkpoint(fresh, step)
@@ -225,7 +225,7 @@ def test_a_run_that_everybody_may_write_into_is_refused(fresh: RunDir, tmp_path:
     assert caught.value.problems[0].hint == f"`chmod o-w {fresh.path}`"
 
 
-def test_overwrite_keeps_the_old_run_beside(fresh: RunDir, tmp_path: Path) -> None:
+def test_overwrite_keeps_the_old_run_under_another_name(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     assert decide(fresh, recipe, None, overwrite=True).is_new
     aside = move_aside(fresh)
@@ -234,7 +234,7 @@ def test_overwrite_keeps_the_old_run_beside(fresh: RunDir, tmp_path: Path) -> No
     assert aside.name.startswith("one.old-")
 
 
-def test_what_was_decided_holds_only_while_nobody_else_goes_on(fresh: RunDir, tmp_path: Path) -> None:
+def test_resume_decision_expires_when_another_command_resumes(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     path = checkpoint(fresh, 10)
     starts = [decide(fresh, recipe, resume, overwrite=False) for resume in ("auto", str(path))]
@@ -292,7 +292,7 @@ def by_hand(fresh: RunDir, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     rank.wait()
 
 
-def test_ranks_that_were_started_by_hand_hold_their_run(fresh: RunDir, tmp_path: Path, by_hand: subprocess.Popen[bytes]) -> None:
+def test_manually_started_ranks_lock_their_run(fresh: RunDir, tmp_path: Path, by_hand: subprocess.Popen[bytes]) -> None:
     for resume, overwrite in (("auto", False), (None, True)):
         with pytest.raises(FsdpTuneError, match=rf"ranks that still run \(pid {by_hand.pid}\)"):
             decide(fresh, resolved(tmp_path), resume, overwrite=overwrite)
@@ -320,7 +320,7 @@ def test_status_believes_in_the_ranks_of_another_machine(fresh: RunDir, tmp_path
         assert [rank["state"] for rank in run_status(fresh)["ranks"]] == ["gone", "live elsewhere"]
 
 
-def test_auto_takes_the_newest_complete_checkpoint_and_names_the_damaged(fresh: RunDir, tmp_path: Path) -> None:
+def test_auto_resumes_the_newest_complete_checkpoint_and_names_damaged_ones(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     checkpoint(fresh, 9)
     good = checkpoint(fresh, 10)
@@ -335,13 +335,13 @@ def test_auto_takes_the_newest_complete_checkpoint_and_names_the_damaged(fresh: 
     assert "checkpoint-30" in told
 
 
-def test_auto_without_a_checkpoint_begins_at_step_0_in_the_same_directory(fresh: RunDir, tmp_path: Path) -> None:
+def test_auto_without_a_checkpoint_starts_at_step_0_in_the_same_directory(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     start = decide(fresh, recipe, "auto", overwrite=False)
     assert (start.checkpoint, start.is_new, start.is_finished) == (None, False, False)
 
 
-def test_a_finished_run_has_nothing_to_do_unless_more_steps_are_asked_for(fresh: RunDir, tmp_path: Path) -> None:
+def test_finished_run_has_nothing_to_do_unless_more_steps_are_requested(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     checkpoint(fresh, 100)
     finish(fresh, 100)
@@ -407,7 +407,7 @@ def test_an_explicit_checkpoint_goes_into_its_own_run_or_a_new_one(fresh: RunDir
         decide(other, recipe, str(path), overwrite=False)
 
 
-def test_an_explicit_checkpoint_before_later_ones_is_refused_with_the_ways_out(fresh: RunDir, tmp_path: Path) -> None:
+def test_explicit_checkpoint_before_later_ones_is_refused_with_alternatives(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     path = checkpoint(fresh, 10)
     checkpoint(fresh, 20)
@@ -416,7 +416,7 @@ def test_an_explicit_checkpoint_before_later_ones_is_refused_with_the_ways_out(f
 
 
 @pytest.mark.parametrize("what", ["missing", "run"])
-def test_what_is_no_checkpoint_is_refused_and_the_newest_is_named(fresh: RunDir, tmp_path: Path, what: str) -> None:
+def test_path_that_is_not_a_checkpoint_is_refused_naming_the_newest(fresh: RunDir, tmp_path: Path, what: str) -> None:
     recipe = used(fresh, tmp_path)
     checkpoint(fresh, 10)
     path = fresh.path if what == "run" else fresh.checkpoint(11)
@@ -465,7 +465,7 @@ def test_a_run_directory_of_another_version_is_named(fresh: RunDir, tmp_path: Pa
         decide(fresh, resolved(tmp_path), "auto", overwrite=False)
 
 
-def test_another_machine_waits_for_the_first_and_gives_up_in_time(fresh: RunDir, tmp_path: Path) -> None:
+def test_other_machine_waits_for_the_first_with_a_limit(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     with pytest.raises(FsdpTuneError, match="has not started this recipe") as caught:
         wait_for_run(fresh, recipe, patience_seconds=0.05, poll_seconds=0.01)
@@ -518,7 +518,7 @@ def test_status_of_a_run_that_was_never_started(fresh: RunDir, tmp_path: Path) -
     assert (facts["state"], facts["checkpoint"], facts["step"]) == ("not started", None, None)
 
 
-def test_status_tells_how_killed_ranks_ended(fresh: RunDir, tmp_path: Path) -> None:
+def test_status_reports_how_killed_ranks_ended(fresh: RunDir, tmp_path: Path) -> None:
     used(fresh, tmp_path)
     verdict = {"exit_code": 5, "exit_reason": "lost_rank", "step": 7, "time": 0.0, "problem": {"message": "rank 1 was killed by SIGKILL"}}
     (fresh.logs / "outcome.json").write_text(json.dumps(verdict))

@@ -133,7 +133,7 @@ def test_a_signal_that_arrives_twice_at_once_is_one(plan_of: PlanOf) -> None:
     assert ended.exit_code == 143
 
 
-def test_a_second_signal_stops_at_once_and_is_no_success(plan_of: PlanOf) -> None:
+def test_second_signal_stops_at_once_and_is_not_a_success(plan_of: PlanOf) -> None:
     slow = [["ignore-signals"], ["beat", "saving", 7], ["log", {"step": 7}], ["sleep", 60]]
     start = time.monotonic()
     ended, _ = drive(plan_of({"0": slow, "1": slow}), act=signals(signal.SIGINT, signal.SIGINT, apart=0.5))
@@ -148,7 +148,7 @@ def test_a_signal_before_the_ranks_listen_ends_by_its_own_code(plan_of: PlanOf) 
     assert (ended.exit_code, ended.problem) == (143, None)
 
 
-def test_ranks_killed_while_saving_are_no_success(plan_of: PlanOf) -> None:
+def test_ranks_killed_while_saving_are_a_failure(plan_of: PlanOf) -> None:
     ended, _ = drive(plan_of({"0": [["beat", "saving", 9], ["log", {"step": 9}], ["sleep", 60]]}), act=signals(signal.SIGTERM))
     assert ended.exit_code != 143
     assert ended.problem is not None
@@ -187,7 +187,7 @@ def test_the_first_failing_rank_is_the_one_shown(plan_of: PlanOf) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_killed_rank_takes_the_others_along_and_is_named(plan_of: PlanOf, number: int) -> None:
+def test_killed_rank_ends_the_others_and_is_named(plan_of: PlanOf, number: int) -> None:
     start = time.monotonic()
     stuck = [["ignore-signals"], ["beat", "training", 3], ["spawn"], ["sleep", 60]]
     ended, _ = drive(plan_of({"0": stuck, "1": [["beat", "training", 3], ["sleep", 0.3], ["die", number]]}))
@@ -211,7 +211,7 @@ def test_launcher_log_is_readable_by_its_owner_alone(plan_of: PlanOf) -> None:
     assert plan.launcher_log.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_rank_that_begins_and_ends_between_two_looks_is_missed(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_starts_and_ends_between_two_polls_is_missed(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine so busy that the rank is gone before it is seen: without it the other one, deaf to signals, would be waited for."""
     see = watch.find_ranks
     monkeypatch.setattr(watch, "find_ranks", lambda pid, wanted: {rank: found for rank, found in see(pid, wanted).items() if rank != 1})
@@ -224,7 +224,7 @@ def test_a_rank_that_begins_and_ends_between_two_looks_is_missed(plan_of: PlanOf
     assert "rank 1 ended with exit code 1 before it could report: RuntimeError: no such library" in ended.problem.message
 
 
-def test_a_rank_that_stands_still_is_a_hang_and_is_named_with_its_place(plan_of: PlanOf, run: RunDir) -> None:
+def test_hanging_rank_is_named_with_its_location(plan_of: PlanOf, run: RunDir) -> None:
     beats = [["stacks"], ["beat", "backward", 5]]
     ended, events = drive(plan_of({"0": [*beats, ["wait"]], "1": [*beats, ["sleep", 60]]}), hang_timeout_seconds=6.0)
     assert ended.exit_code == ExitCode.LOST_RANK
@@ -240,7 +240,7 @@ def test_a_rank_that_stands_still_is_a_hang_and_is_named_with_its_place(plan_of:
     assert any(isinstance(event, Said) and "nothing moves" in event.text for event in events)
 
 
-def test_a_stopped_rank_is_late_and_tells_where_it_was(plan_of: PlanOf, run: RunDir) -> None:
+def test_stopped_rank_is_late_and_its_location_is_reported(plan_of: PlanOf, run: RunDir) -> None:
     beats = [["stacks"], ["beat", "training", 2]]
     ended, _ = drive(plan_of({"0": [*beats, ["sleep", 60]], "1": [*beats, ["die", int(signal.SIGSTOP)]]}), hang_timeout_seconds=6.0)
     assert ended.problem is not None
@@ -289,7 +289,7 @@ def test_a_rank_that_hangs_in_its_own_clean_up_does_not_hold_the_run(plan_of: Pl
     assert time.monotonic() - start < 6
 
 
-def test_a_run_directory_that_vanishes_is_told_and_not_made_again(plan_of: PlanOf, run: RunDir) -> None:
+def test_vanished_run_directory_is_reported_and_not_recreated(plan_of: PlanOf, run: RunDir) -> None:
     elsewhere = run.path.with_name("elsewhere")
     ended, _ = drive(plan_of({"0": [["beat", "training", 1], ["rename-run", str(elsewhere)], ["exit", 1]]}))
     assert ended.exit_code == 1

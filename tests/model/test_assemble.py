@@ -28,7 +28,7 @@ def test_offloaded_parameters_stay_and_what_fsdp_does_not_fetch_is_on_the_device
 
 
 @pytest.mark.parametrize(("ranks_with_files", "way"), [({0, 1}, "slices"), ({0}, "rank 0"), (set(), "rank 0")])
-def test_every_rank_takes_slices_or_none_does(ranks_with_files: set[int], way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_all_ranks_read_slices_or_none(ranks_with_files: set[int], way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     recipe = recipe_of({"name_or_path": str(tmp_path)})
     model = build_empty(recipe_of("llama"))
     stored = {name: Stored(tmp_path, p.dtype, tuple(p.shape), 0) for name, p in model.named_parameters()}

@@ -67,7 +67,7 @@ def choice(
     ],
     ids=str,
 )
-def test_auto_takes_the_fastest_that_is_right(given: dict[str, Any], kernel: str, reason: str) -> None:
+def test_auto_selects_the_fastest_correct_kernel(given: dict[str, Any], kernel: str, reason: str) -> None:
     found = choice(**given)
     assert found.value == kernel
     assert reason in found.reason
@@ -145,5 +145,5 @@ def test_kernel_with_the_mask_of_flash_separates_examples_by_lengths() -> None:
         ("sdpa", "flash_attention_2", False),
     ],
 )
-def test_replacement_of_a_flash_kernel_is_no_difference(live: str, requested: str, stands: bool) -> None:
+def test_equivalent_flash_kernel_is_not_reported_as_a_difference(live: str, requested: str, stands: bool) -> None:
     assert stands_for(live, requested) is stands

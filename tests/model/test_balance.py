@@ -54,14 +54,14 @@ def test_sum_is_that_of_transformers_function_over_the_examples() -> None:
     assert float(summed_balance(logits, 4, 2, ids.reshape(-1), lengths)) == pytest.approx(wanted, rel=1e-6)
 
 
-def test_padding_has_an_index_of_its_own() -> None:
+def test_padding_has_its_own_index() -> None:
     ids, lengths = example_ids([row(2, 1), row(1)], 4)
     assert ids.tolist() == [[0, 0, 1, 3], [2, 3, 3, 3]]
     assert lengths.tolist() == [2, 1, 1]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss"])
-def test_known_balance_is_taken(family: str) -> None:
+def test_known_balance_loss_is_replaced(family: str) -> None:
     demand_known_balance(build_empty(recipe_of({"from_config": {**FAMILIES[family], "output_router_logits": True}})))
 
 

@@ -60,7 +60,7 @@ QWEN3_MOE = {
 }
 
 
-def test_a_field_that_models_read_and_no_class_declares_is_taken() -> None:
+def test_undeclared_config_field_that_models_read_is_accepted() -> None:
     assert model_config(recipe_of({"from_config": QWEN3_MOE})).head_dim == 32
 
 
@@ -90,7 +90,7 @@ def test_missing_config_file_is_an_error(tmp_path: Path) -> None:
     assert codes(lambda: model_config(gone(tmp_path, "from_config"))) == ["config-unreadable"]
 
 
-def test_missing_model_says_what_to_do(tmp_path: Path) -> None:
+def test_missing_model_error_has_a_hint(tmp_path: Path) -> None:
     recipe = gone(tmp_path, "name_or_path")
     with pytest.raises(FsdpTuneError) as caught:
         model_config(recipe)
@@ -109,7 +109,7 @@ def test_generating_keeps_its_cache_although_training_has_none() -> None:
     assert generation_config(recipe, model_config(recipe)).use_cache is True
 
 
-def test_attribute_map_names_are_taken() -> None:
+def test_attribute_map_names_are_accepted() -> None:
     config = model_config(recipe_of({"from_config": {"model_type": "gpt2", "hidden_size": 32, "num_hidden_layers": 3, "n_head": 4}}))
     assert (config.n_embd, config.n_layer) == (32, 3)
 
@@ -156,7 +156,7 @@ def test_frozen_parameters_are_stored_in_their_dtype_and_not_trained() -> None:
     assert (model.lm_head.weight.dtype, model.lm_head.weight.requires_grad) == (torch.float32, True)
 
 
-def test_a_frozen_parameter_beside_a_trained_one_keeps_its_dtype() -> None:
+def test_frozen_parameter_next_to_a_trained_one_keeps_its_dtype() -> None:
     """The CPU's layer norm takes no weight in bf16 with a bias in fp32."""
     recipe = recipe_of({"from_config": FAMILIES["gpt2"], "freeze": ["*.1.*weight"], "frozen_dtype": "bf16"})
     layer = build_full(recipe).transformer.h[1]

@@ -83,7 +83,7 @@ def test_without_torchao_the_recipe_is_refused_before_a_rank_starts(monkeypatch:
     assert "precision.mixed_precision: fp8" in problem["message"]
 
 
-def test_share_of_stacked_experts_is_told() -> None:
+def test_share_of_stacked_experts_is_reported() -> None:
     recipe = fp8("mixtral")
     model = build_empty(recipe)
     (emulated, experts) = fp8_notices(recipe, model, "cpu")
@@ -103,7 +103,7 @@ def test_eager_fp8_on_a_gpu_is_a_notice(compiled: bool, codes: list[str]) -> Non
 
 
 @pytest.mark.parametrize(("capability", "instead"), [((8, 0), "bf16"), ((7, 5), "fp16"), ((8, 9), None), ((9, 0), None), ((12, 0), None)])
-def test_older_gpus_are_told_what_to_write(capability: tuple[int, int], instead: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_error_on_older_gpus_has_a_hint(capability: tuple[int, int], instead: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some card")
     if instead is None:
@@ -117,7 +117,7 @@ def test_older_gpus_are_told_what_to_write(capability: tuple[int, int], instead:
 
 
 @pytest.mark.parametrize(("multiple", "longest", "padded"), [(8, 64, True), (16, 64, False), (16, 60, True), (32, 64, False)])
-def test_operands_are_padded_only_where_tokens_are_no_multiples(multiple: int, longest: int, padded: bool) -> None:
+def test_operands_are_padded_only_if_tokens_are_not_multiples(multiple: int, longest: int, padded: bool) -> None:
     recipe = fp8(data={"train": [{"path": "hand-made"}], "pad_to_multiple_of": multiple, "max_length": longest})
     assert ("operands are padded" in choose_fp8(recipe, build_empty(recipe))["precision.mixed_precision"].reason) is padded
     assert float8._config(recipe, gathered=False, emulate=True).pad_inner_dim is padded

@@ -76,7 +76,7 @@ def holds_tied(model: PreTrainedModel, module: nn.Module) -> bool:
     return embedding is head and any(p is head for p in module.parameters())
 
 
-def test_size_wrap_asks_for_half_a_layer_by_itself() -> None:
+def test_size_wrap_defaults_to_half_a_layer() -> None:
     recipe = recipe_of("llama", fsdp={"auto_wrap_policy": "SIZE_BASED_WRAP"})
     model = build_empty(recipe)
     assert minimum_unit_parameters(recipe, model) == sum(p.numel() for p in model.get_submodule("model.layers.0").parameters()) // 2

@@ -110,7 +110,7 @@ def test_without_targets_a_model_gives_its_logits() -> None:
         assert float(loss) == pytest.approx(float(micro_batch_loss(plain, batch())[0]), rel=1e-6)
 
 
-def test_outputs_are_no_views_so_that_hooks_hold_on_them() -> None:
+def test_outputs_are_not_views_so_hooks_can_keep_them() -> None:
     _, other = with_and_without(chunked("llama"))
     seen: list[torch.Tensor] = []
     other.lm_head.register_forward_hook(lambda _module, _args, output: seen.append(output))
@@ -181,7 +181,7 @@ def test_a_forward_that_does_more_is_left_alone(change: Any) -> None:
     assert "forward" not in vars(model.lm_head)
 
 
-def test_head_that_is_no_linear_layer_is_left_alone() -> None:
+def test_non_linear_head_is_unchanged() -> None:
     class Other(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input) * 2
@@ -206,7 +206,7 @@ def test_layer_between_body_and_head_is_named_in_the_refusal() -> None:
     )
 
 
-def test_auto_takes_slices_where_the_logits_are_more_than_one() -> None:
+def test_auto_selects_slices_if_logits_exceed_one_slice() -> None:
     def choice(max_length: int, **kernels: str) -> Any:
         recipe = recipe_of("llama", data={"train": [{"path": "x"}], "max_length": max_length}, kernels=kernels)
         return choose_loss(recipe, build_empty(recipe))
@@ -220,7 +220,7 @@ def test_auto_takes_slices_where_the_logits_are_more_than_one() -> None:
     assert choice(8, loss="chunked").value == "chunked"
 
 
-def test_auto_keeps_the_logits_of_a_model_it_does_not_understand_and_says_why() -> None:
+def test_auto_keeps_logits_of_unknown_models_and_reports_why() -> None:
     long = {"train": [{"path": "x"}], "max_length": 1 << 20}
     model = strange(lambda logits: logits + 1)
     auto = choose_loss(recipe_of("llama", data=long), model)
@@ -230,7 +230,7 @@ def test_auto_keeps_the_logits_of_a_model_it_does_not_understand_and_says_why() 
         choose_loss(chunked("llama", data=long), model)
 
 
-def test_what_runs_is_what_is_said() -> None:
+def test_reported_loss_kernel_is_the_one_that_runs() -> None:
     recipe = chunked("gpt2")
     model = build_full(recipe)
     assert loss_kernel_of(model) == "full"

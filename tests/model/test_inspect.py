@@ -56,7 +56,7 @@ def test_a_row_beyond_the_table_of_positions_is_refused(model: str | dict[str, A
     assert codes(model, 129) == (["max-length-beyond-positions"], [])
 
 
-def test_a_row_beyond_the_positions_that_were_trained_is_told() -> None:
+def test_row_beyond_the_trained_positions_is_reported() -> None:
     assert codes(LLAMA, 128) == ([], [])
     assert codes(LLAMA, 129) == ([], ["positions-never-trained"])
 

@@ -49,7 +49,7 @@ def test_a_value_goes_to_one_of_its_two_neighbours_and_its_mean_stays() -> None:
         assert share == pytest.approx(wanted, abs=0.008)  # four standard deviations
 
 
-def test_chances_are_of_the_place_not_of_the_piece_and_differ_by_key() -> None:
+def test_rounding_noise_depends_on_index_and_key_not_on_the_shard() -> None:
     values = torch.rand(5_000)
     whole = round_by_chance(values, 1 << 33, rounding_key(1, 2))
     begin, end = values.split([1234, 3766])
@@ -59,7 +59,7 @@ def test_chances_are_of_the_place_not_of_the_piece_and_differ_by_key() -> None:
         assert 0.2 < (other != whole).double().mean().item() < 0.45  # a third of uniform pairs differ
 
 
-def test_neighbouring_places_and_steps_are_not_alike() -> None:
+def test_rounding_noise_differs_between_neighbours_and_steps() -> None:
     half = torch.full((1 << 14,), 1.0 + 2**-8)
     draws = torch.stack([round_by_chance(half, 0, rounding_key(0, step)).float() > 1.0 for step in range(32)]).double()
     assert abs(draws.mean().item() - 0.5) < 0.005
@@ -118,7 +118,7 @@ def test_updates_too_small_for_bf16_are_lost_to_the_nearest_and_kept_by_chance(m
     assert torch.equal(after(100, rounds=True), torch.ones(4096))
 
 
-def test_a_second_moment_in_bf16_stands_still_to_the_nearest_and_decays_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_second_moment_decays_only_with_stochastic_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """β₂ = 0.999 takes 0.1 % a step; half of bf16's last place is 0.2 to 0.4 %."""
 
     def ratio(state_dtype: torch.dtype) -> float:
@@ -170,7 +170,7 @@ def test_the_recipe_decides() -> None:
     assert built("bf16_stochastic_round=true, state_dtype=fp32", "bf16").state_dtype == torch.float32
 
 
-def test_without_torchao_validate_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_without_torchao_has_an_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(training={"optim": "adamw_torch_8bit"})
     real = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "torchao" else real(name, *rest))

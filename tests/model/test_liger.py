@@ -67,7 +67,7 @@ def recipe_with(family: str = "llama", **kernels: Any) -> Recipe:
         ("auto", "cuda", True, "gpt2", "false", "no kernels for models of type `gpt2`"),
     ],
 )
-def test_auto_takes_liger_where_it_is_and_can(asked: Any, device: str, installed: bool, family: str, value: str, reason: str) -> None:
+def test_auto_selects_liger_where_supported(asked: Any, device: str, installed: bool, family: str, value: str, reason: str) -> None:
     model = build_empty(recipe_of(family))
     with patch.object(liger, "is_installed", lambda: installed), patch.object(liger, "_functions", lambda: {"llama": None}):
         found = choose_liger(recipe_with(family, liger=asked), model, device)
@@ -153,7 +153,7 @@ def test_model_with_liger_gives_the_same_gradients_and_leaves_the_next_model_alo
     assert all(float((one - two).norm() / one.norm()) <= 1e-5 for one, two in zip(true, found, strict=True))
 
 
-def test_choice_of_the_loss_does_not_ask_for_liger() -> None:
+def test_loss_choice_does_not_import_liger() -> None:
     """`auto` stays with the loss that is tested on every device."""
     recipe = recipe_of("llama", data={"train": [{"path": "x"}], "max_length": 1 << 20})
     with patch.object(liger, "is_installed", lambda: True):

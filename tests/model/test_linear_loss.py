@@ -137,7 +137,7 @@ def test_autocast_decides_the_dtype_of_the_products() -> None:
     assert 1e-5 < max(relative(one, other) for one, other in zip(gradients, wanted, strict=True)) <= 1e-2
 
 
-def test_gradients_can_be_asked_for_once() -> None:
+def test_gradients_can_be_requested_once() -> None:
     *leaves, targets = inputs()
     loss = summed_linear_loss(*leaves, targets, LossOptions())
     loss.backward(retain_graph=True)
@@ -149,7 +149,7 @@ def test_gradients_can_be_asked_for_once() -> None:
     ("tokens", "vocabulary", "size"),
     [(8192, 128_256, 1024), (4096, 32_000, 4096), (8192, 32_000, 4096), (100, 50_257, 100), (9, 1 << 28, 1)],
 )
-def test_slices_are_whole_tiles_of_at_most_512_mib(tokens: int, vocabulary: int, size: int) -> None:
+def test_slices_are_multiples_of_tiles_up_to_512_mib(tokens: int, vocabulary: int, size: int) -> None:
     assert slice_tokens(tokens, vocabulary) == size
 
 

@@ -31,7 +31,7 @@ def by_hand(logits: np.ndarray, labels: np.ndarray) -> tuple[float, int]:
         )
     )
 )
-def test_summed_loss_is_the_sum_by_hand(rows: list[list[int]]) -> None:
+def test_summed_loss_equals_a_manual_sum(rows: list[list[int]]) -> None:
     labels = torch.tensor(rows)
     labels[labels < 0] = IGNORE_INDEX
     logits = torch.randn(*labels.shape, 5, generator=torch.Generator().manual_seed(0))
@@ -61,7 +61,7 @@ def test_targets_are_the_next_token_and_the_last_has_none() -> None:
 
 
 @pytest.mark.parametrize(("overrides", "weight"), [({}, 0.0), ({"output_router_logits": True, "router_aux_loss_coef": 0.02}, 0.02)])
-def test_router_balance_counts_only_where_the_config_asks_for_it(overrides: dict, weight: float) -> None:
+def test_router_balance_counts_only_if_the_config_enables_it(overrides: dict, weight: float) -> None:
     from tests.model.families import FAMILIES
 
     recipe = recipe_of({"from_config": FAMILIES["mixtral"], "config_overrides": overrides})

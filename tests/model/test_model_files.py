@@ -102,5 +102,5 @@ def test_a_vocabulary_beyond_the_embedding_is_refused_with_both_sizes() -> None:
 
 
 @pytest.mark.parametrize("says", [Model(resize_embeddings=True), Model(tokens=Tokens(add=["<call>"]))])
-def test_an_embedding_that_grows_takes_any_vocabulary(says: Model) -> None:
+def test_growing_embedding_accepts_any_vocabulary(says: Model) -> None:
     check_vocabulary({"embedding_rows": 1000}, says, 1001)

@@ -69,7 +69,7 @@ def test_logits_of_a_packed_example_are_those_of_it_alone(family: str, kernel: s
 
 
 @pytest.mark.parametrize("rows", [[0], [0, 5, 9]])
-def test_what_the_host_knows_is_what_transformers_would_find(rows: list[int], packed: RowStore) -> None:
+def test_host_lengths_equal_those_of_transformers(rows: list[int], packed: RowStore) -> None:
     find = masking_utils.find_packed_sequence_indices
     batch = batch_of([packed[row] for row in rows])
     positions = batch.tensors["position_ids"]
@@ -103,7 +103,7 @@ def test_loss_and_gradient_of_a_packed_row_are_the_sum_over_its_examples(family:
 NO_DROPOUT = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
 
 
-def test_no_target_lies_across_a_seam(packed: RowStore) -> None:
+def test_no_target_crosses_an_example_boundary(packed: RowStore) -> None:
     for index in range(len(packed)):
         row = packed[index]
         targets = shift_labels(batch_of([row]).tensors["labels"])[0]

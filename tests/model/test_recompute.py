@@ -129,7 +129,7 @@ class Operator:
         ("aten::silu", False),
     ],
 )
-def test_selective_recomputation_knows_the_flash_packages(name: str, kept: bool) -> None:
+def test_selective_recomputation_supports_flash_packages(name: str, kept: bool) -> None:
     namespace, _, operator = name.partition("::")
     op: Any = getattr(torch.ops.aten, operator).default if namespace == "aten" else Operator(SimpleNamespace(name=name))
     decision = _SaveAttentionAndEverySecondMatmul()(SimpleNamespace(is_recompute=False), op)

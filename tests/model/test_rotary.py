@@ -52,7 +52,7 @@ def logits_of_short_row(model: PreTrainedModel, *, next_to: int) -> torch.Tensor
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_row_is_computed_alike_next_to_short_and_long_rows(name: str) -> None:
+def test_row_is_computed_equally_next_to_short_and_long_rows(name: str) -> None:
     model = build_full(recipe(name, 64))
     alone, batched, alone_again = (logits_of_short_row(model, next_to=length) for length in (8, 64, 8))
     assert torch.allclose(alone, batched, atol=1e-5)

@@ -31,7 +31,7 @@ def test_norm_of_plain_gradients_is_torchs() -> None:
     assert float(total_norm(parameters)) == pytest.approx(float(nn.utils.get_total_norm([p.grad for p in parameters])), rel=1e-6)
 
 
-def test_norm_of_bf16_gradients_is_no_bf16_number() -> None:
+def test_norm_of_bf16_gradients_is_not_rounded_to_bf16() -> None:
     parameters = with_gradients((37, 11), (5,), dtype=torch.bfloat16)
     exact = math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters))
     assert float(total_norm(parameters)) == pytest.approx(exact, rel=1e-6)
@@ -70,7 +70,7 @@ def norms_on_meshes() -> dict[str, float]:
 
 
 @pytest.mark.ranks
-def test_norm_of_mixed_meshes_is_that_of_the_whole_tensors(pool: RankPool) -> None:
+def test_norm_of_mixed_meshes_equals_that_of_full_tensors(pool: RankPool) -> None:
     gradients = [parameter.grad for parameter in with_gradients((5, 3), (7, 2), (11,))]
     expected = {
         "sharded": float(gradients[0].norm()),

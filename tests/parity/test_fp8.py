@@ -99,7 +99,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(case: Case, bench: Bench) 
 
 
 @pytest.mark.ranks
-def test_read_back_tells_what_computes_and_travels_in_fp8(bench: Bench) -> None:
+def test_readback_reports_fp8_compute_and_communication(bench: Bench) -> None:
     """Seven Linears in each of three layers; three multiplications of each, of which two take a gradient (e5m2, one scale)."""
     rowwise, tensorwise = readback(ROWWISE, bench), readback(TENSORWISE, bench)
     assert rowwise["fp8"] == {"linears": 21, "scales": ["axiswise"], "emulated": [True], "gathered": 0}
@@ -135,7 +135,7 @@ SABOTAGE = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["head", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SABOTAGE)[1:])])
-def test_what_is_not_as_the_recipe_says_stops_the_run(name: str, bench: Bench) -> None:
+def test_fp8_state_that_differs_from_the_recipe_stops_the_run(name: str, bench: Bench) -> None:
     case = TENSORWISE if name == "not gathered" else ROWWISE
     with pytest.raises(AssertionError, match="fp8") as caught:
         bench.fresh_run(case, functools.partial(run_sabotaged, name=name))

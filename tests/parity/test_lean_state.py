@@ -101,7 +101,7 @@ def test_state_in_blocks_follows_fp32_state(case: Case, loss: float, parameters:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("case", "kinds"), [(BF16_STATE, ["bfloat16"]), (EIGHT_BITS, ["8-bit", "float32"])], ids=str)
-def test_readback_tells_what_the_state_is_kept_as(case: Case, kinds: list[str], bench: Bench) -> None:
+def test_readback_reports_the_dtype_of_the_state(case: Case, kinds: list[str], bench: Bench) -> None:
     found = json.loads(bench.run(case).readback_json.read_text())["optimizer_state_bytes"]
     assert sorted(found) == kinds
     if case is BF16_STATE:  # two moments of two bytes

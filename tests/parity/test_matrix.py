@@ -159,7 +159,7 @@ def test_dropout_draws_the_same_masks(change: dict, bench: Bench, record_propert
 
 
 @pytest.mark.ranks
-def test_same_recipe_twice_gives_the_same_bits(bench: Bench) -> None:
+def test_same_recipe_twice_is_bitwise_equal(bench: Bench) -> None:
     first = bench.run(DROPOUT)
     again = bench.fresh_run(DROPOUT)
     for line, other in zip(runs.loss_lines(first), runs.loss_lines(again), strict=True):

@@ -50,7 +50,7 @@ def resumed(bench: Bench, case: Case, donor: RunDir, changes: dict[str, Any] | N
     ],
     ids=str,
 )
-def test_same_ranks_go_on_bit_for_bit(case: Case, bench: Bench) -> None:
+def test_resume_on_the_same_ranks_is_bitwise_equal(case: Case, bench: Bench) -> None:
     whole = bench.run(case)
     run = resumed(bench, case, whole)
     runs.train(bench.pool, run, case.ranks)
@@ -62,7 +62,7 @@ def test_same_ranks_go_on_bit_for_bit(case: Case, bench: Bench) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_line_that_spans_the_checkpoint_is_whole(ranks: int, bench: Bench) -> None:
+def test_metrics_line_that_spans_the_checkpoint_is_complete(ranks: int, bench: Bench) -> None:
     """Lines every 4 steps, a save at 10: what the first run summed of steps 9 and 10 comes with it, on any number of ranks."""
     lines = {"training": {"logging_steps": 4}}
     recipe = runs.merged(Case().recipe(str(bench.model("llama"))), lines)
@@ -99,7 +99,7 @@ def stop_after(path: str, step: int, rank: int) -> dict[str, Any]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("signalled", [0, 1])
-def test_signal_to_one_rank_saves_on_all_at_one_step_and_the_curve_goes_on(signalled: int, bench: Bench) -> None:
+def test_signal_to_one_rank_saves_on_all_at_one_step_and_the_curve_continues(signalled: int, bench: Bench) -> None:
     case = replace(DROPOUT, accumulation=4)
     whole = bench.run(case)
     run = runs.write_run(bench.new_folder(), case.recipe(str(bench.model(case.architecture))), bench.store)
@@ -152,7 +152,7 @@ def test_one_flipped_bit_is_found_before_anything_is_loaded(pattern: str, bench:
 
 
 @pytest.mark.ranks
-def test_checkpoint_without_a_manifest_is_none(bench: Bench) -> None:
+def test_directory_without_a_manifest_is_not_a_checkpoint(bench: Bench) -> None:
     run = resumed(bench, Case(), bench.run(Case()))
     (run.checkpoint(runs.SAVED_STEP) / "manifest.json").unlink()
     outcomes = bench.pool.run(2, functools.partial(runs.run_worker, str(run.path)))

@@ -87,7 +87,7 @@ def is_bf16(value: float) -> bool:
     return float(torch.tensor(value, dtype=torch.bfloat16)) == value
 
 
-def test_cpu_ranks_train_with_ddp_and_say_nothing(stock_run, bench: Bench, record_property) -> None:
+def test_cpu_ranks_train_with_ddp_without_a_warning(stock_run, bench: Bench, record_property) -> None:
     """§7, 2: Accelerate enters FSDP only for a distributed type MULTI_<accelerator>."""
     assert stock_run(stock.units, configured=False)["wrapper"] == "DistributedDataParallel"
     ours = readback(bench, Case())

@@ -21,7 +21,7 @@ def append(path: Path, text: str) -> None:
         file.write(text)
 
 
-def test_a_line_is_given_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_line_is_yielded_once_and_only_when_complete(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     follower = Follower(path)
     assert follower.read() == []
@@ -66,7 +66,7 @@ def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
     assert steps(follower.read()) == [2]
 
 
-def test_a_file_that_vanishes_and_comes_back_is_read_from_its_start(tmp_path: Path) -> None:
+def test_recreated_file_is_read_from_its_start(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     write(path, 1)
     follower = Follower(path)

@@ -79,7 +79,7 @@ def foreign(run: RunDir, *, age_seconds: float = 0.0, **values: Any) -> None:
     os.utime(run.lock, (moment, moment))
 
 
-def test_a_second_command_is_told_who_holds_the_directory(run: RunDir, held: subprocess.Popen[str]) -> None:
+def test_second_command_error_names_the_owner(run: RunDir, held: subprocess.Popen[str]) -> None:
     with pytest.raises(FsdpTuneError, match=f"in use by pid {held.pid} on") as caught, locked(run):
         pass
     assert caught.value.exit_code == 2
@@ -87,7 +87,7 @@ def test_a_second_command_is_told_who_holds_the_directory(run: RunDir, held: sub
     assert live_owner(run.lock) is not None
 
 
-def test_the_lock_of_a_dead_owner_is_taken_over_with_a_notice(run: RunDir, held: subprocess.Popen[str]) -> None:
+def test_lock_of_a_dead_owner_is_taken_over_with_a_notice(run: RunDir, held: subprocess.Popen[str]) -> None:
     held.kill()
     held.wait()
     assert live_owner(run.lock) is None
@@ -97,7 +97,7 @@ def test_the_lock_of_a_dead_owner_is_taken_over_with_a_notice(run: RunDir, held:
 
 
 @FILE_SYSTEMS
-def test_a_pid_that_was_reused_is_not_taken_for_the_owner(run: RunDir, lockless: int | None) -> None:
+def test_reused_pid_is_not_the_owner(run: RunDir, lockless: int | None) -> None:
     with locked(run):
         record = json.loads(run.lock.read_bytes())
     run.lock.write_text(json.dumps(record | {"started": "1"}))
@@ -120,16 +120,14 @@ def test_an_owner_on_another_machine_is_live_until_300_seconds_after_its_last_si
 
 
 @FILE_SYSTEMS
-def test_a_clock_that_differs_from_the_file_servers_takes_no_run_away(
-    run: RunDir, lockless: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clock_skew_to_the_file_server_does_not_break_the_lock(run: RunDir, lockless: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     foreign(run)
     monkeypatch.setattr(time, "time", lambda: 4e9)
     with pytest.raises(FsdpTuneError, match="pid 1 on elsewhere"), locked(run):
         pass
 
 
-def test_the_kernel_vouches_for_containers_on_one_machine(run: RunDir) -> None:
+def test_containers_on_one_machine_share_kernel_locks(run: RunDir) -> None:
     """A container that was restarted has pids and a host name of its own; its machine's locks still tell that the owner is dead."""
     with locked(run):
         record = json.loads(run.lock.read_bytes())
@@ -139,7 +137,7 @@ def test_the_kernel_vouches_for_containers_on_one_machine(run: RunDir) -> None:
 
 
 @FILE_SYSTEMS
-def test_an_owner_gives_signs_of_life(run: RunDir, lockless: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_refreshes_its_heartbeat(run: RunDir, lockless: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ownership, "REFRESH_SECONDS", 0.01)
     with locked(run):
         os.utime(run.lock, (1.0, 1.0))
@@ -150,7 +148,7 @@ def test_an_owner_gives_signs_of_life(run: RunDir, lockless: int | None, monkeyp
 
 
 @FILE_SYSTEMS
-def test_a_lock_that_was_given_back_leaves_no_owner(run: RunDir, lockless: int | None) -> None:
+def test_released_lock_has_no_owner(run: RunDir, lockless: int | None) -> None:
     with locked(run):
         assert live_owner(run.lock) is not None
     assert read_owner(run.lock) is None
@@ -168,7 +166,7 @@ def test_no_two_claims_share_an_id(run: RunDir) -> None:
     assert first.claim != second.claim != ""
 
 
-def test_asking_takes_no_lock_so_that_a_command_is_never_refused_for_it(run: RunDir) -> None:
+def test_query_acquires_no_lock(run: RunDir) -> None:
     ended = threading.Event()
 
     def ask() -> None:
@@ -210,7 +208,7 @@ def test_without_file_locks_a_file_that_is_about_to_be_written_is_respected(run:
         pass
 
 
-def test_without_file_locks_one_of_many_takes_a_dead_owners_place(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_file_locks_one_process_replaces_a_dead_owner(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -251,7 +249,7 @@ def test_a_takeover_that_was_killed_is_finished_later(run: RunDir, monkeypatch: 
 
 
 @FILE_SYSTEMS
-def test_a_full_disk_is_told_with_the_name_of_the_lock(run: RunDir, lockless: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_error_names_the_lock_file(run: RunDir, lockless: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -264,7 +262,7 @@ def test_a_full_disk_is_told_with_the_name_of_the_lock(run: RunDir, lockless: in
 
 
 @FILE_SYSTEMS
-def test_a_link_in_place_of_the_lock_is_refused(run: RunDir, tmp_path: Path, lockless: int | None) -> None:
+def test_link_instead_of_the_lock_is_refused(run: RunDir, tmp_path: Path, lockless: int | None) -> None:
     (tmp_path / "precious").write_text("x")
     run.lock.symlink_to(tmp_path / "precious")
     with pytest.raises(OSError, match="symbolic link"), locked(run):

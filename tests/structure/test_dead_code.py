@@ -88,7 +88,7 @@ def test_no_excuse_outlives_what_it_excuses(repository: Path) -> None:
     assert [name for excused in CALLED_BY.values() for name in excused if name not in names] == []
 
 
-def test_the_search_finds_what_it_looks_for() -> None:
+def test_search_finds_planted_dead_code() -> None:
     package = [
         'LIMIT = 1\n"""Of nothing."""\ndef used():\n    """Beside `unused`."""\n    return 1\ndef unused():\n    return used()\n',
         "class Box:\n    size: int\n    lid: int\n    def open(self):\n        return self.size\n",

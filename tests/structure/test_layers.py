@@ -97,7 +97,7 @@ def test_functions_are_short(repository: Path) -> None:
     assert too_long == {}
 
 
-def test_every_module_says_what_it_is_for(repository: Path) -> None:
+def test_every_module_has_a_docstring(repository: Path) -> None:
     silent = [
         str(path.relative_to(repository))
         for path in modules(repository)
@@ -106,7 +106,7 @@ def test_every_module_says_what_it_is_for(repository: Path) -> None:
     assert silent == []
 
 
-def test_there_is_no_drawer_for_everything(repository: Path) -> None:
+def test_no_module_is_named_utils(repository: Path) -> None:
     forbidden = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
     assert [path for path in modules(repository) if path.name in forbidden] == []
 

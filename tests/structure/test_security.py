@@ -45,7 +45,7 @@ def offences(path: Path) -> list[str]:
     return [f"{path.name}: {offence}" for offence in found]
 
 
-def test_the_package_runs_nothing_that_a_file_says(repository: Path) -> None:
+def test_package_never_executes_file_contents(repository: Path) -> None:
     assert [offence for path in modules(repository) for offence in offences(path)] == []
 
 
@@ -61,7 +61,7 @@ def test_the_package_runs_nothing_that_a_file_says(repository: Path) -> None:
         "eval(text)",
     ],
 )
-def test_the_search_finds_what_it_looks_for(tmp_path: Path, source: str) -> None:
+def test_search_finds_planted_calls(tmp_path: Path, source: str) -> None:
     path = tmp_path / "module.py"
     path.write_text(source)
     assert len(offences(path)) == 1

@@ -137,7 +137,7 @@ def test_a_rehearsal_that_is_interrupted_ends_its_training(tmp_path: Path, monke
     assert training.returncode == -signal.SIGKILL
 
 
-def test_a_rehearsal_that_is_killed_takes_what_it_has_started_with_it(tmp_path: Path) -> None:
+def test_killed_rehearsal_ends_its_children(tmp_path: Path) -> None:
     """The child writes its pid, then waits for ever; the kernel ends it with the process that asked."""
     child = f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
     asking = f"import sys; from fsdp_tune.verify.rehearsal.commands import ask; ask((sys.executable, '-c', {child!r}))"

@@ -113,7 +113,7 @@ def test_rows_that_fit_the_real_length_are_not_lost_to_the_small_one(tmp_path: P
     assert "data.max_length: 128 instead of 4096" in small.changes
 
 
-def test_offload_that_cannot_be_rehearsed_is_said(tmp_path: Path) -> None:
+def test_offload_that_cannot_be_rehearsed_is_reported(tmp_path: Path) -> None:
     recipe = resolved({"fsdp": {"version": 1, "offload_params": True}})
     small = shrunk(recipe, tmp_path)
     assert "offload_params" not in small.document["fsdp"]

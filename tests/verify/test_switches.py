@@ -39,7 +39,7 @@ def test_each_switch_changes_one_thing() -> None:
     ]
 
 
-def test_what_cannot_be_compared_is_set_and_said() -> None:
+def test_settings_that_cannot_be_compared_are_set_and_reported() -> None:
     small = comparable(Small(WRITTEN))
     assert small.document["model"] == {"from_config": {"model_type": "gpt2", "resid_pdrop": 0.0, "n_layer": 2}}
     assert small.document["training"]["max_steps"] == STEPS

@@ -79,6 +79,6 @@ def vote(wishes: dict[int, list[int]]) -> list[int]:
 
 
 @pytest.mark.ranks
-def test_largest_wish_is_read_by_all_at_the_next_step(pool: RankPool) -> None:
+def test_all_ranks_read_the_largest_stop_code_at_the_next_step(pool: RankPool) -> None:
     wishes = {0: [0, 0, 0, 1, 1], 1: [0, 2, 2, 2, 2], 2: [0, 0, 3, 3, 3]}
     assert pool.run(3, vote, wishes) == [[0, 0, 2, 3, 3]] * 3

@@ -27,7 +27,7 @@ def seconds(share: Share) -> list[float]:
     ]
 
 
-def test_on_a_device_a_collective_counts_where_nothing_runs_beside_it() -> None:
+def test_collective_time_counts_only_if_not_overlapped() -> None:
     """Streams 7 (compute) and 20 (NCCL); the backward's kernels lie under no annotation of ours."""
     trace = [
         event("gpu_user_annotation", "fsdp-tune::forward", 0, 100, 7),
@@ -94,7 +94,7 @@ def run_profiled(path: str) -> dict[str, Any]:
 
 @pytest.mark.ranks
 @pytest.mark.e2e
-def test_the_steps_that_were_asked_for_are_recorded_on_every_rank_and_change_no_number(bench: Bench) -> None:
+def test_profile_records_requested_steps_on_every_rank_and_changes_no_number(bench: Bench) -> None:
     run = bench.fresh_run(Case(accumulation=4), run_profiled)
     folder = run.path / "profile" / "steps-3-4"
     assert sorted(path.name for path in folder.iterdir()) == [

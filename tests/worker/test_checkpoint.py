@@ -87,7 +87,7 @@ def test_leftovers_of_a_crash_go_and_nothing_else(run: RunDir) -> None:
 
 
 @pytest.mark.ranks
-def test_checkpoint_lists_every_file_and_nothing_is_left_beside_it(bench: Bench) -> None:
+def test_checkpoint_lists_every_file_and_leaves_no_stage(bench: Bench) -> None:
     run = bench.run(Case())
     for step in (runs.SAVED_STEP, runs.STEPS):
         manifest = read_manifest(run.checkpoint(step))
@@ -212,7 +212,7 @@ def saves(run: RunDir) -> dict[int, str]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("operation", ["open", "write"])
-def test_save_that_one_rank_cannot_write_is_no_checkpoint_and_the_next_is_good(rank: int, operation: str, bench: Bench) -> None:
+def test_failed_write_on_one_rank_leaves_no_checkpoint_and_the_next_save_succeeds(rank: int, operation: str, bench: Bench) -> None:
     run = runs.write_run(bench.new_folder(), Case().recipe(str(bench.model("llama"))), bench.store)
     worker = functools.partial(run_with_broken_disk, rank=rank, operation=operation, first=2, last=2)
     runs.train(bench.pool, run, 2, worker)
@@ -245,7 +245,7 @@ def test_stop_on_failed_save_stops_every_rank(bench: Bench) -> None:
 
 
 @pytest.mark.ranks
-def test_probe_writes_a_whole_checkpoint_and_takes_it_away(bench: Bench) -> None:
+def test_probe_writes_a_complete_checkpoint_and_removes_it(bench: Bench) -> None:
     run = runs.write_run(
         bench.new_folder(), runs.merged(Case().recipe(str(bench.model("llama"))), {"checkpoint": {"probe": True}}), bench.store
     )

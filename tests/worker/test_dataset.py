@@ -51,7 +51,7 @@ def steps(rows: int, split: tuple[int, int, int], epoch: int) -> list[list[int]]
 
 
 @given(rows=st.integers(1, 60), epoch=st.integers(0, 3))
-def test_every_split_of_a_global_batch_gives_the_same_steps(rows: int, epoch: int) -> None:
+def test_every_split_of_a_global_batch_has_the_same_steps(rows: int, epoch: int) -> None:
     first, *others = (steps(rows, split, epoch) for split in SPLITS)
     assert all(other == first for other in others)
     assert sorted(row for step in first for row in step) == list(range(rows)), "each row once an epoch"
@@ -95,7 +95,7 @@ def by_tokens(rows: int, ranks: int) -> list[MicroBatches]:
 
 
 @given(rows=st.integers(1, 60), ranks=st.integers(1, 5), epoch=st.integers(0, 2))
-def test_a_budget_gives_the_steps_that_rows_give_and_keeps_ranks_together(rows: int, ranks: int, epoch: int) -> None:
+def test_token_budget_matches_row_steps_and_keeps_ranks_in_step(rows: int, ranks: int, epoch: int) -> None:
     each = by_tokens(rows, ranks)
     for sampler in each:
         sampler.set_epoch(epoch)
@@ -149,7 +149,7 @@ def test_batches_carry_no_attention_mask() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_loader_gives_the_sampler_s_batches_in_its_order(workers: int, tmp_path) -> None:
+def test_loader_yields_batches_in_sampler_order(workers: int, tmp_path) -> None:
     from fsdp_tune.data.store import RowStore
     from fsdp_tune.worker.dataset import loader
     from tests.parity.store import make_store
@@ -161,7 +161,7 @@ def test_loader_gives_the_sampler_s_batches_in_its_order(workers: int, tmp_path)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_empty_place_passes_the_loader_as_nothing(workers: int, tmp_path) -> None:
+def test_empty_slot_passes_the_loader_as_nothing(workers: int, tmp_path) -> None:
     from fsdp_tune.data.store import RowStore
     from fsdp_tune.worker.dataset import loader
     from tests.parity.store import make_store

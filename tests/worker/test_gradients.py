@@ -87,7 +87,7 @@ def test_run_that_stops_names_the_bad_step_and_its_own_rows_before_the_next_is_a
     assert same(bench.everything(), before)
 
 
-def test_what_is_told_or_kept_is_settled_first() -> None:
+def test_step_is_settled_before_it_is_logged_evaluated_or_saved() -> None:
     bench = Bench(skip=False)
     bench.step(float("inf"))
     with pytest.raises(FsdpTuneError, match="step 1: the gradient norm is inf"):
@@ -95,7 +95,7 @@ def test_what_is_told_or_kept_is_settled_first() -> None:
     bench.gate.settle()  # told once
 
 
-def test_fp16_asks_at_once_since_its_scale_depends_on_the_answer() -> None:
+def test_fp16_reads_the_norm_at_once_for_its_scale() -> None:
     bench = Bench(scale=LossScale(1024.0))
     bench.step()
     bench.step(float("inf"))

@@ -110,9 +110,7 @@ def test_bytes_moved_outside_a_step_are_progress(phase: str, ticking: HeartbeatW
 
 
 @pytest.mark.parametrize("phase", sorted(heartbeats.STEP_PHASES))
-def test_a_background_save_does_not_hide_a_step_that_stands_still(
-    phase: str, ticking: HeartbeatWriter, run: RunDir, tmp_path: Path
-) -> None:
+def test_background_save_does_not_hide_a_hanging_step(phase: str, ticking: HeartbeatWriter, run: RunDir, tmp_path: Path) -> None:
     ticking.beat(phase, 1)
     threading.Thread(target=(tmp_path / "shard").write_bytes, args=(b"x" * (3 << 20),)).start()
     until(lambda: silent_seconds(run) > 0.5)
@@ -134,7 +132,7 @@ def test_what_the_heartbeat_itself_writes_is_not_progress(
     until(lambda: silent_seconds(run) > 0.6)
 
 
-def test_waiting_for_a_background_save_is_a_phase_of_its_own(run: RunDir) -> None:
+def test_waiting_for_a_background_save_is_its_own_phase(run: RunDir) -> None:
     beat = HeartbeatWriter(run, 0)
     beat.beat("training", 4)
     with beat.during("saving"):
@@ -188,7 +186,7 @@ def stand_in(path: str, depth: int) -> FrameType:
         ("/x/torch/distributed/checkpoint/filesystem.py", 0, False),
     ],
 )
-def test_waiting_is_told_from_working_by_the_innermost_calls(path: str, depth: int, waits: bool) -> None:
+def test_innermost_calls_distinguish_waiting_from_working(path: str, depth: int, waits: bool) -> None:
     assert is_waiting(stand_in(path, depth)) is waits
 
 

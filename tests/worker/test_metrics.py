@@ -41,7 +41,7 @@ def test_resumed_file_is_cut_back_to_the_checkpoint(run: RunDir) -> None:
     assert lines(run) == [*old[:6], {"step": 6, "loss": 0.25}]
 
 
-def test_run_from_the_start_begins_an_empty_file(run: RunDir) -> None:
+def test_run_from_step_0_starts_with_an_empty_file(run: RunDir) -> None:
     run.metrics_jsonl.write_text('{"step": 1, "loss": 1}\n')
     MetricsFile(run, resume_step=None, enabled=True).close()
     assert lines(run) == []
@@ -80,7 +80,7 @@ def test_lines_that_a_disk_refused_are_kept_and_come_back_once(run: RunDir) -> N
 
 
 @pytest.mark.parametrize("limit", [0, 1, 20, 34, 50])
-def test_a_limit_of_the_kernel_is_told_and_what_was_cut_comes_back(run: RunDir, limit: int) -> None:
+def test_file_size_limit_is_reported_and_the_torn_line_is_cut(run: RunDir, limit: int) -> None:
     """A file may be no larger than that: the line that passes it is cut in the middle."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     metrics = MetricsFile(run, resume_step=None, enabled=True)
@@ -100,7 +100,7 @@ def test_a_limit_of_the_kernel_is_told_and_what_was_cut_comes_back(run: RunDir, 
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_number_that_is_none_is_visible_and_the_line_stays_json(run: RunDir, value: float) -> None:
+def test_nan_and_infinity_are_visible_and_lines_are_valid_json(run: RunDir, value: float) -> None:
     metrics = MetricsFile(run, resume_step=None, enabled=True)
     metrics.event("step_skipped", 3, grad_norm=value)
     metrics.close()
@@ -166,7 +166,7 @@ def test_the_mfu_of_a_line_counts_packed_examples_each_by_itself(pool: RankPool)
 
 
 @pytest.mark.parametrize("active", [400, None])
-def test_the_mfu_counts_what_a_token_meets(active: int | None) -> None:
+def test_mfu_counts_active_parameters(active: int | None) -> None:
     loaded: Any = SimpleNamespace(model=SimpleNamespace(config=MixtralConfig()), size=SimpleNamespace(active_parameters=active))
     size = model_size(loaded)
     assert (size.active_parameters if size else None) == active

@@ -24,7 +24,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_the_launchers_word_is_taken(launched: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_settings_of_the_launcher_are_kept(launched: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert read_rank(resolved(tmp_path), RunDir(tmp_path)) == Rank(1, 1, 2)
 
 
@@ -36,7 +36,7 @@ def test_the_launchers_word_is_taken(launched: pytest.MonkeyPatch, tmp_path: Pat
         ("TORCHELASTIC_RESTART_COUNT", "1", "restarted-by-torchrun"),
     ],
 )
-def test_what_does_not_fit_the_run_is_refused_with_the_ways_out(
+def test_environment_that_does_not_fit_the_run_is_refused_with_alternatives(
     launched: pytest.MonkeyPatch, tmp_path: Path, name: str, value: str, code: str
 ) -> None:
     launched.setenv(name, value)
@@ -47,7 +47,7 @@ def test_what_does_not_fit_the_run_is_refused_with_the_ways_out(
     assert problem.ways_out
 
 
-def test_a_log_that_is_a_link_to_somebody_elses_file_is_not_written(tmp_path: Path) -> None:
+def test_log_that_is_a_link_to_a_foreign_file_is_not_written(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.logs.mkdir(parents=True)
     (tmp_path / "theirs").write_text("untouched")
@@ -76,7 +76,7 @@ print(json.dumps([before, flight.dump(run, 0, "cpu")]))
 
 
 @pytest.mark.slow
-def test_the_flight_recorder_is_on_and_tells_the_last_collective(tmp_path: Path) -> None:
+def test_flight_recorder_is_on_and_has_the_last_collective(tmp_path: Path) -> None:
     """Fails when torch names its variables or its recorder anew."""
     done = subprocess.run([sys.executable, "-c", RECORDS, str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

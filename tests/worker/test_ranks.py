@@ -63,7 +63,7 @@ def test_every_world_size_gets_its_own_group(pool: RankPool) -> None:
 
 
 @pytest.mark.ranks
-def test_failure_names_the_rank_and_the_pool_goes_on(pool: RankPool) -> None:
+def test_failure_names_the_rank_and_the_pool_stays_usable(pool: RankPool) -> None:
     with pytest.raises(RanksFailed, match=r"rank 1\n(?s:.*)no sooner said"):
         pool.run(2, fail_on, 1)
     assert pool.run(2, who, "again")[1] == ("again", 1, 2)

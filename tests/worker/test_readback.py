@@ -77,7 +77,7 @@ def test_fsdp1_trains_next_to_frozen_parameters_of_the_same_unit_in_bf16(bench: 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("version", "offload"), [(2, False), (2, True), (1, False)])  # FSDP1 offloads from a GPU alone
-def test_the_plugin_is_told_as_it_is_and_not_only_by_whether_it_has_a_policy(version: int, offload: bool, bench: Bench) -> None:
+def test_readback_reports_the_plugins_actual_fields(version: int, offload: bool, bench: Bench) -> None:
     document = json.loads(bench.run(Case(version=version, offload=offload)).readback_json.read_text())
     assert document["plugin"]["fsdp_version"] == version
     assert document["plugin"]["cpu_offload"] is offload

@@ -85,7 +85,7 @@ def test_only_a_step_that_is_logged_is_measured_and_the_calls_do_what_they_did()
 
 
 @pytest.mark.ranks
-def test_lines_of_a_run_say_what_was_no_computing(bench: Bench) -> None:
+def test_metrics_lines_have_the_time_not_spent_computing(bench: Bench) -> None:
     lines = [line for line in runs.lines(bench.run(Case())) if "loss" in line]
     assert lines
     for line in lines:

@@ -82,7 +82,7 @@ def test_metadata_of_a_real_checkpoint_is_read(bench: Bench) -> None:
 
 
 @given(st.lists(st.binary(max_size=100), max_size=20))
-def test_stream_knows_the_digest_of_what_it_wrote(tmp_path_factory: pytest.TempPathFactory, chunks: list[bytes]) -> None:
+def test_stream_has_the_digest_of_written_bytes(tmp_path_factory: pytest.TempPathFactory, chunks: list[bytes]) -> None:
     path = tmp_path_factory.mktemp("stream") / "file"
     stream = HashingStream(path)
     for chunk in chunks:

@@ -156,7 +156,7 @@ def test_mlflow_continues_the_run_that_its_server_named(tmp_path: Path, monkeypa
     assert environment == {"MLFLOW_RUN_ID": "from-the-server"}
 
 
-def test_each_tracker_has_a_run_of_its_own_and_others_get_no_variables(tmp_path: Path) -> None:
+def test_each_tracker_has_its_own_run_and_others_get_no_variables(tmp_path: Path) -> None:
     environment: dict[str, str] = {}
     continue_tracker_runs(RunDir(tmp_path), ["tensorboard", "trackio"], environment, said_nothing)
     assert (environment, list(tmp_path.iterdir())) == ({}, [])

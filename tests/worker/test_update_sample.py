@@ -49,7 +49,7 @@ def test_parameter_that_an_update_leaves_out_is_named_at_any_step(kind: str) -> 
     assert bench.unchanged("1.weight") == ["1.weight"]
 
 
-def test_largest_gradient_of_a_shard_is_looked_at() -> None:
+def test_largest_gradient_of_a_shard_is_sampled() -> None:
     bench = Bench("SGD", weight_decay=0.0)
     weight = bench.model[1].weight
     weight.grad = torch.zeros_like(weight)
@@ -58,7 +58,7 @@ def test_largest_gradient_of_a_shard_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("case", ["no gradient", "zero gradient", "unused rows", "empty shard", "lr of 0"])
-def test_nothing_is_asked_of_values_without_an_update(case: str) -> None:
+def test_values_without_an_update_are_not_checked(case: str) -> None:
     bench = Bench(weight_decay=0.0, lr=0.0 if case == "lr of 0" else 1e-3)
     embedding, idle = bench.model[0].weight, bench.model[2].weight
     if case == "no gradient":
@@ -106,7 +106,7 @@ def test_decay_and_update_of_less_than_half_a_unit_each_may_vanish() -> None:
     assert all(torch.equal(parameter, torch.full_like(parameter, 1.5)) for parameter in bench.model.parameters())
 
 
-def test_stochastic_rounding_may_leave_a_value_until_the_update_is_a_whole_unit() -> None:
+def test_stochastic_rounding_may_keep_a_value_until_the_update_is_a_full_ulp() -> None:
     bench = Bench("lean", dtype=torch.bfloat16, lr=6e-3, weight_decay=0.0, rounds_parameters=True)
     for parameter in bench.model.parameters():
         parameter.data.fill_(1.0)  # a unit is 1/128: the update is 0.77 of it

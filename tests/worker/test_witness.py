@@ -307,7 +307,7 @@ def test_first_update_is_witnessed_after_warmup_and_only_then(bench: Bench) -> N
 
 
 @pytest.mark.slow
-def test_witness_takes_less_than_half_a_percent_of_the_demo(tmp_path: Path) -> None:
+def test_witness_costs_less_than_half_a_percent_of_the_demo(tmp_path: Path) -> None:
     output = tmp_path / "run"
     changes = ("training.max_steps=100", "training.eval_strategy=no", f"output_dir={output}", "merge.at_end=false")
     command = [
