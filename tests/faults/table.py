@@ -374,7 +374,7 @@ MERGE = (
          "merge/test_faults::too_little_space_is_refused_before_a_byte_is_written"),
     _row("F104", "t", 2, REFUSED, "a shard missing, cut, flipped; an incomplete checkpoint", "merge/test_damage::a_damaged_shard_is_named",
          "merge/test_damage::a_checkpoint_that_is_not_complete_is_refused_and_can_be_forced"),
-    _row("F105", "t", 11, SURVIVED, "a run, a checkpoint, its shards, nonsense", "merge/test_merge::run_and_checkpoint_and_shards_give_the_same_weights",
+    _row("F105", "t", 11, SURVIVED, "a run, a checkpoint, its shards, nonsense", "merge/test_merged_values::run_and_checkpoint_and_shards_give_the_same_weights",
          "merge/test_damage::what_is_no_checkpoint_is_told_what_it_is"),
     _row("F106", "t", 10, REFUSED, "weights that are not finite, that fp16 cannot hold", "merge/test_numbers::weights_that_are_not_finite_are_counted_by_tensor",
          "merge/test_numbers::what_fp16_cannot_hold_is_refused_and_bf16_can"),

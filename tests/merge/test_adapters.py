@@ -21,7 +21,7 @@ from fsdp_tune.merge.lora.peft_names import sort_names
 from tests.merge import peft
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, same_bits, save_dcp, save_on_ranks
 from tests.merge.peft import PREFIX, adapter_directory, adapter_state, added, exact, factors, values, whole_state, write_config
-from tests.merge.test_merge import model_directory, small_gpt2, small_llama
+from tests.merge.test_merged_values import model_directory, small_gpt2, small_llama
 
 LINEAR = ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fsdp_tune.merge.formats.dtypes import DTYPES
 from fsdp_tune.merge.merging import MergeOptions, merge_checkpoint
 from tests.merge.checkpoints import merged_tensors, same_bits, save_on_ranks
-from tests.merge.test_merge import small_gpt2, small_llama
+from tests.merge.test_merged_values import small_gpt2, small_llama
 
 MESHES = [(n,) for n in range(1, 9)] + [(2, 2), (2, 3), (3, 2), (2, 4), (4, 2)]
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.run.manifest import MANIFEST_NAME
 from tests.merge.checkpoints import SHARDS, finish_checkpoint, make_run, merged_tensors, same_bits, save_dcp, save_on_ranks
-from tests.merge.test_merge import small_gpt2
+from tests.merge.test_merged_values import small_gpt2
 
 WEIGHTS = {"layers.0.weight": torch.randn(6, 4), "layers.0.bias": torch.randn(6), "norm.weight": torch.randn(4)}
 OPTIMIZER = {"state": {"layers.0.weight": {"exp_avg": torch.randn(6, 4), "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}

@@ -18,7 +18,7 @@ from fsdp_tune.merge.formats.dtypes import DTYPES
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.tensors import SourceTensor
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, save_dcp
-from tests.merge.test_merge import model_directory, small_gpt2, small_llama
+from tests.merge.test_merged_values import model_directory, small_gpt2, small_llama
 
 HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 

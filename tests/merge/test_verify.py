@@ -16,7 +16,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.merge.merging import MergeOptions, merge_checkpoint
 from fsdp_tune.merge.verify import loaded, model_check
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, save_dcp
-from tests.merge.test_merge import model_directory, small_gpt2, small_llama
+from tests.merge.test_merged_values import model_directory, small_gpt2, small_llama
 
 STATE = {"a": torch.randn(100, 50), "b": torch.randn(700)}
 
