@@ -1,8 +1,8 @@
-"""What a rule finds: a contradiction between keys, or a key without effect; the loader adds the lines."""
+"""Findings of rules: contradictions between keys, and keys without effect. The loader adds the lines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from fsdp_tune.core.errors import Notice, Problem, Where
@@ -15,7 +15,7 @@ Positions = Mapping[str, Where]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`keys`: those at odds with each other, the one to change first."""
+    """`keys`: those that contradict each other, the one to change first."""
 
     code: str
     keys: tuple[str, ...]
@@ -24,11 +24,11 @@ class Finding:
     ways_out: tuple[str, ...] = ()
 
 
-Rule = Callable[[Recipe], Finding | None]
+Rule = Callable[[Recipe], Iterator[Finding]]
 
 
 def given(recipe: Recipe, key: str) -> bool:
-    """Whether a key is written in the recipe, as opposed to standing at its default."""
+    """Return whether a key is written in the recipe, as opposed to having its default."""
     *parents, name = key.split(".")
     section = value_of(recipe, ".".join(parents)) if parents else recipe
     extra = section.model_extra or {}
@@ -36,7 +36,7 @@ def given(recipe: Recipe, key: str) -> bool:
 
 
 def located(finding: Finding, positions: Positions) -> tuple[Where, str]:
-    """The place of the first written key, and the message with the lines of the others."""
+    """Return the position of the first written key, and the message with the lines of the others."""
     written = [key for key in finding.keys if key in positions]
     text = printable(finding.message)
     if not written:
@@ -62,7 +62,7 @@ def _place(where: Where) -> str:
 
 
 def pinned(problem: Problem, positions: Positions) -> Problem:
-    """A problem that names a key alone, with the line where that key (or the nearest one around it) is written."""
+    """Add to a problem that only names a key the line where that key, or its nearest parent, is written."""
     key = problem.where.key
     if problem.where.source is not None or key is None:
         return problem

@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp_tune.recipe.paths import COMPILED, default_cache_directory
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.optimizer_arguments import state_bits, state_dtype
+from fsdp_tune.recipe.schema.optimizers import state_bits, state_dtype
 
 # Variables of these prefixes steer transformers and Accelerate behind our back; a rank starts without any of them.
 OWNED_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")

@@ -50,7 +50,7 @@ def resolve(
     work = _Work(recipe, machine, assume, positions or {})
     work.launch()
     world = World(work.data["launch"]["num_processes"], recipe.launch.num_machines)
-    findings = [finding for rule in WORLD_RULES if (finding := rule(recipe, world)) is not None]
+    findings = [finding for rule in WORLD_RULES for finding in rule(recipe, world)]
     work.problems.extend(as_problem(finding, work.positions) for finding in findings)
     if not work.problems:
         work.mesh(world)

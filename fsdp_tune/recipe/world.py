@@ -1,8 +1,8 @@
-"""Rules and arithmetic that need the number of ranks: mesh sizes, the global batch, and the line that shows it."""
+"""Rules and arithmetic that need the number of ranks: the sizes of the mesh, and the global batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fsdp_tune.recipe.findings import Finding
@@ -33,7 +33,7 @@ class World:
         return self.size // self.machines
 
 
-WorldRule = Callable[[Recipe, World], Finding | None]
+WorldRule = Callable[[Recipe, World], Iterator[Finding]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class MeshSizes:
 
 
 def mesh_sizes(recipe: Recipe, world: World) -> MeshSizes:
-    """The mesh of a recipe that passes the rules below."""
+    """Return the mesh of a recipe that passes the rules below."""
     replicate, shard = recipe.parallelism.dp_replicate_size, recipe.parallelism.dp_shard_size
     if not recipe.is_sharded:
         return MeshSizes(world.size, 1, "NO_SHARD: every rank holds the whole model")
@@ -61,117 +61,118 @@ def mesh_sizes(recipe: Recipe, world: World) -> MeshSizes:
     return MeshSizes(2, world.size // 2, f"{recipe.fsdp.sharding_strategy} on one machine: two copies")
 
 
-def machines_are_alike(_recipe: Recipe, world: World) -> Finding | None:
-    if world.size % world.machines == 0:
-        return None
-    message = f"`launch.num_processes: {world.size}` (the total) does not divide by `launch.num_machines: {world.machines}`"
-    below, above = world.size // world.machines * world.machines, -(-world.size // world.machines) * world.machines
-    hint = f"every machine runs as many ranks: {f'{below} or ' if below else ''}{above}"
-    return Finding("indivisible", ("launch.num_processes", "launch.num_machines"), message, hint)
+def machines_are_alike(_recipe: Recipe, world: World) -> Iterator[Finding]:
+    if world.size % world.machines:
+        message = f"`launch.num_processes: {world.size}` (the total) does not divide by `launch.num_machines: {world.machines}`"
+        below, above = world.size // world.machines * world.machines, -(-world.size // world.machines) * world.machines
+        hint = f"every machine runs as many ranks: {f'{below} or ' if below else ''}{above}"
+        yield Finding("indivisible", ("launch.num_processes", "launch.num_machines"), message, hint)
 
 
-def mesh_fits(recipe: Recipe, world: World) -> Finding | None:
+def mesh_fits(recipe: Recipe, world: World) -> Iterator[Finding]:
     replicate, shard = recipe.parallelism.dp_replicate_size, recipe.parallelism.dp_shard_size
-    strategy = recipe.fsdp.sharding_strategy
     if not recipe.is_sharded or world.size % world.machines:
-        return None
+        return
     if not recipe.is_hybrid:
         if replicate not in {"auto", 1} or shard not in {"auto", world.size}:
-            message = f"`fsdp.sharding_strategy: {strategy}` shards over all {world.size} ranks; the mesh asks for something else"
-            return Finding("contradiction", MESH_KEYS, message, "leave the sizes at auto, or use HYBRID_SHARD")
-        return None
+            strategy = recipe.fsdp.sharding_strategy
+            message = f"`fsdp.sharding_strategy: {strategy}` shards over all {world.size} ranks, which contradicts the sizes of the mesh"
+            yield Finding("contradiction", MESH_KEYS, message, "leave the sizes at auto, or use HYBRID_SHARD")
+        return
     if isinstance(replicate, int) and isinstance(shard, int) and replicate * shard != world.size:
         message = f"{replicate} copies × {shard} shards = {replicate * shard} ranks, and there are {world.size}"
-        return Finding("mesh-does-not-fit", MESH_KEYS, message, "leave one of the two sizes at auto")
+        yield Finding("mesh-does-not-fit", MESH_KEYS, message, "leave one of the two sizes at auto")
+        return
     for name, size in (("dp_replicate_size", replicate), ("dp_shard_size", shard)):
         if isinstance(size, int) and world.size % size:
             message = f"`parallelism.{name}: {size}` does not divide {world.size} ranks"
-            return Finding("mesh-does-not-fit", MESH_KEYS, message, "write a divisor, or leave it at auto")
-    return _hybrid_makes_sense(recipe, world)
+            yield Finding("mesh-does-not-fit", MESH_KEYS, message, "write a divisor, or leave it at auto")
+            return
+    yield from _hybrid_makes_sense(recipe, world)
 
 
-def _hybrid_makes_sense(recipe: Recipe, world: World) -> Finding | None:
+def _hybrid_makes_sense(recipe: Recipe, world: World) -> Iterator[Finding]:
     sizes, strategy = mesh_sizes(recipe, world), recipe.fsdp.sharding_strategy
     if sizes.replicate * sizes.shard == world.size and sizes.replicate > 1 and sizes.shard > 1:
-        return None
+        return
     if recipe.parallelism.dp_replicate_size == recipe.parallelism.dp_shard_size == "auto":
         where = "on one machine" if world.machines == 1 else f"over {world.machines} machines"
-        message = f"`fsdp.sharding_strategy: {strategy}` {where} needs two copies of two shards at least; there are {world.size} ranks"
+        message = f"`fsdp.sharding_strategy: {strategy}` {where} needs at least two copies of two shards; there are {world.size} ranks"
         message += "" if world.size % 2 == 0 else ", an odd number"
         other = "FULL_SHARD" if strategy == "HYBRID_SHARD" else "SHARD_GRAD_OP"
-        return Finding("mesh-does-not-fit", MESH_KEYS, message, f"use {other}, or an even number of ranks from 4")
-    what, other = ("one copy", "FULL_SHARD") if sizes.replicate == 1 else ("one rank per copy", "NO_SHARD")
-    message = f"a mesh of {sizes.replicate} copies × {sizes.shard} shards is no hybrid: {what}"
-    return Finding("mesh-does-not-fit", MESH_KEYS, message, f"that is `fsdp.sharding_strategy: {other}`")
+        hint = f"use {other}, or an even number of ranks from 4"
+    else:
+        what, other = ("one copy", "FULL_SHARD") if sizes.replicate == 1 else ("one rank per copy", "NO_SHARD")
+        message = f"a mesh of {sizes.replicate} copies × {sizes.shard} shards is not a hybrid: {what}"
+        hint = f"that is `fsdp.sharding_strategy: {other}`"
+    yield Finding("mesh-does-not-fit", MESH_KEYS, message, hint)
 
 
-def resharding_divides(recipe: Recipe, world: World) -> Finding | None:
+def resharding_divides(recipe: Recipe, world: World) -> Iterator[Finding]:
     ranks = recipe.fsdp.reshard_after_forward
     if type(ranks) is not int or world.size % world.machines:
-        return None
+        return
     shard = mesh_sizes(recipe, world).shard
-    if 1 < ranks < shard and shard % ranks == 0:
-        return None
-    message = f"`fsdp.reshard_after_forward: {ranks}` is no part of the {shard} ranks that share one copy"
-    hint = "write a divisor above 1, such as the ranks of a machine, or leave it out"
-    return Finding("mesh-does-not-fit", ("fsdp.reshard_after_forward", *MESH_KEYS), message, hint)
+    if not 1 < ranks < shard or shard % ranks:
+        message = f"`fsdp.reshard_after_forward: {ranks}` does not divide the {shard} ranks that share one copy"
+        hint = "write a divisor above 1, such as the ranks of a machine, or leave it out"
+        yield Finding("mesh-does-not-fit", ("fsdp.reshard_after_forward", *MESH_KEYS), message, hint)
 
 
-def batch_divides(recipe: Recipe, world: World) -> Finding | None:
+def batch_divides(recipe: Recipe, world: World) -> Iterator[Finding]:
     training = recipe.training
     wanted, micro, accumulation = training.global_batch_size, training.per_device_train_batch_size, training.gradient_accumulation_steps
     if wanted is None:
-        return None
+        return
     if training.per_device_train_batch_tokens is not None:
-        return _budget_agrees(recipe, world)
+        needed = budget_accumulation(recipe, world)
+        if accumulation not in (None, needed):
+            message = f"`training.gradient_accumulation_steps: {accumulation}` fixes the micro-batches of a step, and under `{TOKENS_KEY}` "
+            message += f"their number varies from step to step: {needed} at most"
+            keys = ("training.gradient_accumulation_steps", TOKENS_KEY)
+            yield Finding("contradiction", keys, message, "leave `gradient_accumulation_steps` out")
+        return
     at_once = micro * world.size
     if accumulation is not None and at_once * accumulation != wanted:
         message = f"`training.global_batch_size: {wanted}` is not {micro} sequences × {world.size} ranks × {accumulation} accumulation"
         hint = f"that makes {at_once * accumulation}; leave one of the two out"
-        return Finding("contradiction", BATCH_KEYS, message, hint)
+        yield Finding("contradiction", BATCH_KEYS, message, hint)
+        return
     if wanted % at_once:
         message = f"`training.global_batch_size: {wanted}` does not divide by {micro} sequences × {world.size} ranks = {at_once}"
         below, above = wanted // at_once * at_once, -(-wanted // at_once) * at_once
         fitting = [size for size in range(min(micro, wanted, MOST_SIZES_TRIED), 0, -1) if wanted % (size * world.size) == 0]
         ways = [f"a global batch of {f'{below} or ' if below else ''}{above}"]
         ways += [f"`per_device_train_batch_size: {fitting[0]}`"] if fitting else []
-        return Finding("indivisible", BATCH_KEYS, message, f"use {', or '.join(ways)}")
-    return None
+        yield Finding("indivisible", BATCH_KEYS, message, f"use {', or '.join(ways)}")
 
 
 def budget_accumulation(recipe: Recipe, world: World) -> int:
-    """Micro-batches of a step whose rows are as long as `data.max_length`: the most that a step takes under a token budget."""
+    """Return the most micro-batches that a step takes under a token budget: those of rows as long as `data.max_length`."""
     training = recipe.training
     assert training.global_batch_size is not None
     assert training.per_device_train_batch_tokens is not None
     return -(-training.global_batch_size // (training.per_device_train_batch_tokens // recipe.data.max_length * world.size))
 
 
-def _budget_agrees(recipe: Recipe, world: World) -> Finding | None:
-    given, needed = recipe.training.gradient_accumulation_steps, budget_accumulation(recipe, world)
-    if given is None or given == needed:
-        return None
-    message = f"`training.gradient_accumulation_steps: {given}` counts micro-batches, and `{TOKENS_KEY}` decides from step to step how many"
-    message += f" it takes: {needed} at most"
-    keys = ("training.gradient_accumulation_steps", TOKENS_KEY)
-    return Finding("contradiction", keys, message, "leave `gradient_accumulation_steps` out")
-
-
-def sums_keep_their_bits(recipe: Recipe, world: World) -> Finding | None:
+def gradient_sums_are_exact(recipe: Recipe, world: World) -> Iterator[Finding]:
     """Refuse long sums of micro-batch gradients where the stack adds them in 16 bits; elsewhere they are added in fp32."""
     micro_batches = _micro_batches(recipe, world)
     if micro_batches <= MOST_NARROW_SUMS or not _sums_in_16_bits(recipe):
-        return None
+        return
     where = recipe.fsdp.sharding_strategy if not recipe.is_sharded or recipe.fsdp.version == 2 else "fsdp.version: 1"
     message = f"`{where}` adds the gradients of {micro_batches} micro-batches in 16 bits, which is exact enough for {MOST_NARROW_SUMS}"
     hint = "fewer, larger micro-batches; or `model.dtype: fp32`, `precision.reduce_dtype: fp32`, or FULL_SHARD on FSDP2, which adds in fp32"
     keys = ("training.gradient_accumulation_steps", "training.global_batch_size", "model.dtype", "precision.reduce_dtype")
-    return Finding("sums-in-16-bits", keys, message, hint)
+    yield Finding("sums-in-16-bits", keys, message, hint)
 
 
 def _sums_in_16_bits(recipe: Recipe) -> bool:
-    """DDP and FSDP1 add in the dtype of the weights (FSDP1 without sync in that of the computation), FSDP2 in `reduce_dtype` wherever it
-    does not add to a shard's gradient, which `model.optim.accumulation` keeps in fp32."""
+    """Return whether gradients of micro-batches are added in 16 bits.
+
+    DDP and FSDP1 add in the dtype of the weights (FSDP1 without sync in the compute dtype). FSDP2 adds in `reduce_dtype`, except to the
+    gradient of a shard, which `model.optim.accumulation` keeps in fp32.
+    """
     narrow, fsdp = recipe.model.dtype != "fp32", recipe.fsdp
     if not recipe.is_sharded:
         return narrow
@@ -182,20 +183,18 @@ def _sums_in_16_bits(recipe: Recipe) -> bool:
 
 def _micro_batches(recipe: Recipe, world: World) -> int:
     training = recipe.training
-    if training.gradient_accumulation_steps is not None:
-        return training.gradient_accumulation_steps
-    if training.global_batch_size is None:
-        return 1
+    if training.gradient_accumulation_steps is not None or training.global_batch_size is None:
+        return training.gradient_accumulation_steps or 1
     if training.per_device_train_batch_tokens is not None:
         return budget_accumulation(recipe, world)
     return training.global_batch_size // (training.per_device_train_batch_size * world.size)
 
 
-WORLD_RULES: tuple[WorldRule, ...] = (machines_are_alike, mesh_fits, resharding_divides, batch_divides, sums_keep_their_bits)
+WORLD_RULES: tuple[WorldRule, ...] = (machines_are_alike, mesh_fits, resharding_divides, batch_divides, gradient_sums_are_exact)
 
 
 def batch_arithmetic(recipe: Recipe) -> str:
-    """The line that `plan`, `train` and the report show, of a resolved recipe."""
+    """Describe the batch of a resolved recipe in one line, for `plan`, `train` and the report."""
     training, sequences = recipe.training, recipe.global_batch_size
     steps, tokens = training.gradient_accumulation_steps or 1, sequences * recipe.data.max_length
     ranks = _count(recipe.data_size, "rank")

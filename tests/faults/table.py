@@ -78,7 +78,7 @@ RECIPE_AND_INPUT = (
         "recipe/test_overrides::a_mistake_names_the_override", "recipe/test_overrides::one_key_is_set_once",
     ),
     _row(
-        "F010", "p", 11, REFUSED, "contradictory keys", "recipe/test_rules::a_contradiction_names_both_lines",
+        "F010", "p", 11, REFUSED, "contradictory keys", "recipe/test_rules::contradiction_is_reported_with_both_lines",
         "recipe/test_world::an_indivisible_batch_names_sizes_that_work",
     ),
     _row("F011", "p", 12, REFUSED, "output_dir is a file, the root, home, inside data, inside the package", "recipe/test_resolve::a_run_is_not_written_where_it_would_harm"),

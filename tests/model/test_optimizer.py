@@ -10,10 +10,10 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from fsdp_tune.model.optim.optimizer import build_optimizer, optimizer_of
-from fsdp_tune.recipe.schema.optimizer_arguments import WORDS
+from fsdp_tune.recipe.schema import optimizers
 from tests.model.recipes import recipe_of
 
-OPTIMIZERS = (None, *WORDS)
+OPTIMIZERS = (None, *optimizers.OPTIMIZERS)
 ARGUMENTS = {
     "sgd": "momentum=0.9,nesterov=true",
     "adagrad": "lr_decay=0.1,eps=1e-5",

@@ -30,7 +30,7 @@ def test_only_what_must_change_changes(training: dict[str, Any], fsdp: dict[str,
         section, name = key.split(".")
         document[section] = document[section] | {name: value}
     changed = Recipe.model_validate(document)
-    assert [finding for rule in WORLD_RULES if (finding := rule(changed, world)) is not None] == []
+    assert [finding for rule in WORLD_RULES for finding in rule(changed, world)] == []
 
 
 def test_machines_hold_the_same_number_of_devices() -> None:

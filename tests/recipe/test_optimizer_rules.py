@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_tune.recipe.schema.optimizer_arguments import optimizer_arguments, state_bytes, state_dtype
+from fsdp_tune.recipe.schema.optimizers import optimizer_arguments, state_bytes, state_dtype
 from tests.recipe.loading import load_with, one_problem, problems
 
 HEAD = "model: {name_or_path: gpt2DTYPE}\ndata: {train: [{path: a}]}\n"
@@ -19,10 +19,10 @@ def refused(extra: str, dtype: str = "fp32") -> object:
     [
         ('training: {optim_args: "state_dtype=bf8"}', "`state_dtype` is `bf8`; it takes `fp32` or `bf16`"),
         ('training: {optim_args: "state_dtype"}', "`state_dtype` has no value"),
-        ('training: {optim_args: "stat_dtype=bf16"}', "`stat_dtype`, which `training.optim: adamw_torch_fused` does not know"),
-        ('training: {optim: adamw_torch, optim_args: "state_dtype=bf16"}', "`training.optim: adamw_torch` does not know"),
+        ('training: {optim_args: "stat_dtype=bf16"}', "`stat_dtype`, which `training.optim: adamw_torch_fused` does not take"),
+        ('training: {optim: adamw_torch, optim_args: "state_dtype=bf16"}', "`training.optim: adamw_torch` does not take"),
         ('training: {optim: sgd, optim_args: "momentum=much"}', "`momentum` is `much`; it takes a number"),
-        ('training: {optim: adamw_torch_8bit, optim_args: "block_size=100"}', "it takes a power of two from 16 on"),
+        ('training: {optim: adamw_torch_8bit, optim_args: "block_size=100"}', "it takes a power of two, 16 or more"),
         ('training: {optim_args: "bf16_stochastic_round=true"}', "`model.dtype` is fp32"),
         ('training: {optim_args: "state_dtype=bf16"}\nfsdp: {version: 1}', "`state_dtype` needs FSDP2"),
         ("training: {optim: adamw_torch_8bit}\nfsdp: {version: 1}", "needs FSDP2"),
@@ -30,7 +30,7 @@ def refused(extra: str, dtype: str = "fp32") -> object:
         ("training: {optim: adamw_torch_8bit}\nfsdp: {state_dict_type: FULL_STATE_DICT, sharding_strategy: NO_SHARD}", "writes plain"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_line(extra: str, words: str) -> None:
+def test_invalid_optimizer_argument_is_refused_with_its_line(extra: str, words: str) -> None:
     problem = refused(extra)
     assert words in problem.message  # type: ignore[attr-defined]
     assert problem.where.line == 3  # type: ignore[attr-defined]

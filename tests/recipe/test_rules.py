@@ -2,201 +2,218 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
+from fsdp_tune.recipe.findings import Finding, Rule
+from fsdp_tune.recipe.read import loader
 from fsdp_tune.recipe.rules import RULES
 from fsdp_tune.recipe.rules.inactive import INACTIVE
+from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.not_yet import NOT_YET
-from tests.recipe.loading import load, load_with, one_problem, problems, problems_with
+from tests.recipe.loading import MINIMAL, load, load_with, one_problem, problems, problems_with
 
 CONTRADICTIONS = [
-    ("fsdp:\n  offload_params: true\n  sharding_strategy: NO_SHARD", "offload_needs_shards", 4, "line 5"),
-    ("fsdp:\n  reshard_after_forward: true\n  sharding_strategy: SHARD_GRAD_OP", "reshard_agrees", 4, "line 5"),
-    ("fsdp:\n  reshard_after_forward: false\n  sharding_strategy: HYBRID_SHARD", "reshard_agrees", 4, "line 5"),
-    ("precision: {reduce_dtype: bf16}\nfsdp: {sharding_strategy: NO_SHARD}", "ddp_reduces_in_fp32", 3, "line 4"),
-    ("fsdp:\n  backward_prefetch: BACKWARD_POST\n  version: 2", "backward_prefetch_by_version", 4, "line 5"),
-    ("fsdp:\n  backward_prefetch: 2\n  version: 1", "backward_prefetch_by_version", 4, "line 5"),
-    ("fsdp:\n  forward_prefetch: 2\n  version: 1", "version_1_limits", 4, "line 5"),
-    ("fsdp:\n  version: 1\n  activation_checkpointing_offload: true\n  activation_checkpointing: full", "version_1_limits", 5, "line 4"),
-    ("fsdp:\n  version: 1\nkernels:\n  compile: true", "version_1_limits", 6, "line 4"),
-    ("fsdp:\n  version: 1\ntraining:\n  on_nonfinite: skip", "version_1_limits", 6, "line 4"),
+    ("fsdp:\n  offload_params: true\n  sharding_strategy: NO_SHARD", 4, "line 5"),
+    ("fsdp:\n  reshard_after_forward: true\n  sharding_strategy: SHARD_GRAD_OP", 4, "line 5"),
+    ("fsdp:\n  reshard_after_forward: false\n  sharding_strategy: HYBRID_SHARD", 4, "line 5"),
+    ("precision: {reduce_dtype: bf16}\nfsdp: {sharding_strategy: NO_SHARD}", 3, "line 4"),
+    ("fsdp:\n  backward_prefetch: BACKWARD_POST\n  version: 2", 4, "line 5"),
+    ("fsdp:\n  backward_prefetch: 2\n  version: 1", 4, "line 5"),
+    ("fsdp:\n  forward_prefetch: 2\n  version: 1", 4, "line 5"),
+    ("fsdp:\n  version: 1\n  activation_checkpointing_offload: true\n  activation_checkpointing: full", 5, "line 4"),
+    ("fsdp:\n  version: 1\nkernels:\n  compile: true", 6, "line 4"),
+    ("fsdp:\n  version: 1\ntraining:\n  on_nonfinite: skip", 6, "line 4"),
     (
         "fsdp: {activation_checkpointing: selective, activation_checkpointing_offload: true}\nkernels: {compile: true}",
-        "compiled_offload_is_of_whole_layers",
         3,
         "line 4",
     ),
-    ("launch: {device: cpu}\nkernels: {liger: true}", "liger_needs_a_gpu", 4, "for GPUs"),
-    ("launch: {device: cpu}\nkernels: {loss: liger}", "liger_needs_a_gpu", 4, "for GPUs"),
-    ("precision: {mixed_precision: fp16}\nkernels: {loss: liger}", "liger_needs_a_gpu", 4, "loss scale"),
-    ("fsdp: {auto_wrap_policy: MODULE_NAMES_WRAP}", "named_modules_are_named", 3, "empty"),
-    ("training:\n  warmup_steps: 10\n  max_steps: 10", "warmup_ends", 4, "line 5"),
-    ("training: {eval_strategy: steps}", "evaluation_needs_data", 3, "no `data.eval`"),
-    ("training: {load_best_model_at_end: true}", "evaluation_needs_data", 3, "no `data.eval`"),
-    ("training: {early_stopping: {patience: 1}}", "evaluation_needs_data", 3, "no `data.eval`"),
-    ("training: {save_strategy: best}", "evaluation_needs_data", 3, "no `data.eval`"),
-    ("training: {report_to: [wandbb]}", "trackers_are_known", 3, "`wandbb`"),
-    ("training: {optim_args: momentum=0.9}", "optimizer_takes_its_arguments", 3, "does not know"),
-    ("training: {optim_args: bf16_stochastic_round=true}", "stochastic_rounding_has_something_to_round", 3, "`model.dtype` is fp32"),
-    ("precision: {mixed_precision: fp8}\nfsdp: {version: 1}", "fp8_needs_fsdp_2", 3, "line 4"),
+    ("launch: {device: cpu}\nkernels: {liger: true}", 4, "for GPUs"),
+    ("launch: {device: cpu}\nkernels: {loss: liger}", 4, "for GPUs"),
+    ("precision: {mixed_precision: fp16}\nkernels: {loss: liger}", 4, "loss scale"),
+    ("fsdp: {auto_wrap_policy: MODULE_NAMES_WRAP}", 3, "empty"),
+    ("training:\n  warmup_steps: 10\n  max_steps: 10", 4, "line 5"),
+    ("training: {eval_strategy: steps}", 3, "no `data.eval`"),
+    ("training: {load_best_model_at_end: true}", 3, "no `data.eval`"),
+    ("training: {early_stopping: {patience: 1}}", 3, "no `data.eval`"),
+    ("training: {save_strategy: best}", 3, "no `data.eval`"),
+    ("training: {report_to: [wandbb]}", 3, "`wandbb`"),
+    ("training: {optim_args: momentum=0.9}", 3, "does not take"),
+    ("training: {optim: sgd, optim_args: momentum=x}", 3, "takes a number"),
+    ("training: {optim_args: bf16_stochastic_round=true}", 3, "`model.dtype` is fp32"),
+    ("precision: {mixed_precision: fp8}\nfsdp: {version: 1}", 3, "line 4"),
     (
         "precision: {mixed_precision: fp8, fp8_recipe: tensorwise}\nfsdp: {offload_params: true}",
-        "fp8_gathers_from_the_device",
         3,
-        "its scale is lost (`fsdp.offload_params` on line 4)",
+        "the scale is lost (`fsdp.offload_params` on line 4)",
     ),
     (
         "precision: {mixed_precision: fp8, fp8_recipe: tensorwise}\nfsdp: {reshard_after_forward: 2}",
-        "fp8_is_gathered_from_all",
         3,
         "cannot do with fp8",
     ),
-    ("fsdp: {version: 1}\ntraining: {optim_args: state_dtype=bf16}", "lean_state_needs_fsdp_2", 4, "line 3"),
+    ("fsdp: {version: 1}\ntraining: {optim_args: state_dtype=bf16}", 4, "line 3"),
     (
         "fsdp: {state_dict_type: FULL_STATE_DICT}\ntraining: {optim: adamw_torch_8bit}",
-        "blocks_have_no_whole_form",
         4,
         "line 3",
     ),
-    ("training: {report_to: all}", "trackers_are_known", 3, "`all`"),
-    ("training: {lr_scheduler_type: cosine_with_min_lr}", "schedule_has_its_arguments", 3, "`min_lr` or `min_lr_rate`"),
-    ("training: {per_device_train_batch_tokens: 2048}", "token_budget_fits", 3, "`training.global_batch_size` is missing"),
-    ("training: {global_batch_size: 8, per_device_train_batch_tokens: 2000}", "token_budget_fits", 3, "the longest row would not fit"),
+    ("training: {report_to: all}", 3, "`all`"),
+    ("training: {lr_scheduler_type: cosine_with_min_lr}", 3, "`min_lr` or `min_lr_rate`"),
+    ("training: {per_device_train_batch_tokens: 2048}", 3, "`training.global_batch_size` is missing"),
+    ("training: {global_batch_size: 8, per_device_train_batch_tokens: 2000}", 3, "the longest row would not fit"),
     (
         "training: {global_batch_size: 8, per_device_train_batch_tokens: 6000}",
-        "token_budget_fits",
         3,
-        "no multiple of `data.max_length: 2048`",
+        "not a multiple of `data.max_length: 2048`",
     ),
     (
         "training:\n  global_batch_size: 8\n  per_device_train_batch_tokens: 8192\n  per_device_train_batch_size: 2",
-        *("token_budget_fits", 6, "says 2 (`training.per_device_train_batch_tokens` on line 5)"),
+        *(6, "is 2 (`training.per_device_train_batch_tokens` on line 5)"),
     ),
-    ("training: {lr_scheduler_type: warmup_stable_decay}", "schedule_has_its_arguments", 3, "`num_decay_steps`"),
-    ("fsdp:\n  reshard_after_forward: 2\n  version: 1", "version_1_limits", 4, "line 5"),
-    ("output_dir: runs/{nmae}", "output_dir_template", 3, "`{nmae}`"),
-    ('output_dir: "runs/{seed:>999999999}"', "output_dir_template", 3, "`{seed:>999999999}`"),
-    ('output_dir: "runs/{name.x}"', "output_dir_template", 3, "`{name.x}`"),
-    ('output_dir: "runs/{name"', "output_dir_template", 3, "`{name`"),
-    ("output_dir: ~/runs/x", "output_dir_template", 3, "~"),
-    ('output_dir: "runs\\0x"', "written_paths_are_printable", 3, r"`\x00`"),
-    ("output_dir: $SCRATCH/runs/{name}", "paths_hold_no_shell_variables", 3, "`$SCRATCH`"),
-    ("output_dir: runs/${USER}", "paths_hold_no_shell_variables", 3, "`${USER}`"),
-    ("launch: {env: {MY_API_KEY: x}}", "variable_is_not_secret", 3, "secret"),
-    ("launch: {env: {HF_TOKEN: x}}", "variable_is_not_secret", 3, "secret"),
-    ("launch: {env: {DB_PASS: x}}", "variable_is_not_secret", 3, "secret"),
-    ("launch: {env: {WANDB_NAME: 0123456789abcdef0123456789abcdef01234567}}", "variable_is_not_secret", 3, "secret"),
-    ("training: {hub_model_id: hf_abcdefghijklmnopqrstuvwxyz}", "values_are_not_secret", 3, "a token"),
-    ("launch: {env: {FSDP_VERSION: 1}}", "variable_is_not_ours", 3, "set by the launch itself"),
-    ("launch: {env: {RANK: 1}}", "variable_is_not_ours", 3, "set by the launch itself"),
-    ("launch: {env: {1A: x}}", "variable_has_a_name", 3, "not a name"),
-    ('launch: {env: {TZ: "x\\0y"}}', "value_has_no_null_character", 3, r"`\x00`"),
-    ("launch: {device: mps}", "ranks_need_collectives", 3, "no collectives"),
-    ("launch: {device: cpu}\nfsdp: {version: 1, cpu_ram_efficient_loading: true}", "cpu_limits", 4, "line 3"),
-    ("launch: {device: cpu}\nfsdp: {version: 1, offload_params: true}", "cpu_limits", 4, "line 3"),
+    ("training: {lr_scheduler_type: warmup_stable_decay}", 3, "`num_decay_steps`"),
+    ("fsdp:\n  reshard_after_forward: 2\n  version: 1", 4, "line 5"),
+    ("output_dir: runs/{nmae}", 3, "`{nmae}`"),
+    ('output_dir: "runs/{seed:>999999999}"', 3, "`{seed:>999999999}`"),
+    ('output_dir: "runs/{name.x}"', 3, "`{name.x}`"),
+    ('output_dir: "runs/{name"', 3, "`{name`"),
+    ("output_dir: ~/runs/x", 3, "~"),
+    ('output_dir: "runs\\0x"', 3, r"`\x00`"),
+    ("output_dir: $SCRATCH/runs/{name}", 3, "`$SCRATCH`"),
+    ("output_dir: runs/${USER}", 3, "`${USER}`"),
+    ("launch: {env: {MY_API_KEY: x}}", 3, "secret"),
+    ("launch: {env: {HF_TOKEN: x}}", 3, "secret"),
+    ("launch: {env: {DB_PASS: x}}", 3, "secret"),
+    ("launch: {env: {WANDB_NAME: 0123456789abcdef0123456789abcdef01234567}}", 3, "secret"),
+    ("training: {hub_model_id: hf_abcdefghijklmnopqrstuvwxyz}", 3, "a token"),
+    ("launch: {env: {FSDP_VERSION: 1}}", 3, "set by the launch itself"),
+    ("launch: {env: {RANK: 1}}", 3, "set by the launch itself"),
+    ("launch: {env: {1A: x}}", 3, "not a name"),
+    ('launch: {env: {TZ: "x\\0y"}}', 3, r"`\x00`"),
+    ("launch: {device: mps}", 3, "no collectives"),
+    ("launch: {device: cpu}\nfsdp: {version: 1, cpu_ram_efficient_loading: true}", 4, "line 3"),
+    ("launch: {device: cpu}\nfsdp: {version: 1, offload_params: true}", 4, "line 3"),
 ]
-WHOLE = [
+COMPLETE = [
+    (
+        "model: {name_or_path: a, dtype: bf16}\ndata: {train: [{path: b}]}\nfsdp: {sharding_strategy: HYBRID_SHARD}\n"
+        "training: {optim: adamw_torch_8bit, optim_args: bf16_stochastic_round=true}",
+        "would drift apart",
+    ),
     (
         "model: {name_or_path: a, attn_implementation: flex_attention}\ndata: {train: [{path: b}]}\nlaunch: {device: cpu}",
-        "cpu_limits",
         "cannot train on the CPU",
     ),
-    ("model: {name_or_path: a}\ndata: {train: [{path: $DATA/x.jsonl}]}", "paths_hold_no_shell_variables", "`$DATA`"),
+    ("model: {name_or_path: a}\ndata: {train: [{path: $DATA/x.jsonl}]}", "`$DATA`"),
     (
         "model: {name_or_path: a}\ndata: {train: [{path: json, data_files: 'https://me:pass@host/x.jsonl'}]}",
-        "values_are_not_secret",
         "`data.train[0].data_files` contains",
     ),
     (
         "model: {name_or_path: a, attn_implementation: flash_attention2}\ndata: {train: [{path: b}]}",
-        "attention_kernel_is_spelt_right",
         "`flash_attention2`",
     ),
-    ("data: {train: [{path: a}]}\nmodel: {}", "model_source", "`model.name_or_path` is missing"),
-    ("data: {train: [{path: a}]}\nmodel: {name_or_path: a, from_config: b}", "model_source", "random weights"),
-    ("data: {train: [{path: a}]}\nmodel: {from_config: {model_type: gpt2}}", "model_source", "`model.tokenizer` is missing"),
-    ("data: {train: [{path: a}]}\nmodel: {from_config: {n_embd: 4}, tokenizer: t}", "config_names_its_type", "`model_type` is missing"),
-    ("model: {name_or_path: a}", "some_training_data", "`data.train` is missing"),
-    ("model: {name_or_path: a}\ndata: {train: []}", "some_training_data", "`data.train` is missing"),
-    ("model: {name_or_path: a}\ndata: {train: [{path: json}]}", "builders_have_files", "`data.train[0].data_files` is missing"),
-    ("model: {name_or_path: a}\ndata: {train: [{path: b}], eval: []}", "eval_is_not_empty", "empty list"),
+    ("data: {train: [{path: a}]}\nmodel: {}", "`model.name_or_path` is missing"),
+    ("data: {train: [{path: a}]}\nmodel: {name_or_path: a, from_config: b}", "random weights"),
+    ("data: {train: [{path: a}]}\nmodel: {from_config: {model_type: gpt2}}", "`model.tokenizer` is missing"),
+    ("data: {train: [{path: a}]}\nmodel: {from_config: {n_embd: 4}, tokenizer: t}", "`model_type` is missing"),
+    ("model: {name_or_path: a}", "`data.train` is missing"),
+    ("model: {name_or_path: a}\ndata: {train: []}", "`data.train` is missing"),
+    ("model: {name_or_path: a}\ndata: {train: [{path: json}]}", "`data.train[0].data_files` is missing"),
+    ("model: {name_or_path: a}\ndata: {train: [{path: b}], eval: []}", "empty list"),
     (
         "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: [{path: c, label: x}, {path: d, label: x}]}",
-        "eval_labels_differ",
         "two evaluation sets",
     ),
     (
         "model: {name_or_path: a, dtype: bf16}\ndata: {train: [{path: b}]}\nprecision: {mixed_precision: fp16}",
-        "bf16_storage",
         "bf16 weights",
     ),
     (
         "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\ntraining: {metric_for_best_model: accuracy}",
-        "best_metric_is_measured",
         "evaluation is by loss",
     ),
     (
         "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\n"
         "training: {metric_for_best_model: loss, greater_is_better: true}",
-        "best_metric_is_measured",
         "keep the worst",
     ),
     (
         "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\ntraining: {early_stopping: {}, eval_strategy: no}",
-        "best_model_is_measured",
         "needs evaluations",
     ),
     (
         "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\n"
         "training: {load_best_model_at_end: true, eval_strategy: epoch, save_strategy: steps}",
-        "best_model_is_measured",
         "a save with every evaluation",
     ),
     (
         "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\n"
         "training: {load_best_model_at_end: true, early_stopping: {}, eval_steps: 10, save_steps: 20}",
-        "best_model_is_measured",
         "`eval_steps` is 10, and `save_steps` is 20",
     ),
     (
         "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\n"
         "training: {load_best_model_at_end: true, save_strategy: no}",
-        "best_model_is_measured",
         "`save_strategy` is no",
     ),
     (
         "model: {name_or_path: a}\ndata: {train: [{path: b}], max_length: 512, packing: true}\n"
         "training: {global_batch_size: 8, per_device_train_batch_tokens: 1024}",
-        "token_budget_fits",
-        "all rows are as long as",
+        "every row is as long as",
     ),
 ]
 
 
+FROZEN = "fsdp: {version: 1}\ndata: {train: [{path: some/set}]}\nmodel: {name_or_path: gpt2, freeze: ['*wte*'], frozen_dtype: bf16}"
+
+
 def test_frozen_parameters_of_another_dtype_are_refused_under_fsdp1() -> None:
-    text = "fsdp: {version: 1}\ndata: {train: [{path: some/set}]}\nmodel: {name_or_path: gpt2, freeze: ['*wte*'], frozen_dtype: bf16}"
-    problem = one_problem(problems(text))
+    problem = one_problem(problems(FROZEN))
     assert problem.message.startswith("`model.frozen_dtype: bf16` with `model.dtype: fp32` needs FSDP2")
-    assert load(text.replace("bf16", "fp32"))
+    assert load(FROZEN.replace("bf16", "fp32"))
 
 
-@pytest.mark.parametrize(("extra", "rule", "line", "words"), [row for row in CONTRADICTIONS if row[1]])
-def test_a_contradiction_names_both_lines(extra: str, rule: str, line: int, words: str) -> None:
+@pytest.mark.parametrize(("extra", "line", "words"), CONTRADICTIONS)
+def test_contradiction_is_reported_with_both_lines(extra: str, line: int, words: str) -> None:
     problem = one_problem(problems_with(extra))
     assert problem.where.line == line
     assert words in problem.message
 
 
-@pytest.mark.parametrize(("text", "rule", "words"), WHOLE)
-def test_a_recipe_that_lacks_something_says_what(text: str, rule: str, words: str) -> None:
+@pytest.mark.parametrize(("text", "words"), COMPLETE)
+def test_incomplete_recipe_is_reported_with_what_is_missing(text: str, words: str) -> None:
     assert words in one_problem(problems(text)).message
 
 
-def test_every_rule_is_seen_to_find_something() -> None:
-    assert {rule.__name__ for rule in RULES} == {row[1] for row in CONTRADICTIONS if row[1]} | {row[1] for row in WHOLE}
+def test_every_finding_of_every_rule_has_an_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: set[tuple[str, int]] = set()
+
+    def recorded(rule: Rule) -> Rule:
+        def run(recipe: Recipe) -> Iterator[Finding]:
+            found: Any = rule(recipe)
+            for finding in found:
+                reached.add((rule.__name__, found.gi_frame.f_lineno))
+                yield finding
+
+        return run
+
+    monkeypatch.setattr(loader, "RULES", tuple(map(recorded, RULES)))
+    for text in (FROZEN, *(MINIMAL + extra for extra, *_ in CONTRADICTIONS), *(text for text, _ in COMPLETE)):
+        problems(text)
+    for rule in RULES:
+        lines, first = inspect.getsourcelines(rule)
+        yields = [node for node in ast.walk(ast.parse("".join(lines))) if isinstance(node, ast.Yield)]
+        spans = [range(first + node.lineno - 1, first + (node.end_lineno or 0)) for node in yields]
+        assert [span for span in spans if not any((rule.__name__, line) in reached for line in span)] == [], rule.__name__
 
 
-def test_two_precisions_of_the_trainer_are_both_refused() -> None:
+def test_both_precision_flags_of_the_trainer_are_refused() -> None:
     found = problems_with("training:\n  bf16: true\n  fp16: true\n")
     assert [(p.code, p.where.line) for p in found] == [("owned-field", 4), ("owned-field", 5)]
 
@@ -222,7 +239,7 @@ INACTIVE_EXAMPLES = [
 
 
 @pytest.mark.parametrize("extra", INACTIVE_EXAMPLES)
-def test_a_key_without_effect_is_one_strict_notice_with_its_line(extra: str) -> None:
+def test_key_without_effect_is_one_strict_notice_with_its_line(extra: str) -> None:
     notice = one_problem(load_with(extra).notices)  # type: ignore[arg-type]
     assert (notice.code, notice.strict) == ("inactive-key", True)  # type: ignore[attr-defined]
     assert notice.where.line is not None
@@ -235,7 +252,7 @@ def test_weight_by_has_no_effect_without_weights() -> None:
     assert load(text % (", weight: 1", ", weight: 2")).notices == ()
 
 
-def test_a_key_at_its_default_is_no_notice() -> None:
+def test_key_at_its_default_gives_no_notice() -> None:
     assert load_with("fsdp: {sharding_strategy: NO_SHARD}").notices == ()
 
 
@@ -253,7 +270,7 @@ def test_every_inactive_row_can_be_active(row: object) -> None:
     assert row.keys[0] in never_here or not all(row.when(recipe) for recipe in recipes)  # type: ignore[attr-defined]
 
 
-def test_bf16_weights_are_remarked_upon() -> None:
+def test_pure_bf16_weights_give_a_notice() -> None:
     loaded = load("model: {name_or_path: a, dtype: bf16}\ndata: {train: [{path: b}]}")
     assert [(notice.code, notice.strict) for notice in loaded.notices] == [("pure-bf16", False)]
     assert "twice the memory" in (loaded.notices[0].hint or ""), "16 bytes a parameter against 8"
@@ -276,7 +293,7 @@ NOT_YET_EXAMPLES = {
 
 
 @pytest.mark.parametrize("row", NOT_YET, ids=lambda row: row.key)
-def test_what_is_not_there_yet_is_refused_and_never_ignored(row: object) -> None:
+def test_unsupported_key_is_refused(row: object) -> None:
     extra = NOT_YET_EXAMPLES[row.key]  # type: ignore[attr-defined]
     if "bitsandbytes" in row.what:  # type: ignore[attr-defined]
         extra = "training: {optim: adamw_bnb_8bit}"

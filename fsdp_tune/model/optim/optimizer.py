@@ -19,7 +19,7 @@ from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.model.step import parameter_groups
 from fsdp_tune.recipe.rules.precision import gathers_in_fp8
 from fsdp_tune.recipe.schema import Recipe, Training
-from fsdp_tune.recipe.schema.optimizer_arguments import (
+from fsdp_tune.recipe.schema.optimizers import (
     BLOCK,
     DEFAULT_BLOCK,
     STOCHASTIC,

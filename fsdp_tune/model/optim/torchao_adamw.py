@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.optimizer_arguments import TORCHAO_OPTIMIZERS, optimizer_name
+from fsdp_tune.recipe.schema.optimizers import optimizer_name, state_bits
 
 PACKAGE = "torchao"
 SMALLEST = 4096
@@ -34,9 +34,8 @@ def demand_torchao(what: str) -> None:
 
 
 def demand_optimizer(recipe: Recipe) -> None:
-    name = optimizer_name(recipe.training)
-    if name in TORCHAO_OPTIMIZERS:
-        demand_torchao(f"training.optim: {name}")
+    if state_bits(recipe.training) is not None:
+        demand_torchao(f"training.optim: {optimizer_name(recipe.training)}")
 
 
 @functools.cache

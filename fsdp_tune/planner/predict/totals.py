@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fsdp_tune.planner.predict.memory import Memory
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.optimizer_arguments import state_bytes
+from fsdp_tune.recipe.schema.optimizers import state_bytes
 from fsdp_tune.recipe.schema.training_fields import training_value
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -19,7 +19,7 @@ from fsdp_tune.recipe.rules import INPUTS, RULES
 from fsdp_tune.recipe.rules.training import TOKENS_KEY
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.not_yet import refused, value_of
-from fsdp_tune.recipe.schema.optimizer_arguments import state_bytes
+from fsdp_tune.recipe.schema.optimizers import state_bytes
 from fsdp_tune.recipe.schema.strategies import STRATEGIES, ShardingStrategy
 
 Changes = dict[str, Any]
@@ -46,7 +46,7 @@ def changed(recipe: Recipe, changes: Changes) -> Recipe | None:
         # A plan is of rows of `max_length`, whatever a budget makes of shorter ones.
         data["training"]["per_device_train_batch_tokens"] = None
     wanted = Recipe.model_validate(data)
-    if refused(wanted) or any((found := rule(wanted)) is not None and found.code not in INPUTS for rule in RULES):
+    if refused(wanted) or any(found.code not in INPUTS for rule in RULES for found in rule(wanted)):
         return None
     machine = Machine(wanted.launch.device, wanted.world_size, 1, None)
     try:

@@ -20,7 +20,7 @@ def forced_changes(recipe: Recipe, world: World) -> dict[str, Any]:
     The micro-batch shrinks before the global batch grows. Mesh sizes are resolved again, and a hybrid strategy that does not fit
     becomes the one without copies.
     """
-    codes = {finding.code for rule in WORLD_RULES if (finding := rule(recipe, world)) is not None}
+    codes = {finding.code for rule in WORLD_RULES for finding in rule(recipe, world)}
     changes: dict[str, Any] = {}
     if "mesh-does-not-fit" in codes:
         changes |= _mesh(recipe, world)

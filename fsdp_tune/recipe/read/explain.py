@@ -15,7 +15,7 @@ from fsdp_tune.recipe.schema import Training
 from fsdp_tune.recipe.schema.keys import choices, closest, dotted, element_words, field_at, field_words, sections_in, unknown_key_hint
 from fsdp_tune.recipe.schema.kinds import Text
 from fsdp_tune.recipe.schema.model_and_data import EVAL_TAGS
-from fsdp_tune.recipe.schema.optimizer_arguments import WORDS
+from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, complaint, installed_transformers, owner_of, version_gap
 
 Path = tuple[str | int, ...]
@@ -249,7 +249,10 @@ def _enum_values(name: str) -> list[str]:
     if name == "optim":
         return list(
             dict.fromkeys(
-                [*WORDS, *TRAINING_FIELDS.enums[next(kind for kind in TRAINING_FIELDS.fields[name].types if kind in TRAINING_FIELDS.enums)]]
+                [
+                    *OPTIMIZERS,
+                    *TRAINING_FIELDS.enums[next(kind for kind in TRAINING_FIELDS.fields[name].types if kind in TRAINING_FIELDS.enums)],
+                ]
             )
         )
     return [value for kind in TRAINING_FIELDS.fields[name].types for value in TRAINING_FIELDS.enums.get(kind, ())]

@@ -82,7 +82,7 @@ def parse_recipe(
         problems.extend(_in_the_file(problem, tree) for problem in found_wrong)
         found = [finding for finding in inactive_keys(recipe) if not _touches(finding, dropped)]
         notices.extend(as_notice(finding, positions, strict=True) for finding in found)
-        notices.extend(as_notice(finding, positions, strict=False) for rule in REMARKS if (finding := rule(recipe)))
+        notices.extend(as_notice(finding, positions, strict=False) for rule in REMARKS for finding in rule(recipe))
     if problems or recipe is None:
         raise FsdpTuneError(*sorted(problems, key=_order))
     return LoadedRecipe(recipe, tuple(sorted(notices, key=_order)), path, text, tuple(overrides), positions)
@@ -166,14 +166,14 @@ def _named(recipe: Recipe, path: Path, name: str | None) -> tuple[Recipe, list[P
 
 
 def _findings(recipe: Recipe, unneeded: frozenset[str]) -> list[Finding]:
-    found = [finding for rule in RULES if (finding := rule(recipe)) is not None and finding.code not in unneeded]
+    found = [finding for rule in RULES for finding in rule(recipe) if finding.code not in unneeded]
     for row, value in refused(recipe):
         text = "" if isinstance(value, dict) else f": {str(value).lower() if isinstance(value, bool) else value}"
         message = f"`{row.key}{text}` is not supported yet: this release has no {row.what}"
         found.append(Finding("not-yet", (row.key,), message, row.meanwhile))
     if isinstance(recipe.launch.num_processes, int):
         world = World(recipe.launch.num_processes, recipe.launch.num_machines)
-        found.extend(finding for rule in WORLD_RULES if (finding := rule(recipe, world)) is not None)
+        found.extend(finding for rule in WORLD_RULES for finding in rule(recipe, world))
     return found
 
 

@@ -1,14 +1,14 @@
-"""`launch.env`: which variables a recipe may give to the ranks on its own.
+"""`launch.env`: which variables a recipe may set for the ranks without further permission.
 
 A variable can run code: `PYTHONPATH` imports a `sitecustomize.py`, `LD_PRELOAD` and NCCL's plugin variables load libraries,
-`CUDA_HOME` names the compiler that Triton starts, `HF_ENDPOINT` the host that receives the token. So only variables that are
-known to be plain settings are taken from a recipe; the person at the command line allows any other by `--allow-env NAME`.
+`CUDA_HOME` names the compiler that Triton starts, `HF_ENDPOINT` the host that receives the token. So a recipe may set only variables
+that are known to be plain settings; any other needs `--allow-env NAME` on the command line.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 from fsdp_tune.core.secrets import has_secret_shape, is_secret
@@ -56,60 +56,40 @@ _NAMES = frozenset(
 
 
 def is_plain_setting(name: str) -> bool:
-    """Whether a recipe may set this variable without `--allow-env`: it loads nothing and starts nothing."""
+    """Return whether a recipe may set this variable without `--allow-env`: it loads nothing and starts nothing."""
     prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None)
     return name in _NAMES or (prefix is not None and _LOADS.search(name[len(prefix) :]) is None)
 
 
 def variables_to_allow(names: Iterable[str]) -> list[str]:
-    """Those of `names` that only `--allow-env` lets into the ranks' environment, sorted."""
+    """Return the names that need `--allow-env`, sorted."""
     return sorted(name for name in names if not is_plain_setting(name))
 
 
-def variable_has_a_name(recipe: Recipe) -> Finding | None:
-    for name in recipe.launch.env:
+def environment_variables(recipe: Recipe) -> Iterator[Finding]:
+    for name, value in recipe.launch.env.items():
+        keys, code = (f"launch.env.{name}",), "bad-variable"
         if not _VARIABLE.fullmatch(name):
             message = f"`{shown(name)}` is not a name of an environment variable"
-            return Finding("bad-variable", (f"launch.env.{name}",), message, "letters, digits and `_`, not beginning with a digit")
-    return None
-
-
-def value_has_no_null_character(recipe: Recipe) -> Finding | None:
-    """The system ends a value there, and refuses to start a process with one."""
-    for name, value in recipe.launch.env.items():
-        if "\0" in value:
-            message = f"the value of `launch.env.{name}` holds the character `\\x00`"
-            return Finding("bad-variable", (f"launch.env.{name}",), message, "in double quotes `\\0` is one character: use single quotes")
-    return None
-
-
-def variable_is_not_ours(recipe: Recipe) -> Finding | None:
-    """The launch and the ranks set these after `launch.env`, so that a recipe's value would be ignored."""
-    for name in recipe.launch.env:
-        if name in _OUR_NAMES or name.startswith(_OURS):
-            message = f"`launch.env.{name}` is set by the launch itself"
+            yield Finding(code, keys, message, "letters, digits and `_`, not beginning with a digit")
+        if "\0" in value:  # the operating system starts no process with one
+            hint = "in double quotes `\\0` is one character: use single quotes"
+            yield Finding(code, keys, f"the value of `launch.env.{name}` contains the character `\\x00`", hint)
+        if name in _OUR_NAMES or name.startswith(_OURS):  # set after `launch.env`, so the recipe's value would be ignored
             hint = "leave it out; where a key of the recipe decides it, change that key"
-            return Finding("bad-variable", (f"launch.env.{name}",), message, hint)
-    return None
-
-
-def variable_is_not_secret(recipe: Recipe) -> Finding | None:
-    for name, value in recipe.launch.env.items():
+            yield Finding(code, keys, f"`launch.env.{name}` is set by the launch itself", hint)
         if is_secret(name, value):
-            message = f"`launch.env.{name}` looks like a secret, and a recipe is copied and published"
             hint = "set it in the environment of the command: ranks inherit it, and it is not written to any file"
-            return Finding("secret-in-recipe", (f"launch.env.{name}",), message, hint)
-    return None
+            yield Finding("secret-in-recipe", keys, f"`launch.env.{name}` looks like a secret, and a recipe is copied and published", hint)
 
 
-def values_are_not_secret(recipe: Recipe) -> Finding | None:
+def values_without_secrets(recipe: Recipe) -> Iterator[Finding]:
     """Any other key: a data file's URL with a password, a token in a free mapping."""
     for key, text in _texts(recipe.model_dump(mode="json", by_alias=True, exclude={"launch": {"env"}}), ""):
         if has_secret_shape(text):
             message = f"`{key}` contains what looks like a token, a password or a signature, and a recipe is copied and published"
             hint = "log in outside of the recipe (`hf auth login`, HF_TOKEN), or download the file and name its path"
-            return Finding("secret-in-recipe", (key,), message, hint)
-    return None
+            yield Finding("secret-in-recipe", (key,), message, hint)
 
 
 def _texts(value: Any, key: str) -> Iterable[tuple[str, str]]:
@@ -123,7 +103,4 @@ def _texts(value: Any, key: str) -> Iterable[tuple[str, str]]:
             yield from _texts(inner, f"{key}[{index}]")
 
 
-ENVIRONMENT_RULES: tuple[Rule, ...] = (
-    *(variable_has_a_name, value_has_no_null_character),
-    *(variable_is_not_ours, variable_is_not_secret, values_are_not_secret),
-)
+ENVIRONMENT_RULES: tuple[Rule, ...] = (environment_variables, values_without_secrets)

@@ -1,6 +1,8 @@
-"""Where `precision.mixed_precision: fp8` works. Part of `rules.RULES`; what the model itself allows is `model.kernels.float8`'s to say."""
+"""Where `precision.mixed_precision: fp8` works. Part of `rules.RULES`; the limits of the model itself are in `model.kernels.float8`."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from fsdp_tune.recipe.findings import Finding, Rule
 from fsdp_tune.recipe.schema import Recipe
@@ -15,34 +17,29 @@ def computes_in_fp8(recipe: Recipe) -> bool:
 
 
 def gathers_in_fp8(recipe: Recipe) -> bool:
-    """One scale for a whole weight is known to every rank before it gathers; a scale for each column is not."""
+    """A scale for a full weight is known to every rank before it gathers; a scale for each column is not."""
     return computes_in_fp8(recipe) and recipe.precision.fp8_recipe == "tensorwise" and recipe.is_sharded
 
 
-def fp8_needs_fsdp_2(recipe: Recipe) -> Finding | None:
-    if not computes_in_fp8(recipe) or recipe.fsdp.version == 2 or not recipe.is_sharded:
-        return None
-    message = "`precision.mixed_precision: fp8` needs FSDP2: `fsdp.version: 1` makes flat vectors of the weights, which have no scale each"
-    return Finding("contradiction", (_KEY, "fsdp.version"), message, "use `fsdp.version: 2`, or write `bf16`")
+def fp8_limits(recipe: Recipe) -> Iterator[Finding]:
+    fsdp = recipe.fsdp
+    if computes_in_fp8(recipe) and fsdp.version == 1 and recipe.is_sharded:
+        message = (
+            f"`{_KEY}: fp8` needs FSDP2: `fsdp.version: 1` concatenates weights into flat vectors, which have no scale for each weight"
+        )
+        yield Finding("contradiction", (_KEY, "fsdp.version"), message, "use `fsdp.version: 2`, or write `bf16`")
+    if not gathers_in_fp8(recipe):
+        return
+    if fsdp.offload_params:  # torch copies an offloaded shard to the device first, and torchao's scale is lost in that copy
+        message = (
+            f"`{_RECIPE}: tensorwise` gathers in fp8, and `fsdp.offload_params: true` keeps weights on the host, where the scale is lost"
+        )
+        yield Finding("contradiction", (_RECIPE, "fsdp.offload_params"), message, "write `fp8_recipe: rowwise`, which gathers in bf16")
+    if type(fsdp.reshard_after_forward) is int:
+        value = f"`fsdp.reshard_after_forward: {fsdp.reshard_after_forward}` (ranks)"
+        hint = "write `fp8_recipe: rowwise`, or leave `reshard_after_forward` out"
+        message = f"{value} keeps a part of the gathered weights, which FSDP2 cannot do with fp8"
+        yield Finding("contradiction", (_RECIPE, "fsdp.reshard_after_forward"), message, hint)
 
 
-def fp8_gathers_from_the_device(recipe: Recipe) -> Finding | None:
-    """torch copies an offloaded shard to the device first, and torchao's scale is lost on that way: a collective for each weight."""
-    if not gathers_in_fp8(recipe) or not recipe.fsdp.offload_params:
-        return None
-    message = (
-        "`precision.fp8_recipe: tensorwise` gathers in fp8 what `fsdp.offload_params: true` keeps on the host, where its scale is lost"
-    )
-    return Finding("contradiction", (_RECIPE, "fsdp.offload_params"), message, "write `fp8_recipe: rowwise`, which gathers in bf16")
-
-
-def fp8_is_gathered_from_all(recipe: Recipe) -> Finding | None:
-    ranks = recipe.fsdp.reshard_after_forward
-    if not gathers_in_fp8(recipe) or type(ranks) is not int:
-        return None
-    message = f"`fsdp.reshard_after_forward: {ranks}` (ranks) keeps a part of what was gathered, which FSDP2 cannot do with fp8"
-    hint = "write `fp8_recipe: rowwise`, or leave `reshard_after_forward` out"
-    return Finding("contradiction", (_RECIPE, "fsdp.reshard_after_forward"), message, hint)
-
-
-FP8_RULES: tuple[Rule, ...] = (fp8_needs_fsdp_2, fp8_gathers_from_the_device, fp8_is_gathered_from_all)
+FP8_RULES: tuple[Rule, ...] = (fp8_limits,)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fsdp_tune.recipe.findings import Finding, Rule, given
 from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schema import Recipe
@@ -9,87 +11,67 @@ from fsdp_tune.recipe.schema.keys import closest
 from fsdp_tune.recipe.schema.training_fields import training_value
 
 
-def warmup_ends(recipe: Recipe) -> Finding | None:
+def warmup_ends(recipe: Recipe) -> Iterator[Finding]:
     steps, warmup = training_value(recipe.training, "max_steps"), recipe.training.warmup_steps
-    if steps > 0 and warmup >= 1 and warmup >= steps:
-        message = (
-            f"`training.warmup_steps: {warmup:g}` leaves nothing of `training.max_steps: {steps}`: the learning rate would never be reached"
-        )
-        return Finding("contradiction", ("training.warmup_steps", "training.max_steps"), message, "warm up for fewer steps")
-    return None
+    if 0 < steps <= warmup and warmup >= 1:
+        message = f"`training.warmup_steps: {warmup:g}` is at least `training.max_steps: {steps}`: the learning rate would never be reached"
+        yield Finding("contradiction", ("training.warmup_steps", "training.max_steps"), message, "warm up for fewer steps")
 
 
-def evaluation_needs_data(recipe: Recipe) -> Finding | None:
+def evaluation_has_data(recipe: Recipe) -> Iterator[Finding]:
+    training = recipe.training
     if recipe.data.eval is not None:
-        return None
-    hint = "give `data.eval`, for example `{fraction: 0.01}`"
-    if recipe.training.eval_strategy in {"steps", "epoch"}:
-        message = f"`training.eval_strategy: {recipe.training.eval_strategy}` evaluates, and there is no `data.eval`"
-        return Finding("contradiction", ("training.eval_strategy", "data.eval", "data"), message, hint)
-    for key in ("early_stopping", "load_best_model_at_end", "eval_on_start"):
-        value = recipe.training.early_stopping if key == "early_stopping" else training_value(recipe.training, key)
-        if value:
-            return Finding(
-                "contradiction",
-                (f"training.{key}", "data.eval", "data"),
-                f"`training.{key}` needs evaluations, and there is no `data.eval`",
-                hint,
-            )
-    if training_value(recipe.training, "save_strategy") == "best":
-        return Finding(
-            "contradiction",
-            ("training.save_strategy",),
-            "`training.save_strategy: best` needs evaluations, and there is no `data.eval`",
-            hint,
-        )
-    return None
+        return
+    needs = {
+        f"eval_strategy: {training.eval_strategy}": training.eval_strategy in {"steps", "epoch"},
+        "early_stopping": bool(training.early_stopping),
+        **{key: bool(training_value(training, key)) for key in ("load_best_model_at_end", "eval_on_start")},
+        "save_strategy: best": training_value(training, "save_strategy") == "best",
+    }
+    if what := next((what for what, is_set in needs.items() if is_set), None):
+        keys = (f"training.{what.partition(':')[0]}", "data.eval", "data")
+        hint = "give `data.eval`, for example `{fraction: 0.01}`"
+        yield Finding("contradiction", keys, f"`training.{what}` needs evaluations, and there is no `data.eval`", hint)
 
 
-def best_model_is_measured(recipe: Recipe) -> Finding | None:
-    """Every evaluation must come with a save: the best evaluated step is else one without a checkpoint."""
+def best_model_is_evaluated(recipe: Recipe) -> Iterator[Finding]:
+    """Every evaluation must come with a save; otherwise the best evaluated step may have no checkpoint."""
     training = recipe.training
-    loads_best = bool(training_value(training, "load_best_model_at_end"))
+    loads_best, save = bool(training_value(training, "load_best_model_at_end")), training_value(training, "save_strategy")
     if recipe.data.eval is None or not (training.early_stopping or loads_best):
-        return None
+        return
     if training.eval_strategy == "no":
-        wants = "early_stopping" if training.early_stopping else "load_best_model_at_end"
-        message = f"`training.{wants}` needs evaluations, and `training.eval_strategy` is no"
-        return Finding("contradiction", (f"training.{wants}", "training.eval_strategy"), message, "write `eval_strategy: auto`")
-    return _every_evaluation_is_saved(recipe) if loads_best else None
-
-
-def _every_evaluation_is_saved(recipe: Recipe) -> Finding | None:
-    training = recipe.training
-    save, eval_steps = training_value(training, "save_strategy"), training_value(training, "eval_steps")
-    needs = "`training.load_best_model_at_end` needs a save with every evaluation"
-    if save == "best":
-        return None
+        key = "training.early_stopping" if training.early_stopping else "training.load_best_model_at_end"
+        message = f"`{key}` needs evaluations, and `training.eval_strategy` is no"
+        yield Finding("contradiction", (key, "training.eval_strategy"), message, "write `eval_strategy: auto`")
+        return
+    if not loads_best or save == "best":
+        return
+    needs, eval_steps = "`training.load_best_model_at_end` needs a save with every evaluation", training_value(training, "eval_steps")
     if save == "no":
         keys = ("training.save_strategy", "training.load_best_model_at_end")
-        return Finding("contradiction", keys, f"{needs}, and `save_strategy` is no", "write `save_strategy: steps`")
-    if training.eval_strategy not in {"auto", save}:
+        yield Finding("contradiction", keys, f"{needs}, and `save_strategy` is no", "write `save_strategy: steps`")
+    elif training.eval_strategy not in {"auto", save}:
         keys = ("training.eval_strategy", "training.save_strategy")
-        return Finding("contradiction", keys, f"{needs}, and `save_strategy` is {save}", "write `eval_strategy: auto`")
-    if save == "steps" and eval_steps not in (None, training.save_steps):
+        yield Finding("contradiction", keys, f"{needs}, and `save_strategy` is {save}", "write `eval_strategy: auto`")
+    elif save == "steps" and eval_steps not in (None, training.save_steps):
         message = f"{needs}: `eval_steps` is {eval_steps:g}, and `save_steps` is {training.save_steps:g}"
-        return Finding("contradiction", ("training.eval_steps", "training.save_steps"), message, "write the same number for both")
-    return None
+        yield Finding("contradiction", ("training.eval_steps", "training.save_steps"), message, "write the same number for both")
 
 
-def best_metric_is_measured(recipe: Recipe) -> Finding | None:
+def best_metric_is_measured(recipe: Recipe) -> Iterator[Finding]:
     metric = training_value(recipe.training, "metric_for_best_model")
     if metric is None or recipe.data.eval is None:
-        return None
+        return
     labels = [source.label for source in recipe.data.eval if source.label] if isinstance(recipe.data.eval, list) else []
     measured = ["loss", "eval_loss", *(f"eval_{label}_loss" for label in labels), *(f"{label}_loss" for label in labels)]
     if metric not in measured:
         message = f"`training.metric_for_best_model: {shown(metric)}` is not measured: evaluation is by loss"
-        names = ", ".join(measured)
-        return Finding("contradiction", ("training.metric_for_best_model", "data.eval"), message, f"measured are {names}")
-    if training_value(recipe.training, "greater_is_better"):
-        message = "`training.greater_is_better: true` would keep the worst: a loss is better when it is smaller"
-        return Finding("contradiction", ("training.greater_is_better", "training.metric_for_best_model"), message, "leave it out")
-    return None
+        keys, hint = ("training.metric_for_best_model", "data.eval"), f"measured are {', '.join(measured)}"
+        yield Finding("contradiction", keys, message, hint)
+    elif training_value(recipe.training, "greater_is_better"):
+        message = "`training.greater_is_better: true` would keep the worst checkpoint: a loss is better when it is smaller"
+        yield Finding("contradiction", ("training.greater_is_better", "training.metric_for_best_model"), message, "leave it out")
 
 
 _SCHEDULE_NEEDS = {
@@ -99,13 +81,13 @@ _SCHEDULE_NEEDS = {
 }
 
 
-def schedule_has_its_arguments(recipe: Recipe) -> Finding | None:
-    kind, given_arguments = training_value(recipe.training, "lr_scheduler_type"), training_value(recipe.training, "lr_scheduler_kwargs")
+def schedule_has_its_arguments(recipe: Recipe) -> Iterator[Finding]:
+    kind, arguments = training_value(recipe.training, "lr_scheduler_type"), training_value(recipe.training, "lr_scheduler_kwargs")
     needs = _SCHEDULE_NEEDS.get(kind, ())
-    if not needs or isinstance(given_arguments, str) or set(needs) & set(given_arguments or {}):
-        return None
-    message = f"`training.lr_scheduler_type: {kind}` needs {' or '.join(f'`{name}`' for name in needs)} in `training.lr_scheduler_kwargs`"
-    return Finding("missing-key", ("training.lr_scheduler_type", "training.lr_scheduler_kwargs"), message)
+    if needs and not isinstance(arguments, str) and not set(needs) & set(arguments or {}):
+        names = " or ".join(f"`{name}`" for name in needs)
+        message = f"`training.lr_scheduler_type: {kind}` needs {names} in `training.lr_scheduler_kwargs`"
+        yield Finding("missing-key", ("training.lr_scheduler_type", "training.lr_scheduler_kwargs"), message)
 
 
 # transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK, with the module that each imports.
@@ -127,61 +109,50 @@ TRACKERS = {
 }
 
 
-def trackers_are_known(recipe: Recipe) -> Finding | None:
+def trackers_are_known(recipe: Recipe) -> Iterator[Finding]:
     for name in recipe.training.report_to:
-        if name not in TRACKERS:
-            near = closest(name, list(TRACKERS))
-            hint = f"did you mean `{near}`?" if near else f"there are {', '.join(TRACKERS)}"
-            if "," in name:
-                hint = f"write a list: `[{', '.join(shown(part.strip()) for part in name.split(','))}]`"
-            elif name == "all":
-                hint = "name each one, for example `[tensorboard, wandb]`: a run must not report to whatever is installed"
-            message = f"`training.report_to` names the tracker `{shown(name)}`, which transformers does not know"
-            return Finding("wrong-value", ("training.report_to",), message, hint)
-    return None
+        if name in TRACKERS:
+            continue
+        near = closest(name, list(TRACKERS))
+        hint = f"did you mean `{near}`?" if near else f"there are {', '.join(TRACKERS)}"
+        if "," in name:
+            hint = f"write a list: `[{', '.join(shown(part.strip()) for part in name.split(','))}]`"
+        elif name == "all":
+            hint = "name each one, for example `[tensorboard, wandb]`: a run must not report to whatever is installed"
+        message = f"`training.report_to` names the tracker `{shown(name)}`, which transformers does not have"
+        yield Finding("wrong-value", ("training.report_to",), message, hint)
 
 
 TOKENS_KEY = "training.per_device_train_batch_tokens"
 
 
-def token_budget_fits(recipe: Recipe) -> Finding | None:
-    """A budget is of whole rows of `max_length`: then a forward of such rows is the largest there is, and that is what is planned."""
+def token_budget_fits(recipe: Recipe) -> Iterator[Finding]:
+    """A budget is a multiple of `max_length`, so that a forward pass of rows of that length is the largest, and is what `plan` plans."""
     training, longest = recipe.training, recipe.data.max_length
-    budget = training.per_device_train_batch_tokens
+    budget, rows = training.per_device_train_batch_tokens, training.per_device_train_batch_size
     if budget is None:
-        return None
+        return
     if recipe.data.packing:
         message = (
-            f"`{TOKENS_KEY}: {budget}` cuts batches by length, and with `data.packing: true` all rows are as long as `data.max_length`"
+            f"`{TOKENS_KEY}: {budget}` forms batches by length, and with `data.packing: true` every row is as long as `data.max_length`"
         )
-        return Finding("contradiction", (TOKENS_KEY, "data.packing"), message, "keep one: packing leaves fewer slots to padding")
-    if training.global_batch_size is None:
-        message = (
-            f"`{TOKENS_KEY}: {budget}` says how a step is cut, and nothing says how large it is: `training.global_batch_size` is missing"
-        )
-        return Finding("missing-key", (TOKENS_KEY, "training"), message, "write it, in sequences: the learning rate goes by it")
-    if budget % longest:
+        yield Finding("contradiction", (TOKENS_KEY, "data.packing"), message, "keep one: packing leaves fewer slots to padding")
+    elif training.global_batch_size is None:
+        message = f"`{TOKENS_KEY}: {budget}` limits a micro-batch, and the size of a step is unset: `training.global_batch_size` is missing"
+        yield Finding("missing-key", (TOKENS_KEY, "training"), message, "write it, in sequences: the learning rate depends on it")
+    elif budget % longest:
         below, above = budget // longest * longest, -(-budget // longest) * longest
         small = ": the longest row would not fit" if budget < longest else ""
-        message = f"`{TOKENS_KEY}: {budget}` is no multiple of `data.max_length: {longest}`{small}"
-        hint = f"write {f'{below} or ' if below else ''}{above}"
-        return Finding("indivisible", (TOKENS_KEY, "data.max_length"), message, hint)
-    rows = budget // longest
-    if given(recipe, "training.per_device_train_batch_size") and training.per_device_train_batch_size != rows:
-        message = f"`{TOKENS_KEY}: {budget}` is {rows} rows of {longest} tokens, and more that are shorter; "
-        message += f"`training.per_device_train_batch_size` says {training.per_device_train_batch_size}"
-        return Finding(
-            "contradiction", ("training.per_device_train_batch_size", TOKENS_KEY), message, f"leave one of the two out, or write {rows}"
-        )
-    return None
+        message = f"`{TOKENS_KEY}: {budget}` is not a multiple of `data.max_length: {longest}`{small}"
+        yield Finding("indivisible", (TOKENS_KEY, "data.max_length"), message, f"write {f'{below} or ' if below else ''}{above}")
+    elif given(recipe, "training.per_device_train_batch_size") and rows != budget // longest:
+        message = f"`{TOKENS_KEY}: {budget}` holds {budget // longest} rows of {longest} tokens, and more of shorter ones; "
+        message += f"`training.per_device_train_batch_size` is {rows}"
+        keys = ("training.per_device_train_batch_size", TOKENS_KEY)
+        yield Finding("contradiction", keys, message, f"leave one of the two out, or write {budget // longest}")
 
 
 TRAINING_RULES: tuple[Rule, ...] = (
-    warmup_ends,
-    evaluation_needs_data,
-    best_model_is_measured,
-    best_metric_is_measured,
-    schedule_has_its_arguments,
-    trackers_are_known,
-    token_budget_fits,
+    *(warmup_ends, evaluation_has_data, best_model_is_evaluated, best_metric_is_measured),
+    *(schedule_has_its_arguments, trackers_are_known, token_budget_fits),
 )

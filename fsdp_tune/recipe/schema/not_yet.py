@@ -1,6 +1,6 @@
-"""What the schema has and this release does not do: each key, the values that work today, and what to do meanwhile.
+"""Keys of the schema that this release supports in part: the supported values of each, and the alternative.
 
-To build one: delete its row.
+A finished feature deletes its row. The supported optimizers are the rows of `recipe.schema.optimizers`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_tune.recipe.schema import Recipe, Training
+from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, training_value
 
 
@@ -18,12 +19,10 @@ class NotYet:
     works: tuple[Any, ...]
     """Values that are supported; any other is refused."""
     what: str
-    """What this release lacks, after `this release has no`."""
+    """The missing feature, for a message that begins `this release has no`."""
     meanwhile: str
 
 
-# Optimizers that work on each element alone, so that a shard is updated like the whole. None: transformers' default.
-_OPTIMIZERS = (None, "adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop", "adamw_torch_8bit", "adamw_torch_4bit")
 _BITSANDBYTES_TOO = {"adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit"}
 _ALL_OPTIMIZERS = TRAINING_FIELDS.enums["OptimizerNames"]
 _BITSANDBYTES = tuple(name for name in _ALL_OPTIMIZERS if name.startswith("paged_") or "bnb" in name or name in _BITSANDBYTES_TOO)
@@ -44,7 +43,7 @@ NOT_YET = (
         "bitsandbytes under FSDP (it counts blocks by a parameter's whole size, and its kernels take no DTensor)",
         "write `adamw_torch_8bit` (torchao), which keeps each rank's part in blocks",
     ),
-    NotYet("training.optim", (*_OPTIMIZERS, *_BITSANDBYTES), "sharded version of that optimizer", "leave it out (adamw_torch_fused)"),
+    NotYet("training.optim", (None, *OPTIMIZERS, *_BITSANDBYTES), "sharded version of that optimizer", "leave it out (adamw_torch_fused)"),
     NotYet(
         "training.lr_scheduler_type", _SCHEDULES, "schedule that depends on losses", "write linear, cosine or another function of the step"
     ),
@@ -64,6 +63,6 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 
 def refused(recipe: Recipe) -> list[tuple[NotYet, Any]]:
-    """The rows that a recipe asks for, with the value that it gives."""
-    asked = [(row, value_of(recipe, row.key)) for row in NOT_YET]
-    return [(row, value) for row, value in asked if not any(type(value) is type(good) and value == good for good in row.works)]
+    """Return the rows whose key has an unsupported value in `recipe`, with that value."""
+    given = [(row, value_of(recipe, row.key)) for row in NOT_YET]
+    return [(row, value) for row, value in given if not any(type(value) is type(good) and value == good for good in row.works)]

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_tune.model.kernels.float8_weights import multiplied_as
-from fsdp_tune.recipe.rules.optimizer import rounds_by_chance
+from fsdp_tune.recipe.rules.optimizer import rounds_stochastically
 from fsdp_tune.recipe.schema import Recipe
 
 # Operator name → what it is part of. Only what decides about numerics is listed; the rest is elementwise.
@@ -89,7 +89,7 @@ def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
 def warnings_of(recipe: Recipe, report: dict[str, dict[str, int]]) -> list[str]:
     """What in the trace loses precision that a recipe's reader may not expect."""
     found: list[str] = []
-    if recipe.model.dtype == "bf16" and not rounds_by_chance(recipe):
+    if recipe.model.dtype == "bf16" and not rounds_stochastically(recipe):
         found.append("master weights are bf16: an update smaller than 1/256 of a weight is lost (model.dtype: fp32 keeps it)")
     for kind, what in (("norm", "norms"), ("loss", "the loss")):
         low = [dtype for dtype in report.get(kind, {}) if dtype in LOW]

@@ -28,7 +28,7 @@ from fsdp_tune.model.optim.accumulation import sums_need_fp32
 from fsdp_tune.model.shard.gathering import gathered_units, units_of
 from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.model.step import plain_name
-from fsdp_tune.recipe.schema.optimizer_arguments import STOCHASTIC, optimizer_arguments
+from fsdp_tune.recipe.schema.optimizers import STOCHASTIC, optimizer_arguments
 from fsdp_tune.worker.agree import gather
 from fsdp_tune.worker.readback.update_sample import UpdateSample
 

@@ -19,7 +19,7 @@ from fsdp_tune.planner.predict.memory import peak_memory
 from fsdp_tune.planner.predict.timing import in_buckets, step_time
 from fsdp_tune.planner.trace_format import COLLECTIVES, KINDS, PHASES, Trace
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.optimizer_arguments import state_bytes
+from fsdp_tune.recipe.schema.optimizers import state_bytes
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 from tests.planner.trace.tracing import alive, before, trace_of

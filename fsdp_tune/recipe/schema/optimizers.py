@@ -1,0 +1,115 @@
+"""The supported optimizers: their arguments (`training.optim_args`), and the state that each keeps.
+
+An optimizer here updates each element independently, so that a shard is updated as the full tensor would be. Its class is in
+`model.optim.optimizer`. Two arguments are our own: `state_dtype` and, for AdamW without torchao, `bf16_stochastic_round` (torchao's name).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_tune.recipe.schema import Training
+from fsdp_tune.recipe.schema.training_fields import training_value
+
+DEFAULT_OPTIMIZER = "adamw_torch_fused"
+STATE_DTYPE, STOCHASTIC, BLOCK = "state_dtype", "bf16_stochastic_round", "block_size"
+DEFAULT_BLOCK = 256
+"""transformers' default for both, where torchao has 128 for 4 bits."""
+
+TRUE_WORDS, _FALSE_WORDS = ("true", "1", "yes"), ("false", "0", "no")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerArgument:
+    description: str
+    """What it takes, for messages."""
+    read: Callable[[str], Any]
+    """Parse its text. Raises: ValueError."""
+
+
+@dataclass(frozen=True, slots=True)
+class SupportedOptimizer:
+    arguments: Mapping[str, OptimizerArgument]
+    state_tensors: int
+    """Tensors of state for each parameter, of its size."""
+    state_if: tuple[str, ...] = ()
+    """Arguments that add one such tensor each."""
+    block_bits: int | None = None
+    """Bits of each moment where moments are kept in blocks with a scale (torchao); None where they have a dtype of torch."""
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in TRUE_WORDS + _FALSE_WORDS:
+        raise ValueError(text)
+    return text.lower() in TRUE_WORDS
+
+
+def _state_dtype(text: str) -> str:
+    if text not in ("fp32", "bf16"):
+        raise ValueError(text)
+    return text
+
+
+def _block(text: str) -> int:
+    size = int(text)
+    if size < 16 or size & (size - 1):
+        raise ValueError(text)
+    return size
+
+
+_NUMBER, _SWITCH = OptimizerArgument("a number", float), OptimizerArgument("true or false", _switch)
+_ROUNDING = {STOCHASTIC: _SWITCH}
+_BLOCKS = {BLOCK: OptimizerArgument("a power of two, 16 or more", _block), **_ROUNDING}
+_RMSPROP = {**dict.fromkeys(("momentum", "alpha", "eps", "weight_decay"), _NUMBER), "centered": _SWITCH}
+
+OPTIMIZERS: dict[str, SupportedOptimizer] = {
+    "adamw_torch_fused": SupportedOptimizer({STATE_DTYPE: OptimizerArgument("`fp32` or `bf16`", _state_dtype), **_ROUNDING}, 2),
+    "adamw_torch": SupportedOptimizer({}, 2),
+    "adamw_torch_8bit": SupportedOptimizer(_BLOCKS, 2, block_bits=8),
+    "adamw_torch_4bit": SupportedOptimizer(_BLOCKS, 2, block_bits=4),
+    "sgd": SupportedOptimizer(
+        {**dict.fromkeys(("momentum", "dampening", "weight_decay"), _NUMBER), "nesterov": _SWITCH}, 0, state_if=("momentum",)
+    ),
+    "adagrad": SupportedOptimizer(dict.fromkeys(("lr_decay", "weight_decay", "eps"), _NUMBER), 1),
+    "rmsprop": SupportedOptimizer(_RMSPROP, 1, state_if=("momentum", "centered")),
+}
+"""By transformers' name (`OptimizerNames`), with the arguments as transformers reads them."""
+
+
+def optimizer_name(training: Training) -> str:
+    return str(training_value(training, "optim") or DEFAULT_OPTIMIZER)
+
+
+def pairs_of(training: Training) -> list[tuple[str, str | None]]:
+    """Split `momentum=0.9, nesterov=true` into names and values; the value is None if there is no `=`."""
+    text = str(training_value(training, "optim_args") or "").replace(" ", "")
+    parts = text.split(",") if text else []
+    return [(name, value if sign else None) for name, sign, value in (part.partition("=") for part in parts)]
+
+
+def optimizer_arguments(training: Training) -> dict[str, Any]:
+    """Return the given arguments, parsed. The rules of the recipe have refused invalid ones."""
+    arguments = OPTIMIZERS[optimizer_name(training)].arguments
+    return {name: arguments[name].read(value) for name, value in pairs_of(training) if value is not None}
+
+
+def state_bits(training: Training) -> int | None:
+    """Return the bits of each moment where moments are kept in blocks with a scale; else None."""
+    name = optimizer_name(training)
+    return OPTIMIZERS[name].block_bits if name in OPTIMIZERS else None
+
+
+def state_dtype(training: Training, stored: str) -> str:
+    """Return the dtype of the moments, `fp32` or `bf16`, for parameters that are stored in `stored`."""
+    return str(optimizer_arguments(training).get(STATE_DTYPE, stored))
+
+
+def state_bytes(training: Training, stored_bytes: int) -> float:
+    """Return the bytes of all state of one parameter element, without what is kept once for a tensor."""
+    row, arguments = OPTIMIZERS[optimizer_name(training)], optimizer_arguments(training)
+    width = {"fp32": 4.0, "bf16": 2.0}.get(arguments.get(STATE_DTYPE, ""), stored_bytes)
+    if row.block_bits is not None:
+        width = row.block_bits / 8 + 4 / arguments.get(BLOCK, DEFAULT_BLOCK)
+    return width * (row.state_tensors + sum(bool(arguments.get(name)) for name in row.state_if))
