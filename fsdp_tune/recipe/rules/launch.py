@@ -68,16 +68,16 @@ def variables_to_allow(names: Iterable[str]) -> list[str]:
 
 def environment_variables(recipe: Recipe) -> Iterator[Finding]:
     for name, value in recipe.launch.env.items():
-        keys, code = (f"launch.env.{name}",), "bad-variable"
+        keys = (f"launch.env.{name}",)
         if not _VARIABLE.fullmatch(name):
             message = f"`{shown(name)}` is not a name of an environment variable"
-            yield Finding(code, keys, message, "letters, digits and `_`, not beginning with a digit")
+            yield Finding("bad-variable", keys, message, "letters, digits and `_`, not beginning with a digit")
         if "\0" in value:  # the operating system starts no process with one
             hint = "in double quotes `\\0` is one character: use single quotes"
-            yield Finding(code, keys, f"the value of `launch.env.{name}` contains the character `\\x00`", hint)
+            yield Finding("bad-variable", keys, f"the value of `launch.env.{name}` contains the character `\\x00`", hint)
         if name in _OUR_NAMES or name.startswith(_OURS):  # set after `launch.env`, so the recipe's value would be ignored
             hint = "leave it out; where a key of the recipe decides it, change that key"
-            yield Finding(code, keys, f"`launch.env.{name}` is set by the launch itself", hint)
+            yield Finding("bad-variable", keys, f"`launch.env.{name}` is set by the launch itself", hint)
         if is_secret(name, value):
             hint = "set it in the environment of the command: ranks inherit it, and it is not written to any file"
             yield Finding("secret-in-recipe", keys, f"`launch.env.{name}` looks like a secret, and a recipe is copied and published", hint)
