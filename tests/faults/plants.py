@@ -249,7 +249,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant("a recipe of another version is a bug", "launch.command.resume:read_resolved", catch("OSError"), rows="F085"),
     # more of recipe, data, merge, security
-    plant("a global batch may be rounded", "recipe.world:batch_divides", drop("return indivisible"), rows="F010"),
+    plant("a global batch may be rounded", "recipe.world:batch_divides", drop("indivisible"), rows="F010"),
     plant("a home that is not expanded is a name", "recipe.paths:output_directory", result("resolved, _[1][1:]"), rows="F011"),
     plant("a column that is missing is empty", "data.format.formats:_text", statement("RowError", "return ''"), rows="F016"),
     plant("an empty completion is trained", "data.format.formats:Settings._prompt_completion", drop("raise"), rows="F022"),

@@ -1,4 +1,4 @@
-"""What CUDA's kernels do that the fake ones do not show: which attention runs, the scratch memory of a kernel, work and traffic."""
+"""Properties of CUDA kernels that fake tensors do not show: the attention kernel, scratch memory, FLOPs and memory traffic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from fsdp_tune.planner.trace.substitute import replaced
 from fsdp_tune.planner.trace_format import COLLECTIVES, DTYPES
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ _DTYPE_NAMES = {
 }
 # Tensors of one foreach operation that one launch of multi_tensor_apply takes (`depth_to_max_tensors` of MultiTensorApply.cuh).
 _TENSORS_PER_LAUNCH = 30
-# Called on the host, or answered from metadata: no work on the device.
+# Run on the host or read metadata: no work on the device.
 _NO_WORK = {
     "device",
     "detach",
@@ -62,7 +62,7 @@ class Work:
 
 @functools.cache
 def is_made_of_others(kind: type) -> bool:
-    """A tensor that holds tensors (DTensor, torchao's blocks): what is done to it is done to those."""
+    """Return whether tensors of this class wrap others (DTensor, torchao's blocks), on which each operation is then dispatched."""
     return is_traceable_wrapper_subclass_type(kind)
 
 
@@ -71,7 +71,7 @@ def dtype_index(dtype: torch.dtype) -> int:
 
 
 def tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments of an operation, in order; torch's own walk over nested arguments takes ten times as long."""
+    """Return the tensors among the arguments of an operation, in order. torch's own tree traversal takes ten times as long."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -84,7 +84,7 @@ def tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def device_type(tensor: torch.Tensor) -> str:
-    """Where a tensor lives; asking a fake tensor for its `device` is an operation of its own."""
+    """Return the type of a tensor's device. Reading `device` of a fake tensor would dispatch an operation."""
     return tensor.fake_device.type if isinstance(tensor, FakeTensor) else tensor.device.type
 
 
@@ -102,7 +102,7 @@ def work(
     micro_batch: int,
     slice_tokens: int,
 ) -> Work | None:
-    """None where nothing is started on the device."""
+    """Return the work of an operation; None if it starts nothing on the device."""
     name = func._schema.name.split("::")[-1]
     if name in _NO_WORK or not (inputs or outputs):
         return None
@@ -133,7 +133,7 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
         return 0.0
     if not name.startswith("_scaled_dot_product_"):
         return float(counter(*args, **kwargs, out_val=out))
-    # Before torch 2.12 its counters refuse key heads that several query heads share: counted as if each had its own.
+    # Before torch 2.12 the counters refuse grouped query attention: keys and values are counted as if each query head had its own.
     is_backward = name.endswith("_backward")
     count: Callable[..., int] = sdpa_backward_flop_count if is_backward else sdpa_flop_count
     *gradient, query, key, value = (tensor.shape for tensor in args[: 4 if is_backward else 3])
@@ -143,7 +143,7 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def _flash_backward_scratch(_gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_rest: Any) -> tuple[int, ...]:
-    """`mha_bwd` of torch's flash attention: an fp32 accumulator of dq, the row sums, and dk, dv of every query head under GQA."""
+    """Return what `mha_bwd` of torch's flash attention allocates: an fp32 dq, the row sums, and under GQA dk and dv per query head."""
     batch, heads, tokens, width = query.shape
     rows, columns = -(-tokens // 128) * 128, -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
     scratch = [batch * heads * rows * 4, batch * heads * rows * columns * 4]
@@ -156,16 +156,16 @@ _SCRATCH: dict[Any, Callable[..., tuple[int, ...]]] = {aten._scaled_dot_product_
 
 
 class CudaAttention:
-    """`scaled_dot_product_attention` as CUDA picks it: flash for half precision without a mask, memory-efficient where it must,
-    else plain matrix products (`sdp::select_sdp_backend`). What the chosen one saves for the backward is then torch's own code."""
+    """`scaled_dot_product_attention` as CUDA selects it: flash for half precision without a mask, memory-efficient with one,
+    else plain matrix products (`sdp::select_sdp_backend`). torch's own code then decides what is saved for the backward."""
 
     def __init__(self) -> None:
         self.used: set[str] = set()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Replaces the function: torch's function modes are off in the backward, where recomputation calls it again."""
-        with mock.patch.object(F, "scaled_dot_product_attention", self.choose):
+        """Replace the function: torch disables function modes in the backward, where recomputation calls it again."""
+        with replaced(F, "scaled_dot_product_attention", self.choose):
             yield
 
     def choose(
@@ -207,7 +207,7 @@ class CudaAttention:
 
 
 def _as_bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """`convert_boolean_attn_mask` and `pad_bias`: a mask of booleans becomes one of the query's dtype, its rows padded to 16."""
+    """Return a boolean mask in the query's dtype with rows padded to 16, as `convert_boolean_attn_mask` and `pad_bias` do."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -219,7 +219,7 @@ def _as_bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) 
 
 
 def collective(func: Any, args: Any, inputs: list[torch.Tensor], groups: dict[str, int]) -> tuple[int, int, int, int] | None:
-    """(kind, group, bytes of the whole buffer, dtype) of a c10d operation; None for a barrier and the like."""
+    """Return (kind, group, bytes of the full buffer, dtype) of a c10d operation; None for a barrier and the like."""
     name = func._schema.name.split("::")[-1]
     kind = next((kind for kind in COLLECTIVES if kind.replace("_", "") in name.replace("_", "")), None)
     if kind is None or not inputs:

@@ -1,9 +1,8 @@
-"""DDP under fake tensors: its reducer is C++ that reads values, in two places, and reduces everything at once until it has seen a step."""
+"""DDP under fake tensors. Its C++ reducer reads values in two places, and uses one bucket until it has seen a step."""
 
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,19 +13,19 @@ from fsdp_tune.model.build.assemble import Loaded, wrap_whole
 from fsdp_tune.planner.trace.device import STREAMS
 from fsdp_tune.planner.trace.recorder import Recorder
 from fsdp_tune.planner.trace.scopes import Names
+from fsdp_tune.planner.trace.substitute import nothing, replaced
 from fsdp_tune.recipe.schema import Recipe
 
 COMPUTE, ALL_REDUCE = STREAMS.index("compute"), STREAMS.index("all-reduce")
 
 
 def wrap_traceable(recipe: Recipe, model: PreTrainedModel, where: torch.device, recorder: Recorder, bare: Names) -> Loaded:
-    """Writes each gradient's sum over the ranks down as it becomes ready. Call while the recorder records.
+    """Wrap the model in DDP and record the sum of each gradient over the ranks as it becomes ready. Call while the recorder records.
 
-    Gradients lie in buckets, which DDP takes when it wraps and never gives back. A bucket goes across layers, so both its
-    memory and its sum are written down parameter by parameter: the bytes are the same, and `planner.predict.timing` makes of the sums
-    the buckets of a run's later steps, at whatever depth.
+    DDP allocates gradients in buckets when it wraps and never frees them. A bucket spans layers, so its memory and its sum are recorded
+    for each parameter: the bytes are the same, and `planner.predict.timing` forms the buckets of later steps at any depth.
     """
-    with mock.patch.object(distributed, "_verify_param_shape_across_processes"), recorder.hidden():  # the first reads values
+    with replaced(distributed, "_verify_param_shape_across_processes", nothing), recorder.hidden():  # it reads values
         loaded = wrap_whole(recipe, model, None, where)
     wrapped: Any = loaded.wrapped
     wrapped.register_comm_hook(recorder, _all_is_ready)
@@ -57,7 +56,7 @@ class _Reducer:
 
 
 def _all_is_ready(recorder: Recorder, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """In the place of the one bucket's sum. As in a run, the optimizer's stream waits for all sums."""
+    """Communication hook in place of the single bucket's sum. As in a run, the optimizer's stream waits for all sums."""
     recorder.clock.wait(COMPUTE, ALL_REDUCE, recorder.clock.now)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())

@@ -1,29 +1,29 @@
-"""A loss that works on a slice of the tokens at a time, at a micro-batch that stands for any other (`blend.at_micro_batch`).
+"""The chunked loss in a trace at a micro-batch that represents any other (`blend.at_micro_batch`).
 
-How many slices there are depends on the micro-batch, so one is run, of a prime number of tokens, and what it does is marked: as many
-times over it is what all slices do, since each frees what it made before the next begins.
+The number of slices depends on the micro-batch, so a single slice of a prime number of tokens is run and its records are marked. All
+slices do the same work, and each frees its memory before the next begins.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from unittest import mock
 
 from fsdp_tune.model.kernels import linear_loss
 from fsdp_tune.planner.trace.recorder import Recorder
+from fsdp_tune.planner.trace.substitute import replaced
 
 ENDLESS_TOKENS = 1 << 40
 
 
 def most_tokens(vocabulary: int) -> int:
-    """Of a slice, however many tokens there are."""
+    """Return the largest number of tokens in a slice."""
     return linear_loss.slice_tokens(ENDLESS_TOKENS, vocabulary)
 
 
 @contextlib.contextmanager
 def one_slice(recorder: Recorder) -> Iterator[None]:
-    """Slices of `recorder.slice_tokens` tokens, of which the first alone is run; where that is zero, slices as they are."""
+    """Run only the first slice, of `recorder.slice_tokens` tokens; if that is 0, leave the slices as they are."""
     if not recorder.slice_tokens:
         yield
         return
@@ -34,7 +34,7 @@ def one_slice(recorder: Recorder) -> Iterator[None]:
         recorder.in_slice = False
 
     with (
-        mock.patch.object(linear_loss, "slice_tokens", return_value=recorder.slice_tokens),
-        mock.patch.object(linear_loss, "range", first, create=True),
+        replaced(linear_loss, "slice_tokens", lambda *_: recorder.slice_tokens),
+        replaced(linear_loss, "range", first),
     ):
         yield

@@ -1,7 +1,7 @@
-"""Sees every tensor that the step makes and drops, every operation and every collective, and writes them down in order.
+"""Record every allocation, operation and collective of a step, in order.
 
-A storage is an allocation: views share it, and it ends when its last holder does. FSDP frees and refills gathered
-parameters by resizing their storage, which no dispatch shows, so resizing is watched as well.
+A storage is an allocation: views share it, and it ends with its last reference. FSDP frees and refills gathered parameters by resizing
+their storage, which is not dispatched, so resizing is recorded as well.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,6 +23,7 @@ from fsdp_tune.model.kernels.float8_weights import plain
 from fsdp_tune.planner.predict.blend import slice_for
 from fsdp_tune.planner.trace import cuda_kernels as kernels
 from fsdp_tune.planner.trace.device import DEVICE, Clock
+from fsdp_tune.planner.trace.substitute import nothing, replaced
 from fsdp_tune.planner.trace_format import KINDS, PHASES
 
 KIND = {name: index for index, name in enumerate(KINDS)}
@@ -32,7 +32,7 @@ PHASE = {name: index for index, name in enumerate(PHASES)}
 
 @dataclass(slots=True)
 class Place:
-    """Where the run is."""
+    """Current position in the run."""
 
     step: int = -1
     micro: int = -1
@@ -60,7 +60,7 @@ _OWNED = (PHASE["clip"], PHASE["optimizer"], PHASE["zero_grad"])
 
 
 class Recorder(TorchDispatchMode):
-    """Enter inside the FakeTensorMode, so that it sees the real operations and not what fake kernels are made of."""
+    """Enter inside the FakeTensorMode, so that it receives the real operations and not those inside fake kernels."""
 
     def __init__(self, clock: Clock, groups: dict[str, int], micro_batch: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
         self.events: list[tuple[Any, ...]] = []
         self.ops: list[tuple[Any, ...]] = []
         self.collectives: list[tuple[Any, ...]] = []
-        self.kinds: list[int] = []  # of each block; known for good only at the end
+        self.kinds: list[int] = []  # of each block; final only at the end
         self.modules: dict[str, int] = {"": 0}
         self.op_names: dict[str, int] = {}
         self.unit = -1
@@ -81,14 +81,14 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would wrap every call to keep its compiler out; nothing is compiled here."""
+        """torch would otherwise wrap every call to exclude its compiler; nothing is compiled here."""
         return False
 
     # ---- Tensors
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """What is made inside is known and never counted: the caller accounts for it otherwise."""
+        """Track tensors created inside without counting them; the caller accounts for their memory."""
         self._hidden = True
         try:
             yield
@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def on_stream(self, stream: int) -> Iterator[None]:
-        """Collectives inside are of this stream; nothing inside allocates."""
+        """Assign the collectives inside to a stream; nothing inside allocates."""
         self.clock.streams.append(stream)
         try:
             yield
@@ -105,12 +105,12 @@ class Recorder(TorchDispatchMode):
             self.clock.streams.pop()
 
     def hold(self, size: int, kind: str, layer: int) -> None:
-        """Memory that is taken now and kept, which no tensor of ours stands for."""
+        """Record memory that is allocated now and kept, without a tensor."""
         with self._at_layer(layer):
             self.kinds[self._allocate(size).block] = KIND[kind]
 
     def mark(self, tensor: Any, kind: str, layer: int | None = None) -> None:
-        """Says what a tensor is; allocates it when it is new."""
+        """Set the kind of a tensor's memory; record its allocation if it is new."""
         tensor = plain(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
         allocation = self._seen(tensor)
         if allocation is not None and allocation.size:
@@ -191,7 +191,7 @@ class Recorder(TorchDispatchMode):
         if func is _ASKS_FOR_DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # more than half of all calls, and no operation
         if any(map(kernels.is_made_of_others, types)):
-            return NotImplemented  # what it is made of comes by next
+            return NotImplemented  # the tensors inside are dispatched next
         out = func(*args, **(kwargs or {}))
         if self._paused:
             return out
@@ -211,9 +211,9 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _owners(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[int]:
-        """In clip and optimizer nothing says which layer is at work but the tensors themselves: output i belongs to input i.
+        """Return the layer of each output. In clip and optimizer only the tensors identify the layer: output i belongs to input i.
 
-        What has no input (a step counter) belongs to what was worked on before it.
+        An output without an input (a step counter) belongs to the layer before it.
         """
         if self.place.phase not in _OWNED:
             return [self.place.layer] * len(outputs)
@@ -231,7 +231,7 @@ class Recorder(TorchDispatchMode):
             self.place.layer = before
 
     def _note_roles(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """FSDP2 copies what was gathered to the parameters, and gradients to the input of the reduce-scatter: that names them."""
+        """Recognise gathered parameters and gradients by FSDP2's own copy operations."""
         if func.namespace == "fsdp" and func.__name__.startswith("split_with_sizes_copy"):
             for parameter in kwargs["out"]:
                 self.mark(parameter, "gathered units")
@@ -268,7 +268,7 @@ class Recorder(TorchDispatchMode):
         return (self.clock.tick(), place.step, place.micro, place.phase, layer, self._module(), self.clock.streams[-1])
 
     def _shares(self, inputs: list[torch.Tensor]) -> list[tuple[int, float]]:
-        """One operation over the tensors of all layers (clip, optimizer) is written down as one for each layer, by bytes."""
+        """Divide an operation over the tensors of all layers (clip, optimizer) into one for each layer, by bytes."""
         if self.place.phase not in _OWNED or not inputs:
             return [(self.place.layer, 1.0)]
         sizes: dict[int, int] = {}
@@ -290,7 +290,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Watches operations, resized storages, and leaves DTensor's sharding rules out (they make tensors of global size)."""
+        """Record operations and resized storages, except in DTensor's sharding rules, which create tensors of global size."""
         with contextlib.ExitStack() as stack:
             resize = torch.UntypedStorage.resize_
 
@@ -302,16 +302,16 @@ class Recorder(TorchDispatchMode):
             backward = torch.Tensor.backward
 
             def begun(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-                """The shared step calls it inside; the backward begins with the loss and the head."""
+                """Mark the start of the backward, which begins with the loss and the head."""
                 self.place.phase, self.place.layer, self.place.in_head = PHASE["backward"], -1, True
                 backward(loss, *args, **kwargs)
 
-            stack.enter_context(mock.patch.object(torch.Tensor, "backward", begun))
-            # FSDP1 calls it: the allocator then keeps a block until that stream is done, which an order cannot say.
-            stack.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
-            stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
+            stack.enter_context(replaced(torch.Tensor, "backward", begun))
+            # FSDP1 calls it to make the allocator keep a block until a stream is done, which a trace cannot express.
+            stack.enter_context(replaced(torch.Tensor, "record_stream", nothing))
+            stack.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
             for name in ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached"):
-                stack.enter_context(mock.patch.object(ShardingPropagator, name, self._quiet(getattr(ShardingPropagator, name))))
+                stack.enter_context(replaced(ShardingPropagator, name, self._quiet(getattr(ShardingPropagator, name))))
             stack.enter_context(self)
             yield
 

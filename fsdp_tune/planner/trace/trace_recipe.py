@@ -1,10 +1,9 @@
-"""Recipe → trace: how many layers are run, and the counts of the full model."""
+"""Trace a recipe: choose the layers to run, run the step in a fake process group, and count the full model."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.planner.predict.depth import DepthError, Repeated, full_depth, repeated_layers
 from fsdp_tune.planner.trace import autocast, device
 from fsdp_tune.planner.trace.fake_model import build_traced
+from fsdp_tune.planner.trace.substitute import replaced
 from fsdp_tune.planner.trace.to_trace import assemble, count, unit_list
 from fsdp_tune.planner.trace.traced_layers import container_of, layer_signatures, shallow_recipe, without_dropped
 from fsdp_tune.planner.trace.traced_step import run_step
@@ -28,8 +28,8 @@ from fsdp_tune.recipe.schema import Recipe
 def trace_recipe(recipe: Recipe, *, exact: bool = False, vocabulary: int | None = None) -> Trace:
     """Return the trace of a resolved recipe's step on rank 0 of its world.
 
-    `exact` runs every decoder layer; otherwise equal layers in the middle are left out, as many as `planner.predict.depth.full_depth` can
-    repeat, unless it turns out that they do not repeat. Raises: FsdpTuneError (exit 2) for a model that is not found or that
+    `exact` runs every decoder layer. Otherwise equal layers in the middle are left out, as many as `planner.predict.depth.full_depth` can
+    restore; all are run if they turn out not to repeat. Raises: FsdpTuneError (exit 2) for a model that is not found or that
     transformers refuses.
     """
     config, _ = config_or_facts(recipe)
@@ -39,7 +39,7 @@ def trace_recipe(recipe: Recipe, *, exact: bool = False, vocabulary: int | None 
             full_depth(trace)
             return trace
         except DepthError:
-            pass  # FSDP1 works on units in another order; a model may have layers of its own at the ends
+            pass  # FSDP1 processes units in another order; a model may have special layers at its ends
     return _trace(recipe, config, vocabulary, exact=True)
 
 
@@ -61,32 +61,32 @@ def _trace(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None, *, 
 
 
 def _reach(recipe: Recipe) -> int:
-    """How many layers ahead units are gathered."""
+    """Return how many layers ahead units are gathered."""
     backward = recipe.fsdp.backward_prefetch
     return max(1, int(recipe.fsdp.forward_prefetch), backward if isinstance(backward, int) else 1)
 
 
-# ---- A process group of any size in one process: rank 0 of a world whose other ranks do not exist.
+# ---- A process group of any size in one process: rank 0 of a world without other ranks.
 
 
 @contextlib.contextmanager
 def fake_world(size: int) -> Iterator[None]:
-    """The default group; collectives return at once and leave their buffers as they are."""
+    """Initialise the default process group; its collectives return immediately and leave their buffers unchanged."""
     assert not dist.is_initialized(), "a trace runs in a process of its own"
     device.install()
     autocast.install()
     dist.init_process_group(f"cpu:fake,{device.DEVICE}:fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        # FSDP2 waits there for units that were gathered and not needed, such as frozen ones below the last gradient.
-        on_accelerator = mock.patch.object(torch.accelerator, "current_stream", device.current_stream)
-        with on_accelerator, mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks):
+        # FSDP2 waits on this stream for units that were gathered and not used, such as frozen ones below the last gradient.
+        on_accelerator = replaced(torch.accelerator, "current_stream", device.current_stream)
+        with on_accelerator, replaced(_fsdp_param, "_chunk_with_empty", _Chunks):
             yield
     finally:
         dist.destroy_process_group()
 
 
 class _Chunks(Sequence[torch.Tensor]):
-    """What `torch.chunk` would give, empty chunks behind it, made when asked for: FSDP2 asks for two of as many as there are ranks."""
+    """The result of `torch.chunk`, padded with empty chunks, created lazily: FSDP2 uses two of as many chunks as there are ranks."""
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
         self.tensor, self.chunks, self.dim = tensor, num_chunks, dim

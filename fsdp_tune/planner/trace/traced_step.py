@@ -1,6 +1,6 @@
-"""Runs the training step of a recipe under fake tensors and records it.
+"""Run the training step of a recipe under fake tensors and record it.
 
-The modules that run are the worker's own (`model.build`, `model.shard`, `model.loss`, `model.step`, `model.optim`). Only the loop around
+It runs the same modules as the worker (`model.build`, `model.shard`, `model.loss`, `model.step`, `model.optim`). Only the loop around
 them is written here, as in the Trainer.
 """
 
@@ -11,13 +11,12 @@ import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
-from torch.optim.optimizer import _foreach_supported_types
+from torch.optim import optimizer as optimizer_module
 from transformers import PreTrainedModel
 
 from fsdp_tune.model import packed
@@ -35,17 +34,18 @@ from fsdp_tune.planner.trace.fake_model import on_fake_device
 from fsdp_tune.planner.trace.loss_slices import one_slice
 from fsdp_tune.planner.trace.recorder import PHASE, Recorder
 from fsdp_tune.planner.trace.scopes import Names, scopes
+from fsdp_tune.planner.trace.substitute import nothing, replaced
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 
 STEPS = 2
-"""The first creates the optimizer state, from the last micro-batch alone; the second is what every later one is."""
+"""The first creates the optimizer state and runs only the last micro-batch; the second is like every later one."""
 FAKE_FP16_SCALE = 65536.0
 
 
 @dataclass
 class Run:
-    """A recorded run and what it was made of."""
+    """A recorded run."""
 
     recorder: Recorder
     loaded: Loaded
@@ -55,7 +55,7 @@ class Run:
 
 
 def traced_micro_batches(recipe: Recipe) -> int:
-    """The first and the last of a step: what lies between is like the first, with the gradients of the second."""
+    """Return how many micro-batches are traced: the first and the last. Those between run like the first, with gradients present."""
     return min(2, recipe.training.gradient_accumulation_steps or 1)
 
 
@@ -66,14 +66,14 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, is_masked: bool) -> Run:
     """
     where = torch.device(device.DEVICE, 0)
     attention = CudaAttention()
-    mesh = make_mesh(recipe, device.DEVICE)  # outside: a mesh holds the numbers of its ranks, which fake tensors have not
+    mesh = make_mesh(recipe, device.DEVICE)  # outside the fake mode: a mesh stores the numbers of its ranks in a tensor
     with FakeTensorMode(allow_non_fake_inputs=True), _packing(is_masked=is_masked), _no_garbage(), attention.installed():
         recorder = Recorder(device.restart(), _groups(mesh), recipe.training.per_device_train_batch_size)
         on_fake_device(model, where)
-        convert_to_fp8(recipe, model, device.DEVICE)  # before modules are known by identity: these become others
+        convert_to_fp8(recipe, model, device.DEVICE)  # before `Names.of`, since it replaces modules
         bare = Names.of(recipe, model)
         sharded = wrap_whole(recipe, model, mesh, where) if recipe.is_sharded else None
-        # torch runs the backward of an accelerator in a thread for each device; ours has none.
+        # torch runs the backward of an accelerator in one thread for each device; the fake device has none.
         with recorder.recording(), torch.autograd.set_multithreading_enabled(False):
             _loaded(recorder, model if sharded is None else sharded.wrapped, bare)
             loaded = sharded or wrap_traceable(recipe, model, where, recorder, bare)
@@ -86,7 +86,7 @@ def run_step(recipe: Recipe, model: PreTrainedModel, *, is_masked: bool) -> Run:
 
 
 def _groups(mesh: Any) -> dict[str, int]:
-    """Name of a process group → index into GROUPS: the last dimension of a mesh shards, one before it replicates."""
+    """Map names of process groups to indices in GROUPS: the last dimension of a mesh shards, one before it replicates."""
     if mesh is None:
         return {}
     names = mesh.mesh_dim_names
@@ -94,35 +94,35 @@ def _groups(mesh: Any) -> dict[str, int]:
 
 
 def _packing(*, is_masked: bool) -> contextlib.AbstractContextManager[Any]:
-    """Kernels that take the lengths of packed examples get no mask of them."""
-    return contextlib.nullcontext() if is_masked else mock.patch.object(packed, "example_numbers", return_value=None)
+    """Build no mask for kernels that take the lengths of packed examples."""
+    return contextlib.nullcontext() if is_masked else replaced(packed, "example_numbers", nothing)
 
 
 @contextlib.contextmanager
 def _foreach() -> Iterator[None]:
-    """On CUDA torch's optimizers work on lists of plain tensors at once, with temporaries of their size; a fake tensor is a plain one."""
-    with mock.patch("torch.optim.optimizer._foreach_supported_types", [*_foreach_supported_types, FakeTensor]):
+    """Let torch's optimizers use their foreach implementation for fake tensors, as they do for CUDA tensors."""
+    with replaced(optimizer_module, "_foreach_supported_types", [*optimizer_module._foreach_supported_types, FakeTensor]):
         yield
 
 
 @contextlib.contextmanager
 def _tables_on_device() -> Iterator[None]:
-    """torch makes a tensor of a list on the host and copies it past our device's fake kernels."""
+    """Replace `torch.tensor(list, device=…)`, which bypasses the fake kernels of our device."""
     real = torch.tensor
 
     def tensor(data: Any, *, dtype: Any = None, device: Any = None) -> torch.Tensor:
         made = real(data, dtype=dtype)
         return made if device is None or torch.device(device).type == "cpu" else torch.empty_like(made, device=device)
 
-    with mock.patch.object(torch, "tensor", tensor):
+    with replaced(torch, "tensor", tensor):
         yield
 
 
 @contextlib.contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Memory ends when the last reference goes, not when Python's collector happens to run: it runs where the step ends."""
+    """Free memory when its last reference goes; Python's collector runs only at the end of a step."""
     enabled = gc.isenabled()
-    gc.freeze()  # what is garbage already is none of ours, and to look for it takes as long as a layer
+    gc.freeze()  # existing objects are not part of the step, and scanning them takes as long as a layer
     gc.disable()
     try:
         yield
@@ -133,7 +133,7 @@ def _no_garbage() -> Iterator[None]:
 
 
 def _loaded(recorder: Recorder, wrapped: nn.Module, bare: Names) -> None:
-    """Parameters and buffers are there before the first step; where each belongs is known by name."""
+    """Record the parameters and buffers, which exist before the first step, with their layers."""
     recorder.place.phase = PHASE["load"]
     for name, tensor in (*wrapped.named_parameters(), *wrapped.named_buffers()):
         plain = plain_name(name)
@@ -158,7 +158,7 @@ def _train(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.devi
 
 
 def _evaluate(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.device) -> None:
-    """Run one batch of an evaluation, as `worker.evaluate` does; slices of the loss are run as they are."""
+    """Run one batch of an evaluation, as `worker.evaluate` does, with all slices of the loss."""
     place = recorder.place
     place.step, place.micro, place.phase = STEPS, -1, PHASE["evaluation"]
     place.layer, place.module, place.in_head = -1, "", False
@@ -198,7 +198,7 @@ def _micro_batch(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torc
 
 
 def _no_sync(wrapped: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """DDP and FSDP1 keep whole gradients between micro-batches."""
+    """Return the `no_sync` context of DDP or FSDP1, which keep unsharded gradients between micro-batches."""
     context: Any = wrapped.no_sync  # type: ignore[union-attr]
     return context()
 
@@ -221,7 +221,7 @@ def _update(recipe: Recipe, loaded: Loaded, recorder: Recorder, optimizer: torch
     del norm
     del parameters
     place.phase, place.layer = PHASE["optimizer"], -1
-    with torch.compiler.set_stance("force_eager"), _tables_on_device():  # torchao's would be compiled, which hides what it does
+    with torch.compiler.set_stance("force_eager"), _tables_on_device():  # torchao compiles its step, which would hide its operations
         optimizer.step()
     for state in optimizer.state.values():
         for value in state.values():
