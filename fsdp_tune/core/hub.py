@@ -89,7 +89,7 @@ class Wanted:
 
     def problem(self, error: BaseException) -> FsdpTuneError | None:
         """Exit 2 with what the hub said, or that it could not be asked; None where `error` is about something else."""
-        causes = _causes(error)
+        causes = causes_of(error)
         kinds = {type(cause).__name__ for cause in causes}
         responses = [getattr(cause, "response", None) for cause in causes]
         status = next((int(response.status_code) for response in responses if response is not None), None)
@@ -125,7 +125,7 @@ class Wanted:
         return f"{constants.ENDPOINT}/{self.name}"
 
 
-def _causes(error: BaseException | None) -> list[BaseException]:
+def causes_of(error: BaseException | None) -> list[BaseException]:
     found: list[BaseException] = []
     while error is not None and error not in found:
         found.append(error)

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_tune.core.errors import Problem
+from fsdp_tune.core.library_errors import OUT_OF_MEMORY_SIZES
 from fsdp_tune.core.units import GIB, KIB, MIB, format_bytes
 from fsdp_tune.recipe.schema import Recipe
 
 WAYS = 3
 REST = "activations, gathered parameters and workspace"
 _UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
-_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
-# c10/cuda/CUDACachingAllocator.cpp, the message of OutOfMemoryError; torch 2.11 to 2.13
-_FIELDS = {
-    "requested": re.compile(rf"Tried to allocate {_SIZE}"),
-    "capacity": re.compile(rf"total capacity of {_SIZE}"),
-    "free": re.compile(rf"of which {_SIZE} is free"),
-    "allocated": re.compile(rf"{_SIZE} is allocated by PyTorch"),
-    "unused": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
-}
 # Memory that the allocator holds and cannot use: beyond this share of the device it is fragmentation that hurts.
 _FRAGMENTED_SHARE = 0.1
 
@@ -53,7 +44,7 @@ class Moment:
 
 def sizes_in(message: str) -> dict[str, int]:
     """The sizes that torch's message names, in bytes."""
-    found = {name: pattern.search(message) for name, pattern in _FIELDS.items()}
+    found = {name: pattern.search(message) for name, pattern in OUT_OF_MEMORY_SIZES.items()}
     return {name: round(float(match[1]) * _UNITS[match[2]]) for name, match in found.items() if match}
 
 

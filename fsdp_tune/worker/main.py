@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, FsdpTuneError, Problem
+from fsdp_tune.core.library_errors import PEER_LOST
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.diagnose.oom import device_problem
 from fsdp_tune.recipe.schema import Recipe
@@ -110,17 +111,6 @@ def _train(
     return Outcome(EXIT_CODE_OF_REASON[reason], reason, facts=results(trainer, started))
 
 
-# Raised on the surviving ranks when another one is gone; the error that matters is the other rank's.
-_PEER_LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "remote process exited",
-    "NCCL communicator was aborted",
-)
-
-
 def _outcome_of(error: BaseException, recipe: Recipe, heartbeat: HeartbeatWriter, trainer: FsdpTrainer | None) -> Outcome:
     from fsdp_tune.worker.agree import RemoteError
     from fsdp_tune.worker.observe import out_of_memory as memory
@@ -135,7 +125,7 @@ def _outcome_of(error: BaseException, recipe: Recipe, heartbeat: HeartbeatWriter
         return Outcome(ExitCode.OUT_OF_MEMORY, ExitReason.OUT_OF_MEMORY, problem, trace, facts)
     if memory.is_host_out_of_memory(error):
         return Outcome(ExitCode.FAILED, ExitReason.FAILED, memory.host_out_of_memory(recipe, heartbeat, error), trace)
-    lost = next((words for words in _PEER_LOST if words in str(error)), None)
+    lost = next((words for words in PEER_LOST if words in str(error)), None)
     if isinstance(error, RuntimeError) and lost is not None:
         return Outcome(ExitCode.LOST_RANK, ExitReason.LOST_RANK, Problem("lost-rank", f"another rank is gone ({lost})"), trace)
     if trainer is not None:

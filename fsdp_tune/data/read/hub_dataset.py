@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
-from fsdp_tune.core.hub import cache_only, hub_is_reachable, unreachable
+from fsdp_tune.core.hub import cache_only, causes_of, hub_is_reachable, unreachable
 from fsdp_tune.recipe.schema.model_and_data import DataSource
 
 
@@ -59,7 +59,7 @@ def _problem(error: Exception, entry: DataSource, where: Where, *, reachable: bo
     if not reachable or "ConnectionError" in kinds:
         problem = unreachable("the data set", entry.path, f"{where.key}.path", is_data_set=True).problems[0]
         return FsdpTuneError(problem.at(where))
-    if "GatedRepo" in str(error) or "gated" in str(error).lower():
+    if "GatedRepoError" in {type(cause).__name__ for cause in causes_of(error)}:
         return usage_error(
             "gated",
             f"the data set `{entry.path}` is gated: your account has no access",

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.optim.optimizer as optimizer_module
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import optimizer as optimizer_module
 from transformers import PreTrainedModel
 
 from fsdp_tune.model import packed

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import yaml
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where
+from fsdp_tune.core.library_errors import YAML_SYNTAX
 from fsdp_tune.recipe.read.yaml_mistakes import SPACES, UNSPACED, explain_syntax, space_mistake, unspaced
 from fsdp_tune.recipe.scalars import ScalarError, Value, parse_plain, shown
 
@@ -252,15 +253,6 @@ def _broken(where: Where) -> ScalarNode:
     return ScalarNode(None, "", plain=True, where=where, broken=True)
 
 
-_SYNTAX = (
-    ("cannot start any token", "this character cannot begin a value", "put the value in double quotes"),
-    ("mapping values are not allowed here", "a `: ` where no key is allowed", "check the indentation, or quote a text that holds `: `"),
-    ("could not find expected ':'", "this line is neither `key: value` nor a list item", "write `key: value`"),
-    ("expected <block end>", "the indentation does not fit the lines above", "align the line with the other keys of its section"),
-    ("expected '<document start>'", "there is text after the end of the value", "check the brackets and the indentation"),
-)
-
-
 def _syntax_problem(error: yaml.MarkedYAMLError, text: str, composer: _Composer) -> Problem:
     where = composer.where(error.problem_mark or error.context_mark)
     detail = error.problem or "unreadable"
@@ -274,7 +266,7 @@ def _syntax_problem(error: yaml.MarkedYAMLError, text: str, composer: _Composer)
         return Problem("yaml-syntax", f"the bracket{since} is not closed by `{bracket[1]}` here", where, hint)
     if "unexpected end of stream" in detail and error.context_mark is not None:
         return Problem("yaml-syntax", f"the text in quotes{since} has no end", where, "close the quotes")
-    for pattern, message, hint in _SYNTAX:
+    for pattern, message, hint in YAML_SYNTAX:
         if pattern in detail:
             return Problem("yaml-syntax", message, where, hint)
     message = f"the recipe is not YAML: {error.context + ', ' if error.context else ''}{detail}"

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_tune.core.errors import failed_error
+from fsdp_tune.core.library_errors import BLOCKS_CUT
 from fsdp_tune.model.kernels.float8_weights import plain, refresh_scales
 from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.model.step import plain_name
@@ -196,7 +197,7 @@ def _load_sharded(state: dict[str, dict[str, Any]], directory: Path) -> None:
     try:
         dcp.load({"optimizer": {"state": state}}, storage_reader=RestrictedReader(directory / OPTIMIZER_DIRECTORY))
     except CheckpointException as error:  # a BaseException, and the same on every rank
-        if not any("block boundary" in str(cause) for cause, _ in error.failures.values()):  # torchao's words
+        if not any(BLOCKS_CUT in str(cause) for cause, _ in error.failures.values()):
             raise
         raise failed_error(
             "optimizer-blocks-cut",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import resource
 import traceback
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsdp_tune.core.errors import Problem
+from fsdp_tune.core.library_errors import CUDA_ALLOCATION_FAILED, DEVICE_ALLOCATION_FAILED, HOST_ALLOCATION_FAILED, PINS_MEMORY
 from fsdp_tune.core.units import GIB, KIB
 from fsdp_tune.diagnose.oom import Host, Moment, host_problem, sizes_in
 from fsdp_tune.model.shard.local import local_part
@@ -21,15 +21,6 @@ from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
 
-# RuntimeErrors of torch's CPU allocator (c10/core/impl/alloc_cpu.cpp), which raises no MemoryError.
-_HOST_WORDS = ("can't allocate memory", "not enough memory: you tried to allocate")
-
-_DEVICE_WORDS = ("CUBLAS_STATUS_ALLOC_FAILED",)
-
-# cudaErrorMemoryAllocation, which CUDA returns for device memory and for page-locked host memory (cudaHostAlloc) alike: by torch
-# outside its caching allocator, and by NCCL, whose older versions leave out the number.
-_EITHER_WORDS = re.compile(r"(CUDA|HIP) error: out of memory|(Cuda|HIP) failure (\d+ )?'out of memory'")
-_PINS = re.compile(r"pin.memory")
 _FULL_DEVICE_BYTES = GIB
 """With more free device memory than this, a failed allocation outside torch's allocator was not on the device: NCCL's buffers and
 CUDA's own are smaller."""
@@ -39,20 +30,20 @@ def is_device_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation on the device failed, in torch's allocator or in a library that bypasses it."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    is_cublas = isinstance(error, RuntimeError) and any(words in str(error) for words in _DEVICE_WORDS)
+    is_cublas = isinstance(error, RuntimeError) and any(words in str(error) for words in DEVICE_ALLOCATION_FAILED)
     return is_cublas or (_is_either(error) and not _is_page_locked(error))
 
 
 def is_host_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation on the host failed, page-locked memory included."""
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(words in str(error) for words in _HOST_WORDS)):
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(words in str(error) for words in HOST_ALLOCATION_FAILED)):
         return True
     return _is_either(error) and _is_page_locked(error)
 
 
 def _is_either(error: BaseException) -> bool:
     is_known = isinstance(error, torch.OutOfMemoryError)
-    return isinstance(error, RuntimeError) and not is_known and _EITHER_WORDS.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and not is_known and CUDA_ALLOCATION_FAILED.search(str(error)) is not None
 
 
 def _is_page_locked(error: BaseException) -> bool:
@@ -61,7 +52,7 @@ def _is_page_locked(error: BaseException) -> bool:
     The message does not tell. Either the failing line pins memory (the DataLoader quotes it in its message), or the device has room.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    if _PINS.search(str(error)) or (frames and _PINS.search(frames[-1].line or "")):
+    if PINS_MEMORY.search(str(error)) or (frames and PINS_MEMORY.search(frames[-1].line or "")):
         return True
     free_bytes = _free_device_bytes()
     return free_bytes is not None and free_bytes > _FULL_DEVICE_BYTES

@@ -1,0 +1,54 @@
+"""Texts of library errors, for errors that neither a type nor an attribute tells apart.
+
+Read in torch 2.11 and 2.13 (with the gloo that it bundles), torchao 0.18 and PyYAML 6.0.3. Where a new version changes a text, the
+original error is reported instead of the more specific one.
+"""
+
+from __future__ import annotations
+
+import re
+
+PEER_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "remote process exited",
+    "NCCL communicator was aborted",
+)
+"""torch.distributed, gloo and NCCL, on the surviving ranks when another rank has ended; all are RuntimeErrors."""
+
+HOST_ALLOCATION_FAILED = ("can't allocate memory", "not enough memory: you tried to allocate")
+"""RuntimeErrors of torch's CPU allocator (c10/core/impl/alloc_cpu.cpp), which raises no MemoryError."""
+
+DEVICE_ALLOCATION_FAILED = ("CUBLAS_STATUS_ALLOC_FAILED",)
+"""RuntimeError of torch (aten/src/ATen/cuda/CUDABlas.cpp); its own allocator raises OutOfMemoryError."""
+
+CUDA_ALLOCATION_FAILED = re.compile(r"(CUDA|HIP) error: out of memory|(Cuda|HIP) failure (\d+ )?'out of memory'")
+"""cudaErrorMemoryAllocation, which CUDA returns for device memory and for page-locked host memory (cudaHostAlloc) alike: by torch outside
+its caching allocator, and by NCCL, whose older versions leave out the number."""
+
+PINS_MEMORY = re.compile(r"pin.memory")
+"""In the message of torch's DataLoader, which quotes the failing line."""
+
+_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
+OUT_OF_MEMORY_SIZES = {
+    "requested": re.compile(rf"Tried to allocate {_SIZE}"),
+    "capacity": re.compile(rf"total capacity of {_SIZE}"),
+    "free": re.compile(rf"of which {_SIZE} is free"),
+    "allocated": re.compile(rf"{_SIZE} is allocated by PyTorch"),
+    "unused": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
+}
+"""Sizes in the message of torch.OutOfMemoryError (c10/cuda/CUDACachingAllocator.cpp), which has no attributes."""
+
+BLOCKS_CUT = "block boundary"
+"""torchao (optim/subclass_8bit.py, subclass_4bit.py): a ValueError for a slice of quantized state that cuts a block."""
+
+YAML_SYNTAX = (
+    ("cannot start any token", "this character cannot begin a value", "put the value in double quotes"),
+    ("mapping values are not allowed here", "a `: ` where no key is allowed", "check the indentation, or quote a text that holds `: `"),
+    ("could not find expected ':'", "this line is neither `key: value` nor a list item", "write `key: value`"),
+    ("expected <block end>", "the indentation does not fit the lines above", "align the line with the other keys of its section"),
+    ("expected '<document start>'", "there is text after the end of the value", "check the brackets and the indentation"),
+)
+"""`problem` of PyYAML's MarkedYAMLError (scanner.py, parser.py), what it means in a recipe, and the hint."""
