@@ -141,6 +141,18 @@ def test_unreachable_hub_id_error_names_the_resource_and_alternatives(monkeypatc
     assert "hf download --repo-type dataset tatsu-lab/alpaca" in found.ways_out[1]
 
 
+def test_offline_a_missing_configuration_of_a_cached_data_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise ValueError("Couldn't find cache for openai/gsm8k for config 'socratic'\nAvailable configs in the cache: ['main']")
+
+    monkeypatch.setattr(hub_dataset, "hub_is_reachable", lambda: False)
+    monkeypatch.setattr("datasets.load_dataset", load)
+    found = problem("openai/gsm8k", name="socratic")
+    assert found.code == "data-unreadable"
+    assert "Available configs in the cache: ['main']" in found.message
+    assert "data.train[0].name" in (found.hint or "")
+
+
 def test_builtin_rows_and_unknown_ones() -> None:
     assert len(list(source("builtin:arithmetic", split="test").read())) == 111
     with pytest.raises(FsdpTuneError, match="there is no `builtin:poems`"):

@@ -56,6 +56,14 @@ def load_from_hub(entry: DataSource, where: Where) -> Any:
 
 def _problem(error: Exception, entry: DataSource, where: Where, *, reachable: bool) -> FsdpTuneError:
     kinds = {kind.__name__ for kind in type(error).__mro__}
+    if not reachable and isinstance(error, ValueError):  # a configuration or split that the cached copy does not have
+        lines = "; ".join(str(error).strip().splitlines()[:2])
+        return usage_error(
+            "data-unreadable",
+            f"the cached copy of the data set `{entry.path}` cannot be loaded: {lines}",
+            where=where,
+            hint=f"the hub cannot be reached: correct `{where.key}.name` or `.split`, or download the rest where there is a network",
+        )
     if not reachable or "ConnectionError" in kinds:
         problem = unreachable("the data set", entry.path, f"{where.key}.path", is_data_set=True).problems[0]
         return FsdpTuneError(problem.at(where))
