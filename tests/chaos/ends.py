@@ -132,6 +132,8 @@ def _ends(disturbance: Disturbance | None, attempt: Attempt, machine: int, last_
     if disturbance.kind in _REFUSED:
         yield End(OK)
         yield End(FAILED, _REFUSED[disturbance.kind])
+        if disturbance.machine != machine:  # a rank that cannot write its outcome is only missing there
+            yield End(FAILED, r"rank \d+ ended before it could report")
         return
     assert attempt.target is not None
     late = attempt.situation.is_over

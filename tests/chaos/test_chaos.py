@@ -298,6 +298,12 @@ def test_an_end_that_is_not_promised_is_found(kind: str, target: str, attempt: A
         pytest.param(SHORT_STOP, RANK, ended(0), id="short stop"),
         pytest.param(KILL, RANK, ended(5, text=KILLED_TEXT), id="killed rank"),
         pytest.param(KILL, RANK, ended(5, 5, text=KILLED_TEXT), id="killed rank, two machines"),
+        pytest.param(
+            READ_ONLY_DISK,
+            "",
+            Attempt([1, 1], ["error: Read-only file system", "error: rank 0 ended before it could report"], situation=Situation(3)),
+            id="a disk of one machine, seen from the other",
+        ),
         pytest.param(KILL, RANK, ended(0, text=KILLED_TEXT, restarts=1), id="killed rank, restarted"),
         pytest.param(KILL, RANK, ended(0, is_over=True), id="killed when all was done"),
         pytest.param(KILL, LOADER, ended(1, text=LOADER_TEXT), id="killed loader"),
