@@ -1,0 +1,290 @@
+"""README and docs/: links resolve, commands and recipes in blocks are valid, reference pages are complete.
+
+The slow tests at the end run the commands of README and docs/guide in a directory of their own.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import typer.main
+import yaml
+
+from fsdp_tune.cli.app import app
+from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, Settings, matching_formats
+from fsdp_tune.recipe.catalogue import find_recipe
+from fsdp_tune.recipe.read.loader import load_recipe
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run.directory import RunDir
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+USED = sorted([ROOT / "README.md", *(ROOT / "docs" / "guide").glob("*.md")])
+"""Pages whose commands are run."""
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@functools.cache
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+@functools.cache
+def anchors_of(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", text_of(page)), re.MULTILINE)
+    return {re.sub(r"[\s]", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [body for language, body in BLOCK.findall(text_of(page)) if language in languages]
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    for target in LINK.findall(BLOCK.sub("", text_of(page))):
+        if "://" not in target:
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            if not file.exists() or (anchor and anchor not in anchors_of(file)):
+                yield target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_and_anchors_resolve(page: Path) -> None:
+    assert list(broken_links(page)) == []
+
+
+def test_every_page_is_in_the_navigation_and_on_the_index_page() -> None:
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in PAGES if path.is_relative_to(ROOT / "docs")} - {"index.md"}
+    navigation = re.findall(r"^ +- (\w+/[\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    linked = {target.partition("#")[0] for target in LINK.findall(text_of(ROOT / "docs" / "index.md"))}
+    assert sorted(navigation) == sorted(pages)
+    assert pages - linked == set()
+
+
+# ---- Commands
+
+
+def commands_in(page: Path) -> list[str]:
+    """The commands of a page's console blocks, comments removed and continued lines joined."""
+    joined = [block.replace("\\\n", " ") for block in blocks(page, "console")]
+    return [line.removeprefix("$ ").partition("  #")[0].strip() for block in joined for line in block.splitlines() if line.startswith("$ ")]
+
+
+def parse(command: str) -> None:
+    """Raises: typer.TyperException for a verb, option or value that the command line does not have."""
+    words = shlex.split(command.partition(" > ")[0])[1:]
+    found: Any = typer.main.get_command(app)
+    while words and words[0] in getattr(found, "commands", {}):
+        found = found.commands[words.pop(0)]
+    assert not hasattr(found, "commands") or words[:1] == ["--version"], f"no such verb: {command}"
+    parameters = found.make_context("fsdp-tune", words).params
+    source = parameters.get("config") or parameters.get("recipe")
+    if source is not None and not source.endswith((".yaml", ".yml")):
+        find_recipe(source)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_in_blocks_exist_with_their_options(page: Path) -> None:
+    for command in commands_in(page):
+        if command.startswith("fsdp-tune "):
+            parse(command)
+
+
+def test_a_command_that_does_not_exist_is_detected() -> None:
+    with pytest.raises(typer.TyperException):
+        parse("fsdp-tune train --config recipe.yaml --no-such-option")
+
+
+# ---- Recipes and rows
+
+
+def recipes_in(page: Path) -> list[dict[str, Any]]:
+    """YAML blocks whose keys are a recipe's, with the required keys that they leave out."""
+    found = [yaml.safe_load(block) for block in blocks(page, "yaml")]
+    recipes = [block for block in found if isinstance(block, dict) and block.keys() <= Recipe.model_fields.keys()]
+    for recipe in recipes:
+        recipe.setdefault("model", {}).setdefault("name_or_path", "gpt2")
+        recipe.setdefault("data", {}).setdefault("train", [{"path": "train.jsonl"}])
+        recipe.setdefault("training", {}).setdefault("max_steps", 1000)
+    return recipes
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if recipes_in(page)], ids=name_of)
+def test_recipes_in_blocks_are_valid(page: Path, tmp_path: Path) -> None:
+    for recipe in recipes_in(page):
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+        load_recipe(tmp_path / "recipe.yaml")
+
+
+def test_rows_of_the_data_formats_are_read_as_their_format() -> None:
+    page = ROOT / "docs" / "guide" / "data-formats.md"
+    rows = [json.loads(line) for block in blocks(page, "json") for line in block.splitlines()]
+    assert [matching_formats(row) for row in rows] == [[name] for name in COLUMNS]
+    for row, name in zip(rows, COLUMNS, strict=True):
+        template = "{{ messages }}" if name in ("messages", "sharegpt") else None
+        Settings(name, LOSS_ON[name][0], template, "", append_eos=False, vocabulary_size=100).example(row)
+
+
+def test_table_of_data_formats_has_their_columns_and_losses() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*)$", text_of(ROOT / "docs" / "guide" / "data-formats.md"), re.MULTILINE))
+    for name, columns in COLUMNS.items():
+        others = LOSS_ON[name][1:]
+        assert [word for word in (*columns, *others) if f"`{word}`" not in rows[name]] == []
+
+
+# ---- Reference pages
+
+
+def table_of(page: str, heading: str) -> dict[str, str]:
+    """First cell → the rest of the row, in the section below `heading`."""
+    section = text_of(ROOT / "docs" / "reference" / page).partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| `([^`]+)` \| (.*)$", section, re.MULTILINE))
+
+
+def calls_of_events() -> Iterator[tuple[str, set[str]]]:
+    """(event, names of its fields) of every call that writes one."""
+    for path in (ROOT / "fsdp_tune").rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)) if "event(" in source else ():
+            called = getattr(node, "func", None)
+            if isinstance(node, ast.Call) and (getattr(called, "attr", "") == "event" or getattr(called, "id", "") == "append_event"):
+                for argument in node.args[:2]:
+                    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                        yield argument.value, {keyword.arg for keyword in node.keywords if keyword.arg}
+
+
+def test_every_event_is_documented_with_its_fields() -> None:
+    documented = table_of("metrics.md", "Events")
+    written = dict(calls_of_events())
+    assert documented.keys() - written.keys() == {"loss_spike", "zero_gradient", "weights_look_random"}  # of the loss curve: below
+    assert {event: fields for event, fields in written.items() if any(f"`{field}`" not in documented[event] for field in fields)} == {}
+
+
+def dictionary_keys(path: str, *functions: str) -> set[str]:
+    """String keys of the dictionaries that these functions build."""
+    tree = ast.parse((ROOT / "fsdp_tune" / path).read_text(encoding="utf-8"))
+    bodies = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in functions]
+    literals = [each for body in bodies for each in ast.walk(body) if isinstance(each, ast.Dict)]
+    return {key.value for literal in literals for key in literal.keys if isinstance(key, ast.Constant)}
+
+
+def test_every_field_of_a_training_line_is_documented() -> None:
+    written = (
+        dictionary_keys("worker/observe/metrics.py", "line", "memory")
+        | dictionary_keys("worker/observe/shares.py", "take")
+        | dictionary_keys("worker/gradients.py", "facts")
+        | {"step", "epoch", "time"}
+    )
+    assert table_of("metrics.md", "Training lines").keys() == written
+
+
+def test_every_path_of_a_run_is_documented() -> None:
+    page = text_of(ROOT / "docs" / "reference" / "run-directory.md")
+    run = RunDir(Path("RUN"))
+    paths = [getattr(run, name) for name, value in vars(RunDir).items() if isinstance(value, property)]
+    names = [path.name for path in paths if isinstance(path, Path)]
+    assert len(names) > 15
+    assert [name for name in names if f"`{name}`" not in page and f"`{name}/" not in page] == []
+
+
+# ---- Running the commands
+
+RECIPE = """
+model: {from_config: {model_type: gpt2, vocab_size: 384, n_positions: 64, n_embd: 64, n_layer: 2, n_head: 4}, tokenizer: builtin:arithmetic}
+data: {train: [{path: builtin:arithmetic, split: train}], eval: {rows: 50}, max_length: 32}
+training: {global_batch_size: 64, per_device_train_batch_size: 8, max_steps: 20, save_steps: 10, logging_steps: 5}
+launch: {device: cpu, num_processes: 2}
+"""
+"""Stands for the reader's recipe.yaml."""
+
+NOT_RUN = {
+    "scripts/": "sets up an environment, or is a suite with its own job",
+    "pip install": "needs a package index",
+    "fsdp-tune rehearse": "takes a minute; tests/verify/test_rehearse.py runs it",
+    "fsdp-tune plan --config llama7b_full_shard": "needs the hub for the model's configuration",
+    "fsdp-tune merge-checkpoint outputs/": "needs the hub and a checkpoint of another tool",
+    "fsdp-tune train --config recipe.yaml --machine-rank": "needs two machines; tests/launch/test_real_restart.py plays them",
+}
+"""Start of a command → why it is not run here."""
+
+
+def runnable(page: Path) -> list[str]:
+    return [command for command in commands_in(page) if not command.startswith(tuple(NOT_RUN))]
+
+
+def test_every_reason_not_to_run_a_command_is_used() -> None:
+    commands = [command for page in USED for command in commands_in(page)]
+    assert [start for start in NOT_RUN if not any(command.startswith(start) for command in commands)] == []
+
+
+def run_commands(page: Path, folder: Path) -> None:
+    environment = {**os.environ, "PATH": f"{folder.parent / 'bin'}:{os.environ['PATH']}"}
+    for command in runnable(page):
+        done = subprocess.run(["sh", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=600)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+def new_folder(parent: Path) -> Path:
+    """A directory next to `bin/fsdp-tune`, the command of this interpreter."""
+    command = parent / "bin" / "fsdp-tune"
+    command.parent.mkdir(parents=True)
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m fsdp_tune "$@"\n', encoding="utf-8")
+    command.chmod(0o755)
+    folder = parent / "work"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in which the commands of README have been run: it has recipe.yaml and runs/recipe."""
+    folder = new_folder(tmp_path_factory.mktemp("readme"))
+    (folder / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
+    run_commands(ROOT / "README.md", folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("page", [page for page in USED if runnable(page) and page.stem not in ("README", "quickstart")], ids=name_of)
+def test_commands_of_a_guide_page_succeed(page: Path, trained: Path, tmp_path: Path) -> None:
+    folder = new_folder(tmp_path)
+    shutil.copytree(trained, folder, dirs_exist_ok=True)
+    run_commands(page, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_commands_of_the_quickstart_succeed_in_an_empty_directory(tmp_path: Path) -> None:
+    run_commands(ROOT / "docs" / "guide" / "quickstart.md", new_folder(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_finished_run_has_only_documented_files_and_fields(trained: Path) -> None:
+    page = text_of(ROOT / "docs" / "reference" / "run-directory.md")
+    patterns = [re.sub(r"NNNN|NN|N", r"\\d+", re.escape(path)) for path in re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)]
+    run = trained / "runs" / "recipe"
+    names = [path.name + "/" * path.is_dir() for folder in (run, run / "logs", run / "checkpoint-20") for path in folder.iterdir()]
+    assert [name for name in names if not any(re.match(pattern, name) for pattern in patterns)] == []
+    documented = table_of("metrics.md", "Training lines") | table_of("metrics.md", "Evaluations")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [field for line in lines if "event" not in line for field in line if field not in documented] == []
