@@ -109,7 +109,7 @@ def table(measured: dict[str, Measured], predicted: dict[tuple[str, int], tuple[
     ]
     for (strategy, ranks), (recipe, made) in predicted.items():
         mine = measured[f"{strategy} {ranks}"]
-        share = "cannot be seen" if mine["communication"] is None else f"{mine['communication']:.0%}"
+        share = "cannot be observed" if mine["communication"] is None else f"{mine['communication']:.0%}"
         cells = [strategy, str(ranks), f"{mine['samples_per_second']:.2f}", f"{mine['peak_host_gib']:.2f}", share]
         speed = made.tokens_per_second_per_device
         samples = "unknown" if speed is None else f"{speed * ranks / recipe.data.max_length:.2f}"
@@ -121,21 +121,21 @@ def table(measured: dict[str, Measured], predicted: dict[tuple[str, int], tuple[
 def page(rows: list[str], results: dict[str, Any]) -> str:
     """docs/evidence/scaling.md."""
     fewest = min(run["steps"] for run in results["runs"].values())
-    return f"""# Scaling: the table of the tutorials
+    return f"""# Scaling
 
 Written by `python benchmarks/scaling.py --write`, at commit {results["commit"]}, with {results["versions"]}.
 
 Left, measured: `fsdp-tune train` over gloo, a Llama of 25 million parameters in fp32, {MICRO_BATCH} rows of {TOKENS} tokens a rank,
-one thread a rank, on a machine with {results["cores"]} cores: **with more ranks than cores the cores are oversubscribed**, and samples a
-second say nothing about scaling any more. Medians of {fewest} steps or more. A rank's memory is its whole process: Python, torch and
+one thread a rank, on a machine with {results["cores"]} cores: **with more ranks than cores the cores are oversubscribed**, and samples per
+second do not show scaling. Medians of {fewest} steps or more. A rank's memory is its full process: Python, torch and
 transformers are more than half a GiB of it, which hides what sharding saves at this size. Communication is the
 share of a step that the computing thread spends in FSDP2's collectives and waits; on a CPU nothing overlaps, and with too few
-cores it is mostly waiting for ranks that have not had their turn. DDP's waits are inside torch's reducer and cannot be seen.
+cores it is mostly waiting for ranks that have not had their turn. DDP's waits are inside torch's reducer and cannot be observed.
 
 Right, predicted: `{LARGE}` (rows of 4,096 tokens, 2 a GPU, everything recomputed, bf16) on one machine with as many
 {GPU}. Samples are rows; GiB is reserved memory with CUDA's context and NCCL; communication is the share of a step that the compute
-stream waits for others. What does not fit has figures all the same: what it would need, and how fast it would be. How wrong such figures
-were: [plan](../guide/planning.md).
+stream waits for others. Recipes that do not fit have figures too: the memory they would need, and their speed if they fitted.
+[Plan accuracy](plan-accuracy.md) has the errors of such figures.
 
 {chr(10).join(rows)}
 """

@@ -15,10 +15,10 @@ MISSING, NOT_RUN, WRONG, STUCK = "missing", "not run", "wrong", "stuck"
 HEAD = """# Faults, as measured
 
 Written by `scripts/test-faults --write`, on CPU ranks over gloo. Each row of the catalogue (`tests/faults/table.py`) does one thing
-to the tool and runs the tests that say what must hold then. *Survived*: the run ends as if nothing had happened, or by the
-documented stop. *Refused clearly*: one error with its reason and exit code, everything as it was. *Wrong*: a test failed.
-*Stuck*: it did not end. A planted bug (`tests/faults/plants.py`) is one function changed in a copy of the tool; the tests of its rows
-must then fail, or they prove nothing.
+to the tool and runs the tests for what must hold then. *Survived*: the run ends as if nothing had happened, or with the
+documented stop. *Refused clearly*: one error with its reason and exit code, and nothing changed. *Wrong*: a test failed.
+*Stuck*: a test did not end. A planted bug (`tests/faults/plants.py`) is one function changed in a copy of the tool; the tests of its rows
+must then fail; otherwise they prove nothing.
 """
 _ROW = re.compile(r"\| (F\d{3}) \| .* \| ([a-z ]+) \| (\d*) \| (.*) \|")
 _COUNT = re.compile(r"- ([a-z ]+): ([\d,]+)")

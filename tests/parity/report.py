@@ -8,24 +8,24 @@ from importlib.metadata import version
 Row = dict[str, str]
 _KEYS = ("section", "case")
 
-HEAD = """# Parity, as measured
+HEAD = """# Parity
 
 Written by `scripts/test-parity --write`; every line is a run of the real worker on CPU ranks over gloo
 (torch {torch}, transformers {transformers}, accelerate {accelerate}).
 
-The measure is `fsdp_tune/verify/parity/plain_loop.py`: a plain PyTorch loop on one device, without Trainer, Accelerate, FSDP, padding or
+The reference is `fsdp_tune/verify/parity/plain_loop.py`: a plain PyTorch loop on one device, without Trainer, Accelerate, FSDP, padding or
 packing, where each example goes through the model alone. Each run takes 22 optimizer steps of 16 rows over 4 epochs, the last
-batch of an epoch with 3 rows; tokens per row, per rank and per micro-batch differ, and a part of them is untrained. Vocabulary
-(257) and widths divide by no number of ranks.
+batch of an epoch with 3 rows; tokens per row, per rank and per micro-batch differ, and some of them are not trained. Vocabulary
+(257) and widths are not divisible by any number of ranks.
 
 Numbers are relative deviations: `loss` and `grad norm` the largest over the steps, `mean` the mean signed one of the loss (a bug
 pulls to one side, rounding does not), `parameters` the norm of the difference after the last step over the norm of the update,
-`worst tensor` the same for the worst single tensor. The tests demand loss, eval loss and gradient norm within 1e-5 and parameters
-within 1e-4; half precision is held against what one device of that precision deviates from fp32 by itself.
+`worst tensor` the same for the worst single tensor. The tests require loss, eval loss and gradient norm within 1e-5 and parameters
+within 1e-4; half precision is compared with the deviation of one device of that precision from fp32.
 """
 
 DRAWN = "## recipes drawn from the schema"
-"""Heading of the last section of docs/evidence/parity.md, which is written by hand from what `scripts/test-fuzz` prints."""
+"""Heading of the last section of docs/evidence/parity.md, which is hand-written from the output of `scripts/test-fuzz`."""
 
 
 def by_section(rows: list[Row]) -> dict[str, list[Row]]:

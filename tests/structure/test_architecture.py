@@ -11,7 +11,7 @@ import pytest
 
 PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*|[\w-]+\.py)`")
 IN_A_RUN = ("RUN/", "logs/")
-OF_OTHERS = "## Beside the models of the field"
+OF_OTHERS = "## Compared with other codebases"
 ROW = re.compile(r"^\| `\(?([\w ]+)\)?` \| [\d,]+ \| ([\d,]+) \|", re.MULTILINE)
 TOLERANCE = 0.15
 
