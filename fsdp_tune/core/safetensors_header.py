@@ -21,7 +21,7 @@ class DamagedHeader(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HeaderEntry:
     """One tensor of a file; `dtype` is safetensors' name, `first_byte` counts from the start of the file."""
 
     name: str
@@ -31,7 +31,7 @@ class Entry:
     size_bytes: int
 
 
-def read_header(read: Callable[[int, int], bytes], size_bytes: int, item_bytes: Mapping[str, int]) -> list[Entry]:
+def read_header(read: Callable[[int, int], bytes], size_bytes: int, item_bytes: Mapping[str, int]) -> list[HeaderEntry]:
     """The tensors of a file of `size_bytes`, in the order of their bytes. `read(offset, count)` gives its bytes.
 
     `item_bytes`: bytes of an element, by the name of its type; shapes of other types are not held against their bytes.
@@ -73,7 +73,7 @@ def without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _entry(name: str, value: Any, base: int, item_bytes: Mapping[str, int]) -> Entry:
+def _entry(name: str, value: Any, base: int, item_bytes: Mapping[str, int]) -> HeaderEntry:
     try:
         dtype, shape, (start, end) = str(value["dtype"]), tuple(value["shape"]), value["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
@@ -82,4 +82,4 @@ def _entry(name: str, value: Any, base: int, item_bytes: Mapping[str, int]) -> E
         raise DamagedHeader(f"the header of `{name}` is not understood")
     if dtype in item_bytes and end - start != math.prod(shape) * item_bytes[dtype]:  # Python's integers do not overflow
         raise DamagedHeader(f"`{name}` of shape {list(shape)} cannot be {end - start:,} bytes long")
-    return Entry(name, dtype, shape, base + start, end - start)
+    return HeaderEntry(name, dtype, shape, base + start, end - start)

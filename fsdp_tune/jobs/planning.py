@@ -20,10 +20,10 @@ from fsdp_tune.planner.kept import keep_plan, kept_plan, plan_key
 from fsdp_tune.planner.predict.calibration import learn, learnt_efficiency, read_run
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.planner.predict.predict import plan as predict
-from fsdp_tune.planner.search.recomputation import Budget, Decided, is_open, least_recomputation
+from fsdp_tune.planner.search.recomputation import Decided, MemoryBudget, is_open, least_recomputation
 from fsdp_tune.planner.search.recomputation import decide as decide_recomputation
 from fsdp_tune.planner.search.scaling import scaling_table
-from fsdp_tune.planner.search.search import Found, Ranking, Search, Target, rank_recipes, smallest_hardware
+from fsdp_tune.planner.search.search import PlannedRecipe, Ranking, Search, Target, rank_recipes, smallest_hardware
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.not_yet import value_of
@@ -37,20 +37,20 @@ def visible_gpu(recipe: Recipe) -> Device | None:
     return visible[0] if visible and visible[0].kind == recipe.launch.device else None
 
 
-def budget_of(recipe: Recipe, gpu: Device | None) -> Budget | None:
+def budget_of(recipe: Recipe, gpu: Device | None) -> MemoryBudget | None:
     """Return the memory of a rank: its GPU's by the table or the driver, or its share of the host's. None if it is unknown."""
     if recipe.launch.device == "cpu":
         facts, ranks = environment.host(), recipe.local_world_size
         known = [size for size in (facts["memory_bytes"], facts["memory_limit_bytes"]) if size is not None]
-        return Budget(f"the host's memory, shared by {ranks} ranks", min(known) // ranks) if known else None
+        return MemoryBudget(f"the host's memory, shared by {ranks} ranks", min(known) // ranks) if known else None
     if gpu is None:
         return None
     if (hardware := detect(gpu.name)) is not None:
-        return Budget.of(hardware)
-    return Budget(gpu.name, gpu.memory_bytes) if gpu.memory_bytes is not None else None
+        return MemoryBudget.of(hardware)
+    return MemoryBudget(gpu.name, gpu.memory_bytes) if gpu.memory_bytes is not None else None
 
 
-def decide(recipe: Recipe, budget: Budget | None, *, offline: bool = False) -> Decided:
+def decide(recipe: Recipe, budget: MemoryBudget | None, *, offline: bool = False) -> Decided:
     """Decide what a resolved recipe leaves to a plan, from a trace in a child process or in the cache.
 
     The notices name what was decided without knowing the memory.
@@ -106,7 +106,7 @@ class PlanSession:
         """Decide for this GPU what the recipe leaves to a plan, and use it from now on. Raises: FsdpTuneError if it cannot be traced."""
         found = Decided(self.recipe, {})
         if is_open(self.recipe):
-            found = least_recomputation(self.recipe, Budget.of(self.hardware), _one_trace(self._tracing))
+            found = least_recomputation(self.recipe, MemoryBudget.of(self.hardware), _one_trace(self._tracing))
             self.recipe = found.recipe
         return found
 
@@ -144,7 +144,7 @@ class PlanSession:
         """Rank other recipes; `progress` is called with the changes of each recipe that is tried."""
         return rank_recipes(self._search(progress), self.recipe, self.trace(), target)
 
-    def smallest_hardware(self, ranked: Sequence[Found]) -> dict[str, Any] | None:
+    def smallest_hardware(self, ranked: Sequence[PlannedRecipe]) -> dict[str, Any] | None:
         return smallest_hardware(self._search(), self.recipe, ranked)
 
     def scaling(self) -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ def resolve(
     `assume` is the device that stands in where the machine has none (`cuda` for `validate`, `plan` and `--dry-run`, which start
     nothing); without it a recipe that needs a device which is not there is an error. `positions` (of `LoadedRecipe`) give the lines.
     """
-    work = _Work(recipe, machine, assume, positions or {})
+    work = _Resolver(recipe, machine, assume, positions or {})
     work.launch()
     world = World(work.data["launch"]["num_processes"], recipe.launch.num_machines)
     findings = [finding for rule in WORLD_RULES for finding in rule(recipe, world)]
@@ -72,7 +72,7 @@ def resolve(
 
 
 @dataclass(slots=True)
-class _Work:
+class _Resolver:
     recipe: Recipe
     machine: Machine
     assume: str | None

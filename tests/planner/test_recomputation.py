@@ -8,13 +8,13 @@ from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.hardware.gpus import find_hardware
 from fsdp_tune.planner.predict.depth import DepthError
-from fsdp_tune.planner.search.recomputation import KEY, Budget, decide
+from fsdp_tune.planner.search.recomputation import KEY, MemoryBudget, decide
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
 from tests.planner.recipes import resolved
 from tests.planner.test_search import ModelTracer
 
-A100 = Budget.of(find_hardware("A100-40GB"))
+A100 = MemoryBudget.of(find_hardware("A100-40GB"))
 OPEN = resolved(fsdp={"activation_checkpointing": "auto"})
 
 
@@ -66,4 +66,4 @@ def test_memory_that_nobody_knows_recomputes_everything_and_traces_nothing() -> 
 
 
 def test_a_budget_of_bytes_decides_like_a_card() -> None:
-    assert decide(OPEN, Budget("half of it", 20 * GIB), ModelTracer(80).trace).recipe.fsdp.activation_checkpointing == "selective"
+    assert decide(OPEN, MemoryBudget("half of it", 20 * GIB), ModelTracer(80).trace).recipe.fsdp.activation_checkpointing == "selective"

@@ -1,4 +1,4 @@
-"""What a machine's own runs teach: one factor a GPU, by which its compute is slower or faster than the constants say."""
+"""Calibrate the timing model from a run on this machine: one factor for each GPU model scales its compute time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Measured:
 
 
 def read_run(path: Path, hardware: Hardware) -> Measured:
-    """What a run on `hardware` took. FsdpTuneError for a run on something else, or with too few lines."""
+    """Return the measured step time of a run on `hardware`. Raises: FsdpTuneError for a run on another device, or with too few lines."""
     run = RunDir(path)
     try:
         recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
@@ -51,7 +51,7 @@ def read_run(path: Path, hardware: Hardware) -> Measured:
 
 
 def learn(cache: Path, hardware: Hardware, measured: Measured, trace: Trace) -> tuple[Efficiency, float]:
-    """The constants with which the run's own recipe takes what it took, and measured ÷ predicted before. Written to the cache."""
+    """Fit the constants to the measured step time and save them; return them and measured ÷ predicted before."""
     machines = measured.recipe.launch.num_machines
     try:
         predicted = step_time(trace, hardware, machines).step_seconds
@@ -71,7 +71,7 @@ def learn(cache: Path, hardware: Hardware, measured: Measured, trace: Trace) -> 
 
 
 def scaled(efficiency: Efficiency, factor: float) -> Efficiency:
-    """Compute that takes `factor` times as long."""
+    """Return the constants for compute that takes `factor` times as long."""
     return replace(
         efficiency,
         matmul=efficiency.matmul / factor,
@@ -83,7 +83,7 @@ def scaled(efficiency: Efficiency, factor: float) -> Efficiency:
 
 
 def learnt_efficiency(cache: Path, hardware: Hardware) -> Efficiency | None:
-    """What was learnt of this GPU on this machine; None for nothing."""
+    """Return the calibrated constants of a GPU on this machine; None if it was not calibrated."""
     found = _read(cache).get(hardware.name)
     return scaled(efficiency_of(hardware), found["factor"]) if found else None
 

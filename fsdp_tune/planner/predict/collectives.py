@@ -1,4 +1,4 @@
-"""How long collectives take, and over which links their bytes go: rings and trees as NCCL builds them.
+"""Predict the time of collectives and the links that they use: rings and trees as NCCL builds them.
 
 Latencies are those of NCCL's own tuning model (src/graph/tuning.cc of 2.20: `baseLat`, `hwLat`); bandwidth is the slowest link of the
 ring times what nccl-tests reach on it. A ring of several machines crosses each border over all network cards of the machine at once.
@@ -22,7 +22,7 @@ NETWORK_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """One of NCCL's ways to send: latencies in µs of the start and of a hop, for rings; and the share of the bandwidth that it can use."""
+    """One of NCCL's protocols: start and hop latencies in µs, and the share of the bandwidth that it can use."""
 
     bandwidth: float
     ring_start: float
@@ -43,7 +43,7 @@ PROTOCOLS = (
 
 
 def bus_bytes_per_second(group: Group, hardware: Hardware) -> float | None:
-    """Of one ring through the group; None where a link's speed is unknown.
+    """Return the bandwidth of one ring through the group; None if the speed of a link is unknown.
 
     Other groups of the same kind run at the same time and share a machine's network cards: each rank brings its own card's worth.
     """
@@ -59,9 +59,10 @@ def bus_bytes_per_second(group: Group, hardware: Hardware) -> float | None:
 
 
 def collective_seconds(kind: str, size_bytes: float, group: Group, hardware: Hardware) -> float | None:
-    """`size_bytes` is the whole buffer: output of an all-gather, input of a reduce-scatter, tensor of an all-reduce or broadcast.
+    """Return the time of a collective; None if the speed of a link is unknown.
 
-    The fastest of NCCL's protocols, and for sums of rings and trees, as NCCL chooses by the same figures. None: a link is unknown.
+    `size_bytes` is the full buffer: output of an all-gather, input of a reduce-scatter, tensor of an all-reduce or broadcast. The
+    time is that of the fastest protocol, and for sums of the faster of ring and tree, as NCCL chooses by the same figures.
     """
     n = group.ranks
     if n == 1:
@@ -98,7 +99,7 @@ class Volume:
 
 
 def sent_bytes(kind: str, size_bytes: int, group: Group) -> Volume:
-    """What a rank of a ring sends; of the machine's ranks one has its next neighbour on another machine."""
+    """Return what a rank of a ring sends; one rank of each machine has its next neighbour on another machine."""
     if group.ranks == 1:
         return Volume(0, 0)
     passes = 2 if kind == "all_reduce" else 1

@@ -1,4 +1,4 @@
-"""Whether a recipe fits a card: what the allocator reserves, what it does not see, and how wrong the prediction may be."""
+"""Decide whether a recipe fits a GPU, from reserved memory, memory outside the allocator, and the error of the prediction."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Fit:
     answer: Fits
     because: str
     memory: Memory
-    """With all the memory that it asks for, however much the card has."""
+    """Replayed without a limit on device memory."""
     outside_bytes: int
-    """Context and NCCL: on the card, and not the allocator's."""
+    """CUDA context and NCCL buffers, which the allocator does not manage."""
     usable_bytes: int
 
     @property
     def device_bytes(self) -> int:
-        """What `nvidia-smi` would show, were the card large enough."""
+        """What `nvidia-smi` would show on a large enough GPU."""
         return self.memory.peak_reserved_bytes + self.outside_bytes
 
 

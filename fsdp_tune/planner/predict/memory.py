@@ -1,4 +1,4 @@
-"""Peak device memory of a trace: its allocations, replayed through the caching allocator, by component and moment."""
+"""Replay the allocations of a trace through the caching allocator: peak device memory by component and time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Timeline:
     stretch."""
 
     at: npt.NDArray[np.int64]
-    """Place in the common order of the full-depth trace."""
+    """Index in the common order of the full-depth trace."""
     phase: tuple[str, ...]
     allocated_bytes: npt.NDArray[np.int64]
     reserved_bytes: npt.NDArray[np.int64]
@@ -41,11 +41,11 @@ class Memory:
     components: dict[str, int]
     """Bytes by kind at the moment of the highest allocation, the largest first; they add up to `peak_allocated_bytes` (with `rounding`)."""
     where: str
-    """That moment in words: `step 1, backward of layer 3 (mlp.down_proj)`."""
+    """That moment, described: `step 1, backward of layer 3 (mlp.down_proj)`."""
     out_of_memory: str | None
-    """Where the replay found the card full, cached memory given back; None when it went through. The peaks are then those up to there."""
+    """Where the replay ran out of memory after freeing cached blocks; the peaks are those up to there. None if it completed."""
     retries: int
-    """How often cached memory had to be given back to the driver (each one synchronises the device)."""
+    """How often cached memory was returned to the driver, which synchronises the device."""
     host_bytes: int
     """Highest host memory of this rank for offloaded parameters, gradients, optimizer state and activations; pinned blocks rounded up."""
     timeline: Timeline
@@ -88,7 +88,7 @@ def _host_peak(events: Records) -> int:
 
 
 def place(trace: Trace, record: Any) -> str:
-    """Where in the run a record lies, in words."""
+    """Describe the position of a record in the run."""
     step, layer = int(record["step"]), int(record["layer"])
     phase, module = PHASES[int(record["phase"])], trace.modules[int(record["module"])]
     where = phase if step < 0 or phase == "evaluation" else f"step {step + 1}, {phase}"
@@ -131,7 +131,7 @@ def _replay(events: Records, segments: Segments, capacity_bytes: int | None) -> 
 
 
 def _with_workspace(trace: Trace, workspace_bytes: int) -> Records:
-    """cuBLAS takes its workspace from the caching allocator with the first product, and keeps it."""
+    """Insert cuBLAS's workspace, which it allocates with the first matrix product and keeps."""
     products: Records = trace.ops[trace.ops["flops"] > 0]
     if not workspace_bytes or not len(products):
         return trace.events
@@ -148,7 +148,7 @@ WORKSPACE = len(KINDS)
 
 
 def _levels(events: Records) -> dict[str, npt.NDArray[np.int64]]:
-    """Bytes of each kind after each event."""
+    """Return the bytes of each kind after each event."""
     names = [*KINDS, "workspace"]
     return {
         name: np.cumsum(np.where(events["kind"] == index, events["bytes"], 0))

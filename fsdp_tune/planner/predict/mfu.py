@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Where configs say how many experts a layer has."""
+"""Configuration fields with the number of experts in a layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
     active_parameters: int
-    """That a token meets: all of them, but for a mixture of experts."""
+    """Parameters that process a token: all of them, except in a mixture of experts."""
     layers: int
     heads: int
     head_dim: int
 
 
 def expert_count(config: Mapping[str, Any]) -> int:
-    """Experts of a layer; 1 for a dense model."""
+    """Return the number of experts in a layer; 1 for a dense model."""
     return max((count for key in EXPERT_COUNTS if isinstance(count := config.get(key), int)), default=1)
 
 
@@ -44,5 +44,5 @@ def flops_per_token(model: ModelSize, length: float) -> float:
 
 
 def mfu(model: ModelSize, length: float, tokens_per_second_per_device: float, peak_flops: float | None) -> float | None:
-    """Share of the dense bf16 peak of one device; None where the peak is unknown."""
+    """Return the share of one device's dense bf16 peak; None if the peak is unknown."""
     return None if peak_flops is None else flops_per_token(model, length) * tokens_per_second_per_device / peak_flops

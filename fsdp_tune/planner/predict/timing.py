@@ -1,7 +1,7 @@
-"""How long a traced step takes: each operation by a roofline, each collective by its links, on streams that wait for each other.
+"""Simulate a traced step: each operation by a roofline, each collective by its links, on streams that wait for each other.
 
-Nothing here knows what FSDP is. The trace has the operations of every stream in the order in which the host issues them, and who waits
-for whom; the clocks of the streams then give what is hidden behind compute and what is exposed.
+Nothing here depends on FSDP. The trace has the operations of every stream in the order in which the host issues them, and which waits
+for which; the clocks of the streams then give what is hidden behind compute and what is exposed.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ class StepTime:
     phases: dict[str, float]
     """Time from the first to the last operation of forward, loss, backward, clip and optimizer on the compute stream."""
     compute_seconds: float
-    """The compute stream at work."""
+    """Busy time of the compute stream."""
     communication_seconds: float
-    """Collectives at work, hidden or not."""
+    """Time in collectives, hidden or not."""
     exposed_seconds: float
     """The compute stream waiting for other streams: communication that is not hidden, and copies."""
     issue_seconds: float
     """The compute stream waiting for the host to issue work."""
     volume: Volume
-    """What this device sends in a step."""
+    """Bytes that this device sends in a step."""
 
 
 class UnknownFigure(Exception):
-    """A figure of the card that the time depends on is not known: its message says which."""
+    """A figure of the GPU that the time depends on is unknown; the message names it."""
 
 
 def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Efficiency | None = None) -> StepTime:
-    """Simulates the last traced step at the model's full depth. UnknownFigure where the card's table has a gap that matters."""
+    """Simulate the last traced step at the model's full depth. Raises: UnknownFigure for a missing figure of the GPU."""
     trace = full_depth(trace)
     efficiency = efficiency or efficiency_of(hardware)
     shapes = trace.shapes
@@ -64,7 +64,7 @@ def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Effic
         clocks.run(_work(ops, durations, on_host, collectives[which], transfers[which], waits), efficiency)
         return clocks
 
-    # The traced micro-batches are the first one and the last; those that were left out are like the last without what it alone sends.
+    # The first and the last micro-batch were traced; the others are like the last without the collectives that it alone sends.
     like, times = min(1, shapes.traced_micro_batches - 1), shapes.accumulation - shapes.traced_micro_batches
     everywhere = ~_only_in_last(collectives, like)
     whole = simulated(np.ones(len(collectives), bool))
@@ -84,7 +84,7 @@ def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Effic
 
 
 def _only_in_last(collectives: Records, last: int) -> npt.NDArray[np.bool_]:
-    """What the last micro-batch sends and the first does not: sums over ranks or copies that wait for the whole gradient."""
+    """Select what only the last micro-batch sends: sums over ranks or replicas that wait for the full gradient."""
     kinds = collectives["kind"].astype(np.int64) * len(GROUPS) + collectives["group"]
     of_last = collectives["micro"] == last
     return of_last & ~np.isin(kinds, kinds[collectives["micro"] == 0]) if last else np.zeros(len(collectives), bool)
@@ -95,7 +95,7 @@ def op_kinds(trace: Trace, ops: Records) -> npt.NDArray[np.int8]:
 
 
 def op_seconds(trace: Trace, ops: Records, hardware: Hardware, efficiency: Efficiency, local_ranks: int = 1) -> Seconds:
-    """Roofline of each operation: the longer of multiplying and moving, and the kernels' fixed cost."""
+    """Return the time of each operation: the larger of compute and memory traffic, plus the kernels' fixed cost."""
     kinds = op_kinds(trace, ops)
     backward = np.array(["backward" in name for name in trace.op_names] or [False])[ops["name"]]
     attention = np.where(backward, efficiency.attention_backward, efficiency.attention_forward)
@@ -160,12 +160,12 @@ def _volume(collectives: Records, topology: Topology, weights: list[int]) -> Vol
 
 
 def _columns(table: Records, *names: str) -> list[tuple[int, ...]]:
-    """Rows of whole numbers: a list of Python's is walked ten times as fast as a record array."""
+    """Return rows of Python integers, which iterate ten times as fast as a record array."""
     return list(zip(*(table[name].tolist() for name in names), strict=True))
 
 
-class _Work(NamedTuple):
-    """Something that is issued to a stream; a wait when `source` is there."""
+class _StreamWork(NamedTuple):
+    """Work that is issued to a stream; a wait if `source` is set."""
 
     at: int
     stream: int
@@ -178,20 +178,22 @@ class _Work(NamedTuple):
     until: int = 0
 
 
-def _work(ops: Records, durations: Seconds, on_host: list[bool], collectives: Records, transfers: Seconds, waits: Records) -> list[_Work]:
-    """Everything, in the order of issue."""
+def _work(
+    ops: Records, durations: Seconds, on_host: list[bool], collectives: Records, transfers: Seconds, waits: Records
+) -> list[_StreamWork]:
+    """Return all work in the order of issue."""
     columns = (ops[name].tolist() for name in ("at", "stream", "phase", "micro"))
     work = [
-        _Work(at, stream, seconds, phase, micro, on_host=host)
+        _StreamWork(at, stream, seconds, phase, micro, on_host=host)
         for at, stream, phase, micro, seconds, host in zip(*columns, durations.tolist(), on_host, strict=True)
     ]
     columns = (collectives[name].tolist() for name in ("at", "stream", "phase", "micro"))
     work += [
-        _Work(at, stream, seconds, phase, micro, is_collective=True)
+        _StreamWork(at, stream, seconds, phase, micro, is_collective=True)
         for at, stream, phase, micro, seconds in zip(*columns, transfers.tolist(), strict=True)
     ]
     columns = (waits[name].tolist() for name in ("at", "stream", "source", "until"))
-    work += [_Work(at, stream, source=source, until=until) for at, stream, source, until in zip(*columns, strict=True)]
+    work += [_StreamWork(at, stream, source=source, until=until) for at, stream, source, until in zip(*columns, strict=True)]
     return sorted(work, key=lambda item: item.at)
 
 
@@ -206,7 +208,7 @@ class _Sums:
 
     @staticmethod
     def of(parts: list[tuple[_Sums, int]]) -> _Sums:
-        """Each part as often as it says; -1 takes it out."""
+        """Add each part the given number of times; -1 subtracts it."""
         total = _Sums()
         for part, times in parts:
             total.compute += times * part.compute
@@ -219,7 +221,7 @@ class _Sums:
 
 @dataclass(slots=True)
 class _Clocks:
-    """When each stream is free, and when what was issued to it was done."""
+    """When each stream is free, and when the work issued to it was done."""
 
     streams: int
     end: float = 0.0
@@ -228,7 +230,7 @@ class _Clocks:
     _micro_ends: dict[int, float] = field(default_factory=dict[int, float])
     _compute_end: float = 0.0
 
-    def run(self, work: list[_Work], efficiency: Efficiency) -> None:
+    def run(self, work: list[_StreamWork], efficiency: Efficiency) -> None:
         free = [0.0] * self.streams
         issued: list[list[int]] = [[] for _ in range(self.streams)]
         done: list[list[float]] = [[] for _ in range(self.streams)]
@@ -241,7 +243,7 @@ class _Clocks:
                     free[stream] = max(free[stream], done[item.source][last - 1])
                 continue
             host += efficiency.collective_issue_seconds if item.is_collective else efficiency.issue_seconds
-            if item.on_host:  # what is offloaded has arrived by then, and nothing else is issued meanwhile
+            if item.on_host:  # offloaded tensors have arrived by then, and nothing else is issued meanwhile
                 host = max([host, *free]) + item.seconds
                 continue
             start = max(free[stream], host)
@@ -255,8 +257,8 @@ class _Clocks:
             done[stream].append(free[stream])
         self.end = max([host, *free])
 
-    def _account(self, item: _Work, start: float, ready: float) -> None:
-        """Of the compute stream: at work, waiting for other streams (until `ready`), or for the host."""
+    def _account(self, item: _StreamWork, start: float, ready: float) -> None:
+        """Attribute the compute stream's time to work, waiting for other streams (until `ready`), or waiting for the host."""
         finished, phase = start + item.seconds, PHASES[item.phase]
         sums = self.sums.setdefault(item.micro, _Sums())
         sums.compute += item.seconds
@@ -266,7 +268,7 @@ class _Clocks:
         self._compute_end = self._micro_ends[item.micro] = finished
 
     def micro_seconds(self, micro: int) -> float:
-        """Between the ends of the micro-batch before and this one, on the compute stream."""
+        """Return the time between the ends of the previous micro-batch and this one, on the compute stream."""
         return self._micro_ends.get(micro, 0.0) - (self._micro_ends.get(micro - 1, 0.0) if micro > 0 else 0.0)
 
 
@@ -279,7 +281,7 @@ BUCKET_BYTES = 25 * MIB
 
 
 def in_buckets(trace: Trace, collectives: Records) -> Records:
-    """The collectives of one step, those of DDP's gradients joined; each bucket is where its last gradient is. Others are untouched."""
+    """Return the collectives of one step with DDP's gradients joined into buckets; each bucket is at the position of its last gradient."""
     shapes = trace.shapes
     if shapes.shard_size > 1 or shapes.replicate_size != shapes.world_size:
         return collectives

@@ -1,4 +1,4 @@
-"""What a run needs besides device memory and time: disk, host memory, steps."""
+"""Predict disk use, host memory and the number of steps of a run."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Disk:
+class DiskUse:
     checkpoint_bytes: int
     """One checkpoint: all parameters as they are stored, and the optimizer's state."""
     most_checkpoints: int | None
-    """Complete ones at one time, with the one that is being written; None: all are kept, and how many is the run's length."""
+    """Most checkpoints at one time, including the one being written; None: all are kept."""
     merged_bytes: int
     cache_bytes: int | None
     """Prepared rows: 4 bytes a token id and 1 whether it is trained (`data.store`). None before the data is prepared."""
 
 
-def disk(recipe: Recipe, trace: Trace, tokens: int | None) -> Disk:
+def disk(recipe: Recipe, trace: Trace, tokens: int | None) -> DiskUse:
     """`tokens`: of the prepared data, where it is known."""
     counts, size = trace.counts, DTYPE_BYTES[recipe.model.dtype]
     kept = recipe.training.save_total_limit
     best = 1 if training_value(recipe.training, "load_best_model_at_end") or recipe.training.early_stopping else 0
     as_wanted = counts.parameter_bytes if recipe.merge.dtype == "keep" else counts.parameters * DTYPE_BYTES[recipe.merge.dtype]
-    return Disk(
+    return DiskUse(
         checkpoint_bytes=counts.parameter_bytes + round(state_bytes(recipe.training, size) * counts.trained_parameters),
         most_checkpoints=None if kept is None else kept + best + 1,
         merged_bytes=as_wanted if recipe.merge.at_end else 0,
@@ -44,11 +44,11 @@ class HostMemory:
     """Of the machine that needs most, besides what Python, torch and CUDA take themselves (about 1 GiB a rank and more)."""
 
     loading_bytes: int
-    """While the weights are read: the slices of all local ranks, or the whole model in each rank or in rank 0."""
+    """While the weights are read: the slices of all local ranks, or the full model in each rank or in rank 0."""
     offloaded_bytes: int
-    """Pinned, through the whole run."""
+    """Pinned for the full run."""
     staging_bytes: int
-    """The copy of parameters and optimizer state from which an asynchronous checkpoint is written; rank 0's whole one, if it gathers."""
+    """The copy of parameters and optimizer state that an asynchronous checkpoint writes; the full one on rank 0 if it gathers."""
 
     @property
     def peak_bytes(self) -> int:
@@ -71,7 +71,7 @@ def host_memory(recipe: Recipe, trace: Trace, memory: Memory) -> HostMemory:
 
 
 def total_steps(recipe: Recipe, rows: int | None) -> int | None:
-    """Optimizer steps of the whole run, counted as the Trainer does; None where that depends on data that is not prepared."""
+    """Return the optimizer steps of a run, counted as the Trainer does; None if they depend on data that is not prepared."""
     wanted = training_value(recipe.training, "max_steps")
     if isinstance(wanted, int) and wanted > 0:
         return wanted

@@ -16,7 +16,7 @@ KEY = "fsdp.activation_checkpointing"
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class MemoryBudget:
     """The memory that one rank may use."""
 
     name: str
@@ -24,8 +24,8 @@ class Budget:
     workspace_bytes: int = 0
 
     @staticmethod
-    def of(hardware: Hardware) -> Budget:
-        return Budget(hardware.name, hardware.usable_bytes, workspace_bytes(hardware))
+    def of(hardware: Hardware) -> MemoryBudget:
+        return MemoryBudget(hardware.name, hardware.usable_bytes, workspace_bytes(hardware))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def is_open(recipe: Recipe) -> bool:
     return recipe.fsdp.activation_checkpointing == "auto"
 
 
-def decide(recipe: Recipe, budget: Budget | None, trace: Callable[[Recipe], Trace]) -> Decided:
+def decide(recipe: Recipe, budget: MemoryBudget | None, trace: Callable[[Recipe], Trace]) -> Decided:
     """The recipe with as little recomputation as fits the budget.
 
     `recipe` is otherwise resolved. Where the budget is not known, or `trace` raises FsdpTuneError or ValueError (a model that refuses
@@ -58,7 +58,7 @@ def decide(recipe: Recipe, budget: Budget | None, trace: Callable[[Recipe], Trac
         return _blindly(recipe, f"the step could not be traced: {error}")
 
 
-def least_recomputation(recipe: Recipe, budget: Budget, trace: Callable[[Recipe], Trace]) -> Decided:
+def least_recomputation(recipe: Recipe, budget: MemoryBudget, trace: Callable[[Recipe], Trace]) -> Decided:
     """Of none, selective and full the first that fits; where none does, the leanest. No more are traced than that takes."""
     tried: list[tuple[str, Fit]] = []
     for kind in CHECKPOINTING:

@@ -42,7 +42,7 @@ class Tracer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PlannedRecipe:
     """A recipe with its plan."""
 
     recipe: Recipe
@@ -59,12 +59,12 @@ class Search:
     rows: int | None = None
     progress: Callable[[str], None] = lambda _text: None
 
-    def price(self, recipe: Recipe, trace: Trace, base: Recipe) -> Found:
+    def price(self, recipe: Recipe, trace: Trace, base: Recipe) -> PlannedRecipe:
         changes = differences(base, recipe)
         made = plan(recipe, self.hardware, trace, rows=self.rows, efficiency=self.efficiency, recipe_changes=changes)
-        return Found(recipe, replace(made, memory=None))
+        return PlannedRecipe(recipe, replace(made, memory=None))
 
-    def layouts(self, base: Recipe, trace: Trace, *, offload: Offload) -> list[Found]:
+    def layouts(self, base: Recipe, trace: Trace, *, offload: Offload) -> list[PlannedRecipe]:
         """Every layout that is not hopeless, at every micro-batch up to the first that does not fit; `trace` is that of `base`."""
         batches = micro_batches(base)
         counts, prime = trace.counts, prime_for(trace)
@@ -79,15 +79,15 @@ class Search:
             if least_state_bytes(lean, counts.parameters, counts.trained_parameters) + CONTEXT_BYTES <= self.hardware.usable_bytes:
                 hopeful.append(changes)
                 traced.append(family)
-        found: list[Found] = []
+        found: list[PlannedRecipe] = []
         for changes, at_prime in zip(hopeful, self.trace(traced), strict=True):
             self.progress(_words(changes))
             if at_prime is not None:
                 found += self._layout(base, changes, full_depth(at_prime), batches)
         return found
 
-    def _layout(self, base: Recipe, changes: Changes, at_prime: Trace, batches: list[tuple[int, int]]) -> list[Found]:
-        found: list[Found] = []
+    def _layout(self, base: Recipe, changes: Changes, at_prime: Trace, batches: list[tuple[int, int]]) -> list[PlannedRecipe]:
+        found: list[PlannedRecipe] = []
         in_slices = base.kernels.loss == "auto" and at_prime.facts.get("slice_tokens")
         for micro, accumulation in batches:
             recipe = changed(base, changes | batch_changes(micro, accumulation))
@@ -106,7 +106,7 @@ def _words(changes: Changes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    ranked: tuple[Found, ...]
+    ranked: tuple[PlannedRecipe, ...]
     """The best first, at most `SHOWN`; the recipe that was asked for is always among them, each with its place among all."""
     because: str | None
 
@@ -118,7 +118,7 @@ def rank_recipes(search: Search, base: Recipe, trace: Trace, target: Target) -> 
     ]
     others = [each for each in search_for(search, base, trace) if not _is_same(each.recipe, base, trace)]
     found = sorted([search.price(base, trace, base), *others], key=order)
-    placed = [Found(each.recipe, replace(each.plan, place=place)) for place, each in enumerate(found, 1)]
+    placed = [PlannedRecipe(each.recipe, replace(each.plan, place=place)) for place, each in enumerate(found, 1)]
     cut = next(each for each in placed if not each.plan.recipe_changes)
     shown = placed[:SHOWN] if cut in placed[:SHOWN] else [*placed[: SHOWN - 1], cut]
     return Ranking(tuple(shown), why_first(found, target))
@@ -131,9 +131,9 @@ def _is_same(recipe: Recipe, base: Recipe, trace: Trace) -> bool:
     return not changes and loss in (None, "chunked" if trace.facts.get("slice_tokens") else "full")
 
 
-def best_layouts(search: Search, base: Recipe, trace: Trace) -> list[Found]:
+def best_layouts(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:
     """All layouts; with something on the host only where nothing fits without."""
-    found: list[Found] = []
+    found: list[PlannedRecipe] = []
     for offload in OFFLOADS:
         found += search.layouts(base, trace, offload=offload)
         if _any_fits(found):
@@ -141,11 +141,11 @@ def best_layouts(search: Search, base: Recipe, trace: Trace) -> list[Found]:
     return found
 
 
-def _any_fits(found: Sequence[Found]) -> bool:
+def _any_fits(found: Sequence[PlannedRecipe]) -> bool:
     return any(each.plan.fits == "yes" for each in found)
 
 
-def rank(found: Found) -> tuple[int, float, float]:
+def rank(found: PlannedRecipe) -> tuple[int, float, float]:
     """What fits before what is tight, and that before what lacks least; then by time for a token, of all devices; then by memory."""
     made = found.plan
     order = ("yes", "tight", "no").index(made.fits)
@@ -155,9 +155,9 @@ def rank(found: Found) -> tuple[int, float, float]:
     return order, seconds, made.device_gib
 
 
-def cheapest(search: Search, base: Recipe, trace: Trace) -> list[Found]:
+def cheapest(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:
     """Layouts on all of the GPUs or on a power of two of them."""
-    found: list[Found] = []
+    found: list[PlannedRecipe] = []
     size = base.world_size
     counts = [size, *(1 << power for power in range(size.bit_length() - 1, -1, -1) if 1 << power < size)]
     for number in counts:
@@ -168,11 +168,11 @@ def cheapest(search: Search, base: Recipe, trace: Trace) -> list[Found]:
         search.progress(f"{number} GPUs")
         for each in best_layouts(search, other, trace):
             made = replace(each.plan, recipe_changes=differences(base, each.recipe))
-            found.append(Found(each.recipe, made))
+            found.append(PlannedRecipe(each.recipe, made))
     return found
 
 
-def _by_cost(found: Found) -> tuple[int, float]:
+def _by_cost(found: PlannedRecipe) -> tuple[int, float]:
     """Fewest GPU-seconds for a token first."""
     return rank(found)[0], _device_seconds(found)
 
@@ -182,10 +182,10 @@ def _same(base: Recipe) -> Changes:
     return {"training.global_batch_size": base.global_batch_size, **batch_changes(1, None)}
 
 
-def longest(search: Search, base: Recipe, trace: Trace) -> list[Found]:
+def longest(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:
     """One sequence a forward, rows twice as long again and again while they fit and the model has positions for them."""
     positions = trace.facts.get("max_positions")
-    found: list[Found] = []
+    found: list[PlannedRecipe] = []
     for offload in OFFLOADS:
         if offload == "parameters" and _any_fits(found):
             break
@@ -196,14 +196,14 @@ def longest(search: Search, base: Recipe, trace: Trace) -> list[Found]:
     return found
 
 
-def _by_length(found: Found) -> tuple[int, int, float, float]:
+def _by_length(found: PlannedRecipe) -> tuple[int, int, float, float]:
     """The longest rows first."""
     order, *others = rank(found)
     return order, -found.recipe.data.max_length, others[0], others[1]
 
 
-def _lengths(search: Search, base: Recipe, changes: Changes, positions: int | None) -> list[Found]:
-    found: list[Found] = []
+def _lengths(search: Search, base: Recipe, changes: Changes, positions: int | None) -> list[PlannedRecipe]:
+    found: list[PlannedRecipe] = []
     length = base.data.max_length
     each = base.global_batch_size // base.data_size
     while positions is None or length <= positions:
@@ -218,7 +218,7 @@ def _lengths(search: Search, base: Recipe, changes: Changes, positions: int | No
     return found
 
 
-def smallest_hardware(search: Search, base: Recipe, ranked: Sequence[Found]) -> dict[str, Any] | None:
+def smallest_hardware(search: Search, base: Recipe, ranked: Sequence[PlannedRecipe]) -> dict[str, Any] | None:
     """Where nothing fits: the leanest layout on as many of a larger GPU, else on more of the same; None where not even 1,024 are enough."""
     leanest = min((each.recipe for each in ranked), key=lambda recipe: recipe.training.per_device_train_batch_size, default=base)
     nothing = {"fsdp.activation_checkpointing_offload": False, "fsdp.offload_params": False}
@@ -248,12 +248,12 @@ def _more(search: Search, base: Recipe, one: Recipe) -> dict[str, Any] | None:
     return None
 
 
-def _device_seconds(found: Found) -> float:
+def _device_seconds(found: PlannedRecipe) -> float:
     made = found.plan
     return float("inf") if made.step_seconds is None else made.step_seconds * made.num_processes / made.tokens_per_step
 
 
-def why_first(ranked: Sequence[Found], target: Target) -> str | None:
+def why_first(ranked: Sequence[PlannedRecipe], target: Target) -> str | None:
     """Why the first is first, in words and numbers; None where nothing fits."""
     first = ranked[0].plan if ranked else None
     if first is None or first.fits == "no":
@@ -286,7 +286,7 @@ def _less_recomputation(recipe: Recipe) -> tuple[str, ...]:
     return order[: order.index(recipe.fsdp.activation_checkpointing)] if recipe.fsdp.activation_checkpointing in order else ()
 
 
-def _layout_of(found: Found) -> tuple[str, str, bool, bool]:
+def _layout_of(found: PlannedRecipe) -> tuple[str, str, bool, bool]:
     fsdp = found.recipe.fsdp
     return fsdp.sharding_strategy, fsdp.activation_checkpointing, fsdp.activation_checkpointing_offload, fsdp.offload_params
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fsdp_tune.core.errors import Notice, Problem
 from fsdp_tune.recipe.read.translation import Change, Path, Translation, at, changed, node_text, text_node
-from fsdp_tune.recipe.read.yaml_tree import Entry, ListNode, MappingNode, ScalarNode, Value, entries_of, plain_value
+from fsdp_tune.recipe.read.yaml_tree import ListNode, MappingEntry, MappingNode, ScalarNode, Value, entries_of, plain_value
 from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schema.keys import dotted
 from fsdp_tune.recipe.schema.strategies import STRATEGIES
@@ -106,7 +106,7 @@ def settle(tree: MappingNode) -> tuple[list[Notice], list[Problem]]:
     if reshard is not None and work.find(("fsdp", "sharding_strategy")) is None and plain_value(reshard.node) is False:
         work.put(
             ("fsdp", "sharding_strategy"),
-            Entry(reshard.where, text_node("SHARD_GRAD_OP", reshard.node.where)),
+            MappingEntry(reshard.where, text_node("SHARD_GRAD_OP", reshard.node.where)),
             "fsdp.reshard_after_forward",
         )
         message = "`fsdp.reshard_after_forward: false` is `fsdp.sharding_strategy: SHARD_GRAD_OP`"
@@ -114,7 +114,7 @@ def settle(tree: MappingNode) -> tuple[list[Notice], list[Problem]]:
     if (sync := work.take(("fsdp", "sync_module_states"))) is not None:
         loading = work.find(("fsdp", "cpu_ram_efficient_loading"))
         if plain_value(sync.node) is False and (loading is None or plain_value(loading.node) is not True):
-            work.put(("fsdp", "cpu_ram_efficient_loading"), Entry(sync.where, sync.node), "fsdp.sync_module_states")
+            work.put(("fsdp", "cpu_ram_efficient_loading"), MappingEntry(sync.where, sync.node), "fsdp.sync_module_states")
             message = "`fsdp.sync_module_states: false` is now `fsdp.cpu_ram_efficient_loading: false`"
             work.say(sync.where, "fsdp.cpu_ram_efficient_loading", message)
         elif plain_value(sync.node) is False:
@@ -167,11 +167,11 @@ def _option_string(work: Translation, place: Path) -> None:
     for word in words:
         name = word.upper()
         if name in STRATEGIES:
-            work.put(("fsdp", "sharding_strategy"), Entry(entry.where, text_node(name, entry.node.where)), dotted(place))
+            work.put(("fsdp", "sharding_strategy"), MappingEntry(entry.where, text_node(name, entry.node.where)), dotted(place))
             work.say(entry.where, "fsdp.sharding_strategy", f"`{word}` in `{dotted(place)}` is now `fsdp.sharding_strategy: {name}`")
         elif name == "OFFLOAD":
             offload = ScalarNode(value=True, text="true", plain=True, where=entry.node.where)
-            work.put(("fsdp", "offload_params"), Entry(entry.where, offload), dotted(place))
+            work.put(("fsdp", "offload_params"), MappingEntry(entry.where, offload), dotted(place))
             work.say(entry.where, "fsdp.offload_params", f"`offload` in `{dotted(place)}` is now `fsdp.offload_params: true`")
         elif name == "AUTO_WRAP":
             work.say(

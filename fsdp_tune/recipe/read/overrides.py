@@ -13,7 +13,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.recipe.read.legacy import translate
 from fsdp_tune.recipe.read.translation import Translation
 from fsdp_tune.recipe.read.yaml_text import check_characters
-from fsdp_tune.recipe.read.yaml_tree import Entry, ListNode, MappingNode, Node, ScalarNode, compose, entries_of
+from fsdp_tune.recipe.read.yaml_tree import ListNode, MappingEntry, MappingNode, Node, ScalarNode, compose, entries_of
 from fsdp_tune.recipe.scalars import ScalarError, enumerated, parse_plain, shown
 from fsdp_tune.recipe.schema.keys import dotted
 
@@ -79,7 +79,7 @@ def _parse(text: str, where: Where) -> MappingNode:
         raise FsdpTuneError(Problem("no-value", f"`{shown(key)}` has no value", Where(where.source, key=key.strip()), hint))
     node = _value(value, Where(where.source, key=key.strip()))
     for part in reversed(parts):
-        node = MappingNode({part: Entry(where, node)}, where, partial=True)
+        node = MappingNode({part: MappingEntry(where, node)}, where, partial=True)
     assert isinstance(node, MappingNode)
     return node
 
@@ -97,8 +97,8 @@ def _value(text: str, where: Where) -> Node:
     return ScalarNode(value, text, plain=True, where=Where(where.source), suspicion=suspicion)
 
 
-def _leaves(node: MappingNode, path: Path) -> list[tuple[Path, Entry]]:
-    found: list[tuple[Path, Entry]] = []
+def _leaves(node: MappingNode, path: Path) -> list[tuple[Path, MappingEntry]]:
+    found: list[tuple[Path, MappingEntry]] = []
     for name, entry in node.entries.items():
         if isinstance(entry.node, MappingNode) and entry.node.partial:
             found.extend(_leaves(entry.node, (*path, name)))
@@ -115,7 +115,7 @@ def _overlap(path: Path, taken: list[tuple[Path, Where]]) -> Where | None:
     return None
 
 
-def _lost(tree: MappingNode, path: Path, entry: Entry) -> list[str]:
+def _lost(tree: MappingNode, path: Path, entry: MappingEntry) -> list[str]:
     """Keys of the file that a mapping given as a value leaves out."""
     before = Translation(tree).find(path)
     if not isinstance(entry.node, MappingNode) or before is None:
@@ -123,16 +123,16 @@ def _lost(tree: MappingNode, path: Path, entry: Entry) -> list[str]:
     return [name for name in entries_of(before.node) if name not in entry.node.entries]
 
 
-def _put(tree: MappingNode, path: Path, entry: Entry, where: Where) -> list[Problem]:
+def _put(tree: MappingNode, path: Path, entry: MappingEntry, where: Where) -> list[Problem]:
     holder = tree
     for part in path[:-1]:
-        inner = holder.entries.setdefault(part, Entry(where, MappingNode({}, where))).node
+        inner = holder.entries.setdefault(part, MappingEntry(where, MappingNode({}, where))).node
         if isinstance(inner, ListNode):
             hint = f"set the list as a whole: `--set {part}=[…]`"
             return [Problem("bad-override", f"`{shown(dotted(path))}` leads into a list", Where(where.source, key=dotted(path)), hint)]
         if not isinstance(inner, MappingNode):
             inner = MappingNode({}, where)
-            holder.entries[part] = Entry(where, inner)
+            holder.entries[part] = MappingEntry(where, inner)
         holder = inner
     if isinstance(entry.node, ScalarNode) and entry.node.value is None and entry.node.plain:
         holder.entries.pop(path[-1], None)

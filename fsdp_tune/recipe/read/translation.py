@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fsdp_tune.core.errors import Notice, Problem, Where
-from fsdp_tune.recipe.read.yaml_tree import Entry, MappingNode, Node, ScalarNode, Value, plain_value
+from fsdp_tune.recipe.read.yaml_tree import MappingEntry, MappingNode, Node, ScalarNode, Value, plain_value
 from fsdp_tune.recipe.scalars import shown
 from fsdp_tune.recipe.schema.keys import dotted
 
@@ -22,9 +22,9 @@ class Translation:
     notices: list[Notice] = field(default_factory=list[Notice])
     problems: list[Problem] = field(default_factory=list[Problem])
 
-    def find(self, path: Path) -> Entry | None:
+    def find(self, path: Path) -> MappingEntry | None:
         node: Node = self.tree
-        entry: Entry | None = None
+        entry: MappingEntry | None = None
         for part in path:
             entry = node.entries.get(part) if isinstance(node, MappingNode) else None
             if entry is None:
@@ -32,7 +32,7 @@ class Translation:
             node = entry.node
         return entry
 
-    def take(self, path: Path) -> Entry | None:
+    def take(self, path: Path) -> MappingEntry | None:
         entry = self.find(path)
         parent = self.find(path[:-1])
         holder = self.tree if len(path) == 1 else parent.node if parent is not None else None
@@ -40,11 +40,11 @@ class Translation:
             del holder.entries[path[-1]]
         return entry
 
-    def put(self, path: Path, entry: Entry, old: str) -> None:
+    def put(self, path: Path, entry: MappingEntry, old: str) -> None:
         """Sets the new spelling; a problem where it is there already with another value."""
         holder = self.tree
         for part in path[:-1]:
-            inner = holder.entries.setdefault(part, Entry(entry.where, MappingNode({}, entry.where, partial=True))).node
+            inner = holder.entries.setdefault(part, MappingEntry(entry.where, MappingNode({}, entry.where, partial=True))).node
             if not isinstance(inner, MappingNode):
                 return  # the section itself is wrong, which validation will say
             holder = inner

@@ -34,7 +34,7 @@ class ScalarNode:
 
 
 @dataclass(slots=True)
-class Entry:
+class MappingEntry:
     where: Where
     """Position of the key; the node has that of the value."""
     node: Node
@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass(slots=True)
 class MappingNode:
-    entries: dict[str, Entry]
+    entries: dict[str, MappingEntry]
     where: Where
     partial: bool = False
     """Only leads to another key (`a` in `--set a.b=1`), so that it is merged into the recipe's mapping instead of replacing it."""
@@ -57,7 +57,7 @@ class ListNode:
 Node = ScalarNode | MappingNode | ListNode
 
 
-def entries_of(node: Node | None) -> dict[str, Entry]:
+def entries_of(node: Node | None) -> dict[str, MappingEntry]:
     """Return the entries of a mapping; {} for any other node."""
     return node.entries if isinstance(node, MappingNode) else {}
 
@@ -172,7 +172,9 @@ class _Composer:
         if isinstance(node, ListNode):
             copied: Node = ListNode([self._copy(item) for item in node.items], node.where)
         else:
-            copied = MappingNode({key: Entry(entry.where, self._copy(entry.node)) for key, entry in node.entries.items()}, node.where)
+            copied = MappingNode(
+                {key: MappingEntry(entry.where, self._copy(entry.node)) for key, entry in node.entries.items()}, node.where
+            )
         self._depth -= 1
         return copied
 
@@ -205,7 +207,7 @@ class _Composer:
 
     def _mapping(self, where: Where) -> MappingNode:
         mapping = MappingNode({}, where)
-        merged: list[tuple[str, Entry]] = []
+        merged: list[tuple[str, MappingEntry]] = []
         while not self._parser.check_event(yaml.MappingEndEvent):
             key = self._node()
             if not isinstance(key, ScalarNode):
@@ -216,7 +218,7 @@ class _Composer:
                 merged += self._merged(node)
                 continue
             name = self._key_name(key, node)
-            self._insert(mapping, name, Entry(key.where, _broken(node.where) if key.broken else node), through_merge=False)
+            self._insert(mapping, name, MappingEntry(key.where, _broken(node.where) if key.broken else node), through_merge=False)
         self._parser.get_event()
         for name, entry in merged:
             self._insert(mapping, name, entry, through_merge=True)
@@ -232,13 +234,13 @@ class _Composer:
         node.broken = True
         return found["key"]
 
-    def _merged(self, node: Node) -> list[tuple[str, Entry]]:
+    def _merged(self, node: Node) -> list[tuple[str, MappingEntry]]:
         mappings = node.items if isinstance(node, ListNode) else [node]
         wrong = [mapping.where for mapping in mappings if not isinstance(mapping, MappingNode)]
         self.problems += [Problem("yaml-merge", "`<<` takes a mapping, or a list of mappings", where) for where in wrong]
         return [found for mapping in mappings for found in entries_of(mapping).items()]
 
-    def _insert(self, mapping: MappingNode, key: str, entry: Entry, *, through_merge: bool) -> None:
+    def _insert(self, mapping: MappingNode, key: str, entry: MappingEntry, *, through_merge: bool) -> None:
         first = mapping.entries.setdefault(key, entry)
         if first is entry:
             return
