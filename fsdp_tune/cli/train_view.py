@@ -15,7 +15,7 @@ from fsdp_tune.core.units import format_bytes, format_seconds
 from fsdp_tune.data.account import source_lines
 from fsdp_tune.data.order.token_batches import filling_lines
 from fsdp_tune.jobs.train import Preview, TrainingInputs, TrainResult, WrittenRun
-from fsdp_tune.launch.command.resume import ways_on
+from fsdp_tune.launch.command.resume import commands_to_resume
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schema.not_yet import value_of
@@ -245,6 +245,6 @@ def show_end(screen: Screen, result: TrainResult) -> None:
         screen.message(
             f"finished at step {result.step}; {where}" if is_finished else f"stopped at step {result.step} ({result.exit_reason.value})"
         )
-        next_commands = commands_after(run, recipe, result.merged) if is_finished else ways_on(run, result.checkpoint)
+        next_commands = commands_after(run, recipe, result.merged) if is_finished else commands_to_resume(run, result.checkpoint)
         for line in card(run, result.outcome, next_commands):
             screen.message(line)

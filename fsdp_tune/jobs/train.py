@@ -28,15 +28,15 @@ from fsdp_tune.jobs.merge import merge_checkpoint
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.planning import PlanSession, budget_of, decide, decisions, visible_gpu
 from fsdp_tune.jobs.session import Allowed, resolve_recipe, session
-from fsdp_tune.launch.command.accelerate import LaunchPlan, by_hand, check_port, launch_plan, machine_rank_of
+from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
 from fsdp_tune.launch.command.resume import (
     Start,
     check_data,
+    commands_to_resume,
     move_aside,
     refuse_beyond_end,
     refuse_when_continued,
     wait_for_run,
-    ways_on,
 )
 from fsdp_tune.launch.command.resume import decide as decide_start
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
@@ -171,7 +171,7 @@ def write_only(
         if start.is_finished:
             return job.finished(start)
         with job.written(start) as written:
-            return WrittenRun(written.plan.run, by_hand(written.recipe, written.plan.run))
+            return WrittenRun(written.plan.run, manual_commands(written.recipe, written.plan.run))
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ class _Job:
             notices.append(Notice("accelerate-config-ignored", f"{default['path']} is not used: the recipe decides"))
         if self.plan.removed:
             notices.append(Notice("stale-environment", f"variables of another job are kept from the ranks: {', '.join(self.plan.removed)}"))
-        if hidden := self.plan.unwritten_variables():
+        if hidden := self.plan.masked_variables():
             notices.append(Notice("secret-not-written", f"launch.json lists {', '.join(hidden)} without values, which look like secrets"))
         if mask_text(self.loaded.text) != self.loaded.text:
             message = f"{self.loaded.path} has a comment with what looks like a secret; the run's recipe.yaml gets `{MASK}` instead"
@@ -344,7 +344,7 @@ class _Job:
         result = TrainResult(run, self.recipe, ended.reason, ended.step, outcome, checkpoint)
         if ended.problem is not None:
             self.observer.run_ended(result)
-            ways_out = (*ended.problem.ways_out, *ways_on(run, checkpoint))
+            ways_out = (*ended.problem.ways_out, *commands_to_resume(run, checkpoint))
             raise FsdpTuneError(replace(ended.problem, ways_out=ways_out), exit_code=ended.exit_code)
         if ended.reason is ExitReason.FINISHED and self.recipe.merge.at_end:
             self.observer.run_ended(replace(result, exit_reason=ExitReason.FAILED))

@@ -1,1 +1,1 @@
-"""From a resolved recipe to running ranks, and back to one exit code. Pure: knows the stack by its command line and files."""
+"""Start the ranks of a resolved recipe and turn their end into one exit code. Uses the stack only through its command line and files."""

@@ -1,4 +1,4 @@
-"""How a run stands, read from its directory by anybody who can read it. Changes nothing."""
+"""Read the status of a run from its directory. Changes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.ownership import Owner, live_owner
 from fsdp_tune.core.units import format_seconds
-from fsdp_tune.launch.command.resume import read_resolved, ways_on
+from fsdp_tune.launch.command.resume import commands_to_resume, read_resolved
 from fsdp_tune.launch.machines.coordination import machines_elsewhere
 from fsdp_tune.launch.supervise.process_tree import is_rank_of
 from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
@@ -19,13 +19,13 @@ from fsdp_tune.run.rank_files import read_heartbeat, read_outcome, read_verdict
 TAIL_BYTES = 1 << 18
 """Of metrics.jsonl; lines are a few hundred bytes."""
 RUNNING, BUSY, NOT_STARTED = "running", "starting or merging", "not started"
-_GOES_ON = (RUNNING, BUSY, NOT_STARTED)
+_CONTINUES = (RUNNING, BUSY, NOT_STARTED)
 RECENT_SECONDS = 60.0
-"""A sign of life this young, from a machine whose processes we cannot see, counts as life."""
+"""A heartbeat this recent, from a machine whose processes are not visible, counts as alive."""
 
 
 def run_status(run: RunDir) -> dict[str, Any]:
-    """The document of `status --json`."""
+    """Return the document of `status --json`."""
     recipe = read_resolved(run)
     world_size = recipe.world_size
     elsewhere = machines_elsewhere(run, recipe.launch.num_machines)
@@ -51,7 +51,7 @@ def run_status(run: RunDir) -> dict[str, Any]:
         "rejected_checkpoints": [{"path": str(bad.path), "reason": bad.reason} for bad in rejected],
         "merged": str(run.merged) if run.merged.is_dir() else None,
         "problem": verdict["problem"]["message"] if verdict is not None and verdict.get("problem") else next(iter(problems), None),
-        "ways_on": [] if state in _GOES_ON else _ways_on(run, state, checkpoint),
+        "ways_on": [] if state in _CONTINUES else _next_commands(run, state, checkpoint),
         "logs": str(run.logs),
     }
 
@@ -64,14 +64,14 @@ def _state(owner: Owner | None, ranks: list[dict[str, Any]], verdict: dict[str, 
     if verdict is not None:
         return str(verdict["exit_reason"])
     reasons = {str(rank["state"]) for rank in ranks if rank["exit_code"] is not None}
-    if reasons:  # started by hand: no supervisor judged it
+    if reasons:  # started manually: no supervisor judged it
         return reasons.pop() if len(reasons) == 1 else " and ".join(sorted(reasons))
-    return "died without a word" if any(rank["pid"] for rank in ranks) else NOT_STARTED
+    return "died without an outcome" if any(rank["pid"] for rank in ranks) else NOT_STARTED
 
 
-def _ways_on(run: RunDir, state: str, checkpoint: Checkpoint | None) -> list[str]:
+def _next_commands(run: RunDir, state: str, checkpoint: Checkpoint | None) -> list[str]:
     if state != ExitReason.FINISHED.value:
-        return list(ways_on(run, checkpoint))
+        return list(commands_to_resume(run, checkpoint))
     return [] if run.merged.is_dir() else [f"`fsdp-tune merge-checkpoint {run.path}` makes a model of it"]
 
 
@@ -106,7 +106,7 @@ def _age(path: Path) -> float | None:
 
 
 def last_lines(path: Path) -> list[dict[str, Any]]:
-    """The last lines of a JSON Lines file; torn ones are left out."""
+    """Return the last lines of a JSON Lines file, without torn ones."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -116,7 +116,7 @@ def last_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _started(path: Path) -> list[dict[str, Any]]:
-    """The `train_started` events at the end, newest first, and else at the start of the file."""
+    """Return the `train_started` events at the end of the file, newest first, or else those at its start."""
     lines = [line for line in reversed(last_lines(path)) if line.get("event") == "train_started"]
     if lines or not path.exists():
         return lines

@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
         return int(error.exit_code)
     ranks.set_environment(recipe, run)
     screen = ranks.redirect_output(run, rank.index)
-    # The supervisor asks a rank that is behind for its stacks with this signal; C code that holds the GIL answers too.
+    # The supervisor requests stacks with this signal; faulthandler answers from C, even while the GIL is held.
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
 

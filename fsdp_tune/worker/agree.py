@@ -1,4 +1,4 @@
-"""Agreement between ranks: nobody acts alone on what only one rank saw."""
+"""Agreement between ranks: no rank acts alone on what only it observed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def all_or_none(act: Callable[[], T], what: str, group: dist.ProcessGroup | None
     failure: BaseException | None = None
     try:
         result = act()
-    except Exception as error:  # noqa: BLE001  whatever it is, every rank must hear of it
+    except Exception as error:  # noqa: BLE001  every rank must learn of any error
         failure = error
     described = None if failure is None else (_problem(failure), "".join(traceback.format_exception(failure)))
     gathered: list[tuple[Problem, str] | None] = [None] * dist.get_world_size()
@@ -65,7 +65,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 class StopVote:
-    """Asks once a step, without waiting, whether any rank was told to stop; all ranks read the answer at the same step.
+    """A vote once a step, without waiting, on whether any rank should stop; all ranks read the result at the same step.
 
     The all-reduce of one integer (gloo, CPU) that a step posts is read at the end of the next one, so it costs no stall.
     """
@@ -75,7 +75,7 @@ class StopVote:
         self._work: dist.Work | None = None
 
     def exchange(self, mine: int) -> int:
-        """Posts this rank's code (0 = go on) and returns the largest code posted by any rank at the last call."""
+        """Post this rank's code (0: continue) and return the largest code of any rank in the previous call."""
         answer = 0
         if self._work is not None:
             self._work.wait()
@@ -110,7 +110,7 @@ def _version(package: str) -> str:
 
 
 def check_same(run: RunDir) -> None:
-    """FailedError on every rank, with each difference to rank 0, where the ranks are not alike. Collective."""
+    """Check that all ranks are alike. Collective. Raises: FailedError on every rank, with each difference to rank 0."""
     first, *others = gather(identity(run))
     differences = [
         f"rank {rank} has {name} {other[name]}, rank 0 has {first[name]}"

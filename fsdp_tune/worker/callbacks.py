@@ -65,7 +65,7 @@ class RunCallback(TrainerCallback):
         self._step_began = time.monotonic()
 
     def _check_what_tokens_see(self) -> Deviations | None:
-        """None where no row has two tokens. Raises: failed error where tokens see later ones, or other packed examples."""
+        """Return None if no row has two tokens. Raises: FailedError if tokens see later ones, or other packed examples."""
         parts = self.trainer.parts
         recipe, model = parts.recipe, parts.loaded.model
         if not (rows := rows_to_check(parts.train, parts.sampler.micro_batch)):
@@ -96,7 +96,7 @@ class RunCallback(TrainerCallback):
             control.should_training_stop = True
             control.should_save = True
             # No line but a regular one: the sums travel in the checkpoint, so the resumed run writes the lines of an
-            # uninterrupted one. No evaluation: whoever stops us may not wait for it.
+            # uninterrupted one. No evaluation: the sender of the signal may not wait for it.
             control.should_evaluate = False
             trainer.parts.metrics.event("stopping", state.global_step, reason=self.stopped.value)
             self._say(f"stopping after step {state.global_step} ({self.stopped.value}): saving first")
@@ -106,7 +106,7 @@ class RunCallback(TrainerCallback):
         self._step_began = time.monotonic()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The Trainer also calls this where it leaves an epoch before its end; the step has then done what was due."""
+        """The Trainer also calls this when it leaves an epoch early; the step has done its work by then."""
         if control.should_training_stop or state.global_step >= state.max_steps:
             control.should_log = control.should_evaluate = control.should_save = False
 
@@ -187,7 +187,7 @@ def startup_seconds(heartbeat: HeartbeatWriter) -> dict[str, float]:
     return {"launching": born - launcher_born, "starting Python": heartbeat.began_at - born, **heartbeat.phase_seconds}
 
 
-# ---- Report the compiler's time as an event, outside the steps' time, and warn where it starts again or gives up.
+# ---- Report compile time as an event, outside the time of steps, and warn of recompilation and fallback.
 
 
 class CompileReport(TrainerCallback):
@@ -202,7 +202,7 @@ class CompileReport(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         for function in self._clock.take_fallbacks():
-            message = f"{function} was compiled too often and runs uncompiled from here on where no graph fits"
+            message = f"{function} was recompiled too often and now runs uncompiled where no graph fits"
             self.trainer.parts.metrics.event("compile_fallback", state.global_step, message=message)
             self._say(f"WARNING: {message}; TORCH_LOGS=recompiles shows why")
         seconds, graphs = self._clock.seconds - self._seconds, self._clock.graphs

@@ -35,7 +35,7 @@ FILLER = -1
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch on one rank. `row_ids` tell where its rows came from."""
+    """One micro-batch on one rank. `row_ids` identify its rows."""
 
     tensors: dict[str, torch.Tensor]
     row_ids: tuple[int, ...]
@@ -44,25 +44,25 @@ class Batch:
     supervised_tokens: int
     """Targets: labelled tokens that are not the first of their row."""
     attended: int = 0
-    """Σ length² over the examples: what each of them attends to, packed or not."""
+    """Σ length² over the examples: the attended positions, packed or not."""
 
     def pin_memory(self) -> Batch:
-        """Called by the loader's pinning thread, which knows no other way into a type of ours."""
+        """Called by the pinning thread of the loader, which pins custom types only through this method."""
         tensors = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
         return dataclasses.replace(self, tensors=tensors)
 
 
 NOTHING = Batch({}, (), 0, 0)
-"""A place of a step that no micro-batch was needed for, on any rank."""
+"""A slot of a step that needs no micro-batch on any rank."""
 
 
 class UnreadableRow(FailedError):
     """A row that cannot be read or made a batch."""
 
     def __init__(self, told: str) -> None:
-        # Where a process of the loader raised it, torch makes it anew from the text of its traceback.
+        # torch rebuilds an error of a loader process from the text of its traceback.
         message = told.rsplit(f"{type(self).__name__}: ", 1)[-1].strip()
-        super().__init__(Problem("row-unreadable", message, hint="are the prepared data whole? `fsdp-tune prepare` builds them anew"))
+        super().__init__(Problem("row-unreadable", message, hint="the prepared data may be incomplete: `fsdp-tune prepare` rebuilds them"))
 
 
 class Rows(Dataset["Row | None"]):
@@ -77,7 +77,7 @@ class Rows(Dataset["Row | None"]):
             return None
         try:
             return self.store[index]
-        except Exception as error:  # whatever it is, the row must be named
+        except Exception as error:  # any error must name its row
             raise UnreadableRow(f"row {index} cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -217,7 +217,7 @@ def loader(
     Iterating draws a seed for the processes, from a generator of its own. From the global one, which dropout draws from, it would be
     drawn once per epoch without processes and once per launch with them, so that a resume at the start of an epoch drew other masks.
     """
-    # The collator makes batches of rows; torch's types know a loader only by what its data set gives.
+    # The collator turns rows into batches; torch types a loader by the items of its data set.
     rows: Any = Rows(store)
     return DataLoader(
         rows,
@@ -233,7 +233,7 @@ def loader(
 
 
 def loader_died(error: BaseException, sampler: MicroBatches, store: RowStore, step: int) -> Problem | None:
-    """What to say where a process of the loader is gone after `step` steps; None for any other error.
+    """Return the problem if a loader process died after `step` steps; None for any other error.
 
     torch raises it from a signal handler, in whatever the training process is doing.
     """

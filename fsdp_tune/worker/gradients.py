@@ -1,4 +1,4 @@
-"""Between backward and optimizer: the norm over all ranks, clipping, the fp16 scale, and the refusal of what is not finite.
+"""Between backward and optimizer: the norm over all ranks, clipping, the fp16 scale, and the refusal of NaN and infinity.
 
 Whether a norm is finite is known on the device first. To ask for it would have the host wait in every step until the device's queue is
 empty, and the device then wait for the host. Torch's fused AdamW takes the answer on the device (`found_inf`, made for GradScaler) and
@@ -43,7 +43,7 @@ class Landing:
             self._arrived.record()
 
     def read(self) -> float:
-        """Waits for what was sent, not for what came after it."""
+        """Wait for the copied value only, not for later work."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return float(self._view)
@@ -66,16 +66,16 @@ class GradientGate:
     skip_nonfinite: bool
     metrics: MetricsFile
     locate: Callable[[list[Batch]], str]
-    """Says where in the batches of a step the first non-finite value arose; collective."""
+    """Return where in the batches of a step the first non-finite value arose. Collective."""
     norm: torch.Tensor | None = None
     """Gradient norm of the last step, before clipping."""
     skipped_steps: int = 0
     _unsettled: Unsettled | None = None
-    _landing: Landing | None = None
+    _async_norm: Landing | None = None
 
     @functools.cached_property
     def _trained(self) -> list[nn.Parameter]:
-        """Looked for once: to walk the tree of modules at each step takes longer than the norm of a small model."""
+        """Cached: walking the modules at each step takes longer than the norm of a small model."""
         return [p for p in self.wrapped.parameters() if p.requires_grad]
 
     def pass_or_skip(self, step: int, max_norm: float | None, optimizer: Any, batches: list[Batch]) -> torch.Tensor:
@@ -94,8 +94,8 @@ class GradientGate:
         self.norm = norm
         if self.scale is None and leaves_bad_steps_out(optimizer) and norm.device.type in ("cpu", "cuda"):
             optimizer.found_inf = torch.isfinite(norm).logical_not().float()
-            self._landing = self._landing or Landing(norm.device)
-            self._landing.send(norm)
+            self._async_norm = self._async_norm or Landing(norm.device)
+            self._async_norm.send(norm)
             self._unsettled = Unsettled(step, batches)
         elif not bool(torch.isfinite(norm)):
             self._refuse(step, float(norm), batches)
@@ -111,9 +111,9 @@ class GradientGate:
         return norm
 
     def settle(self) -> None:
-        """Hears what became of the last step; to be called before that step is told of, evaluated or saved. FailedError as above."""
+        """Read the result of the last step; call it before that step is logged, evaluated or saved. Raises: FailedError as above."""
         last, self._unsettled = self._unsettled, None
-        if last is not None and self._landing is not None and not math.isfinite(norm := self._landing.read()):
+        if last is not None and self._async_norm is not None and not math.isfinite(norm := self._async_norm.read()):
             self._refuse(last.step, norm, last.batches)
 
     def facts(self) -> dict[str, float]:
@@ -122,7 +122,7 @@ class GradientGate:
         return scale | ({"skipped_steps": self.skipped_steps} if self.skipped_steps else {})
 
     def _refuse(self, step: int, norm: float, batches: list[Batch]) -> None:
-        """All ranks come here together."""
+        """Collective."""
         if self.scale is not None:
             self.scale.update(finite=False)
             self.metrics.event("loss_scale_backed_off", step, loss_scale=self.scale.scale)
@@ -138,10 +138,10 @@ class GradientGate:
 
 
 def leaves_bad_steps_out(optimizer: Any) -> bool:
-    """Whether `optimizer.found_inf` is heeded: by torch's fused kernels, which ours of this name always takes."""
+    """Return whether `optimizer.found_inf` takes effect: in the fused kernels of torch, which our class of this name always uses."""
     return isinstance(optimizer, AdamW)
 
 
 def _non_finite(message: str) -> FailedError:
-    hint = "lower training.learning_rate, look at the rows named here, or go on past such steps with training.on_nonfinite: skip"
+    hint = "lower training.learning_rate, check the rows named here, or skip such steps with training.on_nonfinite: skip"
     return FailedError(Problem("non-finite", message, hint=hint), exit_code=ExitCode.NON_FINITE)

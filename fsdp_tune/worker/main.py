@@ -32,26 +32,26 @@ if TYPE_CHECKING:
 
 
 def run_rank(run: RunDir, recipe: Recipe, rank: Rank, say: Callable[[str], None], started: float) -> Outcome:
-    """Train, and turn whatever happens into an outcome. Writes the outcome file, and any traceback into the rank's log."""
+    """Train, and turn any end into an outcome. Writes the outcome file, and a traceback into the log of the rank."""
     heartbeat = _heartbeat(run, recipe, rank)
     wish = StopWish(_deadline(run, recipe, started))
-    crew: list[FsdpTrainer] = []
+    holder: list[FsdpTrainer] = []
     try:
         wish.install()
         heartbeat.start()
         heartbeat.beat("starting", 0)
-        outcome = _train(run, recipe, rank, heartbeat, wish, say, started, crew)
+        outcome = _train(run, recipe, rank, heartbeat, wish, say, started, holder)
     except StoppedEarly as stop:
         outcome = Outcome(EXIT_CODE_OF_REASON[stop.reason], stop.reason)
-    except BaseException as error:  # noqa: BLE001  the outcome file is the last word of this process, whatever ended it
-        outcome = _outcome_of(error, recipe, heartbeat, crew[0] if crew else None)
+    except BaseException as error:  # noqa: BLE001  the outcome file reports any end of this process
+        outcome = _outcome_of(error, recipe, heartbeat, holder[0] if holder else None)
         with contextlib.suppress(OSError):  # the log may be on a full disk; the outcome has the traceback too
             sys.stderr.write(outcome.traceback or "")
     outcome = replace(outcome, rank=rank.index, step=heartbeat.step, time=time.time())
     wish.end()
     end_loader_processes()
     heartbeat.close()
-    with contextlib.suppress(OSError, FsdpTuneError):  # the run directory may be gone; the exit code still tells the outcome
+    with contextlib.suppress(OSError, FsdpTuneError):  # the run directory may be gone; the exit code still has the outcome
         heartbeat.beat("finished" if outcome.exit_code == 0 else "failed")
         write_outcome(run, outcome)
     return outcome
@@ -72,7 +72,7 @@ def _heartbeat(run: RunDir, recipe: Recipe, rank: Rank) -> HeartbeatWriter:
 
 
 def _deadline(run: RunDir, recipe: Recipe, started: float) -> float | None:
-    """When `launch.max_runtime` ends, counted from the start of the launcher; on the monotonic clock, which nobody sets anew."""
+    """When `launch.max_runtime` ends, counted from the start of the launcher; on the monotonic clock, which is never adjusted."""
     if recipe.launch.max_runtime is None:
         return None
     gone_seconds = time.time() - (LaunchRecord.read(run).started_at or started)
@@ -87,9 +87,9 @@ def _train(
     wish: StopWish,
     say: Callable[[str], None],
     started: float,
-    crew: list[FsdpTrainer],
+    holder: list[FsdpTrainer],
 ) -> Outcome:
-    """`crew` gets the trainer as soon as there is one: when memory runs out, what it holds is counted."""
+    """`holder` gets the trainer as soon as it exists: when memory runs out, its tensors are counted."""
     if rank.is_first:
         continue_tracker_runs(run, recipe.training.report_to, os.environ, say)
     device_type = start_process_group(recipe, rank)
@@ -101,7 +101,7 @@ def _train(
     check_same(run)
     configure_accelerate(recipe)
     trainer, callback, resume = build_trainer(run, recipe, rank, heartbeat, wish, say, device_type)
-    crew.append(trainer)
+    holder.append(trainer)
     progress = Progress(heartbeat, trainer.parts.metrics)
     progress.watch(trainer.wrapped)
     trainer.add_callback(progress)

@@ -13,13 +13,13 @@ from typing import IO, Any
 from fsdp_tune.core.atomic import PRIVATE_MODE
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.units import parse_seconds
-from fsdp_tune.launch.command.accelerate import by_hand
+from fsdp_tune.launch.command.accelerate import manual_commands
 from fsdp_tune.recipe.fsdp_arguments import OWNED_PREFIXES, environment
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker.observe import flight
 
-# A rank in a collective that does not end cannot say for whom it waits; the supervisor can, so it is to speak first.
+# A rank in a hanging collective cannot tell for which rank it waits; the supervisor can, so it reports first.
 COLLECTIVE_MARGIN_SECONDS = 300
 OPEN_FILES = 4096
 """For all but connections."""
@@ -39,30 +39,33 @@ class Rank:
 
 
 def read_rank(recipe: Recipe, run: RunDir) -> Rank:
-    """The launcher's word on who we are; FsdpTuneError (exit 2) with the right command line when it does not fit the recipe."""
+    """Read rank and world size from the launcher. Raises: FsdpTuneError (exit 2) with the right command if they do not fit the recipe."""
     try:
         rank = Rank(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
     except (KeyError, ValueError) as error:
         raise usage_error(
-            "not-launched", "the worker must be started by a launcher, one process a device", ways_out=by_hand(recipe, run)
+            "not-launched", "the worker must be started by a launcher, one process a device", ways_out=manual_commands(recipe, run)
         ) from error
     if rank.world_size != recipe.world_size:
         raise usage_error(
             "world-size-mismatch",
             f"the run in {run.path} is for {recipe.world_size} processes (launch.num_processes), and {rank.world_size} were started",
-            ways_out=by_hand(recipe, run),
+            ways_out=manual_commands(recipe, run),
         )
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         raise usage_error(
             "restarted-by-torchrun",
-            "torchrun has started the ranks again (`--max-restarts`), and they would begin where this launch began, not where it failed",
-            ways_out=("`fsdp-tune train … --resume auto` goes on from the newest checkpoint", "`launch.max_restarts` does that by itself"),
+            "torchrun restarted the ranks (`--max-restarts`), and they would start where this launch started, not where it failed",
+            ways_out=(
+                "`fsdp-tune train … --resume auto` continues from the newest checkpoint",
+                "`launch.max_restarts` does that automatically",
+            ),
         )
     return rank
 
 
 def set_environment(recipe: Recipe, run: RunDir) -> None:
-    """Removes what a launcher or a shell left for the libraries, and sets what this recipe means; before they are imported.
+    """Remove variables that a launcher or shell left for the libraries, and set those of the recipe, before they are imported.
 
     `accelerate launch --use_fsdp` exports `FSDP_CPU_RAM_EFFICIENT_LOADING=true` and others unless told (DESIGN §7, 21).
     """
@@ -87,7 +90,7 @@ def redirect_output(run: RunDir, rank: int) -> IO[str]:
 
 
 def make_room_for_connections(world_size: int) -> None:
-    """gloo connects each rank with all others, for each group anew: hundreds of ranks are past the usual limit of 1,024 open files."""
+    """Raise the limit of open files: gloo connects each rank with all others for each group, hundreds of ranks exceed the usual 1,024."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES + GLOO_GROUPS * world_size
     wanted = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
@@ -96,7 +99,7 @@ def make_room_for_connections(world_size: int) -> None:
 
 
 def start_process_group(recipe: Recipe, rank: Rank) -> str:
-    """Joins the group, with gloo for CPU tensors beside the device's own backend; returns the device type.
+    """Join the process group, with gloo for CPU tensors in addition to the backend of the device. Returns the device type.
 
     The group exists before Accelerate's PartialState, which would choose its backend from `FSDP_*` variables.
     """
@@ -129,7 +132,7 @@ def time_limits_seconds(group: Any) -> list[float]:
 
 
 def share_time_limit(groups: Iterable[Any]) -> None:
-    """Give process groups the time limit of the default group; torch gives those of a mesh 10 or 30 minutes, whatever that limit is."""
+    """Give process groups the time limit of the default group; torch gives groups of a mesh 10 or 30 minutes regardless of it."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=max(time_limits_seconds(dist.group.WORLD)))

@@ -108,7 +108,7 @@ def build_trainer(
 
 
 def _start_from_checkpoint(recipe: Recipe, loaded: Loaded) -> None:
-    """`model.name_or_path: RUN` or `RUN/checkpoint-N`: weights only, resharded; optimizer and data start anew."""
+    """`model.name_or_path: RUN` or `RUN/checkpoint-N`: load weights only, resharded; optimizer and data start from the beginning."""
     start = recipe.model.name_or_path
     if start is None or run_of(Path(start)) is None:
         return
@@ -151,7 +151,7 @@ def _extra_callbacks(recipe: Recipe) -> list[TrainerCallback]:
 
 def _set_up_trackers(trainer: FsdpTrainer, run: RunDir, recipe: Recipe, say: Callable[[str], None]) -> None:
     trackers.keep_mlflow_run(trainer, partial(keep_id, run, "mlflow", say=say))
-    # A tracker that hangs must be cut off before the supervisor takes the rank for one that hangs.
+    # A hanging tracker must be cut off before the supervisor considers the rank to hang.
     limit_seconds = min(trackers.LIMIT_SECONDS, parse_seconds(recipe.launch.hang_timeout) / 2)
     trackers.guard_trackers(trainer, _tracker_reporter(trainer, say), limit_seconds)
 
@@ -209,7 +209,7 @@ def _check_metrics(metrics: MetricsFile, step: int) -> None:
         raise failed_error(
             "metrics-unwritable",
             f"metrics.jsonl cannot be written: {metrics.failure.strerror}; stopped after step {step}, which is saved",
-            hint="make room, or mend the disk; `--resume auto` goes on from that step, and writes the lines that are missing",
+            hint="free space, or fix the disk; `--resume auto` continues from that step and writes the missing lines",
         )
 
 
@@ -225,7 +225,7 @@ def results(trainer: FsdpTrainer, started: float) -> dict[str, Any]:
     }
 
 
-# ---- Recipe → transformers' TrainingArguments: the recipe's names pass through, and what the ranks do themselves is switched off.
+# ---- Recipe → TrainingArguments of transformers: fields of the recipe pass through; what the ranks do themselves is switched off.
 
 # Keys of `training:` that are ours alone; TrainingArguments has no such fields.
 _OURS = {"global_batch_size", "per_device_train_batch_tokens", "on_nonfinite", "witness", "early_stopping"}
@@ -259,6 +259,6 @@ def training_arguments(recipe: Recipe, run: RunDir) -> TrainingArguments:
     fields["save_total_limit"] = None
     arguments = TrainingArguments(**fields)
     if arguments.fsdp:
-        # TrainingArguments translates `fsdp_config` and drops what it does not know (DESIGN §7, 1): give the plugin its own words.
+        # TrainingArguments translates `fsdp_config` and drops unknown fields: pass the plugin its own arguments.
         arguments.fsdp_plugin_args = plugin_kwargs(recipe)
     return arguments

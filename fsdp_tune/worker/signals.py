@@ -11,7 +11,7 @@ from types import FrameType
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason
 from fsdp_tune.core.processes import heeded
 
-# Ordered: the largest wish wins where ranks differ.
+# Ordered: if ranks differ, the largest code wins.
 WISHES: dict[int, ExitReason] = {
     1: ExitReason.MAX_RUNTIME,
     2: ExitReason.PREEMPTED,
@@ -24,11 +24,11 @@ _WISH_OF_SIGNAL = {signal.SIGTERM: 2, signal.SIGUSR1: 2, signal.SIGHUP: 2, signa
 # One Ctrl-C reaches a rank several times: from the terminal, from the launcher, from its agent.
 ECHO_SECONDS = 2.0
 MARGIN_SECONDS = 5.0
-"""For what is not measured: writing the outcome, ending the processes."""
+"""Reserve for unmeasured work: writing the outcome, ending the processes."""
 
 
 def ignore_stop_signals(_worker: int) -> None:
-    """For the loader's processes: a launcher signals a rank's whole process group, and the batches of a last save are still needed."""
+    """Ignore stop signals in loader processes: a launcher signals the process group of a rank, and the last steps still need batches."""
     for number in _WISH_OF_SIGNAL:
         signal.signal(number, signal.SIG_IGN)
 
@@ -36,13 +36,13 @@ def ignore_stop_signals(_worker: int) -> None:
 def end_loader_processes() -> None:
     """Kill the processes of the data loader at the end of a rank. Waiting for them, as the interpreter does, would take for ever: it
     sends SIGTERM, which they ignore."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where one of them is killed
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when one of them is killed
     for child in multiprocessing.active_children():
         child.kill()
 
 
 class StoppedEarly(BaseException):
-    """A signal came before there was anything to save: leave at once."""
+    """A signal before there was anything to save: exit at once."""
 
     def __init__(self, reason: ExitReason) -> None:
         super().__init__(reason)
@@ -59,7 +59,7 @@ def seconds_to_stop(step_seconds: float, evaluation_seconds: float, save_seconds
 
 
 class StopWish:
-    """The stop that this rank has been asked for: 0 for none, else a key of WISHES.
+    """The stop requested of this rank: 0 for none, else a key of WISHES.
 
     Until `training` is set, the first signal ends the process at once. `deadline` is on the monotonic clock.
     """
@@ -84,7 +84,7 @@ class StopWish:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._first is not None and now - self._first > ECHO_SECONDS:
-            # Asked twice: the user no longer wants the save. Older checkpoints stay as they are.
+            # A second signal: stop without saving. Older checkpoints are kept.
             os._exit(EXIT_CODE_OF_REASON[WISHES[_WISH_OF_SIGNAL[signal.Signals(number)]]])
         if self._first is None and not self.training:
             self._first = now

@@ -52,7 +52,7 @@ from fsdp_tune.worker.readback.witness import Witness
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the trainer needs beside TrainingArguments."""
+    """What the trainer needs in addition to TrainingArguments."""
 
     recipe: Recipe
     loaded: Loaded
@@ -95,7 +95,7 @@ class FsdpTrainer(Trainer):
     # ---- Preparation: the model is wrapped and the batches are this rank's already, so Accelerate has nothing to prepare.
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> tuple[nn.Module, Any]:
-        # Trainer.__init__ gives every rank the same seed (`set_seed`), so ranks get streams of their own only now.
+        # Trainer.__init__ gives every rank the same seed (`set_seed`), so each rank gets its own stream only now.
         torch.manual_seed(seed_for_rank(self.parts.recipe.training.seed, self.state.global_step))
         self.model_wrapped = self.wrapped
         self.create_optimizer()
@@ -113,7 +113,7 @@ class FsdpTrainer(Trainer):
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.wrapped.train()
-        # The Trainer zeroes through the model, which would walk its modules at each step for what the optimizer has in a list.
+        # The Trainer zeroes through the model, which walks all modules at each step; the optimizer has a list.
         self.wrapped.zero_grad = self.optimizer.zero_grad
         self.callback_handler.train_dataloader = train_dataloader
         self.lines.start(self.state.global_step)
@@ -141,7 +141,7 @@ class FsdpTrainer(Trainer):
         super()._run_epoch(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device) -> tuple[list[Batch], int]:
-        """The places of one step (a micro-batch in each, or `NOTHING`), and the supervised tokens of that step over all ranks."""
+        """Return the slots of one step (a micro-batch each, or `NOTHING`), and the supervised tokens of the step over all ranks."""
         started = time.monotonic()
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         waited = time.monotonic() - started
@@ -182,7 +182,7 @@ class FsdpTrainer(Trainer):
         return loss
 
     def _forward_backward(self, model: nn.Module, batch: Batch, tensors: dict[str, torch.Tensor], step_targets: float) -> torch.Tensor:
-        """`step_targets`: supervised tokens of the whole step, over all ranks and micro-batches."""
+        """`step_targets`: supervised tokens of the step over all ranks and micro-batches."""
         # Ranks average their gradients, so the share of one rank is multiplied by their number.
         ranks = self.parts.recipe.topology.gradient_size
         share = ranks / step_targets
@@ -196,7 +196,7 @@ class FsdpTrainer(Trainer):
         return loss
 
     def _write_audit(self, report: dict[str, dict[str, int]]) -> None:
-        """Completes readback.json with what the first micro-batch really ran in."""
+        """Complete readback.json with the dtypes in which the first micro-batch ran."""
         if self.is_world_process_zero():
             document = json.loads(self.parts.run.readback_json.read_text(encoding="utf-8"))
             warnings = warnings_of(self.parts.recipe, report)
@@ -269,7 +269,7 @@ class FsdpTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         step = self.state.global_step
         if self.checkpointer.newest_step == step:
-            return  # the end of an epoch and the last step ask for the same checkpoint
+            return  # the end of an epoch and the last step request the same checkpoint
         started = time.monotonic()
         if self.state.best_global_step is not None:
             self.state.best_model_checkpoint = str(self.checkpointer.run.checkpoint(self.state.best_global_step))
@@ -280,7 +280,7 @@ class FsdpTrainer(Trainer):
         """Nothing: the merge reads the best checkpoint, and the last step may still have to be saved with its own weights."""
 
     def own_state(self) -> dict[str, Any]:
-        """What only this rank knows, for its file in a checkpoint; the last thing that is asked before one is made."""
+        """Return the state of this rank for its file in a checkpoint; called last before a save."""
         self.gate.settle()
         scale = self.parts.scale.state_dict() if self.parts.scale else None
         return {"sums": self.lines.sums.state(), "loss_scale": scale, "unwritten": list(self.parts.metrics.unwritten)}
@@ -294,7 +294,7 @@ class FsdpTrainer(Trainer):
         """Nothing: `_prepare_for_training` loads, once the model is wrapped."""
 
     def _load_callback_state(self) -> None:
-        """Gives callbacks back what they counted; what they are set to comes from the recipe in force."""
+        """Restore the counters of callbacks; their settings come from the current recipe."""
         every: Any = self.state.stateful_callbacks or {}
         for callback in self.callback_handler.callbacks:
             stored = every.get(type(callback).__name__)
@@ -304,7 +304,7 @@ class FsdpTrainer(Trainer):
 
 
 class _Sized(Dataset[Any]):
-    """Satisfies the Trainer's questions about its data set; the batches come from `get_train_dataloader`."""
+    """The data set that the Trainer requires; batches come from `get_train_dataloader`."""
 
     def __init__(self, store: RowStore) -> None:
         self._store = store

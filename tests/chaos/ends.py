@@ -94,7 +94,7 @@ def judge(disturbance: Disturbance | None, attempt: Attempt, *, hang_seconds: fl
             found.append(f"the command of machine {machine} {_ended(code, attempt, machine)}; allowed: {_listed(allowed)}")
     if attempt.restarts and (disturbance is None or disturbance.kind in HARMLESS):
         found.append(f"a healthy run was restarted {attempt.restarts} times")
-    if disturbance is not None and disturbance.kind == LONG_STOP and "nothing has moved" in attempt.text:
+    if disturbance is not None and disturbance.kind == LONG_STOP and "no progress" in attempt.text:
         limit = hang_seconds + NAMING_SECONDS + BUSY_SECONDS
         if attempt.named_after_seconds is None or attempt.named_after_seconds > limit:
             found.append(f"the hang was reported after {attempt.named_after_seconds} s, not within {limit:.0f} s")
@@ -180,13 +180,13 @@ def _without_the_other(machine: int) -> Iterator[End]:
 
 def _of_a_stop(phase: str, target: Process, machine: int, *, late: bool, steps_left: int) -> Iterator[End]:
     if target.role in (RANK, LOADER):
-        yield End(LOST, rf"nothing has moved for [^:]*: rank {target.rank} \(")
+        yield End(LOST, rf"no progress for [^:]*: rank {target.rank} \(")
         if late or (target.role == LOADER and steps_left <= STEPS_READ_AHEAD):
             yield End(OK)
         return
     yield End(OK)
     if target.role == AGENT:  # ranks need it until they have found each other
-        yield End(LOST, r"nothing has moved for [^:]*: rank .*its launcher is stopped \(SIGSTOP\)")
+        yield End(LOST, r"no progress for [^:]*: rank .*its launcher is stopped \(SIGSTOP\)")
     if target.role == COMMAND and target.machine != 0 and phase == "preparing":
         yield from _without_the_other(machine)
 

@@ -234,7 +234,7 @@ def test_an_open_port_is_found() -> None:
 
 # ------------------------------------------------------------------------------------------------ ends
 
-HANG_TEXT = "error: nothing has moved for 25s: rank 1 (step 3, `forward`, stopped (SIGSTOP)) is late"
+HANG_TEXT = "error: no progress for 25s: rank 1 (step 3, `forward`, stopped (SIGSTOP)) is late"
 KILLED_TEXT = "error: rank 1 was killed by SIGKILL at step 3"
 LOADER_TEXT = "error: a process of the data loader is gone while rows were read: DataLoader worker (pid 4) is killed by signal: Killed."
 

@@ -142,7 +142,7 @@ def test_tracker_that_fails_or_hangs_is_a_warning(what: str, told: str, training
     ends = training.attempt(run, sabotage=[(what, 0, 0)])
     assert [end.value["exit_reason"] for end in ends] == ["finished"] * 2
     assert [line["message"] for line in runs.lines(run) if line.get("event") == "tracker_failed"] == [
-        f"TensorBoard has failed and gets nothing more: {told}"
+        f"TensorBoard failed and gets no more events: {told}"
     ]
     training.is_whole(run)
 

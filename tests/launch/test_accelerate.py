@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.launch.command.accelerate import LaunchPlan, by_hand, check_port, launch_plan
+from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, manual_commands
 from fsdp_tune.launch.command.accelerate_arguments import FREE, check_extra
 from fsdp_tune.launch.command.rank_environment import clean
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
@@ -96,7 +96,7 @@ def test_several_machines_keep_their_order(tmp_path: Path) -> None:
         "29500",
     )
     assert made.ranks == range(4, 8)
-    assert not made.is_whole
+    assert not made.has_all_ranks
     assert "PET_LOCAL_ADDR" not in made.settings
 
 
@@ -208,7 +208,7 @@ def test_inherited_variable_with_token_is_listed_without_value(tmp_path: Path) -
     token = "hf_" + "a" * 30
     made = plan(tmp_path, inherited={"HF_HUB_USER_AGENT_ORIGIN": token, "NCCL_DEBUG": "INFO"})
     assert made.to_json()["inherited"] == {"HF_HUB_USER_AGENT_ORIGIN": "***", "NCCL_DEBUG": "INFO"}
-    assert made.unwritten_variables() == ["HF_HUB_USER_AGENT_ORIGIN"]
+    assert made.masked_variables() == ["HF_HUB_USER_AGENT_ORIGIN"]
 
 
 def test_allowed_variables_are_recorded_in_launch_json(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_used_port_is_refused_before_launch(tmp_path: Path) -> None:
 
 def test_lines_for_a_manual_start_name_ranks_and_directory(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "a run")
-    accelerate, torchrun = by_hand(resolved(tmp_path), run)
+    accelerate, torchrun = manual_commands(resolved(tmp_path), run)
     assert "--use_fsdp --num_processes 2 -m fsdp_tune.worker '" in accelerate
     assert torchrun.startswith("torchrun --nproc-per-node 2 -m fsdp_tune.worker '")
 
@@ -307,6 +307,6 @@ def test_the_lines_to_start_several_machines_have_the_address_of_the_first(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    accelerate, torchrun = by_hand(resolved(tmp_path, "launch.num_machines=2", *keys), RunDir(tmp_path / "run"))
+    accelerate, torchrun = manual_commands(resolved(tmp_path, "launch.num_machines=2", *keys), RunDir(tmp_path / "run"))
     assert f"--num_machines 2 --machine_rank N --main_process_ip {ip} --main_process_port {port} -m" in accelerate
     assert f"--nnodes 2 --node-rank N --master-addr {ip} --master-port {port} --nproc-per-node" in torchrun

@@ -14,7 +14,7 @@ from fsdp_tune.core import ownership
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
 from fsdp_tune.launch.machines import coordination as machines
 from fsdp_tune.launch.machines.coordination import Machines, combined
-from fsdp_tune.launch.supervise.attempts import _at_the_end
+from fsdp_tune.launch.supervise.attempts import _final
 from fsdp_tune.launch.supervise.hang import Standing
 from fsdp_tune.launch.supervise.supervisor import Supervisor
 from fsdp_tune.launch.supervise.verdict import Ended
@@ -35,13 +35,13 @@ FINISHED = ended(ExitReason.FINISHED)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machines, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(machines, "READ_SECONDS", 0.01)
     monkeypatch.setattr(machines, "SHARE_SECONDS", 20.0)
     monkeypatch.setattr(machines, "GATHER_SECONDS", 20.0)
 
 
-def pair(run: RunDir, *, patience_seconds: float = 20.0) -> tuple[Machines, Machines]:
-    first, second = (Machines(run, machine, 2, patience_seconds=patience_seconds) for machine in (0, 1))
+def pair(run: RunDir, *, timeout_seconds: float = 20.0) -> tuple[Machines, Machines]:
+    first, second = (Machines(run, machine, 2, timeout_seconds=timeout_seconds) for machine in (0, 1))
     return first, second
 
 
@@ -70,22 +70,22 @@ def start(first: Machines, second: Machines, launch: int = 0) -> None:
 
 def test_single_machine_neither_announces_nor_waits(run: RunDir) -> None:
     run.logs.mkdir()
-    alone = Machines(run, 0, 1, patience_seconds=0.0)
+    alone = Machines(run, 0, 1, timeout_seconds=0.0)
     assert alone.gather(0) is None
     alone.end(KILLED)
     assert (alone.verdict(KILLED), alone.trouble(), alone.share([Standing(0)], 1.0)) == (KILLED, None, [Standing(0)])
     assert alone.environment() == {}
-    assert not alone.is_time_to_look()
+    assert not alone.is_poll_due()
     assert list(run.logs.iterdir()) == []
 
 
 def test_missing_machine_is_named(run: RunDir) -> None:
     run.logs.mkdir()
     with locked(run):
-        missing = pair(run, patience_seconds=0.2)[0].gather(0)
+        missing = pair(run, timeout_seconds=0.2)[0].gather(0)
     assert missing is not None
     assert missing.code == "machines-missing"
-    assert missing.message.startswith("1 of 2 machines came within ")
+    assert missing.message.startswith("1 of 2 machines joined within ")
     assert missing.message.endswith("; missing: machine 1")
 
 
@@ -139,7 +139,7 @@ def test_ranks_that_wait_for_those_of_a_stopped_machine_are_stopped_too(
 def test_a_rank_that_lost_the_ranks_of_a_stopped_machine_is_stopped_too(number: int, run: RunDir) -> None:
     """It lost its connection to them before it could agree on a step with them."""
     stopped = ended(ExitReason.PREEMPTED, step=0)
-    judged = combined(ECHO, [stopped]) if number == 0 else _at_the_end(ECHO, stopped, run)
+    judged = combined(ECHO, [stopped]) if number == 0 else _final(ECHO, stopped, run)
     assert (judged.exit_code, judged.reason, judged.problem) == (143, ExitReason.PREEMPTED, None)
 
 
@@ -198,7 +198,7 @@ def test_a_machine_does_not_join_the_life_of_commands_that_were_killed(
 def test_the_first_machine_does_not_start_with_the_file_of_a_killed_one(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     killed_life(run, monkeypatch, owner_is_foreign=False)
     with locked(run):
-        missing = pair(run, patience_seconds=0.2)[0].gather(0)
+        missing = pair(run, timeout_seconds=0.2)[0].gather(0)
         assert missing is not None
         assert missing.code == "machines-missing"
 
@@ -208,12 +208,12 @@ def test_both_machines_start_again_after_both_were_killed(run: RunDir, monkeypat
     monkeypatch.setattr(machines, "JOIN_SECONDS", 20.0)
     monkeypatch.setattr(ownership, "FOREIGN_SILENCE_SECONDS", 0.0)
     answers: list[object] = []
-    second = Machines(run, 1, 2, patience_seconds=20.0)
+    second = Machines(run, 1, 2, timeout_seconds=20.0)
     following = threading.Thread(target=lambda: answers.extend([second.join(), second.next_launch()]))
     following.start()
     time.sleep(0.1)  # the other machine's command is the quicker one, and meets the files of the killed ones
     with locked(run):
-        assert Machines(run, 0, 2, patience_seconds=20.0).gather(0) is None
+        assert Machines(run, 0, 2, timeout_seconds=20.0).gather(0) is None
         following.join()
     assert answers == [None, 0]
 
@@ -221,7 +221,7 @@ def test_both_machines_start_again_after_both_were_killed(run: RunDir, monkeypat
 def test_a_machine_whose_command_was_killed_joins_the_next_launch(two: tuple[Machines, Machines], run: RunDir) -> None:
     first, second = two
     start(first, second)
-    again = Machines(run, 1, 2, patience_seconds=20.0)  # the file of its earlier command is still there
+    again = Machines(run, 1, 2, timeout_seconds=20.0)  # the file of its earlier command is still there
     answers: list[object] = []
     following = threading.Thread(target=lambda: answers.extend([again.join(), again.next_launch()]))
     following.start()
@@ -266,13 +266,13 @@ def test_hang_is_examined_on_all_machines(two: tuple[Machines, Machines]) -> Non
     first, second = two
     start(first, second)
     mine, theirs = Standing(0, 5, "training", waits_in="all_reduce"), Standing(1, 5, "backward", state="stopped (SIGSTOP)")
-    assert second.asked_to_look() is None
+    assert second.silence_elsewhere() is None
     answers: list[list[Standing]] = []
     asking = threading.Thread(target=lambda: answers.append(first.share([mine], 60.0)))
     asking.start()
-    while second.asked_to_look() is None:
+    while second.silence_elsewhere() is None:
         pass
-    assert second.asked_to_look() == 60.0
+    assert second.silence_elsewhere() == 60.0
     assert second.share([theirs], 60.0) == [mine, theirs]
     asking.join()
     assert answers == [[mine, theirs]]

@@ -136,7 +136,7 @@ def test_message_names_rank_step_location_and_where_others_wait() -> None:
     late = standing(3, waits_in=None, step=128, phase="optimizer step", at="optim.py:1 in step")
     problem = hang_problem([*(standing(rank) for rank in range(3)), late], 1800.0, Path("/r/logs/hang.txt"))
     assert problem.message == (
-        "nothing has moved for 30m00s: rank 3 (step 128, `optimizer step`, at optim.py:1 in step) is late; "
+        "no progress for 30m00s: rank 3 (step 128, `optimizer step`, at optim.py:1 in step) is late; "
         "waiting for it: ranks 0, 1, 2 in all_reduce"
     )
     assert "/r/logs/hang.txt" in (problem.hint or "")
@@ -151,8 +151,8 @@ def test_ranks_in_different_collectives_are_reported_with_sequence_numbers() -> 
 
 
 def test_network_is_suspected_if_no_rank_is_late() -> None:
-    assert "a rank of another machine, or the network" in hang_problem([standing(0), standing(1)], 60.0, Path("x")).message
-    assert hang_problem([], 60.0, Path("x")).message.endswith(": no rank has been started by then")
+    assert "a rank on another machine, or the network" in hang_problem([standing(0), standing(1)], 60.0, Path("x")).message
+    assert hang_problem([], 60.0, Path("x")).message.endswith(": no rank had started")
 
 
 def test_a_thousand_ranks_are_one_line() -> None:
@@ -163,6 +163,6 @@ def test_a_thousand_ranks_are_one_line() -> None:
 def test_report_lists_every_rank_and_those_without_an_answer() -> None:
     standings = [standing(0), Standing(1)]
     text = report_text(standings, {0: dump(ALL_REDUCE), 1: ""}, hang_problem(standings, 60.0, Path("x")))
-    assert "rank 1 (before its first sign of life): does not wait for others" in text
+    assert "rank 1 (before its first heartbeat): does not wait for others" in text
     assert "── stacks of rank 1\nno answer" in text
     assert 'distributed_c10d.py", line 3252 in all_reduce' in text

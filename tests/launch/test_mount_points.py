@@ -151,7 +151,7 @@ def test_run_is_written_into_a_volume(volume: Path, tmp_path: Path) -> None:
 
 def test_world_writable_volume_is_refused_before_anything_is_written(volume: Path, tmp_path: Path) -> None:
     volume.chmod(0o777)
-    with pytest.raises(FsdpTuneError, match="can be written by everybody"):
+    with pytest.raises(FsdpTuneError, match="is writable by every user"):
         decide(RunDir(volume), resolved(tmp_path), None, overwrite=False)
 
 

@@ -70,7 +70,7 @@ class Ranks:
             if tick % 5 == 0:
                 moves()
                 self.beat()
-            watch.look(1)
+            watch.poll(1)
             if watch.silence(LIMIT_SECONDS) is not None:
                 return self.clock.now - began
             self.clock.now += 0.2

@@ -105,7 +105,7 @@ def test_a_killed_rank_and_a_failed_one_leave_the_uninterrupted_run(tmp_path: Pa
     assert_same_end(run, whole, 5)
     assert [(event["restart"], event["code"]) for event in restarted(run)] == [(1, "rank-killed"), (2, "worker-failed")]
     said = [event.text for event in events if isinstance(event, Said) and "restarting" in event.text]
-    assert said[0] == "rank 1 was killed by SIGKILL at step 2: restarting from checkpoint-1 (restart 1 of 100); 1 step is done again"
+    assert said[0] == "rank 1 was killed by SIGKILL at step 2: restarting from checkpoint-1 (restart 1 of 100); 1 step will be repeated"
     assert [path for path in run.path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()] == []
     assert said[1].startswith("RuntimeError: a library failed (rank 0, step 4): restarting from checkpoint-3")
 
@@ -133,7 +133,7 @@ def test_hanging_rank_is_named_and_the_run_restarts(tmp_path: Path, how: int | s
     ended, events = launch(run, {"rank": 1, "step": 2, "how": how})
     assert ended.exit_code == 0
     (said,) = [event.text for event in events if isinstance(event, Said) and "restarting" in event.text]
-    assert "nothing has moved for" in said
+    assert "no progress for" in said
     assert "rank 1 (step 2, `training`" in said
     assert "is late; waiting for it: rank 0 in " in said
     report = run.hang_report.read_text()
@@ -150,7 +150,7 @@ def test_the_same_step_three_times_ends_the_run_with_its_rows(tmp_path: Path) ->
     assert ended.exit_code == 1
     assert ended.problem is not None
     assert ended.problem.code == "fails-each-time"
-    assert "fails in step 4 each time (3 times in a row); the rows of that step: " in ended.problem.message
+    assert "step 4 failed 3 times in a row; the rows of that step: " in ended.problem.message
     assert "(builtin:arithmetic:" in ended.problem.message
     checkpoint, rejected = latest_checkpoint(run, digests=True)
     assert checkpoint is not None

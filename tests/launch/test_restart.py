@@ -93,19 +93,19 @@ def test_the_third_failure_in_one_step_ends_the_run_with_the_rows_of_that_step()
     stop = decide(failures((1, 0), (3, 2), (3, 2), (3, 2)), 9, lambda step: f"rows of step {step}")
     assert isinstance(stop, Problem)
     assert stop.code == "fails-each-time"
-    assert "fails in step 4 each time (3 times in a row); the rows of that step: rows of step 4;" in stop.message
+    assert "step 4 failed 3 times in a row; the rows of that step: rows of step 4;" in stop.message
 
 
 def test_three_failures_without_progress_end_the_run_wherever_they_were() -> None:
     stop = decide(failures((3, 2), (2, 2), (3, 2)), 9, no_rows)
     assert isinstance(stop, Problem)
-    assert "3 launches in a row got no further than step 3" in stop.message
+    assert "3 launches in a row did not get beyond step 3" in stop.message
 
 
 def test_two_failures_in_the_start_up_end_the_run() -> None:
     stop = decide([*failures((6, 4)), *failures((4, 4), has_trained=False)], 9, no_rows)
     assert isinstance(stop, Problem)
-    assert "2 launches in a row got no further than the start-up" in stop.message
+    assert "2 launches in a row did not get beyond the start-up" in stop.message
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_killed_rank_restarts_the_run_with_a_message_and_a_metrics_event(attempt
     assert (end.exit_code, end.problem) == (0, None)
     (said,) = [event.text for event in events if isinstance(event, Said) and "restarting" in event.text]
     assert said.startswith("rank 0 was killed by SIGKILL at step 2: restarting from step 0 (there is no complete checkpoint yet)")
-    assert said.endswith("(restart 1 of 5); 2 steps are done again")
+    assert said.endswith("(restart 1 of 5); 2 steps will be repeated")
     (event,) = [line for line in lines(run) if line.get("event") == "restarted"]
     assert {name: event[name] for name in ("step", "restart", "max_restarts", "failed_after_step", "code")} == {
         "step": 0,
@@ -154,7 +154,7 @@ def test_a_hang_is_started_again(attempt: Any) -> None:
     hangs_once = [["stacks"], ["beat", "training", 2], ["log", {"event": "train_started", "step": 0}], ["once", "slept", "sleep", 60]]
     end, events = attempt({"0": [*hangs_once, ["outcome", FINISHED]]}, "launch.hang_timeout=1s")
     assert end.exit_code == 0
-    assert any(isinstance(event, Said) and "nothing has moved" in event.text and "restarting" in event.text for event in events)
+    assert any(isinstance(event, Said) and "no progress" in event.text and "restarting" in event.text for event in events)
 
 
 def test_repeated_failure_before_training_is_restarted_once(attempt: Any, run: RunDir) -> None:

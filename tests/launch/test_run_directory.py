@@ -106,7 +106,7 @@ def test_a_run_whose_model_cannot_be_saved_leaves_nothing(fresh: RunDir, tmp_pat
 
 def test_two_new_runs_of_one_name_do_not_mix(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
-    with pytest.raises(FsdpTuneError, match="made by another command") as caught:
+    with pytest.raises(FsdpTuneError, match="created by another command") as caught:
         write_run(fresh, files_of(fresh, recipe, text="other"))
     assert caught.value.exit_code == 2
     assert fresh.recipe_yaml.read_text() == BASE
@@ -219,7 +219,7 @@ def test_token_in_a_comment_or_an_override_is_not_copied_into_the_run(fresh: Run
 def test_a_run_that_everybody_may_write_into_is_refused(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     fresh.path.chmod(0o777)
-    with pytest.raises(FsdpTuneError, match="can be written by everybody") as caught:
+    with pytest.raises(FsdpTuneError, match="is writable by every user") as caught:
         decide(fresh, recipe, "auto", overwrite=False)
     assert caught.value.exit_code == 2
     assert caught.value.problems[0].hint == f"`chmod o-w {fresh.path}`"
@@ -277,7 +277,7 @@ def test_a_run_that_came_into_use_meanwhile_is_not_moved_aside(fresh: RunDir, tm
 
 
 @pytest.fixture
-def by_hand(fresh: RunDir, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def manual_commands(fresh: RunDir, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """What looks like rank 0 of the run, started by hand under a relative name."""
     used(fresh, tmp_path)
     command = [sys.executable, "-c", "import time; time.sleep(60)", fresh.name]
@@ -292,16 +292,16 @@ def by_hand(fresh: RunDir, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     rank.wait()
 
 
-def test_manually_started_ranks_lock_their_run(fresh: RunDir, tmp_path: Path, by_hand: subprocess.Popen[bytes]) -> None:
+def test_manually_started_ranks_lock_their_run(fresh: RunDir, tmp_path: Path, manual_commands: subprocess.Popen[bytes]) -> None:
     for resume, overwrite in (("auto", False), (None, True)):
-        with pytest.raises(FsdpTuneError, match=rf"ranks that still run \(pid {by_hand.pid}\)"):
+        with pytest.raises(FsdpTuneError, match=rf"ranks that still run \(pid {manual_commands.pid}\)"):
             decide(fresh, resolved(tmp_path), resume, overwrite=overwrite)
-    by_hand.kill()
-    by_hand.wait()
+    manual_commands.kill()
+    manual_commands.wait()
     assert not decide(fresh, resolved(tmp_path), "auto", overwrite=False).is_new
 
 
-@pytest.mark.usefixtures("by_hand")
+@pytest.mark.usefixtures("manual_commands")
 def test_status_sees_a_live_rank_through_a_link(fresh: RunDir, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(fresh.path)
     for path in (tmp_path / "link", fresh.path):
@@ -378,7 +378,7 @@ def test_a_directory_that_cannot_be_written_is_refused_unless_nothing_is_to_be_d
     asked: list[Path] = []
     monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path))  # root may write everywhere
     for run, resume in ((fresh, "auto"), (RunDir(tmp_path / "new" / "one"), None)):
-        with pytest.raises(FsdpTuneError, match="nothing can be written into"):
+        with pytest.raises(FsdpTuneError, match="is not writable"):
             decide(run, recipe, resume, overwrite=False)
     assert asked == [fresh.path, tmp_path]
     checkpoint(fresh, 100)
@@ -403,7 +403,7 @@ def test_an_explicit_checkpoint_goes_into_its_own_run_or_a_new_one(fresh: RunDir
     assert elsewhere.checkpoint is not None
     other = RunDir(tmp_path / "runs" / "three")
     used(other, tmp_path)
-    with pytest.raises(FsdpTuneError, match="is of another"):
+    with pytest.raises(FsdpTuneError, match="belongs to another"):
         decide(other, recipe, str(path), overwrite=False)
 
 
@@ -454,7 +454,7 @@ def test_data_that_have_changed_are_refused_on_resume(fresh: RunDir, tmp_path: P
     recipe = used(fresh, tmp_path)
     start = decide(fresh, recipe, "auto", overwrite=False)
     check_data(start, "k1")
-    with pytest.raises(FsdpTuneError, match="no longer those"):
+    with pytest.raises(FsdpTuneError, match="not those that the run started with"):
         check_data(start, "k2")
 
 
@@ -468,13 +468,13 @@ def test_a_run_directory_of_another_version_is_named(fresh: RunDir, tmp_path: Pa
 def test_other_machine_waits_for_the_first_with_a_limit(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     with pytest.raises(FsdpTuneError, match="has not started this recipe") as caught:
-        wait_for_run(fresh, recipe, patience_seconds=0.05, poll_seconds=0.01)
+        wait_for_run(fresh, recipe, timeout_seconds=0.05, poll_seconds=0.01)
     assert caught.value.exit_code == 1
     with locked(fresh):
-        wait_for_run(fresh, recipe, patience_seconds=0.05, poll_seconds=0.01)
-        wait_for_run(fresh, resolved(tmp_path, "launch.num_cpu_threads_per_process=7"), patience_seconds=0.05, poll_seconds=0.01)
+        wait_for_run(fresh, recipe, timeout_seconds=0.05, poll_seconds=0.01)
+        wait_for_run(fresh, resolved(tmp_path, "launch.num_cpu_threads_per_process=7"), timeout_seconds=0.05, poll_seconds=0.01)
         with pytest.raises(FsdpTuneError):
-            wait_for_run(fresh, resolved(tmp_path, "training.max_steps=5"), patience_seconds=0.05, poll_seconds=0.01)
+            wait_for_run(fresh, resolved(tmp_path, "training.max_steps=5"), timeout_seconds=0.05, poll_seconds=0.01)
 
 
 def test_another_machine_does_not_wait_where_the_run_has_finished(fresh: RunDir, tmp_path: Path) -> None:
@@ -482,15 +482,15 @@ def test_another_machine_does_not_wait_where_the_run_has_finished(fresh: RunDir,
     recipe = used(fresh, tmp_path)
     last = checkpoint(fresh, 100)
     finish(fresh, 100)
-    assert not wait_for_run(fresh, recipe, "auto", patience_seconds=0.05, poll_seconds=0.01)
+    assert not wait_for_run(fresh, recipe, "auto", timeout_seconds=0.05, poll_seconds=0.01)
     for other, resume in ((resolved(tmp_path, "training.max_steps=200"), "auto"), (recipe, None)):
         with pytest.raises(FsdpTuneError, match="has not started this recipe"):
-            wait_for_run(fresh, other, resume, patience_seconds=0.05, poll_seconds=0.01)
+            wait_for_run(fresh, other, resume, timeout_seconds=0.05, poll_seconds=0.01)
     with locked(fresh):
-        assert wait_for_run(fresh, recipe, "auto", patience_seconds=0.05, poll_seconds=0.01)
+        assert wait_for_run(fresh, recipe, "auto", timeout_seconds=0.05, poll_seconds=0.01)
     (last / "weights").write_bytes(b"12346")
     with pytest.raises(FsdpTuneError, match="has not started this recipe"):
-        wait_for_run(fresh, recipe, "auto", patience_seconds=0.05, poll_seconds=0.01)
+        wait_for_run(fresh, recipe, "auto", timeout_seconds=0.05, poll_seconds=0.01)
 
 
 def test_status_of_a_finished_run(fresh: RunDir, tmp_path: Path) -> None:
@@ -522,11 +522,11 @@ def test_status_reports_how_killed_ranks_ended(fresh: RunDir, tmp_path: Path) ->
     used(fresh, tmp_path)
     verdict = {"exit_code": 5, "exit_reason": "lost_rank", "step": 7, "time": 0.0, "problem": {"message": "rank 1 was killed by SIGKILL"}}
     (fresh.logs / "outcome.json").write_text(json.dumps(verdict))
-    assert ["begins again at step 0" in way for way in run_status(fresh)["ways_on"]] == [True]
+    assert ["starts again at step 0" in way for way in run_status(fresh)["ways_on"]] == [True]
     checkpoint(fresh, 6)
     facts = run_status(fresh)
     assert (facts["state"], facts["problem"]) == ("lost_rank", "rank 1 was killed by SIGKILL")
-    assert ["--resume auto` goes on from checkpoint-6" in way for way in facts["ways_on"]] == [True, False]
+    assert ["--resume auto` continues from checkpoint-6" in way for way in facts["ways_on"]] == [True, False]
     fresh.merged.mkdir()  # of an earlier, shorter end: only `--overwrite` replaces it
     assert f"merge-checkpoint {fresh.path} --overwrite" in run_status(fresh)["ways_on"][1]
 
@@ -539,5 +539,5 @@ def test_status_does_not_take_a_reused_pid_for_a_rank(fresh: RunDir, tmp_path: P
         )
     )
     facts = run_status(fresh)
-    assert facts["state"] == "died without a word"
+    assert facts["state"] == "died without an outcome"
     assert facts["ranks"][0]["state"] == "gone"

@@ -22,8 +22,8 @@ from fsdp_tune.run.rank_files import Heartbeat
         ),
         (["saving", "saving"], 7, 0.1, "after the save in progress, saving a checkpoint within 2 more steps, then stopping"),
         (["training", "saving"], 20, 10.0, "step 20 is the last one; saving a checkpoint there, then stopping"),
-        (["training", "importing"], 0, 10.0, "stopping; no step has been trained since the launch, so there is nothing to save"),
-        ([], 0, 10.0, "stopping; no step has been trained since the launch, so there is nothing to save"),
+        (["training", "importing"], 0, 10.0, "stopping; no step has been trained in this launch, so there is nothing to save"),
+        ([], 0, 10.0, "stopping; no step has been trained in this launch, so there is nothing to save"),
     ],
 )
 def test_the_step_at_which_a_run_stops_is_named_at_once(phases: list[str], step: int, step_seconds: float | None, line: str) -> None:

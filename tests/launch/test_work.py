@@ -25,8 +25,8 @@ LIMIT_SECONDS = 0.5
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machines, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(machines, "WORD_SECONDS", LIMIT_SECONDS)
+    monkeypatch.setattr(machines, "READ_SECONDS", 0.02)
+    monkeypatch.setattr(machines, "DECISION_SECONDS", LIMIT_SECONDS)
     monkeypatch.setattr(machines, "JOIN_SECONDS", LIMIT_SECONDS)
     monkeypatch.setattr(work, "PUBLISH_SECONDS", 0.05)
 
@@ -52,7 +52,7 @@ def meanwhile(run: RunDir, seconds: float, *, works: bool) -> Iterator[None]:
 def test_a_restart_is_waited_for_while_the_first_machine_counts(works: bool, run: RunDir) -> None:
     run.logs.mkdir()
     with locked(run):
-        first, second = (Machines(run, machine, 2, patience_seconds=20.0) for machine in (0, 1))
+        first, second = (Machines(run, machine, 2, timeout_seconds=20.0) for machine in (0, 1))
         launches: list[object] = []
 
         def follow() -> None:
@@ -76,7 +76,7 @@ def test_a_restart_is_waited_for_while_the_first_machine_counts(works: bool, run
 def test_joining_waits_while_the_first_machine_counts(works: bool, run: RunDir) -> None:
     run.logs.mkdir()
     problems: list[Problem | None] = []
-    second = Machines(run, 1, 2, patience_seconds=20.0)
+    second = Machines(run, 1, 2, timeout_seconds=20.0)
     joining = threading.Thread(target=lambda: problems.append(second.join()))
     with meanwhile(run, 3 * LIMIT_SECONDS, works=works):
         joining.start()

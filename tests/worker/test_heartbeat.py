@@ -155,7 +155,7 @@ def test_a_run_directory_that_is_gone_ends_the_rank(tmp_path: Path) -> None:
     beat = HeartbeatWriter(run, 0)
     beat.beat("training", 1)
     run.path.rename(tmp_path / "elsewhere")
-    with pytest.raises(FailedError, match="no longer there") as caught:
+    with pytest.raises(FailedError, match="is gone") as caught:
         beat.beat("saving", 2)
     assert caught.value.problems[0].code == "run-directory-gone"
     assert not run.path.exists(), "nothing is created in its place"

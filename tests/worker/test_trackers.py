@@ -59,7 +59,7 @@ def test_a_tracker_that_raises_gets_nothing_more() -> None:
     recorder, guard, told = guarded()
     guard.on_log(3)  # type: ignore[attr-defined]
     guard.on_log(2)  # type: ignore[attr-defined]
-    assert told == ["Recorder has failed and gets nothing more: ConnectionError: the server is gone"]
+    assert told == ["Recorder failed and gets no more events: ConnectionError: the server is gone"]
     assert len(recorder.seen) == 1
 
 
@@ -68,7 +68,7 @@ def test_a_tracker_that_hangs_is_left_behind() -> None:
     assert guard.on_log(4) is None  # type: ignore[attr-defined]
     guard.on_log(2)  # type: ignore[attr-defined]
     recorder.stuck.set()
-    assert told == ["Recorder has failed and gets nothing more: TimeoutError: `on_log` did not return within 0.3 s"]
+    assert told == ["Recorder failed and gets no more events: TimeoutError: `on_log` did not return within 0.3 s"]
     assert len(recorder.seen) == 1
 
 
@@ -177,5 +177,5 @@ def test_ids_that_cannot_be_read_are_reported_and_replaced(tmp_path: Path, text:
     run.trackers_json.write_text(text)
     continue_tracker_runs(run, ["wandb"], {}, said.append)
     assert said
-    assert set(said) == {f"WARNING: {run.trackers_json} cannot be read; trackers start another run"}
+    assert set(said) == {f"WARNING: {run.trackers_json} cannot be read; trackers start new runs"}
     continue_tracker_runs(run, ["wandb"], {}, said_nothing)

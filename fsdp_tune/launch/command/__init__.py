@@ -1,1 +1,1 @@
-"""What is started: the accelerate command, its environment, and the run directory that the ranks read."""
+"""The accelerate command, its environment, and the run directory that the ranks read."""

@@ -1,17 +1,17 @@
-"""The exact command and environment that start the ranks of one machine: everything explicit, nothing taken from defaults.
+"""Build the exact command and environment that start the ranks of one machine, without relying on defaults.
 
-What `accelerate launch` 1.15 does with them (accelerate/commands/launch.py), and hence what is passed:
-- `_validate_launch_command` reads the user's default config file unless `--config_file` is given, and takes from a given
-  one only what the command line leaves open. So both are given and agree.
+How `accelerate launch` 1.15 reads them (accelerate/commands/launch.py):
+- `_validate_launch_command` reads the user's default config file unless `--config_file` is given, and uses a given
+  file only for what the command line leaves unset. So both are given and agree.
 - `launch_command` reaches `multi_gpu_launcher`, the only one that spawns ranks (through torch.distributed.run), for
   `args.use_fsdp and not args.cpu`, whatever the device: on CPU `--use_fsdp` spawns, `--cpu` falls through to
   `simple_launcher`, which starts one process. NO_SHARD (plain DDP) therefore starts with `--use_fsdp` too; the worker
-  sets what the libraries read (`fsdp.environment`) before it imports them.
+  sets the variables of the libraries (`recipe.fsdp_arguments.environment`) before it imports them.
 - `_filter_args` builds torchrun's arguments from torchrun's own parser, whose defaults come from PET_* variables. That is
-  the one way to what accelerate has no option for: PET_SIGNALS_TO_HANDLE (torch's launch_agent overwrites
+  the only way to set what accelerate has no option for: PET_SIGNALS_TO_HANDLE (torch's launch_agent overwrites
   TORCHELASTIC_SIGNALS_TO_HANDLE), PET_RDZV_ENDPOINT, PET_RDZV_ID, PET_LOCAL_ADDR. torch's LaunchConfig reads
-  TORCH_ELASTIC_SHUTDOWN_TIMEOUT from 2.12 on; 2.11 kills ranks 30 s after a signal (`env` says so).
-- One machine uses the c10d rendezvous on 127.0.0.1: port 0 binds and picks in one act, so that two runs never meet.
+  TORCH_ELASTIC_SHUTDOWN_TIMEOUT from 2.12 on; 2.11 kills ranks 30 s after a signal (`env` reports it).
+- One machine uses the c10d rendezvous on 127.0.0.1: port 0 chooses and binds in one call, so that two runs never collide.
   Several machines use the static one, which keeps `--machine-rank` the order of the ranks.
 """
 
@@ -32,7 +32,7 @@ from fsdp_tune.core.errors import failed_error, usage_error
 from fsdp_tune.core.processes import heeded
 from fsdp_tune.core.secrets import mask_text, masked
 from fsdp_tune.launch.command.accelerate_arguments import check_extra
-from fsdp_tune.launch.command.rank_environment import clean, telling, unwritten
+from fsdp_tune.launch.command.rank_environment import clean, masked_variables, recorded_variables
 from fsdp_tune.recipe.fsdp_arguments import environment as library_environment
 from fsdp_tune.recipe.rules.launch import variables_to_allow
 from fsdp_tune.recipe.schema import Recipe
@@ -40,7 +40,7 @@ from fsdp_tune.run.directory import RunDir
 
 LAUNCHER_MODULE = "accelerate.commands.launch"
 DEFAULT_MULTI_MACHINE_PORT = 29500
-# A save after a signal takes as long as it moves bytes; the supervisor, not torchrun's agent, ends ranks that stand still.
+# A save after a signal may take long; the supervisor, not torchrun's agent, ends ranks that hang.
 AGENT_SHUTDOWN_SECONDS = 7 * 24 * 3600
 SIGNALS_TO_HANDLE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 LOOPBACK = "127.0.0.1"
@@ -48,7 +48,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """What is started on this machine. `env` is the whole environment of the launcher; `settings` what we added to it."""
+    """The launch on this machine. `env` is the complete environment of the launcher; `settings` is what this tool added to it."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -63,13 +63,13 @@ class LaunchPlan:
     """Names in `launch.env` that the command line had to allow (`--allow-env`)."""
 
     @property
-    def is_whole(self) -> bool:
+    def has_all_ranks(self) -> bool:
         """Whether all ranks of the run are on this machine."""
         return len(self.ranks) == self.world_size
 
     @property
     def launcher_log(self) -> Path:
-        """Machines may share the directory, and each has a launcher of its own."""
+        """The log of the launcher: one for each machine, since machines may share the directory."""
         return self.run.launcher_log if self.machine_rank == 0 else self.run.logs / f"launcher-{self.machine_rank:02d}.log"
 
     @property
@@ -78,11 +78,11 @@ class LaunchPlan:
         return self.run.logs / ("train.log" if self.machine_rank == 0 else f"train-{self.machine_rank:02d}.log")
 
     def to_json(self) -> dict[str, Any]:
-        """The content of launch.json; no secret is in it."""
+        """Return the content of launch.json, with secrets masked."""
         return {
             "argv": [mask_text(word) for word in self.argv],
             "environment": {name: masked(name, value) for name, value in sorted(self.settings.items())},
-            "inherited": telling({name: value for name, value in self.env.items() if name not in self.settings}),
+            "inherited": recorded_variables({name: value for name, value in self.env.items() if name not in self.settings}),
             "removed": list(self.removed),
             "allowed_variables": list(self.allowed_variables),
             "machine_rank": self.machine_rank,
@@ -90,9 +90,9 @@ class LaunchPlan:
             "python": sys.executable,
         }
 
-    def unwritten_variables(self) -> list[str]:
-        """Inherited variables that launch.json lists without their values, since these look like secrets."""
-        return unwritten({name: value for name, value in self.env.items() if name not in self.settings})
+    def masked_variables(self) -> list[str]:
+        """Return the inherited variables whose values launch.json masks as secrets."""
+        return masked_variables({name: value for name, value in self.env.items() if name not in self.settings})
 
     def quoted_argv(self) -> list[str]:
         return [shlex.quote(mask_text(word)) for word in self.argv]
@@ -108,10 +108,10 @@ def launch_plan(
     inherited: Mapping[str, str] | None = None,
     unknown_address: str | None = None,
 ) -> LaunchPlan:
-    """The launch of a resolved recipe. FsdpTuneError (exit 2) where an argument or variable is owned by the recipe.
+    """Return the launch of a resolved recipe.
 
-    `inherited` is the environment to start from; None: this process's own. `unknown_address` stands in for the first
-    machine's where nothing is started here and nobody knows it yet.
+    `inherited` is the environment to start from; None: that of this process. `unknown_address` replaces the address of the first machine
+    where nothing is started and it is not known yet. Raises: usage error (exit 2) if the recipe decides an argument or variable.
     """
     extra = check_extra(extra)
     machines = recipe.launch.num_machines
@@ -141,11 +141,11 @@ def launch_plan(
 class Address:
     ip: str
     port: int
-    """0: whichever is free, chosen when it is bound."""
+    """0: any free port, chosen when it is bound."""
 
 
 def main_process_address(recipe: Recipe, environment: Mapping[str, str], *, unknown: str | None = None) -> Address:
-    """Where rank 0's machine listens. Over several machines the recipe says it, or Kubernetes' or Slurm's own variables."""
+    """Return where the machine of rank 0 listens: for several machines, from the recipe or variables of Kubernetes or Slurm."""
     port = recipe.launch.main_process_port
     if recipe.launch.num_machines == 1:
         return Address(LOOPBACK, 0 if port == "auto" else port)
@@ -153,14 +153,14 @@ def main_process_address(recipe: Recipe, environment: Mapping[str, str], *, unkn
     if not ip:
         raise usage_error(
             "no-main-process-ip",
-            "several machines (`launch.num_machines`) need the address of the first one, and neither Kubernetes nor Slurm gives it",
+            "several machines (`launch.num_machines`) need the address of the first one, and neither Kubernetes nor Slurm provides it",
             hint="set `launch.main_process_ip`, the same on every machine",
         )
     return Address(ip, DEFAULT_MULTI_MACHINE_PORT if port == "auto" else port)
 
 
 def machine_rank_of(recipe: Recipe, given: int | None, environment: Mapping[str, str]) -> int:
-    """`--machine-rank`, or Slurm's number of this node inside a step. Several machines and no number: exit 2."""
+    """Return `--machine-rank`, or the number of this node in a Slurm step. Raises: usage error (exit 2) if neither is known."""
     if given is not None:
         return given
     if recipe.launch.num_machines == 1:
@@ -169,8 +169,8 @@ def machine_rank_of(recipe: Recipe, given: int | None, environment: Mapping[str,
         return int(environment["SLURM_NODEID"])
     raise usage_error(
         "no-machine-rank",
-        f"the recipe is for {recipe.launch.num_machines} machines, and nothing says which of them this is",
-        hint="give `--machine-rank N`, 0 on the machine of `launch.main_process_ip`; inside `srun` it is Slurm's own",
+        f"the recipe is for {recipe.launch.num_machines} machines, and the rank of this one is unknown",
+        hint="pass `--machine-rank N`, 0 on the machine of `launch.main_process_ip`; inside `srun` it comes from Slurm",
     )
 
 
@@ -185,7 +185,7 @@ def _argv(recipe: Recipe, run: RunDir, address: Address, worker_module: str, mac
         "--main_process_ip": address.ip,
         "--main_process_port": address.port,
         "--rdzv_backend": "c10d" if recipe.launch.num_machines == 1 else "static",
-        "--max_restarts": 0,  # `launch.supervise.attempts` restarts the whole launch; its reasons are in `launch.supervise.restart`
+        "--max_restarts": 0,  # `launch.supervise.attempts` restarts the complete launch; `launch.supervise.restart` explains why
         "--mixed_precision": "no",
         "--dynamo_backend": "no",
         "--num_cpu_threads_per_process": threads,
@@ -194,12 +194,12 @@ def _argv(recipe: Recipe, run: RunDir, address: Address, worker_module: str, mac
     return (sys.executable, "-m", LAUNCHER_MODULE, "--use_fsdp", *words, *extra, "-m", worker_module, str(run.path))
 
 
-# Names that torch has had for the allocator's settings; who sets one of them decides.
+# Names of torch for the settings of the allocator. A value that is already set is kept.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def _allocator_settings(recipe: Recipe, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Memory in pages that can be mapped anew hardly fragments; `plan` counts with it. Costs nothing on CUDA, unknown elsewhere."""
+    """Return expandable segments for CUDA: they avoid fragmentation, and `plan` assumes them."""
     if recipe.launch.device != "cuda" or any(name in recipe.launch.env or name in inherited for name in _ALLOCATOR_VARIABLES):
         return {}
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -209,20 +209,20 @@ def _settings(recipe: Recipe, run: RunDir, address: Address) -> dict[str, str]:
     settings = library_environment(recipe) | {
         "OMP_NUM_THREADS": str(recipe.launch.num_cpu_threads_per_process),
         "PET_SIGNALS_TO_HANDLE": ",".join(number.name for number in heeded(SIGNALS_TO_HANDLE)),
-        "PYTHONSAFEPATH": "1",  # else a `datasets.py` in the user's directory is imported by ranks instead of the library
+        "PYTHONSAFEPATH": "1",  # otherwise ranks import a `datasets.py` of the working directory instead of the library
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(AGENT_SHUTDOWN_SECONDS),
     }
     if recipe.launch.num_machines == 1:
         settings |= {
             "PET_RDZV_ENDPOINT": f"{address.ip}:{address.port}",
             "PET_RDZV_ID": hashlib.blake2b(str(run.path).encode(), digest_size=8).hexdigest(),
-            "PET_LOCAL_ADDR": LOOPBACK,  # else ranks are told the host's name, which need not resolve
+            "PET_LOCAL_ADDR": LOOPBACK,  # otherwise ranks get the host name, which may not resolve
         }
-    return recipe.launch.env | settings  # recipe.rules refuses variables that are ours; should one slip through, ours stands
+    return recipe.launch.env | settings  # recipe.rules refuses variables that this tool sets; ours have precedence
 
 
 def check_port(recipe: Recipe, machine_rank: int = 0) -> None:
-    """A port that the recipe names must be free on the machine that is to listen; else exit 1 at once, not after a time-out."""
+    """Check that the port of the recipe is free on the machine that listens. Raises: FailedError (exit 1), instead of a later time-out."""
     port = recipe.launch.main_process_port
     if port == "auto" or machine_rank != 0:
         return
@@ -234,11 +234,11 @@ def check_port(recipe: Recipe, machine_rank: int = 0) -> None:
             raise failed_error(
                 "port-taken",
                 f"port {port} (`launch.main_process_port`) cannot be used: {error.strerror}",
-                hint="name another, or `auto`, which takes a free one",
+                hint="set another port, or `auto` for a free one",
             ) from None
 
 
-def by_hand(recipe: Recipe, run: RunDir) -> tuple[str, ...]:
+def manual_commands(recipe: Recipe, run: RunDir) -> tuple[str, ...]:
     """Return the command lines that start a run directory written by `--no-start`; `N` stands for the machine's number."""
     path = shlex.quote(str(run.path))
     machines = nodes = ""

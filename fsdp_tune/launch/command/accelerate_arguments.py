@@ -1,4 +1,4 @@
-"""`train … -- ACCELERATE ARGS`: which of accelerate's arguments may be given by hand, and where the others live."""
+"""Check the arguments of `train … -- ACCELERATE ARGS`: which are passed on, and where the others are set."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 
-# name → whether a value follows. They change neither what is trained nor which processes run.
+# name → whether a value follows. These change neither the training nor the processes.
 FREE: dict[str, bool] = {
     "debug": False,
     "log_dir": True,
@@ -18,7 +18,7 @@ FREE: dict[str, bool] = {
 }
 SHORT = {"-t": "tee", "-m": "module", "-q": "quiet"}
 
-# What the recipe (or this command) decides. A key with `*` stands for all names that begin so.
+# Arguments that the recipe or the command decides. A key with `*` matches all names with that prefix.
 OWNER: dict[str, str] = {
     "num_processes": "`launch.num_processes`",
     "num_machines": "`launch.num_machines`",
@@ -71,7 +71,7 @@ def check_extra(extra: Sequence[str]) -> tuple[str, ...]:
         word = words.pop(0)
         name, equals, _ = word.partition("=")
         if not name.startswith("--") and name not in SHORT:
-            problems.append(Problem("launch-argument-unknown", f"`{word}` after `--` is no argument of accelerate launch"))
+            problems.append(Problem("launch-argument-unknown", f"`{word}` after `--` is not an argument of `accelerate launch`"))
             continue
         name = SHORT.get(name, name[2:].replace("-", "_"))
         has_value = bool(equals) or (bool(words) and not words[0].startswith("--"))
@@ -92,7 +92,7 @@ def _refusal(word: str, name: str) -> Problem:
             return Problem(
                 "launch-argument-owned",
                 f"`{word}` after `--` is decided by {owner}",
-                hint="set it there, so that what runs is what is written",
+                hint="set it there, so that the recipe describes what runs",
             )
     close = get_close_matches(name, FREE, n=1)
     hint = f"did you mean `--{close[0]}`?" if close else "may be given: " + ", ".join(f"--{free}" for free in FREE)

@@ -1,7 +1,7 @@
-"""The environment of the ranks: what is taken away, what is set, and what of it may be written down.
+"""The environment of the ranks: which variables are removed, and which are recorded.
 
-Leftovers of another job steer the stack behind our back (Accelerate reads RANK, PMI_RANK and FSDP_*; torchrun reads
-PET_*), so they are removed and named in `launch.json`. Nothing is read from the environment for decisions of ours.
+Variables left over from another job would change the stack silently (Accelerate reads RANK, PMI_RANK and FSDP_*; torchrun reads PET_*),
+so they are removed and named in `launch.json`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ STALE_PREFIXES = (
 SLURM_PREFIX = "SLURM_"
 SLURM_STEP_MARK = "SLURM_STEP_ID"
 
-# What changes how ranks run and belongs in the record; all else of the user's environment is nobody's business.
-TELLING_PREFIXES = (
+# Variables that change how ranks run, and are recorded. No other variable of the user is.
+RECORDED_PREFIXES = (
     *("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "ZE_", "ASCEND_", "NCCL_", "GLOO_", "UCX_", "FI_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "KMP_"),
     *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "DATASETS_", "XDG_", "SLURM_", "PYTHON", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
 )
@@ -49,23 +49,23 @@ def is_stale(name: str, *, in_slurm_step: bool) -> bool:
 
 
 def clean(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """What may be inherited, and the sorted names of what is taken away."""
+    """Return the variables that ranks may inherit, and the sorted names of the removed ones."""
     in_step = SLURM_STEP_MARK in environment
     removed = sorted(name for name in environment if is_stale(name, in_slurm_step=in_step))
     return {name: value for name, value in environment.items() if name not in removed}, removed
 
 
-def telling(environment: Mapping[str, str]) -> dict[str, str]:
-    """The inherited variables that matter to a run, masked, sorted by name."""
-    return {name: masked(name, environment[name]) for name in sorted(environment) if name.startswith(TELLING_PREFIXES)}
+def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the inherited variables that matter to a run, masked, sorted by name."""
+    return {name: masked(name, environment[name]) for name in sorted(environment) if name.startswith(RECORDED_PREFIXES)}
 
 
-def unwritten(environment: Mapping[str, str]) -> list[str]:
-    """The inherited variables that `telling` lists and whose values look like secrets, sorted by name."""
-    return [name for name, value in telling(environment).items() if MASK in value and value != environment[name]]
+def masked_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return the names of recorded variables whose values are masked as secrets, sorted."""
+    return [name for name, value in recorded_variables(environment).items() if MASK in value and value != environment[name]]
 
 
 def relevant_variables(environment: Mapping[str, str]) -> dict[str, Any]:
-    """For `env`: what ranks would inherit, masked, and what of another job a launch would take away."""
+    """Return, for `env`, the variables that ranks would inherit, masked, and those that a launch would remove."""
     kept, removed = clean(environment)
-    return {"inherited": telling(kept), "removed_at_launch": removed}
+    return {"inherited": recorded_variables(kept), "removed_at_launch": removed}

@@ -1,4 +1,4 @@
-"""What `--resume` and `--overwrite` mean for a given directory: where a run begins, or why it must not."""
+"""Resolve `--resume` and `--overwrite` for a directory: where the run starts, or why it must not."""
 
 from __future__ import annotations
 
@@ -36,40 +36,40 @@ from fsdp_tune.run.manifest import Progress
 from fsdp_tune.run.rank_files import read_heartbeat, read_outcome
 
 AUTO = "auto"
-# Keys that say how long a run is; when they are unchanged, a finished run stays finished.
+# Keys that set the length of a run. If they are unchanged, a finished run stays finished.
 LENGTH_KEYS = frozenset({"training.max_steps", "training.num_train_epochs", "training.global_batch_size"})
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What every use of a run directory changes."""
+    """The part of a run directory that every use changes."""
 
     launched: bytes | None
-    """launch.json, which each command writes again; None where there is none."""
+    """launch.json, which each command rewrites; None if there is none."""
     checkpoints: frozenset[str]
-    """Ranks that are started without a command write these alone."""
+    """Ranks that are started manually write only these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a run begins. `checkpoint` None: step 0."""
+    """Where a run starts. `checkpoint` None: step 0."""
 
     checkpoint: Checkpoint | None = None
     is_new: bool = True
-    """Whether the run directory has still to be made."""
+    """Whether the run directory does not exist yet."""
     is_finished: bool = False
-    """Nothing is left to do."""
+    """Whether no step is left to train."""
     trajectory_changes: Sequence[Change] = ()
     notices: Sequence[Notice] = ()
     digests_checked: bool = False
     data_key: str | None = field(default=None)
-    """Content key of the data that the steps so far were trained on; None for a new run."""
+    """Content key of the training data so far; None for a new run."""
     snapshot: Snapshot | None = None
-    """Of the directory, before anything else in it was read."""
+    """The directory before anything else in it was read."""
 
     @property
     def step(self) -> int:
-        """Steps that are done."""
+        """Completed steps."""
         return self.checkpoint.step if self.checkpoint else 0
 
 
@@ -78,11 +78,11 @@ def decide(
 ) -> Start:
     """Decide where a run starts; reads only. `resume` None: a new run.
 
-    `digests` False leaves the bytes of checkpoints unread, for an answer at once. `progress` is called with the bytes as they are read.
-    Raises: a usage error (exit 2) with the ways out, where the directory must not be used like this.
+    `digests` False skips reading checkpoints, for an immediate answer. `progress` is called with the number of bytes read.
+    Raises: usage error (exit 2) with alternatives, if the directory must not be used like this.
     """
     if run.path.is_symlink() and not run.path.exists():
-        raise usage_error("bad-output-dir", f"{run.path} is a link that leads nowhere", hint="remove it, or name another `output_dir`")
+        raise usage_error("bad-output-dir", f"{run.path} is a dangling link", hint="remove it, or name another `output_dir`")
     if (checkpoint := enclosing_checkpoint(run.path)) is not None:
         message = f"{run.path} is inside the checkpoint {checkpoint}, and would be removed together with it"
         raise usage_error("output-in-checkpoint", message, hint="name another `output_dir`")
@@ -107,8 +107,9 @@ def decide(
 
 
 def refuse_beyond_end(start: Start, total_steps: int | None) -> None:
-    """Refuses (exit 2) to resume a checkpoint of more steps than the recipe trains: nothing would be trained, and a longer run's model
-    would be reported as this one's. `total_steps` None: not known before the data are prepared.
+    """Refuse a checkpoint of more steps than the recipe trains: the model of a longer run would be reported as this one's.
+
+    `total_steps` None: unknown until the data are prepared. Raises: usage error (exit 2).
     """
     if start.is_finished or start.checkpoint is None or total_steps is None or start.step <= total_steps:
         return
@@ -124,26 +125,26 @@ def refuse_beyond_end(start: Start, total_steps: int | None) -> None:
 
 
 def _refuse_read_only(run: RunDir) -> None:
-    """Before data are prepared for an hour."""
+    """Refuse a read-only directory before the data are prepared, which may take an hour."""
     there = next(path for path in (run.path, *run.path.parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
-        message = f"nothing can be written into {there}: it is read-only, or belongs to somebody else"
+        message = f"{there} is not writable: it is read-only or belongs to another user"
         raise usage_error("bad-output-dir", message, hint="name another `output_dir`, or change the permission")
 
 
 def _refuse_open_directory(run: RunDir) -> None:
-    """Whoever may write into a run directory may put files in the place of ours, or links to other people's."""
+    """Refuse a world-writable directory: other users could replace files, or link them elsewhere."""
     stays_as_it_is = run.is_used or must_be_filled(run.path)
     if stays_as_it_is and run.path.stat().st_mode & stat.S_IWOTH:
         raise usage_error(
             "run-directory-open",
-            f"{run.path} can be written by everybody on this machine",
+            f"{run.path} is writable by every user of this machine",
             hint=f"`chmod o-w {shlex.quote(str(run.path))}`",
         )
 
 
 def _refuse_live_ranks(run: RunDir) -> None:
-    """Ranks that were started by hand have no command that holds the directory for them."""
+    """Refuse a directory with live ranks that were started manually, without a command that locks it."""
     beats = itertools.takewhile(lambda beat: beat is not None, (read_heartbeat(run, rank) for rank in itertools.count()))
     live = [beat.pid for beat in beats if beat is not None and is_rank_of(run.path, beat.rank, beat.pid)]
     if live:
@@ -154,31 +155,31 @@ def _fresh(run: RunDir, *, overwrite: bool) -> Start:
     if run.is_used and not overwrite:
         raise usage_error(
             "run-directory-used",
-            f"{run.path} holds a run already",
+            f"{run.path} already holds a run",
             ways_out=(
-                "--resume auto goes on from its newest checkpoint",
+                "--resume auto continues from its newest checkpoint",
                 "--set output_dir=… or --name … uses another directory",
-                "--overwrite moves it aside and begins anew",
+                "--overwrite moves it aside and starts over",
             ),
         )
     if run.is_used and must_be_filled(run.path):
         raise usage_error(
             "bad-output-dir",
             f"{run.path} is a mount point, a link, or in a directory that cannot be written: the run in it cannot be moved aside",
-            ways_out=("--set output_dir=… uses another directory, also one inside it", "remove what is in it"),
+            ways_out=("--set output_dir=… uses another directory, also one inside it", "remove its contents"),
         )
     _refuse_foreign(run)
     return Start()
 
 
 def _refuse_foreign(run: RunDir) -> None:
-    """A directory with somebody else's files is not ours to fill, nor to move aside."""
+    """Refuse a directory with other files: it is neither filled nor moved aside."""
     if run.is_used:
         return
     if foreign := occupants(run.path, ignored=("lost+found", run.lock.name)):  # a mount point is locked before it is filled
         shown = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
         raise usage_error(
-            "directory-not-empty", f"{run.path} is no run of this tool and is not empty ({shown})", hint="name another `output_dir`"
+            "directory-not-empty", f"{run.path} is not a run of this tool and not empty ({shown})", hint="name another `output_dir`"
         )
 
 
@@ -192,7 +193,7 @@ def _newest(run: RunDir, recipe: Recipe, *, digests: bool, progress: Progress | 
     checkpoint, rejected = latest_checkpoint(run, digests=digests, progress=progress)
     notices = [Notice("checkpoint-rejected", f"{bad.path.name} is not used: {bad.reason}") for bad in rejected]
     if checkpoint is None:
-        notices.append(Notice("no-checkpoint", f"{run.path} has no complete checkpoint: training begins at step 0"))
+        notices.append(Notice("no-checkpoint", f"{run.path} has no complete checkpoint: training starts at step 0"))
     return Start(
         checkpoint,
         is_new=False,
@@ -218,8 +219,8 @@ def _explicit(run: RunDir, recipe: Recipe, path: Path) -> Start:
     if run.is_used and not _same(run.path, source.path):
         raise usage_error(
             "run-directory-used",
-            f"{run.path} holds a run already, and {path} is of another",
-            ways_out=(f"--set output_dir={source.path} goes on in its own run", "--set output_dir=… uses a new directory"),
+            f"{run.path} already holds a run, and {path} belongs to another",
+            ways_out=(f"--set output_dir={source.path} continues in its own run", "--set output_dir=… uses a new directory"),
         )
     _refuse_foreign(run)
     trajectory = check(compare(read_resolved(source), recipe)) if source.is_used else []
@@ -228,8 +229,8 @@ def _explicit(run: RunDir, recipe: Recipe, path: Path) -> Start:
         names = ", ".join(sorted(other.name for other in later))
         raise usage_error(
             "later-checkpoints",
-            f"{run.path} has checkpoints after step {verdict.step} ({names}), which the run would write again",
-            ways_out=("--resume auto goes on from the newest", "--set output_dir=… goes on in a new directory", "remove them"),
+            f"{run.path} has checkpoints after step {verdict.step} ({names}), which the run would overwrite",
+            ways_out=("--resume auto continues from the newest", "--set output_dir=… continues in a new directory", "remove them"),
         )
     return Start(verdict, is_new=not run.is_used, trajectory_changes=trajectory, data_key=read_data_key(source))
 
@@ -240,7 +241,7 @@ def _snapshot(run: RunDir) -> Snapshot:
 
 
 def refuse_when_continued(run: RunDir, start: Start) -> None:
-    """Raise a usage error where the directory has been used since `start` was decided. Call it while owning the directory."""
+    """Refuse a directory that was used after `start` was decided. Call it while owning the directory. Raises: usage error."""
     if start.is_new:
         return
     _refuse_live_ranks(run)
@@ -253,21 +254,21 @@ def _same(left: Path, right: Path) -> bool:
     return left.resolve() == right.resolve()
 
 
-def ways_on(run: RunDir, checkpoint: Checkpoint | None) -> tuple[str, ...]:
-    """The next commands for a run that has stopped before its end."""
+def commands_to_resume(run: RunDir, checkpoint: Checkpoint | None) -> tuple[str, ...]:
+    """Return the next commands for a run that stopped before its end."""
     if not run.path.is_dir():
         return ()
     if checkpoint is None:
-        return (f"`fsdp-tune train … --resume auto` begins again at step 0 in {run.path}",)
+        return (f"`fsdp-tune train … --resume auto` starts again at step 0 in {run.path}",)
     replacing = " --overwrite" if run.merged.is_dir() else ""  # of an earlier end
     return (
-        f"`fsdp-tune train … --resume auto` goes on from {checkpoint.path.name}",
+        f"`fsdp-tune train … --resume auto` continues from {checkpoint.path.name}",
         f"`fsdp-tune merge-checkpoint {run.path}{replacing}` makes a model of {checkpoint.path.name}",
     )
 
 
 def read_resolved(run: RunDir) -> Recipe:
-    """The recipe that a run was last started with."""
+    """Return the recipe that a run was last started with. Raises: FsdpTuneError if this version cannot read it."""
     try:
         recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
         if recipe.launch.num_processes == "auto":
@@ -275,12 +276,12 @@ def read_resolved(run: RunDir) -> Recipe:
     except (OSError, ValueError) as error:
         where = Where(str(run.recipe_json))
         message = f"cannot be read as a recipe of this version: {str(error).splitlines()[0]}"
-        raise FsdpTuneError(Problem("run-unreadable", message, where, "continue with the version that wrote it, or begin anew")) from error
+        raise FsdpTuneError(Problem("run-unreadable", message, where, "continue with the version that wrote it, or start over")) from error
     return recipe
 
 
 def read_data_key(run: RunDir) -> str | None:
-    """The content key in RUN/data.json; None where there is none."""
+    """Return the content key in RUN/data.json, or None."""
     try:
         raw: Any = json.loads(run.data_json.read_bytes())
         return str(raw["key"])
@@ -289,23 +290,23 @@ def read_data_key(run: RunDir) -> str | None:
 
 
 def check_data(start: Start, key: str) -> None:
-    """Refuses training data that a resumed run was not trained on (exit 2). `key` is `Prepared.key`."""
+    """Refuse data other than those of the earlier steps. `key` is `Prepared.key`. Raises: usage error (exit 2)."""
     if start.data_key is not None and key != start.data_key:
         raise usage_error(
             "data-changed",
-            "the training data are no longer those that the run began with: the files, their order or the tokenizer have changed",
-            ways_out=("bring the old data back", "--overwrite or --set output_dir=… begins a new run on the new data"),
+            "the training data are not those that the run started with: the files, their order or the tokenizer changed",
+            ways_out=("restore the old data", "--overwrite or --set output_dir=… starts a new run on the new data"),
         )
 
 
 def wait_for_run(
-    run: RunDir, recipe: Recipe, resume: str | None = None, *, patience_seconds: float = 3600.0, poll_seconds: float = 2.0
+    run: RunDir, recipe: Recipe, resume: str | None = None, *, timeout_seconds: float = 3600.0, poll_seconds: float = 2.0
 ) -> bool:
     """Wait until the first machine has written the run directory for this recipe and owns it, then return True.
 
-    Returns False where `resume` finds a finished run: the first machine starts no ranks.
-    Machines may differ in what only they use (cores); what is trained and the number of ranks must agree.
-    Raises: FailedError when it has not within `patience_seconds`, nor has its count of work changed for so long.
+    Returns False if `resume` finds a finished run: the first machine starts no ranks.
+    Machines may differ in local settings (cores); the training and the number of ranks must agree.
+    Raises: FailedError after `timeout_seconds` without the directory and without a change of the count of work.
     """
     work, is_checked = WorkWatch(run), resume != AUTO
     while True:
@@ -316,30 +317,30 @@ def wait_for_run(
                 is_checked = True  # checkpoints are hashed once
                 if _newest(run, recipe, digests=recipe.checkpoint.verify == "digest", progress=None).is_finished:
                     return False
-        if work.silent_seconds() > patience_seconds:
+        if work.silent_seconds() > timeout_seconds:
             raise failed_error(
                 "first-machine-missing",
-                f"the first machine has not started this recipe in {run.path}, nor counted work for it, within {patience_seconds:.0f} s",
-                hint="all machines must see the same directory, and be given the same recipe and `--set`",
+                f"the first machine has not started this recipe in {run.path}, nor counted work for it, within {timeout_seconds:.0f} s",
+                hint="all machines must see the same directory and get the same recipe and `--set`",
             )
         time.sleep(poll_seconds)
 
 
 def is_for(run: RunDir, recipe: Recipe) -> bool:
-    """Return whether the run directory is for what this machine was given, apart from keys that may differ by machine."""
+    """Return whether the run directory matches the recipe of this machine, apart from keys that may differ by machine."""
     theirs = read_resolved(run)
     same_launch = (theirs.world_size, theirs.launch.num_machines) == (recipe.world_size, recipe.launch.num_machines)
     return same_launch and all(change.kind is OnResume.FREE for change in compare(theirs, recipe))
 
 
 def _finished_step(run: RunDir) -> int | None:
-    """Where the run came to its end; None for one that has not. Its last checkpoint may have been damaged or removed since."""
+    """Return the step at which the run finished, or None. Its last checkpoint may have been damaged or removed since."""
     outcome = read_outcome(run, 0)
     return outcome.step if outcome is not None and outcome.exit_code == 0 else None
 
 
 def move_aside(run: RunDir) -> Path:
-    """Renames a used directory out of the way, for `--overwrite`; nothing of it is lost. Exit 2 where it is in use by now."""
+    """Rename a used directory for `--overwrite`, keeping its contents. Raises: usage error (exit 2) if it is in use."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     aside = run.path.with_name(f"{run.path.name}.old-{stamp}")
     while aside.exists():

@@ -42,13 +42,13 @@ def check(changes: Sequence[Change]) -> list[Change]:
     """Return the changes to report. Raises: FsdpTuneError (exit 2) with one problem for each refused change."""
     refused = [change for change in changes if change.kind is OnResume.REFUSED]
     if refused:
-        hint = "a resumed run keeps it; for another one start afresh: `--set output_dir=…`, or `--overwrite`"
+        hint = "restore the old value, or start a new run with `--set output_dir=…` or `--overwrite`"
         raise FsdpTuneError(*(Problem("resume-refused", f"{change} cannot change on resume", hint=hint) for change in refused))
     return [change for change in changes if change.kind is OnResume.TRAJECTORY]
 
 
 def _class_here(key: str, old: Recipe, new: Recipe) -> OnResume:
-    # Rows that are held out of the training data change what is trained; eval sets of their own do not.
+    # Rows held out of the training data change what is trained; separate eval sets do not.
     if key.split(".")[:2] == ["data", "eval"] and not any(isinstance(each.data.eval, EvalFraction | EvalRows) for each in (old, new)):
         return OnResume.FREE
     return effect_of(key).on_resume

@@ -1,4 +1,4 @@
-"""Writes the run directory: all of it or nothing when it is new; file by file, the old ones kept in history/, on resume."""
+"""Write the run directory: all or nothing for a new run; on resume file by file, keeping the old files in history/."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from fsdp_tune.run.rank_files import clear
 @dataclass(frozen=True, slots=True)
 class RunFiles:
     recipe_text: str
-    """The recipe as the user wrote it."""
+    """The text of the recipe file."""
     overrides: tuple[str, ...]
     recipe: Recipe
-    """As resolved; the only thing that a rank reads."""
+    """The resolved recipe, which the ranks read."""
     reasons: Mapping[str, str]
     plan: LaunchPlan
     environment: Mapping[str, Any]
@@ -40,22 +40,22 @@ class RunFiles:
     """`Prepared.to_json()`."""
     start: Start
     save_model: Callable[[Path], None]
-    """Writes config, generation config and tokenizer into a directory, so that a merge needs no network."""
+    """Write config, generation config and tokenizer into a directory, so that a merge needs no network."""
     profile: ProfiledSteps | None = None
 
 
 def write_run(run: RunDir, files: RunFiles) -> None:
-    """Makes or renews RUN. A reader sees the old files, or the new ones; a crash leaves no directory half made."""
+    """Create or update RUN. A reader sees the old files or the new ones; a crash leaves no partial directory."""
     if files.start.is_new:
         _write_new(run, files)
     else:
-        _renew(run, files)
+        _update(run, files)
 
 
 def _write_new(run: RunDir, files: RunFiles) -> None:
     try:
         with ExitStack() as stack:
-            if must_be_filled(run.path):  # no rename at the end says that another command was faster
+            if must_be_filled(run.path):  # there is no final rename that would fail if another command was faster
                 stack.enter_context(locked(run))
                 for leftover in stages_inside(run.path):
                     undo_fill(run.path, leftover)
@@ -67,12 +67,12 @@ def _write_new(run: RunDir, files: RunFiles) -> None:
             files.save_model(inside.model)
             _write_files(inside, files)
     except OSError as error:
-        if run.is_used:  # the rename met a directory that was empty, or not there, when we looked
-            raise usage_error("run-in-use", f"{run.path} was made by another command just now", ways_out=("--set output_dir=…",)) from error
+        if run.is_used:  # another command filled the directory after the check
+            raise usage_error("run-in-use", f"{run.path} was just created by another command", ways_out=("--set output_dir=…",)) from error
         raise
 
 
-def _renew(run: RunDir, files: RunFiles) -> None:
+def _update(run: RunDir, files: RunFiles) -> None:
     DISK.mkdir(run.history)
     number = 1 + max((int(path.name) for path in run.history.iterdir() if path.name.isdigit()), default=0)
     with staged_directory(run.history / f"{number:03d}") as earlier:
@@ -82,14 +82,14 @@ def _renew(run: RunDir, files: RunFiles) -> None:
     if not run.model.exists():
         with staged_directory(run.model) as stage:
             files.save_model(stage)
-    clear(run, range(files.recipe.world_size), with_verdict=True)  # before the recipe: the next command must not take this run for finished
+    clear(run, range(files.recipe.world_size), with_verdict=True)  # before the recipe: the next command must not consider this run finished
     _write_files(run, files)
     if changes := files.start.trajectory_changes:
         append_event(run, "recipe_changed", files.start.step, changes=[change.as_dict() for change in changes])
 
 
 def _write_files(run: RunDir, files: RunFiles) -> None:
-    """recipe.json last: it is what makes a directory a run."""
+    """Write the files of a run, recipe.json last: it marks the directory as a run."""
     write_file(run.recipe_yaml, mask_text(_with_overrides(files.recipe_text, files.overrides)), private=True)
     write_file(run.accelerate_yaml, yaml.safe_dump(accelerate_config(files.recipe), sort_keys=False))
     write_json(run.environment_json, dict(files.environment), private=True)
@@ -100,7 +100,7 @@ def _write_files(run: RunDir, files: RunFiles) -> None:
 
 
 def _with_overrides(text: str, overrides: tuple[str, ...]) -> str:
-    """The file as written; what `--set` changed stands below it as comments."""
+    """Return the recipe text, with the overrides of `--set` appended as comments."""
     if not overrides:
         return text
     lines = "".join(f"#   --set {' '.join(override.split())}\n" for override in overrides)

@@ -1,12 +1,12 @@
-"""Coordination of the supervisors of several machines, through the run directory that they share.
+"""Coordinate the supervisors of several machines through the shared run directory.
 
-Each machine has one file, logs/machine-NN.json: which launch of the run it is in, and how that launch ended there. The first
-machine judges for all and alone decides on another launch; the others follow its file.
+Each machine writes one file, logs/machine-NN.json: its current launch of the run, and how that launch ended there. The first machine
+judges for all and alone decides on another launch; the others follow its file.
 
-A life of the run is one start of it: the claim of the first machine's command on the run directory, whose id every file
-carries. Files of an older life may be found at any time, also of commands that were killed a moment ago, so another machine
-joins by a handshake: it writes a token that is new, and takes the life from the file of the first machine once that repeats
-the token. Before each launch the first machine waits until all others have confirmed it.
+A life of the run is one start of it: the claim of the first machine's command on the run directory, whose id is in every file. Files of
+an older life may exist at any time, also of commands that were killed a moment ago. So another machine joins by a handshake: it writes
+a new token, and reads the life from the file of the first machine once that repeats the token. Before each launch the first machine
+waits until all others have confirmed it.
 """
 
 from __future__ import annotations
@@ -31,51 +31,51 @@ from fsdp_tune.launch.supervise.verdict import ECHO_CODES, Ended
 from fsdp_tune.run.directory import RunDir
 
 JOIN_SECONDS = 3600.0
-"""For the first machine's command to check its inputs and to confirm that this machine is in. It may take longer while its count of
-work moves (`launch.machines.work`), as it may for the next launch."""
-LOOK_SECONDS = 1.0
-"""Network file systems are not asked more often."""
+"""Limit for the first machine to check its inputs and to confirm that this machine has joined. It may take longer while its count of work
+changes (`launch.machines.work`), as it may before the next launch."""
+READ_SECONDS = 1.0
+"""Time between two reads of a file on a network file system."""
 GATHER_SECONDS = 90.0
-"""For the other machines to end their ranks, once the first has; a network file system may show a file 30 s late."""
+"""Limit for the other machines to end their ranks after the first; a network file system may show a file 30 s late."""
 SHARE_SECONDS = 60.0
-"""For the other machines to tell where their ranks stand."""
-WORD_SECONDS = 600.0
-"""For the first machine's word after a launch."""
+"""Limit for the other machines to publish where their ranks are."""
+DECISION_SECONDS = 600.0
+"""Limit for the decision of the first machine after a launch."""
 
 NOT_STARTED = -1
-"""The launch of a machine that has confirmed none."""
+"""The launch number of a machine that has confirmed none."""
 
 State = Literal["waiting", "gathering", "ready", "running", "ended", "final"]
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
-    """The last that a machine said of itself."""
+class Report:
+    """The last published state of a machine."""
 
     machine: int
     launch: int
     """0 for the first launch of the command, then one more for each restart."""
     state: State
-    """waiting: to join. ready: for this launch. running. ended: this launch, here. Of the first machine alone: gathering (the
-    others for this launch), and final (no other launch will come)."""
+    """waiting: to join. ready: for this launch. running. ended: this launch, on this machine. On the first machine only: gathering (waits
+    for the others), and final (there is no other launch)."""
     ended: Ended | None = None
     standings: tuple[Standing, ...] = ()
-    """Where its ranks stand, once nothing moves."""
+    """Where its ranks are, in a hang."""
     silent_seconds: float = 0.0
 
 
 class Machines:
-    """The part of this machine in a run over several. A machine alone writes nothing and waits for none."""
+    """This machine in a run over several. A single machine writes nothing and never waits."""
 
-    def __init__(self, run: RunDir, machine: int, count: int, *, patience_seconds: float) -> None:
-        self._run, self._machine, self._count, self._patience_seconds = run, machine, count, patience_seconds
+    def __init__(self, run: RunDir, machine: int, count: int, *, timeout_seconds: float) -> None:
+        self._run, self._machine, self._count, self._timeout_seconds = run, machine, count, timeout_seconds
         self._launch = NOT_STARTED
-        self._looked = time.monotonic()
-        self._words: dict[int, Word] = {}
+        self._polled_at = time.monotonic()
+        self._reports: dict[int, Report] = {}
         self._life: str | None = None
         self._token = secrets.token_hex(8)
         self._tokens: dict[int, str] = {}
-        """Of the first machine: the token of each machine that has joined."""
+        """On the first machine: the token of each machine that has joined."""
 
     @property
     def others(self) -> list[int]:
@@ -84,7 +84,7 @@ class Machines:
     def gather(self, launch: int) -> Problem | None:
         """Announce a launch on the first machine and wait until every other machine has confirmed it.
 
-        Returns why the launch must not start: a machine that did not come, or one that failed before it started.
+        Returns why the launch must not start: a missing machine, or one that failed before the launch.
         """
         self._launch = launch
         if not self.others:
@@ -92,119 +92,121 @@ class Machines:
         owner = read_owner(self._run.lock)
         self._life = owner.claim if owner is not None else None
         started = time.monotonic()
-        self._words = {}
-        self._say(Word(self._machine, launch, "gathering"))
+        self._reports = {}
+        self._publish(Report(self._machine, launch, "gathering"))
         while True:
             self._admit()
-            present = [word.machine for word in self._read_others()]
+            present = [report.machine for report in self._read_others()]
             failure = self.trouble()
             if failure is not None or len(present) == len(self.others):
                 break
-            if time.monotonic() - started > self._patience_seconds:
+            if time.monotonic() - started > self._timeout_seconds:
                 failure = self._missing(present, time.monotonic() - started)
                 break
-            time.sleep(LOOK_SECONDS)
+            time.sleep(READ_SECONDS)
         if failure is None:
-            self._say(Word(self._machine, launch, "running"))
+            self._publish(Report(self._machine, launch, "running"))
         return failure
 
     def join(self) -> Problem | None:
-        """Join the life of the run that the first machine's command leads now; returns the problem if that does not come."""
+        """Join the current life of the run. Returns the problem if the first machine does not confirm it."""
         is_announced = False
         work = WorkWatch(self._run)
         while work.silent_seconds() < JOIN_SECONDS:
-            if not is_announced or not _path(self._run, self._machine).exists():  # `--overwrite` moves it aside with the old run
+            if not is_announced or not _path(self._run, self._machine).exists():  # `--overwrite` moves it away with the old run
                 with contextlib.suppress(FileNotFoundError):
-                    self._say(Word(self._machine, NOT_STARTED, "waiting"))
+                    self._publish(Report(self._machine, NOT_STARTED, "waiting"))
                     is_announced = True
             leader = _load(self._run, 0)
             if leader.get("tokens", {}).get(str(self._machine)) == self._token:
                 self._life = leader["life"]
                 return None
-            time.sleep(LOOK_SECONDS)
-        message = f"the first machine did not confirm that machine {self._machine} takes part in {self._run.path}"
-        return Problem("first-machine-missing", message, hint="its own output says why")
+            time.sleep(READ_SECONDS)
+        message = f"the first machine did not admit machine {self._machine} to {self._run.path}"
+        return Problem("first-machine-missing", message, hint="see the output of its command")
 
     def environment(self) -> dict[str, str]:
-        """Variables for the launcher: agents of different lives or launches never form one group."""
+        """Return variables for the launcher, so that agents of different lives or launches never form one group."""
         return {"PET_RDZV_ID": f"{self._life}-{self._launch}"} if self.others else {}
 
     def end(self, ended: Ended) -> None:
-        self._say(Word(self._machine, self._launch, "ended", ended))
+        self._publish(Report(self._machine, self._launch, "ended", ended))
 
     def conclude(self, ended: Ended) -> None:
-        """The first machine's: no other launch will come."""
-        self._say(Word(self._machine, self._launch, "final", ended))
+        """Publish, on the first machine, that there is no other launch."""
+        self._publish(Report(self._machine, self._launch, "final", ended))
 
-    def is_time_to_look(self) -> bool:
-        """At most once a second, and never on a machine that is alone."""
-        if not self.others or time.monotonic() - self._looked < LOOK_SECONDS:
+    def is_poll_due(self) -> bool:
+        """Return whether to read the other machines: at most once a second, never on a single machine."""
+        if not self.others or time.monotonic() - self._polled_at < READ_SECONDS:
             return False
-        self._looked = time.monotonic()
+        self._polled_at = time.monotonic()
         return True
 
     def trouble(self) -> Problem | None:
-        """Return the failure of another machine, which ends the ranks here although they may still run."""
-        for word in self._read_others():
-            if word.ended is not None and word.ended.problem is not None:
-                return Problem("machine-failed", f"machine {word.machine}: {word.ended.problem.message}", hint=word.ended.problem.hint)
+        """Return the failure of another machine, which ends the ranks here too."""
+        for report in self._read_others():
+            if report.ended is not None and report.ended.problem is not None:
+                return Problem(
+                    "machine-failed", f"machine {report.machine}: {report.ended.problem.message}", hint=report.ended.problem.hint
+                )
         return None
 
     def stopped_elsewhere(self) -> ExitReason | None:
-        """Return why the ranks of another machine were stopped; None where none were. Those here would wait for them."""
-        return next((word.ended.reason for word in self._read_others() if word.ended is not None and word.ended.is_stop), None)
+        """Return why the ranks of another machine were stopped, or None. Ranks here would wait for them."""
+        return next((report.ended.reason for report in self._read_others() if report.ended is not None and report.ended.is_stop), None)
 
     def _missing(self, present: Sequence[int], seconds: float) -> Problem:
         absent = [machine for machine in self.others if machine not in present]
         names = ", ".join(f"machine {machine}" for machine in absent)
-        message = f"{self._count - len(absent)} of {self._count} machines came within {format_seconds(seconds)}; missing: {names}"
+        message = f"{self._count - len(absent)} of {self._count} machines joined within {format_seconds(seconds)}; missing: {names}"
         hint = "start `fsdp-tune train … --machine-rank N` on each of them, with the same recipe; all must see the run directory"
         return Problem("machines-missing", message, hint=hint)
 
-    def asked_to_look(self) -> float | None:
-        """For how long nothing has moved, where another machine has found that and wants to know where the ranks of this one stand."""
-        return max((word.silent_seconds for word in self._read_others() if word.standings), default=None)
+    def silence_elsewhere(self) -> float | None:
+        """Return the seconds without progress if another machine has detected a hang and waits for the standings of this one."""
+        return max((report.silent_seconds for report in self._read_others() if report.standings), default=None)
 
     def share(self, standings: Sequence[Standing], silent_seconds: float) -> list[Standing]:
-        """Tells where the ranks of this machine stand, and waits for the other machines to tell the same: all ranks that are known."""
-        self._say(Word(self._machine, self._launch, "running", standings=tuple(standings), silent_seconds=silent_seconds))
+        """Publish the standings of this machine and wait for those of the others. Returns all known standings by rank."""
+        self._publish(Report(self._machine, self._launch, "running", standings=tuple(standings), silent_seconds=silent_seconds))
         deadline = time.monotonic() + SHARE_SECONDS
-        while not all(word.standings for word in self._read_others()) and time.monotonic() < deadline:
-            time.sleep(LOOK_SECONDS)
-        every = [*standings, *(standing for word in self._read_others() for standing in word.standings)]
+        while not all(report.standings for report in self._read_others()) and time.monotonic() < deadline:
+            time.sleep(READ_SECONDS)
+        every = [*standings, *(standing for report in self._read_others() for standing in report.standings)]
         return sorted(every, key=lambda standing: standing.rank)
 
     def verdict(self, ended: Ended) -> Ended:
-        """The first machine's judgement for all: its own, or the first failure elsewhere that is no echo of another."""
+        """Return the verdict of the first machine for all: its own, or the first failure elsewhere that is not a consequence of another."""
         if ended.problem is None or not self.others:
             return ended
         deadline = time.monotonic() + GATHER_SECONDS
-        while any(word.ended is None for word in self._read_others()) and time.monotonic() < deadline:
-            time.sleep(LOOK_SECONDS)
-        return combined(ended, [word.ended for word in self._read_others() if word.ended is not None])
+        while any(report.ended is None for report in self._read_others()) and time.monotonic() < deadline:
+            time.sleep(READ_SECONDS)
+        return combined(ended, [report.ended for report in self._read_others() if report.ended is not None])
 
     def next_launch(self) -> int | Ended | None:
         """Wait for the next launch of the first machine and confirm it.
 
-        Returns its number once all machines have confirmed it, or how the run ended; None where the first machine is gone.
+        Returns its number once all machines have confirmed it, or how the run ended; None if the first machine is gone.
         """
         confirmed: int | None = None
-        deadline, work = time.monotonic() + WORD_SECONDS, WorkWatch(self._run)
-        while time.monotonic() < deadline or work.silent_seconds() < WORD_SECONDS:
-            is_led = self._is_led()  # before its file is read: the last thing that it writes may be there by then
-            word = self._read(0)
-            if word is not None and word.state == "final":
-                return word.ended
-            if word is not None and word.state == "gathering" and word.launch > self._launch and word.launch != confirmed:
-                confirmed = word.launch
-                self._say(Word(self._machine, word.launch, "ready"))
-                deadline = time.monotonic() + self._patience_seconds + GATHER_SECONDS
-            if word is not None and word.state == "running" and word.launch == confirmed:
-                self._launch, self._words = word.launch, {}
-                return word.launch
+        deadline, work = time.monotonic() + DECISION_SECONDS, WorkWatch(self._run)
+        while time.monotonic() < deadline or work.silent_seconds() < DECISION_SECONDS:
+            is_led = self._is_led()  # before reading its file, to see its last write
+            report = self._read(0)
+            if report is not None and report.state == "final":
+                return report.ended
+            if report is not None and report.state == "gathering" and report.launch > self._launch and report.launch != confirmed:
+                confirmed = report.launch
+                self._publish(Report(self._machine, report.launch, "ready"))
+                deadline = time.monotonic() + self._timeout_seconds + GATHER_SECONDS
+            if report is not None and report.state == "running" and report.launch == confirmed:
+                self._launch, self._reports = report.launch, {}
+                return report.launch
             if not is_led:
                 return None
-            time.sleep(LOOK_SECONDS)
+            time.sleep(READ_SECONDS)
         return None
 
     def _is_led(self) -> bool:
@@ -212,47 +214,47 @@ class Machines:
         return owner is not None and owner.claim == self._life and not is_abandoned(self._run.lock)
 
     def _is_admitted(self, machine: int, token: object) -> bool:
-        """Whether a file is by the command that joined, and not by an earlier one for that machine; checked by the first machine."""
+        """Return whether a file is from the command that joined, not from an earlier one; only the first machine checks."""
         return self._machine != 0 or self._tokens.get(machine) == token
 
     def _admit(self) -> None:
-        """Repeat the token of each machine that waits to join, in the file of this one."""
+        """Repeat the token of each waiting machine in the file of this machine."""
         waiting = {machine: str(raw["token"]) for machine in self.others if (raw := _load(self._run, machine)).get("state") == "waiting"}
         if waiting.items() - self._tokens.items():
             self._tokens |= waiting
-            self._say(Word(self._machine, self._launch, "gathering"))
+            self._publish(Report(self._machine, self._launch, "gathering"))
 
-    def _say(self, word: Word) -> None:
+    def _publish(self, report: Report) -> None:
         if self.others:
             content = {
                 "life": self._life,
                 "token": self._token,
                 "tokens": self._tokens,
                 "host": socket.gethostname(),
-                "launch": word.launch,
-                "state": word.state,
-                "ended": word.ended.as_dict() if word.ended else None,
-                "standings": [standing.as_dict() for standing in word.standings],
-                "silent_seconds": word.silent_seconds,
+                "launch": report.launch,
+                "state": report.state,
+                "ended": report.ended.as_dict() if report.ended else None,
+                "standings": [standing.as_dict() for standing in report.standings],
+                "silent_seconds": report.silent_seconds,
             }
             write_json(_path(self._run, self._machine), content)
 
-    def _read_others(self) -> list[Word]:
-        """Of machines that are in this launch, by number. A machine that has gone on to the next one has ended this one."""
+    def _read_others(self) -> list[Report]:
+        """Return the reports of machines in this launch, by number. A machine in the next launch has ended this one."""
         for machine in self.others:
-            word = self._read(machine)
-            if word is not None and word.launch in (self._launch, NOT_STARTED):
-                self._words[machine] = word
-        return [self._words[machine] for machine in sorted(self._words)]
+            report = self._read(machine)
+            if report is not None and report.launch in (self._launch, NOT_STARTED):
+                self._reports[machine] = report
+        return [self._reports[machine] for machine in sorted(self._reports)]
 
-    def _read(self, machine: int) -> Word | None:
-        """Return the last word of a machine in this life; None where it has none, or only one of an older life."""
+    def _read(self, machine: int) -> Report | None:
+        """Return the last report of a machine in this life, or None."""
         raw = _load(self._run, machine)
         if self._life is None or raw.get("life") != self._life or not self._is_admitted(machine, raw.get("token")):
             return None
         try:
             standings = tuple(Standing(**each) for each in raw["standings"])
-            return Word(machine, int(raw["launch"]), raw["state"], _ended(raw["ended"]), standings, float(raw["silent_seconds"]))
+            return Report(machine, int(raw["launch"]), raw["state"], _ended(raw["ended"]), standings, float(raw["silent_seconds"]))
         except (ValueError, KeyError, TypeError):
             return None
 
@@ -262,7 +264,7 @@ def _path(run: RunDir, machine: int) -> Path:
 
 
 def _load(run: RunDir, machine: int) -> dict[str, Any]:
-    """Return the content of a machine's file; {} where there is none."""
+    """Return the content of a machine's file; {} if there is none."""
     try:
         raw: Any = json.loads(_path(run, machine).read_bytes())
     except (OSError, ValueError):
@@ -271,7 +273,7 @@ def _load(run: RunDir, machine: int) -> dict[str, Any]:
 
 
 def machines_elsewhere(run: RunDir, count: int) -> set[int]:
-    """Return the machines of a run that are not this one: processes on them cannot be seen from here."""
+    """Return the machines of a run other than this one, whose processes are not visible here."""
     owner = read_owner(run.lock)
     hosts = {} if owner is None else {0: owner.host}
     life = _load(run, 0).get("life")
@@ -289,7 +291,7 @@ def _ended(raw: dict[str, Any] | None) -> Ended | None:
 
 
 def combined(ended: Ended, elsewhere: Sequence[Ended]) -> Ended:
-    """Return `ended` with the cause of the end, on whichever machine that was, and the largest step."""
+    """Return `ended` with the cause of the end on any machine, and the largest step."""
     every = [ended, *elsewhere]
     failure = next((each for each in every if each.problem is not None and each.problem.code not in ECHO_CODES), None)
     cause = failure or next((each for each in every if each.is_stop), ended)

@@ -1,7 +1,7 @@
-"""The counter by which the first machine of a run shows the others that it works before a launch.
+"""The counter with which the first machine of a run shows the others that it works before a launch.
 
-What takes long then (tokenising rows, hashing a checkpoint) is counted in a file that the others read. Only a change of the count
-matters, so a file that a killed command has left is never taken for work.
+Long work before a launch (tokenising rows, hashing a checkpoint) is counted in a file that the others read. Only a change of the count
+matters, so the file of a killed command is not mistaken for work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PUBLISH_SECONDS = 1.0
 
 
 class WorkCounter:
-    """Counts rows or bytes, and publishes the count at most once a second; on a run of one machine it publishes nothing."""
+    """Count rows or bytes and publish the count at most once a second; a run on one machine publishes nothing."""
 
     def __init__(self, run: RunDir, machines: int) -> None:
         self._paths = _paths(run) if machines > 1 else ()
@@ -42,13 +42,13 @@ class WorkCounter:
             with suppress(OSError):
                 DISK.mkdir(self._paths[0].parent)
             for path in self._paths:
-                with suppress(OSError):  # the next place is tried; where none can be written, the others wait for their usual time
+                with suppress(OSError):  # try the next path; if none is writable, the others wait for their usual time
                     write_json(path, {"count": self._count, "time": time.time()})
                     return
 
 
 class CountedBar:
-    """A bar whose progress is also counted as work."""
+    """A progress bar that also counts work."""
 
     def __init__(self, bar: Bar, work: WorkCounter) -> None:
         self._bar, self._work = bar, work
@@ -59,7 +59,7 @@ class CountedBar:
 
 
 class WorkWatch:
-    """Follows the counter from another machine."""
+    """Follow the counter from another machine."""
 
     def __init__(self, run: RunDir) -> None:
         self._paths = _paths(run)
@@ -77,7 +77,7 @@ class WorkWatch:
 
 
 def _paths(run: RunDir) -> tuple[Path, ...]:
-    """Next to the run directory, which may not exist yet; in its logs where its parent cannot be written."""
+    """Return the paths to try: next to the run directory, which may not exist yet, else in its logs."""
     return run.path.with_name(f".{run.name}.work.json"), run.logs / "work.json"
 
 

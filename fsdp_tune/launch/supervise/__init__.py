@@ -1,1 +1,1 @@
-"""From the start of a launch to its verdict: watch ranks, pass on signals, restart."""
+"""Supervise a launch: watch ranks, forward signals, judge the end, restart."""

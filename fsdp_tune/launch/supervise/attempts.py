@@ -1,4 +1,4 @@
-"""A run from its first launch to its last: starts it again after a failure that may not happen twice, from the newest checkpoint."""
+"""Launch a run, and launch it again from the newest checkpoint after a transient failure."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.run.rank_files import verdict_path
 
 RowsOfStep = Callable[[int], str | None]
-"""Names the rows of a step (counted from 1), or None where nobody can."""
+"""Return the names of the rows of a step (counted from 1), or None if they are unknown."""
 
 
 class Attempts:
-    """The launches of one command on one machine. Of several machines the first decides, and the others follow."""
+    """The launches of one command on one machine. With several machines the first decides and the others follow."""
 
     def __init__(self, plan: LaunchPlan, recipe: Recipe, rows_of_step: RowsOfStep) -> None:
         self._plan, self._recipe, self._rows_of_step = plan, recipe, rows_of_step
         self._failures: list[Failure] = []
         self._hang_seconds = parse_seconds(recipe.launch.hang_timeout)
-        self._machines = Machines(plan.run, plan.machine_rank, recipe.launch.num_machines, patience_seconds=self._hang_seconds)
+        self._machines = Machines(plan.run, plan.machine_rank, recipe.launch.num_machines, timeout_seconds=self._hang_seconds)
 
     def events(self) -> Generator[Event]:
-        """Everything that happens, over all launches. The last event is `Ended`, and then no process is left."""
+        """Yield the events of all launches. The last is `Ended`; no process is left by then."""
         return self._lead() if self._plan.machine_rank == 0 else self._follow()
 
     def _lead(self) -> Generator[Event]:
@@ -63,13 +63,13 @@ class Attempts:
                 self._machines.conclude(ended)
                 yield ended
                 return
-            yield Said(self._begin_again(decision, checkpoint))
+            yield Said(self._prepare_restart(decision, checkpoint))
 
     def _follow(self) -> Generator[Event]:
         problem = self._machines.join()
         if problem is None and not is_for(self._plan.run, self._recipe):
             problem = Problem(
-                "machines-differ", "the first machine runs another recipe", hint="give all machines the same recipe and `--set`"
+                "machines-differ", "the first machine runs another recipe", hint="pass the same recipe and `--set` on all machines"
             )
             self._machines.end(Ended(ExitCode.FAILED, ExitReason.FAILED, 0, problem))
         if problem is not None:
@@ -77,9 +77,9 @@ class Attempts:
             return
         ended: Ended | None = None
         while True:
-            word = self._machines.next_launch()
-            if not isinstance(word, int):
-                yield _at_the_end(ended, word, self._plan.run)
+            launch = self._machines.next_launch()
+            if not isinstance(launch, int):
+                yield _final(ended, launch, self._plan.run)
                 return
             _, ended = yield from self._launch()
             self._machines.end(ended)
@@ -101,16 +101,16 @@ class Attempts:
         self._failures.append(Failure(ended.problem, ended.step, checkpoint_step, has_trained))
         return decide(self._failures, self._recipe.launch.max_restarts, self._rows_of_step), checkpoint
 
-    def _begin_again(self, restart: Restart, checkpoint: Checkpoint | None) -> str:
-        """Writes where the next launch begins, and the event; returns the line for people."""
+    def _prepare_restart(self, restart: Restart, checkpoint: Checkpoint | None) -> str:
+        """Write where the next launch starts, and the event. Returns the message to print."""
         run, failure = self._plan.run, self._failures[-1]
         write_resume(run, checkpoint, digests_checked=self._recipe.checkpoint.verify == "digest")
         total = self._recipe.launch.max_restarts
-        begin = checkpoint.step if checkpoint else 0
+        start_step = checkpoint.step if checkpoint else 0
         append_event(
             run,
             "restarted",
-            begin,
+            start_step,
             restart=restart.number,
             max_restarts=total,
             failed_after_step=failure.step,
@@ -118,20 +118,20 @@ class Attempts:
             message=failure.problem.message,
         )
         source = checkpoint.path.name if checkpoint else "step 0 (there is no complete checkpoint yet)"
-        again = max(0, failure.step - begin)
-        lost = f"; {again} steps are done again" if again > 1 else "; 1 step is done again" if again else ""
+        again = max(0, failure.step - start_step)
+        lost = f"; {again} {'steps' if again > 1 else 'step'} will be repeated" if again else ""
         return f"{failure.problem.message}: restarting from {source} (restart {restart.number} of {total}){lost}"
 
 
-def _at_the_end(mine: Ended | None, word: Ended | None, run: RunDir) -> Ended:
-    """What another machine than the first ends with: the run's problem, where its own is only an echo of that."""
-    if mine is None and word is not None:
-        return word
+def _final(mine: Ended | None, leader: Ended | None, run: RunDir) -> Ended:
+    """Return the end of a machine other than the first: the problem of the run if its own is only a consequence of that."""
+    if mine is None and leader is not None:
+        return leader
     if mine is None:
         message = f"the first machine did not start its ranks in {run.path}"
-        problem = Problem("first-machine-missing", message, hint="its own output says why")
+        problem = Problem("first-machine-missing", message, hint="see the output of its command")
         return Ended(ExitCode.FAILED, ExitReason.FAILED, 0, problem)
     is_echo = mine.problem is None or mine.problem.code in ECHO_CODES
-    if word is None or not is_echo or (word.problem is None and not word.is_stop):
+    if leader is None or not is_echo or (leader.problem is None and not leader.is_stop):
         return mine
-    return replace(mine, exit_code=word.exit_code, reason=word.reason, problem=word.problem)
+    return replace(mine, exit_code=leader.exit_code, reason=leader.reason, problem=leader.problem)

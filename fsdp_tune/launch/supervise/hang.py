@@ -1,4 +1,4 @@
-"""When nothing moves: where every rank of this machine stands, which one is late, and what the others wait in."""
+"""Diagnose a hang: where each rank of this machine is, which rank is late, and in which collective the others wait."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Heartbeat
 
 ANSWER_SECONDS = 5.0
-"""For all ranks together to write their stacks; a rank in uninterruptible sleep never does."""
+"""Limit for all ranks to write their stacks; a rank in uninterruptible sleep never does."""
 STATES = {
     psutil.STATUS_STOPPED: "stopped (SIGSTOP)",
     psutil.STATUS_TRACING_STOP: "held by a debugger",
-    psutil.STATUS_DISK_SLEEP: "in uninterruptible sleep (it waits for a disk or a driver)",
+    psutil.STATUS_DISK_SLEEP: "in uninterruptible sleep (waiting for a disk or a driver)",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where one rank stood. Everything but the rank may be unknown: a rank that is stuck early has left no sign."""
+    """Where one rank is. Everything but the rank may be unknown: a rank that hangs early has written no heartbeat."""
 
     rank: int
     step: int | None = None
     phase: str | None = None
     state: str | None = None
-    """Why its process cannot run, when it cannot."""
+    """Why its process cannot run, or None."""
     waits_in: str | None = None
     at: str | None = None
     collective: Mapping[str, Any] | None = None
-    """The one that it is in or was in last, by its flight recorder: name, number, group, ended, entered."""
+    """Its current or last collective from the flight recorder: name, number, group, ended, entered."""
 
     def __str__(self) -> str:
-        parts = ["before its first sign of life" if self.phase is None else f"step {self.step}, `{self.phase}`"]
+        parts = ["before its first heartbeat" if self.phase is None else f"step {self.step}, `{self.phase}`"]
         if self.state is not None:
             parts.append(self.state)
         if self.at is not None and (self.state is not None or self.waits_in is None):
@@ -54,11 +54,13 @@ class Standing:
         return asdict(self)
 
 
-def look_at(run: RunDir, ranks: Mapping[int, psutil.Process], beats: Mapping[int, Heartbeat]) -> tuple[list[Standing], dict[int, str]]:
-    """Asks each rank for its stacks, and looks at its process. Returns what was found and the stacks as text, by rank.
+def collect_standings(
+    run: RunDir, ranks: Mapping[int, psutil.Process], beats: Mapping[int, Heartbeat]
+) -> tuple[list[Standing], dict[int, str]]:
+    """Return the standing of each rank, and its stacks as text.
 
-    faulthandler answers SIGUSR2 from C, also where Python's lock is held. A stopped rank is let go on for as long as its
-    answer takes: the signal that waits for it comes before anything else that it does.
+    Each rank dumps its stacks on SIGUSR2: faulthandler does so from C, even while the GIL is held. A stopped rank is continued until it
+    has written them; the pending signal is handled before any other work.
     """
     states = {rank: _state(process) for rank, process in ranks.items()}
     starts = {rank: _size(run.rank_log(rank)) for rank in ranks}
@@ -87,7 +89,7 @@ def look_at(run: RunDir, ranks: Mapping[int, psutil.Process], beats: Mapping[int
 
 
 def with_launcher_state(standings: Sequence[Standing], ranks: range, launcher: psutil.Process) -> list[Standing]:
-    """Return the standings of all `ranks`, with the state of their launcher where that cannot run.
+    """Return the standings of all `ranks`, with the state of their launcher if it cannot run.
 
     torchrun's agent starts the ranks and serves the store through which they find each other, so they wait for it.
     """
@@ -118,7 +120,7 @@ def _signal(process: psutil.Process, number: int) -> None:
 
 
 def _dumps_on_request(pid: int) -> bool:
-    """Whether the process has a handler for SIGUSR2; one that is still importing would die of it."""
+    """Return whether the process handles SIGUSR2; a process that is still importing would die of it."""
     try:
         caught = next(line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt:"))
     except (OSError, StopIteration):
@@ -127,7 +129,7 @@ def _dumps_on_request(pid: int) -> bool:
 
 
 def _answers(run: RunDir, starts: Mapping[int, int]) -> dict[int, str]:
-    """What the ranks' logs have got since `starts`, when all are quiet again or time is up."""
+    """Return what each rank's log gained since `starts`, once all logs are quiet or time is up."""
     deadline = time.monotonic() + ANSWER_SECONDS
     sizes: dict[int, int] = {}
     while time.monotonic() < deadline:
@@ -156,9 +158,9 @@ def _read_from(path: Path, start: int) -> str:
 
 
 def late_ranks(standings: Sequence[Standing]) -> list[Standing]:
-    """Those for whom the others wait; empty where nothing tells them apart.
+    """Return the ranks that the others wait for; [] if they cannot be distinguished.
 
-    First what cannot run at all, then what does not wait while others do, then who has entered the fewest collectives.
+    In order: ranks that cannot run; ranks that do not wait while others do; ranks that have entered the fewest collectives.
     """
     held = [standing for standing in standings if standing.state is not None]
     if held:
@@ -177,15 +179,15 @@ def late_ranks(standings: Sequence[Standing]) -> list[Standing]:
 
 
 def hang_problem(standings: Sequence[Standing], silent_seconds: float, report: Path) -> Problem:
-    """Names the late rank, its step and its place, and the collective that the others wait in."""
+    """Return the problem naming the late ranks, their step and location, and the collective that the others wait in."""
     late = late_ranks(standings)
-    lead = f"nothing has moved for {format_seconds(silent_seconds)}"
+    lead = f"no progress for {format_seconds(silent_seconds)}"
     if late:
         names = "; ".join(map(str, late[:4])) + (f" and {len(late) - 4} more" if len(late) > 4 else "")
         message = f"{lead}: {names} {'is' if len(late) == 1 else 'are'} late{_waiting(standings, late)}"
     else:
         message = f"{lead}: {_all_wait(standings)}"
-    hint = f"where every rank stood is in {report}; `launch.hang_timeout` allows more time"
+    hint = f"the stacks of every rank are in {report}; raise `launch.hang_timeout` to allow more time"
     return Problem("hang", message, hint=hint)
 
 
@@ -200,7 +202,7 @@ def _waiting(standings: Sequence[Standing], late: Sequence[Standing]) -> str:
 
 def _all_wait(standings: Sequence[Standing]) -> str:
     if not standings:
-        return "no rank has been started by then"
+        return "no rank had started"
     shown = [
         f"{standing} in {standing.waits_in or 'no collective'}"
         + (f" (number {standing.collective['number']}, {standing.collective['name']})" if standing.collective else "")
@@ -210,7 +212,7 @@ def _all_wait(standings: Sequence[Standing]) -> str:
     waits = {standing.waits_in for standing in standings}
     if len(waits) > 1:
         return f"the ranks wait in different collectives: {'; '.join(shown)}{more}"
-    return f"every rank waits, and none is seen to be late (a rank of another machine, or the network): {'; '.join(shown)}{more}"
+    return f"every rank waits and none is late: suspect a rank on another machine, or the network: {'; '.join(shown)}{more}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -220,7 +222,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def report_text(standings: Sequence[Standing], texts: Mapping[int, str], problem: Problem) -> str:
-    """The content of RUN/logs/hang.txt."""
+    """Return the content of RUN/logs/hang.txt."""
     lines = [problem.message, ""]
     for standing in standings:
         waits = f"waits in {standing.waits_in}" if standing.waits_in else "does not wait for others"
@@ -229,5 +231,5 @@ def report_text(standings: Sequence[Standing], texts: Mapping[int, str], problem
         recorded = f"; {which} {last['name']}, number {last['number']} of group {last['group']}" if last else ""
         lines.append(f"{standing}: {waits}{recorded}")
     for rank, text in sorted(texts.items()):
-        lines += ["", f"── stacks of rank {rank}", text.rstrip() or "no answer: it stood where no signal reaches it"]
+        lines += ["", f"── stacks of rank {rank}", text.rstrip() or "no answer: it was where no signal is handled"]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""The launcher and the ranks as processes: who is there, who is gone, and ending them for good."""
+"""Find, check and kill the processes of a launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KILL_WAIT_SECONDS = 5.0
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """False for a zombie too: it holds nothing any more. psutil compares start times, so a reused pid is not taken for it."""
+    """Return whether a process runs and is not a zombie. psutil compares start times, so a reused pid does not count."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -22,7 +22,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def is_rank_of(run: Path, rank: int, pid: int) -> bool:
-    """Whether a pid is that rank's still: pids are reused, RANK and the run directory, under whatever name, are not."""
+    """Return whether a pid still belongs to a rank of the run: pids are reused, but not with the same RANK and run directory."""
     try:
         process = psutil.Process(pid)
         named = Path(process.cwd(), *process.cmdline()[-1:])
@@ -31,8 +31,8 @@ def is_rank_of(run: Path, rank: int, pid: int) -> bool:
         return False
 
 
-def find_ranks(launcher_pid: int, wanted: range) -> dict[int, psutil.Process]:
-    """Global rank → process, among the launcher's children; torchrun's agent gives each its RANK."""
+def find_ranks(launcher_pid: int, ranks: range) -> dict[int, psutil.Process]:
+    """Return global rank → process for the launcher's children, which have RANK from torchrun's agent."""
     found: dict[int, psutil.Process] = {}
     try:
         children = psutil.Process(launcher_pid).children()
@@ -43,13 +43,13 @@ def find_ranks(launcher_pid: int, wanted: range) -> dict[int, psutil.Process]:
             rank = int(child.environ().get("RANK", "-1"))
         except (psutil.Error, ValueError):  # just gone, or not yet past exec
             continue
-        if rank in wanted:
+        if rank in ranks:
             found[rank] = child
     return found
 
 
 def kill_for_good(processes: Iterable[psutil.Process]) -> list[int]:
-    """SIGKILL to each process, its descendants and its process group; returns the pids that did not die.
+    """Send SIGKILL to each process, its descendants and its process group. Returns the pids that did not die.
 
     A process in uninterruptible sleep (D state: a dead file server, a wedged driver) outlives SIGKILL.
     """
@@ -70,7 +70,7 @@ def kill_for_good(processes: Iterable[psutil.Process]) -> list[int]:
 
 def _kill(process: psutil.Process) -> None:
     try:
-        if process.is_running() and os.getpgid(process.pid) == process.pid:  # ranks lead a session of their own
+        if process.is_running() and os.getpgid(process.pid) == process.pid:  # each rank leads its own session
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
     except (psutil.NoSuchProcess, ProcessLookupError, PermissionError):

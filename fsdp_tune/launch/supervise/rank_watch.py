@@ -1,8 +1,8 @@
-"""The ranks of one machine as the supervisor sees them: processes, heartbeats, outcomes, and the first failure.
+"""Watch the ranks of one machine: processes, heartbeats, outcomes, and the first failure.
 
-Processes are queried at each look. Files, which may be on a shared file system, are read a few a second in turn, however many ranks
-there are. That is enough: a heartbeat says how long its rank has made no progress, and where an answer matters (a rank has ended, all
-seem to stand still, a signal has come) every file is read at once.
+Processes are queried at each poll. Files may be on a shared file system, so a few a second are read in turn, whatever the number of
+ranks. That is enough: a heartbeat has the time since its rank last made progress, and when it matters (a rank has ended, all ranks seem
+to hang, a signal was received) every file is read at once.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ import time
 
 import psutil
 
-from fsdp_tune.launch.supervise.hang import STATES, Standing, look_at
+from fsdp_tune.launch.supervise.hang import STATES, Standing, collect_standings
 from fsdp_tune.launch.supervise.process_tree import find_ranks, is_alive
 from fsdp_tune.launch.supervise.verdict import GOOD_CODES, Death
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Heartbeat, Outcome, read_heartbeat, read_outcome
 
 UNSEEN_SECONDS = 10.0
-"""The agent starts its ranks together. A rank not seen so long after another one started and ended between two looks."""
+"""The agent starts its ranks together. A rank that is not seen this long after another one started and ended between two polls."""
 READS_PER_SECOND = 4.0
-"""Heartbeats that are read in turn, of all ranks of this machine together."""
+"""Heartbeats read per second, over all ranks of this machine."""
 SLOWEST_ROUND_SECONDS = 10.0
-"""A round through very many ranks takes no longer."""
-OTHERS_LOOK_SECONDS = 60.0
+"""Limit for a round over very many ranks."""
+OTHERS_DELAY_SECONDS = 60.0
 """Heartbeats of other machines are read through the shared directory, which may show them late."""
 ALL_ROUND_SECONDS = 2.0
 OTHERS_ROUND_SECONDS = 5.0
-"""While the ranks of this machine are silent, all of theirs and all of the other machines' are read no more often than this."""
+"""Least time between two full reads of the heartbeats of this machine and of the other machines, while ranks are silent."""
 ENDED_PHASES = ("finished", "failed")
 
 
-class Sign:
-    """The last heartbeat of one rank. Times are monotonic seconds of this machine, whose clock is that of its ranks."""
+class HeartbeatTimes:
+    """The last heartbeat of one rank, in monotonic seconds of this machine."""
 
     def __init__(self, now: float, *, is_here: bool) -> None:
         self._is_here = is_here
         self.beat: Heartbeat | None = None
         self.progressed_at = self.written_at = now
-        """When the rank last made progress, and when its file last changed: no later than that was seen."""
+        """When the rank last made progress and when its file last changed, at the latest when that was read."""
 
     def read(self, run: RunDir, rank: int) -> None:
         beat, now = read_heartbeat(run, rank), time.monotonic()
@@ -52,14 +52,16 @@ class Sign:
 
 
 class RankWatch:
-    """`look` is called a few times a second. Times are monotonic seconds."""
+    """The ranks of one machine. Call `poll` a few times a second. Times are monotonic seconds."""
 
     def __init__(self, run: RunDir, ranks: range, world_size: int) -> None:
         now = time.monotonic()
         self._run = run
         self._ranks = ranks
-        self._signs = {rank: Sign(now, is_here=True) for rank in ranks}
-        self._others: dict[int, Sign] = {rank: Sign(float("-inf"), is_here=False) for rank in range(world_size) if rank not in ranks}
+        self._signs = {rank: HeartbeatTimes(now, is_here=True) for rank in ranks}
+        self._others: dict[int, HeartbeatTimes] = {
+            rank: HeartbeatTimes(float("-inf"), is_here=False) for rank in range(world_size) if rank not in ranks
+        }
         self._others_read_at = float("-inf")
         self._turn, self._read_at = 0, now
         self._all_read_at = float("-inf")
@@ -71,9 +73,9 @@ class RankWatch:
         self.deaths: list[Death] = []
         self.failed_at: float | None = None
         self.expects_deaths = False
-        """Set before processes are ended, so that their ends are not taken for failures."""
+        """Set before terminating processes, so that their exits are not reported as failures."""
 
-    def look(self, launcher_pid: int) -> None:
+    def poll(self, launcher_pid: int) -> None:
         now = time.monotonic()
         if len(self.processes) < len(self._ranks):
             self.processes.update(find_ranks(launcher_pid, self._ranks))
@@ -83,7 +85,7 @@ class RankWatch:
         for rank in self._ranks:
             if rank not in self._ended and self._is_gone(rank, now):
                 self._ended[rank] = now
-                self._read(rank)  # now that it is gone: an outcome is its last act
+                self._read(rank)  # after it has ended: it writes its outcome last
                 if not self.expects_deaths and rank not in self.outcomes:
                     self.deaths.append(Death(rank, time.time()))
         if self.failed_at is None and (self.deaths or any(outcome.exit_code not in GOOD_CODES for outcome in self.outcomes.values())):
@@ -156,11 +158,10 @@ class RankWatch:
         ]
 
     def silence(self, limit_seconds: float) -> float | None:
-        """Return how long nothing has moved, once that is beyond the limit; else None.
+        """Return the seconds without progress if beyond the limit, else None.
 
-        Nothing moves when no rank makes progress: one that stands still stops the others at their next collective, and while one
-        makes progress (it writes a checkpoint to a slow disk) those that wait for it do not hang. A rank whose process cannot run,
-        and so writes no heartbeat, counts alone.
+        A hang stops every rank: a hanging rank stops the others at their next collective, and ranks that wait for one that makes progress
+        (such as writing a checkpoint to a slow disk) do not hang. A rank whose process cannot run writes no heartbeat and counts alone.
         """
         if self.failed_at is not None or all(rank in self.outcomes or rank in self._ended for rank in self._ranks):
             return None
@@ -173,18 +174,18 @@ class RankWatch:
             return None
         self.read_all()
         silent_seconds = self.silent_seconds
-        if silent_seconds <= limit_seconds or self._others_moved_within(min(limit_seconds / 2, OTHERS_LOOK_SECONDS)):
+        if silent_seconds <= limit_seconds or self._others_moved_within(min(limit_seconds / 2, OTHERS_DELAY_SECONDS)):
             return None
         return silent_seconds
 
     @property
     def silent_seconds(self) -> float:
-        """Since any rank of this machine made progress, or ended."""
+        """Seconds since any rank of this machine made progress or ended."""
         progressed = (sign.progressed_at for sign in self._signs.values())
         return time.monotonic() - max([*progressed, *self._ended.values(), *self._outcome_seen.values()])
 
     def _frozen_seconds(self, limit_seconds: float) -> float | None:
-        """For how long a rank that cannot run (stopped, or in the kernel) has written no heartbeat, beyond the limit."""
+        """Return the seconds since the last heartbeat of a rank that is stopped or in the kernel, if beyond the limit."""
         now = time.monotonic()
         for rank, sign in self._signs.items():
             if rank not in self._ended and rank not in self.outcomes and now - sign.written_at > limit_seconds:
@@ -195,7 +196,7 @@ class RankWatch:
         return None
 
     def _read_others(self) -> None:
-        """Ranks of other machines, by the files that they share; read only when all of ours are silent."""
+        """Read the heartbeats of other machines from the shared directory; only while all ranks here are silent."""
         now = time.monotonic()
         if now - self._others_read_at >= OTHERS_ROUND_SECONDS:
             self._others_read_at = now
@@ -207,10 +208,10 @@ class RankWatch:
         return any(now - sign.progressed_at < seconds for sign in self._others.values())
 
     def stacks(self) -> tuple[list[Standing], dict[int, str]]:
-        """Return where every rank of this machine is that still runs, and its stacks."""
+        """Return the standing and the stacks of every rank of this machine that still runs."""
         self.read_all()
         there = {rank: process for rank, process in self.processes.items() if is_alive(process) and rank not in self.outcomes}
-        return look_at(self._run, there, self.beats)
+        return collect_standings(self._run, there, self.beats)
 
 
 def _status(process: psutil.Process) -> str | None:

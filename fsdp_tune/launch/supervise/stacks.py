@@ -1,4 +1,4 @@
-"""Parse Python's stack dumps (faulthandler): where a process is, and whether it waits there for other ranks. Pure."""
+"""Parse stack dumps of faulthandler: where a process is, and whether it waits there for other ranks. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.+)$')
-# How deep below the call that waits a collective's name is looked for: decorators, tensor subclasses and FSDP's own code lie between.
+# Frames below the waiting call to search for the collective's name: decorators, tensor subclasses and FSDP are in between.
 _DEPTH = 12
 _PACKAGE = "fsdp_tune/"
-# Modules that hand work to a process group and wait for it. The vote on stopping waits in C++, directly below our own code.
+# Modules that pass work to a process group and wait for it. The vote on stopping waits in C++, directly below our own code.
 _WAITING_FILES = ("/torch/distributed/", "fsdp_tune/worker/agree.py")
 _DCP = "/torch/distributed/checkpoint/"
 _CHECKPOINT_FILE = "fsdp_tune/worker/checkpoint/save.py"
@@ -34,7 +34,7 @@ Stack = tuple[Frame, ...]
 
 
 def parse(text: str) -> list[Stack]:
-    """Every thread of the last dump in `text`, in its order: the main thread comes last."""
+    """Return every thread of the last dump in `text`, in its order: the main thread is last."""
     stacks: list[list[Frame]] = []
     for line in text.splitlines():
         if _THREAD.match(line):
@@ -45,9 +45,9 @@ def parse(text: str) -> list[Stack]:
 
 
 def main_thread(stacks: Sequence[Stack]) -> Stack:
-    """Return the thread that entered through `python -m`, else the one that faulthandler names last; empty: no stack.
+    """Return the thread that entered through `python -m`, else the last one in the dump; () without a stack.
 
-    Where it only waits for its background save, the thread of that save is what it stands in.
+    If it only waits for its background save, return the thread of that save.
     """
     entered = [stack for stack in stacks if stack[-1].function == "_run_module_as_main"]
     main = (entered or list(stacks) or [()])[-1]
@@ -61,9 +61,9 @@ def _is_of(frame: Frame, file: str, function: str) -> bool:
 
 
 def waits_in(stacks: Sequence[Stack]) -> str | None:
-    """The collective in which a rank waits for others, by the name of its call; None where it does not wait.
+    """Return the name of the collective in which a rank waits for others; None if it does not wait.
 
-    In the backward of a GPU the hooks run on a thread of autograd's, while the main thread stands in the engine.
+    In the backward on a GPU the hooks run on an autograd thread, while the main thread is in the engine.
     """
     main = main_thread(stacks)
     name = _collective(main)
@@ -84,12 +84,12 @@ def _collective(stack: Stack) -> str | None:
 
 
 def _hands_over(frame: Frame) -> bool:
-    """Return whether a frame is of a module that waits for a process group. DCP's own modules read and write files."""
+    """Return whether a frame belongs to a module that waits for a process group. DCP modules read and write files instead."""
     return any(mark in frame.file for mark in _WAITING_FILES) and _DCP not in frame.file
 
 
 def stands_at(stacks: Sequence[Stack]) -> str | None:
-    """The innermost call of the main thread, and the innermost of ours where that is another one."""
+    """Return the innermost call of the main thread, and the innermost call in this package if that is another one."""
     main = main_thread(stacks)
     if not main:
         return None

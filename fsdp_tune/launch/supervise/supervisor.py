@@ -1,8 +1,8 @@
-"""Run a launch to its end: start it, pass signals on, watch its ranks, and leave no process behind.
+"""Run a launch to its end: start it, forward signals, watch its ranks, and leave no process behind.
 
-Yields the lines of metrics.jsonl for the surface to show; the launcher's own output goes to logs/launcher.log. When a rank fails, the
-agent of torchrun ends the others with SIGTERM, on which ranks save and stop: they would wait for the dead one. So the supervisor finds
-failures itself and ends the other ranks after a short grace period.
+Yields the lines of metrics.jsonl for the surface to show; the launcher's own output goes to logs/launcher.log. When a rank fails,
+torchrun's agent sends SIGTERM to the others, on which ranks save and stop: they would wait for the dead one. So the supervisor detects
+failures itself and kills the other ranks after a short grace period.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ METRICS_SECONDS = 0.5
 GRACE_SECONDS = 5.0
 """From the first failure until the other ranks are killed: time to write their own outcomes."""
 LINGER_SECONDS = 30.0
-"""From a rank's outcome, or the last rank's end, until what still lives is killed: NCCL may hang in its own clean-up."""
+"""From the outcome of a rank, or the end of the last rank, until remaining processes are killed: NCCL may hang in its clean-up."""
 OTHER_MACHINES_SECONDS = 330.0
-"""torchrun's agents wait 300 s for each other at the end."""
+"""Agents of torchrun wait 300 s for each other at the end."""
 HANG_MARGIN_SECONDS = 3.0
-"""A rank that stands still for `launch.hang_timeout` dumps its flight recorder; the report is made so much later. Together with
-`hang.ANSWER_SECONDS` it is below 10 s. The ranks' collectives time out later."""
+"""A rank without progress for `launch.hang_timeout` dumps its flight recorder; the report is made this much later. With
+`hang.ANSWER_SECONDS` that is below 10 s. Collectives of the ranks time out later."""
 ECHO_SECONDS = 0.5
-"""Signals this close together are one act that arrived twice, such as a scheduler's to the group and to the process."""
+"""Signals this close together count as one, such as a scheduler's signal to both the group and the process."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -59,7 +59,7 @@ class Logged:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A remark of the supervisor's own."""
+    """A message of the supervisor."""
 
     text: str
 
@@ -70,7 +70,7 @@ Event = Logged | Said | Ended
 class Supervisor:
     def __init__(self, plan: LaunchPlan, *, hang_timeout_seconds: float, machines: Machines | None = None) -> None:
         self._plan = plan
-        self._machines = machines or Machines(plan.run, plan.machine_rank, 1, patience_seconds=hang_timeout_seconds)
+        self._machines = machines or Machines(plan.run, plan.machine_rank, 1, timeout_seconds=hang_timeout_seconds)
         self._run = plan.run
         self._hang_seconds = hang_timeout_seconds + HANG_MARGIN_SECONDS
         self._signals: list[tuple[int, float]] = []
@@ -86,9 +86,9 @@ class Supervisor:
         """Whether the ranks reached their first step."""
 
     def events(self) -> Generator[Event]:
-        """Everything from the start of the launcher to its end. The last event is `Ended`, and then no process is left.
+        """Yield the events of one launch. The last is `Ended`; no process is left by then.
 
-        Must run in the main thread: signal handlers live there, and the kernel ends the launcher with the thread that started it.
+        Must run in the main thread: Python runs signal handlers there, and the kernel kills the launcher with the thread that started it.
         """
         run = self._run
         run.logs.mkdir(parents=True, exist_ok=True)
@@ -106,14 +106,14 @@ class Supervisor:
                     yield from self._pass_on_signals(launcher, watch)
                     if time.monotonic() - self._metrics_read_at >= METRICS_SECONDS:
                         yield from self._logged(metrics)
-                    watch.look(launcher.pid)
+                    watch.poll(launcher.pid)
                     yield from self._end_what_must_end(launcher, watch)
             finally:
                 left = _end_everything(launcher, watch)
         watch.read_all()
         yield from self._logged(metrics)
         if left:
-            yield Said(f"these processes do not die, not even by SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
+            yield Said(f"these processes survive SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
         ended = judge(self._seen(watch, launcher.returncode, log_start))
         if not run.logs.is_dir():
             ended = replace(ended, exit_code=ExitCode.FAILED, reason=ExitReason.FAILED, problem=_gone(run))
@@ -123,7 +123,7 @@ class Supervisor:
 
     @property
     def signals(self) -> list[int]:
-        """Received so far, in order."""
+        """Signals received so far, in order."""
         return [number for number, _ in self._signals]
 
     def _logged(self, metrics: Follower) -> Iterator[Event]:
@@ -143,14 +143,14 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C in the terminal reaches the ranks once, through us
+                start_new_session=True,  # Ctrl-C in the terminal reaches the ranks once, through this process
             )
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Collects signals instead of dying of them. SIGKILL cannot be collected; the leash is for that."""
+        """Record signals instead of dying of them. SIGKILL cannot be caught; the leash covers it."""
 
-        def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the shape of a handler
+        def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the signature of a handler
             self._signals.append((number, time.monotonic()))
 
         before = {number: signal.signal(number, note) for number in heeded(FORWARDED)}
@@ -178,8 +178,8 @@ class Supervisor:
     def _end_what_must_end(self, launcher: subprocess.Popen[bytes], watch: RankWatch) -> Iterator[Event]:
         now = time.monotonic()
         silent_seconds = watch.silence(self._hang_seconds) if self._stuck is None else None
-        if self._machines.is_time_to_look():
-            silent_seconds = silent_seconds or self._machines.asked_to_look()
+        if self._machines.is_poll_due():
+            silent_seconds = silent_seconds or self._machines.silence_elsewhere()
             self._elsewhere = self._machines.trouble()
             if self._elsewhere is not None and watch.failed_at is None:
                 watch.failed_at = now
@@ -188,7 +188,7 @@ class Supervisor:
             if stopped is not None:
                 self._signals.append((signal.SIGINT if stopped is ExitReason.INTERRUPTED else signal.SIGTERM, now))
         if silent_seconds is not None:
-            yield Said("nothing moves: asking every rank where it stands")
+            yield Said("no progress: collecting the stacks of every rank")
             self._stuck = self._report_hang(launcher, watch, silent_seconds)
         if self._gave_up_saving or self._stuck is not None:
             _end_everything(launcher, watch)
@@ -200,15 +200,15 @@ class Supervisor:
             watch.expects_deaths = True
             kill_for_good(alive)  # the agent, which waits for them, then ends too
         if self._elsewhere is not None and now - (watch.failed_at or now) > GRACE_SECONDS:
-            _end_everything(launcher, watch)  # its ranks may not have begun: it waits for the other machines
+            _end_everything(launcher, watch)  # its ranks may not have started: it waits for the other machines
             return
         kill_for_good(watch.lingering(LINGER_SECONDS))
-        patience = LINGER_SECONDS if self._plan.is_whole else OTHER_MACHINES_SECONDS
-        if watch.all_ended_at is not None and now - watch.all_ended_at > patience:
+        limit_seconds = LINGER_SECONDS if self._plan.has_all_ranks else OTHER_MACHINES_SECONDS
+        if watch.all_ended_at is not None and now - watch.all_ended_at > limit_seconds:
             launcher.kill()
 
     def _report_hang(self, launcher: subprocess.Popen[bytes], watch: RankWatch, silent_seconds: float) -> Problem:
-        """Leave RUN/logs/hang.txt with the stacks of all ranks of this machine, and the places of all others."""
+        """Write RUN/logs/hang.txt: the stacks of all ranks of this machine and the locations of all others. Returns the problem."""
         found, texts = watch.stacks()
         mine = with_launcher_state(found, self._plan.ranks, psutil.Process(launcher.pid))
         standings = self._machines.share(mine, silent_seconds)
@@ -222,7 +222,7 @@ class Supervisor:
             with open(self._plan.launcher_log, "rb") as file:
                 file.seek(log_start)
                 text = file.read().decode("utf-8", "replace")
-        except FileNotFoundError:  # the run directory has gone, which is told instead
+        except FileNotFoundError:  # the run directory is gone, which is reported instead
             text = ""
         return Seen(
             run=self._run,
@@ -241,8 +241,8 @@ class Supervisor:
 
 
 def _gone(run: RunDir) -> Problem:
-    message = f"{run.path} is no longer there: the run directory was removed, renamed or replaced"
-    return Problem("run-directory-gone", message, hint="put it back, and start again with `--resume auto`")
+    message = f"{run.path} is gone: the run directory was removed, renamed or replaced"
+    return Problem("run-directory-gone", message, hint="restore it, then start again with `--resume auto`")
 
 
 def _step_of(line: dict[str, Any]) -> int:
@@ -251,7 +251,7 @@ def _step_of(line: dict[str, Any]) -> int:
 
 
 def _end_everything(launcher: subprocess.Popen[bytes], watch: RankWatch) -> list[int]:
-    """Whatever is left of this launch is killed, also when the surface gave up in the middle. Returns what does not die."""
+    """Kill the remaining processes of this launch, also if the caller stopped iterating. Returns the pids that do not die."""
     watch.expects_deaths = True
     processes = watch.alive
     if launcher.poll() is None:
@@ -263,20 +263,20 @@ def _end_everything(launcher: subprocess.Popen[bytes], watch: RankWatch) -> list
     return [pid for pid in left if pid != launcher.pid or is_alive(psutil.Process(pid))]
 
 
-# ---- The line that tells, as soon as a signal arrives, at which step the run will stop.
+# ---- The message, printed as soon as a signal is received, of where the run will stop.
 
 STARTING_PHASES = frozenset({"starting", "importing", "loading the model", "reading back"})
-"""Here a signal ends a rank at once."""
+"""Phases in which a signal ends a rank at once."""
 VOTE_STEPS = 2
-"""The step in progress, after which the ranks vote, and the next one, after which they read the votes (`worker.agree.StopVote`)."""
+"""Ranks vote after the step in progress and read the votes after the next one (`worker.agree.StopVote`)."""
 NAMED_SECONDS = 1.0
-"""A heartbeat is up to a second old: the step at which a run stops is named where steps take longer than that."""
+"""The step of the stop is named if steps take longer than this: a heartbeat is up to a second old."""
 
 
 def stop_line(beats: Sequence[Heartbeat], total_steps: int | None, step_seconds: float | None) -> str:
-    """Return where a run stops whose ranks get a signal now. `beats`: the last heartbeat of each rank that has written one."""
+    """Return the message of where the run stops after a signal. `beats`: the last heartbeat of each rank that has written one."""
     if not beats or any(beat.phase in STARTING_PHASES for beat in beats):
-        return "stopping; no step has been trained since the launch, so there is nothing to save"
+        return "stopping; no step has been trained in this launch, so there is nothing to save"
     step = max(beat.step for beat in beats)
     if total_steps is not None and step + VOTE_STEPS >= total_steps:
         return f"step {total_steps} is the last one; saving a checkpoint there, then stopping"

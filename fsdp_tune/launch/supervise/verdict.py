@@ -1,4 +1,4 @@
-"""What became of a launch, from what was seen of it: one exit code, and the problem that came first. Pure."""
+"""Judge a finished launch: one exit code, and the first problem. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REASON_OF_SIGNAL: dict[int, ExitReason] = {
     signal.SIGUSR1: ExitReason.PREEMPTED,
 }
 STOPPED = (ExitReason.PREEMPTED, ExitReason.INTERRUPTED, ExitReason.MAX_RUNTIME)
-# What a rank or a machine says that only saw the failure of another.
+# Codes of ranks and machines that only report the failure of another.
 ECHO_CODES = frozenset({"lost-rank", "machine-failed"})
 GOOD_CODES = (ExitCode.OK, ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
 # torch/distributed/elastic/multiprocessing/api.py, SubprocessContext._poll; torch 2.11 to 2.13
@@ -34,7 +34,7 @@ _MEMORY_HINT = "out of host memory? The kernel then kills a process: see `dmesg`
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A rank that ended without an outcome, when the supervisor saw it (wall clock)."""
+    """A rank that ended without an outcome, and when the supervisor noticed (wall clock)."""
 
     rank: int
     time: float
@@ -42,25 +42,25 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Everything that the supervisor knows when the launcher has ended."""
+    """What the supervisor observed of a launch."""
 
     run: RunDir
     ranks: range
     launcher_code: int
     launcher_log: Path
     launcher_text: str
-    """What the log got from this launch."""
+    """The part of the log that this launch wrote."""
     outcomes: Mapping[int, Outcome] = field(default_factory=dict[int, Outcome])
     deaths: Sequence[Death] = ()
     signals: Sequence[int] = ()
-    """Received by the supervisor and forwarded, in order."""
+    """Signals received and forwarded by the supervisor, in order."""
     gave_up_saving: bool = False
     """A second signal ended the ranks at once."""
     stuck: Problem | None = None
     elsewhere: Problem | None = None
-    """Why the ranks were ended here although the failure was on another machine."""
+    """The failure on another machine that ended the ranks here."""
     last_step: int = 0
-    """The largest step in any sign of life; 0 before the first."""
+    """The largest step in any heartbeat or metrics line; 0 before the first."""
 
     @property
     def all_ended_well(self) -> bool:
@@ -74,7 +74,7 @@ class Ended:
     step: int
     problem: Problem | None = None
     first_outcome: Outcome | None = None
-    """Of the first rank of this machine, which has the run's loss and counts."""
+    """Outcome of the first rank of this machine, with the loss and counts of the run."""
 
     @property
     def is_stop(self) -> bool:
@@ -92,10 +92,10 @@ class Ended:
 
 
 def judge(seen: Seen) -> Ended:
-    """Rules in order: given up, stuck, failed elsewhere, the first failure, stopped by a signal or the clock, finished, no word at all."""
+    """Judge by, in order: second signal, hang, failure elsewhere, first failure, stop by signal or clock, finished, no outcome."""
     step = max([seen.last_step, *(outcome.step for outcome in seen.outcomes.values())])
     first = seen.outcomes.get(seen.ranks.start)
-    if seen.gave_up_saving and not seen.all_ended_well:  # the second signal may come when all is saved
+    if seen.gave_up_saving and not seen.all_ended_well:  # the second signal may arrive after everything is saved
         message = f"stopped at once by a second signal ({_names(seen.signals)}), at step {step}, without saving"
         return _ended(ExitReason.FAILED, step, Problem("stopped-unsaved", message), first)
     if seen.stuck is not None:
@@ -106,9 +106,9 @@ def judge(seen: Seen) -> Ended:
     if seen.elsewhere is not None and (failure is None or (isinstance(failure, Outcome) and failure.reason is ExitReason.LOST_RANK)):
         return _ended(ExitReason.LOST_RANK, step, seen.elsewhere, first)
     if not isinstance(failure, Outcome) and not seen.outcomes:
-        if seen.signals and step == 0:  # nobody listened to signals yet, and there was nothing to save
+        if seen.signals and step == 0:  # no handler was installed yet, and there was nothing to save
             return _ended(REASON_OF_SIGNAL[seen.signals[0]], 0, None, first)
-        if seen.launcher_code < 0 and not seen.signals:  # the ranks died of its leash
+        if seen.launcher_code < 0 and not seen.signals:  # the leash killed the ranks
             return _ended(ExitReason.LOST_RANK, step, _launcher_problem(seen), first)
     if failure is not None:
         return _failed(seen, failure, step, first)
@@ -128,16 +128,16 @@ def _ended(reason: ExitReason, step: int, problem: Problem | None, first: Outcom
 
 
 def _first_failure(seen: Seen) -> Outcome | Death | None:
-    """The earliest bad end. A rank that only lost its peers, or that the agent ended for another's failure, comes after it."""
+    """Return the earliest failure. Ranks that only lost their peers, or that the agent ended because of another, sort after it."""
     reported = {seen.ranks.start + int(local_rank) for _, local_rank, _ in _AGENT_REPORT.findall(seen.launcher_text)}
     bad: list[Outcome | Death] = [outcome for outcome in seen.outcomes.values() if outcome.exit_code not in GOOD_CODES]
     bad.extend(seen.deaths)
-    if not seen.signals:  # a rank that died faster than we look
+    if not seen.signals:  # a rank that died between two polls
         known = {*seen.outcomes, *(death.rank for death in seen.deaths)}
         bad.extend(Death(rank, 0.0) for rank in reported - known)
 
     def order(end: Outcome | Death) -> tuple[bool, bool, float, int]:
-        # Of a failure in a common act every rank has the message; the rank where it happened has the error itself.
+        # Every rank reports the message of a failed collective action; the rank where it failed has the error itself.
         is_echo = isinstance(end, Outcome) and (end.reason is ExitReason.LOST_RANK or bool(end.facts.get("echo")))
         is_collateral = isinstance(end, Death) and bool(reported) and end.rank not in reported
         return is_echo, is_collateral, end.time, end.rank
@@ -146,7 +146,7 @@ def _first_failure(seen: Seen) -> Outcome | Death | None:
 
 
 def _stop_before(seen: Seen, failure: Outcome | Death) -> ExitReason | None:
-    """Return why a rank had stopped before `failure`, which then is the end of a rank that waited for it; None where none had.
+    """Return why a rank had stopped before `failure`, which then is the end of a rank that waited for it; None if none had stopped.
 
     Before training a rank leaves at the first signal. Others may wait for it in code that runs no handler: they lose their peer, or
     their agent kills them after 30 s. In training there is something to save, so the same is a failure.
@@ -165,27 +165,27 @@ def _failed(seen: Seen, failure: Outcome | Death, step: int, first: Outcome | No
     code = ExitCode(failure.exit_code) if known else EXIT_CODE_OF_REASON[failure.reason]
     bare = failure.problem or Problem("rank-failed", f"rank {failure.rank} ended with exit code {failure.exit_code} and no message")
     hints = [*([bare.hint] if bare.hint else []), _log_hint(seen.run.rank_log(failure.rank))]
-    # A mistake in the input is the same on every rank; a failure is of one rank, at one step.
+    # An input error is the same on every rank; a failure belongs to one rank and one step.
     message = bare.message if code is ExitCode.USAGE else f"{bare.message} (rank {failure.rank}, step {failure.step})"
     return Ended(code, failure.reason, step, replace(bare, message=message, hint="; ".join(hints)), first)
 
 
 def _death_problem(seen: Seen, death: Death) -> tuple[Problem, bool]:
-    """The problem of a rank that could not speak any more, and whether a signal ended it."""
+    """Return the problem of a rank without an outcome, and whether a signal ended it."""
     code = _exit_code_of(seen, death.rank)
     log = seen.run.rank_log(death.rank)
     if code is not None and code < 0:
         name = _names([-code])
         hint = f"{_MEMORY_HINT}; {_log_hint(log)}" if -code == signal.SIGKILL else _log_hint(log)
         return Problem("rank-killed", f"rank {death.rank} was killed by {name} at step {seen.last_step}", Where(), hint), True
-    said = first_exception(seen.launcher_text)
+    exception = first_exception(seen.launcher_text)
     how = "ended" if code is None else f"ended with exit code {code}"
-    message = f"rank {death.rank} {how} before it could report" + (f": {said}" if said else "")
+    message = f"rank {death.rank} {how} before it could report" + (f": {exception}" if exception else "")
     return Problem("rank-died", message, hint=_log_hint(seen.launcher_log)), False
 
 
 def _exit_code_of(seen: Seen, rank: int) -> int | None:
-    """The agent's word on how a rank ended; None where it gave none."""
+    """Return the exit code of a rank that the agent reported, or None."""
     for code, local_rank, _ in _AGENT_REPORT.findall(seen.launcher_text):
         if int(local_rank) == rank - seen.ranks.start:
             return int(code)
@@ -193,20 +193,20 @@ def _exit_code_of(seen: Seen, rank: int) -> int | None:
 
 
 def _launcher_problem(seen: Seen) -> Problem:
-    said = first_exception(seen.launcher_text)
-    tail = f": {said}" if said else ""
+    exception = first_exception(seen.launcher_text)
+    tail = f": {exception}" if exception else ""
     missing = sorted(set(seen.ranks) - set(seen.outcomes))
     if seen.launcher_code < 0:
         message = f"the launcher was killed by {_names([-seen.launcher_code])}"
     elif seen.launcher_code:
         message = f"the launcher ended with exit code {seen.launcher_code}{tail}"
     else:
-        message = f"the launcher ended, and rank {missing[0]} left no word of how it went{tail}"
+        message = f"the launcher ended, and rank {missing[0]} reported no outcome{tail}"
     return Problem("launcher-failed", message, hint=_log_hint(seen.launcher_log))
 
 
 def first_exception(text: str) -> str | None:
-    """The message of the first traceback in a log; what follows is mostly the launcher's own."""
+    """Return the message of the first traceback in a log; later ones are mostly the launcher's."""
     start = text.find("Traceback (most recent call last)")
     match = _LAST_LINE_OF_TRACEBACK.search(text, start) if start >= 0 else None
     if match is not None:

@@ -19,7 +19,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Seconds of one phase, over all profiled steps. A collective that ran beside computing is in `compute` alone."""
+    """Seconds of one phase over all profiled steps. A collective that overlaps with compute counts as `compute` only."""
 
     total: float
     compute: float
@@ -30,7 +30,7 @@ class Share:
 
 
 def breakdown(events: Iterable[dict[str, Any]]) -> dict[str, Share]:
-    """Phase → where its time went. `events`: the `traceEvents` of a trace by torch.profiler.
+    """Return phase → its time. `events`: the `traceEvents` of a trace by torch.profiler.
 
     With device kernels in the trace, times are the device's: NCCL's kernels are the collectives, all others compute. Without,
     they are the host's: collectives are the calls that wait for them, operators compute, and what is neither is Python.
@@ -76,7 +76,7 @@ def _host_work(events: Sequence[dict[str, Any]]) -> tuple[dict[str, list[Interva
         if event.get("cat") == "user_annotation" and name.startswith("fsdp::") and (kind := _FSDP_CALLS.get(name.split(" ")[0])):
             collectives[kind].append(_interval(event))
         elif event["tid"] not in threads:
-            continue  # gloo's own threads: whether anybody waits for them is not seen there
+            continue  # gloo's own threads: whether a caller waits for them is not visible there
         elif name.startswith("c10d::") and (kind := _kind_of(name)):
             collectives[kind].append(_interval(event))
         elif event.get("cat") == "cpu_op":
@@ -114,7 +114,7 @@ def _phases(events: Sequence[dict[str, Any]], category: str, *, on_device: bool)
 
 
 def _after_each(spans: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """From the end of each span to the begin of what comes next."""
+    """Return the gaps between the end of each span and the start of the next."""
     begins = sorted(begin for begin, _ in others)
     return [(end, nearest) for _, end in spans if (nearest := next((begin for begin in begins if begin >= end), None)) is not None]
 
@@ -156,7 +156,7 @@ def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Int
 
 
 def difference(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """What of the first union lies in none of the second."""
+    """Return the part of the first union outside the second."""
     left: list[Interval] = []
     j = 0
     for begin, end in one:

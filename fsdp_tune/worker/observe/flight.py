@@ -1,4 +1,4 @@
-"""PyTorch's flight recorder: what it is told, and its dump when a rank has made no progress.
+"""PyTorch's flight recorder: its settings, and its dump when a rank has made no progress.
 
 torch 2.11 and 2.13 read the same names (FlightRecorder.hpp, FlightRecorder.cpp, ProcessGroupNCCL.hpp): the buffer's size
 is TORCH_FR_BUFFER_SIZE (0, off, before it became 2000), the files' prefix TORCH_FR_DUMP_TEMP_FILE, and NCCL's watchdog
@@ -14,7 +14,7 @@ from typing import Any
 from fsdp_tune.run.directory import RunDir
 
 ENTRIES = 2000
-FILE_PREFIX = "rank_"  # torchfrtrace takes the rank from what follows the underscore
+FILE_PREFIX = "rank_"  # torchfrtrace reads the rank after the underscore
 
 
 def environment(run: RunDir) -> dict[str, str]:
@@ -35,7 +35,7 @@ def dump(run: RunDir, rank: int, device_type: str) -> dict[str, Any] | None:
     """
     import torch._C._distributed_c10d as c10d
 
-    # Each has the recorder of its own backend; gloo's, on an accelerator, would name collectives of the CPU alone.
+    # Each backend has its own recorder; on an accelerator, that of gloo would name CPU collectives only.
     kind = {"cpu": "fr", "cuda": "nccl", "xpu": "xccl"}.get(device_type)
     whole: Any = getattr(c10d, f"_dump_{kind}_trace", None)
     as_json: Any = getattr(c10d, f"_dump_{kind}_trace_json", None)

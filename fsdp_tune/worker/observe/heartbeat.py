@@ -30,10 +30,10 @@ from fsdp_tune.run.rank_files import Heartbeat
 INTERVAL_SECONDS = 1.0
 SAMPLE_SECONDS = 0.1
 STEP_PHASES = frozenset({"reading back", "training", "forward", "backward", "optimizer step", "evaluating"})
-"""Here only micro-batches and steps are progress: the bytes of a background save must not hide a step that stands still.
+"""Phases in which only micro-batches and steps are progress: the bytes of a background save must not hide a hanging step.
 In every other phase (importing, loading, saving …) bytes are progress too: a checkpoint on a slow disk is not a hang."""
 LEAST_MOVED_BYTES = 64 * KIB
-"""Fewer bytes are not progress: a library's thread may write a line to a log while the training thread stands still."""
+"""Fewer bytes are not progress: a thread of a library may write a log line while the training thread hangs."""
 _WAITING_FRAMES = 4
 """How many calls, from the innermost one, are searched for torch.distributed's own code."""
 
@@ -62,7 +62,7 @@ class HeartbeatWriter:
         self._is_gone = False
         self.step = 0
         self.collective: dict[str, Any] | None = None
-        """The last collective in the flight recorder, once this rank has stood still for `silence_seconds`."""
+        """The last collective in the flight recorder, once this rank has made no progress for `silence_seconds`."""
         self.waited_seconds = 0.0
         """Time that the training thread has spent waiting for other ranks, as sampled; see `worker.observe.step_progress`."""
 
@@ -79,7 +79,7 @@ class HeartbeatWriter:
         if self._is_gone:
             raise failed_error(
                 "run-directory-gone",
-                f"{self._path.parent} is no longer there: the run directory was removed, renamed or replaced",
+                f"{self._path.parent} is gone: the run directory was removed, renamed or replaced",
                 hint="put it back, and start again with `--resume auto`",
             )
 
@@ -122,7 +122,7 @@ class HeartbeatWriter:
     def close(self) -> None:
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(INTERVAL_SECONDS)  # it may itself stand still in the flight recorder of a wedged device
+            self._thread.join(INTERVAL_SECONDS)  # it may itself hang in the flight recorder of a wedged device
 
     def _keep_beating(self) -> None:
         reported_at = 0.0
@@ -181,9 +181,9 @@ def bytes_moved_by_other_threads() -> int:
     Includes bytes that only reached the page cache, bytes that a page fault in a memory-mapped file fetched, and those of threads
     that have ended. Zero where the system does not count them.
     """
-    whole, mine = (_io_bytes(Path("/proc", who, "io")) for who in ("self", "thread-self"))
+    process_bytes, thread_bytes = (_io_bytes(Path("/proc", scope, "io")) for scope in ("self", "thread-self"))
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
-    return whole - mine + faults * resource.getpagesize()
+    return process_bytes - thread_bytes + faults * resource.getpagesize()
 
 
 def _io_bytes(path: Path) -> int:

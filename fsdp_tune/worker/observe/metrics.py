@@ -86,13 +86,13 @@ def memory(device: torch.device) -> dict[str, float | None]:
 
 
 def device_peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of the device that the driver names; None on a CPU, and for a card that the table does not know."""
+    """Return the dense bf16 peak of the device by the name of its driver; None on a CPU and for a GPU missing in the table."""
     known = detect(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return known.peak_flops("bf16") if known is not None else None
 
 
 def model_size(loaded: Loaded) -> ModelSize | None:
-    """What the MFU's formula needs of a model; None for one whose config does not say it."""
+    """Return the model's numbers for the MFU formula; None if its config lacks them."""
     config: Any = loaded.model.config
     layers, heads, hidden = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     active = loaded.size.active_parameters
@@ -102,7 +102,7 @@ def model_size(loaded: Loaded) -> ModelSize | None:
 
 
 class Lines:
-    """Makes the lines of metrics.jsonl: what lies between two of them, and how long it took."""
+    """Write the lines of metrics.jsonl: the sums since the last line, and their time."""
 
     def __init__(self, device: torch.device, model: ModelSize | None = None, peak_flops: float | None = None, *, devices: int = 1) -> None:
         """`model` and the device's dense bf16 peak are for the MFU, which is null without them. `devices`: of all ranks."""
@@ -113,14 +113,14 @@ class Lines:
         """Non-padding tokens of all ranks since the start of the run."""
         self.last_loss: float | None = None
         self.shares: Callable[[], dict[str, float | None]] | None = None
-        """Tells where the time of the line's last step went; asked when the device has passed it."""
+        """Returns where the time of the last step went; called after the device has passed it."""
         self.checkpoint_stall_seconds = 0.0
         """For which saves that ended since the last line have held up the training."""
         self._time = time.monotonic()
         self._step = 0
 
     def start(self, step: int) -> None:
-        """Starts the clock at `step`; what was not training since the last line is not counted."""
+        """Start the clock at `step`; time outside training since the last line does not count."""
         self._time, self._step = time.monotonic(), step
 
     def leave_out(self, seconds: float) -> None:
@@ -160,12 +160,12 @@ WINDOW_LINES = 50
 MIN_LINES = 10
 SPIKE_DEVIATIONS = 6.0
 UNTRAINED_SHARE = 0.02
-"""A pretrained model's first loss is far below ln(vocabulary); a random one's lies within 2 % of it."""
+"""A pretrained model's first loss is far below ln(vocabulary); that of a random one is within 2 % of it."""
 
 
 @dataclass
 class CurveWatch:
-    """`vocabulary` is given only where the model should be pretrained."""
+    """`vocabulary` is given only if the model should be pretrained."""
 
     vocabulary: int | None
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_LINES))
@@ -177,7 +177,7 @@ class CurveWatch:
         if self._first and self.vocabulary is not None:
             blind = math.log(self.vocabulary)
             if abs(loss - blind) < UNTRAINED_SHARE * blind:
-                sentence = f"the first loss is {loss:.3f}, that of a model that knows nothing (ln of the vocabulary = {blind:.3f})"
+                sentence = f"the first loss is {loss:.3f}, that of an untrained model (ln of the vocabulary = {blind:.3f})"
                 found.append(("weights_look_random", f"{sentence}: were the weights loaded?"))
         self._first = False
         if grad_norm == 0.0:

@@ -1,4 +1,4 @@
-"""Where a number stopped being one: the step's forward again, with every module's output looked at."""
+"""Find the first non-finite value: repeat the forward of the step and check the output of every module."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def first_bad_module(recipe: Recipe, loaded: Loaded, batch: Batch, device: torch
 
         return hook
 
-    # Leaves before their parents: the innermost module is the one to look at.
+    # Leaves before their parents: report the innermost module.
     handles = [module.register_forward_hook(watch(name)) for name, module in loaded.model.named_modules() if name]
     try:
         tensors = {name: tensor.to(device) for name, tensor in batch.tensors.items()}
         with outside_step(loaded.wrapped, device), compute_context(recipe, device.type):
-            micro_batch_loss(loaded.wrapped, tensors)  # as the step: logits that it never makes whole may not fit
+            micro_batch_loss(loaded.wrapped, tensors)  # as in the step: full logits may not fit
     finally:
         for handle in handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""Turns an allocation that failed, on the device or on the host, into a problem that says what held the memory."""
+"""Turn a failed allocation, on device or host, into a problem that reports what held the memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _is_page_locked(error: BaseException) -> bool:
 
 
 def _free_device_bytes() -> int | None:
-    """Return the free memory of this rank's GPU as its driver reports it; None without a GPU, and where the driver fails."""
+    """Return the free memory of this rank's GPU as reported by the driver; None without a GPU or if the driver fails."""
     if not torch.cuda.is_initialized():
         return None
     try:
@@ -69,7 +69,7 @@ def _free_device_bytes() -> int | None:
 
 
 def device_moment(error: BaseException, heartbeat: HeartbeatWriter, trainer: FsdpTrainer | None) -> Moment:
-    """What was live, from the allocator's message and from what this rank holds; before there is a trainer, the message alone."""
+    """Return the live memory from the message of the allocator and the tensors of this rank; without a trainer, from the message only."""
     components = {} if trainer is None else live_components(trainer)
     return Moment(heartbeat.phase, heartbeat.step, components, sizes_in(str(error)))
 
@@ -79,7 +79,7 @@ def host_out_of_memory(recipe: Recipe, heartbeat: HeartbeatWriter, error: BaseEx
 
 
 def live_components(trainer: FsdpTrainer) -> dict[str, int]:
-    """Bytes on this rank's device of what lives from step to step."""
+    """Return the bytes on the device of this rank that persist between steps."""
     device = trainer.args.device
     parameters = list(trainer.wrapped.parameters())
     moments = [value for entry in trainer.optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
@@ -91,7 +91,7 @@ def live_components(trainer: FsdpTrainer) -> dict[str, int]:
 
 
 def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Of the local parts that lie on `device`; storage that two tensors share counts once."""
+    """Return the bytes of local parts on `device`; shared storage counts once."""
     storages: dict[int, int] = {}
     for tensor in tensors:
         local = local_part(tensor)

@@ -1,4 +1,4 @@
-"""`train --profile steps=10:13`: a Chrome trace of each rank, and what its steps were made of."""
+"""`train --profile steps=10:13`: a Chrome trace of each rank, and the breakdown of its steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Profile(TrainerCallback):
-    """Records the steps that were asked for; the event `profiled` in metrics.jsonl has rank 0's."""
+    """Record the requested steps; the event `profiled` in metrics.jsonl has the breakdown of rank 0."""
 
     trainer: FsdpTrainer
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: the optimizer, and what the computation waits for other ranks' parameters and gradients.
+"""Shares of the step time: the optimizer, and the wait for parameters and gradients of other ranks.
 
 One step of each line is measured, the last, so that the others do not pay for it.
 """
@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from fsdp_tune.model.shard.wrap import fsdp_groups
 
 STEP, OPTIMIZER, COMMUNICATION = "step", "optimizer", "communication"
-# What FSDP2 does on the stream that computes. On CUDA an all-gather runs beside it, and only the wait for it is in these;
+# What FSDP2 runs on the compute stream. On CUDA an all-gather runs on another stream, and only the wait for it is in these;
 # on a CPU the call itself is.
 _COMMUNICATING = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 
@@ -48,7 +48,7 @@ class Stopwatch:
 
 
 class StepShares(TrainerCallback):
-    """Measures the steps that are logged; `take` tells and forgets."""
+    """Measure the logged steps; `take` returns and resets."""
 
     def __init__(self, wrapped: nn.Module, device: torch.device) -> None:
         self._watch = Stopwatch(device)
@@ -78,7 +78,7 @@ class StepShares(TrainerCallback):
         self._spans[kind].append((begin, self._watch.now()))
 
     def take(self) -> dict[str, float | None]:
-        """Seconds of the step that was measured last; None for what was not, or cannot be. The device must have passed it."""
+        """Return the seconds of the last measured step; None if not measured. The device must have passed it."""
         self._is_measuring = False
         sums = {kind: sum(self._watch.seconds(*span) for span in spans) for kind, spans in self._spans.items()}
         self._spans.clear()

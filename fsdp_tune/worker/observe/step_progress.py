@@ -20,7 +20,7 @@ WINDOW_SECONDS = 2.0
 SLOW_RATIO = 1.5
 RECOVERED_RATIO = 1.2
 NOTICED_SECONDS = 0.05
-"""A step, behind the others: less is nothing that anybody would look for, and on busy cores it is chance."""
+"""Seconds a step that a slow rank must lose at least: less is noise on busy cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class Progress(TrainerCallback):
     def __init__(self, heartbeat: HeartbeatWriter, metrics: MetricsFile) -> None:
         self._heartbeat, self._metrics = heartbeat, metrics
         self._since: tuple[float, float, int] | None = None
-        self._told: int | None = None
+        self._reported_rank: int | None = None
 
     def watch(self, model: nn.Module) -> None:
-        """Hooks on the wrapped model: a forward is progress, in evaluation too, and what follows it in training is the backward."""
+        """Install hooks on the wrapped model: a forward is progress, also in evaluation; in training a backward follows it."""
 
         def before(*_: Any) -> None:
             self._heartbeat.mark("forward") if model.training else self._heartbeat.tick()
@@ -89,10 +89,10 @@ class Progress(TrainerCallback):
     def _tell(self, found: Slowest, step: int) -> None:
         """Once when a rank falls behind, and again only after it had recovered or when it is another one."""
         if found.ratio < RECOVERED_RATIO:
-            self._told = None
-        if found.ratio < SLOW_RATIO or found.behind_seconds < NOTICED_SECONDS or found.rank == self._told:
+            self._reported_rank = None
+        if found.ratio < SLOW_RATIO or found.behind_seconds < NOTICED_SECONDS or found.rank == self._reported_rank:
             return
-        self._told = found.rank
+        self._reported_rank = found.rank
         ratio = round(min(found.ratio, 1000.0), 2)
         behind = round(found.behind_seconds, 3)
         message = f"rank {found.rank} works {ratio} times as long as the others, which wait {behind} s for it in each step"

@@ -38,7 +38,7 @@ VARIABLES = {
 
 
 def continue_tracker_runs(run: RunDir, trackers: Sequence[str], environment: MutableMapping[str, str], say: Callable[[str], None]) -> None:
-    """Set the variables of `trackers`, with the ids of an earlier start of this run directory where there are some."""
+    """Set the variables of `trackers`, with the ids of an earlier start of this run directory if there are any."""
     ids = _kept_ids(run, say)
     for name in trackers:
         if (variables := VARIABLES.get(name)) is None:
@@ -69,5 +69,5 @@ def _kept_ids(run: RunDir, say: Callable[[str], None]) -> dict[str, str]:
         ids = None
     if isinstance(ids, dict) and all(isinstance(each, str) for each in cast("dict[str, Any]", ids).values()):
         return cast("dict[str, str]", ids)
-    say(f"WARNING: {run.trackers_json} cannot be read; trackers start another run")
+    say(f"WARNING: {run.trackers_json} cannot be read; trackers start new runs")
     return {}

@@ -1,4 +1,4 @@
-"""Trackers (tensorboard, wandb …) may fail or hang; the run goes on without them. What they show is in metrics.jsonl anyway."""
+"""Guard trackers (tensorboard, wandb …): the run continues without one that fails or hangs. metrics.jsonl has the same numbers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from transformers.integrations import MLflowCallback
 _INTEGRATIONS = "transformers.integrations"
 
 
-# A tracker's server may take its time once (wandb allows itself 90 s to begin), and is then not asked again.
+# A tracker's server may be slow once (wandb allows itself 90 s to start); after that it is not called again.
 LIMIT_SECONDS = 120.0
 
 
 class Guarded(TrainerCallback):
-    """Passes every event on to a tracker until it fails for the first time; `told` hears of that, once.
+    """Pass every event on to a tracker until it first fails, which is reported once through `report`.
 
     The tracker lives in a thread of its own, the same for all events: a call that does not end cannot be ended, but it
     can be left behind. Each call is waited for, so the tracker sees the run as it would without a thread between.
     """
 
-    def __init__(self, tracker: TrainerCallback, told: Callable[[str], None], limit_seconds: float) -> None:
-        self._tracker, self._told, self._limit_seconds = tracker, told, limit_seconds
+    def __init__(self, tracker: TrainerCallback, report: Callable[[str], None], limit_seconds: float) -> None:
+        self._tracker, self._report, self._limit_seconds = tracker, report, limit_seconds
         self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...], dict[str, Any]]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -36,7 +36,7 @@ class Guarded(TrainerCallback):
             return None
         if self._thread is None:
             name = type(self._tracker).__name__
-            self._thread = threading.Thread(target=self._serve, name=name, daemon=True)  # daemon: nobody waits for it at the end
+            self._thread = threading.Thread(target=self._serve, name=name, daemon=True)  # daemon: not joined at exit
             self._thread.start()
         self._calls.put((event, args, kwargs))
         try:
@@ -46,7 +46,7 @@ class Guarded(TrainerCallback):
         if error is not None:
             self._has_failed = True
             name = type(self._tracker).__name__.removesuffix("Callback")
-            self._told(f"{name} has failed and gets nothing more: {type(error).__name__}: {error}")
+            self._report(f"{name} failed and gets no more events: {type(error).__name__}: {error}")
         return result
 
     def _serve(self) -> None:
@@ -54,7 +54,7 @@ class Guarded(TrainerCallback):
             event, args, kwargs = self._calls.get()
             try:
                 self._answers.put((getattr(self._tracker, event)(*args, **kwargs), None))
-            except Exception as error:  # noqa: BLE001  whatever a tracker's library raises, training does not depend on it
+            except Exception as error:  # noqa: BLE001  training does not depend on any error of a tracker
                 self._answers.put((None, error))
 
 
@@ -87,10 +87,10 @@ def _keeping(callback: MLflowCallback, keep: Callable[[str], None]) -> Callable[
     return set_up
 
 
-def guard_trackers(trainer: Trainer, told: Callable[[str], None], limit_seconds: float) -> None:
-    """Puts a guard around each of transformers' own tracker callbacks, in its place; it is cut off `limit_seconds` after a call."""
+def guard_trackers(trainer: Trainer, report: Callable[[str], None], limit_seconds: float) -> None:
+    """Replace each tracker callback of transformers by a guard, which cuts it off `limit_seconds` after a call."""
     callbacks: list[TrainerCallback] = trainer.callback_handler.callbacks
     trainer.callback_handler.callbacks = [
-        Guarded(callback, told, limit_seconds) if type(callback).__module__.startswith(_INTEGRATIONS) else callback
+        Guarded(callback, report, limit_seconds) if type(callback).__module__.startswith(_INTEGRATIONS) else callback
         for callback in callbacks
     ]

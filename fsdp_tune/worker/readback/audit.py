@@ -1,4 +1,4 @@
-"""In what dtype things really ran: a trace of the operators of one micro-batch, forward and backward, collectives included."""
+"""Trace the operators of one micro-batch, forward and backward, collectives included, and report their dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_tune.model.kernels.float8_weights import multiplied_as
 from fsdp_tune.recipe.rules.optimizer import rounds_stochastically
 from fsdp_tune.recipe.schema import Recipe
 
-# Operator name → what it is part of. Only what decides about numerics is listed; the rest is elementwise.
+# Operator name → its part of the step. Only operators that determine numerics are listed; the rest is elementwise.
 _KINDS = {
     "mm": "matmul",
     "addmm": "matmul",

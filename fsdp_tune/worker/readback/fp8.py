@@ -28,7 +28,7 @@ def read_fp8(loaded: Loaded) -> dict[str, Any]:
 
 
 def fp8_differences(recipe: Recipe, loaded: Loaded, found: dict[str, Any]) -> list[str]:
-    """One sentence for each thing that is not as the recipe says, before the first step."""
+    """Return one sentence for each difference to the recipe, before the first step."""
     if recipe.precision.mixed_precision != "fp8":
         return [f"fp8: the recipe means none, the run has {found['linears']} Linears of it"] if found["linears"] else []
     inside = {id(module) for _, layer in loaded.layers for module in layer.modules()}
@@ -63,7 +63,7 @@ def _settings(recipe: Recipe, loaded: Loaded, found: dict[str, Any]) -> list[str
 
 
 def _to_gather(recipe: Recipe, loaded: Loaded) -> list[Any]:
-    """One scale for the whole weight, and as many rows on each rank."""
+    """One scale for the full weight, and equally many rows on each rank."""
     if recipe.precision.fp8_recipe != "tensorwise" or not recipe.is_sharded:
         return []
     shards = recipe.topology.shard
@@ -81,7 +81,7 @@ def _owners_by_unit(loaded: Loaded) -> list[list[nn.Module]]:
 
 
 def gathered_difference(recipe: Recipe, loaded: Loaded) -> str | None:
-    """After step 1: in what dtype FSDP2 sent the weights of converted modules."""
+    """Check, after step 1, in which dtype FSDP2 sent the weights of converted modules."""
     if recipe.precision.mixed_precision != "fp8" or not recipe.is_sharded:
         return None
     expected = {id(module): _FP8 for module in _to_gather(recipe, loaded)}

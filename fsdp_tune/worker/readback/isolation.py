@@ -28,7 +28,7 @@ from fsdp_tune.worker.dataset import Collator
 
 ROWS_READ = 64
 BATCH_TOKENS = 2048
-"""Of the whole batch: training may never hold the logits of its long rows, and they may not fit."""
+"""Tokens of the probe batch: training may never materialise the logits of long rows, and they may not fit."""
 MIN_ROW_TOKENS = 8
 # Of the logits' norm. Same shapes, same kernels: the difference is zero, but for experts whose groups change in size.
 ALLOWED = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
@@ -45,7 +45,7 @@ class Deviations:
     later: float
     """When later tokens of their example changed."""
     packed: float | None
-    """When other examples of their batch changed; None where every row is one example."""
+    """The change when other examples of the batch change; None if every row is one example."""
 
 
 def allowed_deviation(recipe: Recipe) -> float:
@@ -55,7 +55,7 @@ def allowed_deviation(recipe: Recipe) -> float:
 
 
 def rows_to_check(store: RowStore, micro_batch: int) -> list[Row]:
-    """Return as many rows as a micro-batch has, at least two, cut to two examples of unequal lengths; empty where no row will do.
+    """Return as many rows as a micro-batch has, at least two, cut to two examples of unequal lengths; empty if no row is suitable.
 
     Kernels with variable lengths may be right for one row and wrong for several, or for rows that end where others end.
     """
@@ -68,7 +68,7 @@ def rows_to_check(store: RowStore, micro_batch: int) -> list[Row]:
 
 
 def _cut(row: Row, tokens: int, *, first: int) -> Row:
-    """The first `first` tokens of the first example, and what fits into `tokens` of the second."""
+    """Return the first `first` tokens of the first example, and as many of the second as fit into `tokens`."""
     whole, *others = row.lengths
     lengths = [min(whole, first if others else tokens)]
     lengths += [min(length, tokens - lengths[0]) for length in others[:1]]

@@ -1,4 +1,4 @@
-"""What is really wrapped, in what dtype, on which mesh: read from the live objects of every rank and held against the recipe.
+"""Read wrapping, dtypes and mesh from the live objects of every rank and compare them with the recipe.
 
 `fsdp.expected` says what the recipe means, independently of the code that made the settings. Any difference from it,
 or between ranks, stops the run before step 1.
@@ -98,7 +98,7 @@ def _name(dtype: torch.dtype | None) -> str | None:
 
 
 def _only(values: set[Any]) -> Any:
-    """The one value, or all of them, sorted, where there must be one and are several."""
+    """Return the single value, or all of them, sorted, if there are several."""
     return next(iter(values)) if len(values) == 1 else sorted(map(str, values))
 
 
@@ -108,7 +108,7 @@ def _offloads(wrapped: nn.Module, kind: str) -> bool:
 
 
 def _goes_to_host(policy: Any) -> bool:
-    """FSDP2 says it by the policy's class, FSDP1 by its field."""
+    """FSDP2 encodes it in the class of the policy, FSDP1 in a field."""
     return isinstance(policy, CPUOffloadPolicy) or bool(getattr(policy, "offload_params", False))
 
 
@@ -197,7 +197,7 @@ def _recomputed(model: nn.Module) -> str:
 
 
 def _recomputes(module: nn.Module) -> str | None:
-    """The mark that `model.shard.recompute` puts on a layer. FSDP1's wrapper answers for what is inside it, so only its own counts."""
+    """Return the mark that `model.shard.recompute` sets on a layer, ignoring attributes that FSDP1's wrapper forwards."""
     return vars(module).get("recomputes")
 
 
@@ -219,7 +219,7 @@ def _plugin(trainer: Any) -> dict[str, Any] | None:
 
 
 def differences(recipe: Recipe, loaded: Loaded, reports: list[dict[str, Any]]) -> list[str]:
-    """One sentence per value that is not what the recipe means, or not the same on all ranks."""
+    """Return one sentence for each value that differs from the recipe or between ranks."""
     found: list[str] = []
     wanted = expected(recipe)
     wanted.pop("optimizer_state_dtype")  # there is no state before the first step; checked after it
@@ -237,7 +237,7 @@ def differences(recipe: Recipe, loaded: Loaded, reports: list[dict[str, Any]]) -
         found.append(f"not sharded: {reports[0]['not_sharded'][0]} and {len(reports[0]['not_sharded']) - 1} more parameters")
     tied = bool(getattr(loaded.model.config, "tie_word_embeddings", False))
     if reports[0]["tied"] != tied:
-        found.append(f"tied embeddings: the model's config says {tied}, the live model {reports[0]['tied']}")
+        found.append(f"tied embeddings: the config has {tied}, the live model {reports[0]['tied']}")
     if len(limits := reports[0]["collective_limits_seconds"]) > 1:
         found.append(f"process groups have different time limits: {', '.join(f'{limit:g} s' for limit in limits)}")
     found += fp8_differences(recipe, loaded, reports[0]["fp8"])
@@ -248,7 +248,7 @@ def differences(recipe: Recipe, loaded: Loaded, reports: list[dict[str, Any]]) -
 def _within_units(wanted: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
     """Return the prefetch depths of a model that has fewer units than the recipe gathers ahead."""
     if "forward_prefetch" not in wanted or "prefetching_units" not in report:
-        return {}  # not FSDP2, or not what the recipe means
+        return {}  # not FSDP2, or not expected by the recipe
     others = max(0, report["prefetching_units"] - 1)
     forward, backward = wanted["forward_prefetch"], wanted["backward_prefetch"]
     return {
@@ -271,7 +271,7 @@ def excessive_growth(recipe: Recipe, reports: list[dict[str, Any]]) -> list[str]
         return []
     found: list[str] = []
     for rank, report in enumerate(reports[1:], start=1):
-        # A shard of its own, and half of the rest for the tensor in flight and the allocator's slack.
+        # One shard, and half of the rest for the tensor in flight and the allocator's slack.
         allowed = report["local_bytes"] + 0.5 * (model_bytes - report["local_bytes"]) + 64 * MIB if on_host else model_bytes
         if report["peak_growth_bytes"] > allowed:
             grown, shard, model = (size / MIB for size in (report["peak_growth_bytes"], report["local_bytes"], model_bytes))
@@ -280,7 +280,7 @@ def excessive_growth(recipe: Recipe, reports: list[dict[str, Any]]) -> list[str]
 
 
 def read_back(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
-    """Gathers every rank's report and compares; FailedError (exit 1) with each difference. Returns what readback.json holds."""
+    """Gather and compare the reports of all ranks. Returns the content of readback.json. Raises: FailedError with each difference."""
     reports = gather(read_live(recipe, loaded, trainer))
     found = differences(recipe, loaded, reports)
     document = {
@@ -291,7 +291,7 @@ def read_back(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
     }
     if found:
         problems = [
-            Problem("readback-differs", sentence, hint="the run was stopped before step 1; readback.json holds the whole report")
+            Problem("readback-differs", sentence, hint="the run was stopped before step 1; readback.json has the full report")
             for sentence in found
         ]
         raise ReadBackError(document, *problems)
@@ -307,7 +307,7 @@ class ReadBackError(FailedError):
 
 
 def optimizer_state_difference(recipe: Recipe, optimizer: torch.optim.Optimizer) -> str | None:
-    """After step 1: what the optimizer's moments are kept as, against what the recipe means."""
+    """Compare, after step 1, the dtype of the optimizer's moments with the recipe."""
     meaning = expected(recipe)
     in_blocks, block = state_bits(recipe.training), optimizer_arguments(recipe.training).get(BLOCK, DEFAULT_BLOCK)
     for parameter, state in optimizer.state.items():

@@ -81,7 +81,7 @@ class UpdateSample:
         state = {key: first[key].cpu() if key == "step" else joined([sampled.state[key] for sampled in some]) for key in first}
         options = {**self._optimizer.param_groups[index], "lr": self._rates[index]}
         update = (_repeated(type(self._optimizer), options, before, gradient, state) - before).abs()
-        # Weight decay is a step of its own: two updates of less than half a unit each may both be rounded away.
+        # Weight decay is a separate update: two updates of less than half a unit each may both be rounded away.
         ulps = self._ulps + (0.5 if options.get("weight_decay") else 0.0)
         must_change = update > ROUNDING_MARGIN * ulps * _units_in_last_place(before, dtype)
         stuck = (must_change & (after == before)).split([len(sampled.before) for sampled in some])
@@ -89,7 +89,7 @@ class UpdateSample:
 
 
 def _sample(name: str, parameter: nn.Parameter, state: Mapping[str, Any]) -> _Sampled | None:
-    """None where there is nothing to change (no gradient, an empty shard) or state is kept in blocks, which cannot be cut."""
+    """Return None without a gradient, for an empty shard, and for state in blocks, which cannot be sliced."""
     if parameter.grad is None or (gradient := _flat(parameter.grad)).numel() == 0:
         return None
     spaced = torch.arange(0, gradient.numel(), max(1, gradient.numel() // SPACED), device=gradient.device)[:SPACED]

@@ -46,7 +46,7 @@ CHECKSUM_PIECE = 1021
 
 
 class Witness(TrainerCallback):
-    """`when`: the value of `training.witness`. Generators are compared whatever it is."""
+    """`when`: the value of `training.witness`. Generators are always compared."""
 
     def __init__(self, when: Literal["first", "off"] | int) -> None:
         self._is_on = self._is_due = when != "off"
@@ -130,7 +130,7 @@ class Witness(TrainerCallback):
         self._stop(self._common_differences(every), step)
 
     def _common_differences(self, every: list[dict[str, Any]]) -> list[str]:
-        """Collective where replicas differ: only then is every tensor's checksum sent."""
+        """Collective if replicas differ: only then is the checksum of every tensor sent."""
         by_sentence: dict[str, list[int]] = defaultdict(list)
         for rank, facts in enumerate(every):
             for sentence in facts["found"]:
@@ -266,7 +266,7 @@ def _other_than_first(values: Iterable[Any]) -> list[list[int]]:
 
 def _of_gathered(names: Sequence[str]) -> list[str]:
     more = f" and {len(names) - 1} more units" if len(names) > 1 else ""
-    return [f"`{names[0]}`{more} gathered when the step begins"] if names else []
+    return [f"`{names[0]}`{more} gathered at the start of the step"] if names else []
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -277,7 +277,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Name → a checksum over all values of this rank's part, computed where it is stored and without a copy."""
+    """Return name → a checksum over the local values of this rank, computed on their device without a copy."""
     names, values = [], []
     for name, tensor in tensors.items():
         local = local_part(tensor.detach())
