@@ -1,1 +1,1 @@
-"""The surface: parses, calls one engine, renders. Nothing here computes; nothing below prints."""
+"""The command line: parse, call one job, render. Nothing here computes; nothing below prints."""

@@ -1,4 +1,4 @@
-"""The Typer app: one verb a file. Importing this module must stay cheap; engines are imported inside the verbs."""
+"""The Typer app: one command a file. Importing this module must stay cheap; commands import their jobs when they run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fsdp_tune.core.errors import ExitCode, Problem
 
 
 class Commands(TyperGroup):
-    """Typer prints its own usage errors, in its own way and as text even under `--json`; here they look like all others."""
+    """Prints usage errors like all other errors. Typer itself prints them as text, even with `--json`."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         try:
@@ -42,7 +42,7 @@ class Commands(TyperGroup):
 
 
 class LaunchingCommand(TyperCommand):
-    """Keeps what follows `--` apart from the command's own words: it is for accelerate, and RECIPE is optional."""
+    """Separates the arguments after `--`, which are for accelerate, from those of the command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--" in args:
@@ -70,8 +70,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"fsdp-tune {__version__}")
         raise typer.Exit
 
@@ -80,7 +80,7 @@ def _print_version(asked: bool) -> None:
 def fsdp_tune(
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
-    """Fine-tune causal language models with PyTorch FSDP: one YAML recipe, and proof that the run is what it says.
+    """Fine-tune causal language models with PyTorch FSDP: one YAML recipe, and proof that the run matches it.
 
     \b
     Example: train the embedded recipe on two CPU ranks, without network:
@@ -88,20 +88,20 @@ def fsdp_tune(
     """
 
 
-app.command(cls=LaunchingCommand, short_help="Train as a recipe says, then merge.")(train)
-app.command(short_help="Check a recipe without GPUs; all mistakes at once.")(validate)
-app.command(short_help="Memory, time and the best recipe, before the first GPU-hour.")(plan)
-app.command(short_help="Tokenise and pack once; show what is trained.")(prepare)
-app.command(short_help="The whole of a run on CPU ranks, with the model shrunk.")(rehearse)
-app.command(short_help="Sharded checkpoint → ordinary model directory.")(merge_checkpoint)
-app.command(short_help="How a run stands.")(status)
-app.command(short_help="Versions, devices, known-bad combinations.")(env)
+app.command(cls=LaunchingCommand, short_help="Train by a recipe, then merge.")(train)
+app.command(short_help="Check a recipe without GPUs and report all mistakes.")(validate)
+app.command(short_help="Predict memory and time, and rank recipes.")(plan)
+app.command(short_help="Tokenise and pack the data; show what is trained.")(prepare)
+app.command(short_help="Rehearse a full run on CPU ranks with a scaled-down model.")(rehearse)
+app.command(short_help="Merge a sharded checkpoint into a model directory.")(merge_checkpoint)
+app.command(short_help="Show the status of a run.")(status)
+app.command(short_help="Show versions, devices and known-bad combinations.")(env)
 app.add_typer(cache, no_args_is_help=False)
-app.add_typer(recipes, no_args_is_help=False)  # a missing command is an error like any other, also under --json
+app.add_typer(recipes, no_args_is_help=False)  # a missing command is reported like any other error, also with --json
 
 
 def main() -> None:
-    # Children take modules from the installation alone. Processes that multiprocessing spawns (tokenising, its resource tracker) would
-    # otherwise import a `selectors.py` or `pickle.py` of the working directory.
+    # Child processes import modules from the installation alone. Those that multiprocessing spawns (tokenising, its resource tracker)
+    # would otherwise import a `selectors.py` or `pickle.py` of the working directory.
     os.environ["PYTHONSAFEPATH"] = "1"
     app()

@@ -1,4 +1,4 @@
-"""`cache list|clean`: what the cache directory holds, and removing what no run uses."""
+"""`cache list|clean`: list the cache of prepared data, and remove entries that no run uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 CacheDirOption = Annotated[
     Path | None,
-    typer.Option("--cache-dir", metavar="DIR", help="`data.cache_dir` of the recipes; the default without.", show_default=False),
+    typer.Option(
+        "--cache-dir", metavar="DIR", help="`data.cache_dir` of the recipes [default: $XDG_CACHE_HOME/fsdp-tune].", show_default=False
+    ),
 ]
 
 cache = typer.Typer(name="cache", help="List and clean the cache of prepared data.", no_args_is_help=True)
@@ -26,7 +28,7 @@ cache = typer.Typer(name="cache", help="List and clean the cache of prepared dat
 
 @cache.command("list")
 def list_cache(cache_dir: CacheDirOption = None, json_output: JsonOption = False) -> None:
-    """List the entries of the cache: size, content, last use.
+    """List the entries of the cache with size, content and last use.
 
     \b
     Example:
@@ -44,9 +46,9 @@ def list_cache(cache_dir: CacheDirOption = None, json_output: JsonOption = False
 @cache.command("clean")
 def clean_cache(
     older_than: Annotated[
-        str | None, typer.Option("--older-than", metavar="TIME", help="Keep what was used within this time: 30d, 12h.", show_default=False)
+        str | None, typer.Option("--older-than", metavar="TIME", help="Keep entries used within this time: 30d, 12h.", show_default=False)
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed; remove nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, without removing it.")] = False,
     cache_dir: CacheDirOption = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -99,7 +101,7 @@ def _folder(cache_dir: Path | None) -> Path:
     from fsdp_tune.recipe.paths import default_cache_directory
 
     if cache_dir is not None and not cache_dir.is_dir():
-        raise usage_error("no-cache", f"there is no directory `{cache_dir}`", hint="`data.cache_dir` of the recipe names it")
+        raise usage_error("no-cache", f"the directory `{cache_dir}` does not exist", hint="`data.cache_dir` of the recipe names it")
     return (cache_dir or default_cache_directory()).absolute()
 
 

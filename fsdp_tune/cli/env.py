@@ -1,4 +1,4 @@
-"""`env`: what a bug report needs, and what is known to go wrong with it."""
+"""`env`: versions, devices and limits for a bug report, and known-bad combinations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_tune.core.units import format_bytes
 def env(json_output: JsonOption = False) -> None:
     """Show versions, devices, interconnect, limits, and known-bad combinations.
 
-    Asks torch in a process of its own; starts nothing and changes nothing.
+    Queries torch in a child process; changes nothing.
 
     \b
     Example:
@@ -33,7 +33,7 @@ def env(json_output: JsonOption = False) -> None:
 
 
 def gather() -> dict[str, Any]:
-    """The whole document, torch's own word included."""
+    """Collect the complete document, including what torch reports."""
     from fsdp_tune.core.devices import nvidia_driver, torch_facts, visible_devices
     from fsdp_tune.diagnose.environment import accelerate_default_config, host, interconnect, versions
     from fsdp_tune.launch.command.rank_environment import relevant_variables
@@ -64,7 +64,10 @@ def show(screen: Screen, facts: dict[str, Any]) -> None:
         ["open files", str(host["open_files_limit"])],
         ["devices", _devices(facts["devices"])],
         ["driver", facts["driver"] or "no NVIDIA driver"],
-        ["torch sees", torch.get("error") or f"{torch['device_count']} {torch['device'] or 'accelerators'}, CUDA {torch['cuda'] or 'no'}"],
+        [
+            "torch reports",
+            torch.get("error") or f"{torch['device_count']} {torch['device'] or 'accelerators'}, CUDA {torch['cuda'] or 'no'}",
+        ],
         ["backends", ", ".join(torch.get("backends", [])) or "unknown"],
         ["infiniband", _ports(facts["interconnect"]["infiniband"])],
         ["interfaces", ", ".join(facts["interconnect"]["interfaces"]) or "none"],

@@ -25,7 +25,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Overrides one key, by the recipe's own rules: `--set training.learning_rate=1e-4`. Repeatable.",
+        help="Override a key: `--set training.learning_rate=1e-4`. Repeatable.",
         show_default=False,
     ),
 ]
@@ -47,12 +47,18 @@ def chosen_recipe(argument: str | None, option: str | None) -> str:
 
 VerifyDataOption = Annotated[
     bool,
-    typer.Option("--verify-data", help="Hash all data files, also those whose size and times have not changed since they were hashed."),
+    typer.Option("--verify-data", help="Hash all data files, even if their size and times have not changed."),
 ]
 TrustOption = Annotated[
     bool,
     typer.Option(
-        "--trust-remote-code", help="Honour `model.trust_remote_code`, and kernels from the hub: run code from their repositories."
+        "--trust-remote-code", help="Honour `model.trust_remote_code` and kernels from the hub: run code from their repositories."
+    ),
+]
+AllowExtensionsOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-extensions", help="Honour `extensions` and `loader` of the recipe: run code of the installed packages that they name."
     ),
 ]
 AllowEnvOption = Annotated[

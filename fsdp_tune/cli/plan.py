@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from fsdp_tune.cli.options import ConfigArg, ConfigOption, JsonOption, NameOption, SetOption, TrustOption, chosen_recipe
+from fsdp_tune.cli.options import (
+    AllowExtensionsOption,
+    ConfigArg,
+    ConfigOption,
+    JsonOption,
+    NameOption,
+    SetOption,
+    TrustOption,
+    chosen_recipe,
+)
 from fsdp_tune.cli.output import command
 
 GpuOption = Annotated[
@@ -62,6 +71,7 @@ def plan(
     html: HtmlOption = None,
     calibrate: CalibrateOption = None,
     trust_remote_code: TrustOption = False,
+    allow_extensions: AllowExtensionsOption = False,
     json_output: JsonOption = False,
 ) -> None:
     """Predict memory, time, communication and disk of a recipe from a traced step, and rank recipes that fit. Starts nothing.
@@ -90,7 +100,7 @@ def plan(
             exact=exact,
             calibrate=calibrate,
             write=write,
-            allowed=fsdp_tune.Allowed(trust_remote_code),
+            allowed=fsdp_tune.Allowed(trust_remote_code, extensions=allow_extensions),
             observer=screen,
         )
         show_errors(screen, made)

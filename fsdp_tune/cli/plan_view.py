@@ -1,4 +1,4 @@
-"""How a plan looks in a terminal: bars per component, what it costs, and the ranked recipes."""
+"""Print a plan: bars for each component, time and cost, and the ranked recipes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def show_plan(screen: Screen, plan: Plan) -> None:
 
 
 def show_errors(screen: Screen, plan: Plan) -> None:
-    """How wrong such figures were, and what was taken for granted or is not known."""
+    """Print the errors of such predictions, the assumptions, and what is unknown."""
     from fsdp_tune.planner.page import error_in_words
 
     for name, error in plan.errors.items():
@@ -46,7 +46,7 @@ def show_errors(screen: Screen, plan: Plan) -> None:
 
 
 def bar(size: float, largest: float) -> str:
-    """A bar in proportion; a component that is there has one cell at the least."""
+    """Return a bar in proportion, of at least one cell for a component above zero."""
     return "█" * max(1, round(BAR_CELLS * size / largest)) if largest > 0 and size > 0 else ""
 
 

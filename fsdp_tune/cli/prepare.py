@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fsdp_tune.cli.options import (
+    AllowExtensionsOption,
     ConfigArg,
     ConfigOption,
     JsonOption,
@@ -38,6 +39,7 @@ def prepare(
     download: DownloadOption = False,
     verify_data: VerifyDataOption = False,
     trust_remote_code: TrustOption = False,
+    allow_extensions: AllowExtensionsOption = False,
     json_output: JsonOption = False,
 ) -> None:
     """Tokenise and pack the data of a recipe into the cache, and show what is trained. Needs no GPU.
@@ -51,7 +53,7 @@ def prepare(
         import fsdp_tune
 
         loaded = fsdp_tune.load_recipe(chosen_recipe(recipe, config), overrides or (), name=name)
-        allowed = fsdp_tune.Allowed(trust_remote_code)
+        allowed = fsdp_tune.Allowed(trust_remote_code, extensions=allow_extensions)
         done = fsdp_tune.prepare(loaded, show=show, download=download, verify_data=verify_data, allowed=allowed, observer=screen)
         data = done.data
         document = {"path": data.path, "key": data.key, "reused": data.reused, "train": data.train, "evals": data.evals}

@@ -1,4 +1,4 @@
-"""`recipes list|show|copy|schema`: the catalogue that ships with the package, and the JSON Schema for editors."""
+"""`recipes list|show|copy|schema`: the catalogue in the package, and the JSON Schema for editors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fsdp_tune.cli.output import command
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A name from `fsdp-tune recipes list`.", show_default=False)]
 
-recipes = typer.Typer(name="recipes", help="Show and copy the recipes that ship with the package.", no_args_is_help=True)
+recipes = typer.Typer(name="recipes", help="Show and copy the recipes of the package.", no_args_is_help=True)
 
 
 @recipes.command("list")
 def list_recipes(json_output: JsonOption = False) -> None:
-    """List the catalogue: each name with what it is for.
+    """List the catalogue: each name with its purpose.
 
     \b
     Example:
@@ -35,7 +35,7 @@ def list_recipes(json_output: JsonOption = False) -> None:
 
 @recipes.command("show")
 def show_recipe(name: NameArgument, json_output: JsonOption = False) -> None:
-    """Print a recipe of the catalogue, comments included.
+    """Print a recipe of the catalogue with its comments.
 
     \b
     Example:
@@ -51,10 +51,10 @@ def show_recipe(name: NameArgument, json_output: JsonOption = False) -> None:
 @recipes.command("copy")
 def copy_recipe(
     name: NameArgument,
-    to: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Where to; ./NAME.yaml when left out.", show_default=False)] = None,
+    to: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Target [default: ./NAME.yaml].", show_default=False)] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Copy a recipe of the catalogue to a file of your own; an existing file is never replaced.
+    """Copy a recipe of the catalogue to a file; an existing file is never replaced.
 
     \b
     Example:
@@ -67,9 +67,9 @@ def copy_recipe(
         _, text = _read(name)
         target = Path(f"{name}.yaml") if to is None else to / f"{name}.yaml" if to.is_dir() else to
         if target.exists() or target.is_symlink():
-            raise usage_error("output-exists", f"`{target}` is there already", hint="name another file, or remove this one")
+            raise usage_error("output-exists", f"`{target}` already exists", hint="give another file name, or remove it")
         if not target.parent.is_dir():
-            raise usage_error("no-directory", f"there is no directory `{target.parent}`", hint="make it first")
+            raise usage_error("no-directory", f"the directory `{target.parent}` does not exist", hint="create it first")
         atomic.write_file(target, text)
         screen.document({"name": name, "path": str(target)})
         screen.message(f"wrote {target}; start it with `fsdp-tune train --config {target}`")
@@ -82,7 +82,7 @@ def print_schema(json_output: JsonOption = False) -> None:
     \b
     Example:
         fsdp-tune recipes schema > recipe.schema.json
-    Then begin a recipe with the line:
+    Then start a recipe with the line:
         # yaml-language-server: $schema=recipe.schema.json
     """
     with command(json_output) as screen:
@@ -100,6 +100,6 @@ def _read(name: str) -> tuple[Path, str]:
 
     path = catalogue().get(name)
     if path is None:
-        find_recipe(name)  # says what is close, for a name that is nothing at all
+        find_recipe(name)  # raises with the closest name
         raise usage_error("recipe-not-found", f"`{name}` is not in the catalogue", hint="`fsdp-tune recipes list` shows it")
     return path, path.read_text(encoding="utf-8")

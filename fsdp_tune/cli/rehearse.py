@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from fsdp_tune.cli.options import AllowEnvOption, ConfigArg, ConfigOption, JsonOption, SetOption, TrustOption, chosen_recipe
+from fsdp_tune.cli.options import (
+    AllowEnvOption,
+    AllowExtensionsOption,
+    ConfigArg,
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    TrustOption,
+    chosen_recipe,
+)
 from fsdp_tune.cli.output import command
 from fsdp_tune.core.errors import failed_error
 
@@ -27,6 +36,7 @@ def rehearse(
     parity: ParityOption = False,
     trust_remote_code: TrustOption = False,
     allow_env: AllowEnvOption = None,
+    allow_extensions: AllowExtensionsOption = False,
     json_output: JsonOption = False,
 ) -> None:
     """Rehearse a full run on CPU ranks with a scaled-down model: train, kill a rank, resume, merge, reload, compare.
@@ -43,7 +53,7 @@ def rehearse(
         import fsdp_tune
 
         loaded = fsdp_tune.load_recipe(chosen_recipe(recipe, config), overrides or ())
-        allowed = fsdp_tune.Allowed(trust_remote_code, allow_env or ())
+        allowed = fsdp_tune.Allowed(trust_remote_code, allow_env or (), allow_extensions)
         done = fsdp_tune.rehearse(loaded, num_processes=num_processes, parity=parity, allowed=allowed, observer=screen)
         screen.document(done.as_dict())
         if done.failed is not None:

@@ -1,4 +1,4 @@
-"""The card at the end of a run: time, tokens, losses, memory against the plan, size on disk, and the next commands."""
+"""The card at the end of a run: time, tokens, losses, memory compared with the plan, size on disk, and the next commands."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def card(run: RunDir, facts: dict[str, Any], next_commands: Sequence[str]) -> li
 
 
 def commands_after(run: RunDir, recipe: Recipe, merged: Path | None) -> list[str]:
-    """What to type after a run has finished; paths below the current directory are relative."""
+    """Return the next commands after a finished run; paths below the current directory are relative."""
     tracked = "tensorboard" in recipe.training.report_to and run.tensorboard.is_dir()
     return [
         merge_command(_short(run.path), recipe) if merged is None else _generating(merged),
@@ -55,12 +55,12 @@ def commands_after(run: RunDir, recipe: Recipe, merged: Path | None) -> list[str
 
 
 def merge_command(path: str, recipe: Recipe) -> str:
-    """The command that merges the model of a finished run."""
+    """Return the command that merges the model of a finished run."""
     return f"fsdp-tune merge-checkpoint {shlex.quote(path)}" + (" --best" if takes_best(recipe) else "")
 
 
 def _generating(merged: Path) -> str:
-    """A command that lets the merged model continue a text."""
+    """Return a command that generates text with the merged model."""
     program = f"from transformers import pipeline; print(pipeline('text-generation', {_short(merged)!r})('The'))"
     return f"python -c {shlex.quote(program) if '$' in program or '`' in program else chr(34) + program + chr(34)}"
 
@@ -70,7 +70,7 @@ def _short(path: Path) -> str:
 
 
 def _longer(recipe: Recipe) -> str:
-    """The option that continues a finished run."""
+    """Return the option that extends a finished run."""
     steps = int(training_value(recipe.training, "max_steps"))
     if steps > 0:
         return f"--set training.max_steps={2 * steps}"
@@ -78,7 +78,7 @@ def _longer(recipe: Recipe) -> str:
 
 
 def _time(facts: dict[str, Any], steps: Sequence[Line]) -> str:
-    """This start from the launch of rank 0, and the steps of all starts."""
+    """Return the seconds of this launch and of the steps of all launches."""
     in_steps, before = 0.0, 0
     for line in steps:
         in_steps += float(line.get("step_seconds") or 0.0) * (line["step"] - before)
@@ -93,7 +93,7 @@ def _tokens(facts: dict[str, Any], steps: Sequence[Line]) -> str:
 
 
 def _losses(lines: Sequence[Line], name: str) -> str:
-    """First, last and best; values such as `nan` are written as text and are never the best."""
+    """Return the first, last and best value; values such as `nan` are text and never the best."""
     if not lines:
         return ""
 
@@ -141,7 +141,7 @@ def _sizes(run: RunDir) -> str:
 
 
 def _bytes_below(root: Path) -> int:
-    """Bytes of the files below `root`; a file that disappears meanwhile is not counted."""
+    """Return the bytes of the files below `root`; a file that disappears meanwhile is not counted."""
     total = 0
     for folder, _, names in os.walk(root):
         for name in names:

@@ -1,4 +1,4 @@
-"""`status`: how a run stands, from its files alone."""
+"""`status`: the status of a run, from its files alone."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run director
 
 
 def status(run: RunArgument, json_output: JsonOption = False) -> None:
-    """Show how a run stands: step, age of the last line, live ranks, newest complete checkpoint, logs.
+    """Show the status of a run: step, age of the last line, live ranks, newest complete checkpoint, logs.
 
-    Reads files and never disturbs the run.
+    Reads files only; the run is not affected.
 
     \b
     Example:
@@ -30,7 +30,7 @@ def status(run: RunArgument, json_output: JsonOption = False) -> None:
 
         directory = RunDir(run.resolve())
         if not directory.is_used:
-            message = f"{run} holds no run (there is no {directory.recipe_json.name})" if run.exists() else f"there is no {run}"
+            message = f"{run} is not a run directory (it has no {directory.recipe_json.name})" if run.exists() else f"{run} does not exist"
             raise usage_error("not-a-run", message, hint=_near(run) or "give the directory that `train` printed")
         facts = run_status(directory)
         screen.document(facts)
@@ -38,9 +38,9 @@ def status(run: RunArgument, json_output: JsonOption = False) -> None:
 
 
 def _near(path: Path) -> str | None:
-    """The run that `path` lies in, or the runs that lie in it."""
+    """Return a hint that names the run that contains `path`, or the runs in it."""
     if RunDir(path.parent).is_used:
-        return f"`fsdp-tune status {path.parent}` is the run that it belongs to"
+        return f"`fsdp-tune status {path.parent}` shows the run that contains it"
     runs = sorted(inner.name for inner in path.iterdir() if RunDir(inner).is_used) if path.is_dir() else []
     return f"the runs in it are {', '.join(runs[:8])}{' …' if len(runs) > 8 else ''}" if runs else None
 
@@ -57,12 +57,12 @@ def show(screen: Screen, facts: dict[str, Any]) -> None:
         [rank["rank"], rank["state"], rank["phase"] or "", rank["step"], rank["pid"] or "", rank["age"] or ""] for rank in facts["ranks"]
     ]
     if rows:
-        screen.table("", ["rank", "state", "phase", "step", "pid", "last sign"], rows)
+        screen.table("", ["rank", "state", "phase", "step", "pid", "last heartbeat"], rows)
     screen.message(f"newest complete checkpoint: {facts['checkpoint'] or 'none'}")
     for bad in facts["rejected_checkpoints"]:
         screen.message(f"not complete: {bad['path']}: {bad['reason']}")
     if facts["merged"]:
-        screen.message(f"merged model{'' if facts['state'] == 'finished' else ', of an earlier end'}: {facts['merged']}")
+        screen.message(f"merged model{'' if facts['state'] == 'finished' else ' of an earlier run to its end'}: {facts['merged']}")
     if facts["problem"]:
         screen.message(f"ended with: {facts['problem']}")
     for way in facts["ways_on"]:

@@ -8,6 +8,7 @@ import typer
 
 from fsdp_tune.cli.options import (
     AllowEnvOption,
+    AllowExtensionsOption,
     ConfigArg,
     ConfigOption,
     JsonOption,
@@ -75,6 +76,7 @@ def train(
     machine_rank: MachineRankOption = None,
     trust_remote_code: TrustOption = False,
     allow_env: AllowEnvOption = None,
+    allow_extensions: AllowExtensionsOption = False,
     ignore_plan: IgnorePlanOption = False,
     verify_data: VerifyDataOption = False,
     profile: ProfileOption = None,
@@ -109,7 +111,7 @@ def train(
             profile=parse_profile(profile) if profile is not None else None,
             ignore_plan=ignore_plan,
             verify_data=verify_data,
-            allowed=fsdp_tune.Allowed(trust_remote_code, allow_env or ()),
+            allowed=fsdp_tune.Allowed(trust_remote_code, allow_env or (), allow_extensions),
         )
         screen.verbose = verbose
         if dry_run:

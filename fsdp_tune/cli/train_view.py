@@ -146,7 +146,7 @@ class StepView:
             self._screen.message(f"step {step}: {name.replace('_', ' ')}" + (f" ({details})" if details else ""))
 
     def _step(self, line: dict[str, Any]) -> None:
-        """Keep one line: the step, the time left and the loss first, then what a narrow terminal can do without."""
+        """Print one line: the step, the time left and the loss first, then what a narrow terminal leaves out."""
         step = int(line["step"])
         loss = f"loss {_number(line['loss'], '.4f')}"
         self._bar.at(step, loss)
@@ -170,7 +170,7 @@ class StepView:
 
 
 def _shares(line: dict[str, Any]) -> str:
-    """What of a step is not forward and backward, in percent."""
+    """Return the shares of a step that are not forward and backward, in percent."""
     named = (
         ("data", "data_wait_seconds", "step_seconds"),
         ("communication", "exposed_communication_seconds", "last_step_seconds"),
@@ -182,13 +182,13 @@ def _shares(line: dict[str, Any]) -> str:
 
 
 def profile_table(seconds: dict[str, dict[str, float]], steps: int) -> list[str]:
-    """Milliseconds a step of rank 0: a row for each phase, and one for all of them."""
+    """Return the milliseconds a step of rank 0: a row for each phase, and one for their sum."""
     columns = list(next(iter(seconds.values())))
-    whole = {column: sum(share[column] for share in seconds.values()) for column in columns}
+    total = {column: sum(share[column] for share in seconds.values()) for column in columns}
     titles = f"{'profile':<10}" + "".join(f"{column.replace('_', '-'):>16}" for column in columns)
     rows = [
         f"{phase:<10}" + "".join(f"{share[column] / steps * 1000:>13.2f} ms" for column in columns)
-        for phase, share in {**seconds, "step": whole}.items()
+        for phase, share in {**seconds, "step": total}.items()
     ]
     return [titles, *rows]
 

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_tune.cli.options import AllowEnvOption, ConfigArg, ConfigOption, JsonOption, NameOption, SetOption, TrustOption, chosen_recipe
+from fsdp_tune.cli.options import (
+    AllowEnvOption,
+    AllowExtensionsOption,
+    ConfigArg,
+    ConfigOption,
+    JsonOption,
+    NameOption,
+    SetOption,
+    TrustOption,
+    chosen_recipe,
+)
 from fsdp_tune.cli.output import Screen, command
 from fsdp_tune.core.errors import FsdpTuneError
 
@@ -27,6 +37,7 @@ def validate(
     offline: OfflineOption = False,
     trust_remote_code: TrustOption = False,
     allow_env: AllowEnvOption = None,
+    allow_extensions: AllowExtensionsOption = False,
     json_output: JsonOption = False,
 ) -> None:
     """Check a recipe: keys, values, contradictions, the arithmetic of the batch, model and data. Starts nothing.
@@ -40,7 +51,7 @@ def validate(
         from fsdp_tune.recipe.world import batch_arithmetic
 
         loaded = fsdp_tune.load_recipe(chosen_recipe(recipe, config), overrides or (), name=name)
-        allowed = fsdp_tune.Allowed(trust_remote_code, allow_env or ())
+        allowed = fsdp_tune.Allowed(trust_remote_code, allow_env or (), allow_extensions)
         found = fsdp_tune.validate(loaded, strict=strict, offline=offline, allowed=allowed, observer=screen)
         arithmetic = batch_arithmetic(found.recipe)
         screen.document(

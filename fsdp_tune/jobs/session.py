@@ -11,6 +11,7 @@ from fsdp_tune.core.devices import this_machine
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where
 from fsdp_tune.core.processes import stop_signals_raise
 from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.recipe.extensions import find_extensions, named_extensions
 from fsdp_tune.recipe.findings import pinned
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.resolve import Resolution, resolve
@@ -26,13 +27,14 @@ class Allowed:
     """Code from the repositories of the model and of a hub kernel (`--trust-remote-code`)."""
     variables: Sequence[str] = ()
     """Names in `launch.env` that are not known to be plain settings (`--allow-env`)."""
+    extensions: bool = False
+    """Entry points of installed packages that the recipe names (`--allow-extensions`)."""
 
     def options(self) -> tuple[str, ...]:
         """Return the options of the command line that allow the same."""
-        return (
-            *(["--trust-remote-code"] if self.remote_code else []),
-            *(word for name in self.variables for word in ("--allow-env", name)),
-        )
+        flags = [("--trust-remote-code", self.remote_code), ("--allow-extensions", self.extensions)]
+        variables = [word for name in self.variables for word in ("--allow-env", name)]
+        return (*(option for option, is_given in flags if is_given), *variables)
 
 
 @contextmanager
@@ -64,6 +66,7 @@ def resolve_recipe(
     """
     observer.notices([notice for notice in loaded.notices if not (strict and notice.strict)])
     refuse_code(loaded.recipe, allowed, starts_ranks=starts_ranks)
+    find_extensions(loaded.recipe)
     device = loaded.recipe.launch.device
     return resolve(
         loaded.recipe,
@@ -91,5 +94,9 @@ def refuse_code(recipe: Recipe, allowed: Allowed, *, starts_ranks: bool) -> None
             message = f"`launch.env.{name}` is not known to be a plain setting, and a variable can make the ranks run code"
             hint = f"read what it does; if you trust it, add `--allow-env {name}`"
             found.append(Problem("variable-not-allowed", message, Where(key=f"launch.env.{name}"), hint))
+    for key, _, name in named_extensions(recipe) if not allowed.extensions else ():
+        message = f"the recipe wants to run the installed extension `{name}`"
+        hint = "read its code; if you trust it, add `--allow-extensions`"
+        found.append(Problem("extension-not-allowed", message, Where(key=key), hint))
     if found:
         raise FsdpTuneError(*found)

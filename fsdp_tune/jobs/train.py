@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import threading
@@ -50,6 +51,7 @@ from fsdp_tune.planner.hardware.gpus import detect
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.planner.predict.totals import total_steps
 from fsdp_tune.planner.search.recomputation import Decided, is_open
+from fsdp_tune.recipe.extensions import Extension, find_extensions
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schema import Recipe
@@ -230,7 +232,7 @@ class _Job:
         run, options = self.plan.run, self.options
         with WorkCounter(run, self.recipe.launch.num_machines) as work:
             start = decide_start(run, self.recipe, options.resume, overwrite=options.overwrite, progress=work.advance)
-        self.observer.notices([*self._launch_notices(), *start.notices])
+        self.observer.notices([*self._launch_notices(), *start.notices, *self._changed_extensions(start)])
         for change in start.trajectory_changes:
             self.observer.message(f"from step {start.step} on {change}")
         return start
@@ -248,6 +250,18 @@ class _Job:
             message = f"{self.loaded.path} has a comment with what looks like a secret; the run's recipe.yaml gets `{MASK}` instead"
             notices.append(Notice("secret-not-written", message))
         return notices
+
+    def _changed_extensions(self, start: Start) -> list[Notice]:
+        """Compare the extensions with those that the resumed run recorded."""
+        if start.checkpoint is None:
+            return []
+        recorded = read_extensions(RunDir(start.checkpoint.path.parent))
+        changed = [(recorded.get((each.kind, each.name)), each) for each in find_extensions(self.recipe)]
+        return [
+            Notice("extension-changed", f"the steps so far used {before}; from step {start.step} on {now}")
+            for before, now in changed
+            if before is not None and before != now
+        ]
 
     @contextmanager
     def written(self, start: Start) -> Iterator[_Job]:
@@ -305,13 +319,14 @@ class _Job:
 
     def write(self, inputs: TrainingInputs, start: Start) -> None:
         devices = [{"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes} for each in visible_devices(os.environ)]
+        extensions = [each.as_dict() for each in find_extensions(self.recipe)]
         files = RunFiles(
             recipe_text=self.loaded.text,
             overrides=self.loaded.overrides,
             recipe=self.recipe,
             reasons=self.resolution.reasons,
             plan=self.plan,
-            environment={"versions": versions(), "host": host(), "devices": devices},
+            environment={"versions": versions(), "host": host(), "devices": devices, "extensions": extensions},
             data=inputs.data.to_json(),
             start=start,
             save_model=lambda directory: save_model_files(directory, inputs.model, inputs.tokenizer),
@@ -382,6 +397,15 @@ class _Job:
 
 def _unreachable(what: str) -> Problem:
     return Problem("model-unreachable", what, hint="give a local directory as `model.name_or_path`, or download it where there is network")
+
+
+def read_extensions(run: RunDir) -> dict[tuple[str, str], Extension]:
+    """Return the extensions in RUN/environment.json by kind and name."""
+    try:
+        recorded = json.loads(run.environment_json.read_bytes()).get("extensions", [])
+        return {(raw["kind"], raw["name"]): Extension.from_dict(raw) for raw in recorded}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # written by another version, or by hand
+        return {}
 
 
 def takes_best(recipe: Recipe) -> bool:

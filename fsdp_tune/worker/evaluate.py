@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,8 +11,8 @@ from torch import nn
 from torch.utils.data import BatchSampler
 
 from fsdp_tune.core.errors import failed_error
-from fsdp_tune.data.store import RowStore
-from fsdp_tune.model.loss import micro_batch_loss
+from fsdp_tune.data.store import IGNORE_INDEX, RowStore
+from fsdp_tune.model.loss import micro_batch_loss, model_inputs, shift_labels
 from fsdp_tune.model.shard.gathering import outside_step
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.schema import Recipe
@@ -29,36 +30,64 @@ class _Fixed(BatchSampler):
         return len(self._batches)
 
 
+Metric = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[Any, Any]]
+"""A user's metric, called with each batch: logits [rows, tokens, vocabulary], the target of each position [rows, tokens], and a mask of
+the targets that count. Returns a sum and a count, which are added up over batches and ranks; the metric is their quotient."""
+
+
 def evaluate_sets(
-    recipe: Recipe, wrapped: nn.Module, sets: dict[str, RowStore], collator: Collator, device: torch.device
+    recipe: Recipe,
+    wrapped: nn.Module,
+    sets: dict[str, RowStore],
+    collator: Collator,
+    device: torch.device,
+    metrics: Mapping[str, Metric] = {},
 ) -> dict[str, float]:
-    """`eval_loss` over the tokens of all sets, and `eval_<label>_loss` of each where there are several."""
+    """Return `eval_loss` and the user's `eval_<metric>` over all sets, and `eval_<label>_…` of each set if there are several."""
     wrapped.eval()
     # A run that stops may omit an evaluation, and the resumed run must still draw the same masks: `outside_step` restores the generator.
     with outside_step(wrapped, device):
-        sums = {label: _sums(recipe, wrapped, store, collator, device) for label, store in sets.items()}
+        sums = {label: _sums(recipe, wrapped, store, collator, device, metrics) for label, store in sets.items()}
     wrapped.train()
-    for label, (_, tokens) in sums.items():
-        if tokens == 0:
-            raise failed_error("eval-without-targets", f"the eval set `{label}` has no supervised token, so it has no loss")
-    metrics = {f"eval_{label}_loss": loss / tokens for label, (loss, tokens) in sums.items() if len(sums) > 1}
-    metrics["eval_loss"] = sum(loss for loss, _ in sums.values()) / sum(tokens for _, tokens in sums.values())
-    return metrics
+    found: dict[str, float] = {}
+    for index, name in enumerate((*metrics, "loss")):
+        pairs = {label: each[index] for label, each in sums.items()}
+        if empty := next((label for label, (_, count) in pairs.items() if count == 0), None):
+            if name == "loss":
+                raise failed_error("eval-without-targets", f"the eval set `{empty}` has no supervised token, so it has no loss")
+            raise failed_error("extension-failed", f"the metric `{name}` counted nothing in the eval set `{empty}`")
+        if len(pairs) > 1:
+            found |= {f"eval_{label}_{name}": total / count for label, (total, count) in pairs.items()}
+        found[f"eval_{name}"] = sum(total for total, _ in pairs.values()) / sum(count for _, count in pairs.values())
+    return found
 
 
-def _sums(recipe: Recipe, wrapped: nn.Module, store: RowStore, collator: Collator, device: torch.device) -> tuple[float, float]:
-    """(sum of token losses, supervised tokens) of one set over all ranks."""
+def _sums(
+    recipe: Recipe, wrapped: nn.Module, store: RowStore, collator: Collator, device: torch.device, metrics: Mapping[str, Metric]
+) -> list[list[float]]:
+    """Return [sum, count] of each metric and, last, of the token losses of one set, over all ranks."""
     micro_batch = recipe.training.per_device_eval_batch_size or recipe.training.per_device_train_batch_size
     topology = recipe.topology
     data_rank = topology.data_rank(dist.get_rank())
     batches = eval_batches(len(store), data_rank=data_rank, data_size=topology.data_size, micro_batch=micro_batch)
     loss = torch.zeros((), dtype=torch.float64, device=device)
     tokens = 0
+    total = torch.zeros(len(metrics) + 1, 2, dtype=torch.float64)
     for batch in loader(store, _Fixed(batches), collator, workers=0, pin_memory=False):
         tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.tensors.items()}
         with compute_context(recipe, device.type):
             loss += micro_batch_loss(wrapped, tensors)[0]
+            if metrics:
+                total[:-1] += _metric_sums(wrapped, tensors, metrics)
         tokens += batch.supervised_tokens
-    total = torch.tensor([float(loss), tokens], dtype=torch.float64)
+    total[-1] = torch.tensor([float(loss), tokens], dtype=torch.float64)
     dist.all_reduce(total)
-    return total[0].item(), total[1].item()
+    return total.tolist()
+
+
+def _metric_sums(wrapped: nn.Module, batch: dict[str, torch.Tensor], metrics: Mapping[str, Metric]) -> torch.Tensor:
+    """Call each metric with one batch → [metrics, 2]. A forward of its own makes the logits, which that of the loss may not."""
+    logits = wrapped(**model_inputs(batch), use_cache=False).logits
+    targets = shift_labels(batch["labels"])
+    pairs = [metric(logits, targets, targets != IGNORE_INDEX) for metric in metrics.values()]
+    return torch.tensor([[float(total), float(count)] for total, count in pairs], dtype=torch.float64)

@@ -96,7 +96,7 @@ def _train(
     heartbeat.beat("importing")
     from fsdp_tune.worker.agree import check_same
     from fsdp_tune.worker.observe.step_progress import Progress
-    from fsdp_tune.worker.setup import build_trainer, close, results
+    from fsdp_tune.worker.setup import build_trainer, close, results, user_callbacks
 
     check_same(run)
     configure_accelerate(recipe)
@@ -105,6 +105,8 @@ def _train(
     progress = Progress(heartbeat, trainer.parts.metrics)
     progress.watch(trainer.wrapped)
     trainer.add_callback(progress)
+    for callback_of_user in user_callbacks(recipe):
+        trainer.add_callback(callback_of_user)
     trainer.train(resume_from_checkpoint=str(resume.path) if resume else None)
     close(trainer)
     reason = callback.stopped or ExitReason.FINISHED

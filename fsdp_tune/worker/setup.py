@@ -23,6 +23,7 @@ from fsdp_tune.model.kernels.attention import has_variable_lengths
 from fsdp_tune.model.loss import auxiliary_loss_weight
 from fsdp_tune.model.shard.wrap import process_groups
 from fsdp_tune.model.step import LossScale
+from fsdp_tune.recipe.extensions import find_extension
 from fsdp_tune.recipe.fsdp_arguments import plugin_kwargs
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from, run_of
@@ -79,6 +80,7 @@ def build_trainer(
         heartbeat=heartbeat,
         scale=LossScale() if recipe.precision.mixed_precision == "fp16" else None,
         run=run,
+        user_metrics={name: find_extension("metrics", name).load() for name in recipe.extensions.metrics},
     )
     callback = RunCallback(run, wish, say, is_first=rank.is_first)
     compiling = [CompileReport(say)] if recipe.kernels.compile else []
@@ -105,6 +107,18 @@ def build_trainer(
         last_step=resume.step if resume else None,
     )
     return trainer, callback, resume
+
+
+def user_callbacks(recipe: Recipe) -> list[TrainerCallback]:
+    """Make the callbacks that the recipe names: each entry point is a TrainerCallback class or a function that returns one."""
+    made: list[TrainerCallback] = []
+    for name in recipe.extensions.callbacks:
+        extension = find_extension("callbacks", name)
+        callback = extension.load()()
+        if not isinstance(callback, TrainerCallback):
+            raise failed_error("extension-failed", f"{extension} returned {type(callback).__name__}, which is not a TrainerCallback")
+        made.append(callback)
+    return made
 
 
 def _start_from_checkpoint(recipe: Recipe, loaded: Loaded) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ from fsdp_tune.worker.checkpoint.restore import (
 from fsdp_tune.worker.checkpoint.save import Checkpointer
 from fsdp_tune.worker.checkpoint.state import seed_for_rank
 from fsdp_tune.worker.dataset import Batch, Collator, MicroBatches, loader
-from fsdp_tune.worker.evaluate import evaluate_sets
+from fsdp_tune.worker.evaluate import Metric, evaluate_sets
 from fsdp_tune.worker.gradients import GradientGate
 from fsdp_tune.worker.observe import nonfinite
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
@@ -64,6 +64,7 @@ class Parts:
     heartbeat: HeartbeatWriter
     scale: LossScale | None
     run: RunDir
+    user_metrics: Mapping[str, Metric]
 
 
 class FsdpTrainer(Trainer):
@@ -258,7 +259,8 @@ class FsdpTrainer(Trainer):
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         started = time.monotonic()
         with self.parts.heartbeat.during("evaluating", self.state.global_step):
-            metrics = evaluate_sets(self.parts.recipe, self.wrapped, self.parts.evals, self.parts.collator, self.args.device)
+            parts = self.parts
+            metrics = evaluate_sets(parts.recipe, self.wrapped, parts.evals, parts.collator, self.args.device, parts.user_metrics)
         seconds = time.monotonic() - started
         self.last_eval_loss = metrics["eval_loss"]
         self.log({**metrics, "eval_seconds": seconds})

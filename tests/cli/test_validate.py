@@ -262,7 +262,7 @@ def test_the_catalogue_is_listed_shown_and_copied(tmp_path: Path, monkeypatch: p
     assert load_recipe("gpt2_smoke.yaml").recipe.name == "gpt2_smoke"
     code, _, err = run("recipes", "copy", "gpt2_smoke")
     assert code == 2
-    assert "is there already" in err
+    assert "already exists" in err
     assert run("recipes", "copy", "gpt2_smoke", "mine.yaml")[0] == 0
     assert run("recipes", "copy", "gpt2_smoke", "no/such/dir.yaml")[0] == 2
 

@@ -6,7 +6,7 @@ import difflib
 import glob
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from fsdp_tune.data.read.digests import Stamp, stamp
 from fsdp_tune.data.read.hub_dataset import load_from_hub, load_saved
 from fsdp_tune.data.read.json_rows import BadRow, NumberedRow
 from fsdp_tune.data.read.readers import read_rows
+from fsdp_tune.recipe.extensions import find_extension
 from fsdp_tune.recipe.paths import can_only_be_a_path
 from fsdp_tune.recipe.schema.model_and_data import BUILDERS, DataSource
 from fsdp_tune.run.manifest import Digester
@@ -59,6 +60,8 @@ class Source:
     """A `datasets.Dataset`."""
     stored_in: tuple[Path, ...] = ()
     """The files that hold the rows; empty where no file does."""
+    load: Callable[..., Iterable[Any]] | None = None
+    """A user's loader, called with the path and the options each time the rows are read."""
 
     def read(self) -> Iterator[tuple[int, NumberedRow | BadRow]]:
         """Rows with the number of their file in `names`."""
@@ -68,6 +71,9 @@ class Source:
                     yield number, row
         elif self.dataset is not None:
             for row in table_rows(self.dataset.with_format("arrow").iter(batch_size=1000)):
+                yield 0, row
+        elif self.load is not None:
+            for row in _loaded_rows(self.load, self.entry, self.key):
                 yield 0, row
         else:
             for row in enumerate(builtin_rows(self.entry.path, self.entry.split), 1):
@@ -97,6 +103,10 @@ class Source:
 def find_source(entry: DataSource, key: str) -> Source:
     """Exit 2 when nothing is there, or more than one thing could be meant. `key` is where the entry stands in the recipe."""
     where = Where(key=key)
+    if entry.loader is not None:
+        return _loader_source(entry, key, entry.loader)
+    if entry.loader_options:
+        raise usage_error("contradiction", "`loader_options` has no meaning without `loader`", where=where)
     if is_builtin(entry.path):
         builtin_rows(entry.path, entry.split)
         return Source(entry, key, (entry.path,))
@@ -112,6 +122,28 @@ def find_source(entry: DataSource, key: str) -> Source:
         raise _not_found(entry.path, where)
     dataset = load_from_hub(entry, where)
     return _dataset_source(entry, key, dataset)
+
+
+def _loader_source(entry: DataSource, key: str, loader: str) -> Source:
+    where = Where(key=key)
+    given = [name for name in ("name", "data_dir", "data_files", "revision") if getattr(entry, name) is not None]
+    if given:
+        message = f"`{given[0]}` has no meaning for rows from a `loader`"
+        raise usage_error("contradiction", message, where=where, hint="pass it in `loader_options`")
+    return Source(entry, key, (f"{entry.path} ({loader})",), load=find_extension("loaders", loader, where).load(where))
+
+
+def _loaded_rows(load: Callable[..., Iterable[Any]], entry: DataSource, key: str) -> Iterator[NumberedRow | BadRow]:
+    """Yield the rows of a user's loader, numbered from 1. Raises: usage error if the loader fails."""
+    try:
+        for number, row in enumerate(load(entry.path, dict(entry.loader_options)), 1):
+            is_row = isinstance(row, Mapping)
+            yield (number, dict(row)) if is_row else BadRow(number, f"the loader returned {type(row).__name__} instead of a mapping")
+    except FsdpTuneError:  # a stop signal
+        raise
+    except Exception as error:
+        message = f"the loader `{entry.loader}` failed for `{entry.path}`: {type(error).__name__}: {error}"
+        raise usage_error("extension-failed", message, where=Where(key=key)) from error
 
 
 def _builder_source(entry: DataSource, key: str) -> Source:

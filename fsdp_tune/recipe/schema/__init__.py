@@ -32,7 +32,7 @@ from fsdp_tune.recipe.schema.kinds import (
     WholeOrZero,
 )
 from fsdp_tune.recipe.schema.model_and_data import Data, DataSource, EvalFraction, EvalRows, Mixture, Model, Tokens
-from fsdp_tune.recipe.schema.run_sections import CheckpointSection, Kernels, Launch, Merge
+from fsdp_tune.recipe.schema.run_sections import CheckpointSection, Extensions, Kernels, Launch, Merge
 from fsdp_tune.recipe.schema.strategies import STRATEGIES, ShardingStrategy
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "EarlyStopping",
     "EvalFraction",
     "EvalRows",
+    "Extensions",
     "Fsdp",
     "Kernels",
     "Launch",
@@ -201,6 +202,7 @@ class Recipe(Section):
     kernels: Kernels = Kernels()
     checkpoint: CheckpointSection = CheckpointSection()
     launch: Launch = Launch()
+    extensions: Extensions = Extensions()
     merge: Merge = Merge()
 
     @property

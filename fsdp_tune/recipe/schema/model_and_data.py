@@ -93,6 +93,10 @@ class DataSource(Section):
     """Takes the first rows only."""
     label: Text | None = None
     """Name of the set in reports and in `eval_<label>_loss`."""
+    loader: Text | None = None
+    """Entry point of the group `fsdp_tune.loaders` that reads the rows of `path`. Honoured only together with `--allow-extensions`."""
+    loader_options: dict[str, Any] = {}
+    """Options for `loader`."""
 
 
 class EvalFraction(Section):

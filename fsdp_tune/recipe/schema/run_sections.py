@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from fsdp_tune.recipe.schema.effects import FREE, MEMORY, NOTHING, TIME, Effect
+from fsdp_tune.recipe.schema.effects import FREE, MEMORY, NOTHING, NUMBERS, TIME, TRAJECTORY, Effect
 from fsdp_tune.recipe.schema.kinds import Auto, Device, Duration, Port, Section, Size, Text, Whole, WholeOrZero
 
 
@@ -21,6 +21,13 @@ class Kernels(Section):
     """Liger's kernels for norms, rotary embeddings and gated MLPs; auto = on CUDA, where liger-kernel is installed."""
     compile: bool = False
     """torch.compile for every decoder layer by itself; FSDP2 and DDP."""
+
+
+class Extensions(Section):
+    callbacks: Annotated[list[Text], Effect(NUMBERS, TRAJECTORY)] = []
+    """Entry points of the group `fsdp_tune.callbacks`, called by the Trainer on every rank. Only together with `--allow-extensions`."""
+    metrics: Annotated[list[Text], Effect(MEMORY, FREE)] = []
+    """Entry points of the group `fsdp_tune.metrics`, computed with each evaluation. Only together with `--allow-extensions`."""
 
 
 class CheckpointSection(Section):
