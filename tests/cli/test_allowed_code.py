@@ -43,7 +43,7 @@ def write(tmp_path: Path, *, model: str = "", env: str = "") -> str:
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize("verb", ["validate", "train", "prepare", "rehearse", "plan"])
 @pytest.mark.parametrize("key", ["trust_remote_code: true", "attn_implementation: someone/kernel"])
-def test_no_verb_runs_code_for_a_recipe_alone(tmp_path: Path, verb: str, key: str) -> None:
+def test_command_runs_no_code_for_a_recipe_alone(tmp_path: Path, verb: str, key: str) -> None:
     words = [verb, write(tmp_path, model=f", {key}"), *(["--gpu", "A100-40GB"] if verb == "plan" else [])]
     (error,) = refused(*words)
     assert (error["code"], error["line"], error["key"]) == ("remote-code-not-trusted", 1, f"model.{key.split(':')[0]}")

@@ -70,7 +70,7 @@ def test_versions_are_read_as_numbers(text: str | None, expected: tuple[int, ...
     assert version_tuple(text) == expected
 
 
-def test_env_tells_what_a_report_needs(cli: Cli) -> None:
+def test_env_prints_what_a_bug_report_needs(cli: Cli) -> None:
     done = cli("env", "--json", RANK="3", HF_TOKEN="hf_abcdefghijklmnopqrstuvwx", NCCL_DEBUG="INFO")
     assert done.returncode == 0
     facts = document(done)
@@ -82,7 +82,7 @@ def test_env_tells_what_a_report_needs(cli: Cli) -> None:
     assert "hf_abc" not in done.stdout + done.stderr
 
 
-def test_a_default_accelerate_config_is_found_where_accelerate_looks(tmp_path: Path) -> None:
+def test_default_accelerate_config_is_found_in_its_directory(tmp_path: Path) -> None:
     assert accelerate_default_config({"HF_HOME": str(tmp_path)}) is None
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "default_config.yaml").write_text("distributed_type: DEEPSPEED\n")
@@ -97,7 +97,7 @@ def test_the_host_is_described_without_torch() -> None:
     assert versions()["fsdp-tune"]
 
 
-def test_status_of_what_is_no_run_is_exit_2(cli: Cli, tmp_path: Path) -> None:
+def test_status_of_another_directory_is_exit_2(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "runs" / "one").mkdir(parents=True)
     (tmp_path / "runs" / "one" / "recipe.json").write_text("{}")
     for named, hint in (("runs", "the runs in it are one"), ("runs/one/checkpoint-3", "`fsdp-tune status runs/one`")):

@@ -19,7 +19,7 @@ from fsdp_tune.recipe.read.loader import load_recipe
 from tests.recipe.loading import MINIMAL
 
 
-def test_a_device_that_is_named_is_counted_as_one_that_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_device_is_counted_like_a_detected_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`validate` and `prepare` took a named `cuda` for eight assumed devices, on a machine that shows four."""
     monkeypatch.setattr(devices, "visible_devices", lambda _: [Device("cuda", "A GPU")] * 4)
     monkeypatch.setattr(devices, "torch_facts", lambda: pytest.fail("a command that starts nothing waits for torch"))
@@ -31,7 +31,7 @@ def test_a_device_that_is_named_is_counted_as_one_that_is_found(tmp_path: Path, 
             assert (recipe.world_size, recipe.launch.device) == (4, "cuda")
 
 
-def test_a_tracker_that_is_not_installed_gets_one_verdict_from_validate_dry_run_and_train(tmp_path: Path) -> None:
+def test_missing_tracker_is_refused_by_validate_dry_run_and_train(tmp_path: Path) -> None:
     missing = "comet_ml"
     if importlib.util.find_spec(missing) is not None:
         pytest.skip(f"{missing} is installed")

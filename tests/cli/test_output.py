@@ -44,7 +44,7 @@ def test_all_problems_are_shown_and_ways_out_are_a_list(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "error: first\nerror: second\nways out:\n  --resume auto\n  --overwrite\n"
 
 
-def test_json_on_failure_is_one_document_that_keeps_what_was_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_document_of_a_failure_keeps_earlier_fields(capsys: pytest.CaptureFixture[str]) -> None:
     code = ended(True, failed_error("boom", "it broke", where=Where("f", 1, 2, "a.b")), {"run_dir": "r"})
     assert code == 1
     out, err = capsys.readouterr()
@@ -55,7 +55,7 @@ def test_json_on_failure_is_one_document_that_keeps_what_was_known(capsys: pytes
     assert err == "error: f:1:2: it broke\n"
 
 
-def test_json_keeps_talk_off_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_sends_lines_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     with command(True) as screen:
         screen.message("talk")
         screen.table("t", ["a"], [["1"]])
@@ -88,13 +88,15 @@ def test_a_notice_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 @pytest.mark.parametrize("json_output", [False, True])
-def test_every_end_has_its_exit_code(error: BaseException | None, code: int, json_output: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exceptions_map_to_exit_codes(
+    error: BaseException | None, code: int, json_output: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert ended(json_output, error) == code
     if json_output:
         json.loads(capsys.readouterr().out)
 
 
-def test_a_bug_leaves_its_traceback_in_a_file_that_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_bug_report_names_the_traceback_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert ended(False, ZeroDivisionError("oops"), log_directory=tmp_path) == 1
     (log,) = tmp_path.iterdir()
     assert "ZeroDivisionError: oops" in log.read_text()
@@ -103,7 +105,7 @@ def test_a_bug_leaves_its_traceback_in_a_file_that_is_named(capsys: pytest.Captu
     assert "Traceback" not in err
 
 
-def test_a_full_disk_is_told_with_the_file_and_the_remedy(
+def test_full_disk_is_reported_with_file_and_remedy(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -119,19 +121,19 @@ def test_a_full_disk_is_told_with_the_file_and_the_remedy(
     )
 
 
-def test_a_current_directory_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_removed_current_directory_is_reported(tmp_path: Path) -> None:
     program = f"import os; os.mkdir('gone'); os.chdir('gone'); os.rmdir({str(tmp_path / 'gone')!r})\nfrom fsdp_tune.cli.app import app\n"
     program += "app(['train', 'gpt2_smoke'])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, done.stderr.splitlines()[0]) == (1, "error: the current directory has been removed")
 
 
-def test_terminal_escapes_are_shown_and_not_obeyed() -> None:
+def test_terminal_escapes_are_printed_escaped() -> None:
     assert printable("a\x1b[31mb\r\u202e") == "a\\x1b[31mb\\r\\u202e"
     assert printable("ä\n\t漢") == "ä\n\t漢"
 
 
-def test_a_reader_that_goes_away_stops_nothing() -> None:
+def test_closed_pipe_does_not_stop_a_command() -> None:
     read, write = os.pipe()
     os.close(read)
     program = (
@@ -163,7 +165,7 @@ def test_a_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines() == ["Title", "  name    n", "  ──────  ──", "  a       1", "  longer  22"]
 
 
-def test_the_log_holds_what_the_console_said_also_before_there_was_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_file_has_lines_printed_before_it_was_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "logs" / "train.log"
     screen = Screen(json_output=False)
     screen.message("said early")

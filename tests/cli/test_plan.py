@@ -77,7 +77,7 @@ def planned(recipe: str, *options: str, gpus: int = 8) -> Result:
     return done
 
 
-def test_the_answer_comes_before_the_ranking_and_the_child_is_ended(recipe: str, fake: type[FakeTracing]) -> None:
+def test_plan_is_printed_before_the_ranking_and_tracing_is_closed(recipe: str, fake: type[FakeTracing]) -> None:
     lines = planned(recipe).stdout.splitlines()
     first = {word: next(index for index, line in enumerate(lines) if word in line) for word in ("fits: yes", "ranked recipes", "more GPUs")}
     assert first["fits: yes"] == 0
@@ -97,7 +97,7 @@ def test_json_is_one_document_with_the_ranking(recipe: str) -> None:
     assert yours[0]["place"] >= 1
 
 
-def test_no_search_asks_for_one_trace(recipe: str, fake: type[FakeTracing]) -> None:
+def test_no_search_needs_one_trace(recipe: str, fake: type[FakeTracing]) -> None:
     document = json.loads(planned(recipe, "--json", "--no-search").stdout)
     assert document["alternatives"] == []
     assert len(fake.made[0].asked) == 1
@@ -161,13 +161,13 @@ def test_written_recipe_loads_whatever_the_search_reset(tmp_path: Path, recipe: 
 
 
 @pytest.mark.parametrize("options", [(), ("--exact",)])
-def test_exact_is_asked_of_the_trace(recipe: str, fake: type[FakeTracing], options: tuple[str, ...]) -> None:
+def test_exact_reaches_the_trace(recipe: str, fake: type[FakeTracing], options: tuple[str, ...]) -> None:
     planned(recipe, "--no-search", *options)
     assert fake.made[0].exact is bool(options)
 
 
 @pytest.mark.parametrize(("target", "key"), [("cheapest", "launch.num_processes"), ("largest-context", "data.max_length")])
-def test_a_target_changes_what_is_first(recipe: str, tmp_path: Path, target: str, key: str, fake: type[FakeTracing]) -> None:
+def test_target_changes_the_first_recipe(recipe: str, tmp_path: Path, target: str, key: str, fake: type[FakeTracing]) -> None:
     fake.state_gib = 16
     best = tmp_path / "best.yaml"
     first = json.loads(planned(recipe, "--json", "--target", target, "--write", str(best)).stdout)["alternatives"][0]
@@ -176,9 +176,7 @@ def test_a_target_changes_what_is_first(recipe: str, tmp_path: Path, target: str
     assert f"{key.split('.')[1]}: {first['recipe_changes'][key]}" in best.read_text()
 
 
-def test_what_fits_nowhere_names_the_smallest_hardware_that_does(
-    recipe: str, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_names_the_smallest_hardware_if_nothing_fits(recipe: str, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even offload helps: the activations of one sequence are too many."""
     monkeypatch.setattr("tests.planner.test_search.KEPT", {"none": 80, "selective": 70, "full": 60, "inputs on the host": 50})
     document = json.loads(planned(recipe, "--json").stdout)

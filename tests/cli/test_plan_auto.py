@@ -45,7 +45,7 @@ def run(*arguments: str) -> Result:
 
 
 @pytest.mark.parametrize(("memory_gib", "kind"), [pytest.param(16, "none", marks=pytest.mark.slow), (12, "selective")])
-def test_a_run_on_the_cpu_recomputes_as_little_as_fits_the_memory_of_the_host(
+def test_cpu_run_recomputes_the_least_that_fits_the_host(
     memory_gib: int, kind: str, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     host_with(monkeypatch, memory_gib * GIB)
@@ -67,7 +67,7 @@ def test_validate_decides_where_the_machine_has_the_ranks_memory(fake: type[Fake
 
 
 @pytest.mark.slow
-def test_validate_leaves_it_open_for_a_card_that_is_not_here(fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_does_not_decide_without_the_gpu(fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "visible_devices", lambda _: [])
     found = json.loads(run("validate", "--json", "--set", "launch.device=cuda", "--set", "launch.num_processes=2").stdout)
     assert found["resolved"]["fsdp"]["activation_checkpointing"] == "auto"
@@ -76,14 +76,14 @@ def test_validate_leaves_it_open_for_a_card_that_is_not_here(fake: type[FakeTrac
 
 
 @pytest.mark.parametrize(("gpu", "kind"), [("A100-40GB", "none"), ("RTX3090", "selective")])
-def test_plan_decides_for_the_card_that_is_named(gpu: str, kind: str, fake: type[FakeTracing]) -> None:
+def test_plan_decides_for_the_named_gpu(gpu: str, kind: str, fake: type[FakeTracing]) -> None:
     fake.state_gib = 36
     found = json.loads(run("plan", "--gpu", gpu, "--num-gpus", "2", "--no-search", "--json").stdout)
     assert found["decided"][KEY].startswith(f"{kind} (the least that fits {gpu}")
     assert found["fits"] == "yes"
 
 
-def test_the_written_recipe_leaves_nothing_open(fake: type[FakeTracing], tmp_path: Path) -> None:
+def test_written_recipe_has_every_key_decided(fake: type[FakeTracing], tmp_path: Path) -> None:
     fake.state_gib = 36
     best = tmp_path / "best.yaml"
     assert run("plan", "--gpu", "RTX3090", "--num-gpus", "2", "--write", str(best)).exit_code == 0
@@ -99,12 +99,12 @@ def test_the_written_recipe_leaves_nothing_open(fake: type[FakeTracing], tmp_pat
         (Device("cuda", "AMD GPU"), None),
     ],
 )
-def test_the_budget_of_a_card_is_the_tables_or_the_drivers_or_unknown(card: Device, usable: int | None) -> None:
+def test_gpu_budget_comes_from_table_or_driver(card: Device, usable: int | None) -> None:
     found = budget_of(resolved(), card)
     assert (found.usable_bytes if found else None) == usable
 
 
-def test_the_budget_of_a_cpu_rank_is_its_share_of_what_the_container_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_budget_is_a_share_of_the_container_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = resolved(gpus=4, launch={"device": "cpu"})
     host_with(monkeypatch, 64 * GIB, limit=16 * GIB)
     found = budget_of(recipe, visible_gpu(recipe))

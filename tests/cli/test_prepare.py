@@ -49,7 +49,7 @@ def test_json_is_one_document(recipe: Path) -> None:
     assert json.loads(again.stdout)["reused"] is True
 
 
-def test_control_characters_of_a_row_are_shown_and_not_obeyed(recipe: Path, tmp_path: Path) -> None:
+def test_control_characters_of_a_row_are_printed_escaped(recipe: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "clear \x1b[2J", "completion": " now"}) + "\n")
     done = CliRunner().invoke(app, [str(recipe), "--set", f"data.train=[{{path: {rows}}}]", "--show", "1"])
@@ -67,7 +67,7 @@ def test_bad_data_end_in_exit_2_with_the_line(recipe: Path, tmp_path: Path) -> N
     assert (first["file"], first["line"], first["code"]) == (str(rows), 2, "bad-row")
 
 
-def test_rows_that_the_cut_emptied_are_counted_as_left_out(recipe: Path, tmp_path: Path) -> None:
+def test_rows_emptied_by_truncation_are_counted_as_left_out(recipe: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": "one plus " * times, "completion": " two"}) + "\n" for times in (1, 99, 2)))
     done = CliRunner().invoke(app, [str(recipe), "--set", f"data.train=[{{path: {rows}}}]", "--set", "data.eval=null"])

@@ -43,7 +43,7 @@ def shown_on_a_terminal(program: str, columns: int = 0) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw.decode())
 
 
-def test_lines_may_be_said_while_a_bar_is_drawn() -> None:
+def test_lines_are_printed_above_a_live_bar() -> None:
     program = (
         "from fsdp_tune.cli.output import command\n"
         "with command(False) as screen, screen.progress('training', None, 'steps') as bar:\n"
@@ -54,14 +54,12 @@ def test_lines_may_be_said_while_a_bar_is_drawn() -> None:
     assert "training  60/60 steps  loss 1.5  ━" in shown
 
 
-def test_a_bar_with_nothing_to_do_leaves_nothing_behind() -> None:
+def test_unused_bar_leaves_no_line() -> None:
     program = "from fsdp_tune.cli.output import command\nwith command(False) as screen, screen.progress('x', None, 'rows'): pass"
     assert shown_on_a_terminal(program).split("\n")[-1].strip("\r ") == ""
 
 
-def test_elsewhere_short_work_is_silent_and_long_work_says_a_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pipe_gets_a_line_for_long_work_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(json_output=False)
     with screen.progress("tokenising", 100, "rows") as bar:
         bar.advance(50)
@@ -135,7 +133,7 @@ KERNELS = {
 }
 
 
-def test_the_line_of_kernels_names_what_was_chosen() -> None:
+def test_kernels_line_names_the_chosen_kernels() -> None:
     assert kernels_line(KERNELS) == "kernels: attention sdpa, loss chunked, compile"
 
 
@@ -200,7 +198,7 @@ def test_the_account_of_prepared_data_fits_the_terminal(columns: int) -> None:
     assert sum(" ".join(line.split()).endswith("23.5 %") for line in lines) == 2
 
 
-def test_the_account_of_the_data_is_a_line_a_set_the_training_set_first() -> None:
+def test_data_lines_start_with_the_training_set() -> None:
     account = {
         "rows": 9,
         "tokens": 100,

@@ -45,7 +45,7 @@ LINES: list[dict[str, object]] = [
 ]
 
 
-def test_the_card_has_losses_tokens_time_and_memory_against_the_plan(tmp_path: Path) -> None:
+def test_card_has_losses_tokens_time_and_memory(tmp_path: Path) -> None:
     run = run_with(tmp_path, LINES)
     run.plan_json.write_text(json.dumps({"peak_reserved_gib": 10.0}))
     shown = card(run, {"seconds": 75.0, "tokens": 3000}, ["first command", "second command"])

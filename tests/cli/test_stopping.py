@@ -25,7 +25,7 @@ app(sys.argv[2:])
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_nobody_waits_for_what_looks_at_the_model(number: signal.Signals, exit_code: int, tmp_path: Path) -> None:
+def test_signal_ends_the_inspection_of_the_model(number: signal.Signals, exit_code: int, tmp_path: Path) -> None:
     recipe, started = tmp_path / "recipe.yaml", tmp_path / "started"
     recipe.write_text(MINIMAL)
     command = [sys.executable, "-c", WITH_A_MODEL_THAT_TAKES_MINUTES, str(started), "validate", str(recipe)]
@@ -58,7 +58,7 @@ app(sys.argv[2:])
 """
 
 
-def test_a_merge_that_a_scheduler_stops_takes_its_half_away(tmp_path: Path) -> None:
+def test_stopped_merge_removes_its_partial_output(tmp_path: Path) -> None:
     started, output = tmp_path / "started", tmp_path / "merged"
     command = [sys.executable, "-c", MERGING_FOR_MINUTES, str(started), "merge-checkpoint", "source", "-o", str(output), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

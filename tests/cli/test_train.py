@@ -35,7 +35,7 @@ def errors(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", sorted(catalogue()))
-def test_every_recipe_of_the_catalogue_can_be_looked_at_anywhere(cli: Cli, tmp_path: Path, name: str) -> None:
+def test_every_catalogue_recipe_has_a_dry_run_without_gpus(cli: Cli, tmp_path: Path, name: str) -> None:
     done = cli("train", name, "--dry-run", "--json")
     assert done.returncode == 0, done.stderr
     shown = document(done)
@@ -64,7 +64,7 @@ def test_a_full_dry_run_prints_every_key(cli: Cli) -> None:
     assert errors(cli("train", *SHORT, "--full", "--json")) == ["usage"]
 
 
-def test_a_dry_run_answers_as_the_run_would(cli: Cli, tmp_path: Path) -> None:
+def test_dry_run_refuses_what_train_refuses(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.json").write_text(json.dumps(document(cli("train", *SHORT, "--dry-run", "--json"))["recipe"]))
     used = cli("train", *SHORT, "--dry-run", "--json")
@@ -77,7 +77,7 @@ def test_a_dry_run_answers_as_the_run_would(cli: Cli, tmp_path: Path) -> None:
     assert (refused.returncode, errors(refused)) == (2, ["resume-refused"])
 
 
-def test_arguments_for_accelerate_stand_behind_two_dashes(cli: Cli) -> None:
+def test_arguments_after_two_dashes_reach_accelerate(cli: Cli) -> None:
     shown = document(cli("train", *SHORT, "--dry-run", "--json", "--", "--monitor_interval", "0.5"))
     assert "--monitor_interval" in shown["argv"]
     refused = cli("train", *SHORT, "--dry-run", "--json", "--", "--num_processes", "4")
@@ -92,7 +92,7 @@ def test_five_mistakes_are_five_errors_and_nothing_is_written(cli: Cli, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_gpu_that_is_not_there_is_exit_2_with_the_way_out(cli: Cli, tmp_path: Path) -> None:
+def test_missing_gpu_is_exit_2_with_a_hint(cli: Cli, tmp_path: Path) -> None:
     done = cli("train", *SHORT, "--set", "launch.device=cuda", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
     assert "--set launch.device=cpu" in done.stderr
@@ -100,20 +100,20 @@ def test_a_gpu_that_is_not_there_is_exit_2_with_the_way_out(cli: Cli, tmp_path: 
 
 
 @pytest.mark.parametrize("steps", ["10:13", "steps=0:3", "steps=5:4", "steps=a", ""])
-def test_a_profile_of_no_steps_is_exit_2(cli: Cli, tmp_path: Path, steps: str) -> None:
+def test_profile_without_steps_is_exit_2(cli: Cli, tmp_path: Path, steps: str) -> None:
     done = cli("train", *SHORT, "--profile", steps, "--json")
     assert (done.returncode, errors(done)) == (2, ["profile-not-understood"])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_remote_code_needs_the_person_at_the_command_line(cli: Cli) -> None:
+def test_remote_code_needs_the_command_line_option(cli: Cli) -> None:
     remote = ("--set", "model.from_config=null", "--set", "model.name_or_path=someone/model", "--set", "model.trust_remote_code=true")
     refused = cli("train", *SHORT, *remote, "--dry-run", "--json")
     assert (refused.returncode, errors(refused)) == (2, ["remote-code-not-trusted"])
     assert cli("train", *SHORT, *remote, "--dry-run", "--trust-remote-code").returncode == 0
 
 
-def test_what_lies_about_is_named_and_not_obeyed(cli: Cli, tmp_path: Path) -> None:
+def test_foreign_settings_are_reported_and_ignored(cli: Cli, tmp_path: Path) -> None:
     folder = tmp_path / "huggingface" / "accelerate"
     folder.mkdir(parents=True)
     (folder / "default_config.yaml").write_text("distributed_type: DEEPSPEED\n")
@@ -143,7 +143,7 @@ def test_two_machines_run_one_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.ranks
-def test_a_run_ends_with_a_model_and_everything_in_its_place(cli: Cli, tmp_path: Path) -> None:
+def test_run_ends_with_a_merged_model_and_its_files(cli: Cli, tmp_path: Path) -> None:
     done = cli("train", *SHORT, "--json", "--profile", "steps=3:4")
     assert done.returncode == 0, done.stderr
     assert re.search(r"first step [\d.]+ s after the launch \(launching .*importing .*loading the model", done.stderr)
@@ -202,7 +202,7 @@ def test_a_run_ends_with_a_model_and_everything_in_its_place(cli: Cli, tmp_path:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_run_that_is_stopped_saves_goes_on_and_ends_as_if_never_stopped(cli: Cli, tmp_path: Path) -> None:
+def test_stopped_run_resumes_and_ends_like_an_uninterrupted_one(cli: Cli, tmp_path: Path) -> None:
     whole = document(cli("train", *smoke(40, "whole"), "--json"))
     command = [sys.executable, "-m", "fsdp_tune", "train", *smoke(40), "--json"]
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -229,7 +229,7 @@ BUDGET = ("--set", "training.per_device_train_batch_tokens=1024")
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_token_budget_trains_as_rows_do_and_goes_on_inside_an_epoch(cli: Cli, tmp_path: Path) -> None:
+def test_token_budget_trains_and_resumes_inside_an_epoch(cli: Cli, tmp_path: Path) -> None:
     by_rows = document(cli("train", *smoke(20, "rows"), "--json"))
     whole = cli("train", *smoke(20), *BUDGET, "--set", "training.save_steps=10", "--set", "training.dataloader_num_workers=1", "--json")
     assert re.search(r"1,024 token slots at most: 1 micro-batch a step and rank; \d\d\.\d% of the slots are real tokens", whole.stderr), (
@@ -243,7 +243,7 @@ def test_a_token_budget_trains_as_rows_do_and_goes_on_inside_an_epoch(cli: Cli, 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_run_directory_can_be_started_by_hand(cli: Cli, tmp_path: Path) -> None:
+def test_run_directory_can_be_started_manually(cli: Cli, tmp_path: Path) -> None:
     written = document(cli("train", *SHORT, "--no-start", "--json"))
     torchrun = next(line for line in written["commands"] if line.startswith("torchrun"))
     words = [str(Path(sys.executable).with_name("torchrun")), *torchrun.split()[1:]]

@@ -32,7 +32,7 @@ def test_a_cpu_run_is_not_planned_and_starts_no_child(monkeypatch: pytest.Monkey
     assert plan_here(recipe) == (Decided(recipe, {}), None, [])
 
 
-def test_an_unknown_card_is_told_and_stops_nothing() -> None:
+def test_unknown_gpu_is_a_notice() -> None:
     _, made, notices = plan_here(resolved())  # this machine's card, whatever it is, is not faked here
     assert made is None
     assert [notice.code for notice in notices] == ["not-planned"]
@@ -48,12 +48,12 @@ def test_recipe_that_cannot_fit_is_refused() -> None:
     refuse_what_cannot_fit(None)
 
 
-def test_the_line_says_what_is_predicted() -> None:
+def test_predicted_line_has_memory_and_time() -> None:
     assert "10.0 GiB reserved of 39.4 (fits: yes)" in predicted_line(planned(10))
     assert "a step" not in predicted_line(replace(planned(10), step_seconds=None))
 
 
-def test_the_end_of_a_run_sets_the_plan_against_what_was_measured(tmp_path: Path) -> None:
+def test_plan_is_compared_with_the_last_step(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     steps = [{"step": 1, "loss": 2.0, "peak_allocated_gib": 10.0, "peak_reserved_gib": None, "step_seconds": 1.0}]
     assert predicted_and_measured(run, steps) == []
@@ -61,7 +61,7 @@ def test_the_end_of_a_run_sets_the_plan_against_what_was_measured(tmp_path: Path
     assert predicted_and_measured(run, steps) == ["peak_allocated_gib: 11 GiB predicted, 10 measured (+10.0%)"]
 
 
-def test_a_start_without_a_plan_is_not_held_against_the_one_of_an_earlier_start(tmp_path: Path) -> None:
+def test_start_without_a_plan_removes_an_earlier_one(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     keep_prediction(run, planned(10))
     assert json.loads(run.plan_json.read_text()) == json.loads(json.dumps(planned(10).as_dict()))
@@ -79,7 +79,7 @@ def test_a_start_without_a_plan_is_not_held_against_the_one_of_an_earlier_start(
         ("cuda", {}, {"env": {"PYTORCH_ALLOC_CONF": "backend:native"}}, "backend:native"),
     ],
 )
-def test_cuda_ranks_get_the_allocator_that_the_plan_counts_with_unless_somebody_decides(
+def test_cuda_ranks_use_expandable_segments_by_default(
     tmp_path: Path, device: str, inherited: dict[str, str], launch: dict[str, object], expected: str | None
 ) -> None:
     recipe = resolved(launch={"device": device, **launch})

@@ -146,7 +146,7 @@ def test_strict_counts_keys_without_effect(recipe: Path) -> None:
 
 
 @pytest.mark.usefixtures("fake_model")
-def test_a_translated_spelling_is_no_strict_error(recipe: Path) -> None:
+def test_translated_spelling_passes_strict(recipe: Path) -> None:
     recipe.write_text(recipe.read_text() + "fsdp: {cpu_offload: true}\n")
     assert run("validate", str(recipe), "--offline", "--strict")[0] == 0
 
@@ -158,7 +158,7 @@ def validated(recipe: Path, text: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("fake_model")
-def test_bad_rows_among_the_first_are_told_with_file_and_line(recipe: Path) -> None:
+def test_bad_first_rows_are_reported_with_file_and_line(recipe: Path) -> None:
     rows = recipe.parent / "rows.jsonl"
     good = '{"prompt": "one plus one is", "completion": " two"}'
     rows.write_text("\n".join([good, good, "{broken", good, '{"prompt": "x", "completion": 5}']) + "\n")
@@ -173,7 +173,7 @@ def test_bad_rows_among_the_first_are_told_with_file_and_line(recipe: Path) -> N
 
 
 @pytest.mark.usefixtures("fake_model")
-def test_a_missing_data_file_is_told_with_the_line_of_the_recipe(recipe: Path) -> None:
+def test_missing_data_file_is_reported_with_the_recipe_line(recipe: Path) -> None:
     for tokenizer in ("builtin:arithmetic", "nobody/nothing"):  # with and without a tokenizer to judge rows by
         text = SMALL.replace("{path: builtin:arithmetic}", "{path: gone.jsonl}").replace(
             "tokenizer: builtin:arithmetic", f"tokenizer: {tokenizer}"
@@ -184,7 +184,7 @@ def test_a_missing_data_file_is_told_with_the_line_of_the_recipe(recipe: Path) -
 
 
 @pytest.mark.usefixtures("fake_model")
-def test_a_hub_data_set_and_tokenizer_out_of_reach_are_listed(recipe: Path) -> None:
+def test_unreachable_data_set_and_tokenizer_are_listed_as_unchecked(recipe: Path) -> None:
     text = SMALL.replace("{path: builtin:arithmetic}", "{path: some/set}").replace(
         "tokenizer: builtin:arithmetic", "tokenizer: some/tokenizer"
     )
@@ -239,7 +239,7 @@ def test_a_killed_inspection_is_reported_with_its_signal(tmp_path: Path, monkeyp
     assert "memory" in str(found.problems[0].hint)
 
 
-def test_the_embedded_recipe_is_valid_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_recipe_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real child process builds the real model on the meta device."""
     monkeypatch.chdir(tmp_path)
     code, out, err = run("validate", "--config", "gpt2_smoke", "--strict", "--json")
@@ -268,7 +268,7 @@ def test_the_catalogue_is_listed_shown_and_copied(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("verb", ["show", "copy"])
-def test_a_name_that_is_nothing_is_told_with_what_is_near(verb: str) -> None:
+def test_unknown_recipe_name_is_reported_with_the_closest(verb: str) -> None:
     code, _, err = run("recipes", verb, "gpt2_smok")
     assert code == 2
     assert "did you mean `gpt2_smoke`?" in err

@@ -194,7 +194,7 @@ LAUNCH = (
         "run/test_lock::an_owner_on_another_machine_is_live_until_300_seconds_after_its_last_sign",
         "launch/test_run_directory::a_live_run_is_not_touched",
     ),
-    _row("F039", "r", 11, REFUSED, "the current directory is gone", "cli/test_output::a_current_directory_that_is_gone_is_named"),
+    _row("F039", "r", 11, REFUSED, "the current directory is gone", "cli/test_output::removed_current_directory_is_reported"),
     _row("F040", "p", 11, SURVIVED, "accelerate missing from PATH, another Python first", "launch/test_accelerate::the_same_interpreter_runs_the_launcher"),
     _row(
         "F041", "r", 4, SURVIVED, "a rank killed again and again, restarted by itself",
@@ -249,14 +249,14 @@ RUN = (
     ),
     _row("F057", "r", 5, SURVIVED, "the wall clock jumps a day back, ten years on", "faults/test_worlds::clock_that_jumps_changes_no_number_and_no_order"),
     _row("F058", "r", 7, SURVIVED, "SIGTERM to the launcher", "launch/test_real_launch::the_agent_passes_signals_on_and_waits_for_the_save",
-         "cli/test_train::a_run_that_is_stopped_saves_goes_on_and_ends_as_if_never_stopped",
+         "cli/test_train::stopped_run_resumes_and_ends_like_an_uninterrupted_one",
          "launch/test_accelerate::signals_and_time_to_save_reach_the_agent"),
     _row("F059", "r", 7, SURVIVED, "SIGUSR1 to the launcher", "launch/test_real_launch::the_agent_passes_signals_on_and_waits_for_the_save",
          "launch/test_accelerate::signals_and_time_to_save_reach_the_agent"),
     _row(
         "F060", "r", 7, SURVIVED, "SIGINT of the terminal, SIGHUP, a terminal that goes away", "launch/test_supervisor::a_signal_is_passed_on_and_the_ranks_save",
         "launch/test_supervisor::a_signal_that_was_ignored_at_the_start_stays_ignored",
-        "cli/test_output::a_reader_that_goes_away_stops_nothing",
+        "cli/test_output::closed_pipe_does_not_stop_a_command",
     ),
     _row(
         "F061", "r", 7, SURVIVED, "signals to ranks at different moments around a step",
@@ -403,8 +403,8 @@ SECURITY = (
     _row("F116", "p", 13, REFUSED, "paths in an index, a manifest, metadata that leave the directory", "merge/test_damage::a_damaged_index_is_refused",
          "faults/test_damage::a_manifest_that_does_not_fit_makes_no_checkpoint"),
     _row("F117", "p", 13, REFUSED, "hostile safetensors headers", "merge/test_damage::a_damaged_safetensors_file_is_refused"),
-    _row("F118", "t", 13, REFUSED, "a model that brings code", "cli/test_train::remote_code_needs_the_person_at_the_command_line",
-         "cli/test_allowed_code::no_verb_runs_code_for_a_recipe_alone", "merge/test_verify::custom_code_is_never_run"),
+    _row("F118", "t", 13, REFUSED, "a model that brings code", "cli/test_train::remote_code_needs_the_command_line_option",
+         "cli/test_allowed_code::command_runs_no_code_for_a_recipe_alone", "merge/test_verify::custom_code_is_never_run"),
     _row("F119", "p", 13, REFUSED, "templates that reach out of their sandbox", "faults/test_strangers::a_template_is_rendered_in_the_sandbox"),
     _row("F120", "p", 14, SURVIVED, "tokens in environment, arguments, --set and URLs", "launch/test_accelerate::no_secret_is_written",
          "core/test_secrets::hub_tokens_are_masked_wherever_they_stand"),
@@ -412,8 +412,8 @@ SECURITY = (
     _row("F122", "p", 13, SURVIVED, "HTML in names and metrics", absent="`report` " + LATER),
     _row("F123", "p", 12, REFUSED, "lock or stage made beforehand as a link", "run/test_lock::link_instead_of_the_lock_is_refused",
          "faults/test_kill_points::leftovers_of_five_crashes_go_and_a_link_is_not_followed"),
-    _row("F124", "p", 13, SURVIVED, "terminal escapes in rows, names, errors", "cli/test_output::terminal_escapes_are_shown_and_not_obeyed",
-         "recipe/test_loader::an_error_shows_no_terminal_escapes_and_no_novel", "cli/test_prepare::control_characters_of_a_row_are_shown_and_not_obeyed"),
+    _row("F124", "p", 13, SURVIVED, "terminal escapes in rows, names, errors", "cli/test_output::terminal_escapes_are_printed_escaped",
+         "recipe/test_loader::an_error_shows_no_terminal_escapes_and_no_novel", "cli/test_prepare::control_characters_of_a_row_are_printed_escaped"),
 )  # fmt: skip
 
 GROUPS = {

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.data.format.builtin import builtin_rows, is_builtin
@@ -137,8 +137,10 @@ def _loaded_rows(load: Callable[..., Iterable[Any]], entry: DataSource, key: str
     """Yield the rows of a user's loader, numbered from 1. Raises: usage error if the loader fails."""
     try:
         for number, row in enumerate(load(entry.path, dict(entry.loader_options)), 1):
-            is_row = isinstance(row, Mapping)
-            yield (number, dict(row)) if is_row else BadRow(number, f"the loader returned {type(row).__name__} instead of a mapping")
+            if isinstance(row, Mapping):
+                yield number, dict(cast("Mapping[str, Any]", row))
+            else:
+                yield BadRow(number, f"the loader returned {type(row).__name__} instead of a mapping")
     except FsdpTuneError:  # a stop signal
         raise
     except Exception as error:
