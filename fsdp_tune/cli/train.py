@@ -118,8 +118,7 @@ def train(
             view.show_preview(screen, preview(loaded, options, observer=screen), full=full)
             return
         result = (write_only if no_start else fsdp_tune.train)(loaded, options, observer=screen)
-        if not isinstance(result, TrainResult):
-            view.show_commands(screen, result)
-            return
-        view.show_end(screen, result)
-        raise typer.Exit(EXIT_CODE_OF_REASON[result.exit_reason])
+        if isinstance(result, TrainResult):
+            view.show_end(screen, result)
+            raise typer.Exit(EXIT_CODE_OF_REASON[result.exit_reason])
+        view.show_commands(screen, result)
