@@ -236,7 +236,7 @@ def test_every_reason_not_to_run_a_command_is_used() -> None:
 
 
 def run_commands(page: Path, folder: Path) -> None:
-    environment = {**os.environ, "PATH": f"{folder.parent / 'bin'}:{os.environ['PATH']}"}
+    environment = {**os.environ, "PATH": f"{folder.parent / 'bin'}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(folder.parent / "cache")}
     for command in runnable(page):
         done = subprocess.run(["sh", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=600)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
