@@ -18,7 +18,6 @@ from fsdp_tune.merge.copy.layout import Layout, plan_layout
 from fsdp_tune.merge.copy.ties import Tied, find_ties
 from fsdp_tune.merge.copy.write import THREADS, Source, Written, write_tensors
 from fsdp_tune.merge.formats.contents import read_contents
-from fsdp_tune.merge.formats.page_cache import PageCache
 from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
 from fsdp_tune.merge.record import Facts, write_companions, write_record
 from fsdp_tune.merge.settings import DtypeOption, Settings, Verify, settle
@@ -109,8 +108,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
         leftovers = place.bring_back(target)
     place.check_target(target, overwrite=options.overwrite)
     with ExitStack() as stack:
-        pages = PageCache()
-        contents = read_contents(stack, selection, pages, allow_incomplete=options.allow_incomplete)
+        contents = read_contents(stack, selection, allow_incomplete=options.allow_incomplete)
         asked = AdapterOptions(options.adapter, options.adapter_config, options.base)
         contents, companions, adapter = adapt(stack, contents, selection, asked)
         if adapter is not None:
@@ -122,7 +120,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
             if options.adapter
             else plan_layout(ordered, settings.dtype, settings.max_shard_bytes)
         )
-        copy = Copy(contents.sources, selection, companions, layout, tied, settings, adapter, options.base is not None, pages)
+        copy = Copy(contents.sources, selection, companions, layout, tied, settings, adapter, options.base is not None)
         with place.writing_to(target):
             place.check_space(target, layout)
             leftovers += place.clear_leftovers(target)
@@ -167,7 +165,6 @@ class Copy:
     settings: Settings
     adapter: Adapter | None
     has_base: bool
-    pages: PageCache
 
     @property
     def needs_parameter_list(self) -> bool:
@@ -187,11 +184,16 @@ def _copy(copy: Copy, stage: Path, show: OpenBar) -> tuple[Written, list[Notice]
     with ExitStack() as stack:
         folder = copy.companions.folder
         child = stack.enter_context(Child("names", folder)) if folder is not None and copy.needs_parameter_list else None
-        check = stack.enter_context(ManifestCheck(copy.selection.weights, THREADS, copy.pages))
+        check = stack.enter_context(ManifestCheck(copy.selection.weights, THREADS, copy.layout.total_size_bytes))
         bar = stack.enter_context(show("merging", copy.layout.total_size_bytes, "bytes"))
+
+        def advance(count: int) -> None:
+            bar.advance(count)
+            check.advance(count)
+
         with _naming_rotation(copy.selection):
             try:
-                written = write_tensors(copy.sources, copy.layout, stage, read_back=read_back, advance=bar.advance)
+                written = write_tensors(copy.sources, copy.layout, stage, read_back=read_back, advance=advance)
             except FailedError:
                 check.finish()  # a file that is not what was saved explains whatever else went wrong in it
                 raise

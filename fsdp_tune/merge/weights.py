@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_tune.merge.copy.layout import INDEX_NAME, SINGLE_NAME
-from fsdp_tune.merge.formats.dcp import METADATA_NAME
+from fsdp_tune.run.dcp_metadata import METADATA_NAME
 from fsdp_tune.run.directory import SHARD_FOLDER
 from fsdp_tune.run.manifest import Manifest
 

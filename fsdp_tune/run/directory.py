@@ -1,4 +1,4 @@
-"""Every path that a run owns, and the one answer to "which checkpoint is the newest complete one"."""
+"""Every path that a run owns, and its complete checkpoints."""
 
 from __future__ import annotations
 
@@ -24,83 +24,59 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A directory that looks like a checkpoint and must not be used, with the reason."""
+    """A directory that is named like a checkpoint and must not be used, with the reason."""
 
     path: Path
     reason: str
+
+
+class _Inside:
+    """A path inside the run directory, as an attribute of `RunDir`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, kind: type[RunDir] | None = None) -> Path:
+        return run.path / self._name
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
     path: Path
 
+    recipe_yaml = _Inside("recipe.yaml")
+    recipe_json = _Inside("recipe.json")
+    history = _Inside("history")
+    launch_json = _Inside("launch.json")
+    resume_json = _Inside("resume.json")
+    accelerate_yaml = _Inside("accelerate.yaml")
+    environment_json = _Inside("environment.json")
+    plan_json = _Inside("plan.json")
+    data_json = _Inside("data.json")
+    """Cache directories of the prepared data, its token counts and its content key."""
+    readback_json = _Inside("readback.json")
+    metrics_jsonl = _Inside("metrics.jsonl")
+    trackers_json = _Inside("trackers.json")
+    """Ids of this run in the experiment trackers."""
+    lock = _Inside("run.lock")
+    logs = _Inside("logs")
+    launcher_log = _Inside("logs/launcher.log")
+    flight_recorder = _Inside("logs/flight-recorder")
+    """torch's record of each rank's collectives, written when a rank hangs; for `torchfrtrace`."""
+    hang_report = _Inside("logs/hang.txt")
+    """Stack of every rank when a run was ended because it made no progress."""
+    tensorboard = _Inside("tensorboard")
+    model = _Inside("model")
+    merged = _Inside("merged")
+    adapter = _Inside("adapter")
+
     @property
     def name(self) -> str:
         return self.path.name
 
     @property
-    def recipe_yaml(self) -> Path:
-        return self.path / "recipe.yaml"
-
-    @property
-    def recipe_json(self) -> Path:
-        return self.path / "recipe.json"
-
-    def recipe_digest(self) -> str | None:
-        """Of the resolved recipe, as checkpoints and merged models cite it; None for a directory without one."""
-        try:
-            return f"blake2b:{hashlib.blake2b(self.recipe_json.read_bytes(), digest_size=32).hexdigest()}"
-        except FileNotFoundError:
-            return None
-
-    @property
-    def history(self) -> Path:
-        return self.path / "history"
-
-    @property
-    def launch_json(self) -> Path:
-        return self.path / "launch.json"
-
-    @property
-    def resume_json(self) -> Path:
-        return self.path / "resume.json"
-
-    @property
-    def accelerate_yaml(self) -> Path:
-        return self.path / "accelerate.yaml"
-
-    @property
-    def environment_json(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
-    def plan_json(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def data_json(self) -> Path:
-        """Where the prepared data lies (cache directories), its accounting and its content key."""
-        return self.path / "data.json"
-
-    @property
-    def readback_json(self) -> Path:
-        return self.path / "readback.json"
-
-    @property
-    def metrics_jsonl(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / "run.lock"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def launcher_log(self) -> Path:
-        return self.logs / "launcher.log"
+    def is_used(self) -> bool:
+        return self.recipe_json.exists()
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:04d}.log"
@@ -112,43 +88,15 @@ class RunDir:
     def rank_heartbeat(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:04d}.heartbeat.json"
 
-    @property
-    def flight_recorder(self) -> Path:
-        """What torch remembers of each rank's collectives, written when a rank stands still; for `torchfrtrace`."""
-        return self.logs / "flight-recorder"
-
-    @property
-    def hang_report(self) -> Path:
-        """Where every rank stood when a run was ended because nothing moved."""
-        return self.logs / "hang.txt"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def trackers_json(self) -> Path:
-        """The ids of the runs that trackers have of this run."""
-        return self.path / "trackers.json"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def merged(self) -> Path:
-        return self.path / "merged"
-
-    @property
-    def adapter(self) -> Path:
-        return self.path / "adapter"
-
     def checkpoint(self, step: int) -> Path:
         return self.path / f"checkpoint-{step}"
 
-    @property
-    def is_used(self) -> bool:
-        return self.recipe_json.exists()
+    def recipe_digest(self) -> str | None:
+        """Return the digest of the resolved recipe, which checkpoints and merged models cite; None without a recipe."""
+        try:
+            return f"blake2b:{hashlib.blake2b(self.recipe_json.read_bytes(), digest_size=32).hexdigest()}"
+        except FileNotFoundError:
+            return None
 
 
 def checkpoint_step(path: Path) -> int | None:
@@ -157,22 +105,22 @@ def checkpoint_step(path: Path) -> int | None:
 
 
 def enclosing_checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint of ours that `path` is in, or None. What is in a checkpoint is removed together with it."""
+    """Return the checkpoint of a run that contains `path`, or None. Files in a checkpoint are deleted together with it."""
     return next(
         (folder for folder in path.resolve().parents if checkpoint_step(folder) is not None and (folder / MANIFEST_NAME).is_file()), None
     )
 
 
 def inspect_checkpoint(path: Path, *, digests: bool, progress: Progress | None = None) -> Checkpoint | Rejected:
-    """Decide whether one directory is a complete checkpoint of ours.
+    """Decide whether a directory is a complete checkpoint of a run.
 
-    With `digests` every file is read, and contents that differ are recorded: such a checkpoint is rejected from then on without reading.
+    With `digests` every file is read, and files whose contents differ are recorded, so that later inspections reject them unread.
     """
     step = checkpoint_step(path)
     if not path.exists():
         return Rejected(path, "there is no such directory")
     if step is None or path.is_symlink() or not path.is_dir():
-        return Rejected(path, "no checkpoint directory (checkpoint-N) of this tool")
+        return Rejected(path, "not a checkpoint directory (checkpoint-N) of fsdp-tune")
     try:
         manifest = read_manifest(path)
     except ValueError as error:
@@ -190,7 +138,7 @@ def inspect_checkpoint(path: Path, *, digests: bool, progress: Progress | None =
 
 
 def complete_checkpoints(run: RunDir, *, digests: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
-    """All complete checkpoints, newest step first, and what was rejected on the way, with reasons."""
+    """Return all complete checkpoints, newest step first, and the rejected directories with reasons."""
     complete: list[Checkpoint] = []
     rejected: list[Rejected] = []
     if run.path.is_dir():
@@ -202,9 +150,9 @@ def complete_checkpoints(run: RunDir, *, digests: bool = False) -> tuple[list[Ch
 
 
 def latest_checkpoint(run: RunDir, *, digests: bool = False, progress: Progress | None = None) -> tuple[Checkpoint | None, list[Rejected]]:
-    """Return the newest complete checkpoint, by step and not by time, and what was rejected on the way.
+    """Return the newest complete checkpoint, by step and not by time, and the rejected directories.
 
-    Digests are checked newest first, only as far as needed; `progress` is called with the number of bytes, as they are hashed.
+    Digests are checked from the newest on until one is complete; `progress` is called with the number of bytes as they are hashed.
     """
     complete, rejected = complete_checkpoints(run)
     for candidate in complete:
@@ -216,7 +164,7 @@ def latest_checkpoint(run: RunDir, *, digests: bool = False, progress: Progress 
 
 
 def run_of(path: Path) -> RunDir | None:
-    """The run that `path` names: a run directory itself, or one of its `checkpoint-N`; None for anything else."""
+    """Return the run whose directory, or one of whose checkpoints, `path` is; None for anything else."""
     for candidate in (path, path.parent if checkpoint_step(path) is not None else path):
         if RunDir(candidate).is_used and RunDir(candidate).model.is_dir():
             return RunDir(candidate)
@@ -224,7 +172,7 @@ def run_of(path: Path) -> RunDir | None:
 
 
 def checkpoint_to_start_from(path: Path) -> Checkpoint | None:
-    """The weights that `model.name_or_path: RUN` or `RUN/checkpoint-N` means: that checkpoint, or the run's newest."""
+    """Resolve `model.name_or_path: RUN` or `RUN/checkpoint-N` to that checkpoint, or to the run's newest."""
     run = run_of(path)
     if run is None:
         return None

@@ -1,4 +1,4 @@
-"""Read a JSON Lines file as it grows, also when it is cut back or replaced meanwhile."""
+"""Read a JSON Lines file as it grows, even if it is truncated or replaced meanwhile."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fsdp_tune.run.metrics_file import json_objects
 
 
 class Follower:
-    """New whole lines of `path` at each call of `read`. What the file held before the first call is not new.
+    """Return the new complete lines of `path` at each call of `read`, without those that existed when this was created.
 
-    A resumed run cuts metrics.jsonl back to its checkpoint, in place or by another file of the same name; then reading
-    goes on behind the lines that were there before.
+    A resumed run truncates metrics.jsonl to its checkpoint, in place or by a new file of the same name; reading then continues
+    after the lines that were known before.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,7 +28,7 @@ class Follower:
             return []
         if self._identity is not None and (identity[0] != self._identity[0] or identity[1] < self._offset):
             self._offset = _known_lines_bytes(self._known, self._content())
-            self._known = b""  # rank 0 cuts once, as its first act; a restarted group shows its lines again
+            self._known = b""  # rank 0 truncates once, at its start; the lines of a restarted group are returned again
         self._identity = identity
         if identity[1] == self._offset:
             return []
@@ -54,7 +54,7 @@ class Follower:
 
 
 def _known_lines_bytes(old: bytes, new: bytes) -> int:
-    """Length of the longest beginning of `new` that consists of whole lines of `old`, some of which may have gone from between."""
+    """Return the length of the longest prefix of `new` whose lines are all in `old`."""
     known = set(old.splitlines(keepends=True))
     length = 0
     for line in new.splitlines(keepends=True):

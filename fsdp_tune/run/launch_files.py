@@ -1,4 +1,4 @@
-"""launch.json and resume.json: what a launcher hands to its ranks besides the recipe and the data."""
+"""launch.json and resume.json: the launcher's input to its ranks in addition to the recipe and the data."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ _WRITTEN = re.compile(r"steps=(\d+)(?::(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class ProfiledSteps:
-    """Both are recorded; steps count from 1, as in metrics.jsonl."""
+    """The first and the last profiled step, inclusive; steps count from 1, as in metrics.jsonl."""
 
     first: int
     last: int
 
 
 def parse_profile(text: str) -> ProfiledSteps:
-    """`steps=10:13` or `steps=10`; FsdpTuneError (exit 2) for anything else."""
+    """Parse `steps=10:13` or `steps=10`. Raises: usage error (exit 2) for anything else."""
     found = _WRITTEN.fullmatch(text.strip())
     steps = ProfiledSteps(int(found[1]), int(found[2] or found[1])) if found else None
     if steps is None or not 1 <= steps.first <= steps.last:
         raise usage_error(
             "profile-not-understood",
-            f"--profile {text}: this names no steps",
-            hint="write the first and the last step, as in `--profile steps=10:13`; the first steps allocate and compile, so begin later",
+            f"`--profile {text}` does not name steps",
+            hint="give the first and the last step, as in `--profile steps=10:13`; the first steps of a run allocate and compile, so start later",
         )
     return steps
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchRecord:
-    """launch.json: how the ranks were started. All defaults for ranks that were started manually."""
+    """launch.json: how the ranks were started; defaults for ranks that were started manually."""
 
     started_at: float | None = None
-    """Wall clock of the launcher."""
+    """Wall-clock time of the launcher."""
     profile: ProfiledSteps | None = None
 
     @classmethod
@@ -55,7 +55,7 @@ class LaunchRecord:
 
 
 def write_launch(run: RunDir, plan: Mapping[str, Any], reasons: Mapping[str, str], profile: ProfiledSteps | None) -> None:
-    """`plan`: command, environment and ranks, for people and `status`. `reasons`: why each resolved key has its value."""
+    """Write launch.json. `plan`: command, environment and ranks, for `status`. `reasons`: why each resolved key has its value."""
     profiled = [profile.first, profile.last] if profile else None
     write_json(run.launch_json, {**plan, "started_at": time.time(), "reasons": dict(reasons), "profile": profiled}, private=True)
 
@@ -66,7 +66,7 @@ class ResumeRequest:
 
     checkpoint: str | None = None
     digests_checked: bool = False
-    """Whether the launcher has just read every file of it."""
+    """Whether the launcher has just verified the digest of every file in it."""
 
     @classmethod
     def read(cls, run: RunDir) -> ResumeRequest:

@@ -1,7 +1,7 @@
 """One command at a time in a run directory.
 
-A command that starts or replaces a run owns RUN/run.lock (`fsdp_tune.core.ownership`). The id of its claim identifies the life
-of the run: everything from this start to the end of the command, restarts included.
+A command that starts or replaces a run owns RUN/run.lock (`fsdp_tune.core.ownership`). The id of its claim identifies one
+lifetime of the run: from this start to the end of the command, restarts included.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fsdp_tune.run.directory import RunDir
 
 
 def refuse_when_held(run: RunDir) -> None:
-    """Raise a usage error where another command owns the directory. Takes nothing: a command may claim it right after."""
+    """Raise a usage error if another command owns the directory. Claims nothing: a command may claim it right after."""
     owner = live_owner(run.lock)
     if owner is not None:
         raise in_use(run, owner)
@@ -28,16 +28,16 @@ def in_use(run: RunDir, by: Owner | str, *ways_out: str) -> FsdpTuneError:
 
 @contextmanager
 def locked(run: RunDir) -> Iterator[list[Notice]]:
-    """Own the run directory; yields notices about how. Raises a usage error where another command owns it."""
+    """Own the run directory and yield notices. Raises: usage error if another command owns it."""
     with ExitStack() as stack:
         try:
             claim = stack.enter_context(owned(run.lock))
         except HeldError as error:
-            ways_out = () if error.is_certain else (f"remove {run.lock} if that process is surely dead",)
+            ways_out = () if error.is_certain else (f"remove {run.lock} if that process has certainly ended",)
             raise in_use(run, error.owner or "another command", *ways_out) from None
         notices: list[Notice] = []
         if not claim.has_flock:
-            message = f"the file system of {run.path} has no file locks; the existence of {run.lock.name} stands in for one"
+            message = f"the file system of {run.path} has no file locks; the existence of {run.lock.name} is used instead"
             notices.append(Notice("no-file-locks", message))
         if claim.previous is not None:
             notices.append(Notice("stale-lock", f"the lock of {claim.previous}, which has ended, was taken over"))

@@ -1,4 +1,4 @@
-"""What makes a directory complete: a manifest, written last, that lists every file with its size and digest."""
+"""The manifest that completes a directory: written last, it lists every file with its size and digest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_tune.core.atomic import DISK, write_json
 
 MANIFEST_NAME = "manifest.json"
 DAMAGE_NAME = "damage.json"
-"""Next to a manifest: the files whose contents were found to differ from it, so that nobody has to read them again to know."""
+"""Next to a manifest: the files whose contents were found to differ from it, so that they need not be read again."""
 FORMAT_VERSION = 2
 DIGEST_CHUNK_BYTES = 1 << 22
 Progress = Callable[[int], object]
@@ -24,8 +24,11 @@ _SHOWN_LETTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """`digest` is XXH3-128 in hexadecimal. It stands guard against damage, not against forgery (whoever can write the files can
-    write the manifest too), and at memory speed; a cryptographic hash would take longer than the disk."""
+    """Size and XXH3-128 digest (hexadecimal) of one file.
+
+    The digest detects damage, not forgery: a process that can write the files can write the manifest too. It runs at memory speed,
+    where a cryptographic hash would take longer than the disk.
+    """
 
     size_bytes: int
     digest: str
@@ -35,7 +38,7 @@ class FileEntry:
 class Manifest:
     """`files` maps POSIX paths relative to the directory. `facts` holds step, world size, mesh, versions …
 
-    On disk it ends in a digest of itself: a flipped digit of the step or the world size would else be believed.
+    The file also holds a digest of itself, so that a flipped digit of the step or the world size is detected.
     """
 
     kind: str
@@ -45,7 +48,7 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files, the manifest itself left out."""
+        """Total size of all files without the manifest."""
         return sum(entry.size_bytes for entry in self.files.values())
 
     def to_json(self) -> str:
@@ -54,7 +57,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
-        """ValueError for anything that is not a manifest of a version that we know."""
+        """Parse a manifest. Raises: ValueError if it is damaged or of another version."""
         try:
             raw = json.loads(text)
             if raw["format_version"] != FORMAT_VERSION:
@@ -68,13 +71,13 @@ class Manifest:
 
 
 def _digest_of(fields: dict[str, Any]) -> str:
-    """XXH3-128 of what a manifest says, however its JSON is laid out."""
+    """Return the XXH3-128 of a manifest's values, independent of the layout of its JSON."""
     canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128(canonical.encode()).hexdigest()
 
 
 class Digester:
-    """Hashes bytes as they pass by."""
+    """Incremental digest and size of a stream of bytes."""
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
@@ -89,7 +92,7 @@ class Digester:
 
 
 def digest_file(path: Path, progress: Progress | None = None) -> FileEntry:
-    """Hash a file. `progress` is called with the number of bytes, as they are hashed."""
+    """Hash a file. `progress` is called with the number of bytes as they are hashed."""
     digester = Digester()
     with open(path, "rb") as file:
         while chunk := file.read(DIGEST_CHUNK_BYTES):
@@ -100,14 +103,14 @@ def digest_file(path: Path, progress: Progress | None = None) -> FileEntry:
 
 
 def list_files(root: Path) -> list[str]:
-    """POSIX paths of the regular files under `root`, the manifest and the record of damage left out, sorted."""
+    """Return the sorted POSIX paths of the regular files under `root`, without the manifest and the record of damage."""
     return sorted(
         path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file() and path.name not in (MANIFEST_NAME, DAMAGE_NAME)
     )
 
 
 def read_manifest(root: Path) -> Manifest | None:
-    """None where there is none: the directory is then not complete. ValueError where it is damaged."""
+    """Return the manifest of a directory, or None if it has none and is thus incomplete. Raises: ValueError if it is damaged."""
     try:
         return Manifest.from_json((root / MANIFEST_NAME).read_bytes())
     except FileNotFoundError:
@@ -116,21 +119,21 @@ def read_manifest(root: Path) -> Manifest | None:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One file that is not what the manifest lists."""
+    """One file that differs from its entry in the manifest."""
 
     name: str
     what: str
     is_of_contents: bool = False
-    """Only reading the file shows it."""
+    """Found by reading the file, not by its size."""
 
     def __str__(self) -> str:
         return f"{self.name[:_SHOWN_LETTERS]}: {self.what}"
 
 
 def damage(root: Path, manifest: Manifest, *, digests: bool, progress: Progress | None = None) -> list[Damage]:
-    """Return one entry per file that is missing, of another size or of other contents; [] when everything is there.
+    """Return one entry per file that is missing or differs in size or contents; [] for a complete directory.
 
-    Contents are read only with `digests`; without, what `mark_damaged` has recorded counts for files that have not changed since.
+    Contents are read only with `digests`. Without, the record of `mark_damaged` applies to files that have not changed since.
     """
     marked = {} if digests else _marked(root)
     found = (_damage_of(root, name, entry, marked, digests=digests, progress=progress) for name, entry in sorted(manifest.files.items()))
@@ -156,9 +159,9 @@ def _damage_of(
 
 
 def mark_damaged(root: Path, names: Collection[str]) -> None:
-    """Record the files whose contents differ, or remove the record where there are none. A file that is replaced counts as whole again.
+    """Record the files whose contents differ, or remove the record if there are none. Replacing a file invalidates its record.
 
-    Does nothing where the directory cannot be written: the record only saves reading.
+    Does nothing if the directory cannot be written, since the record only saves reading.
     """
     with contextlib.suppress(OSError):
         if names:
@@ -181,7 +184,7 @@ def _identity(path: Path) -> list[int]:
 
 
 def _passes_a_link(root: Path, path: Path) -> bool:
-    """Whether the file, or a directory on the way to it from `root`, is a link."""
+    """Return whether the file, or a directory between `root` and it, is a link."""
     while path != root:
         if path.is_symlink():
             return True
@@ -190,5 +193,5 @@ def _passes_a_link(root: Path, path: Path) -> bool:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a relative path from a file stays inside the directory that the file describes."""
+    """Return whether a relative path that was read from a file stays inside the directory that the file describes."""
     return bool(name) and "\0" not in name and "\\" not in name and not name.startswith("/") and ".." not in name.split("/")

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, with all digits. Rank 0 writes it while ranks run, the launcher between launches."""
+"""metrics.jsonl: one JSON object per line. Rank 0 writes it while ranks run, the launcher between launches."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import IO, Any, cast
 from fsdp_tune.core.atomic import json_safe
 from fsdp_tune.run.directory import RunDir
 
-# Events of the run as a whole, written between launches; they are kept when a run starts again at step 0.
+# Events of the full run, written between launches; they are kept when a run starts over at step 0.
 LAUNCHER_EVENTS = frozenset({"recipe_changed", "restarted"})
 
 
 class MetricsFile:
-    """Appends lines; on resume, cuts the file back to the checkpoint so that each step stands in it once.
+    """Append lines; on resume, truncate the file to the checkpoint's step so that each step occurs once.
 
-    A disk that refuses a line ends the run, but not before it has saved: the lines that are `unwritten` then travel in the
-    checkpoint, and the resumed run writes them.
+    A disk error ends the run after a save: the lines that are `unwritten` are stored in the checkpoint, and the resumed run writes
+    them.
     """
 
     def __init__(self, run: RunDir, *, resume_step: int | None, enabled: bool) -> None:
@@ -27,11 +27,11 @@ class MetricsFile:
         self.failure: OSError | None = None
         self.unwritten: list[str] = []
         if enabled:
-            self._cut_back(resume_step)
-            # Without a buffer: what a full disk has refused must not be tried again when the file is closed.
+            self._truncate(resume_step)
+            # Unbuffered: data that a full disk has refused must not be written again when the file is closed.
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  open for the whole run
 
-    def _cut_back(self, resume_step: int | None) -> None:
+    def _truncate(self, resume_step: int | None) -> None:
         if not self._path.exists():
             return
         kept: list[str] = []
@@ -51,12 +51,12 @@ class MetricsFile:
         if self._file is not None:
             self._append(json.dumps(json_safe(line), allow_nan=False))
 
-    def bring_back(self, lines: list[str]) -> None:
-        """Lines that the run before could not write; an attempt in between may have."""
+    def write_missing(self, lines: list[str]) -> None:
+        """Write the lines that an earlier launch could not write, unless an attempt in between has."""
         if self._file is not None and lines:
-            there = set(self._path.read_text(encoding="utf-8").splitlines())
+            present = set(self._path.read_text(encoding="utf-8").splitlines())
             for line in lines:
-                if line not in there:
+                if line not in present:
                     self._append(line)
 
     def _append(self, line: str) -> None:
@@ -83,14 +83,14 @@ class MetricsFile:
 
 
 def _write_all(file: IO[bytes], data: bytes) -> None:
-    """A file without a buffer may take a part of what it is given."""
+    """Write all of `data` to an unbuffered file, which may accept only a part of it at once."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
 
 
 def append_event(run: RunDir, event: str, step: int, **details: Any) -> None:
-    """A line of the launcher's own in metrics.jsonl; only while no rank runs. Rank 0 keeps it when it cuts the file back."""
+    """Append an event of the launcher while no rank runs. Rank 0 keeps it when it truncates the file."""
     line = {"event": event, "step": step, "time": time.time(), **details}
     with open(run.metrics_jsonl, "a+b") as file:
         if file.tell() > 0 and not _ends_a_line(run):
@@ -113,7 +113,7 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
 
 
 def json_objects(raw: bytes) -> list[dict[str, Any]]:
-    """The objects of a JSON Lines file; a line that is none (torn by a crash) is left out."""
+    """Return the objects of a JSON Lines file, without lines that are not JSON objects (torn by a crash)."""
     found: list[dict[str, Any]] = []
     for line in raw.split(b"\n"):
         try:

@@ -1,4 +1,4 @@
-"""The files of the ranks in logs/: a heartbeat while a rank runs, and an outcome as its last act."""
+"""Files of each rank in logs/: a heartbeat while it runs, and an outcome when it ends."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Heartbeat:
     step: int
     phase: str
     time: float
-    """Wall clock of the rank: differs from one write of the file to the next, and nothing else is decided by it."""
+    """Wall-clock time of the rank, used only to distinguish one write of the file from the next."""
     progressed_at: float
-    """When the rank last made progress, by the monotonic clock of its machine."""
+    """Monotonic time of its machine when the rank last made progress."""
     silent_seconds: float
-    """How long ago that was when the rank wrote this."""
+    """Seconds since then when the file was written."""
     collective: dict[str, Any] | None = None
-    """The last one in the flight recorder, once the rank stands still."""
+    """The last collective in the flight recorder, once the rank hangs."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -34,14 +34,14 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a rank ended: its exit code and reason, and the problem that ended it."""
+    """Exit code and reason of a rank, and the problem that ended it."""
 
     exit_code: int
     reason: ExitReason
     problem: Problem | None = None
     traceback: str | None = None
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Everything else that the rank wrote: loss, eval_loss, tokens …"""
+    """All other fields of the file: loss, eval_loss, tokens …"""
     rank: int = 0
     step: int = 0
     time: float = 0.0
@@ -77,7 +77,7 @@ def read_heartbeat(run: RunDir, rank: int) -> Heartbeat | None:
 
 
 def read_outcome(run: RunDir, rank: int) -> Outcome | None:
-    """None while the rank has not ended."""
+    """Return the outcome of a rank; None if it has not ended."""
     raw = _read(run.rank_outcome(rank))
     if raw is None:
         return None
@@ -95,17 +95,17 @@ def read_outcome(run: RunDir, rank: int) -> Outcome | None:
 
 
 def verdict_path(run: RunDir) -> Path:
-    """How the last launch ended, as its supervisor judged it; ranks that were killed leave no word of their own."""
+    """Path of the outcome of the last launch, written by its supervisor; killed ranks write no outcome of their own."""
     return run.logs / "outcome.json"
 
 
 def read_verdict(run: RunDir) -> dict[str, Any] | None:
-    """None while a launch runs, and where its supervisor was killed too."""
+    """Return the outcome of the last launch; None while it runs, and if its supervisor was killed too."""
     return _read(verdict_path(run)) or None
 
 
 def clear(run: RunDir, ranks: Iterable[int], *, with_verdict: bool) -> None:
-    """Takes away what an earlier launch left, so that it cannot be taken for this one's."""
+    """Delete the files of an earlier launch, so that they are not mistaken for those of this one."""
     if with_verdict:
         verdict_path(run).unlink(missing_ok=True)
     for rank in ranks:

@@ -108,7 +108,7 @@ class FsdpTrainer(Trainer):
             self.lines.tokens = int(self.state.num_input_tokens_seen)
             own = restore_own(resume_from_checkpoint)
             self.lines.sums.load(own["sums"])
-            self.parts.metrics.bring_back(own["unwritten"])
+            self.parts.metrics.write_missing(own["unwritten"])
             if self.parts.scale is not None and own["loss_scale"] is not None:
                 self.parts.scale.load_state_dict(own["loss_scale"])
         for name in ("model", "optimizer", "lr_scheduler"):

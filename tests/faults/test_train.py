@@ -177,7 +177,7 @@ def test_disk_full_at_one_save_and_free_later(rank: int, training: Training) -> 
 
 
 @pytest.mark.parametrize("kind", cases(["torn"], ["beyond", "gone", "garbage"]))
-def test_metrics_are_cut_back_to_the_checkpoint_and_hold_each_step_once(kind: str, training: Training) -> None:
+def test_metrics_are_truncated_to_the_checkpoint_and_hold_each_step_once(kind: str, training: Training) -> None:
     run = training.new()
     training.attempt(run, [Happening(1, "forward", 8)])
     text = run.metrics_jsonl.read_text()

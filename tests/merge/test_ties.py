@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.merge.copy.ties import candidates, tie_setting
-from fsdp_tune.merge.formats.dtypes import DTYPES
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.tensors import SourceTensor
+from fsdp_tune.run.dtypes import DTYPES
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, save_dcp
 from tests.merge.test_merged_values import model_directory, small_gpt2, small_llama
 

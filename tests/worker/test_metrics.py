@@ -31,7 +31,7 @@ def lines(run: RunDir) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.metrics_jsonl.read_text().splitlines()]
 
 
-def test_resumed_file_is_cut_back_to_the_checkpoint(run: RunDir) -> None:
+def test_resumed_file_is_truncated_to_the_checkpoint(run: RunDir) -> None:
     old = [{"event": "train_started", "step": 0}, *({"step": step, "loss": 1.0 / step} for step in range(1, 8)), {"event": "x", "step": 6}]
     torn = '{"step": 8, "lo'
     run.metrics_jsonl.write_text("".join(json.dumps(line) + "\n" for line in old) + "not json\n[5]\n" + torn)
@@ -74,7 +74,7 @@ def test_lines_that_a_disk_refused_are_kept_and_come_back_once(run: RunDir) -> N
     assert lines(run) == [{"step": 1, "loss": 1.0}], "no line without the one before it"
     for _ in range(2):
         again = MetricsFile(run, resume_step=3, enabled=True)
-        again.bring_back(metrics.unwritten)
+        again.write_missing(metrics.unwritten)
         again.close()
     assert [line["step"] for line in lines(run)] == [1, 2, 3]
 
@@ -94,7 +94,7 @@ def test_file_size_limit_is_reported_and_the_torn_line_is_cut(run: RunDir, limit
     assert metrics.failure is not None
     assert metrics.failure.errno == errno.EFBIG
     again = MetricsFile(run, resume_step=3, enabled=True)
-    again.bring_back(metrics.unwritten)
+    again.write_missing(metrics.unwritten)
     again.close()
     assert [line["step"] for line in lines(run)] == [1, 2, 3]
 

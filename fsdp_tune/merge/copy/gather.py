@@ -78,10 +78,11 @@ class TensorReader:
                 self._read_strided(part.extent, in_chunk, sizes, wanted)
 
     def finish(self) -> None:
-        """Compares the checksums that ran along. FailedError names the file of the chunk that differs."""
+        """Compare the checksums that were computed while reading. Raises: FailedError naming the file of the chunk that differs."""
         for part in self._parts:
             if part.crc32 is not None:
                 self._compare(part.extent, part.crc32)
+            self._files.give_back(part.extent.file, part.extent.storage_start, part.extent.storage_bytes)
 
     def _compare(self, extent: Extent, crc: int) -> None:
         if crc != extent.crc32:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,34 +23,29 @@ class Box:
         return math.prod(self.sizes)
 
 
-def boxes(shape: Shape, most_elements: int) -> Iterator[Box]:
-    """Cuts `shape` into contiguous boxes of at most `most_elements`, in row-major order."""
+def boxes(shape: Shape, most_elements: int, multiple: int = 1) -> Iterator[Box]:
+    """Cut `shape` into contiguous boxes of at most `most_elements`, in row-major order.
+
+    Box sizes are multiples of `multiple` elements where the shape allows it.
+    """
     if 0 in shape:
         return
     if not shape:
         yield Box((), (), 0)
         return
-    # Dimensions before `cut` are fixed one index at a time, `cut` is taken in ranges, those behind it whole.
+    # Dimensions before `cut` are fixed at one index each, `cut` is taken in ranges, and dimensions after it in full.
     cut = 0
     while math.prod(shape[cut + 1 :]) > most_elements:
         cut += 1
     inner = math.prod(shape[cut + 1 :])
-    rows = min(max(most_elements // inner, 1), shape[cut])
+    rows, step = min(max(most_elements // inner, 1), shape[cut]), multiple // math.gcd(multiple, inner)
+    rows -= rows % step if step <= rows else 0
     first = 0
-    for number in range(math.prod(shape[:cut])):
-        fixed = _unravel(number, shape[:cut])
+    for fixed in itertools.product(*map(range, shape[:cut])):
         for start in range(0, shape[cut], rows):
             count = min(rows, shape[cut] - start)
             yield Box((*fixed, start, *(0,) * (len(shape) - cut - 1)), (*(1,) * cut, count, *shape[cut + 1 :]), first)
             first += count * inner
-
-
-def _unravel(number: int, shape: Shape) -> Shape:
-    index: list[int] = []
-    for size in reversed(shape):
-        number, position = divmod(number, size)
-        index.append(position)
-    return tuple(reversed(index))
 
 
 def intersection(box: Box, offsets: Shape, sizes: Shape) -> tuple[Shape, Shape, Shape] | None:

@@ -7,8 +7,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_tune.merge.formats.dtypes import OF_OPTION, DType
 from fsdp_tune.merge.formats.tensors import Shape, SourceTensor
+from fsdp_tune.run.dtypes import OF_OPTION, DType
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -92,8 +92,9 @@ def plan_layout(
 
 
 def _plan_file(name: str, shard: Sequence[tuple[SourceTensor, DType]]) -> OutputFile:
-    # Widest elements first: readers map the file, and an element must lie at a multiple of its own size.
-    ordered = sorted(shard, key=lambda pair: -pair[1].item_bytes)
+    # Tensors of whole pages first, so that each starts at a page and can be written past the page cache; then the widest elements
+    # first: readers map the file, and an element must start at a multiple of its own size.
+    ordered = sorted(shard, key=lambda pair: (pair[0].elements * pair[1].item_bytes % PAGE_BYTES > 0, -pair[1].item_bytes))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     ends: list[tuple[int, int]] = []
     at = 0

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fsdp_tune.merge.formats.dtypes import DType
+from fsdp_tune.run.dtypes import DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
 # The largest finite magnitude of the 16-bit floats, as an integer: comparing bits is 10 times as fast as `isfinite` on them.

@@ -1,16 +1,21 @@
 """The engine: a few threads bring tensors together and write them to their places; memory is a few buffers, whatever the model.
 
-Per thread: a buffer for values as read, one for values as written, one for what is in between (`gather.BUFFER_BYTES`
-each), one for sums, which costs memory only where something is added up, and a block that goes to the disk (`sink`).
+Each thread has a buffer for values as read, one for values as written and one for intermediate values (`gather.BUFFER_BYTES`
+each), and one for sums, which takes memory only where tensors are added up.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import xxhash
@@ -19,15 +24,14 @@ from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import Where, failed_error
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES, TensorReader
 from fsdp_tune.merge.copy.geometry import Box, boxes
-from fsdp_tune.merge.copy.layout import INDEX_NAME, Layout, Placed
-from fsdp_tune.merge.copy.readahead import ReadAhead
-from fsdp_tune.merge.copy.sink import TensorSink, allocate, block_buffer, takes_direct_writes
+from fsdp_tune.merge.copy.layout import INDEX_NAME, PAGE_BYTES, Layout, Placed
 from fsdp_tune.merge.copy.values import Array, NonFinite, all_finite, convert, count_non_finite, is_checked
 from fsdp_tune.merge.formats.contents import Source
 from fsdp_tune.merge.formats.tensors import SourceTensor
 from fsdp_tune.merge.lora.low_rank import HELD_BYTES, Budget, Delta, held_bytes, kind_of
 
 THREADS = 4  # whatever the cores: a thread that waits for the disk needs none
+SAMPLE_BYTES = 32 << 10
 _SUM_BYTES = 4 * BUFFER_BYTES  # the 16-bit floats of a buffer, in float64
 
 
@@ -45,12 +49,11 @@ class _Buffers:
     out: Array
     scratch: Array
     sum: Array
-    block: Array
 
     @classmethod
     def make(cls) -> _Buffers:
-        raw, out, scratch = (np.empty(BUFFER_BYTES, np.uint8) for _ in range(3))
-        return cls(raw, out, scratch, np.empty(_SUM_BYTES, np.uint8), block_buffer())
+        """Page-aligned, as direct I/O requires."""
+        return cls(*(np.frombuffer(mmap.mmap(-1, size), np.uint8) for size in (*[BUFFER_BYTES] * 3, _SUM_BYTES)))
 
 
 @dataclass(slots=True)
@@ -62,7 +65,6 @@ class _Work:
     read_back: bool
     is_direct: bool
     advance: Callable[[int], None]
-    ahead: ReadAhead
     budget: Budget = field(default_factory=lambda: Budget(HELD_BYTES))
     stop: threading.Event = field(default_factory=threading.Event)
     written: Written = field(default_factory=Written)
@@ -86,26 +88,18 @@ def write_tensors(sources: Sequence[Source], layout: Layout, stage: Path, *, rea
     `advance(n)` is called from several threads with bytes as they are gathered. `read_back`: samples of all that was
     written are compared with what was meant.
     """
-    is_direct = _create(layout, stage)
-    if layout.index is not None:
-        with DISK.open(stage / INDEX_NAME) as handle:
-            DISK.write(handle, layout.index)
-    placed = [tensor for file in layout.files for tensor in file.tensors]
-    with ReadAhead(sources, [tensor.name for tensor in placed]) as ahead:
-        work = _Work(sources, stage, read_back, is_direct, advance, ahead)
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="merge") as pool:
-            try:
-                futures = [pool.submit(_copy, work, tensor) for tensor in placed]
-                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-                failed = [error for future in done if (error := future.exception()) is not None and not isinstance(error, _Stopped)]
-            except BaseException:
-                work.stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+    work = _Work(sources, stage, read_back, _create(layout, stage), advance)
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="merge") as pool:
+        try:
+            futures = [pool.submit(_copy, work, placed) for file in layout.files for placed in file.tensors]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            failed = [error for future in done if (error := future.exception()) is not None and not isinstance(error, _Stopped)]
             if failed:
-                work.stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
                 raise failed[0]
+        except BaseException:
+            work.stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return work.written
 
 
@@ -129,26 +123,55 @@ class _Part:
 
 
 def _create(layout: Layout, stage: Path) -> bool:
-    """The files at their full size, with their headers. Returns whether they can be written past the page cache."""
-    is_direct: bool | None = None
+    """Create the files at their full size, with their headers, and the index. Returns whether direct writes work here."""
+    is_direct = takes_direct_writes(stage / layout.files[0].name)
     for file in layout.files:
-        path = stage / file.name
-        with DISK.open(path) as handle:
-            if is_direct is None:  # they all lie in one directory
-                is_direct = takes_direct_writes(path)
+        with DISK.open(stage / file.name) as handle:
             allocate(handle, file.size_bytes)
             DISK.write(handle, file.header)
-    return bool(is_direct)
+    if layout.index is not None:
+        with DISK.open(stage / INDEX_NAME) as handle:
+            DISK.write(handle, layout.index)
+    return is_direct
+
+
+def takes_direct_writes(path: Path) -> bool:
+    """Write a page to `path` past the page cache. Returns False where the file system has no direct I/O."""
+    with DISK.open(path):  # creates the file
+        pass
+    try:
+        with DISK.open_direct(path) as handle:
+            DISK.write(handle, memoryview(mmap.mmap(-1, PAGE_BYTES)))
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOTSUP):
+            return False
+        raise
+    return True
+
+
+def allocate(handle: IO[bytes], size_bytes: int) -> None:
+    """Set the size of a file and reserve its blocks where the system can, so that a full disk fails here and not hours later."""
+    handle.truncate(size_bytes)
+    # Not os.posix_fallocate: where a file system cannot, the C library writes a byte into every block instead.
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if fallocate is None or not size_bytes:
+        return
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if fallocate(handle.fileno(), 0, 0, size_bytes) and (code := ctypes.get_errno()) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        raise OSError(code, os.strerror(code))
 
 
 def _copy(work: _Work, placed: Placed) -> None:
     tensors = [source.tensors[placed.name] for source in work.sources]
-    path = work.stage / placed.file
-    with TensorSink(path, placed.first_byte, placed.size_bytes, work.buffers.block, is_direct=work.is_direct) as sink:
-        with work.budget.hold(sum(held_bytes(tensor) for tensor in tensors)):
-            digest = _copy_values(work, placed, tensors, sink)
-        work.written.digests[placed.name] = digest.hexdigest()
-        if sink.digest.digest() != digest.digest() or (work.read_back and not sink.reads_back()):
+    path, found = work.stage / placed.file, _boxes(placed, tensors)
+    is_direct = work.is_direct and placed.first_byte % PAGE_BYTES == 0 and not any(_bytes_of(box, placed) % PAGE_BYTES for box in found)
+    with (
+        DISK.open_direct(path) if is_direct else DISK.open(path, "r+b") as handle,
+        work.budget.hold(sum(held_bytes(tensor) for tensor in tensors)),
+    ):
+        samples = _copy_values(work, placed, tensors, found, handle)
+        handle.flush()
+        if work.read_back and not all(_reads_back(handle, work.buffers.scratch, *sample) for sample in samples):
             raise failed_error(
                 "merge-written-differs",
                 f"`{placed.name}` reads back otherwise than it was written",
@@ -157,40 +180,54 @@ def _copy(work: _Work, placed: Placed) -> None:
             )
 
 
-def _copy_values(work: _Work, placed: Placed, tensors: Sequence[SourceTensor], sink: TensorSink) -> xxhash.xxh3_128:
-    """The digest of what was meant."""
-    buffers = work.buffers
-    parts = [_Part.make(tensor, buffers) for tensor in tensors]
-    digest, counts = xxhash.xxh3_128(), NonFinite()
-    read_bytes = sum(tensor.dtype.item_bytes for tensor in tensors)
-    for box in _boxes(placed, tensors):
+def _copy_values(
+    work: _Work, placed: Placed, tensors: Sequence[SourceTensor], found: Sequence[Box], handle: IO[bytes]
+) -> list[tuple[int, int, bytes]]:
+    """Write one tensor. Returns a sample of each box, as (offset, size, digest)."""
+    parts = [_Part.make(tensor, work.buffers) for tensor in tensors]
+    digest, counts, samples = xxhash.xxh3_128(), NonFinite(), list[tuple[int, int, bytes]]()
+    handle.seek(placed.first_byte)
+    for box in found:
         if work.stop.is_set():
             raise _Stopped
-        raw = _values(placed, parts, box, buffers, counts, sink).view(np.uint8)
-        digest.update(raw.data)
-        sink.write(raw)
-        work.advance(raw.size)
-        work.ahead.has_read(box.elements * read_bytes)
+        raw = _values(placed, parts, box, work.buffers, counts).view(np.uint8).data
+        digest.update(raw)
+        # At another position in each box, so that an error that repeats at one position is found.
+        start = len(samples) % max(1, len(raw) // SAMPLE_BYTES) * SAMPLE_BYTES
+        sample = raw[start : start + SAMPLE_BYTES]
+        samples.append((handle.tell() + start, len(sample), xxhash.xxh3_128_digest(sample)))
+        DISK.write(handle, raw)
+        work.advance(len(raw))
     for part in parts:
         part.finish()
+    work.written.digests[placed.name] = digest.hexdigest()
     if counts:
         work.written.non_finite[placed.name] = counts
-    return digest
+    return samples
 
 
-def _boxes(placed: Placed, tensors: Sequence[SourceTensor]) -> Iterator[Box]:
+def _reads_back(handle: IO[bytes], buffer: Array, offset: int, size_bytes: int, digest: bytes) -> bool:
+    found = buffer.data[:size_bytes]
+    return os.preadv(handle.fileno(), [found], offset) == size_bytes and xxhash.xxh3_128_digest(found) == digest
+
+
+def _boxes(placed: Placed, tensors: Sequence[SourceTensor]) -> list[Box]:
+    """Cut a tensor into boxes that fit the buffers, of whole pages of the output where its shape allows."""
     widest = max(placed.dtype.item_bytes, *(tensor.dtype.item_bytes for tensor in tensors))
-    return boxes(placed.shape, BUFFER_BYTES // widest)
+    return list(boxes(placed.shape, BUFFER_BYTES // widest, PAGE_BYTES // placed.dtype.item_bytes))
 
 
-def _values(placed: Placed, parts: Sequence[_Part], box: Box, buffers: _Buffers, counts: NonFinite, sink: TensorSink) -> Array:
+def _bytes_of(box: Box, placed: Placed) -> int:
+    return box.elements * placed.dtype.item_bytes
+
+
+def _values(placed: Placed, parts: Sequence[_Part], box: Box, buffers: _Buffers, counts: NonFinite) -> Array:
     """One box of the output: read, averaged where there are several sources, checked, converted where asked."""
     dtype = parts[0].tensor.dtype
     size_bytes = box.elements * dtype.item_bytes
     # An update reads its factors through the buffers, so it comes first.
     deltas = [part.delta.of(box) for part in parts if part.delta is not None]
-    room = sink.room(size_bytes) if dtype == placed.dtype else None
-    values = (buffers.raw[:size_bytes] if room is None else room).view(dtype.numpy)
+    values = buffers.raw[:size_bytes].view(dtype.numpy)
     parts[0].reader.read(box, values)
     if deltas or (len(parts) > 1 and dtype.converts):
         values = _sum(parts, deltas, box, values, buffers)

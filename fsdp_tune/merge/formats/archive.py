@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, Any, cast
 
-from fsdp_tune.merge.formats.dtypes import DTYPES, OF_STORAGE, DType
-from fsdp_tune.merge.formats.pickles import Allowed, Refused, load
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.tensors import Extent, Shape
+from fsdp_tune.run.dtypes import DTYPES, OF_STORAGE, DType
+from fsdp_tune.run.pickles import Allowed, Refused, load
 
 MAX_PICKLE_BYTES = 64 << 20
 MAX_DIRECTORY_BYTES = 256 << 20

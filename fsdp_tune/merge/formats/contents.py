@@ -10,14 +10,13 @@ from fsdp_tune.core.errors import FailedError, FsdpTuneError, Notice, Problem, W
 from fsdp_tune.merge.formats.archive import StoredTensor, extent, open_archive, read_pickle
 from fsdp_tune.merge.formats.dcp import read_dcp
 from fsdp_tune.merge.formats.names import model_names
-from fsdp_tune.merge.formats.page_cache import PageCache
-from fsdp_tune.merge.formats.pickles import Refused
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.safetensors_file import read_safetensors
 from fsdp_tune.merge.formats.tensors import Chunk, Packed, SourceTensor
 from fsdp_tune.merge.lora.peft_names import is_peft
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.weights import Format, Weights
+from fsdp_tune.run.pickles import Refused
 
 _SHOWN = 5
 
@@ -40,13 +39,13 @@ class Contents:
     notices: tuple[Notice, ...]
 
 
-def read_contents(stack: ExitStack, selection: Selection, pages: PageCache, *, allow_incomplete: bool) -> Contents:
+def read_contents(stack: ExitStack, selection: Selection, *, allow_incomplete: bool) -> Contents:
     """Opens every checkpoint of the selection; `stack` closes their files."""
     sources: list[Source] = []
     left_out: dict[str, str] = {}
     notices: list[Notice] = []
     for weights in selection.weights:
-        files = stack.enter_context(SourceFiles(weights.root, is_vouched=weights.manifest is not None, pages=pages))
+        files = stack.enter_context(SourceFiles(weights.root, is_vouched=weights.manifest is not None))
         tensors, others = read_tensors(files, weights.format, weights.file)
         if others:
             names = ", ".join(others[:_SHOWN])

@@ -1,71 +1,22 @@
-"""Reads `.metadata` of a torch.distributed.checkpoint directory: which tensors there are, and which ranges hold them.
-
-The format is `torch.distributed.checkpoint.filesystem` 1.0.0: a pickle of `Metadata`, whose `storage_data` maps
-(name, offset) to (file, offset, length), and files that hold one `torch.save` archive after the other.
-"""
+"""The tensors of a torch.distributed.checkpoint (DCP) directory: the model's names, and chunks that cover each tensor exactly once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
 from fsdp_tune.merge.formats.archive import StoredTensor, extent, open_archive, read_pickle
-from fsdp_tune.merge.formats.dtypes import DTYPES, DType
 from fsdp_tune.merge.formats.names import OPTIMIZER_ROOTS, model_names
-from fsdp_tune.merge.formats.pickles import Allowed, Record, Refused, load
 from fsdp_tune.merge.formats.reader import SourceFiles
-from fsdp_tune.merge.formats.tensors import Chunk, Extent, Packed, Shape, SourceTensor
+from fsdp_tune.merge.formats.tensors import Chunk, Extent, Packed, SourceTensor
+from fsdp_tune.run.dcp_metadata import MAX_METADATA_BYTES, METADATA_NAME, DcpMetadata, Shape
+from fsdp_tune.run.pickles import Refused
 
-METADATA_NAME = ".metadata"
-MAX_METADATA_BYTES = 256 << 20  # 1.8 million slices
 MOST_TENSOR_BYTES = 1 << 60
-Place = tuple[str, int, int]
-
-
-def _size(arguments: tuple[Any, ...]) -> Shape:
-    values: Any = arguments[0] if len(arguments) == 1 else None
-    if not isinstance(values, tuple) or any(type(value) is not int or value < 0 for value in values):
-        raise Refused("a torch.Size in it is no tuple of sizes")
-    return values
-
-
-def _names() -> dict[tuple[str, str], Allowed]:
-    records: dict[str, dict[str, tuple[str, ...]]] = {
-        "torch.distributed.checkpoint.metadata": {
-            "Metadata": ("state_dict_metadata", "planner_data", "storage_data"),
-            "TensorStorageMetadata": ("properties", "size", "chunks"),
-            "BytesStorageMetadata": (),
-            "ChunkStorageMetadata": ("offsets", "sizes"),
-            "TensorProperties": ("dtype",),
-            "MetadataIndex": ("fqn", "offset"),
-            "StorageMeta": (),
-        },
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo": ("relative_path", "offset", "length", "transform_descriptors")},
-        "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties": ("dtype",)},  # torch up to 2.2
-    }
-    names = {(module, name): Allowed(name, fields=fields) for module, kinds in records.items() for name, fields in kinds.items()}
-    calls: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
-        ("torch", "Size"): _size,
-        ("torch.serialization", "_get_layout"): lambda _: None,
-        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): lambda _: None,
-        ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): lambda _: None,
-        ("collections", "OrderedDict"): lambda _: {},
-    }
-    # Only where the checkpoint was written, which nobody needs.
-    calls |= {
-        (module, kind): lambda _: None for module in ("pathlib", "pathlib._local") for kind in ("PosixPath", "PurePosixPath", "WindowsPath")
-    }
-    names |= {key: Allowed(".".join(key), call=function) for key, function in calls.items()}
-    return names | {("torch", name): Allowed(f"torch.{name}", value=dtype) for name, dtype in DTYPES.items()}
-
-
-NAMES = _names()
 
 
 def damaged_metadata(root: Path, why: str) -> FsdpTuneError:
@@ -84,96 +35,35 @@ def read_dcp(files: SourceFiles) -> tuple[list[SourceTensor], list[str]]:
     if size_bytes > MAX_METADATA_BYTES:
         raise damaged_metadata(root, f"it is {size_bytes:,} bytes long")
     try:
-        metadata = load(files.read(METADATA_NAME, 0, size_bytes), NAMES)
-        return _tensors(metadata, files)
+        return _tensors(DcpMetadata(files.read(METADATA_NAME, 0, size_bytes)), files)
     except Refused as refused:
         raise damaged_metadata(root, str(refused)) from refused
 
 
-def _tensors(metadata: Any, files: SourceFiles) -> tuple[list[SourceTensor], list[str]]:
-    entries, stored = _expect(metadata, "Metadata", "state_dict_metadata", dict), _expect(metadata, "Metadata", "storage_data", dict)
-    places = _places(stored)
-    if not all(isinstance(key, str) for key in entries):
-        raise Refused("an entry has no name")
-    names = model_names(list(entries), metadata.get("planner_data"), files.root.name)
-    tensors: list[SourceTensor] = []
-    others: list[str] = []
-    for key, name in names.items():
-        entry = entries[key]
-        if isinstance(entry, Record) and entry.kind.name == "BytesStorageMetadata":
-            others.append(name)
-        else:
-            tensors.append(_tensor(files, key, name, entry, places))
+def _tensors(metadata: DcpMetadata, files: SourceFiles) -> tuple[list[SourceTensor], list[str]]:
+    names = model_names(list(metadata.entries), metadata.planner_data, files.root.name)
+    tensors = [_tensor(files, metadata, key, name) for key, name in names.items() if metadata.is_tensor(key)]
     if not tensors:
-        if any(key.partition(".")[0] in OPTIMIZER_ROOTS for key in entries):
+        if any(key.partition(".")[0] in OPTIMIZER_ROOTS for key in metadata.entries):
             raise usage_error(
                 "merge-optimizer-state",
                 "this is the state of an optimizer, not a model",
                 where=Where(str(files.root)),
-                hint="give the folder of the weights, which lies beside it, or the checkpoint that holds both",
+                hint="give the folder of the weights, which is next to it, or the checkpoint that holds both",
             )
         raise Refused("it lists no tensor of a model")
-    return tensors, others
+    return tensors, [name for key, name in names.items() if not metadata.is_tensor(key)]
 
 
-def _places(stored: dict[Any, Any]) -> dict[tuple[str, Shape], Place]:
-    """(key, offset of the chunk) → (file, offset, length)."""
-    places: dict[tuple[str, Shape], Place] = {}
-    for index, info in stored.items():
-        key = _expect(index, "MetadataIndex", "fqn", str)
-        offset = index.get("offset") or ()
-        place = tuple(
-            _expect(info, "_StorageInfo", name, kind) for name, kind in (("relative_path", str), ("offset", int), ("length", int))
-        )
-        if info.get("transform_descriptors"):
-            raise Refused(f"`{key}` was written through {info.get('transform_descriptors')}, which is not understood")
-        if not isinstance(offset, tuple) or place[1] < 0 or place[2] < 0:
-            raise Refused(f"the place of `{key}` is no range of a file")
-        places[key, offset] = place  # type: ignore[assignment]
-    ranges = sorted(places.values())
-    for (file, start, length), (next_file, next_start, _) in pairwise(ranges):
-        if file == next_file and start + length > next_start:
-            raise Refused(f"two of its entries share the bytes at {next_start:,} of `{file}`")
-    return places
-
-
-def _tensor(files: SourceFiles, key: str, name: str, entry: Any, places: dict[tuple[str, Shape], Place]) -> SourceTensor:
-    shape, listed = _expect(entry, "TensorStorageMetadata", "size", tuple), _expect(entry, "TensorStorageMetadata", "chunks", list)
-    dtype = _dtype(name, entry.get("properties"))
-    chunks: list[Chunk] = []
-    for item in listed:
-        offsets, sizes = _expect(item, "ChunkStorageMetadata", "offsets", tuple), _expect(item, "ChunkStorageMetadata", "sizes", tuple)
-        place = places.get((key, offsets)) or places.get((key, ()))
-        if place is None:
-            raise Refused(f"it does not say where the part of `{name}` at {list(offsets)} lies")
-        chunks.append(Chunk(offsets, sizes, Packed(*place)))
+def _tensor(files: SourceFiles, metadata: DcpMetadata, key: str, name: str) -> SourceTensor:
+    dtype, shape, stored = metadata.tensor(key)
     if math.prod(shape) * dtype.item_bytes > MOST_TENSOR_BYTES:
         raise Refused(f"`{name}` of shape {list(shape)} is larger than any disk")
-    kept = without_replicas(chunks)
+    kept = without_replicas([Chunk(each.offsets, each.sizes, Packed(each.file, each.start, each.length_bytes)) for each in stored])
     wrong = gap_or_overlap(shape, kept)
     if wrong is not None:
         raise Refused(f"`{name}`: {wrong}")
     return SourceTensor(name, dtype, shape, kept, files)
-
-
-def _dtype(name: str, properties: Any) -> DType:
-    """The element type: the first field of `TensorProperties.__getstate__`'s tuple."""
-    if not isinstance(properties, Record) or properties.kind.name != "TensorProperties":
-        raise Refused(f"it does not say the element type of `{name}`")
-    value = properties.get("dtype")
-    dtype = value.value if isinstance(value, Allowed) else None
-    if not isinstance(dtype, DType):
-        raise Refused(f"it does not say the element type of `{name}`")
-    return dtype
-
-
-def _expect(value: Any, kind: str, name: str, wanted: type) -> Any:
-    if not isinstance(value, Record) or value.kind.name != kind:
-        raise Refused(f"a {kind} is due where it has something else")
-    found = value.get(name)
-    if not isinstance(found, wanted) or isinstance(found, bool):
-        raise Refused(f"the {name} of a {kind} is no {wanted.__name__}")
-    return found
 
 
 def locate(tensor: SourceTensor, chunk: Chunk) -> Extent:

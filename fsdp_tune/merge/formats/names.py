@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_tune.merge.formats.pickles import Refused
+from fsdp_tune.run.pickles import Refused
 
 # What wrappers put into names: FSDP1, activation checkpointing, torch.compile. The model itself never uses them.
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fsdp_tune.core import safetensors_header as header
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
 from fsdp_tune.merge.copy.layout import INDEX_NAME, SINGLE_NAME
-from fsdp_tune.merge.formats.dtypes import OF_SAFETENSORS, DType
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.tensors import Chunk, Extent, Shape, SourceTensor, row_major
+from fsdp_tune.run.dtypes import OF_SAFETENSORS, DType
 from fsdp_tune.run.manifest import is_inside
 
 MAX_INDEX_BYTES = 100_000_000

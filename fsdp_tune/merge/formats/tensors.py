@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fsdp_tune.merge.formats.dtypes import DType
 from fsdp_tune.merge.formats.reader import SourceFiles
-
-Shape = tuple[int, ...]
+from fsdp_tune.run.dcp_metadata import Shape
+from fsdp_tune.run.dtypes import DType
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Compares the files of a checkpoint with the digests of its manifest, in threads beside the copy: a shard of another
-step, or flipped bits, are found before anything is published.
+"""Compare the files of a checkpoint with the digests of its manifest while they are copied: a shard of another step, or flipped
+bits, are found before anything is published.
 
-A tensor lies in the files of all ranks, so the copy goes through all of them at the same pace. So do the digests, near
-the copy: a cold disk is read once, and whoever comes second finds the bytes in the page cache.
+A tensor has parts in the files of all ranks, so the copy advances through all files at one pace. The digests stay near it, so that a
+cold disk is read once: whichever comes second finds the bytes in the page cache.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from fsdp_tune.core.errors import FailedError, Problem, Where
-from fsdp_tune.merge.formats.page_cache import PageCache
-from fsdp_tune.merge.formats.reader import unreadable, will_need
+from fsdp_tune.merge.formats.reader import advise, unreadable
 from fsdp_tune.merge.weights import Weights
 from fsdp_tune.run.manifest import Digester, FileEntry, mark_damaged
 
 _READ_BYTES = 256 << 10
 _TURN_BYTES = 4 << 20
+LEAD_BYTES = 256 << 20
+"""How far the digests may be ahead of the copy."""
 
 
 class _Stopped(Exception):
-    """Nobody wants the answer any more."""
+    """The merge ended before the digests."""
 
 
 @dataclass(slots=True)
@@ -39,28 +39,40 @@ class _Running:
 
 
 class ManifestCheck:
-    """Digests, in the background, every file that is merged. `finish` waits and raises with all that differ."""
+    """Compute the digests of every file that is merged, in background threads. `finish` waits and raises for all that differ.
 
-    def __init__(self, weights: Sequence[Weights], threads: int, pages: PageCache) -> None:
-        self._weights = weights
-        self._pages = pages
-        self._stop = threading.Event()
-        self._threads = threads
+    `advance` is called with the bytes of the output as they are copied, of `output_bytes` in all.
+    """
+
+    def __init__(self, weights: Sequence[Weights], threads: int, output_bytes: int) -> None:
+        self._weights, self._threads, self._output_bytes = weights, threads, output_bytes
+        self._expected = {path: entry for item in weights for path, entry in _expected_files(item).items()}
+        self._size_bytes = sum(entry.size_bytes for entry in self._expected.values())
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="digest")
-        self._expected: dict[Path, FileEntry] = {}
-        for item in weights:
-            self._expected.update(_expected_files(item))
         self._found: list[Future[dict[Path, FileEntry]]] = []
+        self._changed = threading.Condition()
+        self._copied_bytes = self._digested_bytes = 0
+        self._is_stopped = self._is_copied = False
 
     def __enter__(self) -> Self:
         paths = list(self._expected)
         self._found = [self._pool.submit(self._digest, paths[first :: self._threads]) for first in range(min(self._threads, len(paths)))]
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stop.set()
-        self._pages.copy_ended()
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def advance(self, count: int) -> None:
+        with self._changed:
+            self._copied_bytes += count
+            self._changed.notify_all()
+
+    def _may_continue(self) -> bool:
+        near_bytes = self._copied_bytes * self._size_bytes / max(self._output_bytes, 1) + LEAD_BYTES
+        return self._is_stopped or self._is_copied or self._digested_bytes <= near_bytes
 
     def _digest(self, paths: Sequence[Path]) -> dict[Path, FileEntry]:
         buffer = memoryview(bytearray(_READ_BYTES))
@@ -72,28 +84,29 @@ class ManifestCheck:
         return found
 
     def _turn(self, one: _Running, buffer: memoryview) -> bool:
-        """Reads on for a while. False at the end of the file. No file stays open: a checkpoint of a thousand ranks has too many."""
+        """Read one file further. Returns False at its end. No file stays open: a checkpoint of a thousand ranks has too many."""
         start = one.position
         try:
             with open(one.path, "rb", buffering=0) as file:
-                self._pages.opened(one.path, file.fileno(), is_read_twice=True)
                 file.seek(start)
-                while count := file.readinto(buffer):
-                    if self._stop.is_set():
-                        raise _Stopped
+                while one.position - start < _TURN_BYTES and (count := file.readinto(buffer)):
                     one.digester.update(buffer[:count])
                     one.position += count
-                    if one.position - start >= _TURN_BYTES:
-                        will_need(file.fileno(), one.position, _TURN_BYTES)
-                        break
-                self._pages.digested(one.path, file.fileno(), one.position, one.position - start)
+                advise(file.fileno(), one.position, _TURN_BYTES, "WILLNEED")
         except OSError as error:
             raise unreadable(one.path, error.strerror or str(error)) from error
+        with self._changed:
+            self._digested_bytes += one.position - start
+            self._changed.wait_for(self._may_continue)
+            if self._is_stopped:
+                raise _Stopped
         return one.position - start >= _TURN_BYTES
 
     def finish(self) -> None:
-        """FailedError with one problem per file that is not what was saved."""
-        self._pages.copy_ended()
+        """Wait for all digests. Raises: FailedError with one problem for each file that is not what was saved."""
+        with self._changed:
+            self._is_copied = True
+            self._changed.notify_all()
         found = {path: entry for future in self._found for path, entry in future.result().items()}
         differing = [path for path, entry in self._expected.items() if found[path] != entry]
         if differing:
@@ -105,7 +118,7 @@ class ManifestCheck:
 
 
 def _expected_files(weights: Weights) -> dict[Path, FileEntry]:
-    """The manifest's entries under the directory of the weights."""
+    """Return the manifest's entries under the directory of the weights."""
     if weights.manifest is None:
         return {}
     checkpoint = weights.checkpoint.resolve()

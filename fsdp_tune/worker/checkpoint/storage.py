@@ -7,7 +7,6 @@ import errno
 import io
 import json
 import os
-import pickle
 import shutil
 import struct
 from collections.abc import Generator, Mapping
@@ -17,27 +16,23 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import FsdpTuneError, failed_error
 from fsdp_tune.core.units import format_bytes
+from fsdp_tune.run.dcp_metadata import METADATA_NAME, DcpMetadata, Shape, StoredChunk
+from fsdp_tune.run.dtypes import DTYPES, DType
 from fsdp_tune.run.manifest import Digester, FileEntry
-
-# safetensors' names of torch's dtypes (its format description)
-SAFETENSORS_DTYPE = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+from fsdp_tune.run.pickles import Refused
 
 
 class HashingStream(io.RawIOBase):
@@ -126,30 +121,6 @@ def hashing_writer(directory: Path) -> tuple[FileSystemWriter, HashingFileSystem
     return writer, files
 
 
-_METADATA_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex",
-        "StorageMeta", "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath"},
-    "builtins": {"set", "dict", "list", "tuple"},
-}  # fmt: skip
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds what DCP metadata is made of and nothing else: a pickle may otherwise call any function of this machine."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if name in _METADATA_CLASSES.get(module, ()) or is_dtype or (module, name) == ("torch", "Size"):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which a checkpoint of tensors does not need")
-
-
 class RestrictedReader(FileSystemReader):
     """DCP's reader for checkpoints of tensors, which cannot run code.
 
@@ -158,21 +129,29 @@ class RestrictedReader(FileSystemReader):
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
+        path = Path(self.path) / METADATA_NAME
         try:
-            with open(path, "rb") as file:
-                metadata = _MetadataUnpickler(file).load()
-            if not isinstance(metadata, Metadata):
-                raise TypeError(f"it holds a {type(metadata).__name__}, not checkpoint metadata")
-            if others := sorted(n for n, entry in metadata.state_dict_metadata.items() if not isinstance(entry, TensorStorageMetadata)):
-                raise TypeError(f"`{others[0]}` is not a tensor in it")
-        except Exception as error:
+            found = DcpMetadata(path.read_bytes())
+            if others := sorted(name for name in found.entries if not found.is_tensor(name)):
+                raise Refused(f"`{others[0]}` is not a tensor in it")
+            metadata = Metadata({}, storage_data={}, storage_meta=StorageMeta(load_id=self.load_id))
+            for name in found.entries:
+                _add_tensor(metadata, name, *found.tensor(name))
+        except (OSError, Refused) as error:
             raise failed_error(
-                "checkpoint-metadata-refused", f"{path}: {error}", hint="the file is damaged or not from this tool; take another checkpoint"
+                "checkpoint-metadata-refused",
+                f"{path}: {error}",
+                hint="the file is damaged or was not written by fsdp-tune; resume from another checkpoint",
             ) from error
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+def _add_tensor(metadata: Metadata, name: str, dtype: DType, shape: Shape, chunks: list[StoredChunk]) -> None:
+    listed = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in chunks]
+    properties = TensorProperties(getattr(torch, dtype.name))
+    metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(shape), listed)
+    for entry, chunk in zip(listed, chunks, strict=True):
+        metadata.storage_data[MetadataIndex(name, entry.offsets)] = _StorageInfo(chunk.file, chunk.start, chunk.length_bytes)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileEntry:
@@ -181,7 +160,11 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata:
     at = 0
     for name, tensor in tensors.items():
         size_bytes = tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": SAFETENSORS_DTYPE[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size_bytes]}
+        header[name] = {
+            "dtype": DTYPES[str(tensor.dtype).removeprefix("torch.")].safetensors,
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + size_bytes],
+        }
         at += size_bytes
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
