@@ -32,7 +32,7 @@ def parse_profile(text: str) -> ProfiledSteps:
         raise usage_error(
             "profile-not-understood",
             f"`--profile {text}` does not name steps",
-            hint="give the first and the last step, as in `--profile steps=10:13`; the first steps of a run allocate and compile, so start later",
+            hint="give the first and the last step, as in `--profile steps=10:13`; the first steps allocate and compile, so start later",
         )
     return steps
 

@@ -108,12 +108,23 @@ Names = Mapping[tuple[str, str], Allowed]
 _HASHABLE = (str, int, Record, type(None))
 
 
+class _Memo(list[Any]):
+    """The values that a pickle refers back to. A dictionary would double the memory for the metadata of many ranks."""
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if index == len(self):
+            self.append(value)
+        elif index < len(self):
+            super().__setitem__(index, value)
+        # Indices count up in what torch writes. A value at any other index is not stored, and cannot be recalled.
+
+
 class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]  # the interpreter in Python
     dispatch = {code: pickle._Unpickler.dispatch[code] for name in _OPCODES for code in getattr(pickle, name)}  # type: ignore[attr-defined]  # noqa: RUF012
 
     def __init__(self, data: bytes, names: Names, persistent: Callable[[Any], Any] | None) -> None:
         super().__init__(io.BytesIO(data))
-        self._names, self._persistent = names, persistent
+        self._names, self._persistent, self.memo = names, persistent, _Memo()
 
     def find_class(self, module: str, name: str) -> Allowed:
         allowed = self._names.get((module, name))
