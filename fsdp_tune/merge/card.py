@@ -1,4 +1,4 @@
-"""The model card: where the weights come from, in the front matter that the hub reads and in a table that people read."""
+"""The model card: the origin of the weights, as front matter for the hub and as a table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model_card(
     base: str | None = None,
     is_adapter: bool = False,
 ) -> str:
-    """Markdown. `facts` are (label, value) rows; the recipe, if known, follows. `base`: known without a recipe."""
+    """Return the card as Markdown. `facts` are (label, value) rows. `base` names the base model where no recipe does."""
     library = "peft" if is_adapter else "transformers"
     front: dict[str, Any] = {
         "library_name": library,
@@ -58,10 +58,10 @@ def model_card(
 
 
 def _published(recipe: Recipe) -> str:
-    """The resolved recipe without defaults, as YAML.
+    """Return the resolved recipe without defaults as YAML.
 
-    Without what belongs to a machine, above all `launch.env`, and without the comments of recipe.yaml: that file is readable by its owner
-    alone, and a card is published.
+    Settings of a machine, above all `launch.env`, and the comments of recipe.yaml are left out: only the owner can read that file,
+    and a card is published.
     """
     left_out = {"launch": True, "output_dir": True, "data": {"cache_dir", "num_proc"}}
     settings = recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude=left_out)
@@ -69,7 +69,7 @@ def _published(recipe: Recipe) -> str:
 
 
 def _last_values(run: RunDir, step: int) -> list[tuple[str, str]]:
-    """The curves' last values at or before the merged step."""
+    """Return the last metrics at or before the merged step."""
     lines = [line for line in read_metrics(run) if isinstance(line.get("step"), int) and line["step"] <= step]
     rows: list[tuple[str, str]] = []
     for key, label in (("loss", "Training loss"), ("eval_loss", "Evaluation loss"), ("tokens", "Tokens trained on")):

@@ -1,4 +1,4 @@
-"""What makes weights a model directory: config, generation config, tokenizer with its chat template."""
+"""The files next to the weights in a model directory: config, generation config, tokenizer with its chat template."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SMALL = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """`config` is None where nothing is known about the model. `files` are copied as they are: {name in the output: path}."""
+    """Config (None if unknown) and the `files` that are copied unchanged: {name in the output: path}."""
 
     folder: Path | None = None
     config: dict[str, Any] | None = None
@@ -38,12 +38,12 @@ class Companions:
 
     @property
     def missing(self) -> list[str]:
-        """What transformers will want and is not there."""
+        """Files that transformers needs and that are missing."""
         absent = [] if self.config is not None else [CONFIG_NAME]
         return absent if any(map(_is_tokenizer, self.files)) else [*absent, "the tokenizer"]
 
     def with_tokenizer_of(self, folders: Sequence[Path]) -> Companions:
-        """The same with the tokenizer that lies in the first of `folders` that has one: tokens may have been added in training."""
+        """Return the same with the first tokenizer found in `folders`: training may have added tokens."""
         for folder in folders:
             files = {name: path for name, path in _files_of(folder, _FILES).items() if name != "generation_config.json"}
             if any(map(_is_tokenizer, files)):
@@ -53,13 +53,13 @@ class Companions:
 
 
 def find_companions(selection: Selection, base: str | None, *, origin: str | None = None) -> Companions:
-    """From `--base`, else from RUN/model, else from beside the weights, where another tool may have put them."""
+    """Find the companions in `--base`, else in RUN/model, else next to the weights, where another tool may have put them."""
     if base is not None:
         folder = Path(base)
         found = read_folder(folder, origin=origin) if folder.is_dir() else read_folder(_download(base, _SMALL), origin=base)
         if found.config is None:
             raise usage_error(
-                "merge-base", f"`{base}` has no {CONFIG_NAME}", hint="`--base` is a model directory or the name of a model on the hub"
+                "merge-base", f"`{base}` has no {CONFIG_NAME}", hint="pass a model directory or the name of a model on the hub as `--base`"
             )
         return found
     weights = selection.weights[0]
@@ -72,7 +72,7 @@ def find_companions(selection: Selection, base: str | None, *, origin: str | Non
 
 
 def read_folder(folder: Path, *, origin: str | None = None) -> Companions:
-    """The companions in one model directory; python files only when its config says that the model needs them."""
+    """Return the companions in one model directory; Python files only if its config needs them."""
     config = _read_config(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else None
     wants_code = config is not None and "auto_map" in config
     files = _files_of(folder, _FILES) | (_files_of(folder, _CODE) if wants_code else {})
@@ -94,21 +94,21 @@ def _read_config(path: Path) -> dict[str, Any]:
             raise ValueError("it is too large")
         config = json.loads(path.read_bytes())
         if not isinstance(config, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise failed_error(
             "merge-config",
             f"the model's config cannot be read: {error}",
             where=Where(str(path)),
-            hint="give another one with `--base MODEL`",
+            hint="pass another one with `--base MODEL`",
         ) from error
     return config
 
 
 def fetch_model(base: str, *, revision: str | None = None, named_in: Path | None = None) -> Path:
-    """The directory of a model, its weights too; downloaded if it is a name on the hub that the cache does not have.
+    """Return the directory of a model with its weights, downloading it if needed.
 
-    `named_in`: the file that says which model, where the user did not.
+    `named_in`: the file that names the model, if the user did not.
     """
     if Path(base).is_dir():
         return Path(base)
@@ -116,17 +116,17 @@ def fetch_model(base: str, *, revision: str | None = None, named_in: Path | None
 
 
 def _download(base: str, wanted: Sequence[str], *, revision: str | None = None, named_in: Path | None = None) -> Path:
-    """What is `wanted` of a model on the hub (or in its cache)."""
+    """Return the snapshot directory of a model on the hub with the `wanted` files."""
     where = Where(str(named_in)) if named_in is not None else Where()
     if can_only_be_a_path(base):
-        raise usage_error("merge-base", f"there is no directory `{base}`", where=where, hint="give the model's directory: `--base DIR`")
+        raise usage_error("merge-base", f"there is no directory `{base}`", where=where, hint="pass the model's directory: `--base DIR`")
     return snapshot(Wanted("model", base, "--base", "merge-base", where), wanted, revision=revision)
 
 
 def output_config(config: Mapping[str, Any], dtype: DType | None, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as it belongs to the merged weights: their dtype, and what was learnt about ties.
+    """Return the config for the merged weights, with their dtype and `changes`.
 
-    transformers 5 reads `dtype`; the older `torch_dtype` would contradict it and goes.
+    transformers 5 reads `dtype`; the older `torch_dtype` would contradict it and is removed.
     """
     merged = {key: value for key, value in config.items() if key not in ("torch_dtype", "_name_or_path")}
     if dtype is not None:

@@ -1,4 +1,4 @@
-"""Where the merged model goes: the checks that protect what is there, and what an earlier, killed merge left behind."""
+"""The output directory: checks that protect existing files, recovery after a killed merge, and the upload to the hub."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CANNOT_WRITE = {
 
 
 def check_output(output: Path, selection: Selection, base: Path | None = None) -> Path:
-    """The absolute output path. Usage error where it and what is read (`base` too) lie in one another."""
+    """Return the absolute output path. Raises: usage error if it contains an input (`base` included) or is inside one."""
     target = output.parent.resolve() / output.name
     if output.name in ("", ".", ".."):
         target = output.resolve()
@@ -81,7 +81,7 @@ def _read_paths(weights: Weights) -> list[Path]:
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Usage error where the output exists and may not be replaced, FailedError where it cannot be written."""
+    """Raises: usage error if the output exists and may not be replaced; FailedError if it cannot be written."""
     _check_existing(target, overwrite=overwrite)
     _check_writable(target)
 
@@ -89,7 +89,7 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 def _check_existing(target: Path, *, overwrite: bool) -> None:
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise usage_error(
-            "merge-output-exists", "the output exists and is no directory", where=Where(str(target)), hint="give another `--output`"
+            "merge-output-exists", "the output exists and is not a directory", where=Where(str(target)), hint="give another `--output`"
         )
     if not occupants(target):
         return
@@ -113,12 +113,12 @@ def _check_writable(target: Path) -> None:
             "merge-cannot-write",
             "the output cannot be written: the directory is read-only, or belongs to another user",
             where=Where(str(folder)),
-            hint="give an `--output` where you may write",
+            hint="pass an `--output` that you can write to",
         )
 
 
 def _nearest(target: Path) -> Path:
-    """The existing directory that the output's bytes are written under."""
+    """Return the existing directory under which the output is written."""
     folder = target if must_be_filled(target) else target.parent
     while not folder.exists():
         folder = folder.parent
@@ -126,14 +126,14 @@ def _nearest(target: Path) -> Path:
 
 
 def check_space(target: Path, layout: Layout) -> None:
-    """FailedError when the disk cannot hold the output, before a byte is written."""
+    """Raises: FailedError if the disk has no room for the output."""
     folder = _nearest(target)
     free_bytes = shutil.disk_usage(folder).free
     needed_bytes = layout.size_bytes + _SPARE_BYTES
     if free_bytes < needed_bytes:
         raise failed_error(
             "merge-disk-full",
-            f"the merged model needs {format_bytes(layout.size_bytes)}, and {format_bytes(_SPARE_BYTES)} for what stands beside it; "
+            f"the merged model needs {format_bytes(layout.size_bytes)}, and {format_bytes(_SPARE_BYTES)} for the files next to it; "
             f"{format_bytes(free_bytes)} are free",
             where=Where(str(folder)),
             hint="free space, or merge to another disk: `fsdp-tune merge-checkpoint SRC --output DIR`",
@@ -141,19 +141,19 @@ def check_space(target: Path, layout: Layout) -> None:
 
 
 def bring_back(target: Path) -> list[Notice]:
-    """Undo a replacement that was killed between its two renames: the old output takes its place again."""
+    """Undo a replacement that was killed between its two renames by restoring the old output."""
     asides = [path for path in _siblings(target, f".old{STAGE_MARK}") if is_abandoned(_lock_of(path, target))]
     if not asides or target.exists():
         return []
     DISK.rename(asides[-1], target)
-    return [Notice("merge-recovered", "the old output was brought back; a merge was killed while it replaced it", Where(str(target)))]
+    return [Notice("merge-recovered", "the old output was restored; a merge was killed while it replaced it", Where(str(target)))]
 
 
 def clear_leftovers(target: Path) -> list[Notice]:
     """Remove the stages of merges that were killed, and old outputs that were replaced.
 
     Each merge holds a lock file next to its stage (see `stage_owned`). One on another machine counts as killed 300 s after
-    its last sign of life.
+    its last update.
     """
     notices: list[Notice] = []
     for path in _siblings(target, f".old{STAGE_MARK}"):
@@ -175,7 +175,7 @@ def clear_leftovers(target: Path) -> list[Notice]:
 
 
 def _siblings(target: Path, mark: str) -> list[Path]:
-    """Directories beside `target` that `atomic` named after it, oldest process first."""
+    """Return the stage directories next to `target` that are named after it, sorted."""
     if not target.parent.is_dir():
         return []
     prefix = f".{target.name}{mark}"
@@ -183,7 +183,7 @@ def _siblings(target: Path, mark: str) -> list[Path]:
 
 
 def _lock_of(aside: Path, target: Path) -> Path:
-    """The lock file of the merge that moved an old output aside: both names end alike."""
+    """The lock file of the merge that moved an old output aside: both names have the same suffix."""
     suffix = aside.name.rpartition(STAGE_MARK)[2]
     return stage_lock(target.with_name(f".{target.name}{STAGE_MARK}{suffix}"))
 
@@ -199,7 +199,7 @@ def stage_owned(target: Path) -> Iterator[None]:
 
 @contextmanager
 def writing_to(target: Path) -> Iterator[None]:
-    """Turns what the file system refuses into one problem that names the place and what to do."""
+    """Turn errors of the file system into one problem that names the path and a remedy."""
     try:
         yield
     except OSError as error:
@@ -211,12 +211,12 @@ def writing_to(target: Path) -> Iterator[None]:
             "merge-cannot-write",
             f"the output cannot be written: {error.strerror}; nothing was left behind",
             where=Where(str(target)),
-            hint="free space, raise the limit (`ulimit -f`), or give an `--output` where you may write",
+            hint="free space, raise the limit (`ulimit -f`), or pass an `--output` that you can write to",
         ) from error
 
 
 def put(path: Path, data: bytes) -> None:
-    """Writes one small file of the stage; the stage is synced as a whole."""
+    """Write one small file of the stage, which is synced when it is published."""
     DISK.mkdir(path.parent)
     with DISK.open(path) as file:
         DISK.write(file, data)
@@ -226,9 +226,9 @@ def put(path: Path, data: bytes) -> None:
 
 
 def push_to_hub(folder: Path, repository: str) -> str:
-    """The address of the commit. A repository that does not exist is made, private; one that exists keeps its visibility.
+    """Upload a model directory and return the URL of the commit. A new repository is private; an existing one keeps its visibility.
 
-    The token is the one of `hf auth login` or HF_TOKEN. FailedError leaves the local directory as it is.
+    The token is that of `hf auth login` or HF_TOKEN. Raises: FailedError; the local directory is unchanged.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
@@ -238,11 +238,11 @@ def push_to_hub(folder: Path, repository: str) -> str:
         api.create_repo(repository, private=True, exist_ok=True)
         commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload merged model")
     except HFValidationError as error:
-        raise usage_error("merge-push-name", f"`{repository}` is no name of a repository", hint="write `OWNER/NAME`") from error
+        raise usage_error("merge-push-name", f"`{repository}` is not the name of a repository", hint="write `OWNER/NAME`") from error
     except (HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise failed_error(
             "merge-push",
-            f"the model could not be pushed to `{repository}` ({type(error).__name__}); it is whole on this machine",
+            f"the model could not be pushed to `{repository}` ({type(error).__name__}); it is complete on this machine",
             where=Where(str(folder)),
             hint=f"check the network and `hf auth login`, then: hf upload {repository} {folder}",
         ) from error

@@ -32,9 +32,9 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class MergeOptions:
-    """What the user asked for; None takes the run's own `merge:` section, or the default of a checkpoint of another tool.
+    """Options of a merge; None takes the run's own `merge:` section, or the default for a checkpoint of another tool.
 
-    `adapter`: a LoRA adapter is written alone instead of being added to its base. `base` is a directory or a name on the hub.
+    `adapter`: write a LoRA adapter alone instead of adding it to its base. `base`: a directory or a name on the hub.
     """
 
     output: Path | None = None
@@ -54,7 +54,7 @@ class MergeOptions:
 
 @dataclass(frozen=True, slots=True)
 class MergeResult:
-    """`reason` says why this checkpoint; `dtype` is the torch name of most parameters; sizes are bytes of tensors."""
+    """`reason`: why this checkpoint was chosen; `dtype`: torch name of the dtype of most parameters; sizes are bytes of tensors."""
 
     output: Path
     source: Path
@@ -72,7 +72,7 @@ class MergeResult:
 
     @property
     def is_choice(self) -> bool:
-        """There were others to merge; `reason` says why this one."""
+        """Whether there were other checkpoints to merge."""
         return self.reason != NAMED
 
     def as_dict(self) -> dict[str, Any]:
@@ -93,10 +93,10 @@ class MergeResult:
 
 
 def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | None = None) -> MergeResult:
-    """Merges the checkpoint that `source` and `options` name into a model directory, all of it or nothing.
+    """Merge a checkpoint into a model directory that is complete or absent.
 
-    Raises FsdpTuneError: usage for what cannot be asked, FailedError for a source that is damaged, an output that
-    cannot be written, and weights that are not finite.
+    Raises: usage error for contradictory options; FailedError for a damaged source, an output that cannot be written, and weights
+    that are not finite.
     """
     started = time.monotonic()
     show = progress or _no_progress
@@ -155,7 +155,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """What is copied, and what it is checked against meanwhile."""
+    """The inputs of the copy and of the checks that run next to it."""
 
     sources: Sequence[Source]
     selection: Selection
@@ -168,9 +168,9 @@ class Copy:
 
     @property
     def needs_parameter_list(self) -> bool:
-        """A manifest vouches for the table of contents of our own checkpoints. Any other, and any `--base`, is compared with the model.
+        """Whether names and shapes are compared with the model: for checkpoints without a manifest, and with `--base`.
 
-        An adapter's base is a model directory, whose tensors keep the names that they have there.
+        The tensors of an adapter's base keep the names of its directory, so they are not compared.
         """
         if self.adapter is not None and (self.adapter.is_exported or self.adapter.base is not None):
             return False
@@ -179,7 +179,7 @@ class Copy:
 
 
 def _copy(copy: Copy, stage: Path, show: OpenBar) -> tuple[Written, list[Notice]]:
-    """Copies with the digests of the manifest and the names of the parameters checked beside; whatever differs, nothing is published."""
+    """Copy the tensors while the manifest's digests and the names of the parameters are checked. Raises: FailedError if any differs."""
     read_back = copy.settings.verify != "none"
     with ExitStack() as stack:
         folder = copy.companions.folder
@@ -195,7 +195,7 @@ def _copy(copy: Copy, stage: Path, show: OpenBar) -> tuple[Written, list[Notice]
             try:
                 written = write_tensors(copy.sources, copy.layout, stage, read_back=read_back, advance=advance)
             except FailedError:
-                check.finish()  # a file that is not what was saved explains whatever else went wrong in it
+                check.finish()  # a file that differs from what was saved explains other errors in it
                 raise
             check.finish()
         notices = (
@@ -225,7 +225,7 @@ def _naming_rotation(selection: Selection) -> Iterator[None]:
 
 
 def _verify(copy: Copy, stage: Path, written: Written, show: OpenBar, *, allow_nonfinite: bool) -> list[Notice]:
-    """quick: headers and index as a stranger reads them. full: the bytes on the disk, and transformers' opinion, too."""
+    """Verify the output. quick: parse headers and index. full: also re-read all bytes and load the model with transformers."""
     if copy.settings.verify != "none":
         check_headers(stage, copy.layout)
     if copy.settings.verify != "full":
@@ -233,14 +233,14 @@ def _verify(copy: Copy, stage: Path, written: Written, show: OpenBar, *, allow_n
     with show("reading back", copy.layout.total_size_bytes, "bytes") as bar:
         check_bytes_on_disk(stage, copy.layout, written.digests, bar.advance)
     if copy.adapter is not None and copy.adapter.is_exported:
-        return [Notice("merge-not-loaded", "the adapter was not loaded: without its base it is no model")]
+        return [Notice("merge-not-loaded", "the adapter was not loaded: without its base it is not a model")]
     if copy.companions.config is None:
         return [Notice("merge-not-loaded", "the output was not loaded, since it has no config")]
     return load_and_run(stage, allow_nonfinite=allow_nonfinite)
 
 
 def _refuse_non_finite(written: Written, settings: Settings, target: Path) -> None:
-    """FailedError that counts by tensor, the first few of them; a model that diverged has NaN everywhere."""
+    """Raise a FailedError with counts for the first tensors; a model that diverged has NaN everywhere."""
     where = Where(str(target))
     overflow = "merge with `--dtype keep`" + (" or `--dtype bf16`" if settings.dtype == "fp16" else "")
     found = sorted(written.non_finite.items())
@@ -268,8 +268,8 @@ def _missing(companions: Companions) -> Iterator[Notice]:
         what = " and ".join(companions.missing)
         yield Notice(
             "merge-bare",
-            f"the output is without {what}: the source holds none",
-            hint=f"give `--base MODEL` to take {'it' if len(companions.missing) == 1 else 'them'} from the model that was trained",
+            f"the output lacks {what}: the source has none",
+            hint=f"pass `--base MODEL` to take {'it' if len(companions.missing) == 1 else 'them'} from the model that was trained",
         )
 
 
@@ -280,4 +280,4 @@ def _no_progress(label: str, total: int | None, unit: str) -> Iterator[Bar]:  # 
 
 class _Silent:
     def advance(self, n: int = 1) -> None:
-        """Nobody watches."""
+        """Show nothing."""

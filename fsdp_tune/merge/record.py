@@ -1,4 +1,4 @@
-"""The small files of the output: config, tokenizer, model card, and `merge.json`, which says where every tensor came from."""
+"""The small files of the output: config, tokenizer, model card, and `merge.json` with the origin of every tensor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECORD_KIND = "fsdp-tune merged model"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything that merge.json and the card tell."""
+    """The contents of merge.json and of the model card."""
 
     selection: Selection
     settings: Settings
@@ -47,7 +47,7 @@ class Facts:
 def write_companions(
     stage: Path, companions: Companions, layout: Layout, config_changes: Mapping[str, Any], adapter: Adapter | None = None
 ) -> None:
-    """Config with the dtype of the weights, and the files of the tokenizer as they are. An exported `adapter` has PEFT's config."""
+    """Write the config with the dtype of the weights, and copy the tokenizer's files. An exported `adapter` gets PEFT's config."""
     if adapter is not None and adapter.is_exported:
         put(stage / ADAPTER_CONFIG_NAME, (json.dumps(adapter.config_json(), indent=2, ensure_ascii=False) + "\n").encode())
     if companions.config is not None:
@@ -59,7 +59,7 @@ def write_companions(
 
 
 def write_record(stage: Path, output_name: str, facts: Facts) -> None:
-    """merge.json and the model card; the last files of the stage."""
+    """Write merge.json and the model card, the last files of the stage."""
     put(stage / RECORD_NAME, (json.dumps(_record(facts), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
     rows = [
         ("Checkpoint", ", ".join(weights.checkpoint.name for weights in facts.selection.weights)),

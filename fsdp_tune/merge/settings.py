@@ -1,4 +1,4 @@
-"""What the merge does, after the user's options and the run's own `merge:` section have been put together."""
+"""Resolve the settings of a merge from the user's options and the run's `merge:` section."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DtypeOption = Literal["keep", "bf16", "fp16", "fp32"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`recipe` is None for what another tool wrote."""
+    """Resolved settings. `recipe` is None for a checkpoint of another tool."""
 
     output: Path
     dtype: DtypeOption
@@ -38,9 +38,9 @@ def settle(
     *,
     adapter: bool = False,
 ) -> Settings:
-    """An option wins over the recipe, and the recipe over the defaults. Another tool's checkpoint keeps its dtype and needs `--output`.
+    """Resolve the settings: options override the recipe, which overrides the defaults.
 
-    `adapter`: the output is an adapter alone, which has a place of its own in the run.
+    A checkpoint of another tool keeps its dtype and needs `--output`. `adapter`: the output is an adapter alone, RUN/adapter.
     """
     run = selection.run
     recipe = _recipe(run) if run is not None else None
@@ -48,8 +48,8 @@ def settle(
         if run is None or recipe is None:
             raise usage_error(
                 "merge-no-output",
-                "the checkpoint belongs to no run directory of fsdp-tune, so the output has no default place",
-                hint="give `--output DIR`",
+                "the checkpoint is not in a run directory of fsdp-tune, so `--output` has no default",
+                hint="pass `--output DIR`",
             )
         output = run.adapter if adapter else run.merged
     if recipe is None:
@@ -62,7 +62,7 @@ def settle(
 
 
 def _recipe(run: RunDir) -> Recipe | None:
-    """The resolved recipe; None where the directory only looks like a run (it holds `checkpoint-N` by another tool)."""
+    """Return the resolved recipe; None if another tool wrote the `checkpoint-N` directories."""
     try:
         return Recipe.model_validate_json(run.recipe_json.read_bytes())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What was named as SRC, and which checkpoint in it is merged, with the reason."""
+"""Choose the checkpoint to merge from SRC, with the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMED = "it is what was named"
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is merged and why. Several `weights` are averaged. `run` is the run directory of ours that they belong to."""
+    """The weights to merge and why. Several `weights` are averaged. `run` is the run directory that they belong to."""
 
     weights: tuple[Weights, ...]
     reason: str
@@ -30,7 +30,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How the user picks among the checkpoints of a run; at most one is set."""
+    """The user's choice among the checkpoints of a run; at most one is set."""
 
     step: int | None = None
     best: bool = False
@@ -43,9 +43,9 @@ class Choice:
 
 
 def select_checkpoint(source: Path, choice: Choice) -> Selection:
-    """Finds the weights under `source`: a run directory, a checkpoint of any tool, or the folder of its shards."""
+    """Find the weights under `source`: a run directory, a checkpoint of any tool, or the folder of its shards."""
     if (choice.step is not None) + choice.best + (choice.average is not None) > 1:
-        raise usage_error("merge-two-choices", "`--step`, `--best` and `--average` exclude each other", hint="give one of them")
+        raise usage_error("merge-two-choices", "`--step`, `--best` and `--average` exclude each other", hint="pass only one of them")
     if not source.exists():
         raise usage_error(
             "merge-source-not-found",
@@ -59,7 +59,7 @@ def select_checkpoint(source: Path, choice: Choice) -> Selection:
     if choice.is_made:
         raise usage_error(
             "merge-no-run",
-            "`--step`, `--best` and `--average` choose among the checkpoints of a run directory, and this is none",
+            "`--step`, `--best` and `--average` choose among the checkpoints of a run directory, and this is not one",
             where=Where(str(source)),
         )
     if found is None:
@@ -78,7 +78,7 @@ def _is_run(source: Path) -> bool:
 
 
 def _own_checkpoint(root: Path) -> Path | None:
-    """The `checkpoint-N` of ours that holds `root`, in its run or copied elsewhere; None for what another tool wrote."""
+    """Return the `checkpoint-N` of fsdp-tune that contains `root`, in its run or copied elsewhere; None for other tools."""
     for folder in (root, root.parent):
         if checkpoint_step(folder) is not None and (RunDir(folder.parent).is_used or (folder / MANIFEST_NAME).exists()):
             return folder
@@ -86,7 +86,7 @@ def _own_checkpoint(root: Path) -> Path | None:
 
 
 def _accept(path: Path, found: Found, *, allow_incomplete: bool) -> tuple[Weights, tuple[Notice, ...]]:
-    """A checkpoint of ours counts only with its manifest; `--allow-incomplete` takes it and says what is missing."""
+    """Return the weights of a checkpoint of fsdp-tune; without a manifest it needs `--allow-incomplete` and gives a notice."""
     verdict = inspect_checkpoint(path, digests=False)
     if isinstance(verdict, Checkpoint):
         return Weights(*found, path, verdict.step, verdict.manifest), ()
@@ -122,7 +122,7 @@ def _nothing_to_merge(source: Path) -> FsdpTuneError:
     if source.is_file():
         return usage_error(
             "merge-nothing-found",
-            "this file is of no kind that is read",
+            "this kind of file is not supported",
             where=Where(str(source)),
             hint=f"of files, what `torch.save` wrote ({', '.join(PICKLE_ENDINGS)}) and safetensors by the name `{SINGLE_NAME}` are read; "
             "of all else give the directory",
@@ -211,7 +211,7 @@ def _averaged(run: RunDir, text: str, complete: list[Checkpoint]) -> list[Checkp
         return complete[: int(number)]
     steps = text.split(",")
     if len(steps) < 2 or not all(step.strip().isdecimal() for step in steps):
-        raise usage_error("merge-average", f"`--average {text}` is not understood", hint="write `last:3`, or steps such as `100,200,300`")
+        raise usage_error("merge-average", f"`--average {text}` is not valid", hint="write `last:3`, or steps such as `100,200,300`")
     unknown = [step.strip() for step in steps if int(step) not in by_step]
     if unknown or len({int(step) for step in steps}) < len(steps):
         what = f"no complete checkpoint of step {unknown[0]}" if unknown else "one step is named twice"
@@ -225,7 +225,7 @@ def _averaged(run: RunDir, text: str, complete: list[Checkpoint]) -> list[Checkp
 
 
 def _best(run: RunDir, complete: list[Checkpoint]) -> tuple[Checkpoint, str]:
-    """The trainer's own choice (`metric_for_best_model`) where it made one, else the lowest `eval_loss` of a saved step."""
+    """Return the trainer's best checkpoint (`metric_for_best_model`), else the one with the lowest `eval_loss`."""
     by_step = {checkpoint.step: checkpoint for checkpoint in complete}
     state = _read_object(complete[0].path / "trainer_state.json")
     step, metric = state.get("best_global_step"), state.get("best_metric")

@@ -1,4 +1,4 @@
-"""The kinds of weights that are read, and which of them a directory holds."""
+"""The formats of weights that can be merged, and which of them a directory holds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Format(StrEnum):
     PEFT_PICKLE = "peft pickle"
 
 
-# The file that makes a directory one of these; DCP has `.metadata` instead.
+# The file that identifies each format; DCP has `.metadata` instead.
 FILE_OF = {
     Format.SAFETENSORS: SINGLE_NAME,
     Format.PICKLE: PICKLE_NAME,
@@ -38,7 +38,7 @@ FILE_OF = {
 
 
 class Found(NamedTuple):
-    """One set of weights: `file` in `root` is the one that is opened first."""
+    """One set of weights; `file` in `root` is opened first."""
 
     root: Path
     format: Format
@@ -47,7 +47,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What was found, and the checkpoint that it belongs to; `manifest` lists its files, where there is one."""
+    """One set of weights and its checkpoint; `manifest` lists the checkpoint's files, if it has one."""
 
     root: Path
     format: Format
@@ -58,12 +58,12 @@ class Weights:
 
 
 def is_of_one_rank(file: Path) -> bool:
-    """LOCAL_STATE_DICT by Accelerate's names: plain tensors that are pieces of the model's."""
+    """Return whether a file is one rank's part of a model (LOCAL_STATE_DICT), by Accelerate's names."""
     return re.search(r"_rank\d+$", file.stem) is not None
 
 
 def find_weights(place: Path) -> Found | None:
-    """The one model that `place` is or holds: a directory by what is in it and not by its name, a file by its ending."""
+    """Return the weights at `place`: a directory is identified by its contents, a file by its suffix."""
     if place.is_file():
         kind = next((kind for kind, name in FILE_OF.items() if name == place.name), None)
         if kind is None and place.suffix in PICKLE_ENDINGS and not is_of_one_rank(place):

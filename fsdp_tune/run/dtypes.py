@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """`name` is torch's name without `torch.`; `converts` says whether `--dtype` applies to it."""
+    """`name` is torch's name without `torch.`; `converts`: whether `--dtype` applies to it."""
 
     name: str
     safetensors: str
@@ -24,7 +24,7 @@ def _dtype(name: str, safetensors: str, kind: type, *, converts: bool = False) -
     return DType(name, safetensors, numpy.itemsize, numpy, converts)
 
 
-# fp8 values and integers mean nothing without the scales beside them, so `--dtype` leaves them as they are.
+# fp8 values and integers have no meaning without their scales, so `--dtype` leaves them as they are.
 DTYPES: dict[str, DType] = {
     dtype.name: dtype
     for dtype in (

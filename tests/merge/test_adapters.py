@@ -523,7 +523,7 @@ def test_without_a_config_it_is_asked_for_and_can_be_given(llama, tmp_path, merg
 
 def test_without_a_base_the_ways_out_are_told(llama, tmp_path, merge):
     folder = adapter_directory(tmp_path / "a", adapter_state(factors(llama, "q_proj")))
-    with pytest.raises(FsdpTuneError, match="nothing says which model") as caught:
+    with pytest.raises(FsdpTuneError, match="its config does not name the model") as caught:
         merge(folder)
     assert {"--base" in way or "--adapter" in way for way in caught.value.problems[0].ways_out} == {True}
     empty = model_directory(llama, tmp_path / "base")

@@ -124,7 +124,7 @@ def test_the_recipe_decides_dtype_and_shard_size_and_options_win(tmp_path, merge
 
 def test_a_checkpoint_of_another_tool_needs_an_output_and_gives_bare_weights(tmp_path, merge):
     save_dcp({"model": {"w": torch.ones(3)}}, tmp_path / "other" / SHARDS)
-    with pytest.raises(FsdpTuneError, match="no default place"):
+    with pytest.raises(FsdpTuneError, match="`--output` has no default"):
         merge(tmp_path / "other", output=None)
     result = merge(tmp_path / "other")
     assert any("config.json and the tokenizer" in notice.message for notice in result.notices)

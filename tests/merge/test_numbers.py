@@ -183,7 +183,7 @@ def test_a_choice_of_checkpoint_needs_a_run_and_is_one(tmp_path, merge):
         with pytest.raises(FsdpTuneError, match="exclude each other"):
             merge(run, **options)
     for options in ({"step": 10}, {"best": True}, {"average": "last:2"}):
-        with pytest.raises(FsdpTuneError, match="this is none"):
+        with pytest.raises(FsdpTuneError, match="this is not one"):
             merge(run / "checkpoint-10", **options)
     with pytest.raises(FsdpTuneError, match="no evaluation"):
         merge(run, best=True)

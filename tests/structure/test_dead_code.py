@@ -25,6 +25,7 @@ CALLED_BY = {
     "torch's DDP": {"_rebuild_buckets"},
     "torch's dispatch modes": {"_should_skip_dynamo"},
     "torch.distributed.checkpoint": {"create_stream"},
+    "pickle": {"find_class", "persistent_load"},
     "ctypes": {"_fields_"},
     "files": {"writable"},
     "logging": {"emit"},

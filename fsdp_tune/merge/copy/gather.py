@@ -1,4 +1,4 @@
-"""Brings one box of a tensor together from the files of all ranks, checksums on the way."""
+"""Read one box of a tensor from the files of all ranks, and compare checksums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WASTE = 4  # a strided read may fetch at most this many times what it needs
 
 @dataclass(slots=True)
 class _Part:
-    """A chunk that was opened. `crc32` runs along while the storage is read from front to back."""
+    """An opened chunk. `crc32` is updated while its storage is read from front to back."""
 
     chunk: Chunk
     extent: Extent
@@ -53,7 +53,7 @@ class TensorReader:
         return _Part(chunk, extent, in_order, 0 if runs_along else None)
 
     def _check_storage(self, extent: Extent) -> None:
-        """For storages that are not read from front to back: one pass over the bytes before they are used."""
+        """Check a storage that is not read from front to back, in a pass of its own."""
         crc, buffer = 0, self._scratch.data
         for at in range(0, extent.storage_bytes, BUFFER_BYTES):
             piece = buffer[: min(BUFFER_BYTES, extent.storage_bytes - at)]
@@ -62,7 +62,7 @@ class TensorReader:
         self._compare(extent, crc)
 
     def read(self, box: Box, target: Array) -> None:
-        """Fills `target` (flat, `box.elements` elements of the tensor's own dtype)."""
+        """Fill `target` (flat, `box.elements` elements of the tensor's dtype)."""
         # As words of the same width: moving needs no arithmetic, and numpy moves its own types faster than the 8-bit floats.
         shaped = target.view(_WORDS[self._item_bytes]).reshape(box.sizes)
         for part in self._parts:
@@ -108,7 +108,7 @@ class TensorReader:
             part.crc32 = crc32(run, part.crc32)
 
     def _read_strided(self, extent: Extent, start: Shape, sizes: Shape, wanted: Array) -> None:
-        """Reads what lies in any strides: halves the box along its widest stride until the span to read wastes little."""
+        """Read a box of any strides: halve it along its widest stride until the span to read wastes little."""
         steps = [(size - 1) * stride for size, stride in zip(sizes, extent.strides, strict=True)]
         span, count = sum(steps) + 1, math.prod(sizes)
         span_bytes = span * self._item_bytes

@@ -1,4 +1,4 @@
-"""Walks a tensor in the order of the output: boxes that fit a buffer, and the part of each chunk that falls into a box."""
+"""Cut a tensor into boxes that fit a buffer, in the order of the output, and intersect them with chunks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def boxes(shape: Shape, most_elements: int, multiple: int = 1) -> Iterator[Box]:
 
 
 def intersection(box: Box, offsets: Shape, sizes: Shape) -> tuple[Shape, Shape, Shape] | None:
-    """(start inside the box, start inside the chunk, sizes) of what box and chunk share; None when nothing."""
+    """Return (start in the box, start in the chunk, sizes) of the intersection of box and chunk, or None."""
     lows = tuple(max(a, b) for a, b in zip(box.offsets, offsets, strict=True))
     highs = tuple(min(a + m, b + n) for a, m, b, n in zip(box.offsets, box.sizes, offsets, sizes, strict=True))
     if any(low >= high for low, high in zip(lows, highs, strict=True)):

@@ -1,4 +1,4 @@
-"""Plans the output before a byte is written: which file, which header, which place for every tensor. Pure."""
+"""Plan the output before a byte is written: files, headers, and the position of every tensor. Pure."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ class Layout:
 
 
 def target_dtype(dtype: DType, option: str) -> DType:
-    """What `--dtype` makes of one element type: floats of 16 bits and more follow it, all others stay."""
+    """Return the output dtype under `--dtype`: floats of 16 bits and more are converted, all others are kept."""
     return OF_OPTION[option] if option != "keep" and dtype.converts else dtype
 
 
 def plan_layout(
     tensors: Sequence[SourceTensor], dtype_option: str, max_shard_bytes: int | None, *, single_name: str = SINGLE_NAME
 ) -> Layout:
-    """Fills files in the order of `tensors`, as `save_pretrained` does; a tensor larger than the limit gets its own file.
+    """Assign tensors to files in order, as `save_pretrained` does; a tensor larger than the limit gets its own file.
 
-    `max_shard_bytes` None puts all into one file.
+    `max_shard_bytes` None writes one file.
     """
     shards: list[list[tuple[SourceTensor, DType]]] = [[]]
     filled_bytes = 0

@@ -1,4 +1,4 @@
-"""Tied weights: sharded checkpoints hold the embedding twice, ordinary model directories once.
+"""Tied weights: sharded checkpoints may store the embedding twice, ordinary model directories once.
 
 transformers ties the output head to the input embedding where `tie_word_embeddings` says so, and restores the head from
 the embedding when the file holds only that. A head is left out only if it is equal, byte for byte, to the embedding.
@@ -26,7 +26,7 @@ KEY = "tie_word_embeddings"
 
 
 def tie_setting(config: Mapping[str, Any]) -> bool | None:
-    """What a config.json says about tying; None when it leaves it to the class."""
+    """Return the setting of a config.json; None if it is left to the model class."""
     nested = config.get("text_config")
     for place in (config, nested if isinstance(nested, dict) else {}):
         if isinstance(place.get(KEY), bool):
@@ -69,7 +69,7 @@ class Tied:
 
 
 def find_ties(config: Mapping[str, Any] | None, sources: Sequence[Source]) -> Tied:
-    """Compares heads with embeddings where the config allows a tie. Without a config nothing is known and both stay."""
+    """Compare heads with embeddings if the config allows a tie. Without a config both are kept."""
     if config is None or tie_setting(config) is False:
         return Tied()
     pairs = candidates(list(sources[0].tensors.values()))
@@ -90,7 +90,7 @@ def find_ties(config: Mapping[str, Any] | None, sources: Sequence[Source]) -> Ti
 
 
 def _equal(one: SourceTensor, other: SourceTensor) -> bool:
-    """Whether two tensors of one shape have the same type and bytes; stops at the first difference."""
+    """Return whether two tensors of one shape have the same dtype and bytes; stop at the first difference."""
     if one.dtype != other.dtype or one.update != other.update:  # what is added to one alone sets it apart
         return False
     if one.files is other.files and one.chunks == other.chunks:

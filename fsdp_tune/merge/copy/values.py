@@ -1,4 +1,4 @@
-"""Element values on their way: conversion between float types, averages, and the search for NaN and infinity."""
+"""Convert element values between float types, and find NaN and infinity."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def all_finite(values: Array, scratch: Array) -> bool:
         np.bitwise_and(bits, 0x7FFF, out=magnitudes)
         return int(magnitudes.max(initial=0)) <= _LARGEST_FINITE_BITS[name]
     if values.dtype.kind in "fc" or values.dtype.type in _FLOATS_8_BIT:
-        # Into memory that is there: what numpy makes for it comes from the kernel, page by page.
+        # Into existing memory: a new array would take fresh pages from the kernel.
         return bool(np.isfinite(values, out=scratch[: values.size].view(np.bool_)).all())
     return True
 
@@ -53,9 +53,9 @@ def count_non_finite(values: Array, counts: NonFinite) -> None:
 
 
 def convert(values: Array, target: Array) -> None:
-    """Rounds to nearest, ties to even; NaN stays NaN; what is too large becomes infinite (and is counted by the caller).
+    """Round to nearest, ties to even, as torch's `.to` does: float64 goes to the 16-bit types through float32.
 
-    As torch's `.to` does it: float64 goes to the 16-bit types by way of float32.
+    NaN stays NaN; values that are too large become infinite, and the caller counts them.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = values.dtype == np.float64 and target.dtype.itemsize == 2
@@ -63,5 +63,5 @@ def convert(values: Array, target: Array) -> None:
 
 
 def is_checked(dtype: DType) -> bool:
-    """Whether values of this type can be NaN or infinite at all."""
+    """Return whether values of this type can be NaN or infinite."""
     return dtype.numpy.kind in "fc" or dtype.numpy.type in (ml_dtypes.bfloat16, *_FLOATS_8_BIT)

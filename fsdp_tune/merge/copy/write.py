@@ -1,4 +1,4 @@
-"""The engine: a few threads bring tensors together and write them to their places; memory is a few buffers, whatever the model.
+"""Copy tensors into the output in a few threads, with a fixed number of buffers.
 
 Each thread has a buffer for values as read, one for values as written and one for intermediate values (`gather.BUFFER_BYTES`
 each), and one for sums, which takes memory only where tensors are added up.
@@ -37,7 +37,7 @@ _SUM_BYTES = 4 * BUFFER_BYTES  # the 16-bit floats of a buffer, in float64
 
 @dataclass(slots=True)
 class Written:
-    """What the copy learnt: XXH3-128 of each tensor's bytes in the output, and the values that are not finite."""
+    """XXH3-128 of each tensor's bytes in the output, and counts of values that are not finite."""
 
     digests: dict[str, str] = field(default_factory=dict[str, str])
     non_finite: dict[str, NonFinite] = field(default_factory=dict[str, NonFinite])
@@ -58,7 +58,7 @@ class _Buffers:
 
 @dataclass(slots=True)
 class _Work:
-    """What all threads share."""
+    """State shared by all threads."""
 
     sources: Sequence[Source]
     stage: Path
@@ -72,7 +72,7 @@ class _Work:
 
     @property
     def buffers(self) -> _Buffers:
-        """This thread's own; made once, since fresh memory costs a page fault per 4 KiB."""
+        """This thread's buffers, allocated once: fresh memory costs a page fault per 4 KiB."""
         if not hasattr(self.local, "buffers"):
             self.local.buffers = _Buffers.make()
         return self.local.buffers
@@ -83,10 +83,10 @@ class _Stopped(Exception):
 
 
 def write_tensors(sources: Sequence[Source], layout: Layout, stage: Path, *, read_back: bool, advance: Callable[[int], None]) -> Written:
-    """Fills `stage` with the files of `layout`. With several `sources`, each tensor becomes their mean.
+    """Write the files of `layout` into `stage`. With several `sources`, each tensor is their mean.
 
-    `advance(n)` is called from several threads with bytes as they are gathered. `read_back`: samples of all that was
-    written are compared with what was meant.
+    `advance(n)` is called from several threads with the number of bytes that were written. `read_back`: read samples of the output
+    and compare them.
     """
     work = _Work(sources, stage, read_back, _create(layout, stage), advance)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="merge") as pool:
@@ -105,7 +105,7 @@ def write_tensors(sources: Sequence[Source], layout: Layout, stage: Path, *, rea
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one checkpoint gives to a tensor of the output."""
+    """One checkpoint's contribution to a tensor of the output."""
 
     tensor: SourceTensor
     reader: TensorReader
@@ -222,7 +222,7 @@ def _bytes_of(box: Box, placed: Placed) -> int:
 
 
 def _values(placed: Placed, parts: Sequence[_Part], box: Box, buffers: _Buffers, counts: NonFinite) -> Array:
-    """One box of the output: read, averaged where there are several sources, checked, converted where asked."""
+    """Return one box of the output: read, averaged over several sources, checked for NaN and infinity, and converted."""
     dtype = parts[0].tensor.dtype
     size_bytes = box.elements * dtype.item_bytes
     # An update reads its factors through the buffers, so it comes first.
@@ -266,7 +266,7 @@ def _sum(parts: Sequence[_Part], deltas: Sequence[Array], box: Box, values: Arra
 
 
 def _the_same(placed: Placed, parts: Sequence[_Part], box: Box, values: Array, buffers: _Buffers) -> Array:
-    """Integers and fp8 have no mean: they must be equal in all checkpoints."""
+    """Require equal values in all checkpoints of a dtype that has no mean (integers, fp8)."""
     other = buffers.out[: values.nbytes].view(values.dtype)
     for part in parts[1:]:
         part.reader.read(box, other)

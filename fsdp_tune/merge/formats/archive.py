@@ -1,4 +1,4 @@
-"""Finds tensors inside `torch.save` archives: zip files whose members are stored as they are, so ranges can be copied.
+"""Locate tensors inside `torch.save` archives: zip files with uncompressed members, whose ranges can be copied.
 
 The layout is torch's `PyTorchStreamWriter`: `data.pkl` describes the tensors, `data/<key>` are their storages, aligned,
 uncompressed, each with the CRC-32 of its bytes (zero in all members when `set_crc32_options(False)` was used).
@@ -29,7 +29,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as pickled: which storage, and how its elements lie there (offset and strides in elements)."""
+    """A tensor as pickled: its storage, and offset and strides in it (in elements)."""
 
     dtype: DType
     storage_key: str
@@ -133,7 +133,7 @@ def open_archive(files: SourceFiles, file: str, start: int, length_bytes: int) -
 def _storage(identifier: Any) -> tuple[DType | None, str]:
     """`("storage", class, key, device, elements)` → (dtype, None for untyped; key)."""
     if not isinstance(identifier, tuple) or len(identifier) != 5 or identifier[0] != "storage" or not isinstance(identifier[2], str):
-        raise Refused("it refers to something that is no storage")
+        raise Refused("it refers to something that is not a storage")
     kind = identifier[1]
     if not isinstance(kind, Allowed) or not (kind.value is None or isinstance(kind.value, DType)):
         raise Refused("it refers to a storage of an unknown type")
@@ -185,7 +185,7 @@ NAMES: dict[tuple[str, str], Allowed] = {
 
 
 def read_pickle(archive: Archive) -> Any:
-    """What `data.pkl` holds, with a `StoredTensor` for each tensor."""
+    """Return the value in `data.pkl`, with a `StoredTensor` for each tensor."""
     at, size, crc = archive.data_range("data.pkl")
     if size > MAX_PICKLE_BYTES:
         raise Refused(f"its description is {size:,} bytes long")
@@ -206,7 +206,7 @@ def _one_tensor(data: bytes) -> Any:
 
 
 def extent(archive: Archive, tensor: StoredTensor) -> Extent:
-    """Where a tensor's elements lie in the file, checked to be inside their storage."""
+    """Return the location of a tensor's elements in the file, checked to be inside their storage."""
     at, size, crc = archive.data_range(f"data/{tensor.storage_key}")
     last = sum((count - 1) * stride for count, stride in zip(tensor.sizes, tensor.strides, strict=True))
     is_empty = 0 in tensor.sizes

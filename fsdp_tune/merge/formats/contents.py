@@ -1,4 +1,4 @@
-"""The tables of contents of the checkpoints that are merged: read, checked against the files, and against each other."""
+"""Read the tables of contents of the checkpoints to merge, and compare them with the files and with each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One checkpoint: its tensors by name. `is_vouched`: its manifest has digests of all files."""
+    """The tensors of one checkpoint by name. `is_vouched`: its manifest has digests of all files."""
 
     tensors: dict[str, SourceTensor]
     is_vouched: bool = False
@@ -31,7 +31,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """`ordered`: the tensors to write, in the order of the newest checkpoint. `left_out`: what could not be taken, by name, and why."""
+    """`ordered`: the tensors to write, in the order of the newest checkpoint. `left_out`: {tensor: why it cannot be read}."""
 
     sources: tuple[Source, ...]
     ordered: tuple[SourceTensor, ...]
@@ -40,7 +40,7 @@ class Contents:
 
 
 def read_contents(stack: ExitStack, selection: Selection, *, allow_incomplete: bool) -> Contents:
-    """Opens every checkpoint of the selection; `stack` closes their files."""
+    """Open every checkpoint of the selection; `stack` closes their files."""
     sources: list[Source] = []
     left_out: dict[str, str] = {}
     notices: list[Notice] = []
@@ -50,10 +50,10 @@ def read_contents(stack: ExitStack, selection: Selection, *, allow_incomplete: b
         if others:
             names = ", ".join(others[:_SHOWN])
             notices.append(
-                Notice("merge-not-tensors", f"{len(others)} entries are no tensors and are left out: {names}", Where(str(weights.root)))
+                Notice("merge-not-tensors", f"{len(others)} entries are not tensors and are left out: {names}", Where(str(weights.root)))
             )
         missing = missing_parts(files, tensors)
-        # Half a LoRA adapter is none: what it would have added to the weights is lost without a trace.
+        # An incomplete LoRA adapter is refused: the missing part would be lost without a trace in the merged weights.
         if missing and (not allow_incomplete or is_peft(tensor.name for tensor in tensors)):
             raise as_error(missing)
         left_out |= {name: problem.message for name, problem in missing.items()}
@@ -67,12 +67,12 @@ def read_contents(stack: ExitStack, selection: Selection, *, allow_incomplete: b
     must_agree(sources, selection.weights)
     ordered = tuple(tensor for tensor in sources[0].tensors.values() if tensor.name not in left_out)
     if not ordered:
-        raise failed_error("merge-nothing-found", "no tensor can be read whole", where=Where(str(selection.weights[0].root)))
+        raise failed_error("merge-nothing-found", "no tensor is complete", where=Where(str(selection.weights[0].root)))
     return Contents(tuple(sources), ordered, left_out, tuple(notices))
 
 
 def read_tensors(files: SourceFiles, kind: Format, file: str) -> tuple[list[SourceTensor], list[str]]:
-    """(tensors, names of entries that are none) of one set of weights, `file` and what belongs to it."""
+    """Return (tensors, names of other entries) of one set of weights."""
     if kind is Format.DCP:
         return read_dcp(files)
     if kind in (Format.PICKLE, Format.PEFT_PICKLE):
@@ -81,7 +81,7 @@ def read_tensors(files: SourceFiles, kind: Format, file: str) -> tuple[list[Sour
 
 
 def missing_parts(files: SourceFiles, tensors: Sequence[SourceTensor]) -> dict[str, Problem]:
-    """{tensor: what is missing}: files that are not there or end before the parts that they should hold."""
+    """Return {tensor: problem} for files that are missing or too short."""
     missing: dict[str, Problem] = {}
     broken: dict[str, Problem] = {}
     for tensor in tensors:
@@ -110,17 +110,17 @@ def _problem_of(files: SourceFiles, place: Packed) -> Problem | None:
         "merge-shard-truncated",
         f"`{place.file}` is {size_bytes:,} bytes long, and the checkpoint needs its bytes up to {place.offset + place.length_bytes:,}",
         Where(str(files.root / place.file)),
-        "copy the file anew from where it was written, or merge another checkpoint with `--step N`",
+        "copy the file again from where it was written, or merge another checkpoint with `--step N`",
     )
 
 
 def as_error(missing: dict[str, Problem]) -> FailedError:
-    """One problem a file, however many tensors it spoils."""
+    """Return an error with one problem for each file."""
     return FailedError(*{problem.where: problem for problem in missing.values()}.values())
 
 
 def must_agree(sources: Sequence[Source], weights: Sequence[Weights]) -> None:
-    """Averages need the same tensors everywhere."""
+    """Raises: FailedError unless all checkpoints have the same tensors, as an average needs."""
     first = {name: (tensor.shape, tensor.dtype) for name, tensor in sources[0].tensors.items()}
     for source, place in zip(sources[1:], weights[1:], strict=True):
         other = {name: (tensor.shape, tensor.dtype) for name, tensor in source.tensors.items()}
@@ -132,16 +132,16 @@ def must_agree(sources: Sequence[Source], weights: Sequence[Weights]) -> None:
             )
 
 
-# ---- Reads one `torch.save` archive of a whole model: Accelerate's FULL_STATE_DICT, transformers' and everybody's own.
+# ---- One `torch.save` archive of a full model, such as Accelerate's FULL_STATE_DICT.
 
 
 def read_pickled(files: SourceFiles, file: str) -> tuple[list[SourceTensor], list[str]]:
-    """(tensors, names of entries that are none). Several names may share one storage: that is how tied weights are kept."""
+    """Return (tensors, names of other entries). Tied weights share one storage under several names."""
     try:
         archive = open_archive(files, file, 0, files.size_bytes(file))
         state = read_pickle(archive)
         if not isinstance(state, dict):
-            raise Refused("it holds no mapping from names to tensors")
+            raise Refused("it is not a mapping from names to tensors")
         for wrapper in ("model", "state_dict"):  # as torchtune's and most trainers', and as Lightning's
             if isinstance(state.get(wrapper), dict):
                 state = state[wrapper]
@@ -159,7 +159,7 @@ def read_pickled(files: SourceFiles, file: str) -> tuple[list[SourceTensor], lis
             "merge-damaged-pickle",
             f"it cannot be used: {refused}",
             where=Where(str(files.root / file)),
-            hint="copy it anew from where it was written; a file that asks to run code is not only a state dict",
+            hint="copy it again from where it was written; a file that runs code when it is loaded is not supported",
         ) from refused
     taken = {tensor.name for tensor in tensors}
     return tensors, [name for name in names.values() if name not in taken]

@@ -24,12 +24,12 @@ def damaged_metadata(root: Path, why: str) -> FsdpTuneError:
         "merge-damaged-metadata",
         f"the checkpoint's table of contents cannot be used: {why}",
         where=Where(str(root / METADATA_NAME)),
-        hint="copy the whole checkpoint anew from where it was written, or merge another one with `--step N`",
+        hint="copy the complete checkpoint again from where it was written, or merge another one with `--step N`",
     )
 
 
 def read_dcp(files: SourceFiles) -> tuple[list[SourceTensor], list[str]]:
-    """(tensors of the model in the order of the checkpoint, names of entries of the model that are no tensors)."""
+    """Return (tensors of the model in the order of the checkpoint, names of its other entries)."""
     root = files.root
     size_bytes = files.size_bytes(METADATA_NAME)
     if size_bytes > MAX_METADATA_BYTES:
@@ -67,7 +67,7 @@ def _tensor(files: SourceFiles, metadata: DcpMetadata, key: str, name: str) -> S
 
 
 def locate(tensor: SourceTensor, chunk: Chunk) -> Extent:
-    """Opens the archive of one chunk. The archive must hold one tensor of the dtype and shape that `.metadata` says."""
+    """Open the archive of one chunk, which must hold one tensor of the dtype and shape in `.metadata`."""
     files, place = tensor.files, chunk.place
     if isinstance(place, Extent):
         return place
@@ -90,7 +90,7 @@ def damaged_chunk(path: Path, name: str, offset: int, why: str) -> FsdpTuneError
         "merge-damaged-shard",
         f"the part of `{name}` at byte {offset:,} is damaged: {why}",
         where=Where(str(path)),
-        hint="copy the file anew from where it was written, or merge another checkpoint with `--step N`",
+        hint="copy the file again from where it was written, or merge another checkpoint with `--step N`",
     )
 
 
@@ -98,7 +98,7 @@ def damaged_chunk(path: Path, name: str, offset: int, why: str) -> FsdpTuneError
 
 
 def without_replicas(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
-    """One of each (offsets, sizes): under HSDP every replica may have written its own. Empty chunks say nothing and go."""
+    """One of each (offsets, sizes): under HSDP every replica may have written its own. Empty chunks are left out."""
     kept: dict[tuple[Shape, Shape], Chunk] = {}
     for chunk in chunks:
         if chunk.elements:
@@ -107,7 +107,7 @@ def without_replicas(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
 
 
 def gap_or_overlap(shape: Shape, chunks: Sequence[Chunk]) -> str | None:
-    """None when `chunks` cover `shape` exactly, else what is wrong, in words."""
+    """Return None if `chunks` cover `shape` exactly, else a description of the error."""
     for chunk in chunks:
         if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
             return f"a chunk has {len(chunk.sizes)} dimensions where the tensor has {len(shape)}"

@@ -1,4 +1,4 @@
-"""Which entries of a checkpoint are the model's, and what the model calls them. docs/guide/merging.md has the table."""
+"""Select the model's entries of a checkpoint and map them to its parameter names. docs/guide/merging.md has the table."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from fsdp_tune.run.pickles import Refused
 
-# What wrappers put into names: FSDP1, activation checkpointing, torch.compile. The model itself never uses them.
+# Inserted into names by FSDP1, activation checkpointing and torch.compile; models never use them.
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 MODEL_ROOTS = ("model", "state_dict", "module")
 OPTIMIZER_ROOTS = frozenset({"optimizer", "optim", "optimizers"})
-# torchtitan, torchtune and most loops save these beside a model that lies flat at the top.
+# torchtitan, torchtune and most loops save these next to a model at the top level.
 OTHER_ROOTS = OPTIMIZER_ROOTS | frozenset(
     {
         "lr_scheduler",

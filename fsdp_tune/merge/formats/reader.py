@@ -130,5 +130,5 @@ def unreadable(path: Path, why: str) -> FsdpTuneError:
         "merge-damaged-file",
         f"cannot be read: {why}",
         where=Where(str(path)),
-        hint="copy the file anew from where it was written, or merge another checkpoint with `--step N`",
+        hint="copy the file again from where it was written, or merge another checkpoint with `--step N`",
     )

@@ -29,7 +29,7 @@ class Entry:
 
 
 def read_header(files: SourceFiles, file: str) -> list[Entry]:
-    """The tensors of one file, in the order of their bytes. FailedError for holes, overlaps, duplicates and wrong sizes."""
+    """Return the tensors of one file in the order of their bytes. Raises: FailedError for gaps, overlaps, duplicates and wrong sizes."""
     try:
         found = header.read_header(lambda at, count: files.read(file, at, count), files.size_bytes(file), _ITEM_BYTES)
     except header.DamagedHeader as error:
@@ -40,7 +40,7 @@ def read_header(files: SourceFiles, file: str) -> list[Entry]:
 
 
 def read_safetensors(files: SourceFiles, single: str = SINGLE_NAME) -> list[SourceTensor]:
-    """The tensors of `single`, or of the files that an index names; index and files must agree."""
+    """Return the tensors of `single`, or of the files in the index, which must agree with them."""
     if single != SINGLE_NAME or not (files.root / INDEX_NAME).is_file():
         return [_tensor(files, single, entry) for entry in read_header(files, single)]
     weight_map = read_index(files)
@@ -56,7 +56,7 @@ def read_safetensors(files: SourceFiles, single: str = SINGLE_NAME) -> list[Sour
 
 
 def read_index(files: SourceFiles) -> dict[str, str]:
-    """{tensor: file} of the index; file names must be plain names in the same directory."""
+    """Return {tensor: file} of the index; files must be in the same directory."""
     size_bytes = files.size_bytes(INDEX_NAME)
     if size_bytes > MAX_INDEX_BYTES:
         raise _damaged(files, INDEX_NAME, f"it is {size_bytes:,} bytes long")
@@ -64,12 +64,12 @@ def read_index(files: SourceFiles) -> dict[str, str]:
         weight_map = json.loads(files.read(INDEX_NAME, 0, size_bytes), object_pairs_hook=header.without_duplicates)["weight_map"]
         pairs = list(weight_map.items())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _damaged(files, INDEX_NAME, f"it is no index ({error})") from error
+        raise _damaged(files, INDEX_NAME, f"it is not an index ({error})") from error
     for name, file in pairs:
         if not isinstance(file, str) or "/" in file or not is_inside(file):
             raise failed_error(
                 "merge-path-traversal",
-                f"the index puts `{name}` into `{file}`, which is no file of this directory",
+                f"the index puts `{name}` into `{file}`, which is not a file in this directory",
                 where=Where(str(files.root / INDEX_NAME)),
             )
     return dict(pairs)
@@ -86,5 +86,5 @@ def _damaged(files: SourceFiles, file: str, why: str) -> FsdpTuneError:
         "merge-damaged-safetensors",
         f"this safetensors file cannot be used: {why}",
         where=Where(str(files.root / file)),
-        hint="copy it anew from where it was written, or merge another checkpoint with `--step N`",
+        hint="copy it again from where it was written, or merge another checkpoint with `--step N`",
     )

@@ -1,4 +1,4 @@
-"""What every kind of checkpoint is read into: named tensors made of chunks, and where each chunk's elements lie."""
+"""The common representation of checkpoints: named tensors made of chunks, and the location of each chunk's elements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_tune.run.dtypes import DType
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A chunk as one `torch.save` archive at `offset` of `file`; what is inside is only known once it is opened."""
+    """A chunk as one `torch.save` archive at `offset` of `file`; its contents are read when it is opened."""
 
     file: str
     offset: int
@@ -69,7 +69,7 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What a LoRA adapter adds to a tensor: scaling · b @ a, its transpose where `is_transposed`; without `a`, scaling · b.
+    """The update of a tensor by a LoRA adapter: scaling · b @ a, its transpose where `is_transposed`; without `a`, scaling · b.
 
     `a` is [rank, in], `b` is [out, rank]; the tensor is [out, in], or [in, out] where `is_transposed`.
     """
@@ -90,7 +90,7 @@ def row_major(shape: Shape) -> Shape:
 
 
 def is_row_major(sizes: Shape, strides: Shape) -> bool:
-    """Whether elements in row-major order lie one after the other. Strides of dimensions of size 1 mean nothing."""
+    """Return whether elements are contiguous in row-major order. Strides of dimensions of size 1 are ignored."""
     return math.prod(sizes) == 0 or all(
         size == 1 or stride == wanted for size, stride, wanted in zip(sizes, strides, row_major(sizes), strict=True)
     )

@@ -1,2 +1,1 @@
-"""LoRA adapters in a merge. The rest of it asks three things: whether this is one (`names`), what becomes of it (`adapt`), and, as bytes
-are written, what it adds to a part of a tensor (`low_rank`)."""
+"""LoRA adapters in a merge: names of their tensors, the plan of updates, and the updates of parts of a tensor."""

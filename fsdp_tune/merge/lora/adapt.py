@@ -36,8 +36,8 @@ class AdapterOptions:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What became of an adapter. `layers`: how many it has; `base`: the directory that gave the weights under it, None where the
-    checkpoint has them; `base_name`: what the base is called."""
+    """The result of handling an adapter. `layers`: their number; `base`: directory of the weights under it, None if the checkpoint
+    has them; `base_name`: the base as the user or the config names it."""
 
     config: AdapterConfig
     is_exported: bool
@@ -55,14 +55,14 @@ class Adapter:
         }
 
     def config_json(self) -> dict[str, Any]:
-        """`adapter_config.json` of the export, as PEFT writes it beside an adapter that is to be used."""
+        """Return `adapter_config.json` of the export, as PEFT writes it for inference."""
         return {**self.config.values, "base_model_name_or_path": self.base_name, "inference_mode": True}
 
 
 def adapt(
     stack: ExitStack, contents: Contents, selection: Selection, options: AdapterOptions
 ) -> tuple[Contents, Companions, Adapter | None]:
-    """The tensors of the output, with what LoRA adapters add to them, and what stands beside. Without an adapter, as they were."""
+    """Return the tensors of the output with the updates of LoRA adapters, the companions, and the adapter, if any."""
     if not is_peft(contents.sources[0].tensors):
         if options.export or options.config is not None:
             raise usage_error(
@@ -75,7 +75,7 @@ def adapt(
     if options.export and len(contents.sources) > 1:
         raise usage_error(
             "merge-average-adapter",
-            "the mean of several adapters is no adapter of this rank: the mean of the factors is not the factors of the mean",
+            "the mean of several adapters is not an adapter of this rank: the mean of the factors is not the factors of the mean",
             hint="leave out `--adapter`: the mean of the merged weights can be written",
         )
     places = [weights.root for weights in selection.weights] + [weights.checkpoint for weights in selection.weights]
@@ -139,7 +139,7 @@ def _merge(
 
 
 def _is_whole(names: PeftNames, weights: Weights) -> bool:
-    """Whether the checkpoint has the base as well. An adapter's own file may hold an embedding beside its factors, but no model."""
+    """Return whether the checkpoint includes the base. An adapter's own file may hold an embedding next to its factors, but no model."""
     has_base = all(f"{module}.weight" in names.weights for module in names.factors)
     rest = [name for name in names.weights if name not in names.wrapped | names.saved and not name.endswith(".bias")]
     return has_base and bool(rest) and weights.format not in (Format.PEFT, Format.PEFT_PICKLE)
@@ -150,7 +150,7 @@ def _find_base(config: AdapterConfig, options: AdapterOptions) -> tuple[str, Pat
     if name is None:
         raise usage_error(
             "merge-adapter-base",
-            "the checkpoint holds an adapter alone, and nothing says which model it was trained on",
+            "the checkpoint holds only an adapter, and its config does not name the model that it was trained on",
             where=Where(str(config.path)),
             ways_out=("give the model: `--base MODEL`", "write the adapter alone: `--adapter`"),
         )

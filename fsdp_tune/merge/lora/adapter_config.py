@@ -1,4 +1,4 @@
-"""`adapter_config.json`: what turns the factors of a LoRA adapter into weights (PEFT's `LoraConfig`, read from PEFT 0.21)."""
+"""`adapter_config.json`: the scaling of a LoRA adapter's factors (PEFT's `LoraConfig`, read from PEFT 0.21)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_erro
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 16 << 20
-# Fields of LoraConfig that make the layer compute something else than x·(W + scaling·B·A), or put the factors elsewhere.
+# Fields of LoraConfig under which the layer does not compute x·(W + scaling·B·A), or put the factors elsewhere.
 _OTHER_ARITHMETIC = (
     "use_dora",
     "use_qalora",
@@ -56,7 +56,7 @@ class AdapterConfig:
         return self.values.get("ensure_weight_tying") is True
 
     def scaling(self, module: str, rank: int) -> float:
-        """alpha / rank, or alpha / √rank with `use_rslora`, of one module. FailedError where the config tells of another rank."""
+        """alpha / rank, or alpha / √rank with `use_rslora`, of one module. Raises: FailedError if the config has another rank."""
         wanted = self._of_pattern("rank_pattern", module, self.values.get("r", 8))
         alpha = self._of_pattern("alpha_pattern", module, self.values.get("lora_alpha", 8))
         if type(wanted) is not int or isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
@@ -69,17 +69,17 @@ class AdapterConfig:
         """The value of the first pattern that matches the end of the module's name, as PEFT's `get_pattern_key` finds it."""
         patterns = self.values.get(name) or {}
         if not isinstance(patterns, dict):
-            raise self.wrong(f"its `{name}` is no object")
+            raise self.wrong(f"its `{name}` is not an object")
         for pattern, value in patterns.items():
             try:
                 if re.match(rf"(.*\.)?({pattern})$", module):
                     return value
             except re.error as error:
-                raise self.wrong(f"`{pattern}` in its `{name}` is no pattern") from error
+                raise self.wrong(f"`{pattern}` in its `{name}` is not a valid pattern") from error
         return default
 
     def check_mergeable(self, *, has_own_base: bool) -> None:
-        """FailedError by name for what is no plain LoRA. `has_own_base`: the weights under the adapter are in the checkpoint."""
+        """Raises: FailedError for anything but plain LoRA. `has_own_base`: the weights under the adapter are in the checkpoint."""
         kind = self.values.get("peft_type")
         if kind != "LORA":
             raise self.unsupported(f"the adapter is of the type {kind}")
@@ -126,5 +126,5 @@ def _read(path: Path) -> AdapterConfig:
     except (OSError, ValueError, RecursionError) as error:
         raise AdapterConfig(path, {}).wrong(str(error)) from error
     if not isinstance(values, dict):
-        raise AdapterConfig(path, {}).wrong("it is no JSON object")
+        raise AdapterConfig(path, {}).wrong("it is not a JSON object")
     return AdapterConfig(path, values)

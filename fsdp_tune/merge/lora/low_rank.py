@@ -1,4 +1,4 @@
-"""What a LoRA adapter adds to one tensor, a slab of rows at a time: scaling · B·A in fp32, in bounded memory.
+"""Compute the update of one tensor by a LoRA adapter, a slab of rows at a time: scaling · B·A in fp32, in bounded memory.
 
 The factor that runs along a row of the tensor (A; B of a transposed layer) is held whole while the tensor is written, the other
 is read with the rows. `Budget` bounds what all threads hold together.
@@ -24,7 +24,7 @@ SLAB_BYTES = 4 << 20
 
 
 class Budget:
-    """Bytes that several threads share. What is larger than all of it waits until it is alone."""
+    """A budget of bytes that several threads share. A request larger than the budget waits until it is alone."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total_bytes, self._used_bytes = total_bytes, 0
@@ -125,14 +125,14 @@ class Delta:
 
 
 def kind_of(tensor: SourceTensor) -> np.dtype[np.floating]:
-    """In what the sum is computed: fp32, or fp64 where the tensor or a factor has that."""
+    """Return the dtype of the sum: fp32, or fp64 if the tensor or a factor is fp64."""
     update: LowRank | None = tensor.update
     parts = [tensor, *([update.b] if update else []), *([update.a] if update and update.a else [])]
     return np.dtype(np.float64 if any(part.dtype.name == "float64" for part in parts) else np.float32)
 
 
 def held_bytes(tensor: SourceTensor) -> int:
-    """Host memory of the update while the tensor is written."""
+    """Return the host memory of the update while the tensor is written."""
     update = tensor.update
     if update is None or update.a is None:
         return 0

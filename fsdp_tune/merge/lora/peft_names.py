@@ -1,4 +1,4 @@
-"""What the tensors of a PEFT model are called, inside the model and in an adapter's own file.
+"""Names of the tensors of a PEFT model, inside the model and in an adapter's own file.
 
 Inside a model (the names of its state dict, as a sharded checkpoint holds them) the adapter's name stands before the last part:
 `base_model.model.M.lora_A.default.weight`; the file of an adapter is without it. M is the module in the base model.
@@ -49,7 +49,7 @@ def is_peft(names: Iterable[str]) -> bool:
 
 
 def sort_names(keys: Iterable[str], where: Where) -> PeftNames:
-    """FailedError for two adapters in one checkpoint, and for two keys that would have one name."""
+    """Classify keys. Raises: FailedError for two adapters in one checkpoint, and for two keys with the same name."""
     found = PeftNames()
     for key in keys:
         _sort(found, key, key.removeprefix(PREFIX))
@@ -65,7 +65,7 @@ def sort_names(keys: Iterable[str], where: Where) -> PeftNames:
             "merge-adapter-damaged",
             f"`{one}` and `{other}` are the same tensor of the model",
             where=where,
-            hint="save the adapter anew from where it was trained",
+            hint="save the adapter again from where it was trained",
         )
     return found
 

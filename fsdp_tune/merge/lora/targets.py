@@ -1,4 +1,4 @@
-"""Which tensor of the base gets which factors of an adapter, and which tensors the adapter replaces. Pure planning."""
+"""Assign the factors of an adapter to tensors of the base, and find the tensors that it replaces. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Layers:
 
 
 def add_layers(layers: Layers, config: AdapterConfig, model: Mapping[str, Any] | None) -> Layers:
-    """Fills `layers.tensors`. FailedError where base and adapter do not fit, or where the adapter is no plain LoRA.
+    """Fills `layers.tensors`. FailedError if base and adapter do not fit, or if the adapter is not plain LoRA.
 
     `model` is the config.json of the base, where there is one.
     """
@@ -96,7 +96,7 @@ def _add(layers: Layers, config: AdapterConfig, module: str, parts: Mapping[str,
     if a is None or b is None:
         raise _damaged(config, f"`{module}` has one of its two factors alone")
     if len(a.shape) != 2 or len(b.shape) != 2:
-        raise config.unsupported(f"the factors of `{module}` are no matrices (a convolution)")
+        raise config.unsupported(f"the factors of `{module}` are not matrices (a convolution)")
     rank = a.shape[0]
     if b.shape[1] != rank or not 0 < rank <= MOST_RANK:
         raise _damaged(config, f"the factors of `{module}` do not fit each other: {list(a.shape)} and {list(b.shape)}")
@@ -157,5 +157,5 @@ def _misfit(layers: Layers, why: str) -> FsdpTuneError:
 
 def _damaged(config: AdapterConfig, why: str) -> FsdpTuneError:
     return failed_error(
-        "merge-adapter-damaged", why, where=Where(str(config.path.parent)), hint="save the adapter anew from where it was trained"
+        "merge-adapter-damaged", why, where=Where(str(config.path.parent)), hint="save the adapter again from where it was trained"
     )

@@ -1,4 +1,4 @@
-"""What transformers makes of a model directory: run as a child process, the only part of a merge that imports torch.
+"""Load a model directory with transformers. Run as a child process, the only part of a merge that imports torch.
 
 `python -m fsdp_tune.merge.verify.loaded names DIR` prints the model's own parameter list, from its config alone.
 `python -m fsdp_tune.merge.verify.loaded forward DIR` loads the weights and runs a few tokens through them.
@@ -15,7 +15,7 @@ from typing import Any
 
 TOKENS = 8
 ATTENTION = "eager"
-"""Every model has it. A config.json may name a kernel that is not installed here, or one that transformers downloads and runs."""
+"""Every model supports it. A config.json may name a kernel that is not installed here, or one that transformers downloads and runs."""
 # Loading holds the weights once; the rest is for activations, torch itself and other processes.
 _MEMORY_SHARE = 0.6
 
@@ -52,7 +52,7 @@ def _config(folder: Path) -> Any:
 
 
 def _from_config(folder: Path) -> Any:
-    """The model of the config's own class, with whatever weights the device in force gives."""
+    """Create the model of the config's class on the current default device."""
     import transformers
 
     config = _config(folder)
@@ -95,7 +95,7 @@ def _run(model: Any) -> Any:
 
 
 def available_bytes() -> int:
-    """Host memory that can be had without swapping (MemAvailable), or all of it where the system does not say."""
+    """Return the host memory available without swapping (MemAvailable), or all of it if the system does not report that."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -1,4 +1,4 @@
-"""Asks transformers, in a child process, what the model's parameters are and whether the output loads."""
+"""Query transformers in a child process for the model's parameter list, and load the output."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error
 from fsdp_tune.merge.copy.layout import Layout
 
 _SHOWN = 5
-# The child needs no accelerator and no network, and its own threads would only slow the copy.
+# The child needs no accelerator and no network.
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 class Child:
-    """One run of `fsdp_tune.merge.verify.loaded`, started at once and waited for when its answer is needed."""
+    """One run of `fsdp_tune.merge.verify.loaded`, started at once; `answer` waits for it."""
 
     def __init__(self, mode: str, folder: Path) -> None:
         # -P: a `torch.py` in the current directory, which may be the checkpoint's, is not ours to run.
@@ -47,7 +47,7 @@ class Child:
 
 
 def compare_parameters(answer: dict[str, Any] | str, layout: Layout, tied: Mapping[str, str], folder: Path) -> list[Notice]:
-    """FailedError unless the output holds every parameter of the model, with its shape, and nothing else."""
+    """Raises: FailedError unless the output holds exactly the parameters of the model, with their shapes."""
     if isinstance(answer, str):
         return [
             Notice(
@@ -87,7 +87,7 @@ def _hint(extra: Sequence[str], wanted: Collection[str]) -> str:
 
 
 def load_and_run(stage: Path, *, allow_nonfinite: bool) -> list[Notice]:
-    """FailedError unless transformers loads the output without a word about its keys and its logits are finite."""
+    """Raises: FailedError unless transformers loads the output without reporting keys, and its logits are finite."""
     with Child("forward", stage) as child:
         answer = child.answer()
     if isinstance(answer, str):

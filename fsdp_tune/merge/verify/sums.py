@@ -1,4 +1,4 @@
-"""Checks the output as a stranger would read it: headers, index, names, shapes, and (`full`) the bytes on the disk itself."""
+"""Check the output as an external reader parses it: headers, index, names, shapes, and (`full`) the bytes on the disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_tune.merge.formats.safetensors_file import read_header, read_index
 
 
 def check_headers(stage: Path, layout: Layout) -> None:
-    """FailedError unless the files hold exactly the tensors of the plan, each with its dtype and shape, and the index agrees."""
+    """Raises: FailedError unless files and index hold exactly the planned tensors, with their dtypes and shapes."""
     with SourceFiles(stage) as files:
         wanted = layout.tensors
         found: dict[str, str] = {}
@@ -38,7 +38,7 @@ def check_headers(stage: Path, layout: Layout) -> None:
 
 
 def check_bytes_on_disk(stage: Path, layout: Layout, digests: Mapping[str, str], advance: Callable[[int], None]) -> None:
-    """Reads every tensor anew, past the page cache where the system allows it, and compares its digest with what was meant."""
+    """Re-read every tensor, past the page cache where the system allows it, and compare its digest."""
     for file in layout.files:
         with open(stage / file.name, "rb", buffering=0) as handle:
             os.fsync(handle.fileno())
