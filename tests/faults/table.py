@@ -398,7 +398,7 @@ SECURITY = (
     _row("F114", "t", 13, REFUSED, "code in a checkpoint's metadata, pickles and states", "worker/test_storage::metadata_cannot_run_code",
          "worker/test_storage::metadata_may_name_only_what_it_is_made_of", "merge/test_damage::a_damaged_table_of_contents_is_refused",
          "faults/test_worlds::code_in_the_state_of_a_rank_is_not_run"),
-    _row("F115", "t", 13, REFUSED, "ways around the list of what may be unpickled", "merge/test_pickles::hostile_pickles_are_refused", "merge/test_pickles::one_opcode_cannot_take_memory",
+    _row("F115", "t", 13, REFUSED, "ways around the list of what may be unpickled", "run/test_pickles::hostile_pickles_are_refused", "run/test_pickles::one_opcode_cannot_take_memory",
          "worker/test_storage::metadata_may_name_only_what_it_is_made_of"),
     _row("F116", "p", 13, REFUSED, "paths in an index, a manifest, metadata that leave the directory", "merge/test_damage::a_damaged_index_is_refused",
          "faults/test_damage::a_manifest_that_does_not_fit_makes_no_checkpoint"),
