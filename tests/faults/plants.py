@@ -91,7 +91,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("all ranks draw the same", "worker.checkpoint.state:seed_for_rank", replace("dist.get_rank", "lambda: 0"), rows="F096"),
     plant(
         "metrics are cut a step late",
-        "run.metrics_file:MetricsFile._cut_back",
+        "run.metrics_file:MetricsFile._truncate",
         condition("step resume_step", "step <= (resume_step or 0) + 1"),
         rows="F099",
     ),
@@ -186,7 +186,7 @@ PLANTS: tuple[Plant, ...] = (
     plant(
         "metadata is unpickled as it is",
         "worker.checkpoint.storage:RestrictedReader.read_metadata",
-        replace("_MetadataUnpickler", "pickle.Unpickler"),
+        statement("METADATA_NAME", "return super().read_metadata(*args, **kwargs)"),
         rows="F114 F115",
     ),
     plant(
