@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from fsdp_tune.run.dtypes import DTYPES, DType
 from fsdp_tune.run.pickles import Allowed, Record, Refused, load
@@ -31,9 +31,10 @@ class StoredChunk:
 
 
 def _tuple_of_sizes(values: Any) -> Shape:
-    if not isinstance(values, tuple) or any(type(value) is not int or value < 0 for value in values):
+    sizes = cast("Shape | None", values if isinstance(values, tuple) else None)
+    if sizes is None or any(type(size) is not int or size < 0 for size in sizes):
         raise Refused("a torch.Size in it is not a tuple of sizes")
-    return values
+    return sizes
 
 
 def _names() -> dict[tuple[str, str], Allowed]:
@@ -74,11 +75,12 @@ class DcpMetadata:
 
     def __init__(self, raw: bytes) -> None:
         metadata = load(raw, NAMES)
-        self.entries: dict[str, Any] = _field(metadata, "Metadata", "state_dict_metadata", dict)
+        entries: dict[Any, Any] = _field(metadata, "Metadata", "state_dict_metadata", dict)
         self.planner_data: Any = metadata.get("planner_data")
         self._ranges = _ranges(_field(metadata, "Metadata", "storage_data", dict))
-        if not all(isinstance(name, str) for name in self.entries):
+        if not all(isinstance(name, str) for name in entries):
             raise Refused("an entry has no name")
+        self.entries: dict[str, Any] = entries
 
     def is_tensor(self, name: str) -> bool:
         entry = self.entries[name]

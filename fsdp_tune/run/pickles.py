@@ -11,7 +11,23 @@ import io
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any, ClassVar, cast
+
+if TYPE_CHECKING:
+
+    class _PythonUnpickler:
+        """The members of `pickle._Unpickler` that are used here; typeshed does not have them all."""
+
+        dispatch: ClassVar[dict[int, Callable[[Any], None]]]
+        stack: list[Any]
+        memo: Any
+        append: Callable[[Any], None]
+
+        def __init__(self, file: IO[bytes]) -> None: ...
+        def pop_mark(self) -> list[Any]: ...
+        def load(self) -> Any: ...
+else:
+    from pickle import _Unpickler as _PythonUnpickler  # the interpreter in Python
 
 # What torch and `pickle.dump` write for plain data, in protocols 2 to 5.
 _OPCODES = [
@@ -90,14 +106,16 @@ class Record:
 
     def set_state(self, state: Any) -> None:
         """Take the fields from a dataclass's dictionary, or from the tuple that `TensorProperties.__getstate__` returns."""
-        fields = self.kind.fields or ()
+        fields, found = self.kind.fields or (), type(state).__name__
         if isinstance(state, dict):
-            self.state = tuple(state.get(name) for name in fields)
-            state.clear()  # the memo keeps it alive to the end, and nothing that torch writes refers to it again
-        elif isinstance(state, tuple) and len(state) >= len(fields):
-            self.state = state[: len(fields)]
-        else:
-            raise Refused(f"the state of a `{self.kind.name}` is a {type(state).__name__}")
+            by_name = cast("dict[Any, Any]", state)
+            self.state = tuple(by_name.get(name) for name in fields)
+            by_name.clear()  # the memo keeps it alive to the end, and nothing that torch writes refers to it again
+            return
+        values = cast("tuple[Any, ...] | None", state if isinstance(state, tuple) else None)
+        if values is None or len(values) < len(fields):
+            raise Refused(f"the state of a `{self.kind.name}` is a {found}")
+        self.state = values[: len(fields)]
 
     def get(self, name: str) -> Any:
         fields = self.kind.fields or ()
@@ -119,8 +137,10 @@ class _Memo(list[Any]):
         # Indices count up in what torch writes. A value at any other index is not stored, and cannot be recalled.
 
 
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]  # the interpreter in Python
-    dispatch = {code: pickle._Unpickler.dispatch[code] for name in _OPCODES for code in getattr(pickle, name)}  # type: ignore[attr-defined]  # noqa: RUF012
+class _Unpickler(_PythonUnpickler):
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        code: _PythonUnpickler.dispatch[code] for name in _OPCODES for code in getattr(pickle, name)
+    }
 
     def __init__(self, data: bytes, names: Names, persistent: Callable[[Any], Any] | None) -> None:
         super().__init__(io.BytesIO(data))
