@@ -49,6 +49,9 @@ NOT_DRAWN: dict[str, str] = {
     "fsdp.reshard_after_forward": "agrees with the strategy, which is drawn",
     "precision.fp8_recipe": "fp8 has parity rows of its own, against its emulation",
     **dict.fromkeys(("lora", "quantization"), "refused in this version"),
+    **dict.fromkeys(
+        ("extensions", "extensions.callbacks", "extensions.metrics"), "run code of other packages; tests/recipe/test_extensions.py has them"
+    ),
     **dict.fromkeys(("training.max_steps", "training.num_train_epochs"), "every run has `STEPS` steps over more than one epoch"),
     **dict.fromkeys(("training.early_stopping.patience", "training.early_stopping.threshold"), "ends a run; tests/worker has it"),
     "training.neftune_noise_alpha": "refused in this version",

@@ -127,7 +127,11 @@ def _no_json(error: json.JSONDecodeError) -> str:
 def _why(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "nested too deeply"
-    return "a number of too many digits"  # the only ValueError of `raw_decode` that is no JSONDecodeError
+    return str(error) if isinstance(error, _NotJsonError) else "a number of too many digits"  # `int` raises a plain ValueError
+
+
+class _NotJsonError(ValueError):
+    """Python's parser accepts it, and the JSON standard or this package does not. The message names it."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -135,12 +139,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(row) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key `{twice}` stands twice in one object")
+        raise _NotJsonError(f"the key `{twice}` stands twice in one object")
     return row
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"`{name}` is not JSON")
+    raise _NotJsonError(f"`{name}` is not JSON")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
