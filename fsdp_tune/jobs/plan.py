@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import yaml
 
 from fsdp_tune.core.atomic import write_file
-from fsdp_tune.core.devices import this_machine
-from fsdp_tune.core.errors import usage_error
-from fsdp_tune.jobs.best_recipe import best_recipe_text
+from fsdp_tune.core.devices import Machine, this_machine
+from fsdp_tune.core.errors import failed_error, usage_error
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.planning import PlanSession, budget_of, decisions
 from fsdp_tune.jobs.session import Allowed, resolve_recipe, session
 from fsdp_tune.planner.hardware.gpus import CPU, Hardware, cpu_rank, detect, find_hardware, known_hardware
 from fsdp_tune.planner.predict.predict import Plan
-from fsdp_tune.planner.search.candidates import devices_of_machine
+from fsdp_tune.planner.search.candidates import devices_of_machine, differences
+from fsdp_tune.planner.search.scaling import forced_changes, machines_for
 from fsdp_tune.planner.search.search import Target
-from fsdp_tune.planner.search.what_if import forced_changes, machines_for
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
 from fsdp_tune.recipe.read.overrides import OptionSays
+from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.rules import INPUTS
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.not_yet import value_of
@@ -142,3 +146,86 @@ def _ranked(plans: PlanSession, planned: _Planned, made: Plan, target: Target, w
         write_file(write, best_recipe_text(plans, write, planned.written, made, best))
         observer.message(f"the best recipe is {write}")
     return made
+
+
+_BATCH = ("training.global_batch_size", "training.per_device_train_batch_tokens")
+"""Keys that the search resets and that `_settle_batch` keeps."""
+
+
+def best_recipe_text(plans: PlanSession, path: Path, written: dict[str, Any], made: Plan, best: Recipe) -> str:
+    """Return the text of the file `path`, with comments that give the reason.
+
+    `written` are the keys that the user wrote, by section; they keep their place. Raises: FsdpTuneError if the text is not a recipe
+    that loads as `best` and fits.
+    """
+    changes = made.alternatives[0].recipe_changes
+    document = _document(written, plans.recipe, best, changes)
+    body = _marked(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), changes)
+    again = _load(body, path, best)
+    planned = plans.plan_other(again)
+    if planned.fits == "no":
+        raise failed_error("written-recipe-differs", f"the recipe for {path} does not fit when it is planned again: {planned.fits_because}")
+    return "\n".join([*_head(made, planned), "", body])
+
+
+def _document(written: Mapping[str, Any], base: Recipe, best: Recipe, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the file: the user's, less those that `best` has otherwise, and the changes."""
+    document: dict[str, Any] = copy.deepcopy(dict(written))
+    sections = {section: cast("dict[str, Any]", keys) for section, keys in document.items() if isinstance(keys, dict)}
+    for section, keys in sections.items():
+        for name in list(keys):
+            key = f"{section}.{name}"
+            if key not in (*changes, *_BATCH) and value_of(best, key) != value_of(base, key):
+                del keys[name]
+    if document.get("launch", {}).get("device") == "cpu":
+        document["launch"]["device"] = best.launch.device
+    if document.get("fsdp", {}).get("activation_checkpointing") == "auto":  # it might decide differently for another micro-batch
+        document["fsdp"]["activation_checkpointing"] = best.fsdp.activation_checkpointing
+    size = {"launch.num_processes": best.world_size, "launch.num_machines": best.launch.num_machines}
+    for key, value in {**changes, **size}.items():
+        section, name = key.split(".")
+        document.setdefault(section, {})[name] = value
+    _settle_batch(document.setdefault("training", {}), best)
+    return document
+
+
+def _settle_batch(training: dict[str, Any], best: Recipe) -> None:
+    """Write the batch as the user did: by tokens, by the global batch, or by accumulation."""
+    if training.get("per_device_train_batch_tokens") is not None:
+        training.pop("per_device_train_batch_size", None)
+    elif training.get("global_batch_size") is not None:
+        training["global_batch_size"] = best.global_batch_size
+        training.pop("gradient_accumulation_steps", None)
+    else:
+        training["gradient_accumulation_steps"] = best.training.gradient_accumulation_steps
+
+
+def _load(text: str, path: Path, best: Recipe) -> Recipe:
+    """Load and resolve the text as `train` would. Raises: FsdpTuneError if it is refused or is not `best`."""
+    loaded = parse_recipe(text, path, unneeded=INPUTS)
+    machine = Machine(best.launch.device, best.world_size, 1, None)
+    again = resolve(loaded.recipe, machine, cwd=Path.cwd(), assume=best.launch.device, positions=loaded.positions).recipe
+    if found := differences(best, again):
+        raise failed_error("written-recipe-differs", f"the recipe for {path} is not the one that was planned: {', '.join(found)}")
+    return again
+
+
+def _head(made: Plan, planned: Plan) -> list[str]:
+    head = [f"# {made.recipe} for {planned.num_processes} × {made.gpu}, as `fsdp-tune plan` ranks it.", f"# Why: {made.best_because}."]
+    predicted = f"# Predicted: {planned.device_gib:.1f} of {planned.usable_gib:.1f} GiB on each GPU (fits: {planned.fits})"
+    if planned.step_seconds is not None and planned.tokens_per_second_per_device is not None:
+        predicted += f", {planned.step_seconds:.3g} s a step, {planned.tokens_per_second_per_device:,.0f} tokens a second and GPU"
+    return [*head, f"{predicted}."]
+
+
+def _marked(text: str, changes: Mapping[str, Any]) -> str:
+    """Mark the lines of changed keys; keys of a section are indented by two."""
+    lines: list[str] = []
+    section = ""
+    for line in text.splitlines():
+        key = line.split(":")[0]
+        if not line.startswith(" "):
+            section = key
+        is_changed = line.startswith("  ") and f"{section}.{key.strip()}" in changes
+        lines.append(f"{line}  # changed by plan" if is_changed else line)
+    return "\n".join(lines) + "\n"

@@ -27,7 +27,7 @@ NORM_PIECE = 1 << 14
 def compute_context(recipe: Recipe, device_type: str) -> AbstractContextManager[Any]:
     """FSDP casts its units itself; plain DDP keeps fp32 parameters and needs autocast to compute in another dtype."""
     mixed = recipe.precision.mixed_precision
-    if recipe.fsdp.sharding_strategy != "NO_SHARD" or mixed == "no" or recipe.compute_dtype == recipe.model.dtype:
+    if recipe.is_sharded or mixed == "no" or recipe.compute_dtype == recipe.model.dtype:
         return nullcontext()
     return torch.autocast(device_type, dtype=TORCH_DTYPE[recipe.compute_dtype])
 

@@ -158,5 +158,5 @@ def configure_accelerate(recipe: Recipe) -> None:
 
     on_cpu = recipe.launch.device == "cpu"
     state = PartialState(cpu=on_cpu)
-    if on_cpu and recipe.fsdp.sharding_strategy != "NO_SHARD":
+    if on_cpu and recipe.is_sharded:
         state.distributed_type = DistributedType.MULTI_GPU

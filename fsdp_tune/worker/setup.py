@@ -255,11 +255,9 @@ def training_arguments(recipe: Recipe, run: RunDir) -> TrainingArguments:
         "accelerator_config": {
             "use_configured_state": True,
             # Reducing after every micro-batch is about sharded gradients; under DDP it would only cost traffic.
-            "gradient_accumulation_kwargs": {
-                "sync_each_batch": recipe.fsdp.sync_each_batch and recipe.fsdp.sharding_strategy != "NO_SHARD"
-            },
+            "gradient_accumulation_kwargs": {"sync_each_batch": recipe.fsdp.sync_each_batch and recipe.is_sharded},
         },
-        "fsdp": recipe.fsdp.sharding_strategy != "NO_SHARD",
+        "fsdp": recipe.is_sharded,
         "fsdp_config": {"version": recipe.fsdp.version},
         "logging_nan_inf_filter": False,  # it hides a NaN as the mean of the losses before it, and syncs every micro-batch
         "disable_tqdm": True,

@@ -226,12 +226,12 @@ PLANTS: tuple[Plant, ...] = (
     plant("the loader's processes take a stop for theirs", "worker.dataset:loader", value("worker_init_fn", "None"), rows="F062"),
     plant(
         "nothing is started again",
-        "launch.supervise.restart:is_transient",
+        "launch.supervise.attempts:is_transient",
         result("False"),
         rows="F041",
         by=("launch/test_restart.py::killed_rank_restarts_the_run_with_a_message_and_a_metrics_event",),
     ),
-    plant("what fails each time is started again", "launch.supervise.restart:decide", never("failure.step"), rows="F101"),
+    plant("what fails each time is started again", "launch.supervise.attempts:decide", never("failure.step"), rows="F101"),
     plant("a stopped rank is not late", "launch.supervise.hang:late_ranks", statement("return held", "return []"), rows="F037 F044"),
     plant("collectives are not counted", "launch.supervise.hang:late_ranks", statement("return late", "return []"), rows="F046"),
     plant(

@@ -12,8 +12,7 @@ import pytest
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, manual_commands
-from fsdp_tune.launch.command.accelerate_arguments import FREE, check_extra
+from fsdp_tune.launch.command.accelerate import FREE, LaunchPlan, check_extra, check_port, launch_plan, manual_commands
 from fsdp_tune.launch.command.rank_environment import clean
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.read.loader import parse_recipe

@@ -12,8 +12,7 @@ import pytest
 
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
 from fsdp_tune.launch.supervise import supervisor as supervise
-from fsdp_tune.launch.supervise.attempts import Attempts
-from fsdp_tune.launch.supervise.restart import Failure, Restart, decide, is_transient
+from fsdp_tune.launch.supervise.attempts import Attempts, Failure, Restart, decide, is_transient
 from fsdp_tune.launch.supervise.supervisor import Event, Said
 from fsdp_tune.launch.supervise.verdict import Ended
 from fsdp_tune.run.directory import RunDir

@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.launch.command.resume_diff import check, compare
+from fsdp_tune.launch.command.resume import check, compare
 from fsdp_tune.recipe.read.loader import parse_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe

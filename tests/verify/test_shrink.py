@@ -17,8 +17,18 @@ from fsdp_tune.recipe.catalogue import catalogue
 from fsdp_tune.recipe.read.loader import load_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.verify.rehearsal.shrink import EXPERTS, HEADS, HIDDEN_SIZE, MAX_LENGTH_TOKENS, Reach, Small, small_config, small_recipe
-from fsdp_tune.verify.rehearsal.small_layers import ignored_on_small_layers, on_small_layers
+from fsdp_tune.verify.rehearsal.shrink import (
+    EXPERTS,
+    HEADS,
+    HIDDEN_SIZE,
+    MAX_LENGTH_TOKENS,
+    Reach,
+    Small,
+    ignored_on_small_layers,
+    on_small_layers,
+    small_config,
+    small_recipe,
+)
 from tests.model.families import FAMILIES
 
 MACHINE = Machine(None, 0, 2, None)

@@ -1,4 +1,4 @@
-"""Resolve `--resume` and `--overwrite` for a directory: where the run starts, or why it must not."""
+"""Resolve `--resume` and `--overwrite` for a directory: where the run starts and which changes of its recipe it accepts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 from fsdp_tune.core.atomic import DISK, must_be_filled, occupants
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.ownership import is_abandoned, read_owner
-from fsdp_tune.launch.command.resume_diff import Change, check, compare
 from fsdp_tune.launch.machines.work import WorkWatch
 from fsdp_tune.launch.supervise.process_tree import is_rank_of
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema import EvalFraction, EvalRows, Recipe
 from fsdp_tune.recipe.schema.effects import OnResume
-from fsdp_tune.recipe.schema.training_fields import training_value
+from fsdp_tune.recipe.schema.keys import effect_of, values_by_key
+from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, training_value
 from fsdp_tune.run.directory import (
     Checkpoint,
     RunDir,
@@ -349,3 +349,53 @@ def move_aside(run: RunDir) -> Path:
         DISK.rename(run.path, aside)
     DISK.fsync_dir(run.path.parent)
     return aside
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    key: str
+    old: Any
+    new: Any
+    kind: OnResume
+
+    def __str__(self) -> str:
+        return f"`{self.key}`: {_shown(self.old)} → {_shown(self.new)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"key": self.key, "old": self.old, "new": self.new, "class": self.kind.value}
+
+
+GLOBAL_BATCH = "training.global_batch_size"
+
+
+def compare(old: Recipe, new: Recipe) -> list[Change]:
+    """Return the keys in which two resolved recipes differ, sorted by name."""
+    before, after = _values(old), _values(new)
+    differing = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+    return [Change(key, before.get(key), after.get(key), _class_here(key, old, new)) for key in differing]
+
+
+def check(changes: Sequence[Change]) -> list[Change]:
+    """Return the changes to report. Raises: FsdpTuneError (exit 2) with one problem for each refused change."""
+    refused = [change for change in changes if change.kind is OnResume.REFUSED]
+    if refused:
+        hint = "restore the old value, or start a new run with `--set output_dir=…` or `--overwrite`"
+        raise FsdpTuneError(*(Problem("resume-refused", f"{change} cannot change on resume", hint=hint) for change in refused))
+    return [change for change in changes if change.kind is OnResume.TRAJECTORY]
+
+
+def _class_here(key: str, old: Recipe, new: Recipe) -> OnResume:
+    # Rows held out of the training data change what is trained; separate eval sets do not.
+    if key.split(".")[:2] == ["data", "eval"] and not any(isinstance(each.data.eval, EvalFraction | EvalRows) for each in (old, new)):
+        return OnResume.FREE
+    return effect_of(key).on_resume
+
+
+def _values(recipe: Recipe) -> dict[str, Any]:
+    defaults = {f"training.{name}": TRAINING_FIELDS.fields[name].default for name in PASSED_EFFECTS}
+    return defaults | values_by_key(recipe) | {GLOBAL_BATCH: recipe.global_batch_size}
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)  # as the recipe spells them
+    return text if len(text) <= 80 else text[:77] + "…"

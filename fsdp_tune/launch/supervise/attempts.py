@@ -1,10 +1,17 @@
-"""Launch a run, and launch it again from the newest checkpoint after a transient failure."""
+"""Launch a run, and launch it again from the newest checkpoint after a transient failure.
+
+The supervisor starts the whole `accelerate launch` again. torchrun's own `--max_restarts` is left at 0, because its agent
+(torch/distributed/elastic/agent/server/api.py, `_invoke_run`) restarts after any exit code, those of "saved and stopped",
+"out of memory" and "non-finite" included; it counts restarts but not progress; it ends the other ranks by SIGTERM, which
+our ranks handle as "save, then stop"; and a static rendezvous never informs the agents of other machines. A new launch has a
+new agent and a new store. torchrun keeps the old keys of the store, which makes such restarts fail.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator
-from dataclasses import replace
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 
 from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
@@ -13,7 +20,6 @@ from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.command.resume import is_for
 from fsdp_tune.launch.machines.coordination import Machines
 from fsdp_tune.launch.machines.work import WorkCounter
-from fsdp_tune.launch.supervise.restart import Failure, Restart, decide, is_transient
 from fsdp_tune.launch.supervise.supervisor import Event, Said, Supervisor
 from fsdp_tune.launch.supervise.verdict import ECHO_CODES, Ended
 from fsdp_tune.recipe.schema import Recipe
@@ -135,3 +141,85 @@ def _final(mine: Ended | None, leader: Ended | None, run: RunDir) -> Ended:
     if leader is None or not is_echo or (leader.problem is None and not leader.is_stop):
         return mine
     return replace(mine, exit_code=leader.exit_code, reason=leader.reason, problem=leader.problem)
+
+
+# Failures that may not repeat: a dead process, a lost peer, a hang, an exception in a library.
+# Any other is a check that would fail again, an error in the input, or a requested stop.
+TRANSIENT_CODES = frozenset(
+    {
+        "failed",
+        "hang",
+        "host-out-of-memory",
+        "launcher-failed",
+        "loader-died",
+        "lost-rank",
+        "rank-died",
+        "rank-failed",
+        "rank-killed",
+        "worker-failed",
+    }
+)
+TRANSIENT_REASONS = (ExitReason.FAILED, ExitReason.LOST_RANK)
+SAME_STEP_FAILURES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failed launch."""
+
+    problem: Problem
+    step: int
+    """The last completed step."""
+    checkpoint_step: int
+    """Of the newest complete checkpoint afterwards; 0 for none."""
+    has_trained: bool
+    """Whether it reached its first step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    number: int
+    """1 for the first one."""
+
+
+def is_transient(ended: Ended, signals: Sequence[int]) -> bool:
+    """Return whether the same command may succeed next time. A signal means that a stop was requested."""
+    return ended.problem is not None and not signals and ended.reason in TRANSIENT_REASONS and ended.problem.code in TRANSIENT_CODES
+
+
+def decide(failures: Sequence[Failure], max_restarts: int, rows_of_step: Callable[[int], str | None]) -> Restart | Problem:
+    """Return the next restart, or the problem that ends the run. `failures`: all of this command, oldest first; each `is_transient`.
+
+    Progress is a newer complete checkpoint or a later step than ever before. The run ends after two launches without progress before
+    training, and after three in training, where two may be a coincidence.
+    """
+    last = failures[-1]
+    stalled = _without_progress(failures)
+    if stalled >= SAME_STEP_FAILURES and len({failure.step for failure in failures[-stalled:]}) == 1:
+        return _same_step(last, stalled, rows_of_step(last.step + 1))
+    if stalled >= SAME_STEP_FAILURES or (stalled >= 2 and not last.has_trained):
+        where = f"step {last.step}" if last.has_trained else "the start-up"
+        message = f"{last.problem.message}; restarting does not help: {stalled} launches in a row did not get beyond {where}"
+        return replace(last.problem, message=message)
+    if len(failures) > max_restarts:
+        if max_restarts == 0:
+            return last.problem
+        times = "1 restart" if max_restarts == 1 else f"{max_restarts} restarts"
+        return replace(last.problem, message=f"{last.problem.message}; all {times} (`launch.max_restarts`) are used up")
+    return Restart(len(failures))
+
+
+def _without_progress(failures: Sequence[Failure]) -> int:
+    """Return the number of the last failures without progress, including the first of them."""
+    count, best_step, best_checkpoint = 0, -1, -1
+    for failure in failures:
+        count = 1 if failure.step > best_step or failure.checkpoint_step > best_checkpoint else count + 1
+        best_step, best_checkpoint = max(best_step, failure.step), max(best_checkpoint, failure.checkpoint_step)
+    return count
+
+
+def _same_step(last: Failure, times: int, rows: str | None) -> Problem:
+    named = f"; the rows of that step: {rows}" if rows else ""
+    message = f"step {last.step + 1} failed {times} times in a row{named}; the last failure: {last.problem.message}"
+    hint = "check those rows and the logs of the ranks" + (f"; {last.problem.hint}" if last.problem.hint else "")
+    return Problem("fails-each-time", message, last.problem.where, hint, last.problem.ways_out)
