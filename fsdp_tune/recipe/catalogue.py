@@ -1,4 +1,4 @@
-"""The recipes that travel with the package, and the architecture facts of the models that they name."""
+"""The recipes that are installed with the package, and the config fields of the models that they name."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def catalogue_directory() -> Path:
-    """`fsdp_tune/configs` of an installed wheel, `configs/` of a checkout."""
+    """Return `fsdp_tune/configs` of an installed wheel, or `configs/` of a checkout."""
     package = Path(str(resources.files("fsdp_tune")))
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def catalogue() -> dict[str, Path]:
-    """Name → file, sorted by name."""
+    """Return the file of each recipe by name, sorted by name."""
     return {path.stem: path for path in sorted(catalogue_directory().glob("*.yaml"))}
 
 
 def find_recipe(source: str) -> Path:
-    """A path, or the name of a catalogue recipe. What is there as a file wins; it is opened later, by the loader."""
+    """Return the path of a recipe, given as a path or as a catalogue name; an existing file takes precedence. The loader opens it later."""
     path, recipes = Path(source), catalogue()
     looks_like_path = path.suffix in SUFFIXES or "/" in source
     if source in recipes and not path.is_file():
         return recipes[source]
     if looks_like_path or path.exists() or path.is_symlink():
         if not (path.exists() or path.is_symlink()) and path.stem in recipes:
-            hint = f"the catalogue has it: `--config {path.stem}`, or `fsdp-tune recipes copy {path.stem}`"
+            hint = f"the catalogue has a recipe of this name: `--config {path.stem}`, or `fsdp-tune recipes copy {path.stem}`"
             raise usage_error("recipe-not-found", f"there is no file `{source}`", hint=hint)
         return path
     near = closest(source, list(recipes))
-    hint = f"did you mean `{near}`?" if near else "`fsdp-tune recipes list` shows the catalogue; a file is given by its path"
+    hint = f"did you mean `{near}`?" if near else "`fsdp-tune recipes list` shows the catalogue; for a file give its path"
     raise usage_error("recipe-not-found", f"there is no file and no catalogue recipe `{source}`", hint=hint)
 
 
 def headline(path: Path) -> str:
-    """The first comment line of a recipe: what it is for."""
+    """Return the first comment line of a recipe, which states its purpose."""
     for line in path.read_text(encoding="utf-8").splitlines():
         text = line.lstrip("# ").strip()
         if line.startswith("#") and text and not text.startswith("yaml-language-server"):
@@ -51,7 +51,7 @@ def headline(path: Path) -> str:
 
 
 def architecture(name: str) -> dict[str, Any] | None:
-    """The `config.json` facts of a model on the hub, for when the hub is out of reach; None for a model we do not carry."""
+    """Return the bundled `config.json` fields of a hub model, for use without network access; None for a model without a bundled config."""
     raw = json.loads(resources.files("fsdp_tune.recipe").joinpath("architectures.json").read_bytes())
     facts = raw.get(name)
     return dict(facts) if facts is not None else None

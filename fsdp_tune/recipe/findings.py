@@ -1,4 +1,4 @@
-"""Findings of rules: contradictions between keys, and keys without effect. The loader adds the lines."""
+"""Findings of rules: contradictions between keys, and keys without effect. The loader adds line numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Positions = Mapping[str, Where]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`keys`: those that contradict each other, the one to change first."""
+    """A result of a rule. `keys` lists the keys that contradict each other; the first one is the one to change."""
 
     code: str
     keys: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""What the recipe's FSDP keys mean, in the words of the stack; and, separately, what a live run must then look like.
+"""Translate the recipe's FSDP keys to settings of Accelerate and the plugin; separately, derive the expected state of a live run.
 
-`plugin_kwargs`, `accelerate_config` and `environment` make settings. `expected` says what those settings are for. The
-two are written independently, so that a mistake in the first cannot hide behind the second: the read-back compares the
-live objects with `expected`, never with the settings.
+`plugin_kwargs`, `accelerate_config` and `environment` return settings. `expected` returns the state that the settings must
+produce. The two are written independently, so that a mistake in the settings is not repeated in the check: the read-back
+compares the live objects with `expected`, never with the settings.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from fsdp_tune.recipe.paths import COMPILED, default_cache_directory
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.optimizers import state_bits, state_dtype
 
-# Variables of these prefixes steer transformers and Accelerate behind our back; a rank starts without any of them.
+# transformers and Accelerate read variables with these prefixes on their own; each rank removes all that are inherited.
 OWNED_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
 def environment(recipe: Recipe) -> dict[str, str]:
-    """The variables that transformers and Accelerate read before any object of ours exists (DESIGN §7, 7 and 21).
+    """Return the environment variables that transformers and Accelerate read when they are imported or first constructed.
 
-    `launch.json` records them; each rank removes what else carries their prefixes and sets exactly these.
+    `launch.json` records them; each rank removes all other variables with `OWNED_PREFIXES` and sets exactly these.
     """
-    # What was compiled once is not compiled again by the next run. Inductor runs what it finds there: no recipe chooses the place.
+    # A fixed directory lets the next run reuse compiled kernels. Inductor executes the files in it, so no recipe may choose it.
     compiled = {"TORCHINDUCTOR_CACHE_DIR": str(default_cache_directory() / COMPILED)} if recipe.kernels.compile else {}
     return {
         **compiled,
         "ACCELERATE_USE_FSDP": str(recipe.is_sharded).lower(),
         "ACCELERATE_CPU_AFFINITY": str(recipe.launch.enable_cpu_affinity).lower(),
-        "ACCELERATE_MIXED_PRECISION": "no",  # our own MixedPrecisionPolicy casts; Accelerate must not wrap forward in autocast
+        "ACCELERATE_MIXED_PRECISION": "no",  # MixedPrecisionPolicy casts; Accelerate must not wrap forward in autocast
         "FSDP_VERSION": str(recipe.fsdp.version),
         "FSDP_CPU_RAM_EFFICIENT_LOADING": str(recipe.fsdp.cpu_ram_efficient_loading).lower(),
         "FSDP_OFFLOAD_PARAMS": str(recipe.fsdp.offload_params).lower(),
@@ -39,9 +39,9 @@ def environment(recipe: Recipe) -> dict[str, str]:
 
 
 def accelerate_config(recipe: Recipe) -> dict[str, Any]:
-    """The content of RUN/accelerate.yaml: given as `--config_file`, it is the only way past a user's default config.
+    """Return the content of RUN/accelerate.yaml. Passed as `--config_file`, it keeps Accelerate from reading the user's default config.
 
-    `distributed_type: FSDP` also under NO_SHARD: on CPU nothing else makes `accelerate launch` spawn several ranks.
+    `distributed_type` is FSDP under NO_SHARD too: on CPU, `accelerate launch` spawns several ranks under no other type.
     """
     return {
         "compute_environment": "LOCAL_MACHINE",
@@ -69,10 +69,10 @@ def accelerate_config(recipe: Recipe) -> dict[str, Any]:
 
 
 def plugin_kwargs(recipe: Recipe) -> dict[str, Any]:
-    """Keyword arguments of Accelerate's FullyShardedDataParallelPlugin, all of them explicit.
+    """Return the keyword arguments of Accelerate's FullyShardedDataParallelPlugin, all of them explicit.
 
-    A field left None is filled from the environment by the plugin. `auto_wrap_policy` and `activation_checkpointing`
-    stay off because the model arrives wrapped (`model.shard.wrap`), and Accelerate then leaves it as it is.
+    The plugin fills a field that is None from the environment. `auto_wrap_policy` and `activation_checkpointing` stay off
+    because the model is already wrapped (`model.shard.wrap`) when Accelerate receives it, and Accelerate then does not change it.
     """
     common: dict[str, Any] = {
         "fsdp_version": recipe.fsdp.version,
@@ -95,8 +95,8 @@ def plugin_kwargs(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-# What each strategy is, by definition (ZeRO paper, arXiv:1910.02054; FSDP paper, arXiv:2304.11277): how the parameters
-# lie on each mesh dimension, and whether a unit is freed between its forward and its backward.
+# Definition of each strategy (ZeRO paper, arXiv:1910.02054; FSDP paper, arXiv:2304.11277): the placement of parameters
+# on each mesh dimension, and whether a unit's gathered parameters are freed between its forward and its backward.
 _MEANING: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"mesh": ("shard",), "placements": ["Shard(dim=0)"], "reshard_after_forward": True},
     "SHARD_GRAD_OP": {"mesh": ("shard",), "placements": ["Shard(dim=0)"], "reshard_after_forward": False},
@@ -104,26 +104,31 @@ _MEANING: dict[str, dict[str, Any]] = {
     "HYBRID_SHARD_ZERO2": {"mesh": ("replicate", "shard"), "placements": ["Replicate()", "Shard(dim=0)"], "reshard_after_forward": False},
     "NO_SHARD": {"mesh": (), "placements": [], "reshard_after_forward": None},
 }
-_COMPUTE = {"no": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}  # fp8 is of single modules: `worker.readback.report`
+_COMPUTE = {
+    "no": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp8": "bfloat16",
+}  # fp8 applies to single modules: `worker.readback.report`
 _STORAGE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def expected(recipe: Recipe) -> dict[str, Any]:
-    """What the live objects of every rank must show for this (resolved) recipe; compared by `worker.readback.report`."""
+    """Return the expected state of the live objects of every rank, for a resolved recipe. `worker.readback.report` compares them."""
     meaning = _MEANING[recipe.fsdp.sharding_strategy]
     sizes = {"shard": recipe.topology.shard, "replicate": recipe.topology.replicate}
     compute = _COMPUTE[recipe.precision.mixed_precision]
     storage = _STORAGE[recipe.model.dtype]
     bits = state_bits(recipe.training)
     wrapper = {1: "fsdp1", 2: "fsdp2"}[recipe.fsdp.version] if meaning["mesh"] else "ddp"
-    # A resolved recipe has the resolver's own word here; only a number of ranks says more than the strategy does.
+    # In a resolved recipe a boolean here follows from the strategy; only a number of ranks adds information.
     explicit = recipe.fsdp.reshard_after_forward
     reshard = meaning["reshard_after_forward"] if explicit is None or isinstance(explicit, bool) else explicit
     placements = meaning["placements"]
     if wrapper == "fsdp1" and recipe.world_size == 1:
-        placements, reshard = [], None  # FSDP1 on one rank has nothing to shard; FSDP2 makes DTensors all the same
+        placements, reshard = [], None  # FSDP1 on one rank has nothing to shard; FSDP2 creates DTensors regardless
     if recipe.fsdp.auto_wrap_policy == "NO_WRAP" or not meaning["mesh"]:
-        reshard = None  # no unit but the root, whose backward begins where its forward ends; or nothing sharded at all
+        reshard = None  # the root is the only unit, and its backward starts where its forward ends; or nothing is sharded
     of_fsdp2: dict[str, Any] = {}
     if wrapper == "fsdp2":
         of_fsdp2["output_dtype"] = None  # the model's output, and with it the loss, is not rounded
@@ -141,7 +146,7 @@ def expected(recipe: Recipe) -> dict[str, Any]:
         "parameter_dtype": storage,
         "compute_dtype": storage if recipe.precision.mixed_precision == "no" else compute,
         "reduce_dtype": _STORAGE[recipe.precision.reduce_dtype] if meaning["mesh"] else storage,
-        # Where a rank's part is small or no whole number of blocks, the moments are as wide as the parameter.
+        # Where a rank's shard is small or not a multiple of the block size, the moments have the dtype of the parameter.
         "optimizer_state_dtype": f"{bits}-bit" if bits else _STORAGE[state_dtype(recipe.training, recipe.model.dtype)],
         "offload_params": recipe.fsdp.offload_params,
         "activation_checkpointing": recipe.fsdp.activation_checkpointing,

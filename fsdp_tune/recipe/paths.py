@@ -1,4 +1,4 @@
-"""Paths of a recipe made absolute, so that a rank finds the same files from anywhere; and where a run may not be written."""
+"""Make the paths of a recipe absolute, so that every rank finds the same files, and check the output directory."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from fsdp_tune.recipe.schema.model_and_data import BUILDERS
 
 PACKAGE = Path(__file__).resolve().parent.parent
 COMPILED = "compiled"
-"""Folder of inductor's kernels, in the default cache directory: inductor unpickles and runs what it finds there."""
+"""Directory of Inductor's kernels inside the default cache directory. Inductor unpickles and executes the files in it."""
 
 
 def default_cache_directory() -> Path:
-    """$XDG_CACHE_HOME/fsdp-tune; a relative XDG_CACHE_HOME is ignored, as its specification says."""
+    """Return $XDG_CACHE_HOME/fsdp-tune. A relative XDG_CACHE_HOME is ignored, as the XDG specification requires."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "fsdp-tune"
 
 
 def output_directory(recipe: Recipe, cwd: Path) -> tuple[Path, list[Finding]]:
-    """The run directory with {name} and {seed} filled in, and what speaks against it."""
+    """Return the run directory with {name} and {seed} filled in, and the reasons why it cannot be used."""
     values = {"name": recipe.name or "run", "seed": str(recipe.training.seed)}
     filled = OUTPUT_FIELDS.sub(lambda found: values[found[1]], recipe.output_dir)
     path = Path(cwd, filled)
@@ -49,33 +49,33 @@ def _objections(recipe: Recipe, path: Path, cwd: Path) -> list[tuple[str, str]]:
     if blocked is not None:
         return [(f"leads through `{blocked}`, which is a file", elsewhere)]
     if path == PACKAGE or PACKAGE in path.parents:
-        return [("lies inside the installed package", elsewhere)]
+        return [("is inside the installed package", elsewhere)]
     for source in _local_directories(recipe, cwd):
         if path == source or source in path.parents:
-            return [(f"lies inside the training data `{source}`", elsewhere)]
+            return [(f"is inside the training data `{source}`", elsewhere)]
     for source in _local_inputs(recipe, cwd):
         if path in source.parents and path.exists():
-            return [(f"holds the data or model `{source}`, and `--overwrite` would move them away", elsewhere)]
+            return [(f"contains the data or model `{source}`, which `--overwrite` would move away", elsewhere)]
     return []
 
 
 def _local_directories(recipe: Recipe, cwd: Path) -> list[Path]:
-    """Directories of training and evaluation data."""
+    """Return the local directories of training and evaluation data, except the working directory."""
     named = [source.path for _, source in recipe.data.sources]
     return [path.resolve() for path in (Path(cwd, name) for name in named) if path.is_dir() and path.resolve() != cwd.resolve()]
 
 
 def _local_inputs(recipe: Recipe, cwd: Path) -> list[Path]:
-    """Files and directories that the recipe reads: data, model and tokenizer."""
+    """Return the local files and directories that the recipe reads: data, model and tokenizer."""
     named = [*(source.path for _, source in recipe.data.sources), recipe.model.name_or_path, recipe.model.tokenizer]
     paths = (Path(cwd, Path(name).expanduser()) for name in named if name is not None)
     return [path.resolve() for path in paths if path.exists()]
 
 
 def absolute_paths(data: dict[str, Any], cwd: Path) -> tuple[dict[str, str], list[Finding]]:
-    """Rewrites the paths in the dumped recipe `data`: what exists on disk is local. Returns the reasons and what is missing.
+    """Make the local paths in the dumped recipe `data` absolute, in place. Return the reason of each change, and findings of missing files.
 
-    Whether the files of a data source are there is told by whoever reads them.
+    Missing files of a data source are reported by the code that reads them.
     """
     work = _Paths(cwd)
     model = data["model"]
@@ -104,7 +104,7 @@ class _Paths:
         return Path(self.cwd, Path(name).expanduser())
 
     def local(self, name: str | None, key: str, *, must_exist: bool) -> str | None:
-        """The absolute path of what is on this disk, or can only be; anything else (a hub id) is left as it is."""
+        """Return the absolute path of a name that exists on this disk or can only be a path; return any other name (a hub id) unchanged."""
         if name is None or name.startswith("builtin:") or "://" in name:
             return name
         path = self.absolute(name)
@@ -114,9 +114,9 @@ class _Paths:
         if not can_only_be_a_path(name):
             return name
         if must_exist:
-            told = f"`{key}` is `{name}`, and there is no `{path}`"
+            message = f"`{key}` is `{name}`, and `{path}` does not exist"
             hint = _START.format(cwd=self.cwd) if not Path(name).expanduser().is_absolute() else None
-            self.findings.append(Finding("not-found", (key,), told, hint))
+            self.findings.append(Finding("not-found", (key,), message, hint))
         return str(path)
 
     def source(self, source: dict[str, Any], key: str) -> None:
@@ -134,7 +134,7 @@ class _Paths:
         if not path.is_file():
             hint = "give a config.json, or the mapping itself: `{model_type: llama, hidden_size: 512}`"
             self.findings.append(
-                Finding("not-found", ("model.from_config",), f"`model.from_config` is `{name}`, and there is no `{path}`", hint)
+                Finding("not-found", ("model.from_config",), f"`model.from_config` is `{name}`, and `{path}` does not exist", hint)
             )
         return str(path.resolve())
 
@@ -147,5 +147,5 @@ FILE_ENDINGS = (
 
 
 def can_only_be_a_path(name: str) -> bool:
-    """A hub id is `name` or `owner/name`, without these."""
+    """Return whether a name cannot be a hub id (`name` or `owner/name`) because of its beginning, its ending, its slashes or a glob."""
     return name.startswith(("/", ".", "~")) or name.endswith(FILE_ENDINGS) or name.count("/") > 1 or glob.has_magic(name)

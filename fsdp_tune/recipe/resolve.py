@@ -1,4 +1,4 @@
-"""The one place that decides what a recipe leaves open (`auto`, null, relative paths), each decision with its reason."""
+"""Decide all that a recipe leaves unset (`auto`, null, relative paths), and record the reason of each decision."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.recipe.world import WORLD_RULES, World, budget_accumulation, mesh_sizes
 
 ASSUMED_DEVICES = 8
-"""Devices per machine where none is visible and neither the recipe nor the vendor names a number (`validate`, `plan`, `--dry-run`)."""
+"""Devices per machine if none is visible and the recipe gives no number (`validate`, `plan`, `--dry-run`)."""
 CPU_RANKS = 2
 MOST_PROCESSES = 16
-"""That tokenise, however many cores there are."""
+"""Largest number of tokenising processes, regardless of the number of cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
     recipe: Recipe
     reasons: dict[str, str]
-    """Key → why it has the value that the recipe left open."""
+    """Reason of the value, for each key that the recipe left unset."""
     notices: tuple[Notice, ...]
 
 
@@ -42,10 +42,10 @@ def resolve(
     needs_trackers: bool = True,
     positions: Mapping[str, Where] | None = None,
 ) -> Resolution:
-    """Fills everything that is open. FsdpTuneError carries all problems that need the machine or the number of ranks.
+    """Fill every unset key. Raises: FsdpTuneError with all problems that depend on the machine or the number of ranks.
 
-    `assume` is the device that stands in where the machine has none (`cuda` for `validate`, `plan` and `--dry-run`, which start
-    nothing); without it a recipe that needs a device which is not there is an error. `positions` (of `LoadedRecipe`) give the lines.
+    `assume` is the device to assume if the machine has none (`cuda` for `validate`, `plan` and `--dry-run`, which start no ranks);
+    without it, a recipe that needs a missing device is an error. `positions` (of `LoadedRecipe`) gives the lines of problems.
     """
     work = _Resolver(recipe, machine, assume, positions or {})
     work.launch()
@@ -90,10 +90,10 @@ class _Resolver:
         self.data[section][name] = value
         self.reasons[key] = reason
 
-    def complain(self, code: str, keys: tuple[str, ...], message: str, hint: str | None = None, ways_out: tuple[str, ...] = ()) -> None:
+    def add_problem(self, code: str, keys: tuple[str, ...], message: str, hint: str | None = None, ways_out: tuple[str, ...] = ()) -> None:
         self.problems.append(as_problem(Finding(code, keys, message, hint, ways_out), self.positions))
 
-    def notice(self, code: str, keys: tuple[str, ...], message: str, hint: str | None = None) -> None:
+    def add_notice(self, code: str, keys: tuple[str, ...], message: str, hint: str | None = None) -> None:
         self.notices.append(as_notice(Finding(code, keys, message, hint), self.positions, strict=False))
 
     def launch(self) -> None:
@@ -113,7 +113,7 @@ class _Resolver:
                 return there
             if self.assume is None:
                 ways_out = ("--set launch.device=cpu to train on the CPU",)
-                self.complain(
+                self.add_problem(
                     "no-device",
                     ("launch.device",),
                     "this machine shows no accelerator, and the CPU is never chosen silently",
@@ -126,7 +126,7 @@ class _Resolver:
         if wanted not in {"cpu", there} and self.assume is None:
             shows = f"it shows {there}" if there else "it shows no accelerator"
             ways_out = ("--set launch.device=cpu to train on the CPU",)
-            self.complain("no-device", ("launch.device",), f"`launch.device: {wanted}` is not on this machine: {shows}", None, ways_out)
+            self.add_problem("no-device", ("launch.device",), f"`launch.device: {wanted}` is not on this machine: {shows}", None, ways_out)
         return wanted
 
     def _processes(self, device: str) -> None:
@@ -141,14 +141,14 @@ class _Resolver:
                 count = ASSUMED_DEVICES * launch.num_machines
                 reason = f"assumed: {ASSUMED_DEVICES} devices × {launch.num_machines} machines"
                 message = f"this machine shows no {device} device: {ASSUMED_DEVICES} per machine are assumed"
-                self.notice("assumed-devices", ("launch.num_processes",), message, "write `launch.num_processes`")
+                self.add_notice("assumed-devices", ("launch.num_processes",), message, "write `launch.num_processes`")
             self.decide("launch.num_processes", count, reason)
             return
         local = launch.num_processes // launch.num_machines
         if device != "cpu" and self.assume is None and machine.device == device and local > machine.device_count:
             message = f"{local} ranks on this machine need {local} {device} devices, and {machine.device_count} are visible"
-            hint = f"write `launch.num_processes: {machine.device_count * launch.num_machines}`, or look at CUDA_VISIBLE_DEVICES"
-            self.complain("too-few-devices", ("launch.num_processes",), message, hint)
+            hint = f"write `launch.num_processes: {machine.device_count * launch.num_machines}`, or check CUDA_VISIBLE_DEVICES"
+            self.add_problem("too-few-devices", ("launch.num_processes",), message, hint)
 
     def mesh(self, world: World) -> None:
         sizes = mesh_sizes(self.recipe, world)
@@ -158,34 +158,36 @@ class _Resolver:
         if parallelism.dp_shard_size == "auto":
             reason = "ranks of a machine" if self.recipe.is_hybrid and world.machines > 1 else sizes.reason
             self.decide("parallelism.dp_shard_size", sizes.shard, reason)
-        both_open = parallelism.dp_replicate_size == parallelism.dp_shard_size == "auto"
-        if self.recipe.is_hybrid and world.machines == 1 and both_open:
+        both_unset = parallelism.dp_replicate_size == parallelism.dp_shard_size == "auto"
+        if self.recipe.is_hybrid and world.machines == 1 and both_unset:
             strategy = self.recipe.fsdp.sharding_strategy
             message = f"`{strategy}` on one machine: two copies of the model, each over {sizes.shard} ranks"
-            self.notice("hybrid-on-one-machine", ("fsdp.sharding_strategy",), message, "FULL_SHARD needs less memory here")
+            self.add_notice("hybrid-on-one-machine", ("fsdp.sharding_strategy",), message, "FULL_SHARD needs less memory here")
 
     def fsdp(self) -> None:
         fsdp = self.recipe.fsdp
         if fsdp.reshard_after_forward is None:
             self.decide("fsdp.reshard_after_forward", self.recipe.reshards_after_forward, f"{fsdp.sharding_strategy}")
         if fsdp.activation_checkpointing == "auto":
-            self.reasons["fsdp.activation_checkpointing"] = "decided by a plan, for the memory of the ranks that the run has"
+            self.reasons["fsdp.activation_checkpointing"] = "a plan decides it from the memory of the ranks"
         if fsdp.version == 1 and self.data["launch"]["device"] == "cpu" and fsdp.cpu_ram_efficient_loading:
             self.decide("fsdp.cpu_ram_efficient_loading", value=False, reason="FSDP1 on the CPU cannot send rank 0's weights")
 
     def trackers(self) -> None:
-        """Refuse trackers that are not installed, which would end every rank minutes later."""
+        """Refuse trackers that are not installed. Without this check every rank would fail minutes later."""
         for name in self.recipe.training.report_to:
             if importlib.util.find_spec(TRACKERS[name]) is None:
                 message = f"`training.report_to` names {name}, and the package `{TRACKERS[name]}` is not installed"
-                self.complain("tracker-not-installed", ("training.report_to",), message, f"`pip install {TRACKERS[name]}`, or leave it out")
+                self.add_problem(
+                    "tracker-not-installed", ("training.report_to",), message, f"`pip install {TRACKERS[name]}`, or leave it out"
+                )
 
     def _rows_of_budget(self, world: World) -> None:
-        """What a token budget comes to when every row is as long as may be: what memory and time are planned for."""
+        """Set the batch size that a token budget gives if every row is as long as `data.max_length`: memory and time are planned for it."""
         training, longest = self.recipe.training, self.recipe.data.max_length
         budget = training.per_device_train_batch_tokens
         assert budget is not None
-        reason = f"the longest rows that {budget:,} token slots hold: {budget:,} / {longest:,}; of shorter ones there are more"
+        reason = f"rows of full length in {budget:,} token slots: {budget:,} / {longest:,}; more rows if they are shorter"
         self.decide("training.per_device_train_batch_size", budget // longest, reason)
         steps = budget_accumulation(self.recipe, world)
         self.decide("training.gradient_accumulation_steps", steps, "at most, when all rows are as long as `data.max_length`")
@@ -224,7 +226,7 @@ class _Resolver:
                 strategy, reason = "epoch", "nothing is saved before the end: once an epoch"
             self.decide("training.eval_strategy", strategy, reason)
         if training.early_stopping is not None and training_value(training, "metric_for_best_model") is None:
-            self.decide("training.metric_for_best_model", "loss", "what early stopping compares: eval_loss")
+            self.decide("training.metric_for_best_model", "loss", "early stopping compares eval_loss")
         if strategy == "steps" and training_value(training, "eval_steps") is None:
             self.decide("training.eval_steps", training.save_steps, "training.save_steps")
 
@@ -250,7 +252,7 @@ class _Resolver:
         if recipe.data.eval_packing is None:
             self.decide("data.eval_packing", recipe.data.packing, "data.packing")
         if computes_in_fp8(recipe) and not given(recipe, "data.pad_to_multiple_of"):
-            self.decide("data.pad_to_multiple_of", FP8_MULTIPLE, "fp8 kernels take tokens by that many")
+            self.decide("data.pad_to_multiple_of", FP8_MULTIPLE, "fp8 kernels need a multiple of it")
         if recipe.data.cache_dir is None:
             self.decide("data.cache_dir", str(default_cache_directory()), "the user's cache")
         if recipe.merge.dtype == "auto":

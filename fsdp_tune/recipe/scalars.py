@@ -40,7 +40,7 @@ def parse_plain(text: str) -> tuple[Value, str | None]:
     if _BASED_INTEGER.fullmatch(text):
         return _integer(text, 8 if text[1] == "o" else 16), None
     if _LEADING_ZERO.fullmatch(text):
-        return text, f"`{text}` is an octal number to some programs: write {text.lstrip('+-0') or '0'}"
+        return text, f"some programs read `{text}` as an octal number: write {text.lstrip('+-0') or '0'}"
     if _FLOAT.fullmatch(text):
         return _float(text), None
     if _NOT_FINITE.fullmatch(text):

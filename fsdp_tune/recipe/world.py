@@ -18,8 +18,8 @@ BATCH_KEYS = (
 )
 MOST_SIZES_TRIED = 4096
 MOST_NARROW_SUMS = 8
-"""Most micro-batches whose gradients may be added in bf16. At 8 the sum is off by 0.36 %, twice the cost of rounding it once
-(docs/guide/precision.md)."""
+"""Largest number of micro-batches whose gradients may be added in bf16. At 8 the error of the sum is 0.36 %, twice that of rounding
+it once (docs/guide/precision.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def machines_are_alike(_recipe: Recipe, world: World) -> Iterator[Finding]:
     if world.size % world.machines:
         message = f"`launch.num_processes: {world.size}` (the total) does not divide by `launch.num_machines: {world.machines}`"
         below, above = world.size // world.machines * world.machines, -(-world.size // world.machines) * world.machines
-        hint = f"every machine runs as many ranks: {f'{below} or ' if below else ''}{above}"
+        hint = f"every machine must run the same number of ranks: write {f'{below} or ' if below else ''}{above}"
         yield Finding("indivisible", ("launch.num_processes", "launch.num_machines"), message, hint)
 
 
@@ -148,7 +148,7 @@ def batch_divides(recipe: Recipe, world: World) -> Iterator[Finding]:
 
 
 def budget_accumulation(recipe: Recipe, world: World) -> int:
-    """Return the most micro-batches that a step takes under a token budget: those of rows as long as `data.max_length`."""
+    """Return the largest number of micro-batches of a step under a token budget: that of rows as long as `data.max_length`."""
     training = recipe.training
     assert training.global_batch_size is not None
     assert training.per_device_train_batch_tokens is not None
@@ -156,7 +156,7 @@ def budget_accumulation(recipe: Recipe, world: World) -> int:
 
 
 def gradient_sums_are_exact(recipe: Recipe, world: World) -> Iterator[Finding]:
-    """Refuse long sums of micro-batch gradients where the stack adds them in 16 bits; elsewhere they are added in fp32."""
+    """Refuse accumulation over many micro-batches where torch adds their gradients in 16 bits; elsewhere they are added in fp32."""
     micro_batches = _micro_batches(recipe, world)
     if micro_batches <= MOST_NARROW_SUMS or not _sums_in_16_bits(recipe):
         return

@@ -118,8 +118,11 @@ def test_a_source_is_a_path_or_a_name(tmp_path: Path, monkeypatch: pytest.Monkey
     ("source", "hint"),
     [
         ("gpt2_smok", "did you mean `gpt2_smoke`?"),
-        ("configs/gpt2_smoke.yaml", "the catalogue has it: `--config gpt2_smoke`, or `fsdp-tune recipes copy gpt2_smoke`"),
-        ("zzzz", "`fsdp-tune recipes list` shows the catalogue; a file is given by its path"),
+        (
+            "configs/gpt2_smoke.yaml",
+            "the catalogue has a recipe of this name: `--config gpt2_smoke`, or `fsdp-tune recipes copy gpt2_smoke`",
+        ),
+        ("zzzz", "`fsdp-tune recipes list` shows the catalogue; for a file give its path"),
     ],
 )
 def test_a_source_that_is_nothing_says_what_is_near(source: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from tests.recipe.loading import MINIMAL, load, load_with, one_problem, problems
         ("offload_params: true", "3:1", "unknown key `offload_params`", "belongs under `fsdp:`"),
         ("max_steps: 5", "3:1", "unknown key `max_steps`", "belongs under `training:`"),
         ("fsdp: {output_dir: x}", "3:8", "unknown key `fsdp.output_dir`", "belongs under the top of the recipe"),
-        ("hf_token: abc", "3:1", "unknown key `hf_token`", "a token is never a key: set HF_TOKEN, or log in with `hf auth login`"),
+        ("hf_token: abc", "3:1", "unknown key `hf_token`", "a recipe never contains a token: set HF_TOKEN, or log in with `hf auth login`"),
         (
             "precision: {zzz: 1}",
             "3:13",
@@ -77,7 +77,7 @@ def test_an_unknown_key_says_where_it_belongs(extra: str, place: str, message: s
         (
             "data: {train: [{path: a}], max_length: 0123}",
             "`data.max_length` is `0123`; it takes a whole number above 0",
-            "`0123` is an octal number to some programs: write 123",
+            "some programs read `0123` as an octal number: write 123",
         ),
         (
             "data: {train: [{path: a}], max_length: 1_000}",
@@ -111,7 +111,11 @@ def test_an_unknown_key_says_where_it_belongs(extra: str, place: str, message: s
             "`merge.max_shard_size` is `5`; it takes a size with its unit, such as 5GB or 512MiB",
             "give the unit: `5GB`",
         ),
-        ("fsdp: {ignored_modules: '('}", "`fsdp.ignored_modules`: `(` is no regular expression: missing ), unterminated subpattern", None),
+        (
+            "fsdp: {ignored_modules: '('}",
+            "`fsdp.ignored_modules`: `(` is not a valid regular expression: missing ), unterminated subpattern",
+            None,
+        ),
         ("fsdp: 5", "`fsdp` takes keys, such as `sharding_strategy: FULL_SHARD`", "without sharding"),
         (
             "data: {train: a.jsonl}",

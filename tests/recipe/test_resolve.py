@@ -49,7 +49,7 @@ def refused(
         (
             "training: {global_batch_size: 30, per_device_train_batch_tokens: 8192}",
             *("training.per_device_train_batch_size", 4),
-            "the longest rows that 8,192 token slots hold: 8,192 / 2,048; of shorter ones there are more",
+            "rows of full length in 8,192 token slots: 8,192 / 2,048; more rows if they are shorter",
         ),
         (
             "training: {global_batch_size: 30, per_device_train_batch_tokens: 8192}",
@@ -185,9 +185,9 @@ def test_paths_become_absolute_and_hub_ids_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("model: {name_or_path: ./nowhere}\ndata: {train: [{path: b}]}", "`model.name_or_path` is `./nowhere`, and there is no `/"),
-        ("model: {name_or_path: ~/m}\ndata: {train: [{path: b}]}", "`model.name_or_path` is `~/m`, and there is no `/"),
-        ("model: {from_config: no.json, tokenizer: t}\ndata: {train: [{path: b}]}", "`model.from_config` is `no.json`, and there is no"),
+        ("model: {name_or_path: ./nowhere}\ndata: {train: [{path: b}]}", "`model.name_or_path` is `./nowhere`, and `/"),
+        ("model: {name_or_path: ~/m}\ndata: {train: [{path: b}]}", "`model.name_or_path` is `~/m`, and `/"),
+        ("model: {from_config: no.json, tokenizer: t}\ndata: {train: [{path: b}]}", "`model.from_config` is `no.json`, and `"),
         ("model: {name_or_path: a}\ndata: {chat_template: t.jinja, train: [{path: b}]}", "`data.chat_template` is `t.jinja`"),
     ],
 )
@@ -205,11 +205,11 @@ def test_what_can_only_be_a_path_must_exist(tmp_path: Path, text: str, words: st
         ("{home}", "is your home directory"),
         ("{tmp}/file", "which is a file"),
         ("{tmp}/file/below", "leads through"),
-        ("{tmp}/set/runs", "lies inside the training data"),
-        ("{package}/runs", "lies inside the installed package"),
-        ("{tmp}/parent", "holds the data or model"),
-        ("{tmp}/run", "holds the data or model"),
-        ("{tmp}/rows", "holds the data or model"),
+        ("{tmp}/set/runs", "is inside the training data"),
+        ("{package}/runs", "is inside the installed package"),
+        ("{tmp}/parent", "contains the data or model"),
+        ("{tmp}/run", "contains the data or model"),
+        ("{tmp}/rows", "contains the data or model"),
     ],
 )
 def test_a_run_is_not_written_where_it_would_harm(tmp_path: Path, output_dir: str, words: str) -> None:

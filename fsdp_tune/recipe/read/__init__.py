@@ -1,1 +1,1 @@
-"""From YAML and `--set` to a checked recipe, with the line of every value."""
+"""Read YAML and `--set` into a checked recipe, with the line of every value."""

@@ -1,4 +1,4 @@
-"""Validation errors in the user's words: what was given, what the key takes, where it stands, what was perhaps meant."""
+"""Describe validation errors: the given value, the values that the key takes, the position, and the probable intention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_tune.recipe.schema.keys import choices, closest, dotted, element_words
 from fsdp_tune.recipe.schema.kinds import Text
 from fsdp_tune.recipe.schema.model_and_data import EVAL_TAGS
 from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS
-from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, complaint, installed_transformers, owner_of, version_gap
+from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, installed_transformers, mismatch, owner_of, version_gap
 
 Path = tuple[str | int, ...]
 
@@ -34,7 +34,7 @@ def node_at(tree: Node, path: Sequence[str | int]) -> Node | None:
 
 
 def where_of(tree: Node, path: Sequence[str | int], *, key: bool = False) -> Where:
-    """Position of a value (or of its key); of the nearest thing around it where it is absent."""
+    """Return the position of a value (or of its key); of its nearest existing parent if it is absent."""
     for length in range(len(path), -1, -1):
         parent, node = node_at(tree, path[: length - 1]) if length else None, node_at(tree, path[:length])
         if node is not None:
@@ -46,7 +46,7 @@ def where_of(tree: Node, path: Sequence[str | int], *, key: bool = False) -> Whe
 
 
 def explain(error: ValidationError, tree: MappingNode) -> dict[Path, Problem]:
-    """One problem for each place that is wrong."""
+    """Return one problem for each wrong path."""
     problems: dict[Path, Problem] = {}
     for details in error.errors(include_url=False):
         loc = _without_tag(details["loc"])
@@ -62,12 +62,12 @@ def explain(error: ValidationError, tree: MappingNode) -> dict[Path, Problem]:
 
 
 def _without_tag(loc: Path) -> Path:
-    """pydantic names the chosen form of `data.eval` behind that key."""
+    """Remove the tag that pydantic adds to a location for the chosen form of `data.eval`."""
     return (*loc[:2], *loc[3:]) if loc[:2] == ("data", "eval") and loc[2:3] and loc[2] in EVAL_TAGS else loc
 
 
 def _given_part(tree: Node, loc: Path) -> Path:
-    """The part of a pydantic location that leads to something in the file; the rest names branches of unions."""
+    """Return the longest prefix of a pydantic location that exists in the file; the rest are names of union branches."""
     for length in range(len(loc), 0, -1):
         if node_at(tree, loc[:length]) is not None:
             return loc[:length]
@@ -82,7 +82,7 @@ def unknown_key(tree: MappingNode, path: Path) -> Problem:
 
 
 def wrong_value(tree: MappingNode, path: Path, reason: str | None = None) -> Problem:
-    """`reason` is a finished sentence where the kind of value has one (sizes, durations)."""
+    """Return the problem of a wrong value. `reason` is the validator's message, if it has one (sizes, durations)."""
     node, field = node_at(tree, path), field_at(path)
     in_list = bool(path) and isinstance(path[-1], int)
     takes = _free_words(path) if field is None else element_words(field.annotation) if in_list else field_words(field)
@@ -96,14 +96,14 @@ def wrong_value(tree: MappingNode, path: Path, reason: str | None = None) -> Pro
     where = where_of(tree, path)
     if isinstance(node, ScalarNode) and node.value is None and node.plain:
         message = f"`{dotted(path)}` has no value; it takes {takes}"
-        return Problem("no-value", message, where, "write the value, or remove the line: the default then holds")
+        return Problem("no-value", message, where, "write the value, or remove the line to use the default")
     if reason is not None and isinstance(node, ScalarNode) and isinstance(node.value, str):
         return Problem("wrong-value", f"`{dotted(path)}`: {printable(reason)}", where, hint)
     return Problem("wrong-value", f"`{dotted(path)}` is {given(node)}; it takes {takes}", where, hint)
 
 
 def _free_words(path: Path) -> str:
-    """What a key below a free mapping takes: text in `launch.env` and `rename_columns`, else unknown."""
+    """Describe the values of a key below a free mapping: text in `launch.env` and `rename_columns`, else unknown."""
     parent = field_at(path[:-1])
     of_text = parent is not None and any(get_args(each)[1:2] in ((str,), (Text,)) for each in _mappings_in(parent.annotation))
     return "text" if of_text else "another value"
@@ -116,7 +116,7 @@ def _mappings_in(annotation: Any) -> list[Any]:
 
 
 def _unspaced_hint(path: Path, node: Node | None) -> str | None:
-    """`name_or_path:gpt2` alone under `model:` is a text to YAML."""
+    """Return a hint for a missing space after a colon: YAML reads `name_or_path:gpt2` alone under `model:` as text."""
     field = field_at(path)
     match = UNSPACED.fullmatch(node.text) if isinstance(node, ScalarNode) and node.plain else None
     if field is None or match is None:
@@ -126,7 +126,7 @@ def _unspaced_hint(path: Path, node: Node | None) -> str | None:
 
 
 def _source_hint(path: Path, node: Node | None) -> str | None:
-    """A file name, or one source, where a list of sources belongs."""
+    """Return a hint for a file name, or a single source, in place of a list of sources."""
     if path[:1] != ("data",) or path[1:2] not in (("train",), ("eval",)):
         return None
     if isinstance(node, MappingNode) and len(path) == 2:
@@ -140,7 +140,7 @@ def _source_hint(path: Path, node: Node | None) -> str | None:
 
 
 def _quotes_hint(node: Node | None, takes: str) -> str | None:
-    """`{name}` without quotes is a mapping to YAML, and `false` is not text."""
+    """Return a hint for text that needs quotes: YAML reads `{name}` as a mapping and `false` as a boolean."""
     if "text" not in takes.split(" or ")[0].split(","):
         return None
     if isinstance(node, MappingNode) and len(node.entries) == 1:
@@ -153,7 +153,7 @@ def _quotes_hint(node: Node | None, takes: str) -> str | None:
 
 
 def _section_hint(path: Path, node: Node | None) -> str | None:
-    """The value of one key where the section belongs that holds it: `precision: bf16`, `model: gpt2`."""
+    """Return a hint for the value of a key in place of its section: `precision: bf16`, `model: gpt2`."""
     field = field_at(path)
     if field is None or not isinstance(node, ScalarNode) or not isinstance(node.value, str):
         return None
@@ -197,12 +197,12 @@ def _value_hint(node: Node | None, takes: str, options: Sequence[str]) -> str | 
 
 
 def _longer(text: str, options: Sequence[str]) -> str | None:
-    """The first option that begins so: `adamw` for `adamw_torch_fused`."""
+    """Return the first option that begins with the text: `adamw_torch_fused` for `adamw`."""
     return next((option for option in options if len(text) > 2 and option.lower().startswith(text.lower())), None)
 
 
 def _is_more_than_text(text: str) -> bool:
-    """Whether quotes alone keep it from being a number or a boolean."""
+    """Return whether the text would be a number or a boolean without its quotes."""
     try:
         return not isinstance(parse_plain(text)[0], str)
     except ScalarError:
@@ -210,7 +210,7 @@ def _is_more_than_text(text: str) -> bool:
 
 
 def check_training(tree: MappingNode) -> dict[Path, Problem]:
-    """The fields of `training:` that are not the recipe's own, against the table of TrainingArguments."""
+    """Check the fields of `training:` that are not in the schema against the table of TrainingArguments."""
     section = node_at(tree, ("training",))
     problems: dict[Path, Problem] = {}
     installed = installed_transformers()
@@ -220,12 +220,12 @@ def check_training(tree: MappingNode) -> dict[Path, Problem]:
             continue
         where = where_of(tree, path, key=True)
         if (owner := owner_of(name)) is not None:
-            problems[path] = Problem("owned-field", f"`training.{name}` is not taken: {owner}", where)
+            problems[path] = Problem("owned-field", f"`training.{name}` is not accepted: {owner}", where)
         elif name not in TRAINING_FIELDS.fields:
             problems[path] = unknown_key(tree, path)
         elif gap := version_gap(name, installed):
-            problems[path] = Problem("unknown-field", f"`training.{name}` cannot be passed on: {gap}", where)
-        elif takes := complaint(name, plain_value(entry.node)):
+            problems[path] = Problem("unknown-field", f"`training.{name}` cannot be passed to transformers: {gap}", where)
+        elif takes := mismatch(name, plain_value(entry.node)):
             options = _enum_values(name)
             if len(options) > SHOWN_OPTIONS:
                 takes = f"one of {len(options)} names, such as {enumerated([f'`{option}`' for option in options[:3]], 'and')}"
@@ -245,7 +245,7 @@ def _is_nothing(node: Node) -> bool:
 
 
 def _enum_values(name: str) -> list[str]:
-    """The names that a field takes; optimizers that are trained with first."""
+    """Return the names that a field takes, the supported optimizers first."""
     if name == "optim":
         return list(
             dict.fromkeys(
@@ -262,14 +262,14 @@ _FREE: tuple[Path, ...] = (("model", "from_config"), ("model", "config_overrides
 
 
 def check_free_mappings(tree: MappingNode, *, training: Mapping[str, Any] = TRAINING_FIELDS.fields) -> dict[Path, Problem]:
-    """Below keys that take any mapping no type catches `no` or `0123`, so that the doubt itself is the error."""
+    """Report values such as `no` or `0123` below keys that take any mapping, where no type would detect them."""
     places = [*_FREE, *(("training", name) for name, field in training.items() if "dict" in field.types)]
     problems: dict[Path, Problem] = {}
     for path in places:
         node = node_at(tree, path)
         for inner, scalar in _scalars(node, path) if isinstance(node, MappingNode | ListNode) else []:
             if scalar.suspicion is not None:
-                hint = f'or "{scalar.text}" in quotes where text is meant'
+                hint = f'or write "{scalar.text}" in quotes if it is meant as text'
                 problems[inner] = Problem("doubtful-value", f"`{dotted(inner)}`: {scalar.suspicion}", where_of(tree, inner), hint)
     return problems
 

@@ -1,6 +1,6 @@
-"""Old spellings that users know, translated on the tree with one notice each: TrainingArguments 4.x, Accelerate's
-`fsdp_config` files, the `fsdp: "full_shard auto_wrap offload"` strings. An old and a new spelling that disagree are an
-error; a spelling without counterpart is refused with the reason and the replacement.
+"""Translate old spellings on the tree, with one notice each: TrainingArguments 4.x, Accelerate's
+`fsdp_config` files, the `fsdp: "full_shard auto_wrap offload"` strings. It is an error if an old and a new spelling have
+different values. A spelling without an equivalent is refused, with the reason and the replacement.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ UPPERCASED = ("auto_wrap_policy", "backward_prefetch", "state_dict_type")
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A key that is gone. `fine` is the value that the package always has; another value is refused."""
+    """A removed key. `fine` is the value that the package always uses; any other value is refused."""
 
     path: Path
     fine: Value | None
-    """None: any value is fine, it has no effect."""
+    """None: any value is accepted and has no effect."""
     reason: str
 
 
@@ -69,7 +69,7 @@ DROPPED = (
     Dropped(("training", "save_safetensors"), fine=True, reason="weights are always written as safetensors or sharded, never as pickles"),
     Dropped(("training", "overwrite_output_dir"), None, "it is an option of the command: `train --overwrite`"),
     Dropped(("overwrite_output_dir",), None, "it is an option of the command: `train --overwrite`"),
-    Dropped(("fsdp", "use_orig_params"), fine=True, reason="the parameters of the model are always kept; there are no flat ones"),
+    Dropped(("fsdp", "use_orig_params"), fine=True, reason="the model always keeps its original parameters"),
     Dropped(("fsdp", "limit_all_gathers"), fine=True, reason="the number of gathers in flight is always limited"),
     Dropped(("fsdp", "xla"), fine=False, reason="there is no XLA path"),
     Dropped(("fsdp", "xla_fsdp_v2"), fine=False, reason="there is no XLA path"),
@@ -78,7 +78,7 @@ DROPPED = (
 
 
 def translate(tree: MappingNode) -> tuple[list[Notice], list[Problem]]:
-    """Rewrites every old spelling in `tree`; what needs the whole recipe is `settle`'s."""
+    """Rewrite every old spelling in `tree`. `settle` handles those that depend on the complete recipe."""
     work = Translation(tree)
     for place in (("fsdp",), ("training", "fsdp")):
         _option_string(work, place)
@@ -91,7 +91,7 @@ def translate(tree: MappingNode) -> tuple[list[Notice], list[Problem]]:
             if change is not None:
                 entry.node = changed(entry.node, change)
             work.put(new, entry, dotted(old))
-            work.say(entry.where, dotted(new), f"`{dotted(old)}` is now `{dotted(new)}: {node_text(entry.node)}`")
+            work.add_notice(entry.where, dotted(new), f"`{dotted(old)}` is now `{dotted(new)}: {node_text(entry.node)}`")
     for row in DROPPED:
         _drop(work, row)
     _values(work)
@@ -100,7 +100,7 @@ def translate(tree: MappingNode) -> tuple[list[Notice], list[Problem]]:
 
 
 def settle(tree: MappingNode) -> tuple[list[Notice], list[Problem]]:
-    """What is decided on the recipe with all `--set` in it: one key may mean another only where that one is absent."""
+    """Translate spellings that depend on the recipe with every `--set` applied: an old key may stand for another only if that is absent."""
     work = Translation(tree)
     reshard = work.find(("fsdp", "reshard_after_forward"))
     if reshard is not None and work.find(("fsdp", "sharding_strategy")) is None and plain_value(reshard.node) is False:
@@ -110,24 +110,24 @@ def settle(tree: MappingNode) -> tuple[list[Notice], list[Problem]]:
             "fsdp.reshard_after_forward",
         )
         message = "`fsdp.reshard_after_forward: false` is `fsdp.sharding_strategy: SHARD_GRAD_OP`"
-        work.say(reshard.where, "fsdp.sharding_strategy", message)
+        work.add_notice(reshard.where, "fsdp.sharding_strategy", message)
     if (sync := work.take(("fsdp", "sync_module_states"))) is not None:
         loading = work.find(("fsdp", "cpu_ram_efficient_loading"))
         if plain_value(sync.node) is False and (loading is None or plain_value(loading.node) is not True):
             work.put(("fsdp", "cpu_ram_efficient_loading"), MappingEntry(sync.where, sync.node), "fsdp.sync_module_states")
             message = "`fsdp.sync_module_states: false` is now `fsdp.cpu_ram_efficient_loading: false`"
-            work.say(sync.where, "fsdp.cpu_ram_efficient_loading", message)
+            work.add_notice(sync.where, "fsdp.cpu_ram_efficient_loading", message)
         elif plain_value(sync.node) is False:
             message = "`fsdp.sync_module_states: false` contradicts `fsdp.cpu_ram_efficient_loading: true`, which sends rank 0's weights"
-            work.refuse(sync.where, "fsdp.sync_module_states", message)
+            work.add_problem(sync.where, "fsdp.sync_module_states", message)
         else:
-            message = "`fsdp.sync_module_states` is gone: it follows from `fsdp.cpu_ram_efficient_loading`"
-            work.say(sync.where, "fsdp.sync_module_states", message)
+            message = "`fsdp.sync_module_states` is removed: it follows from `fsdp.cpu_ram_efficient_loading`"
+            work.add_notice(sync.where, "fsdp.sync_module_states", message)
     return work.notices, work.problems
 
 
 def take_aliases(tree: MappingNode) -> None:
-    """Spellings that the reference takes as equals, without a notice."""
+    """Normalise equivalent spellings of values, without a notice."""
     work = Translation(tree)
     for path in (
         ("model", "dtype"),
@@ -145,11 +145,11 @@ def take_aliases(tree: MappingNode) -> None:
     env = work.find(("launch", "env"))
     for entry in entries_of(env.node if env is not None else None).values():
         if isinstance(entry.node, ScalarNode) and isinstance(entry.node.value, int | float) and not isinstance(entry.node.value, bool):
-            entry.node.value = entry.node.text  # a variable is text, and this is the text as it stands in the file
+            entry.node.value = entry.node.text  # a variable is text, and this is the text as written in the file
 
 
 def _option_string(work: Translation, place: Path) -> None:
-    """`full_shard auto_wrap offload`, a list of such words, or a bare true."""
+    """Translate `full_shard auto_wrap offload`, a list of such words, or `true`."""
     entry = work.find(place)
     if entry is None or isinstance(entry.node, MappingNode):
         return
@@ -160,44 +160,46 @@ def _option_string(work: Translation, place: Path) -> None:
     items = entry.node.items if isinstance(entry.node, ListNode) else []
     words = value.split() if isinstance(value, str) else [str(plain_value(item)) for item in items]
     if value is True:
-        work.say(entry.where, "fsdp", f"`{dotted(place)}: true` is not needed: sharding is on unless `fsdp.sharding_strategy` is NO_SHARD")
+        work.add_notice(
+            entry.where, "fsdp", f"`{dotted(place)}: true` is not needed: sharding is on unless `fsdp.sharding_strategy` is NO_SHARD"
+        )
     elif not words:
         hint = "without sharding (plain DDP) write `fsdp: {sharding_strategy: NO_SHARD}`"
-        work.refuse(entry.where, "fsdp", f"`{dotted(place)}` takes keys, such as `sharding_strategy: FULL_SHARD`", hint)
+        work.add_problem(entry.where, "fsdp", f"`{dotted(place)}` takes keys, such as `sharding_strategy: FULL_SHARD`", hint)
     for word in words:
         name = word.upper()
         if name in STRATEGIES:
             work.put(("fsdp", "sharding_strategy"), MappingEntry(entry.where, text_node(name, entry.node.where)), dotted(place))
-            work.say(entry.where, "fsdp.sharding_strategy", f"`{word}` in `{dotted(place)}` is now `fsdp.sharding_strategy: {name}`")
+            work.add_notice(entry.where, "fsdp.sharding_strategy", f"`{word}` in `{dotted(place)}` is now `fsdp.sharding_strategy: {name}`")
         elif name == "OFFLOAD":
             offload = ScalarNode(value=True, text="true", plain=True, where=entry.node.where)
             work.put(("fsdp", "offload_params"), MappingEntry(entry.where, offload), dotted(place))
-            work.say(entry.where, "fsdp.offload_params", f"`offload` in `{dotted(place)}` is now `fsdp.offload_params: true`")
+            work.add_notice(entry.where, "fsdp.offload_params", f"`offload` in `{dotted(place)}` is now `fsdp.offload_params: true`")
         elif name == "AUTO_WRAP":
-            work.say(
+            work.add_notice(
                 entry.where,
                 "fsdp.auto_wrap_policy",
                 f"`auto_wrap` in `{dotted(place)}` is not needed: decoder layers are wrapped by default",
             )
         else:
             known = ", ".join([*(name.lower() for name in STRATEGIES), "auto_wrap", "offload"])
-            work.refuse(entry.where, "fsdp", f"`{shown(word)}` is no option of `{dotted(place)}`", f"options are {known}")
+            work.add_problem(entry.where, "fsdp", f"`{shown(word)}` is not an option of `{dotted(place)}`", f"options are {known}")
 
 
 def _config_section(work: Translation, place: Path) -> None:
-    """Accelerate's and transformers' `fsdp_config`: its keys move to `fsdp:`, where the prefix goes."""
+    """Move the keys of Accelerate's and transformers' `fsdp_config` to `fsdp:`, where `_prefixes` removes their prefix."""
     entry = work.find(place)
     if entry is None:
         return
     if not isinstance(entry.node, MappingNode):
         work.take(place)
-        work.refuse(entry.where, dotted(place), f"`{dotted(place)}` is read as keys, not as a file", "copy its keys into `fsdp:`")
+        work.add_problem(entry.where, dotted(place), f"`{dotted(place)}` is read as keys, not as a file", "copy its keys into `fsdp:`")
         return
     work.take(place)
     for name, inner in entry.node.entries.items():
         work.put(("fsdp", name), inner, f"{dotted(place)}.{name}")
         if not name.startswith("fsdp_"):
-            work.say(inner.where, f"fsdp.{name}", f"`{dotted(place)}.{shown(name)}` is now `fsdp.{shown(name)}`")
+            work.add_notice(inner.where, f"fsdp.{name}", f"`{dotted(place)}.{shown(name)}` is now `fsdp.{shown(name)}`")
 
 
 def _prefixes(work: Translation) -> None:
@@ -212,34 +214,36 @@ def _prefixes(work: Translation) -> None:
             # Accelerate numbers its choices; in a recipe a number is units ahead.
             entry.node = changed(entry.node, lambda value: PREFETCH_NUMBERS.get(value, value) if type(value) is int else value)
         work.put(("fsdp", short), entry, f"fsdp.{name}")
-        work.say(entry.where, f"fsdp.{short}", f"`fsdp.{shown(name)}` is now `fsdp.{shown(short)}`")
+        work.add_notice(entry.where, f"fsdp.{short}", f"`fsdp.{shown(name)}` is now `fsdp.{shown(short)}`")
 
 
 def _values(work: Translation) -> None:
-    """Old values of keys that kept their names."""
-    work.say_changed(("fsdp", "sharding_strategy"), _strategy)
+    """Translate old values of keys that kept their names."""
+    work.change_with_notice(("fsdp", "sharding_strategy"), _strategy)
     for name in UPPERCASED:
-        work.say_changed(("fsdp", name), _upper)
+        work.change_with_notice(("fsdp", name), _upper)
     state = work.find(("fsdp", "state_dict_type"))
     if state is not None and plain_value(state.node) == "LOCAL_STATE_DICT":
         work.take(("fsdp", "state_dict_type"))
-        message = "`LOCAL_STATE_DICT` is gone: it held each rank's flat buffer, which nothing else can read"
-        work.refuse(state.where, "fsdp.state_dict_type", message, "write `state_dict_type: SHARDED_STATE_DICT`, saved by every rank too")
+        message = "`LOCAL_STATE_DICT` is removed: it held each rank's flat buffer, which no other tool can read"
+        work.add_problem(
+            state.where, "fsdp.state_dict_type", message, "write `state_dict_type: SHARDED_STATE_DICT`, saved by every rank too"
+        )
     smallest = work.find(("fsdp", "min_num_params"))
     if smallest is not None and plain_value(smallest.node) == 0:
         work.take(("fsdp", "min_num_params"))
-        work.say(smallest.where, "fsdp.min_num_params", "`fsdp.min_num_params: 0` is now `auto`")
+        work.add_notice(smallest.where, "fsdp.min_num_params", "`fsdp.min_num_params: 0` is now `auto`")
     reshard = work.find(("fsdp", "reshard_after_forward"))
     if reshard is not None and isinstance(plain_value(reshard.node), str):
         work.take(("fsdp", "reshard_after_forward"))
         reshard.node = changed(reshard.node, lambda value: "SHARD_GRAD_OP" if value == "NO_RESHARD" else _strategy(value))
         work.put(("fsdp", "sharding_strategy"), reshard, "fsdp.reshard_after_forward")
         message = f"the strategy in `fsdp.reshard_after_forward` is now `fsdp.sharding_strategy: {node_text(reshard.node)}`"
-        work.say(reshard.where, "fsdp.sharding_strategy", message)
+        work.add_notice(reshard.where, "fsdp.sharding_strategy", message)
 
 
 def _share_of_steps(work: Translation) -> None:
-    """A ratio of 1 or more would become that many steps."""
+    """Refuse a `warmup_ratio` of 1 or more, which `warmup_steps` would read as a number of steps."""
     entry = work.find(("training", "warmup_ratio"))
     value = plain_value(entry.node) if entry is not None else None
     if entry is not None and isinstance(value, int | float) and not 0 <= value < 1:
@@ -253,7 +257,7 @@ def _reentrant(work: Translation) -> None:
         entry = work.find(("training", name))
         if entry is not None and plain_value(entry.node) == {"use_reentrant": False}:
             work.take(("training", name))
-            work.say(entry.where, f"training.{name}", f"`training.{name}` is not needed: recomputation is always non-reentrant")
+            work.add_notice(entry.where, f"training.{name}", f"`training.{name}` is not needed: recomputation is always non-reentrant")
 
 
 def _drop(work: Translation, row: Dropped) -> None:
@@ -262,6 +266,6 @@ def _drop(work: Translation, row: Dropped) -> None:
         return
     key, value = dotted(row.path), plain_value(entry.node)
     if row.fine is None or value is row.fine or value is None:
-        work.say(entry.where, key, f"`{key}` is gone: {row.reason}")
+        work.add_notice(entry.where, key, f"`{key}` is removed: {row.reason}")
     else:
-        work.refuse(entry.where, key, f"`{key}: {node_text(entry.node)}` has no counterpart: {row.reason}", "remove the line")
+        work.add_problem(entry.where, key, f"`{key}: {node_text(entry.node)}` has no equivalent: {row.reason}", "remove the line")

@@ -1,4 +1,4 @@
-"""From a file and `--set` to a checked recipe: the only reader of recipes. Every mistake is found and told at once."""
+"""Read a recipe file and `--set` into a checked recipe; the only reader of recipes. Collects every error before raising."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ KeyPath = tuple[str | int, ...]
 @dataclass(frozen=True, slots=True)
 class LoadedRecipe:
     recipe: Recipe
-    """As written, with defaults; `auto` and null are decided by `recipe.resolve`."""
+    """As written, with defaults; `recipe.resolve` decides `auto` and null."""
     notices: tuple[Notice, ...]
     path: Path
     text: str
-    """The file as it is."""
+    """The unmodified content of the file."""
     overrides: tuple[str, ...]
     positions: Mapping[str, Where]
-    """`fsdp.version` → where that key is written; what stands at its default is absent."""
+    """Position of each written key (`fsdp.version`); keys that have their default are absent."""
 
 
 def load_recipe(
@@ -104,7 +104,7 @@ def _compose_mapping(text: str, source: str) -> tuple[MappingNode, list[Problem]
 
 
 def _drop_empty_sections(tree: MappingNode, path: tuple[str, ...]) -> None:
-    """`fsdp:` with all its keys commented out is null in YAML and means the defaults."""
+    """Remove empty sections: `fsdp:` with all its keys commented out is null in YAML and means the defaults."""
     for key in list(tree.entries):
         node, field = tree.entries[key].node, field_at((*path, key))
         is_section = field is not None and field.default is not None and bool(sections_in(field.annotation))
@@ -115,9 +115,9 @@ def _drop_empty_sections(tree: MappingNode, path: tuple[str, ...]) -> None:
 
 
 def _validate(tree: MappingNode) -> tuple[Recipe | None, set[str], list[Problem]]:
-    """The recipe without its wrong parts, what was left out for that, and the problems.
+    """Return the recipe without its wrong values, the keys that were dropped, and the problems.
 
-    The rest is still validated, so that contradictions elsewhere are told in the same go.
+    The remaining values are still validated, so that one error reports contradictions elsewhere too.
     """
     data: Any = plain_value(tree)
     problems: dict[KeyPath, Problem] = check_training(tree) | check_free_mappings(tree)
@@ -143,7 +143,7 @@ def _broken(node: Node, path: KeyPath) -> list[KeyPath]:
 
 
 def _drop(data: Any, path: KeyPath, dropped: set[str]) -> None:
-    """Removes a wrong value; a list with a wrong entry goes as a whole, so that no index shifts."""
+    """Remove a wrong value; a list with a wrong entry is removed entirely, so that no index shifts."""
     numbers = [index for index, part in enumerate(path) if isinstance(part, int)]
     short = path[: numbers[0]] if numbers else path
     dropped.add(dotted(short))
@@ -178,12 +178,12 @@ def _findings(recipe: Recipe, unneeded: frozenset[str]) -> list[Finding]:
 
 
 def _in_the_file(problem: Problem, tree: MappingNode) -> Problem:
-    """What is missing stands nowhere: the recipe's beginning then, so that the file is named."""
+    """Give a problem without a position, such as a missing key, the position of the beginning of the recipe."""
     return problem if problem.where.source is not None else problem.at(replace(tree.where, key=problem.where.key))
 
 
 def _touches(finding: Finding, dropped: set[str]) -> bool:
-    """Whether a finding rests on a key whose wrong value was left out."""
+    """Return whether a finding concerns a key whose wrong value was dropped."""
     return any(key == gone or re.match(re.escape(gone) + r"[.\[]", key) for key in finding.keys for gone in dropped)
 
 
@@ -205,7 +205,7 @@ def _positions(tree: MappingNode) -> dict[str, Where]:
 
 
 def _order(found: Problem | Notice) -> tuple[int, int, int, str]:
-    """The file by line, then `--set` by number, then what has no place."""
+    """Sort by line of the file, then by number of `--set`, then problems without a position."""
     where = found.where
     if where.line is not None:
         return 0, where.line, where.column or 0, found.code

@@ -1,6 +1,6 @@
-"""`--set a.b=value`: the same scalars and flow values as in the file, merged into its tree; errors cite `--set #2`.
+"""Merge `--set a.b=value` into the tree of the file: the same scalars and flow values as in the file; errors cite `--set #2`.
 
-An option of a verb that stands for a key (`plan --num-gpus 4`) goes the same way, and errors cite the option.
+A command's option that sets a key (`plan --num-gpus 4`) is handled in the same way, and errors cite the option.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class OptionSays:
-    """A key that another option than `--set` gives a value."""
+    """A key that is set by an option other than `--set`."""
 
     option: str
     """As the user wrote it: `--num-gpus 4`."""
     override: str
-    """As `--set` would have it: `launch.num_processes=4`."""
+    """The equivalent `--set` argument: `launch.num_processes=4`."""
 
 
 def apply_overrides(tree: MappingNode, overrides: Sequence[str], options: Sequence[OptionSays] = ()) -> tuple[list[Notice], list[Problem]]:
-    """Merges every `--set` into `tree`, in order, then every option. What is wrong with one of them is a problem and leaves it out."""
+    """Merge every `--set` into `tree`, in order, then every option. An invalid one is reported as a problem and skipped."""
     notices: list[Notice] = []
     problems: list[Problem] = []
     taken: list[tuple[Path, Where]] = []
@@ -53,15 +53,15 @@ def apply_overrides(tree: MappingNode, overrides: Sequence[str], options: Sequen
             taken.append((path, where))
             if lost := _lost(tree, path, node):
                 keys = enumerated([f"`{shown(name)}`" for name in lost], "and")
-                message = f"`{shown(dotted(path))}` is replaced as a whole: {keys} of the file no longer count"
-                hint = f"one key alone: `--set {shown(dotted((*path, lost[0])))}=VALUE`"
+                message = f"`{shown(dotted(path))}` is replaced entirely: {keys} of the file no longer apply"
+                hint = f"to set a single key: `--set {shown(dotted((*path, lost[0])))}=VALUE`"
                 notices.append(Notice("section-replaced", message, Where(where.source, key=dotted(path)), hint))
             problems.extend(_put(tree, path, node, where))
     return notices, problems
 
 
 def _parse(text: str, where: Where) -> MappingNode:
-    """`a.b=v` as the mapping {a: {b: v}}. FsdpTuneError says what an override looks like."""
+    """Return `a.b=v` as the mapping {a: {b: v}}. Raises: FsdpTuneError with an example of the syntax."""
     key, separator, raw = check_characters(text, where).partition("=")
     parts = key.strip().split(".")
     if not separator or not all(part and part == part.strip() for part in parts):
@@ -88,7 +88,7 @@ def _value(text: str, where: Where) -> Node:
     if text[0] in "[{\"'":
         node, problems = compose(text, str(where.source), line=None)
         if problems or node is None:
-            raise FsdpTuneError(*(problems or [Problem("bad-override", f"`{shown(text)}` is no value", where)]))
+            raise FsdpTuneError(*(problems or [Problem("bad-override", f"`{shown(text)}` is not a value", where)]))
         return node
     try:
         value, suspicion = parse_plain(text)
@@ -116,7 +116,7 @@ def _overlap(path: Path, taken: list[tuple[Path, Where]]) -> Where | None:
 
 
 def _lost(tree: MappingNode, path: Path, entry: MappingEntry) -> list[str]:
-    """Keys of the file that a mapping given as a value leaves out."""
+    """Return the keys of the file that are missing from a mapping that replaces theirs."""
     before = Translation(tree).find(path)
     if not isinstance(entry.node, MappingNode) or before is None:
         return []
@@ -128,7 +128,7 @@ def _put(tree: MappingNode, path: Path, entry: MappingEntry, where: Where) -> li
     for part in path[:-1]:
         inner = holder.entries.setdefault(part, MappingEntry(where, MappingNode({}, where))).node
         if isinstance(inner, ListNode):
-            hint = f"set the list as a whole: `--set {part}=[…]`"
+            hint = f"set the full list: `--set {part}=[…]`"
             return [Problem("bad-override", f"`{shown(dotted(path))}` leads into a list", Where(where.source, key=dotted(path)), hint)]
         if not isinstance(inner, MappingNode):
             inner = MappingNode({}, where)

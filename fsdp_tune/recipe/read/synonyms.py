@@ -1,4 +1,4 @@
-"""Names that other trainers have for the keys of a recipe, for the hint of an unknown key."""
+"""Names of recipe keys in other trainers, for the hint of an unknown key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Synonym:
     key: str
     """Dotted, without list indexes; under `training.` also a field of TrainingArguments."""
     example: str | None = None
-    """What to write where the value changes with the name."""
+    """Example to write, if the form of the value differs too."""
 
 
 _TRAIN = "data: {train: [{path: NAME}]}"
@@ -121,7 +121,7 @@ SYNONYMS = {name: Synonym(tool, key, example) for tool, names in _BY_TOOL.items(
 
 
 def synonym_hint(name: str) -> str | None:
-    """For the name of a key of another trainer: the key here, and what to write where the value differs."""
+    """Return a hint for the name of a key of another trainer: the key of the recipe, and an example if the form of the value differs."""
     found = SYNONYMS.get(name.lower())
     if found is None:
         return None

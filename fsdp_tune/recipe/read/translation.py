@@ -1,4 +1,4 @@
-"""Moves and changes of keys on the tree of a recipe, with the notices and problems that they give. Used by `legacy`."""
+"""Move and change keys on the tree of a recipe, and collect the notices and problems. Used by `legacy`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Change = Callable[[Value], Value]
 
 @dataclass(slots=True)
 class Translation:
-    """Works on one tree in place: the file's, or that of one `--set`."""
+    """Changes to one tree, in place: that of the file, or that of one `--set`."""
 
     tree: MappingNode
     notices: list[Notice] = field(default_factory=list[Notice])
@@ -41,12 +41,12 @@ class Translation:
         return entry
 
     def put(self, path: Path, entry: MappingEntry, old: str) -> None:
-        """Sets the new spelling; a problem where it is there already with another value."""
+        """Set the new spelling; add a problem if it already has another value."""
         holder = self.tree
         for part in path[:-1]:
             inner = holder.entries.setdefault(part, MappingEntry(entry.where, MappingNode({}, entry.where, partial=True))).node
             if not isinstance(inner, MappingNode):
-                return  # the section itself is wrong, which validation will say
+                return  # the section itself is wrong; validation reports it
             holder = inner
         there = holder.entries.get(path[-1])
         if there is not None and plain_value(there.node) != plain_value(entry.node):
@@ -56,14 +56,14 @@ class Translation:
             self.problems.append(Problem("two-spellings", message, where, f"keep `{dotted(path)}`"))
         holder.entries.setdefault(path[-1], entry)
 
-    def say(self, where: Where, key: str, message: str) -> None:
+    def add_notice(self, where: Where, key: str, message: str) -> None:
         self.notices.append(Notice("old-spelling", message, at(where, key)))
 
-    def refuse(self, where: Where, key: str, message: str, hint: str | None = None) -> None:
+    def add_problem(self, where: Where, key: str, message: str, hint: str | None = None) -> None:
         self.problems.append(Problem("no-counterpart", message, at(where, key), hint))
 
-    def say_changed(self, path: Path, change: Change) -> None:
-        """Changes a value in place, with a notice where it is another one then."""
+    def change_with_notice(self, path: Path, change: Change) -> None:
+        """Change a value in place, with a notice if it differs."""
         entry = self.find(path)
         if entry is None or not isinstance(entry.node, ScalarNode):
             return
@@ -71,17 +71,17 @@ class Translation:
         entry.node = changed(old, change)
         if plain_value(entry.node) != old.value:
             key = dotted(path)
-            self.say(entry.where, key, f"`{key}: {node_text(old)}` is now `{key}: {node_text(entry.node)}`")
+            self.add_notice(entry.where, key, f"`{key}: {node_text(old)}` is now `{key}: {node_text(entry.node)}`")
 
     def replace(self, path: Path, change: Change) -> None:
-        """Changes a value in place, silently."""
+        """Change a value in place, without a notice."""
         entry = self.find(path)
         if entry is not None:
             entry.node = changed(entry.node, change)
 
 
 def changed(node: Node, change: Change) -> Node:
-    """The node with another value; the node itself where the value stays."""
+    """Return a node with the changed value; the same node if the value stays the same."""
     if not isinstance(node, ScalarNode) or node.broken:
         return node
     value = change(node.value)

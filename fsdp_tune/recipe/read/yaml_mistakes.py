@@ -33,7 +33,7 @@ class Mistake:
 
 
 def space_mistake(line: int, column: int, text: str) -> Mistake | None:
-    """Return the first character in `text` that looks like a space, or None; `text` begins at `column`."""
+    """Return the mistake of the first character in `text` that looks like a space, or None; `text` begins at `column`."""
     found = next((index for index, character in enumerate(text) if character in SPACES), None)
     if found is None:
         return None

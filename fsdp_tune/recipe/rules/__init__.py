@@ -1,6 +1,7 @@
-"""Contradictions between keys. A rule yields one finding for each and changes nothing.
+"""Rules about contradictions between keys. A rule yields one finding for each contradiction and changes nothing.
 
-Rules here need neither the machine nor the number of ranks; those that do are in `recipe.world`. Keys without effect are in `inactive.py`.
+These rules need neither the machine nor the number of ranks. Rules that need them are in `recipe.world`, and rules about keys
+without effect in `inactive.py`.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def strategy_agrees(recipe: Recipe) -> Iterator[Finding]:
         yield Finding("contradiction", keys, message, hint)
     if not recipe.is_sharded and recipe.precision.reduce_dtype != "fp32":
         value = f"`precision.reduce_dtype: {recipe.precision.reduce_dtype}`"
-        message = f"{value} has no effect under `NO_SHARD`: DDP sums gradients in the dtype that they have"
+        message = f"{value} has no effect under `NO_SHARD`: DDP sums gradients in their own dtype"
         yield Finding("contradiction", ("precision.reduce_dtype", "fsdp.sharding_strategy"), message, "leave `reduce_dtype` out")
     if fsdp.auto_wrap_policy == "MODULE_NAMES_WRAP" and not fsdp.modules_to_wrap:
         message = "`fsdp.auto_wrap_policy: MODULE_NAMES_WRAP` needs names: `fsdp.modules_to_wrap` is empty"

@@ -1,4 +1,4 @@
-"""Keys that are written and have no effect beside the others: one notice each, an error under `validate --strict`."""
+"""Keys that have no effect because of other keys: one notice each, an error under `validate --strict`."""
 
 from __future__ import annotations
 

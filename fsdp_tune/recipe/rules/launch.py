@@ -77,14 +77,14 @@ def environment_variables(recipe: Recipe) -> Iterator[Finding]:
             yield Finding("bad-variable", keys, f"the value of `launch.env.{name}` contains the character `\\x00`", hint)
         if name in _OUR_NAMES or name.startswith(_OURS):  # set after `launch.env`, so the recipe's value would be ignored
             hint = "leave it out; where a key of the recipe decides it, change that key"
-            yield Finding("bad-variable", keys, f"`launch.env.{name}` is set by the launch itself", hint)
+            yield Finding("bad-variable", keys, f"`launch.env.{name}` is set by the launcher itself", hint)
         if is_secret(name, value):
             hint = "set it in the environment of the command: ranks inherit it, and it is not written to any file"
             yield Finding("secret-in-recipe", keys, f"`launch.env.{name}` looks like a secret, and a recipe is copied and published", hint)
 
 
 def values_without_secrets(recipe: Recipe) -> Iterator[Finding]:
-    """Any other key: a data file's URL with a password, a token in a free mapping."""
+    """Find secrets in any other key, such as a password in the URL of a data file or a token in a free mapping."""
     for key, text in _texts(recipe.model_dump(mode="json", by_alias=True, exclude={"launch": {"env"}}), ""):
         if has_secret_shape(text):
             message = f"`{key}` contains what looks like a token, a password or a signature, and a recipe is copied and published"

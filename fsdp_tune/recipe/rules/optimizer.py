@@ -14,7 +14,7 @@ _KEY = "training.optim_args"
 
 
 def optimizer_arguments_exist(recipe: Recipe) -> Iterator[Finding]:
-    """transformers ignores an argument that it does not know."""
+    """Refuse unknown arguments, which transformers would ignore."""
     name = optimizer_name(recipe.training)
     if name not in OPTIMIZERS:
         return  # `training.optim` itself is refused

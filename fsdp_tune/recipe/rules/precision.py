@@ -8,7 +8,7 @@ from fsdp_tune.recipe.findings import Finding, Rule
 from fsdp_tune.recipe.schema import Recipe
 
 FP8_MULTIPLE = 16
-"""cuBLAS multiplies fp8 matrices whose inner and last sizes are multiples of it (torch's `_scaled_mm`): widths, and tokens."""
+"""cuBLAS needs the inner and last sizes of fp8 matrices, widths and tokens, to be multiples of this (torch's `_scaled_mm`)."""
 _KEY, _RECIPE = "precision.mixed_precision", "precision.fp8_recipe"
 
 
@@ -17,7 +17,7 @@ def computes_in_fp8(recipe: Recipe) -> bool:
 
 
 def gathers_in_fp8(recipe: Recipe) -> bool:
-    """A scale for a full weight is known to every rank before it gathers; a scale for each column is not."""
+    """Return whether weights are gathered in fp8: every rank has the scale of a full weight before the gather, but not one per column."""
     return computes_in_fp8(recipe) and recipe.precision.fp8_recipe == "tensorwise" and recipe.is_sharded
 
 

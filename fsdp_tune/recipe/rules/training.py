@@ -118,7 +118,7 @@ def trackers_are_known(recipe: Recipe) -> Iterator[Finding]:
         if "," in name:
             hint = f"write a list: `[{', '.join(shown(part.strip()) for part in name.split(','))}]`"
         elif name == "all":
-            hint = "name each one, for example `[tensorboard, wandb]`: a run must not report to whatever is installed"
+            hint = "list the trackers, for example `[tensorboard, wandb]`: `all` would depend on the installed packages"
         message = f"`training.report_to` names the tracker `{shown(name)}`, which transformers does not have"
         yield Finding("wrong-value", ("training.report_to",), message, hint)
 
@@ -127,7 +127,7 @@ TOKENS_KEY = "training.per_device_train_batch_tokens"
 
 
 def token_budget_fits(recipe: Recipe) -> Iterator[Finding]:
-    """A budget is a multiple of `max_length`, so that a forward pass of rows of that length is the largest, and is what `plan` plans."""
+    """Require a multiple of `max_length`: a forward pass of rows of that length is then the largest one, which `plan` predicts."""
     training, longest = recipe.training, recipe.data.max_length
     budget, rows = training.per_device_train_batch_tokens, training.per_device_train_batch_size
     if budget is None:

@@ -1,7 +1,7 @@
-"""Every key of a recipe, its type, default and meaning. Torch-free; the docstring under a key is its documentation.
+"""Every key of a recipe, with type, default and meaning. Free of torch; the docstring under a key is its documentation.
 
-`null` and `auto` are decided later and in one place (`recipe.resolve`); nothing else writes a recipe. Values that
-follow from several keys are properties of `Recipe`.
+`recipe.resolve` decides `null` and `auto` later; no other code changes a recipe. Values that follow from several keys are
+properties of `Recipe`.
 """
 
 # ruff: noqa: RUF012  pydantic copies a default for each instance, and ours are frozen
@@ -90,40 +90,40 @@ class Fsdp(Section):
     reshard_after_forward: bool | Whole | None = None
     """null = from the strategy; true | false | ranks; must agree with it."""
     auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "MODULE_NAMES_WRAP", "NO_WRAP"] = "TRANSFORMER_BASED_WRAP"
-    """What becomes an FSDP unit: decoder layers, modules by size, modules by name, or the root alone."""
+    """FSDP units: decoder layers, modules by size, modules by name, or the root alone."""
     transformer_layer_cls_to_wrap: Text | list[Text] | None = None
-    """Class names of the decoder layers; null = found from the model."""
+    """Class names of the decoder layers; null = detected from the model."""
     min_num_params: Whole | Auto = "auto"
     """SIZE_BASED_WRAP: smallest unit, in parameters; auto = half of one decoder layer."""
     modules_to_wrap: list[Text] = []
     """MODULE_NAMES_WRAP: patterns of module names; one that matches nothing is an error."""
     ignored_modules: RegularExpression | None = None
-    """Regular expression of module names that FSDP leaves alone, as in Accelerate."""
+    """Regular expression of the names of modules that FSDP does not shard, as in Accelerate."""
     activation_checkpointing: Literal["none", "selective", "full", "auto"] = "none"
-    """Recomputes decoder layers in the backward pass: a third more compute, far less memory; auto = the cheapest that fits."""
+    """Recompute decoder layers in the backward pass: a third more compute, far less memory; auto = the cheapest that fits."""
     activation_checkpointing_every: Whole = 1
     """Recompute every n-th decoder layer."""
     activation_checkpointing_offload: bool = False
-    """Keeps the inputs of recomputed layers in host memory."""
+    """Keep the inputs of recomputed layers in host memory."""
     offload_params: bool = False
-    """Keeps parameters, gradients and optimizer state in host memory."""
+    """Keep parameters, gradients and optimizer state in host memory."""
     forward_prefetch: bool | Whole = False
-    """Gathers the next unit during the forward pass: true | units ahead."""
+    """Gather the next unit during the forward pass: true | units ahead."""
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] | Whole = "BACKWARD_PRE"
-    """BACKWARD_PRE (FSDP2's implicit one) | units ahead; BACKWARD_POST and NO_PREFETCH on version 1 only."""
+    """BACKWARD_PRE (implicit prefetching on FSDP2) | units ahead; BACKWARD_POST and NO_PREFETCH on version 1 only."""
     sync_each_batch: bool = True
     """Reduce-scatter after every micro-batch; false keeps unsharded gradients between micro-batches."""
     state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = "SHARDED_STATE_DICT"
-    """Checkpoints by every rank its shards, or by rank 0 as safetensors."""
+    """Checkpoint format: every rank writes its shards, or rank 0 writes full tensors as safetensors."""
     cpu_ram_efficient_loading: bool = True
-    """No rank holds the whole model: each reads its slices, or rank 0 reads and sends where it cannot; false: every rank reads all."""
+    """true: no rank holds the full model; each reads its slices, or rank 0 reads and sends them; false: every rank reads all weights."""
 
 
 class Precision(Section):
     default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
 
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = "bf16"
-    """Compute dtype; no = that of `model.dtype`. The YAML boolean false is taken too."""
+    """Compute dtype; no = that of `model.dtype`. The YAML boolean false is accepted too."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """dtype in which gradients are summed over ranks."""
     fp8_recipe: Literal["rowwise", "tensorwise"] = "rowwise"
@@ -136,11 +136,11 @@ class EarlyStopping(Section):
     patience: Whole = 3
     """Evaluations without progress before the run ends."""
     threshold: PositiveOrZero = 0.0
-    """Progress smaller than this is none."""
+    """Smallest improvement that counts as progress."""
 
 
 class Training(Section):
-    """TrainingArguments by their own names; those not listed here pass with transformers' default (`model_extra`)."""
+    """TrainingArguments by their own names; those not listed here are passed on with transformers' default (`model_extra`)."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -149,7 +149,7 @@ class Training(Section):
     per_device_train_batch_size: Annotated[Whole, Effect(MEMORY | TIME, FREE)] = 1
     """Sequences of one forward pass on one device."""
     per_device_train_batch_tokens: Annotated[Whole | None, Effect(MEMORY | TIME, FREE)] = None
-    """Token slots of one forward pass on one device, padding included: rows are put together by length; a multiple of data.max_length."""
+    """Token slots of one forward pass on one device, padding included; batches are formed by length; a multiple of data.max_length."""
     per_device_eval_batch_size: Annotated[Whole | None, Effect(MEMORY | TIME, FREE)] = None
     """null = per_device_train_batch_size."""
     gradient_accumulation_steps: Annotated[Whole | None, Effect(MEMORY | TIME, FREE)] = None
@@ -161,7 +161,7 @@ class Training(Section):
     logging_steps: Annotated[Whole, Effect(NOTHING, FREE)] = 10
     """Steps between two lines of metrics.jsonl."""
     eval_strategy: Annotated[Literal["auto", "no", "steps", "epoch"], Effect(MEMORY, FREE)] = "auto"
-    """When to evaluate; auto = with every save when `data.eval` is there."""
+    """When to evaluate; auto = with every save if `data.eval` is set."""
     save_steps: Annotated[Whole | Fraction, Effect(NOTHING, FREE)] = 500
     """Steps between checkpoints, or a share of all steps; `epoch` and `no` by save_strategy."""
     save_total_limit: Annotated[WholeOrZero | None, Effect(NOTHING, FREE)] = 2
@@ -169,15 +169,15 @@ class Training(Section):
     report_to: Annotated[list[Text], Effect(NOTHING, FREE)] = ["tensorboard"]
     """Trackers; tensorboard is written to RUN/tensorboard."""
     seed: Annotated[WholeOrZero, Effect(DATA | NUMBERS, REFUSED)] = 42
-    """Initial weights, dropout, LoRA."""
+    """Seed of initial weights, dropout and LoRA."""
     data_seed: Annotated[WholeOrZero | None, Effect(DATA, REFUSED)] = None
-    """Order of the rows; null = `seed`. Never the eval split."""
+    """Seed of the order of the rows; null = `seed`. Does not affect the eval split."""
     push_to_hub: Annotated[bool, Effect(NOTHING, FREE)] = False
-    """Uploads merged/ once, at the end; private by default."""
+    """Upload merged/ once, at the end; private by default."""
     on_nonfinite: Annotated[Literal["stop", "skip"], Effect(NUMBERS, TRAJECTORY)] = "stop"
-    """What a loss or gradient that is not finite does."""
+    """On a NaN or infinite loss or gradient: stop the run, or skip the update."""
     witness: Annotated[Literal["first", "off"] | Whole, Effect(NOTHING, FREE)] = "first"
-    """When a run checks its own invariants: before step 1 and at the first update, in addition every N steps, or never."""
+    """When a run checks its own invariants: first = before step 1 and at the first update; N = every N steps too; off = never."""
     early_stopping: Annotated[EarlyStopping | None, Effect(NUMBERS, TRAJECTORY)] = None
     """{patience: 3, threshold: 0.0} on metric_for_best_model."""
 
@@ -186,9 +186,9 @@ class Recipe(Section):
     recipe_version: Annotated[RecipeVersion, Effect(NOTHING, REFUSED)] = 1
     """Version of this format."""
     name: Annotated[RunName | None, Effect(NOTHING, FREE)] = None
-    """null = the file's stem."""
+    """Name of the run; null = the stem of the recipe file."""
     output_dir: Annotated[Text, Effect(NOTHING, FREE)] = "runs/{name}"
-    """Only {name} and {seed} are filled in; relative to where the command is run."""
+    """Run directory, relative to the working directory; {name} and {seed} are filled in."""
     model: Model = Model()
     data: Data = Data()
     parallelism: Parallelism = Parallelism()
@@ -207,18 +207,18 @@ class Recipe(Section):
 
     @property
     def world_size(self) -> int:
-        """Ranks over all machines, of a resolved recipe."""
+        """Number of ranks over all machines, of a resolved recipe."""
         assert isinstance(self.launch.num_processes, int), "the recipe is not resolved"
         return self.launch.num_processes
 
     @property
     def local_world_size(self) -> int:
-        """Ranks of one machine, of a resolved recipe."""
+        """Number of ranks per machine, of a resolved recipe."""
         return self.world_size // self.launch.num_machines
 
     @property
     def data_size(self) -> int:
-        """Groups of ranks that read different rows; known before the mesh is resolved."""
+        """Number of groups of ranks that read different rows; available before the mesh is resolved."""
         return self.world_size // (self.parallelism.cp_size * self.parallelism.sp_size * self.parallelism.tp_size)
 
     @property
@@ -236,13 +236,13 @@ class Recipe(Section):
     def global_batch_size(self) -> int:
         """Sequences per optimizer step, of a resolved recipe."""
         if self.training.per_device_train_batch_tokens is not None:
-            assert self.training.global_batch_size is not None, "a rule asks for it"
+            assert self.training.global_batch_size is not None, "a rule requires it"
             return self.training.global_batch_size
         return self.training.per_device_train_batch_size * self.data_size * (self.training.gradient_accumulation_steps or 1)
 
     @property
     def evaluates(self) -> bool:
-        """Whether a run evaluates at all."""
+        """Whether the run evaluates."""
         return self.data.eval is not None and self.training.eval_strategy != "no"
 
     @property
@@ -256,19 +256,19 @@ class Recipe(Section):
 
     @property
     def reshards_after_forward(self) -> bool | int:
-        """Whether a unit frees what it gathered after its forward (ZeRO-3) or keeps it until its backward; a number: keeps 1/n of it."""
+        """Whether a unit frees gathered parameters after its forward (ZeRO-3) or keeps them until its backward; n: keeps 1/n of them."""
         explicit = self.fsdp.reshard_after_forward
         return STRATEGIES[self.fsdp.sharding_strategy].reshards if explicit is None else explicit
 
     @property
     def compute_dtype(self) -> ComputeDtype:
-        """dtype of the matrices that are multiplied; under `no` that of the stored parameters."""
+        """dtype of matrix multiplications; with `mixed_precision: no` that of the stored parameters."""
         mixed = self.precision.mixed_precision
         return self.model.dtype if mixed == "no" else cast(ComputeDtype, "bf16" if mixed == "fp8" else mixed)
 
     @property
     def layer_classes(self) -> tuple[str, ...] | None:
-        """Class names to wrap as given, `A,B` split as Accelerate does; None = found from the model."""
+        """Class names to wrap, `A,B` split as Accelerate does; None = detected from the model."""
         given = self.fsdp.transformer_layer_cls_to_wrap
         if given is None:
             return None

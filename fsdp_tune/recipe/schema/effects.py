@@ -1,7 +1,7 @@
-"""What a recipe key affects, and whether a resumed run may change it. Each key declares both next to its type (`Effect`).
+"""The effects of a recipe key, and whether a resumed run may change it. Each key declares both next to its type (`Effect`).
 
-Declarations are for resolved recipes and for the key alone: `training.global_batch_size` affects memory through
-`training.gradient_accumulation_steps`, which is resolved from it and declares that itself. The name of a cached trace and the
+A declaration holds for a resolved recipe and covers the direct effects of the key: `training.global_batch_size` affects memory
+only through `training.gradient_accumulation_steps`, which declares that effect itself. The name of a cached trace and the
 classes of changes on resume follow from the declarations (`recipe.schema.keys.effect_of`). A key without one affects everything and
 cannot change on resume.
 """

@@ -1,4 +1,4 @@
-"""The keys of a recipe as a list: what stands where, what a value may be in words, and which key was perhaps meant."""
+"""The keys of a recipe as a list: lookup by path, descriptions of the accepted values, and suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Key:
 
     @property
     def effect(self) -> Effect | None:
-        """The declared effect: the field's own, or that of its section."""
+        """The declared effect: that of the field, or else that of its section."""
         return next((item for item in self.field.metadata if isinstance(item, Effect)), self.section.default_effect)
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """("data", "train", 0, "path") → `data.train[0].path`."""
+    """Format a path: ("data", "train", 0, "path") → `data.train[0].path`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -58,7 +58,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def sections_in(annotation: Any) -> list[type[Section]]:
-    """The sections that a type may hold, through unions, lists and Annotated."""
+    """Return the section classes inside a type, through unions, lists and Annotated."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     if get_origin(annotation) is Literal:
@@ -76,7 +76,7 @@ def _walk(section: type[Section], prefix: tuple[str, ...]) -> Iterator[Key]:
 
 @cache
 def all_keys() -> tuple[Key, ...]:
-    """Every key in the order of the schema, sections before what they hold."""
+    """Return every key in the order of the schema, each section before its keys."""
     return tuple(_walk(Recipe, ()))
 
 
@@ -110,13 +110,13 @@ def _values(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def field_at(path: Sequence[str | int]) -> FieldInfo | None:
-    """The field that a path leads to; None below a free mapping and for what does not exist."""
+    """Return the field at a path; None below a free mapping and for an unknown key."""
     names = tuple(part for part in path if isinstance(part, str))
     return next((key.field for key in all_keys() if key.path == names), None)
 
 
 def words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What a type takes, for a sentence that ends in `takes …`."""
+    """Describe the values of a type, for a sentence that ends in `takes …`."""
     return enumerated(_parts(annotation, metadata))
 
 
@@ -146,7 +146,7 @@ def field_words(field: FieldInfo) -> str:
 
 
 def element_words(annotation: Any) -> str:
-    """What an entry of the list in a type takes."""
+    """Describe the entries of the list in a type; "" if it has none."""
     if get_origin(annotation) is list:
         return words(get_args(annotation)[0])
     inner = [element_words(argument) for argument in get_args(annotation) if get_origin(annotation) is not Literal]
@@ -154,7 +154,7 @@ def element_words(annotation: Any) -> str:
 
 
 def choices(annotation: Any) -> list[str]:
-    """The fixed texts among the values of a type."""
+    """Return the literal strings among the values of a type."""
     if get_origin(annotation) is Literal:
         return [value for value in get_args(annotation) if isinstance(value, str)]
     return [choice for argument in get_args(annotation) for choice in choices(argument)]
@@ -167,18 +167,18 @@ def closest(name: str, candidates: Sequence[str]) -> str | None:
 
 
 def _closest_ones(name: str, candidates: Sequence[str]) -> list[str]:
-    """The closest, and what is as close: `per_device_batch_size` is of training as much as of evaluation."""
+    """Return the closest names, several if they are equally close: `per_device_batch_size` resembles those of training and evaluation."""
     near = difflib.get_close_matches(name.lower(), candidates, n=3, cutoff=CLOSE)
     ratios = [difflib.SequenceMatcher(None, one, name.lower()).ratio() for one in near]
     return sorted(one for one, ratio in zip(near, ratios, strict=True) if ratio > ratios[0] - AS_CLOSE)
 
 
 def unknown_key_hint(path: Sequence[str | int]) -> str | None:
-    """For a key that does not exist: the section that has it, the name it has here, or the closest spelling in its own section."""
+    """Return a hint for an unknown key: the section that has it, its name in a recipe, or the closest spelling in the same section."""
     *parent_path, name = [part for part in path if isinstance(part, str)]
     parent = tuple(parent_path)
     if "token" in name.lower() and ("hf" in name.lower() or "hub" in name.lower() or "auth" in name.lower() or name.lower() == "token"):
-        return "a token is never a key: set HF_TOKEN, or log in with `hf auth login`"
+        return "a recipe never contains a token: set HF_TOKEN, or log in with `hf auth login`"
     homes = _homes(name, parent)
     if homes:
         return f"belongs under {enumerated([f'`{home}:`' if home else 'the top of the recipe' for home in homes])}"

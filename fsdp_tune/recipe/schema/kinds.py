@@ -1,4 +1,4 @@
-"""The kinds of value that recipe keys take: pydantic types, each with its description in words (`Says`)."""
+"""The kinds of values that recipe keys take: pydantic types, each with a description (`Says`)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from fsdp_tune.recipe.schema.effects import Effect
 
 
 class Section(BaseModel):
-    """A group of keys. Frozen, nothing unknown is taken, and no value is cast to another type."""
+    """A group of keys. Frozen; unknown keys are refused, and no value is cast to another type."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
     default_effect: ClassVar[Effect | None] = None
-    """The effect of each key that declares none of its own; None where each key declares one."""
+    """The effect of each key without a declaration; None if every key declares its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Says:
-    """What a kind of value is called in error messages and in the reference."""
+    """The description of a kind of value in error messages and in the reference."""
 
     words: str
 
 
 def is_flash_kernel(attn_implementation: str) -> bool:
-    """Whether `attn_implementation` names a flash kernel, by transformers' rule (`is_flash_attention_requested`): `flash_attention_2`,
+    """Return whether `attn_implementation` is a flash kernel, by transformers' rule (`is_flash_attention_requested`): `flash_attention_2`,
     `kernels-community/flash-attn2@main`."""
     return "flash" in attn_implementation
 
@@ -47,12 +47,12 @@ def _regular_expression(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise ValueError(f"`{text}` is no regular expression: {error}") from error
+        raise ValueError(f"`{text}` is not a valid regular expression: {error}") from error
     return text
 
 
 def _exactly_int(value: object) -> object:
-    if type(value) is not int:  # True == 1 and 2.0 == 2: a Literal alone would take them
+    if type(value) is not int:  # True == 1 and 2.0 == 2: a Literal alone would accept them
         raise ValueError("a whole number is needed")
     return value
 

@@ -16,9 +16,9 @@ class Tokens(Section):
     default_effect = Effect(DATA | MEMORY | TIME | NUMBERS, REFUSED)
 
     pad: Text | None = None
-    """Padding token; null = the tokenizer's, else one is chosen and said. Never trained."""
+    """Padding token; null = the tokenizer's, else one is chosen and reported. Never trained."""
     eos: Text | None = None
-    """End-of-sequence token; null = the tokenizer's. Goes into generation_config too."""
+    """End-of-sequence token; null = the tokenizer's. Also written to generation_config."""
     add: list[Text] = []
     """Tokens to add; resizes the embedding."""
 
@@ -39,17 +39,17 @@ class Model(Section):
     config_overrides: dict[str, Any] = {}
     """Fields of the model's config class to change (`{attention_dropout: 0.0}`), checked against the class."""
     trust_remote_code: Annotated[bool, Effect(MEMORY | TIME | NUMBERS, FREE)] = False
-    """Runs Python from the model's repository. Honoured only together with `--trust-remote-code`."""
+    """Run Python code from the model's repository. Takes effect only together with `--trust-remote-code`."""
     resize_embeddings: bool = False
-    """A tokenizer larger than the embedding is an error; true grows the embedding instead."""
+    """true: grow the embedding to a larger tokenizer; false: a larger tokenizer is an error."""
     attn_implementation: Annotated[Text, Effect(MEMORY | TIME, FREE)] = "auto"
     """Attention kernel, by transformers' names (sdpa, flash_attention_2, eager …)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Storage of TRAINED parameters: fp32 master weights, or pure bf16 (half the memory, small updates are lost)."""
+    """Storage dtype of trained parameters: fp32 master weights, or pure bf16 (half the memory, small updates are lost)."""
     frozen_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Storage of UNTRAINED parameters, except beside trained ones in a module (`dtype`); auto = the compute dtype, with FSDP1 `dtype`."""
+    """Storage dtype of frozen parameters, except in a module with trained ones (`dtype`); auto = the compute dtype, with FSDP1 `dtype`."""
     freeze: list[Text] = []
-    """Patterns of the names of parameters that are not trained."""
+    """Name patterns of parameters that are not trained."""
     tokens: Tokens = Tokens()
 
     @property
@@ -59,14 +59,14 @@ class Model(Section):
 
 
 BUILDERS = ("json", "parquet", "csv", "text", "arrow")
-"""Names of `datasets` that stand for files of a kind, which `data_files` then names."""
+"""Builders of `datasets` for files of one kind; `data_files` names the files."""
 
 
 class DataSource(Section):
     default_effect = Effect(DATA, REFUSED)
 
     path: Text
-    """What exists on disk is local; json | parquet | csv | text | arrow = builder with `data_files`; `builtin:NAME`; else a hub id."""
+    """Local if it exists on disk; json | parquet | csv | text | arrow = builder with `data_files`; `builtin:NAME`; else a hub id."""
     name: Text | None = None
     """Configuration of a hub data set (`main`, `en`)."""
     data_dir: Text | None = None
@@ -90,11 +90,11 @@ class DataSource(Section):
     weight: Positive | None = None
     """Share of this source in `data.mixture.weight_by`; null = by size."""
     max_rows: Whole | None = None
-    """Takes the first rows only."""
+    """Number of rows to read from the beginning; null = all."""
     label: Text | None = None
     """Name of the set in reports and in `eval_<label>_loss`."""
     loader: Text | None = None
-    """Entry point of the group `fsdp_tune.loaders` that reads the rows of `path`. Honoured only together with `--allow-extensions`."""
+    """Entry point of the group `fsdp_tune.loaders` that reads the rows of `path`. Allowed only together with `--allow-extensions`."""
     loader_options: dict[str, Any] = {}
     """Options for `loader`."""
 
@@ -117,7 +117,7 @@ EVAL_TAGS = ("<fraction>", "<rows>", "<list>")
 
 
 def eval_kind(value: object) -> str:
-    """Which of the three forms of `data.eval` is meant. Tags start with `<`, which no key does."""
+    """Return the tag of the form of `data.eval`, one of three. Tags start with `<`, which no key does."""
     if isinstance(value, list) or (isinstance(value, dict) and "path" in value):  # one source, where a list of sources belongs
         return "<list>"
     if isinstance(value, EvalRows) or (isinstance(value, dict) and "rows" in value and "fraction" not in value):
@@ -137,44 +137,44 @@ class Mixture(Section):
     temperature: Positive = 1.0
     """1 = by size; above 1 flattens the shares of the sources (amount ** (1 / temperature), by `weight_by`)."""
     stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
-    """When a mixture with weights ends, as in datasets."""
+    """When a weighted mixture ends, as in datasets."""
     weight_by: Literal["rows", "tokens"] = "rows"
-    """What `weight` and `temperature` are shares of; tokens are counted after rows are cut to max_length."""
+    """Unit of `weight` and `temperature`; tokens are counted after truncation to max_length."""
 
 
 class Data(Section):
     train: Annotated[list[DataSource], Effect(DATA, REFUSED)] = []
-    """Sources of the training rows; several mix."""
+    """Sources of the training rows; several are mixed."""
     eval: Annotated[EvalSets | None, Effect(DATA | MEMORY, REFUSED)] = None
     """{fraction: 0.01} | {rows: 500} | a list, each entry a set of its own, named by label."""
     format: Annotated[DataFormat, Effect(DATA, REFUSED)] = "auto"
-    """Format of the rows; auto finds it by the columns, and two that match are an error."""
+    """Format of the rows; auto detects it from the columns, and it is an error if two formats match."""
     loss_on: Annotated[LossOn, Effect(DATA, REFUSED)] = "auto"
-    """Which tokens are trained; auto: text all, prompt_completion and alpaca completion, chats assistant."""
+    """Tokens in the loss; auto: all for text, completion for prompt_completion and alpaca, assistant for chats."""
     chat_template: Annotated[Text | None, Effect(DATA, REFUSED)] = None
-    """null = the tokenizer's | bundled name | file.jinja | hub id; chats with none are an error."""
+    """null = the tokenizer's | bundled name | file.jinja | hub id; chats without a template are an error."""
     roles: Annotated[dict[str, ChatRole], Effect(DATA, REFUSED)] = {}
     """{role in the rows: known role}, for chats whose speakers have other names; `function_call` is a call as JSON text."""
     max_length: Annotated[Whole, Effect(DATA | MEMORY | TIME, REFUSED)] = 2048
     """Tokens of one row; longer rows follow `overlong`."""
     overlong: Annotated[Literal["auto", "truncate", "drop", "split", "error"], Effect(DATA, REFUSED)] = "auto"
-    """What happens to rows above max_length; auto = split for text, else truncate. Always counted."""
+    """Handling of rows longer than max_length; auto = split for text, else truncate. Always counted."""
     packing: Annotated[bool, Effect(DATA | MEMORY | TIME, REFUSED)] = False
-    """Joins examples into rows of `max_length`; no token attends across examples."""
+    """Join examples into rows of `max_length`; no token attends across examples."""
     packing_strategy: Annotated[Literal["bfd", "wrapped"], Effect(DATA, REFUSED)] = "bfd"
     """bfd = best fit, keeps documents whole; wrapped cuts documents and fills every row."""
     eval_packing: Annotated[bool | None, Effect(DATA | MEMORY, FREE)] = None
     """null = `packing`."""
     separator: Annotated[str, Effect(DATA, REFUSED)] = ""
-    """Stands between prompt and completion."""
+    """Text between prompt and completion."""
     append_eos: Annotated[bool | Auto, Effect(DATA, REFUSED)] = "auto"
-    """End of sequence after each example, supervised; auto = all but tokenized. Never doubled."""
+    """Append a supervised end-of-sequence token to each example; auto = in all formats but tokenized. Never doubled."""
     special_tokens_in_content: Annotated[Literal["auto", "text", "control"], Effect(DATA, REFUSED)] = "auto"
-    """What `<|im_end|>` and the like in the rows become: text, or control tokens; auto = text in chats and alpaca rows. Always counted."""
+    """Encoding of `<|im_end|>` and the like in the rows: text, or control tokens; auto = text in chats and alpaca rows. Always counted."""
     streaming: Annotated[bool, Effect(DATA | MEMORY | TIME, REFUSED)] = False
-    """Reads rows while training; needs training.max_steps."""
+    """Read rows while training; needs training.max_steps."""
     shuffle: Annotated[bool, Effect(DATA, REFUSED)] = True
-    """Shuffles the training rows each epoch; the order depends on the seed and the epoch alone."""
+    """Shuffle the training rows each epoch; the order depends on the seed and the epoch alone."""
     shuffle_buffer_size: Annotated[Whole, Effect(DATA | MEMORY, REFUSED)] = 10000
     """Rows; streaming only."""
     mixture: Mixture = Mixture()
@@ -189,7 +189,7 @@ class Data(Section):
 
     @property
     def sources(self) -> list[tuple[str, DataSource]]:
-        """Every source with the place where it stands (`data.train[0]`), training first; a share held out is none."""
+        """Return every source with its key (`data.train[0]`), training first; held-out training rows are not a source."""
         evals = self.eval if isinstance(self.eval, list) else []
         groups = (("data.train", self.train), ("data.eval", evals))
         return [(f"{name}[{index}]", source) for name, group in groups for index, source in enumerate(group)]

@@ -40,7 +40,7 @@ NOT_YET = (
     NotYet(
         "training.optim",
         tuple(name for name in (None, *_ALL_OPTIMIZERS) if name not in _BITSANDBYTES),
-        "bitsandbytes under FSDP (it counts blocks by a parameter's whole size, and its kernels take no DTensor)",
+        "bitsandbytes under FSDP (it counts blocks by a parameter's full size, and its kernels take no DTensor)",
         "write `adamw_torch_8bit` (torchao), which keeps each rank's part in blocks",
     ),
     NotYet("training.optim", (None, *OPTIMIZERS, *_BITSANDBYTES), "sharded version of that optimizer", "leave it out (adamw_torch_fused)"),
@@ -52,7 +52,7 @@ NOT_YET = (
 
 
 def value_of(recipe: Recipe, key: str) -> Any:
-    """`value_of(recipe, "fsdp.version")`; fields of TrainingArguments that the recipe does not own work too."""
+    """Return the value of a key, such as `fsdp.version`, or of a passed field of TrainingArguments."""
     section: Any = recipe
     *parents, name = key.split(".")
     for parent in parents:

@@ -16,7 +16,7 @@ from fsdp_tune.recipe.schema.training_fields import training_value
 DEFAULT_OPTIMIZER = "adamw_torch_fused"
 STATE_DTYPE, STOCHASTIC, BLOCK = "state_dtype", "bf16_stochastic_round", "block_size"
 DEFAULT_BLOCK = 256
-"""transformers' default for both, where torchao has 128 for 4 bits."""
+"""transformers' default for 8 and 4 bits; torchao's own default for 4 bits is 128."""
 
 TRUE_WORDS, _FALSE_WORDS = ("true", "1", "yes"), ("false", "0", "no")
 
@@ -24,7 +24,7 @@ TRUE_WORDS, _FALSE_WORDS = ("true", "1", "yes"), ("false", "0", "no")
 @dataclass(frozen=True, slots=True)
 class OptimizerArgument:
     description: str
-    """What it takes, for messages."""
+    """The accepted values, for messages."""
     read: Callable[[str], Any]
     """Parse its text. Raises: ValueError."""
 
@@ -33,7 +33,7 @@ class OptimizerArgument:
 class SupportedOptimizer:
     arguments: Mapping[str, OptimizerArgument]
     state_tensors: int
-    """Tensors of state for each parameter, of its size."""
+    """Number of state tensors of the parameter's size, per parameter."""
     state_if: tuple[str, ...] = ()
     """Arguments that add one such tensor each."""
     block_bits: int | None = None
@@ -107,7 +107,7 @@ def state_dtype(training: Training, stored: str) -> str:
 
 
 def state_bytes(training: Training, stored_bytes: int) -> float:
-    """Return the bytes of all state of one parameter element, without what is kept once for a tensor."""
+    """Return the bytes of optimizer state per parameter element, without state that is stored once per tensor."""
     row, arguments = OPTIMIZERS[optimizer_name(training)], optimizer_arguments(training)
     width = {"fp32": 4.0, "bf16": 2.0}.get(arguments.get(STATE_DTYPE, ""), stored_bytes)
     if row.block_bits is not None:

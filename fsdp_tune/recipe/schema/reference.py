@@ -1,4 +1,4 @@
-"""The schema for readers and for programs: the commented reference, the JSON Schema for editors, the frozen list of keys."""
+"""Documents generated from the schema: the commented reference, the JSON Schema for editors, the frozen list of keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, TrainingFie
 
 _HEAD = """\
 # Every key of a recipe with its default and what it means. Generated from the schema; do not edit.
-# `null` and `auto` are decided as the comment says. Unknown keys are errors. `training:` also takes every other field of
+# `null` and `auto` are decided as described in the comment. Unknown keys are errors. `training:` also takes every other field of
 # transformers' TrainingArguments by its own name and with its default (`fsdp-tune recipes schema` lists them all).
 """
 
@@ -25,14 +25,14 @@ def default_of(field: FieldInfo) -> Any:
 
 
 def reference_yaml() -> str:
-    """All keys as a YAML document of the defaults, each with its meaning; itself a valid mapping of the schema's shape."""
+    """Return all keys as a YAML document of the defaults, each with its meaning; the document is itself valid for the schema."""
     lines = [_HEAD.rstrip()]
     unsupported = {row.key: row for row in NOT_YET}
     always = {(), *(key.path for key in all_keys() if _is_section(key))}
     for key in all_keys():
         indent, name = "  " * (len(key.path) - 1), key.path[-1]
         if key.path[:-1] not in always:
-            # What stands in a list, or in a mapping that is absent by default.
+            # A key inside a list, or inside a mapping that is absent by default.
             if key.path[:-1] != ("data", "eval"):
                 lines.append(f"{indent}# {name}: {_source_line(key)}")
         elif _is_section(key):
@@ -51,7 +51,7 @@ def _source_line(key: Key) -> str:
 
 
 def _is_section(key: Key) -> bool:
-    """A section that is always there, as opposed to a mapping that may be null or a list."""
+    """Return whether a key is a section that is always present, as opposed to a mapping that may be null or a list."""
     return isinstance(default_of(key.field), Section)
 
 
@@ -62,7 +62,7 @@ def _yaml(value: Any) -> str:
 
 
 def surface_lines() -> list[str]:
-    """One line a key: `key · type · default`, in the order of the schema; then what `training:` passes on."""
+    """Return one line per key, `key · type · default`, in the order of the schema; then the fields that `training:` passes on."""
     lines: list[str] = []
     for key in all_keys():
         default = "required" if key.field.is_required() else "section" if _is_section(key) else json.dumps(default_of(key.field))
@@ -81,7 +81,7 @@ _JSON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "bo
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of a recipe, for editors: with the passed TrainingArguments, and what is taken beside the types."""
+    """Return the JSON Schema (2020-12) of a recipe for editors, with the passed TrainingArguments and the accepted alternative types."""
     schema = Recipe.model_json_schema(by_alias=True)
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "fsdp-tune recipe"

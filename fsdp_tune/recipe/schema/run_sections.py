@@ -20,7 +20,7 @@ class Kernels(Section):
     liger: bool | Auto = "auto"
     """Liger's kernels for norms, rotary embeddings and gated MLPs; auto = on CUDA, where liger-kernel is installed."""
     compile: bool = False
-    """torch.compile for every decoder layer by itself; FSDP2 and DDP."""
+    """Compile each decoder layer separately with torch.compile; FSDP2 and DDP."""
 
 
 class Extensions(Section):
@@ -34,15 +34,15 @@ class CheckpointSection(Section):
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
     async_: Annotated[bool, Effect(MEMORY | TIME, FREE)] = Field(default=True, alias="async")
-    """Training goes on while the checkpoint is written."""
+    """Continue training while the checkpoint is written."""
     verify: Annotated[Literal["digest", "size"], Effect(NOTHING, FREE)] = "digest"
-    """What a checkpoint's files are checked against before they are used."""
+    """How a checkpoint's files are checked before they are used: by digest, or by size alone."""
     probe: Annotated[bool, Effect(MEMORY, FREE)] = True
-    """One whole save after step 1, read back and removed."""
+    """Save a complete checkpoint after step 1, read it back and remove it."""
     save_failure: Annotated[Literal["warn", "stop"], Effect(NOTHING, FREE)] = "warn"
-    """What a save that fails does to the run."""
+    """Effect of a failed save: the run warns and continues, or stops."""
     mirror: Annotated[Text | None, Effect(NOTHING, FREE)] = None
-    """A second place that checkpoints are copied to."""
+    """Second directory that checkpoints are copied to."""
 
 
 class Launch(Section):
@@ -51,35 +51,35 @@ class Launch(Section):
     num_processes: Annotated[Whole | Auto, Effect(MEMORY | TIME, FREE)] = "auto"
     """TOTAL over machines, as in accelerate; auto = visible devices × num_machines."""
     device: Annotated[Device, Effect(MEMORY | TIME, FREE)] = "auto"
-    """cuda | xpu | npu | mps | cpu; auto NEVER falls to cpu: that must be written. xpu and npu are tested with stand-ins alone."""
+    """cuda | xpu | npu | mps | cpu; auto never selects cpu, which must be written. xpu and npu are tested with simulated devices only."""
     num_cpu_threads_per_process: Annotated[Whole | Auto, Effect(TIME, FREE)] = "auto"
     """auto = cores / local ranks."""
     enable_cpu_affinity: Annotated[bool, Effect(TIME, FREE)] = False
-    """Binds each rank to the cores beside its GPU (NUMA), as in accelerate; CUDA, with nvidia-ml-py installed."""
+    """Bind each rank to the cores nearest to its GPU (NUMA), as in accelerate; CUDA, with nvidia-ml-py installed."""
     main_process_ip: Annotated[Text | None, Effect(NOTHING, FREE)] = None
-    """Address of machine 0; null = Slurm's or Kubernetes' own."""
+    """Address of machine 0; null = the address from Slurm or Kubernetes."""
     main_process_port: Annotated[Port | Auto, Effect(NOTHING, FREE)] = "auto"
     """auto = a free port."""
     env: Annotated[dict[str, str], Effect(MEMORY | TIME, FREE)] = {}
-    """Extra variables for ranks (NCCL_SOCKET_IFNAME: ib0); what may run code needs `--allow-env NAME`; secrets and our own are refused."""
+    """Extra variables for ranks (NCCL_SOCKET_IFNAME: ib0); those that can run code need `--allow-env NAME`; secrets are refused."""
     max_restarts: Annotated[WholeOrZero, Effect(NOTHING, FREE)] = 0
     """Restarts after a failure."""
     max_runtime: Annotated[Duration | None, Effect(NOTHING, FREE)] = None
-    """From launcher start, saving included (11h30m)."""
+    """Time limit from the start of the launcher, saving included (11h30m)."""
     hang_timeout: Annotated[Duration, Effect(NOTHING, FREE)] = "30m"
-    """No progress for so long ends the run."""
+    """Time without progress after which the run ends."""
 
 
 class Merge(Section):
     default_effect = Effect(NOTHING, FREE)
 
     at_end: bool = True
-    """Merges the last checkpoint into RUN/merged when the run has finished; with training.load_best_model_at_end the best."""
+    """Merge the last checkpoint (the best with training.load_best_model_at_end) into RUN/merged when the run has finished."""
     dtype: Literal["auto", "keep", "bf16", "fp16", "fp32"] = "auto"
     """dtype of the merged weights; auto = the compute dtype."""
     max_shard_size: Size = "5GB"
     """Largest safetensors file."""
     adapter: Literal["merged", "adapter", "both"] = "both"
-    """LoRA: what is written."""
+    """Output of a LoRA run: merged weights, the adapter, or both."""
     verify: Literal["quick", "full", "none"] = "quick"
     """How the merged directory is checked."""

@@ -1,6 +1,6 @@
-"""The sharding strategies and what each is. Every other list of their names is made from this one.
+"""The sharding strategies and their properties. Every other list of their names is derived from this one.
 
-Except one: `fsdp.py` says by hand what a live run of each must look like, so that a mistake here cannot agree with itself.
+The exception is `recipe.fsdp_arguments`, which defines the expected state of a live run independently, so that a mistake here is found.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class Strategy:
     number: int
     """torch.distributed.fsdp.ShardingStrategy, as `accelerate config` numbers them."""
     is_sharded: bool
-    """False: every rank holds the whole model (plain DDP)."""
+    """False: every rank holds the full model (plain DDP)."""
     is_hybrid: bool
-    """Sharded within a copy, and several copies: the search tries it over machines, where copies spare the slow links."""
+    """Sharded within each of several copies. The search tries it over several machines, where copies avoid traffic on slow links."""
     reshards: bool
-    """Whether a unit frees what it gathered for its forward, and gathers it again for its backward (ZeRO-3)."""
+    """Whether a unit frees its gathered parameters after its forward, and gathers them again for its backward (ZeRO-3)."""
 
 
 STRATEGIES: dict[ShardingStrategy, Strategy] = {
@@ -30,4 +30,4 @@ STRATEGIES: dict[ShardingStrategy, Strategy] = {
     "HYBRID_SHARD_ZERO2": Strategy(5, is_sharded=True, is_hybrid=True, reshards=False),
     "NO_SHARD": Strategy(3, is_sharded=False, is_hybrid=False, reshards=False),
 }
-"""In the order in which a search tries them."""
+"""In the order in which the search tries them."""

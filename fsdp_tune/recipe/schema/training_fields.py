@@ -1,4 +1,4 @@
-"""The fields of transformers' TrainingArguments, from a generated table: what `training:` passes on and what it refuses.
+"""The fields of transformers' TrainingArguments, from a generated table: which of them `training:` passes on, and which it refuses.
 
 `training_fields.json` is the union over the tested versions of transformers (`scripts/generate` writes it); nothing here
 imports transformers.
@@ -66,35 +66,35 @@ _OWNED: dict[str, str] = {
     "ddp_backend": "the backend follows from `launch.device`",
     "ddp_timeout": "it is `launch.hang_timeout`",
     "resume_from_checkpoint": "it is `train --resume`",
-    "local_rank": "the launcher gives every rank its number",
+    "local_rank": "the launcher sets it for every rank",
     "do_train": "`train` trains; leave it out",
     "do_eval": "it follows from `data.eval` and `training.eval_strategy`",
     "do_predict": "there is no prediction; leave it out",
     "remove_unused_columns": "columns are chosen in `data:` (`columns`, `rename_columns`)",
     "label_names": "labels are made by `data.loss_on`",
-    "train_sampling_strategy": "the order is `data.shuffle` and `training.data_seed`; similar lengths are put together when not packing",
+    "train_sampling_strategy": "`data.shuffle` and `training.data_seed` set the order; without packing, rows of similar length are batched",
     "length_column_name": "lengths are known from the prepared data",
-    "dataloader_drop_last": "the order of the rows is the package's own, and no row is lost",
-    "dataloader_in_order": "the order of the rows is the package's own",
-    "hub_token": "a token is never a key: set HF_TOKEN, or log in with `hf auth login`",
-    "auto_find_batch_size": "the batch size in the recipe is the one that runs; `plan` says which fits",
+    "dataloader_drop_last": "the package orders the rows itself and drops none",
+    "dataloader_in_order": "the package orders the rows itself",
+    "hub_token": "a recipe never contains a token: set HF_TOKEN, or log in with `hf auth login`",
+    "auto_find_batch_size": "the batch size in the recipe is never changed; `plan` reports which one fits",
     "average_tokens_across_devices": "the loss is always weighted by tokens over all ranks",
     "logging_nan_inf_filter": "it is `training.on_nonfinite`",
-    "save_only_model": "a checkpoint always holds all that resume needs",
-    "save_on_each_node": "every rank saves its shards, to one place that all machines see",
-    "enable_jit_checkpoint": "a signal always saves first, agreed by all ranks",
+    "save_only_model": "a checkpoint always contains everything that resume needs",
+    "save_on_each_node": "every rank saves its shards, to one directory that all machines share",
+    "enable_jit_checkpoint": "after a signal all ranks save a checkpoint before the run stops",
     "ignore_data_skip": "resume always continues the order of the rows",
     "restore_callback_states_from_checkpoint": "resume always restores them",
-    "disable_tqdm": "the progress line is the package's own",
-    "log_level": "each rank's log is a file of its own",
-    "log_level_replica": "each rank's log is a file of its own",
-    "log_on_each_node": "each rank's log is a file of its own",
+    "disable_tqdm": "the package prints its own progress line",
+    "log_level": "each rank writes its own log file",
+    "log_level_replica": "each rank writes its own log file",
+    "log_on_each_node": "each rank writes its own log file",
     "skip_memory_metrics": "memory is in every line of metrics.jsonl",
-    "torch_empty_cache_steps": "the allocator keeps its memory; `plan` says what fits",
+    "torch_empty_cache_steps": "the allocator keeps its memory; `plan` reports what fits",
     "use_cache": "training needs no cache of keys and values",
     "dataloader_pin_memory": "memory is pinned where the device is a GPU",
-    "dataloader_persistent_workers": "workers always persist; `dataloader_num_workers` says how many",
-    "dataloader_multiprocessing_context": "workers are started the way that the platform starts them",
+    "dataloader_persistent_workers": "workers always persist; `dataloader_num_workers` sets their number",
+    "dataloader_multiprocessing_context": "workers are started with the default method of the platform",
     "ddp_find_unused_parameters": "NO_SHARD sets DDP up itself",
     "ddp_bucket_cap_mb": "NO_SHARD sets DDP up itself",
     "ddp_broadcast_buffers": "NO_SHARD sets DDP up itself",
@@ -146,7 +146,7 @@ _WORDS = {"str": "text", "int": "a whole number", "float": "a number", "bool": "
 
 
 def owner_of(name: str) -> str | None:
-    """Why `training.NAME` is refused, as half a sentence that says where it lives; None when it passes."""
+    """Return why `training.NAME` is refused, as a clause that names the replacement; None if it is passed on."""
     return _OWNED.get(name)
 
 
@@ -164,8 +164,8 @@ def field_in_words(field: TrainingField) -> str:
     return enumerated(parts)
 
 
-def complaint(name: str, value: object) -> str | None:
-    """What `training.NAME` takes, when `value` is something else; None when it is fine."""
+def mismatch(name: str, value: object) -> str | None:
+    """Return a description of the values of `training.NAME` if `value` is not among them; None if it is valid."""
     field = TRAINING_FIELDS.fields[name]
     if not any(_is_a(value, kind) for kind in field.types):
         return field_in_words(field)
@@ -198,7 +198,7 @@ def _is_a(value: object, kind: str) -> bool:
 
 
 def version_gap(name: str, installed: str | None) -> str | None:
-    """Why a field cannot reach the installed transformers; None where it can, or where that version was never tested."""
+    """Return why the installed transformers cannot take a field; None if it can, or if that version is not a tested one."""
     versions = TRAINING_FIELDS.fields[name].versions
     if installed not in TRAINING_FIELDS.versions or installed in versions:
         return None
@@ -213,6 +213,6 @@ def installed_transformers() -> str | None:
 
 
 def training_value(training: Training, name: str) -> Any:
-    """A field that is not the recipe's own, as given or by transformers' default (`max_steps`, `num_train_epochs` …)."""
+    """Return the value of a passed field, as given or transformers' default (`max_steps`, `num_train_epochs` …)."""
     extra = training.model_extra or {}
     return extra[name] if name in extra else TRAINING_FIELDS.fields[name].default
