@@ -1,4 +1,4 @@
-"""Every code that a user can meet has a page in docs/reference/errors.md, and every page has its code."""
+"""Every code of a message has a page in docs/reference/errors.md, and every page has its code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-MAKERS = {"usage_error", "failed_error", "Problem", "Notice", "Finding", "complain", "notice"}
+MAKERS = {"usage_error", "failed_error", "Problem", "Notice", "Finding", "add_problem", "add_notice"}
 """Callables whose first argument is a code."""
 CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 HEADING = re.compile(r"^## `?([a-z0-9-]+)`?$", re.MULTILINE)
