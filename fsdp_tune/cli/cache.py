@@ -14,7 +14,7 @@ from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.units import format_age, format_bytes, parse_seconds
 
 if TYPE_CHECKING:
-    from fsdp_tune.data.cache_entries import Entry
+    from fsdp_tune.data.cache_entries import CacheEntry
 
 CacheDirOption = Annotated[
     Path | None,
@@ -81,13 +81,13 @@ def clean_cache(
 COLUMNS = ["entry", "size", "holds", "last used", "by"]
 
 
-def _row(entry: Entry) -> list[str]:
+def _row(entry: CacheEntry) -> list[str]:
     by = str(entry.uses[0]) if entry.uses else ""
     live = " (live)" if entry.live and entry.uses else ""
     return [entry.path.name, format_bytes(entry.size_bytes), entry.what, f"{format_age(time.time() - entry.last_used)} ago", by + live]
 
 
-def _facts(entry: Entry) -> dict[str, Any]:
+def _facts(entry: CacheEntry) -> dict[str, Any]:
     return {
         "path": str(entry.path),
         "holds": entry.what,

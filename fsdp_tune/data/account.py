@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from fsdp_tune.data.format.inputs import TRAIN
-from fsdp_tune.data.pack.packing import Packed
+from fsdp_tune.data.pack.packing import PackedRows
 from fsdp_tune.data.pack.sets import NAMED_ROWS, Cut, Examples
 from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row
 from fsdp_tune.data.tokenise.encoder import Encoder
 
 
-def set_account(cut: Cut, packed: Packed, names: Sequence[str], max_length: int) -> dict[str, Any]:
+def set_account(cut: Cut, packed: PackedRows, names: Sequence[str], max_length: int) -> dict[str, Any]:
     """Numbers of one set. `examples` are whole rows or pieces of them; `rows` is what a global batch counts."""
     rows = len(packed.rows) - 1
     tokens = int(cut.segments[:, 1].sum())

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.cores import available_cores
 from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.progress import Bar
 from fsdp_tune.data.account import rows_named, set_account, source_accounts
 from fsdp_tune.data.format.inputs import TRAIN, Input, raw_rows
 from fsdp_tune.data.notes import RowNotes
@@ -31,15 +32,9 @@ HELD_OUT = "held_out"
 BAD_ROWS_NAME = "bad_rows.jsonl"
 
 
-class Progress(Protocol):
-    def advance(self, n: int = 1) -> object:
-        """`n` more rows are tokenised."""
-        ...
-
-
 @dataclass(slots=True)
-class Found:
-    """What tokenising every row brought together."""
+class TokenisedRows:
+    """The tokenised rows of all sources, and the findings about them."""
 
     lengths: list[Int64] = field(default_factory=list[Int64])
     supervised: list[Int64] = field(default_factory=list[Int64])
@@ -76,7 +71,7 @@ class Found:
 
 
 def build_store(
-    stage: Path, recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], stamps: Sequence[Sequence[Stamp]], progress: Progress | None
+    stage: Path, recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], stamps: Sequence[Sequence[Stamp]], progress: Bar | None
 ) -> dict[str, Any]:
     """Fill `stage` and return the facts of its manifest: `files`, `sets` (folder by name), `report`, `notices`.
 
@@ -102,8 +97,8 @@ def build_store(
     return {"files": names, "sets": index.folders, "report": report, "notices": notices}
 
 
-def _tokenise_all(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], writer: StoreWriter, progress: Progress | None) -> Found:
-    found = Found()
+def _tokenise_all(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], writer: StoreWriter, progress: Bar | None) -> TokenisedRows:
+    found = TokenisedRows()
 
     def good_rows() -> Iterator[RawRow]:
         for row in raw_rows(inputs):
@@ -219,7 +214,7 @@ def _cut(recipe: Recipe, inputs: Sequence[Input], examples: Examples, trained: M
 
 
 def _report(
-    inputs: Sequence[Input], found: Found, examples: Examples, index: Index, names: Sequence[str], encoder: Encoder
+    inputs: Sequence[Input], found: TokenisedRows, examples: Examples, index: Index, names: Sequence[str], encoder: Encoder
 ) -> dict[str, Any]:
     """Return the account of the complete store, in JSON."""
     counts = found.counts

@@ -45,7 +45,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CacheEntry:
     path: Path
     what: str
     """What it holds."""
@@ -63,7 +63,7 @@ class Entry:
         return self.uses[0].time if self.uses else self.changed
 
 
-def list_entries(cache_dir: Path) -> list[Entry]:
+def list_entries(cache_dir: Path) -> list[CacheEntry]:
     """Return the entries of a cache directory, the one used last first."""
     stores = [_store(path) for path in _store_paths(cache_dir)]
     live = tuple(use for entry in stores for use in entry.live)
@@ -71,30 +71,30 @@ def list_entries(cache_dir: Path) -> list[Entry]:
     return sorted([*stores, *shared], key=lambda entry: -entry.last_used)
 
 
-def _traces(path: Path, live: tuple[Use, ...]) -> Entry | None:
+def _traces(path: Path, live: tuple[Use, ...]) -> CacheEntry | None:
     """All traces as one entry, kept while any run is `live`; None where there is no trace."""
     files = _trace_files(path)
     if not files:
         return None
-    return Entry(path, "traces of `plan`", sum(map(_size, files)), (), path.stat().st_mtime, live)
+    return CacheEntry(path, "traces of `plan`", sum(map(_size, files)), (), path.stat().st_mtime, live)
 
 
 def _trace_files(path: Path) -> list[Path]:
     return [file for file in path.glob("*.npz") if _KEY.fullmatch(file.stem)]
 
 
-def _compiled(path: Path, live: tuple[Use, ...]) -> Entry | None:
+def _compiled(path: Path, live: tuple[Use, ...]) -> CacheEntry | None:
     """Inductor's kernels as one entry; None outside the default cache directory, the only one that has them."""
     if path.parent.resolve() != default_cache_directory().resolve() or not path.is_dir():
         return None
     uses = _sorted_uses(path)
-    return Entry(path, "compiled kernels", _size(path), uses, path.stat().st_mtime, (*(use for use in uses if use.is_live), *live))
+    return CacheEntry(path, "compiled kernels", _size(path), uses, path.stat().st_mtime, (*(use for use in uses if use.is_live), *live))
 
 
-def clean(cache_dir: Path, *, unused_seconds: float, dry_run: bool) -> tuple[list[Entry], list[tuple[Entry, str]]]:
+def clean(cache_dir: Path, *, unused_seconds: float, dry_run: bool) -> tuple[list[CacheEntry], list[tuple[CacheEntry, str]]]:
     """Remove entries that were not used for `unused_seconds` and that no live run uses. Return those, and the kept with the reason."""
-    removed: list[Entry] = []
-    kept: list[tuple[Entry, str]] = []
+    removed: list[CacheEntry] = []
+    kept: list[tuple[CacheEntry, str]] = []
     for entry in list_entries(cache_dir):
         if entry.live:
             kept.append((entry, f"in use by {entry.live[0]}"))
@@ -107,7 +107,7 @@ def clean(cache_dir: Path, *, unused_seconds: float, dry_run: bool) -> tuple[lis
     return removed, kept
 
 
-def _remove(entry: Entry) -> bool:
+def _remove(entry: CacheEntry) -> bool:
     """Remove an entry; False where another process is building it."""
     path = entry.path
     if path.name == TRACES:
@@ -143,14 +143,14 @@ def _store_paths(cache_dir: Path) -> list[Path]:
     return [folder / name for name in sorted(names) if _KEY.fullmatch(name)]
 
 
-def _store(path: Path) -> Entry:
+def _store(path: Path) -> CacheEntry:
     uses = _sorted_uses(path)
     stages = list(path.parent.glob(f".{path.name}*{STAGE_MARK}*"))
     present = [one for one in (path, *stages) if one.exists()]
     manifest = complete(path)
     what = _described(manifest) if manifest is not None else "unfinished or damaged data"
     changed = max((one.stat().st_mtime for one in present), default=0.0)
-    return Entry(path, what, sum(map(_size, present)), uses, changed, tuple(use for use in uses if use.is_live))
+    return CacheEntry(path, what, sum(map(_size, present)), uses, changed, tuple(use for use in uses if use.is_live))
 
 
 def _described(manifest: Manifest) -> str:

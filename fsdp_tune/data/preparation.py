@@ -12,8 +12,9 @@ from typing import Any, Self
 import numpy as np
 
 from fsdp_tune.core.errors import Notice, usage_error
+from fsdp_tune.core.progress import Bar
 from fsdp_tune.data.account import examples_of, marked_text
-from fsdp_tune.data.build import Progress, build_store
+from fsdp_tune.data.build import build_store
 from fsdp_tune.data.format.inputs import TRAIN, Input, open_inputs, raw_rows
 from fsdp_tune.data.read.digests import FileDigests
 from fsdp_tune.data.store import RowStore
@@ -62,7 +63,7 @@ def prepare(
     recipe: Recipe,
     encoder: Encoder,
     *,
-    progress: Progress | None = None,
+    progress: Bar | None = None,
     check_rows: bool = True,
     verify: bool = False,
     run: Path | None = None,

@@ -16,12 +16,12 @@ from fsdp_tune.merge import destination as place
 from fsdp_tune.merge.companions import Companions
 from fsdp_tune.merge.copy.layout import Layout, plan_layout
 from fsdp_tune.merge.copy.ties import Tied, find_ties
-from fsdp_tune.merge.copy.write import THREADS, Source, Written, write_tensors
+from fsdp_tune.merge.copy.write import THREADS, CheckpointTensors, Written, write_tensors
 from fsdp_tune.merge.formats.contents import read_contents
 from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
 from fsdp_tune.merge.record import Facts, write_companions, write_record
-from fsdp_tune.merge.settings import DtypeOption, Settings, Verify, settle
-from fsdp_tune.merge.source import NAMED, Choice, Selection, select_checkpoint
+from fsdp_tune.merge.settings import DtypeOption, MergeSettings, Verify, settle
+from fsdp_tune.merge.source import NAMED, CheckpointChoice, Selection, select_checkpoint
 from fsdp_tune.merge.verify.integrity import ManifestCheck
 from fsdp_tune.merge.verify.model_check import Child, compare_parameters, load_and_run
 from fsdp_tune.merge.verify.sums import check_bytes_on_disk, check_headers
@@ -100,7 +100,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
     """
     started = time.monotonic()
     show = progress or _no_progress
-    selection = select_checkpoint(source, Choice(options.step, options.best, options.average, options.allow_incomplete))
+    selection = select_checkpoint(source, CheckpointChoice(options.step, options.best, options.average, options.allow_incomplete))
     settings = settle(selection, options.output, options.dtype, options.max_shard_bytes, options.verify, adapter=options.adapter)
     base = Path(options.base) if options.base is not None and Path(options.base).is_dir() else None
     target = place.check_output(settings.output, selection, base)
@@ -157,12 +157,12 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
 class Copy:
     """The inputs of the copy and of the checks that run next to it."""
 
-    sources: Sequence[Source]
+    sources: Sequence[CheckpointTensors]
     selection: Selection
     companions: Companions
     layout: Layout
     tied: Tied
-    settings: Settings
+    settings: MergeSettings
     adapter: Adapter | None
     has_base: bool
 
@@ -239,7 +239,7 @@ def _verify(copy: Copy, stage: Path, written: Written, show: OpenBar, *, allow_n
     return load_and_run(stage, allow_nonfinite=allow_nonfinite)
 
 
-def _refuse_non_finite(written: Written, settings: Settings, target: Path) -> None:
+def _refuse_non_finite(written: Written, settings: MergeSettings, target: Path) -> None:
     """Raise a FailedError with counts for the first tensors; a model that diverged has NaN everywhere."""
     where = Where(str(target))
     overflow = "merge with `--dtype keep`" + (" or `--dtype bf16`" if settings.dtype == "fp16" else "")

@@ -20,7 +20,7 @@ from fsdp_tune.merge.copy.write import Written
 from fsdp_tune.merge.destination import RECORD_NAME, put
 from fsdp_tune.merge.lora.adapt import Adapter
 from fsdp_tune.merge.lora.adapter_config import CONFIG_NAME as ADAPTER_CONFIG_NAME
-from fsdp_tune.merge.settings import Settings
+from fsdp_tune.merge.settings import MergeSettings
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
@@ -34,7 +34,7 @@ class Facts:
     """The contents of merge.json and of the model card."""
 
     selection: Selection
-    settings: Settings
+    settings: MergeSettings
     companions: Companions
     layout: Layout
     written: Written

@@ -19,7 +19,7 @@ DtypeOption = Literal["keep", "bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class MergeSettings:
     """Resolved settings. `recipe` is None for a checkpoint of another tool."""
 
     output: Path
@@ -37,7 +37,7 @@ def settle(
     verify: Verify | None,
     *,
     adapter: bool = False,
-) -> Settings:
+) -> MergeSettings:
     """Resolve the settings: options override the recipe, which overrides the defaults.
 
     A checkpoint of another tool keeps its dtype and needs `--output`. `adapter`: the output is an adapter alone, RUN/adapter.
@@ -53,10 +53,10 @@ def settle(
             )
         output = run.adapter if adapter else run.merged
     if recipe is None:
-        return Settings(output, dtype or "keep", max_shard_bytes or parse_bytes(Merge().max_shard_size), verify or "quick", None)
+        return MergeSettings(output, dtype or "keep", max_shard_bytes or parse_bytes(Merge().max_shard_size), verify or "quick", None)
     wanted = recipe.merge.dtype
     own = recipe.compute_dtype if wanted == "auto" else wanted
-    return Settings(
+    return MergeSettings(
         output, dtype or own, max_shard_bytes or parse_bytes(recipe.merge.max_shard_size), verify or recipe.merge.verify, recipe
     )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
 from fsdp_tune.merge.copy.layout import SINGLE_NAME
-from fsdp_tune.merge.weights import PICKLE_ENDINGS, Found, Weights, find_weights, is_of_one_rank
+from fsdp_tune.merge.weights import PICKLE_ENDINGS, Weights, find_weights, is_of_one_rank
 from fsdp_tune.run.dcp_metadata import METADATA_NAME
 from fsdp_tune.run.directory import Checkpoint, Rejected, RunDir, checkpoint_step, complete_checkpoints, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME
@@ -29,7 +29,7 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class CheckpointChoice:
     """The user's choice among the checkpoints of a run; at most one is set."""
 
     step: int | None = None
@@ -42,7 +42,7 @@ class Choice:
         return self.step is not None or self.best or self.average is not None
 
 
-def select_checkpoint(source: Path, choice: Choice) -> Selection:
+def select_checkpoint(source: Path, choice: CheckpointChoice) -> Selection:
     """Find the weights under `source`: a run directory, a checkpoint of any tool, or the folder of its shards."""
     if (choice.step is not None) + choice.best + (choice.average is not None) > 1:
         raise usage_error("merge-two-choices", "`--step`, `--best` and `--average` exclude each other", hint="pass only one of them")
@@ -67,7 +67,7 @@ def select_checkpoint(source: Path, choice: Choice) -> Selection:
     owner = _own_checkpoint(found.root)
     if owner is None:
         step = checkpoint_step(found.root) or checkpoint_step(found.root.parent)
-        return Selection((Weights(*found, found.root, step),), NAMED, None)
+        return Selection((replace(found, step=step),), NAMED, None)
     weights, notices = _accept(owner, found, allow_incomplete=choice.allow_incomplete)
     run = RunDir(owner.parent)
     return Selection((weights,), NAMED, run if run.is_used else None, notices)
@@ -85,11 +85,11 @@ def _own_checkpoint(root: Path) -> Path | None:
     return None
 
 
-def _accept(path: Path, found: Found, *, allow_incomplete: bool) -> tuple[Weights, tuple[Notice, ...]]:
+def _accept(path: Path, found: Weights, *, allow_incomplete: bool) -> tuple[Weights, tuple[Notice, ...]]:
     """Return the weights of a checkpoint of fsdp-tune; without a manifest it needs `--allow-incomplete` and gives a notice."""
     verdict = inspect_checkpoint(path, digests=False)
     if isinstance(verdict, Checkpoint):
-        return Weights(*found, path, verdict.step, verdict.manifest), ()
+        return replace(found, checkpoint=path, step=verdict.step, manifest=verdict.manifest), ()
     if not allow_incomplete:
         raise incomplete(path, verdict.reason)
     notice = Notice(
@@ -98,7 +98,7 @@ def _accept(path: Path, found: Found, *, allow_incomplete: bool) -> tuple[Weight
         Where(str(path)),
         "its tensors are checked only as far as torch's own checksums go",
     )
-    return Weights(*found, path, checkpoint_step(path)), (notice,)
+    return replace(found, checkpoint=path, step=checkpoint_step(path)), (notice,)
 
 
 def incomplete(path: Path, reason: str) -> FsdpTuneError:
@@ -141,7 +141,7 @@ def _nothing_to_merge(source: Path) -> FsdpTuneError:
 # ------------------------------------------------------------------------------------------------------- within a run
 
 
-def _select_in_run(run: RunDir, choice: Choice) -> Selection:
+def _select_in_run(run: RunDir, choice: CheckpointChoice) -> Selection:
     complete, rejected = complete_checkpoints(run)
     if choice.step is not None:
         return _one_step(run, choice, complete, rejected)
@@ -175,10 +175,10 @@ def _weights(checkpoint: Checkpoint) -> Weights:
     found = find_weights(checkpoint.path)
     if found is None:
         raise failed_error("merge-nothing-found", "the checkpoint holds no weights of a model", where=Where(str(checkpoint.path)))
-    return Weights(*found, checkpoint.path, checkpoint.step, checkpoint.manifest)
+    return replace(found, checkpoint=checkpoint.path, step=checkpoint.step, manifest=checkpoint.manifest)
 
 
-def _one_step(run: RunDir, choice: Choice, complete: list[Checkpoint], rejected: list[Rejected]) -> Selection:
+def _one_step(run: RunDir, choice: CheckpointChoice, complete: list[Checkpoint], rejected: list[Rejected]) -> Selection:
     assert choice.step is not None
     path = run.checkpoint(choice.step)
     for checkpoint in complete:

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
 
 from fsdp_tune.merge.copy.layout import INDEX_NAME, SINGLE_NAME
 from fsdp_tune.run.dcp_metadata import METADATA_NAME
@@ -37,17 +36,9 @@ FILE_OF = {
 }
 
 
-class Found(NamedTuple):
-    """One set of weights; `file` in `root` is opened first."""
-
-    root: Path
-    format: Format
-    file: str
-
-
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """One set of weights and its checkpoint; `manifest` lists the checkpoint's files, if it has one."""
+    """One set of weights and its checkpoint; `file` in `root` is opened first. `manifest` lists the checkpoint's files, if it has one."""
 
     root: Path
     format: Format
@@ -62,21 +53,26 @@ def is_of_one_rank(file: Path) -> bool:
     return re.search(r"_rank\d+$", file.stem) is not None
 
 
-def find_weights(place: Path) -> Found | None:
-    """Return the weights at `place`: a directory is identified by its contents, a file by its suffix."""
+def find_weights(place: Path) -> Weights | None:
+    """Return the weights at `place`, as a checkpoint of its own: a directory is identified by its contents, a file by its suffix."""
     if place.is_file():
         kind = next((kind for kind, name in FILE_OF.items() if name == place.name), None)
         if kind is None and place.suffix in PICKLE_ENDINGS and not is_of_one_rank(place):
             kind = Format.PICKLE
-        return Found(place.parent.resolve(), kind, place.name) if kind is not None else None
+        return _weights_in(place.parent, kind, place.name) if kind is not None else None
     shards = place / SHARD_FOLDER
     if (place / METADATA_NAME).is_file():
-        return Found(place.resolve(), Format.DCP, METADATA_NAME)
+        return _weights_in(place, Format.DCP, METADATA_NAME)
     if shards.is_dir() or place.name == SHARD_FOLDER:
-        return Found((shards if shards.is_dir() else place).resolve(), Format.DCP, METADATA_NAME)
+        return _weights_in(shards if shards.is_dir() else place, Format.DCP, METADATA_NAME)
     if (place / INDEX_NAME).is_file():
-        return Found(place.resolve(), Format.SAFETENSORS, SINGLE_NAME)
+        return _weights_in(place, Format.SAFETENSORS, SINGLE_NAME)
     for kind, name in (*FILE_OF.items(), (Format.PICKLE, OLD_PICKLE_NAME)):
         if (place / name).is_file():
-            return Found(place.resolve(), kind, name)
+            return _weights_in(place, kind, name)
     return None
+
+
+def _weights_in(folder: Path, kind: Format, file: str) -> Weights:
+    root = folder.resolve()
+    return Weights(root, kind, file, checkpoint=root)

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 from fsdp_tune.run.dtypes import DTYPES, DType
-from fsdp_tune.run.pickles import Allowed, Record, Refused, load
+from fsdp_tune.run.pickles import AllowedGlobal, Record, Refused, load
 
 METADATA_NAME = ".metadata"
 MAX_METADATA_BYTES = 256 << 20  # 1.8 million slices
@@ -37,7 +37,7 @@ def _tuple_of_sizes(values: Any) -> Shape:
     return sizes
 
 
-def _names() -> dict[tuple[str, str], Allowed]:
+def _names() -> dict[tuple[str, str], AllowedGlobal]:
     records: dict[str, dict[str, tuple[str, ...]]] = {
         "torch.distributed.checkpoint.metadata": {
             "Metadata": ("state_dict_metadata", "planner_data", "storage_data"),
@@ -51,7 +51,7 @@ def _names() -> dict[tuple[str, str], Allowed]:
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo": ("relative_path", "offset", "length", "transform_descriptors")},
         "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties": ("dtype",)},  # torch up to 2.2
     }
-    names = {(module, name): Allowed(name, fields=fields) for module, kinds in records.items() for name, fields in kinds.items()}
+    names = {(module, name): AllowedGlobal(name, fields=fields) for module, kinds in records.items() for name, fields in kinds.items()}
     calls: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
         ("torch", "Size"): lambda arguments: _tuple_of_sizes(*arguments),
         ("torch.serialization", "_get_layout"): lambda _: None,
@@ -63,8 +63,8 @@ def _names() -> dict[tuple[str, str], Allowed]:
     calls |= {
         (module, kind): lambda _: None for module in ("pathlib", "pathlib._local") for kind in ("PosixPath", "PurePosixPath", "WindowsPath")
     }
-    names |= {key: Allowed(".".join(key), call=function) for key, function in calls.items()}
-    return names | {("torch", name): Allowed(f"torch.{name}", value=dtype) for name, dtype in DTYPES.items()}
+    names |= {key: AllowedGlobal(".".join(key), call=function) for key, function in calls.items()}
+    return names | {("torch", name): AllowedGlobal(f"torch.{name}", value=dtype) for name, dtype in DTYPES.items()}
 
 
 NAMES = _names()
@@ -95,7 +95,7 @@ class DcpMetadata:
             if found is None:
                 raise Refused(f"it does not give the location of the part of `{name}` at {list(offsets)}")
             chunks.append(StoredChunk(offsets, sizes, *found))
-        dtype = _field(_field(entry, "TensorStorageMetadata", "properties", Record), "TensorProperties", "dtype", Allowed).value
+        dtype = _field(_field(entry, "TensorStorageMetadata", "properties", Record), "TensorProperties", "dtype", AllowedGlobal).value
         if not isinstance(dtype, DType):
             raise Refused(f"it does not give the element type of `{name}`")
         return dtype, _shape(entry, "TensorStorageMetadata", "size"), chunks

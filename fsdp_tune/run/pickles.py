@@ -78,7 +78,7 @@ class Refused(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
+class AllowedGlobal:
     """What stands in for a global name: a `value`, a function called with data (`call`), or a class of `Record`s with `fields`."""
 
     name: str
@@ -100,7 +100,7 @@ class Record:
 
     __slots__ = ("kind", "state")
 
-    def __init__(self, kind: Allowed) -> None:
+    def __init__(self, kind: AllowedGlobal) -> None:
         self.kind = kind
         self.state: tuple[Any, ...] | None = None
 
@@ -122,7 +122,7 @@ class Record:
         return self.state[fields.index(name)] if self.state is not None else None
 
 
-Names = Mapping[tuple[str, str], Allowed]
+Names = Mapping[tuple[str, str], AllowedGlobal]
 _HASHABLE = (str, int, Record, type(None))
 
 
@@ -146,7 +146,7 @@ class _Unpickler(_PythonUnpickler):
         super().__init__(io.BytesIO(data))
         self._names, self._persistent, self.memo = names, persistent, _Memo()
 
-    def find_class(self, module: str, name: str) -> Allowed:
+    def find_class(self, module: str, name: str) -> AllowedGlobal:
         allowed = self._names.get((module, name))
         if allowed is None:
             raise Refused(f"it names `{module}.{name}`, which a checkpoint of tensors does not need; nothing was run")
@@ -159,7 +159,7 @@ class _Unpickler(_PythonUnpickler):
 
     def load_newobj(self) -> None:
         arguments, kind = self.stack.pop(), self.stack.pop()
-        if not isinstance(kind, Allowed) or kind.fields is None or arguments != ():
+        if not isinstance(kind, AllowedGlobal) or kind.fields is None or arguments != ():
             raise Refused(f"it creates an object of {_describe(kind)}")
         self.append(Record(kind))
 
@@ -195,7 +195,7 @@ class _Unpickler(_PythonUnpickler):
 
 
 def _describe(value: Any) -> str:
-    return f"`{value.name}`" if isinstance(value, Allowed) else f"a {type(value).__name__}"
+    return f"`{value.name}`" if isinstance(value, AllowedGlobal) else f"a {type(value).__name__}"
 
 
 def load(data: bytes, names: Names, *, persistent: Callable[[Any], Any] | None = None) -> Any:

@@ -95,14 +95,14 @@ def _train(
     device_type = start_process_group(recipe, rank)
     heartbeat.beat("importing")
     from fsdp_tune.worker.agree import check_same
-    from fsdp_tune.worker.observe.step_progress import Progress
+    from fsdp_tune.worker.observe.step_progress import StepProgress
     from fsdp_tune.worker.setup import build_trainer, close, results, user_callbacks
 
     check_same(run)
     configure_accelerate(recipe)
     trainer, callback, resume = build_trainer(run, recipe, rank, heartbeat, wish, say, device_type)
     holder.append(trainer)
-    progress = Progress(heartbeat, trainer.parts.metrics)
+    progress = StepProgress(heartbeat, trainer.parts.metrics)
     progress.watch(trainer.wrapped)
     trainer.add_callback(progress)
     for callback_of_user in user_callbacks(recipe):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.data.format.formats import Chat, Ids, Settings, Text, matching_formats
+from fsdp_tune.data.format.formats import Chat, FormatSettings, Ids, Text, matching_formats
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import RowError
 
@@ -13,7 +13,7 @@ USER, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content
 
 
 def example(format_: str, row: dict[str, Any], loss_on: str = "completion", template: str | None = None, separator: str = "") -> Any:
-    return Settings(format_, loss_on, template, separator, append_eos=True, vocabulary_size=100).example(row)
+    return FormatSettings(format_, loss_on, template, separator, append_eos=True, vocabulary_size=100).example(row)
 
 
 def refused(format_: str, row: dict[str, Any], **settings: Any) -> str:
@@ -204,10 +204,12 @@ def test_a_function_call_that_is_not_a_call_is_refused(text: str) -> None:
 
 
 def test_roles_of_the_recipe_are_added_to_the_known_ones_and_win() -> None:
-    settings = Settings("sharegpt", "assistant", None, "", append_eos=True, vocabulary_size=9, roles={"bing": "assistant", "tool": "user"})
+    settings = FormatSettings(
+        "sharegpt", "assistant", None, "", append_eos=True, vocabulary_size=9, roles={"bing": "assistant", "tool": "user"}
+    )
     turns = [{"from": "tool", "value": "a?"}, {"from": "bing", "value": "b"}]
     assert settings.example({"conversations": turns}).messages == [USER, ANSWER]
-    settings = Settings("messages", "assistant", None, "", append_eos=True, vocabulary_size=9, roles={"model": "assistant"})
+    settings = FormatSettings("messages", "assistant", None, "", append_eos=True, vocabulary_size=9, roles={"model": "assistant"})
     assert settings.example({"messages": [USER, {"role": "model", "content": "b"}]}).messages == [USER, ANSWER]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_tune.data.pack.packing import Packed, _decreasing, _runs, best_fit, one_a_row, wrapped
+from fsdp_tune.data.pack.packing import PackedRows, _decreasing, _runs, best_fit, one_a_row, wrapped
 from fsdp_tune.data.store import Int64
 
 
@@ -16,7 +16,7 @@ def segments_of(lengths: list[int]) -> Int64:
     return np.stack([np.cumsum(sizes) - sizes, sizes], axis=1)
 
 
-def row_sizes(packed: Packed) -> list[int]:
+def row_sizes(packed: PackedRows) -> list[int]:
     assert packed.rows[0] == 0
     assert packed.rows[-1] == len(packed.segments)
     assert (np.diff(packed.rows) > 0).all(), "no row is empty"

@@ -10,17 +10,17 @@ from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.data.read import hub_dataset
 from fsdp_tune.data.read.digests import FileDigests
 from fsdp_tune.data.read.json_rows import BadRow
-from fsdp_tune.data.read.sources import COMPRESSED, KIND_OF_SUFFIX, Source, find_source
+from fsdp_tune.data.read.sources import COMPRESSED, KIND_OF_SUFFIX, RowSource, find_source
 from fsdp_tune.recipe.paths import can_only_be_a_path
 from fsdp_tune.recipe.schema.model_and_data import DataSource
 from tests.data.support import write_jsonl
 
 
-def source(path: Path | str, **entry: Any) -> Source:
+def source(path: Path | str, **entry: Any) -> RowSource:
     return find_source(DataSource(path=str(path), **entry), "data.train[0]")
 
 
-def texts(found: Source) -> list[str]:
+def texts(found: RowSource) -> list[str]:
     return [row[1]["text"] for _, row in found.read() if not isinstance(row, BadRow)]
 
 
@@ -90,7 +90,7 @@ def test_the_content_of_a_data_set_without_files_is_that_of_its_rows(tmp_path: P
     datasets = pytest.importorskip("datasets")
     sets = [datasets.Dataset.from_dict({"text": [text]}) for text in ("one", "two")]
     first, second, again = (
-        Source(DataSource(path="hub/id"), "data.train[0]", ("hub/id",), dataset=rows).content(FileDigests(tmp_path))
+        RowSource(DataSource(path="hub/id"), "data.train[0]", ("hub/id",), dataset=rows).content(FileDigests(tmp_path))
         for rows in (*sets, sets[0])
     )
     assert first == again

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_tune.data.format.formats import Settings
+from fsdp_tune.data.format.formats import FormatSettings
 from fsdp_tune.data.tokenise.rows import RawRow, Tokenised, Tokeniser
 from fsdp_tune.data.tokenise.special_tokens import SpecialTokens
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder
@@ -78,7 +78,9 @@ def encoder_of(backend: Tokenizer) -> TokenizerEncoder:
 def tokenised(
     encoder: TokenizerEncoder, format_: str, *rows: dict[str, Any], special: str = "auto", template: str | None = CHATML
 ) -> Tokenised:
-    settings = Settings(format_, "all" if format_ == "text" else "completion", template, "", True, encoder.vocabulary_size, {}, special)
+    settings = FormatSettings(
+        format_, "all" if format_ == "text" else "completion", template, "", True, encoder.vocabulary_size, {}, special
+    )
     chunk = Tokeniser(encoder, (settings,)).chunk([RawRow(0, 0, number, row) for number, row in enumerate(rows, 1)])
     assert chunk.bad == []
     return chunk

@@ -252,7 +252,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("a global batch may be rounded", "recipe.world:batch_divides", drop("indivisible"), rows="F010"),
     plant("a home that is not expanded is a name", "recipe.paths:output_directory", result("resolved, _[1][1:]"), rows="F011"),
     plant("a column that is missing is empty", "data.format.formats:_text", statement("RowError", "return ''"), rows="F016"),
-    plant("an empty completion is trained", "data.format.formats:Settings._prompt_completion", drop("raise"), rows="F022"),
+    plant("an empty completion is trained", "data.format.formats:FormatSettings._prompt_completion", drop("raise"), rows="F022"),
     plant(
         "a tokenizer may be larger than the embedding",
         "model.build.model_files:check_vocabulary",

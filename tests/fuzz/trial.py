@@ -208,11 +208,11 @@ def _failure(outcomes: list[dict[str, Any]]) -> Problem | None:
 # ---- Against the plain loop
 
 
-def settings_of(draw: Draw, *, compute: torch.dtype) -> reference.Settings:
+def settings_of(draw: Draw, *, compute: torch.dtype) -> reference.LoopSettings:
     tree = runs.merged(BASE, draw.recipe())
     training = tree["training"]
     warmup = training.get("warmup_steps", 0)
-    return reference.Settings(
+    return reference.LoopSettings(
         steps=STEPS,
         global_batch_size=_batch_size(draw),
         learning_rate=training["learning_rate"],

@@ -13,7 +13,7 @@ from transformers.masking_utils import flash_attention_mask
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.build.construct import build_empty, build_full
 from fsdp_tune.model.kernels.attention import choose_attention, has_variable_lengths, stands_for
-from fsdp_tune.model.kernels.choice import Choice
+from fsdp_tune.model.kernels.choice import KernelChoice
 from fsdp_tune.model.loss import micro_batch_loss, model_inputs
 from fsdp_tune.worker.dataset import Collator
 from tests.model.families import FAMILIES
@@ -32,7 +32,7 @@ def choice(
     packing: bool = False,
     asked: str = "auto",
     **fields: Any,
-) -> Choice:
+) -> KernelChoice:
     """The choice on a machine with these versions of FlashAttention."""
     base = recipe_of(family, data={"train": [{"path": "x"}], "packing": packing}, precision={"mixed_precision": precision})
     model = base.model.model_copy(update={"attn_implementation": asked})

@@ -23,7 +23,7 @@ from tests.parity.store import GLOBAL_BATCH_SIZE, make_store
 from tests.ranks import RankPool, shared_pool
 
 PRECISION = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SETTINGS = reference.Settings(
+SETTINGS = reference.LoopSettings(
     steps=runs.STEPS, global_batch_size=GLOBAL_BATCH_SIZE, learning_rate=3e-3, warmup_steps=3, weight_decay=0.1, max_grad_norm=1.0
 )
 

@@ -12,7 +12,7 @@ from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.hardware.gpus import find_hardware
 from fsdp_tune.planner.page import changes_in_words, html_page
 from fsdp_tune.planner.predict.fits import fit_into
-from fsdp_tune.planner.predict.mfu import ModelSize, attended_length, flops_per_token, mfu
+from fsdp_tune.planner.predict.mfu import ModelDimensions, attended_length, flops_per_token, mfu
 from fsdp_tune.planner.predict.predict import Plan, plan
 from fsdp_tune.planner.trace_format import Trace
 from tests.planner.hand_trace import Hand
@@ -140,7 +140,7 @@ def test_a_part_of_an_epoch_is_rounded_up_to_whole_steps_as_the_trainer_does(epo
 
 
 def test_mfu_is_palms_formula() -> None:
-    model = ModelSize(active_parameters=7_000_000_000, layers=32, heads=32, head_dim=128)
+    model = ModelDimensions(active_parameters=7_000_000_000, layers=32, heads=32, head_dim=128)
     assert flops_per_token(model, 4096) == 6 * 7e9 + 12 * 32 * 32 * 128 * 4096
     assert mfu(model, 4096, 3000, None) is None
     assert mfu(model, 4096, 3000, 312e12) == pytest.approx(flops_per_token(model, 4096) * 3000 / 312e12)
@@ -155,7 +155,7 @@ def test_the_mfu_counts_what_a_token_meets(active: int | None) -> None:
         assert made.mfu is None
         assert "mfu: the model's configuration does not say how many experts a token meets" in made.unknown
     else:
-        size = ModelSize(active, mixture.counts.layers, mixture.counts.attention_heads, mixture.counts.head_dim)
+        size = ModelDimensions(active, mixture.counts.layers, mixture.counts.attention_heads, mixture.counts.head_dim)
         assert made.mfu == mfu(size, mixture.shapes.tokens, made.tokens_per_second_per_device or 0.0, A100.peak_flops("bf16"))
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from fsdp_tune.merge.formats.archive import NAMES as TENSOR_NAMES
 from fsdp_tune.run.dcp_metadata import NAMES as METADATA_NAMES
-from fsdp_tune.run.pickles import Allowed, Record, Refused, load
+from fsdp_tune.run.pickles import AllowedGlobal, Record, Refused, load
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**200), 2**200) | st.floats(allow_nan=False) | st.text(max_size=300),
@@ -157,7 +157,7 @@ def test_every_record_keeps_the_fields_that_torch_wrote(tmp_path):
             assert one.kind.name == type(other).__name__
             for field in one.kind.fields:
                 same(one.get(field), getattr(other, field, None))
-        elif isinstance(one, Allowed):
+        elif isinstance(one, AllowedGlobal):
             assert one.value.name == str(other).removeprefix("torch.")
         elif isinstance(one, dict):
             for (key, value), (their_key, their_value) in zip(one.items(), other.items(), strict=True):

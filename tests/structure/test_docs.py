@@ -24,7 +24,7 @@ import typer.main
 import yaml
 
 from fsdp_tune.cli.app import app
-from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, Settings, matching_formats
+from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, FormatSettings, matching_formats
 from fsdp_tune.recipe.catalogue import find_recipe
 from fsdp_tune.recipe.read.loader import load_recipe
 from fsdp_tune.recipe.schema import Recipe
@@ -140,7 +140,7 @@ def test_rows_of_the_data_formats_are_read_as_their_format() -> None:
     assert [matching_formats(row) for row in rows] == [[name] for name in COLUMNS]
     for row, name in zip(rows, COLUMNS, strict=True):
         template = "{{ messages }}" if name in ("messages", "sharegpt") else None
-        Settings(name, LOSS_ON[name][0], template, "", append_eos=False, vocabulary_size=100).example(row)
+        FormatSettings(name, LOSS_ON[name][0], template, "", append_eos=False, vocabulary_size=100).example(row)
 
 
 def test_table_of_data_formats_has_their_columns_and_losses() -> None:

@@ -50,6 +50,12 @@ def test_a_file_name_occurs_once(repository: Path) -> None:
     assert {name: count for name, count in names.items() if count > 1} == {}
 
 
+def test_a_class_name_occurs_once(repository: Path) -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in modules(repository)]
+    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert {name: count for name, count in names.items() if count > 1} == {}
+
+
 def test_a_small_module_has_several_importers(repository: Path) -> None:
     """A module that only one other uses is a part of it. Verbs, rules of a section and children started by argv aside."""
     package = repository / "fsdp_tune"

@@ -18,7 +18,7 @@ from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.observe import heartbeat as heartbeats
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter, is_waiting
-from fsdp_tune.worker.observe.step_progress import Progress, Slowest, slowest
+from fsdp_tune.worker.observe.step_progress import Slowest, StepProgress, slowest
 from tests.parity import runs
 from tests.parity.bench import Bench
 from tests.parity.cases import Case
@@ -200,7 +200,7 @@ def test_the_slowest_is_compared_with_the_median_of_the_others() -> None:
 @pytest.mark.parametrize(("behind_seconds", "told"), [(0.02, 0), (0.2, 1)])
 def test_a_rank_is_slow_only_where_the_others_wait_for_long_enough_to_be_noticed(run: RunDir, behind_seconds: float, told: int) -> None:
     metrics = MetricsFile(run, resume_step=None, enabled=True)
-    progress = Progress(HeartbeatWriter(run, 0), metrics)
+    progress = StepProgress(HeartbeatWriter(run, 0), metrics)
     progress._tell(Slowest(1, 2.5, behind_seconds), 10)
     metrics.close()
     assert len(run.metrics_jsonl.read_text().splitlines()) == told

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import MixtralConfig
 
-from fsdp_tune.planner.predict.mfu import ModelSize
+from fsdp_tune.planner.predict.mfu import ModelDimensions
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import MetricsFile
 from fsdp_tune.worker.observe.metrics import Lines, Sums, device_peak_flops, model_size
@@ -150,7 +150,7 @@ def test_each_line_holds_what_came_since_the_last(pool: RankPool) -> None:
 
 
 def line_with_mfu() -> dict[str, Any]:
-    model = ModelSize(active_parameters=1000, layers=2, heads=4, head_dim=8)
+    model = ModelDimensions(active_parameters=1000, layers=2, heads=4, head_dim=8)
     made = Lines(torch.device("cpu"), model, peak_flops=1e6)
     made.start(0)
     made.sums.add(torch.tensor(6.0))

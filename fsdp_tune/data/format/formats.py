@@ -73,7 +73,7 @@ Example = Text | Chat | Ids
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class FormatSettings:
     """How the rows of one source become examples; decided once, with nothing left `auto`."""
 
     format: str

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
-from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, Settings, matching_formats
+from fsdp_tune.data.format.formats import COLUMNS, LOSS_ON, FormatSettings, matching_formats
 from fsdp_tune.data.format.templates import BUNDLED, resolve_template
 from fsdp_tune.data.read.json_rows import BadRow, RowError
-from fsdp_tune.data.read.sources import Source, find_source
+from fsdp_tune.data.read.sources import RowSource, find_source
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow
 from fsdp_tune.recipe.schema import Recipe
@@ -22,8 +22,8 @@ TRAIN = "train"
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    source: Source
-    settings: Settings
+    source: RowSource
+    settings: FormatSettings
     columns: tuple[str, ...]
     """Of the first row, after renaming."""
     set_name: str
@@ -83,7 +83,7 @@ def _open(recipe: Recipe, entry: DataSource, key: str, set_name: str, encoder: E
     return Input(source, settings, columns, set_name, overlong, first_file)
 
 
-def _first_columns(source: Source) -> tuple[str, ...]:
+def _first_columns(source: RowSource) -> tuple[str, ...]:
     """Column names of the first row that can be read; exit 2 when there is none."""
     bad: list[tuple[int, BadRow]] = []
     for file, row in source.read():
@@ -121,7 +121,7 @@ def _renamed(row: dict[str, Any], entry: DataSource) -> dict[str, Any]:
     return {entry.rename_columns.get(column, column): value for column, value in kept.items()}
 
 
-def _settings(recipe: Recipe, source: Source, columns: Sequence[str], encoder: Encoder) -> Settings:
+def _settings(recipe: Recipe, source: RowSource, columns: Sequence[str], encoder: Encoder) -> FormatSettings:
     entry, data = source.entry, recipe.data
     where = Where(key=source.key)
     template = resolve_template(entry.chat_template) if entry.chat_template else encoder.chat_template
@@ -141,12 +141,12 @@ def _settings(recipe: Recipe, source: Source, columns: Sequence[str], encoder: E
     append_eos = format_ != "tokenized" if data.append_eos == "auto" else data.append_eos
     loss_on = possible[0] if wanted == "auto" else wanted
     names = {new: old for old, new in entry.rename_columns.items()}
-    return Settings(
+    return FormatSettings(
         format_, loss_on, template, data.separator, append_eos, encoder.vocabulary_size, data.roles, data.special_tokens_in_content, names
     )
 
 
-def _format(wanted: str, source: Source, columns: Sequence[str]) -> str:
+def _format(wanted: str, source: RowSource, columns: Sequence[str]) -> str:
     where = Where(key=source.key)
     if wanted != "auto":
         missing = [column for column in COLUMNS[wanted] if column not in columns]

@@ -23,7 +23,7 @@ CLOSING_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedRows:
     """`segments` [m, 2] (start, length) in the order of the rows; `rows` [r + 1] offsets into them."""
 
     segments: Int64
@@ -35,11 +35,11 @@ class Packed:
 _NO_CUTS = np.zeros((0, 2), np.int64)
 
 
-def one_a_row(segments: Int64) -> Packed:
-    return Packed(segments, np.arange(len(segments) + 1, dtype=np.int64), _NO_CUTS)
+def one_a_row(segments: Int64) -> PackedRows:
+    return PackedRows(segments, np.arange(len(segments) + 1, dtype=np.int64), _NO_CUTS)
 
 
-def best_fit(segments: Int64, capacity: int) -> Packed:
+def best_fit(segments: Int64, capacity: int) -> PackedRows:
     """Whole segments, none longer than `capacity` tokens, in at most as many rows as best-fit decreasing takes.
 
     The same input always gives the same rows.
@@ -49,7 +49,7 @@ def best_fit(segments: Int64, capacity: int) -> Packed:
     packings = (_closed(runs, capacity, len(order)), _decreasing(runs, capacity, len(order)))
     rows, row_of = min(packings, key=lambda packing: packing[0])
     by_row = np.argsort(row_of, kind="stable")
-    return Packed(segments[order[by_row]], np.searchsorted(row_of[by_row], np.arange(rows + 1)), _NO_CUTS)
+    return PackedRows(segments[order[by_row]], np.searchsorted(row_of[by_row], np.arange(rows + 1)), _NO_CUTS)
 
 
 def _decreasing(runs: list[tuple[int, int]], capacity: int, examples: int) -> tuple[int, Int64]:
@@ -79,7 +79,7 @@ def _closed(runs: list[tuple[int, int]], capacity: int, examples: int) -> tuple[
     return row, row_of
 
 
-def wrapped(segments: Int64, capacity: int) -> Packed:
+def wrapped(segments: Int64, capacity: int) -> PackedRows:
     """Segments one after another, cut where a row of `capacity` tokens is full; only the last row may be shorter."""
     ends = np.cumsum(segments[:, 1])
     total = int(ends[-1])
@@ -91,7 +91,7 @@ def wrapped(segments: Int64, capacity: int) -> Packed:
     pieces = np.stack([segments[source, 0] + starts - begin[source], stops - starts], axis=1)
     rows = np.concatenate([[0], np.searchsorted(stops, cuts) + 1, [len(pieces)]])
     behind_a_cut = starts > begin[source]
-    return Packed(pieces, rows.astype(np.int64), np.stack([source, pieces[:, 0]], axis=1)[behind_a_cut])
+    return PackedRows(pieces, rows.astype(np.int64), np.stack([source, pieces[:, 0]], axis=1)[behind_a_cut])
 
 
 class _Rooms:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.data.order.permutation import splitmix64
-from fsdp_tune.data.pack.packing import Packed, best_fit, one_a_row, wrapped
+from fsdp_tune.data.pack.packing import PackedRows, best_fit, one_a_row, wrapped
 from fsdp_tune.data.store import Int64, Mask
 from fsdp_tune.recipe.schema.model_and_data import EvalFraction, EvalRows, Mixture
 
@@ -156,7 +156,7 @@ def _refuse_long(examples: Examples, long: Bools, max_length: int, names: Sequen
     raise usage_error("row-too-long", told, hint=hint, where=Where(names[file], first))
 
 
-def packed(pieces: Cut, trained: Mask, max_length: int, *, packing: bool, strategy: str) -> tuple[Cut, Packed]:
+def packed(pieces: Cut, trained: Mask, max_length: int, *, packing: bool, strategy: str) -> tuple[Cut, PackedRows]:
     """Return the rows, and `pieces` with the targets that are left: a segment that packing cuts loses the one behind the cut."""
     if not packing:
         return pieces, one_a_row(pieces.segments)

@@ -49,7 +49,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RowSource:
     """One entry, found. Rows are numbered inside each of `names`, which are files where there are files."""
 
     entry: DataSource
@@ -100,7 +100,7 @@ class Source:
         return [stamp(path) for path in self.stored_in]
 
 
-def find_source(entry: DataSource, key: str) -> Source:
+def find_source(entry: DataSource, key: str) -> RowSource:
     """Exit 2 when nothing is there, or more than one thing could be meant. `key` is where the entry stands in the recipe."""
     where = Where(key=key)
     if entry.loader is not None:
@@ -109,7 +109,7 @@ def find_source(entry: DataSource, key: str) -> Source:
         raise usage_error("contradiction", "`loader_options` has no meaning without `loader`", where=where)
     if is_builtin(entry.path):
         builtin_rows(entry.path, entry.split)
-        return Source(entry, key, (entry.path,))
+        return RowSource(entry, key, (entry.path,))
     if entry.path in BUILDERS and not Path(entry.path).exists():
         return _builder_source(entry, key)
     path = Path(entry.path).expanduser()
@@ -124,13 +124,13 @@ def find_source(entry: DataSource, key: str) -> Source:
     return _dataset_source(entry, key, dataset)
 
 
-def _loader_source(entry: DataSource, key: str, loader: str) -> Source:
+def _loader_source(entry: DataSource, key: str, loader: str) -> RowSource:
     where = Where(key=key)
     given = [name for name in ("name", "data_dir", "data_files", "revision") if getattr(entry, name) is not None]
     if given:
         message = f"`{given[0]}` has no meaning for rows from a `loader`"
         raise usage_error("contradiction", message, where=where, hint="pass it in `loader_options`")
-    return Source(entry, key, (f"{entry.path} ({loader})",), load=find_extension("loaders", loader, where).load(where))
+    return RowSource(entry, key, (f"{entry.path} ({loader})",), load=find_extension("loaders", loader, where).load(where))
 
 
 def _loaded_rows(load: Callable[..., Iterable[Any]], entry: DataSource, key: str) -> Iterator[NumberedRow | BadRow]:
@@ -148,7 +148,7 @@ def _loaded_rows(load: Callable[..., Iterable[Any]], entry: DataSource, key: str
         raise usage_error("extension-failed", message, where=Where(key=key)) from error
 
 
-def _builder_source(entry: DataSource, key: str) -> Source:
+def _builder_source(entry: DataSource, key: str) -> RowSource:
     where = Where(key=key)
     patterns = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
     if not patterns:
@@ -160,7 +160,7 @@ def _builder_source(entry: DataSource, key: str) -> Source:
     return _file_source(entry, key, _expand([str(base / pattern) for pattern in patterns], where), entry.path)
 
 
-def _directory_source(entry: DataSource, key: str, path: Path) -> Source:
+def _directory_source(entry: DataSource, key: str, path: Path) -> RowSource:
     where = Where(key=key)
     root = path / entry.data_dir if entry.data_dir else path
     if (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
@@ -174,7 +174,7 @@ def _directory_source(entry: DataSource, key: str, path: Path) -> Source:
     return _file_source(entry, key, _of_split(found, root, entry.split, where), None)
 
 
-def _file_source(entry: DataSource, key: str, paths: Sequence[Path], kind: str | None) -> Source:
+def _file_source(entry: DataSource, key: str, paths: Sequence[Path], kind: str | None) -> RowSource:
     where = Where(key=key)
     _refuse(entry, where, "name", given=entry.name is not None)
     _refuse(entry, where, "revision", given=entry.revision is not None)
@@ -188,12 +188,12 @@ def _file_source(entry: DataSource, key: str, paths: Sequence[Path], kind: str |
             where=where,
             hint="choose by a glob, such as `data/*.jsonl`, or give each kind an entry of its own",
         )
-    return Source(entry, key, tuple(str(path) for path in paths), tuple(files), stored_in=tuple(paths))
+    return RowSource(entry, key, tuple(str(path) for path in paths), tuple(files), stored_in=tuple(paths))
 
 
-def _dataset_source(entry: DataSource, key: str, dataset: Any) -> Source:
+def _dataset_source(entry: DataSource, key: str, dataset: Any) -> RowSource:
     files = tuple(Path(file["filename"]) for file in dataset.cache_files)
-    return Source(entry, key, (f"{entry.path} ({entry.split})",), dataset=dataset, stored_in=files)
+    return RowSource(entry, key, (f"{entry.path} ({entry.split})",), dataset=dataset, stored_in=files)
 
 
 def _expand(patterns: list[str], where: Where) -> list[Path]:

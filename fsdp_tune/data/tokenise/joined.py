@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from fsdp_tune.data.format.formats import Settings, Text
+from fsdp_tune.data.format.formats import FormatSettings, Text
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import RowError
 from fsdp_tune.data.tokenise.encoder import Encoder
@@ -23,7 +23,7 @@ class EncodedText:
 
 
 def encode_texts(
-    texts: list[tuple[Text, Settings]], encoder: Encoder, special: SpecialTokens, counts: Counter[str]
+    texts: list[tuple[Text, FormatSettings]], encoder: Encoder, special: SpecialTokens, counts: Counter[str]
 ) -> Iterator[EncodedText]:
     """Ids and trained flags of each text, with the tokenizer's own prefix (BOS) once at its beginning.
 

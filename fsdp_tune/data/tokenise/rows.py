@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from fsdp_tune.core.errors import failed_error
-from fsdp_tune.data.format.formats import Chat, Example, Ids, Settings, Text
+from fsdp_tune.data.format.formats import Chat, Example, FormatSettings, Ids, Text
 from fsdp_tune.data.notes import Note, RowNotes
 from fsdp_tune.data.read.json_rows import BadRow, RowError
 from fsdp_tune.data.store import Int32, Int64, Mask
@@ -84,7 +84,7 @@ class Tokeniser:
     """What a process needs to tokenise; sent to each once."""
 
     encoder: Encoder
-    settings: tuple[Settings, ...]
+    settings: tuple[FormatSettings, ...]
     """By source."""
 
     def chunk(self, rows: list[RawRow], *, check_only: bool = False) -> Tokenised:
@@ -121,7 +121,7 @@ class _EncodedChat:
 
 
 class _Chunk:
-    def __init__(self, encoder: Encoder, settings: tuple[Settings, ...]) -> None:
+    def __init__(self, encoder: Encoder, settings: tuple[FormatSettings, ...]) -> None:
         self._encoder, self._settings = encoder, settings
         self._special = SpecialTokens(encoder)
         self._ids: list[int] = []
@@ -201,7 +201,7 @@ class _Chunk:
         self._rows.append((len(ids), supervised, row.source, row.file, row.number))
         self._hashes.append(content_hash(example))
 
-    def _ended(self, ids: list[int], trained: list[bool], settings: Settings) -> tuple[list[int], list[bool]]:
+    def _ended(self, ids: list[int], trained: list[bool], settings: FormatSettings) -> tuple[list[int], list[bool]]:
         """With the end of sequence, once and trained; an empty text stays empty and is dropped."""
         if not settings.append_eos or not ids:
             return ids, trained

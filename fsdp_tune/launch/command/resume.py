@@ -41,7 +41,7 @@ LENGTH_KEYS = frozenset({"training.max_steps", "training.num_train_epochs", "tra
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class RunRevision:
     """The part of a run directory that every use changes."""
 
     launched: bytes | None
@@ -64,7 +64,7 @@ class Start:
     digests_checked: bool = False
     data_key: str | None = field(default=None)
     """Content key of the training data so far; None for a new run."""
-    snapshot: Snapshot | None = None
+    revision: RunRevision | None = None
     """The directory before anything else in it was read."""
 
     @property
@@ -87,7 +87,7 @@ def decide(
         message = f"{run.path} is inside the checkpoint {checkpoint}, and would be removed together with it"
         raise usage_error("output-in-checkpoint", message, hint="name another `output_dir`")
     _refuse_open_directory(run)
-    snapshot = _snapshot(run)  # first: another command may use the directory while checkpoints are hashed
+    revision = _revision(run)  # first: another command may use the directory while checkpoints are hashed
     refuse_when_held(run)
     _refuse_live_ranks(run)
     if overwrite and resume is not None:
@@ -103,7 +103,7 @@ def decide(
         _refuse_read_only(run)
     max_steps = training_value(recipe.training, "max_steps")
     refuse_beyond_end(start, max_steps if isinstance(max_steps, int) and max_steps > 0 else None)
-    return replace(start, snapshot=snapshot)
+    return replace(start, revision=revision)
 
 
 def refuse_beyond_end(start: Start, total_steps: int | None) -> None:
@@ -235,9 +235,9 @@ def _explicit(run: RunDir, recipe: Recipe, path: Path) -> Start:
     return Start(verdict, is_new=not run.is_used, trajectory_changes=trajectory, data_key=read_data_key(source))
 
 
-def _snapshot(run: RunDir) -> Snapshot:
+def _revision(run: RunDir) -> RunRevision:
     checkpoints = frozenset(path.name for path in run.path.glob("checkpoint-*"))
-    return Snapshot(run.launch_json.read_bytes() if run.launch_json.exists() else None, checkpoints)
+    return RunRevision(run.launch_json.read_bytes() if run.launch_json.exists() else None, checkpoints)
 
 
 def refuse_when_continued(run: RunDir, start: Start) -> None:
@@ -245,7 +245,7 @@ def refuse_when_continued(run: RunDir, start: Start) -> None:
     if start.is_new:
         return
     _refuse_live_ranks(run)
-    if _snapshot(run) != start.snapshot:
+    if _revision(run) != start.revision:
         message = f"another command continued {run.path} while this one checked its inputs, and has ended"
         raise usage_error("run-in-use", message, hint="run this command again: it continues from what is there now")
 

@@ -21,7 +21,7 @@ _WASTE = 4  # a strided read may fetch at most this many times what it needs
 
 
 @dataclass(slots=True)
-class _Part:
+class _OpenChunk:
     """An opened chunk. `crc32` is updated while its storage is read from front to back."""
 
     chunk: Chunk
@@ -42,7 +42,7 @@ class TensorReader:
         self._item_bytes = tensor.dtype.item_bytes
         self._parts = [self._open(chunk) for chunk in tensor.chunks]
 
-    def _open(self, chunk: Chunk) -> _Part:
+    def _open(self, chunk: Chunk) -> _OpenChunk:
         extent = locate(self._tensor, chunk)
         in_order = is_row_major(chunk.sizes, extent.strides)
         is_whole = extent.first_byte == extent.storage_start and extent.storage_bytes == chunk.elements * self._item_bytes
@@ -50,7 +50,7 @@ class TensorReader:
         runs_along = has_checksum and in_order and is_whole and self._in_order
         if has_checksum and not runs_along:
             self._check_storage(extent)
-        return _Part(chunk, extent, in_order, 0 if runs_along else None)
+        return _OpenChunk(chunk, extent, in_order, 0 if runs_along else None)
 
     def _check_storage(self, extent: Extent) -> None:
         """Check a storage that is not read from front to back, in a pass of its own."""
@@ -92,7 +92,7 @@ class TensorReader:
     def _path(self, extent: Extent) -> Path:
         return self._files.root / extent.file
 
-    def _read_run(self, part: _Part, start: Shape, sizes: Shape, wanted: Array) -> None:
+    def _read_run(self, part: _OpenChunk, start: Shape, sizes: Shape, wanted: Array) -> None:
         """A box is contiguous in a row-major chunk too: one read, straight into place where the chunk spans whole rows."""
         extent, count_bytes = part.extent, math.prod(sizes) * self._item_bytes
         steps = row_major(part.chunk.sizes)

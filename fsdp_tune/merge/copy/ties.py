@@ -16,7 +16,7 @@ import numpy as np
 from fsdp_tune.core.errors import Notice
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES, TensorReader
 from fsdp_tune.merge.copy.geometry import boxes
-from fsdp_tune.merge.formats.contents import Source
+from fsdp_tune.merge.formats.contents import CheckpointTensors
 from fsdp_tune.merge.formats.tensors import SourceTensor
 
 # The left and right sides of `_tied_weights_keys` of transformers' causal language models; a test reads them from its source.
@@ -68,7 +68,7 @@ class Tied:
     notices: tuple[Notice, ...] = ()
 
 
-def find_ties(config: Mapping[str, Any] | None, sources: Sequence[Source]) -> Tied:
+def find_ties(config: Mapping[str, Any] | None, sources: Sequence[CheckpointTensors]) -> Tied:
     """Compare heads with embeddings if the config allows a tie. Without a config both are kept."""
     if config is None or tie_setting(config) is False:
         return Tied()

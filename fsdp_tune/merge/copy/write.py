@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -26,7 +26,7 @@ from fsdp_tune.merge.copy.gather import BUFFER_BYTES, TensorReader
 from fsdp_tune.merge.copy.geometry import Box, boxes
 from fsdp_tune.merge.copy.layout import INDEX_NAME, PAGE_BYTES, Layout, Placed
 from fsdp_tune.merge.copy.values import Array, NonFinite, all_finite, convert, count_non_finite, is_checked
-from fsdp_tune.merge.formats.contents import Source
+from fsdp_tune.merge.formats.contents import CheckpointTensors
 from fsdp_tune.merge.formats.tensors import SourceTensor
 from fsdp_tune.merge.lora.low_rank import HELD_BYTES, Budget, Delta, held_bytes, kind_of
 
@@ -60,7 +60,7 @@ class _Buffers:
 class _Work:
     """State shared by all threads."""
 
-    sources: Sequence[Source]
+    sources: Sequence[CheckpointTensors]
     stage: Path
     read_back: bool
     is_direct: bool
@@ -78,11 +78,9 @@ class _Work:
         return self.local.buffers
 
 
-class _Stopped(Exception):
-    """Another thread failed, or the user pressed Ctrl-C."""
-
-
-def write_tensors(sources: Sequence[Source], layout: Layout, stage: Path, *, read_back: bool, advance: Callable[[int], None]) -> Written:
+def write_tensors(
+    sources: Sequence[CheckpointTensors], layout: Layout, stage: Path, *, read_back: bool, advance: Callable[[int], None]
+) -> Written:
     """Write the files of `layout` into `stage`. With several `sources`, each tensor is their mean.
 
     `advance(n)` is called from several threads with the number of bytes that were written. `read_back`: read samples of the output
@@ -93,7 +91,7 @@ def write_tensors(sources: Sequence[Source], layout: Layout, stage: Path, *, rea
         try:
             futures = [pool.submit(_copy, work, placed) for file in layout.files for placed in file.tensors]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            failed = [error for future in done if (error := future.exception()) is not None and not isinstance(error, _Stopped)]
+            failed = [error for future in done if (error := future.exception()) is not None and not isinstance(error, CancelledError)]
             if failed:
                 raise failed[0]
         except BaseException:
@@ -104,7 +102,7 @@ def write_tensors(sources: Sequence[Source], layout: Layout, stage: Path, *, rea
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Contribution:
     """One checkpoint's contribution to a tensor of the output."""
 
     tensor: SourceTensor
@@ -112,7 +110,7 @@ class _Part:
     delta: Delta | None
 
     @classmethod
-    def make(cls, tensor: SourceTensor, buffers: _Buffers) -> _Part:
+    def make(cls, tensor: SourceTensor, buffers: _Buffers) -> _Contribution:
         delta = Delta(tensor, buffers.raw, buffers.scratch) if tensor.update is not None else None
         return cls(tensor, TensorReader(tensor, buffers.scratch), delta)
 
@@ -184,12 +182,12 @@ def _copy_values(
     work: _Work, placed: Placed, tensors: Sequence[SourceTensor], found: Sequence[Box], handle: IO[bytes]
 ) -> list[tuple[int, int, bytes]]:
     """Write one tensor. Returns a sample of each box, as (offset, size, digest)."""
-    parts = [_Part.make(tensor, work.buffers) for tensor in tensors]
+    parts = [_Contribution.make(tensor, work.buffers) for tensor in tensors]
     digest, counts, samples = xxhash.xxh3_128(), NonFinite(), list[tuple[int, int, bytes]]()
     handle.seek(placed.first_byte)
     for box in found:
         if work.stop.is_set():
-            raise _Stopped
+            raise CancelledError  # another thread failed, or the user pressed Ctrl-C
         raw = _values(placed, parts, box, work.buffers, counts).view(np.uint8).data
         digest.update(raw)
         # At another position in each box, so that an error that repeats at one position is found.
@@ -221,7 +219,7 @@ def _bytes_of(box: Box, placed: Placed) -> int:
     return box.elements * placed.dtype.item_bytes
 
 
-def _values(placed: Placed, parts: Sequence[_Part], box: Box, buffers: _Buffers, counts: NonFinite) -> Array:
+def _values(placed: Placed, parts: Sequence[_Contribution], box: Box, buffers: _Buffers, counts: NonFinite) -> Array:
     """Return one box of the output: read, averaged over several sources, checked for NaN and infinity, and converted."""
     dtype = parts[0].tensor.dtype
     size_bytes = box.elements * dtype.item_bytes
@@ -249,7 +247,7 @@ def _values(placed: Placed, parts: Sequence[_Part], box: Box, buffers: _Buffers,
     return out
 
 
-def _sum(parts: Sequence[_Part], deltas: Sequence[Array], box: Box, values: Array, buffers: _Buffers) -> Array:
+def _sum(parts: Sequence[_Contribution], deltas: Sequence[Array], box: Box, values: Array, buffers: _Buffers) -> Array:
     """Weights and what adapters add to them; over several sources the mean, summed in float64. Rounded once, by the caller."""
     kind = np.dtype(np.float64) if len(parts) > 1 else kind_of(parts[0].tensor)
     total = buffers.sum[: box.elements * kind.itemsize].view(kind)
@@ -265,7 +263,7 @@ def _sum(parts: Sequence[_Part], deltas: Sequence[Array], box: Box, values: Arra
     return total
 
 
-def _the_same(placed: Placed, parts: Sequence[_Part], box: Box, values: Array, buffers: _Buffers) -> Array:
+def _the_same(placed: Placed, parts: Sequence[_Contribution], box: Box, values: Array, buffers: _Buffers) -> Array:
     """Require equal values in all checkpoints of a dtype that has no mean (integers, fp8)."""
     other = buffers.out[: values.nbytes].view(values.dtype)
     for part in parts[1:]:

@@ -18,7 +18,7 @@ from typing import IO, Any, cast
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.tensors import Extent, Shape
 from fsdp_tune.run.dtypes import DTYPES, OF_STORAGE, DType
-from fsdp_tune.run.pickles import Allowed, Refused, load
+from fsdp_tune.run.pickles import AllowedGlobal, Refused, load
 
 MAX_PICKLE_BYTES = 64 << 20
 MAX_DIRECTORY_BYTES = 256 << 20
@@ -135,7 +135,7 @@ def _storage(identifier: Any) -> tuple[DType | None, str]:
     if not isinstance(identifier, tuple) or len(identifier) != 5 or identifier[0] != "storage" or not isinstance(identifier[2], str):
         raise Refused("it refers to something that is not a storage")
     kind = identifier[1]
-    if not isinstance(kind, Allowed) or not (kind.value is None or isinstance(kind.value, DType)):
+    if not isinstance(kind, AllowedGlobal) or not (kind.value is None or isinstance(kind.value, DType)):
         raise Refused("it refers to a storage of an unknown type")
     return kind.value, identifier[2]
 
@@ -147,7 +147,7 @@ def _tensor(arguments: tuple[Any, ...], dtype_at: int | None) -> StoredTensor:
         raise Refused("it describes a tensor in an unknown way") from error
     if dtype_at is not None:
         wanted = arguments[dtype_at] if len(arguments) > dtype_at else None
-        dtype = wanted.value if isinstance(wanted, Allowed) else None
+        dtype = wanted.value if isinstance(wanted, AllowedGlobal) else None
     numbers = (offset, *sizes, *strides) if isinstance(sizes, tuple) and isinstance(strides, tuple) else (None,)
     if not isinstance(dtype, DType) or any(type(number) is not int or number < 0 for number in numbers) or len(sizes) != len(strides):
         raise Refused("it describes a tensor in an unknown way")
@@ -166,11 +166,11 @@ def _empty_mapping(arguments: tuple[Any, ...]) -> dict[Any, Any]:
     return {}
 
 
-def _call(module: str, name: str, function: Callable[[tuple[Any, ...]], Any]) -> tuple[tuple[str, str], Allowed]:
-    return (module, name), Allowed(f"{module}.{name}", call=function)
+def _call(module: str, name: str, function: Callable[[tuple[Any, ...]], Any]) -> tuple[tuple[str, str], AllowedGlobal]:
+    return (module, name), AllowedGlobal(f"{module}.{name}", call=function)
 
 
-NAMES: dict[tuple[str, str], Allowed] = {
+NAMES: dict[tuple[str, str], AllowedGlobal] = {
     **dict(
         [
             _call("torch._utils", "_rebuild_tensor_v2", lambda arguments: _tensor(arguments, None)),
@@ -179,8 +179,8 @@ NAMES: dict[tuple[str, str], Allowed] = {
             _call("collections", "OrderedDict", _empty_mapping),
         ]
     ),
-    **{("torch", name): Allowed(f"torch.{name}", value=dtype) for name, dtype in (OF_STORAGE | DTYPES).items()},
-    ("torch.storage", "UntypedStorage"): Allowed("torch.storage.UntypedStorage"),
+    **{("torch", name): AllowedGlobal(f"torch.{name}", value=dtype) for name, dtype in (OF_STORAGE | DTYPES).items()},
+    ("torch.storage", "UntypedStorage"): AllowedGlobal("torch.storage.UntypedStorage"),
 }
 
 

@@ -12,7 +12,7 @@ from fsdp_tune.merge.formats.dcp import read_dcp
 from fsdp_tune.merge.formats.names import model_names
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.safetensors_file import read_safetensors
-from fsdp_tune.merge.formats.tensors import Chunk, Packed, SourceTensor
+from fsdp_tune.merge.formats.tensors import ArchiveExtent, Chunk, SourceTensor
 from fsdp_tune.merge.lora.peft_names import is_peft
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.weights import Format, Weights
@@ -22,7 +22,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CheckpointTensors:
     """The tensors of one checkpoint by name. `is_vouched`: its manifest has digests of all files."""
 
     tensors: dict[str, SourceTensor]
@@ -33,7 +33,7 @@ class Source:
 class Contents:
     """`ordered`: the tensors to write, in the order of the newest checkpoint. `left_out`: {tensor: why it cannot be read}."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[CheckpointTensors, ...]
     ordered: tuple[SourceTensor, ...]
     left_out: dict[str, str]
     notices: tuple[Notice, ...]
@@ -41,7 +41,7 @@ class Contents:
 
 def read_contents(stack: ExitStack, selection: Selection, *, allow_incomplete: bool) -> Contents:
     """Open every checkpoint of the selection; `stack` closes their files."""
-    sources: list[Source] = []
+    sources: list[CheckpointTensors] = []
     left_out: dict[str, str] = {}
     notices: list[Notice] = []
     for weights in selection.weights:
@@ -58,7 +58,7 @@ def read_contents(stack: ExitStack, selection: Selection, *, allow_incomplete: b
             raise as_error(missing)
         left_out |= {name: problem.message for name, problem in missing.items()}
         kept = {tensor.name: tensor for tensor in tensors if tensor.name not in missing}
-        sources.append(Source(kept, is_vouched=files.is_vouched))
+        sources.append(CheckpointTensors(kept, is_vouched=files.is_vouched))
     if left_out:
         names = ", ".join(sorted(left_out)[:_SHOWN]) + (", …" if len(left_out) > _SHOWN else "")
         notices.append(
@@ -87,7 +87,7 @@ def missing_parts(files: SourceFiles, tensors: Sequence[SourceTensor]) -> dict[s
     for tensor in tensors:
         for chunk in tensor.chunks:
             place = chunk.place
-            if not isinstance(place, Packed):
+            if not isinstance(place, ArchiveExtent):
                 continue
             problem = broken.get(place.file) or _problem_of(files, place)
             if problem is not None:
@@ -97,7 +97,7 @@ def missing_parts(files: SourceFiles, tensors: Sequence[SourceTensor]) -> dict[s
     return missing
 
 
-def _problem_of(files: SourceFiles, place: Packed) -> Problem | None:
+def _problem_of(files: SourceFiles, place: ArchiveExtent) -> Problem | None:
     try:
         size_bytes = files.size_bytes(place.file)
     except FsdpTuneError as error:
@@ -119,7 +119,7 @@ def as_error(missing: dict[str, Problem]) -> FailedError:
     return FailedError(*{problem.where: problem for problem in missing.values()}.values())
 
 
-def must_agree(sources: Sequence[Source], weights: Sequence[Weights]) -> None:
+def must_agree(sources: Sequence[CheckpointTensors], weights: Sequence[Weights]) -> None:
     """Raises: FailedError unless all checkpoints have the same tensors, as an average needs."""
     first = {name: (tensor.shape, tensor.dtype) for name, tensor in sources[0].tensors.items()}
     for source, place in zip(sources[1:], weights[1:], strict=True):

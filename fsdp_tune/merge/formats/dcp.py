@@ -12,7 +12,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_erro
 from fsdp_tune.merge.formats.archive import StoredTensor, extent, open_archive, read_pickle
 from fsdp_tune.merge.formats.names import OPTIMIZER_ROOTS, model_names
 from fsdp_tune.merge.formats.reader import SourceFiles
-from fsdp_tune.merge.formats.tensors import Chunk, Extent, Packed, SourceTensor
+from fsdp_tune.merge.formats.tensors import ArchiveExtent, Chunk, Extent, SourceTensor
 from fsdp_tune.run.dcp_metadata import MAX_METADATA_BYTES, METADATA_NAME, DcpMetadata, Shape
 from fsdp_tune.run.pickles import Refused
 
@@ -59,7 +59,7 @@ def _tensor(files: SourceFiles, metadata: DcpMetadata, key: str, name: str) -> S
     dtype, shape, stored = metadata.tensor(key)
     if math.prod(shape) * dtype.item_bytes > MOST_TENSOR_BYTES:
         raise Refused(f"`{name}` of shape {list(shape)} is larger than any disk")
-    kept = without_replicas([Chunk(each.offsets, each.sizes, Packed(each.file, each.start, each.length_bytes)) for each in stored])
+    kept = without_replicas([Chunk(each.offsets, each.sizes, ArchiveExtent(each.file, each.start, each.length_bytes)) for each in stored])
     wrong = gap_or_overlap(shape, kept)
     if wrong is not None:
         raise Refused(f"`{name}`: {wrong}")

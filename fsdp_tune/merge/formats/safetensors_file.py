@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 from fsdp_tune.core import safetensors_header as header
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
 from fsdp_tune.merge.copy.layout import INDEX_NAME, SINGLE_NAME
 from fsdp_tune.merge.formats.reader import SourceFiles
-from fsdp_tune.merge.formats.tensors import Chunk, Extent, Shape, SourceTensor, row_major
-from fsdp_tune.run.dtypes import OF_SAFETENSORS, DType
+from fsdp_tune.merge.formats.tensors import Chunk, Extent, SourceTensor, row_major
+from fsdp_tune.run.dtypes import OF_SAFETENSORS
 from fsdp_tune.run.manifest import is_inside
 
 MAX_INDEX_BYTES = 100_000_000
 _ITEM_BYTES = {name: dtype.item_bytes for name, dtype in OF_SAFETENSORS.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a file; `first_byte` counts from the start of the file."""
-
-    name: str
-    dtype: DType
-    shape: Shape
-    first_byte: int
-    size_bytes: int
-
-
-def read_header(files: SourceFiles, file: str) -> list[Entry]:
+def read_header(files: SourceFiles, file: str) -> list[header.HeaderEntry]:
     """Return the tensors of one file in the order of their bytes. Raises: FailedError for gaps, overlaps, duplicates and wrong sizes."""
     try:
         found = header.read_header(lambda at, count: files.read(file, at, count), files.size_bytes(file), _ITEM_BYTES)
@@ -36,7 +24,7 @@ def read_header(files: SourceFiles, file: str) -> list[Entry]:
         raise _damaged(files, file, str(error)) from error
     if unknown := next((entry for entry in found if entry.dtype not in OF_SAFETENSORS), None):
         raise _damaged(files, file, f"the header of `{unknown.name}` is not understood")
-    return [Entry(entry.name, OF_SAFETENSORS[entry.dtype], entry.shape, entry.first_byte, entry.size_bytes) for entry in found]
+    return found
 
 
 def read_safetensors(files: SourceFiles, single: str = SINGLE_NAME) -> list[SourceTensor]:
@@ -75,10 +63,10 @@ def read_index(files: SourceFiles) -> dict[str, str]:
     return dict(pairs)
 
 
-def _tensor(files: SourceFiles, file: str, entry: Entry) -> SourceTensor:
+def _tensor(files: SourceFiles, file: str, entry: header.HeaderEntry) -> SourceTensor:
     extent = Extent(file, entry.first_byte, row_major(entry.shape), entry.first_byte, entry.size_bytes)
     chunks = (Chunk((0,) * len(entry.shape), entry.shape, extent),) if entry.size_bytes else ()
-    return SourceTensor(entry.name, entry.dtype, entry.shape, chunks, files)
+    return SourceTensor(entry.name, OF_SAFETENSORS[entry.dtype], entry.shape, chunks, files)
 
 
 def _damaged(files: SourceFiles, file: str, why: str) -> FsdpTuneError:

@@ -11,7 +11,7 @@ from fsdp_tune.run.dtypes import DType
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class ArchiveExtent:
     """A chunk as one `torch.save` archive at `offset` of `file`; its contents are read when it is opened."""
 
     file: str
@@ -40,7 +40,7 @@ class Chunk:
 
     offsets: Shape
     sizes: Shape
-    place: Packed | Extent
+    place: ArchiveExtent | Extent
 
     @property
     def elements(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp_tune.core.errors import Notice, Where, usage_error
 from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
-from fsdp_tune.merge.formats.contents import Contents, Source, as_error, missing_parts, must_agree, read_tensors
+from fsdp_tune.merge.formats.contents import CheckpointTensors, Contents, as_error, missing_parts, must_agree, read_tensors
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.tensors import SourceTensor
 from fsdp_tune.merge.lora.adapter_config import CONFIG_NAME, AdapterConfig, find_config
@@ -191,7 +191,7 @@ def _export(
         if name in names.saved or not _is_whole(names, weights) or _is_trained_bias(name, names, config):
             module, _, rest = name.rpartition(".")
             keys[f"{PREFIX}{module}.base_layer.{rest}" if name in names.wrapped else PREFIX + name] = key
-    source = Source({name: replace(tensors[key], name=name) for name, key in keys.items()}, contents.sources[0].is_vouched)
+    source = CheckpointTensors({name: replace(tensors[key], name=name) for name, key in keys.items()}, contents.sources[0].is_vouched)
     adapter = Adapter(config, True, len(names.factors), None, options.base or config.base)
     companions = Companions().with_tokenizer_of([weights.root, weights.checkpoint, weights.root.parent])
     if selection.run is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -23,10 +23,6 @@ _READ_BYTES = 256 << 10
 _TURN_BYTES = 4 << 20
 LEAD_BYTES = 256 << 20
 """How far the digests may be ahead of the copy."""
-
-
-class _Stopped(Exception):
-    """The merge ended before the digests."""
 
 
 @dataclass(slots=True)
@@ -99,7 +95,7 @@ class ManifestCheck:
             self._digested_bytes += one.position - start
             self._changed.wait_for(self._may_continue)
             if self._is_stopped:
-                raise _Stopped
+                raise CancelledError  # the merge ended before the digests
         return one.position - start >= _TURN_BYTES
 
     def finish(self) -> None:

@@ -25,10 +25,10 @@ def check_headers(stage: Path, layout: Layout) -> None:
                 placed = wanted.get(entry.name)
                 if placed is None or entry.name in found:
                     raise _differs(stage / file.name, f"it holds `{entry.name}`, which the model does not have there")
-                if (entry.dtype, entry.shape, entry.first_byte) != (placed.dtype, placed.shape, placed.first_byte):
+                if (entry.dtype, entry.shape, entry.first_byte) != (placed.dtype.safetensors, placed.shape, placed.first_byte):
                     raise _differs(
                         stage / file.name,
-                        f"`{entry.name}` is {entry.dtype.name} {list(entry.shape)} instead of {placed.dtype.name} {list(placed.shape)}",
+                        f"`{entry.name}` is {entry.dtype} {list(entry.shape)} instead of {placed.dtype.safetensors} {list(placed.shape)}",
                     )
                 found[entry.name] = file.name
         if missing := sorted(wanted.keys() - found.keys()):

@@ -18,7 +18,7 @@ from fsdp_tune.core.units import KIB
 from fsdp_tune.model.build.construct import build_empty, build_full, build_with_buffers
 from fsdp_tune.model.build.experts import active_parameters
 from fsdp_tune.model.build.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
-from fsdp_tune.model.kernels.choice import Choice
+from fsdp_tune.model.kernels.choice import KernelChoice
 from fsdp_tune.model.kernels.compiled import compile_layers
 from fsdp_tune.model.kernels.float8 import convert_to_fp8, demand_gpu
 from fsdp_tune.model.kernels.float8_weights import refresh_scales
@@ -61,7 +61,7 @@ class Loaded:
     """By how much loading raised this rank's peak resident host memory."""
     way: str
     """How the weights came: see `load`."""
-    kernels: dict[str, Choice]
+    kernels: dict[str, KernelChoice]
     """By recipe key."""
     weights_seed: int | None = None
     """Seed that this rank drew initial weights with; None if it drew none."""
@@ -126,7 +126,7 @@ def _choose(recipe: Recipe, model: PreTrainedModel, local_rank: int, waiting: di
     return ("slices", files) if can_slice.item() else ("rank 0", None)
 
 
-def _change(recipe: Recipe, model: PreTrainedModel, device: torch.device, *, compiles: bool) -> tuple[dict[str, Choice], UnitPlan]:
+def _change(recipe: Recipe, model: PreTrainedModel, device: torch.device, *, compiles: bool) -> tuple[dict[str, KernelChoice], UnitPlan]:
     """Apply to a bare model what must precede wrapping, each step after the ones that it encloses. Returns (kernels, units)."""
     kernels = convert_to_fp8(recipe, model, device.type) | install_kernels(recipe, model, device.type)
     recompute_activations(recipe, model)

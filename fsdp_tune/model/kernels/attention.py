@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from fsdp_tune.model.kernels.choice import WRITTEN, Choice
+from fsdp_tune.model.kernels.choice import WRITTEN, KernelChoice
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.kinds import is_flash_kernel
 
@@ -18,27 +18,27 @@ _MAX_HEAD_WIDTH = 256
 _HOPPER = (9, 0)
 
 
-def choose_attention(recipe: Recipe, config: PreTrainedConfig) -> Choice:
+def choose_attention(recipe: Recipe, config: PreTrainedConfig) -> KernelChoice:
     """FlashAttention 3, else 2, where installed and right for the model; else torch's own kernel, where the model has it."""
     asked = recipe.model.attn_implementation
     if asked != "auto":
-        return Choice(asked, WRITTEN)
+        return KernelChoice(asked, WRITTEN)
     found: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)  # type: ignore[attr-defined]
     model_class: Any = found[0] if isinstance(found, tuple) else found
     against = _against_flash(recipe, config, model_class)
     if against is None:
         version, reason = _flash_version(config)
         if version is not None:
-            return Choice(f"flash_attention_{version}", reason)
+            return KernelChoice(f"flash_attention_{version}", reason)
         against = reason
     if model_class is None:
-        return Choice("auto", against)
+        return KernelChoice("auto", against)
     kernel = "sdpa" if model_class._supports_sdpa else "eager"
     if kernel == "eager":
         against = f"{model_class.__name__} has no other"
     elif recipe.data.packing:
         against += "; packed rows get a block-diagonal mask"
-    return Choice(kernel, against)
+    return KernelChoice(kernel, against)
 
 
 def _against_flash(recipe: Recipe, config: PreTrainedConfig, model_class: Any) -> str | None:
@@ -76,12 +76,12 @@ def _flash_version(config: PreTrainedConfig) -> tuple[int | None, str]:
     return None, "flash-attn is not installed" if against_3.endswith("not installed") else f"flash-attn is not installed; {against_3}"
 
 
-def live_attention(recipe: Recipe, model: PreTrainedModel) -> Choice:
+def live_attention(recipe: Recipe, model: PreTrainedModel) -> KernelChoice:
     """The kernel that transformers gave the built model, which may be another than the chosen one."""
     chosen, live = choose_attention(recipe, model.config), str(model.config._attn_implementation)
     if chosen.value in ("auto", live):
-        return Choice(live, chosen.reason)
-    return Choice(live, f"transformers takes it in place of {chosen.value}")
+        return KernelChoice(live, chosen.reason)
+    return KernelChoice(live, f"transformers takes it in place of {chosen.value}")
 
 
 def stands_for(live: str, kernel: str) -> bool:

@@ -8,7 +8,7 @@ WRITTEN = "the recipe says so"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KernelChoice:
     """A value of the recipe's vocabulary, and why it was chosen."""
 
     value: str

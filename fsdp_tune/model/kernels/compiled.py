@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdp_tune.model.kernels.choice import WRITTEN, Choice
+from fsdp_tune.model.kernels.choice import WRITTEN, KernelChoice
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.recipe.schema import Recipe
 
@@ -28,8 +28,8 @@ one for the first width of a batch, one for any width, and one for the short las
 _LIMIT_MESSAGE = "torch._dynamo hit config."
 
 
-def choose_compile(recipe: Recipe) -> Choice:
-    return Choice("true", WRITTEN) if recipe.kernels.compile else Choice("false", "not asked for")
+def choose_compile(recipe: Recipe) -> KernelChoice:
+    return KernelChoice("true", WRITTEN) if recipe.kernels.compile else KernelChoice("false", "not asked for")
 
 
 def compile_layers(recipe: Recipe, model: PreTrainedModel) -> list[str]:

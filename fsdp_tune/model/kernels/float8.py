@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import Notice, usage_error
-from fsdp_tune.model.kernels.choice import Choice
+from fsdp_tune.model.kernels.choice import KernelChoice
 from fsdp_tune.model.kernels.float8_weights import is_fp8
 from fsdp_tune.model.optim.torchao_adamw import demand_torchao
 from fsdp_tune.model.shard.fsdp_units import decoder_layers, ignored_module_names, plan_units
@@ -31,7 +31,7 @@ _UNITS_OF_ANY_SIZE = ("SIZE_BASED_WRAP", "MODULE_NAMES_WRAP")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Float8Plan:
     """What of a model computes in fp8, by module name."""
 
     converted: tuple[str, ...]
@@ -48,7 +48,7 @@ class Plan:
     """Of those, in stacked experts, which are no Linears."""
 
 
-def plan_fp8(recipe: Recipe, model: PreTrainedModel) -> Plan:
+def plan_fp8(recipe: Recipe, model: PreTrainedModel) -> Float8Plan:
     """Decided on the bare model; the same before and after it is converted. FsdpTuneError (exit 2) where nothing can be."""
     layers = decoder_layers(model, recipe.layer_classes)
     ignored = ignored_module_names(recipe, model) if recipe.is_sharded else set[str]()
@@ -70,7 +70,7 @@ def plan_fp8(recipe: Recipe, model: PreTrainedModel) -> Plan:
     stacked = {id(p): p.numel() for _, layer in layers for p in layer.parameters() if p.ndim == 3}
     # FSDP pads uneven shards of plain tensors alone; of others the ranks would send buffers of different sizes.
     even = {f"{name}.weight" for name, module in converted.items() if shards and module.out_features % shards == 0}
-    return Plan(
+    return Float8Plan(
         converted=tuple(converted),
         gathered=frozenset(name.removesuffix(".weight") for name in even - _alone_on_gloo(recipe, model, even)),
         left=left,
@@ -124,7 +124,7 @@ def _nothing(model: PreTrainedModel, left: dict[str, str]) -> Exception:
     return usage_error("fp8-nothing-to-convert", message, hint="write `precision.mixed_precision: bf16`")
 
 
-def choose_fp8(recipe: Recipe, model: PreTrainedModel) -> dict[str, Choice]:
+def choose_fp8(recipe: Recipe, model: PreTrainedModel) -> dict[str, KernelChoice]:
     """By recipe key, as kernels are told; empty unless the recipe asks for fp8."""
     if not computes_in_fp8(recipe):
         return {}
@@ -135,10 +135,10 @@ def choose_fp8(recipe: Recipe, model: PreTrainedModel) -> dict[str, Choice]:
     words.append(_gathering(recipe, plan))
     if not tokens_are_aligned(recipe):
         words.append(f"operands are padded, since `data.max_length` or `data.pad_to_multiple_of` is no multiple of {FP8_MULTIPLE}")
-    return {KEY: Choice("fp8", "; ".join(words))}
+    return {KEY: KernelChoice("fp8", "; ".join(words))}
 
 
-def _gathering(recipe: Recipe, plan: Plan) -> str:
+def _gathering(recipe: Recipe, plan: Float8Plan) -> str:
     if not recipe.is_sharded:
         return "nothing is gathered"
     if not gathers_in_fp8(recipe):
@@ -183,7 +183,7 @@ def demand_gpu(recipe: Recipe, device: torch.device) -> None:
         raise usage_error("fp8-gpu-too-old", message, hint=f"write `precision.mixed_precision: {older}`")
 
 
-def convert_to_fp8(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, Choice]:
+def convert_to_fp8(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, KernelChoice]:
     """Replaces the modules of the bare model, and returns the choice. What is converted already stays as it is."""
     chosen = choose_fp8(recipe, model)
     if chosen:

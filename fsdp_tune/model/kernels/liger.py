@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.data.store import IGNORE_INDEX
-from fsdp_tune.model.kernels.choice import WRITTEN, Choice
+from fsdp_tune.model.kernels.choice import WRITTEN, KernelChoice
 from fsdp_tune.model.kernels.linear_loss import LossOptions
 from fsdp_tune.recipe.schema import Recipe
 
@@ -40,24 +40,24 @@ def demand_installed(key: str) -> None:
         raise usage_error("liger-not-installed", f"`{key}` needs the package liger-kernel, which is not installed", hint=f"`{_INSTALL}`")
 
 
-def choose_liger(recipe: Recipe, model: PreTrainedModel, device_type: str) -> Choice:
+def choose_liger(recipe: Recipe, model: PreTrainedModel, device_type: str) -> KernelChoice:
     """`kernels.liger`, as `true` or `false`. FsdpTuneError where `true` cannot be had."""
     asked = recipe.kernels.liger
     if asked is False:
-        return Choice("false", WRITTEN)
+        return KernelChoice("false", WRITTEN)
     if asked is True:
         demand_installed("kernels.liger: true")
     if device_type != "cuda":
-        return Choice("false", f"Liger's kernels are for GPUs, and the device is {device_type}")
+        return KernelChoice("false", f"Liger's kernels are for GPUs, and the device is {device_type}")
     if not is_installed():
-        return Choice("false", f"the package liger-kernel is not installed (`{_INSTALL}`)")
+        return KernelChoice("false", f"the package liger-kernel is not installed (`{_INSTALL}`)")
     model_type = str(model.config.model_type)
     if model_type not in _functions():
         if asked is True:
             message = f"`kernels.liger: true`: Liger has no kernels for models of type `{model_type}`"
             raise usage_error("liger-lacks-model", message, hint="leave `kernels.liger` at auto, or write false")
-        return Choice("false", f"Liger has no kernels for models of type `{model_type}`")
-    return Choice("true", WRITTEN if asked is True else "liger-kernel is installed and knows this model")
+        return KernelChoice("false", f"Liger has no kernels for models of type `{model_type}`")
+    return KernelChoice("true", WRITTEN if asked is True else "liger-kernel is installed and knows this model")
 
 
 def _functions() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.balance import demand_known_balance
 from fsdp_tune.model.kernels.attention import live_attention
-from fsdp_tune.model.kernels.choice import WRITTEN, Choice
+from fsdp_tune.model.kernels.choice import WRITTEN, KernelChoice
 from fsdp_tune.model.kernels.compiled import choose_compile
 from fsdp_tune.model.kernels.head import OpaqueHead, logits_of, put_loss_into_head
 from fsdp_tune.model.kernels.liger import choose_liger, demand_installed, liger_summed_loss, put_liger_into
@@ -18,14 +18,14 @@ from fsdp_tune.model.kernels.linear_loss import SLICE_ELEMENTS, slice_tokens, su
 from fsdp_tune.recipe.schema import Recipe
 
 
-def choose_loss(recipe: Recipe, model: PreTrainedModel) -> Choice:
+def choose_loss(recipe: Recipe, model: PreTrainedModel) -> KernelChoice:
     """Choose `kernels.loss`, for training and evaluation alike: auto is chunked where the larger batch of the two needs it.
 
     Raises: FsdpTuneError if the recipe asks for a chunked loss that the model's forward does not allow.
     """
     asked = recipe.kernels.loss
     if asked == "full":
-        return Choice("full", WRITTEN)
+        return KernelChoice("full", WRITTEN)
     if asked == "liger":
         demand_installed("kernels.loss: liger")
     training = recipe.training
@@ -36,20 +36,20 @@ def choose_loss(recipe: Recipe, model: PreTrainedModel) -> Choice:
     vocabulary = _head_rows(model)
     if asked == "auto" and tokens * vocabulary <= SLICE_ELEMENTS:
         size, limit = format_bytes(4 * tokens * vocabulary), format_bytes(4 * SLICE_ELEMENTS)
-        return Choice("full", f"{tokens:,} {what} × {vocabulary:,} logits are {size} in fp32, {limit} are one slice")
+        return KernelChoice("full", f"{tokens:,} {what} × {vocabulary:,} logits are {size} in fp32, {limit} are one slice")
     try:
         logits_of(model)
     except OpaqueHead as opaque:
         if asked == "auto":
-            return Choice("full", str(opaque))
+            return KernelChoice("full", str(opaque))
         raise usage_error(
             "loss-not-chunkable", f"`kernels.loss: {asked}`: {opaque}", hint="leave `kernels.loss` at auto, or write `full`"
         ) from opaque
     if asked == "auto":
         part = slice_tokens(tokens, vocabulary)
         size = format_bytes(4 * tokens * vocabulary)
-        return Choice("chunked", f"{tokens:,} {what} × {vocabulary:,} logits would be {size} in fp32; {part:,} tokens at a time")
-    return Choice(asked, WRITTEN)
+        return KernelChoice("chunked", f"{tokens:,} {what} × {vocabulary:,} logits would be {size} in fp32; {part:,} tokens at a time")
+    return KernelChoice(asked, WRITTEN)
 
 
 def _head_rows(model: PreTrainedModel) -> int:
@@ -58,7 +58,7 @@ def _head_rows(model: PreTrainedModel) -> int:
     return int((embedding if head is None else head).weight.shape[0])
 
 
-def choose_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, Choice]:
+def choose_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, KernelChoice]:
     """Return the choices by recipe key, for the bare model and the device that it will run on."""
     demand_known_balance(model)
     return {
@@ -72,7 +72,7 @@ def choose_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> 
 _LOSSES = {"chunked": summed_linear_loss, "liger": liger_summed_loss}
 
 
-def install_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, Choice]:
+def install_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, KernelChoice]:
     """Changes the bare model to what is chosen, and returns it."""
     chosen = choose_kernels(recipe, model, device_type)
     if chosen["kernels.liger"].value == "true":

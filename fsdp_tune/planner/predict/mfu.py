@@ -11,7 +11,7 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSize:
+class ModelDimensions:
     active_parameters: int
     """Parameters that process a token: all of them, except in a mixture of experts."""
     layers: int
@@ -35,7 +35,7 @@ def attended_length(lengths: Iterable[int]) -> float:
     return squares / total if total else 0.0
 
 
-def flops_per_token(model: ModelSize, length: float) -> float:
+def flops_per_token(model: ModelDimensions, length: float) -> float:
     """6 N + 12 L H Q T: forward and backward, attention included and not halved for being causal; recomputation is not counted.
 
     N are the active parameters. `length` is T: the length of the sequences, or `attended_length` where it varies.
@@ -43,6 +43,6 @@ def flops_per_token(model: ModelSize, length: float) -> float:
     return 6.0 * model.active_parameters + 12.0 * model.layers * model.heads * model.head_dim * length
 
 
-def mfu(model: ModelSize, length: float, tokens_per_second_per_device: float, peak_flops: float | None) -> float | None:
+def mfu(model: ModelDimensions, length: float, tokens_per_second_per_device: float, peak_flops: float | None) -> float | None:
     """Return the share of one device's dense bf16 peak; None if the peak is unknown."""
     return None if peak_flops is None else flops_per_token(model, length) * tokens_per_second_per_device / peak_flops

@@ -13,7 +13,7 @@ from fsdp_tune.planner.hardware.gpus import CPU, Hardware
 from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.predict.fits import CONTEXT_BYTES, Fit, Fits, fit
 from fsdp_tune.planner.predict.memory import Memory
-from fsdp_tune.planner.predict.mfu import ModelSize, expert_count, mfu
+from fsdp_tune.planner.predict.mfu import ModelDimensions, expert_count, mfu
 from fsdp_tune.planner.predict.timing import HOST_BYTES_PER_SECOND, StepTime, UnknownFigure, step_time
 from fsdp_tune.planner.predict.totals import disk, host_memory, total_steps
 from fsdp_tune.planner.trace_format import Segments, Trace
@@ -165,12 +165,12 @@ def _memory(found: Fit, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def model_size(trace: Trace) -> ModelSize | None:
+def model_size(trace: Trace) -> ModelDimensions | None:
     """None where it is not known how many parameters a token meets."""
     counts = trace.counts
     if counts.active_parameters is None:
         return None
-    return ModelSize(counts.active_parameters, counts.layers, counts.attention_heads, counts.head_dim)
+    return ModelDimensions(counts.active_parameters, counts.layers, counts.attention_heads, counts.head_dim)
 
 
 def _mfu(trace: Trace, hardware: Hardware, speed: float | None, unknown: list[str]) -> float | None:

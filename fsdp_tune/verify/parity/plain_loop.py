@@ -38,7 +38,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoopSettings:
     steps: int
     global_batch_size: int
     learning_rate: float
@@ -78,7 +78,7 @@ class Trajectory:
     final: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def train(settings: Settings, model_directory: Path, train_rows: RowStore, *eval_rows: RowStore) -> Trajectory:
+def train(settings: LoopSettings, model_directory: Path, train_rows: RowStore, *eval_rows: RowStore) -> Trajectory:
     """Trains the model of a Hugging Face directory in fp32 on one thread."""
     model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=settings.stored_dtype).train()
     for name, parameter in model.named_parameters():
@@ -109,7 +109,7 @@ def train(settings: Settings, model_directory: Path, train_rows: RowStore, *eval
     return result
 
 
-def _optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(settings: LoopSettings, model: nn.Module) -> torch.optim.Optimizer:
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [
         {"params": [p for name, p in trained if p.ndim >= 2 and "bias" not in name], "weight_decay": settings.weight_decay},
@@ -126,7 +126,7 @@ def _copy(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def _global_batches(settings: Settings, rows: RowStore) -> Iterator[list[Row]]:
+def _global_batches(settings: LoopSettings, rows: RowStore) -> Iterator[list[Row]]:
     """The rows of each step, epoch after epoch; the last batch of an epoch has what is left."""
     lengths, size = rows.lengths, settings.global_batch_size
     for epoch in range(settings.steps):
@@ -142,7 +142,7 @@ def _global_batches(settings: Settings, rows: RowStore) -> Iterator[list[Row]]:
             yield [rows[int(index)] for index in shuffled[start : start + size]]
 
 
-def _schedule(step: int, settings: Settings) -> float:
+def _schedule(step: int, settings: LoopSettings) -> float:
     if step < settings.warmup_steps:
         return step / settings.warmup_steps
     return SCHEDULES[settings.schedule]((step - settings.warmup_steps) / (settings.steps - settings.warmup_steps))
@@ -155,7 +155,7 @@ def _examples(rows: list[Row]) -> Iterator[Example]:
             yield torch.from_numpy(ids.astype(np.int64))[None], torch.from_numpy(labels.astype(np.int64))
 
 
-def _accumulate(model: nn.Module, settings: Settings, rows: list[Row]) -> tuple[float, int, dict[str, torch.Tensor]]:
+def _accumulate(model: nn.Module, settings: LoopSettings, rows: list[Row]) -> tuple[float, int, dict[str, torch.Tensor]]:
     """Return the step's loss, the number of supervised tokens, and the gradient of each trained parameter in fp32."""
     examples = list(_examples(rows))
     targets = sum(int((labels[1:] != -100).sum()) for _, labels in examples)

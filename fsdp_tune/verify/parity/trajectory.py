@@ -22,14 +22,14 @@ from fsdp_tune.model.build.construct import TORCH_DTYPE, build_full
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.verify.parity.plain_loop import Settings, train
+from fsdp_tune.verify.parity.plain_loop import LoopSettings, train
 
 
-def settings_of(recipe: Recipe, compute_dtype: torch.dtype, skipped: frozenset[int]) -> Settings:
+def settings_of(recipe: Recipe, compute_dtype: torch.dtype, skipped: frozenset[int]) -> LoopSettings:
     """Of a resolved recipe whose optimizer is AdamW and whose schedule is the cosine: what the reference knows."""
     training = recipe.training
     assert training.data_seed is not None, "the recipe is resolved"
-    return Settings(
+    return LoopSettings(
         steps=training_value(training, "max_steps"),
         global_batch_size=recipe.global_batch_size,
         learning_rate=training.learning_rate,

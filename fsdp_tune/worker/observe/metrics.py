@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdp_tune.core.units import GIB, KIB
 from fsdp_tune.model.build.assemble import Loaded
 from fsdp_tune.planner.hardware.gpus import detect
-from fsdp_tune.planner.predict.mfu import ModelSize, mfu
+from fsdp_tune.planner.predict.mfu import ModelDimensions, mfu
 
 
 class Sums:
@@ -91,20 +91,22 @@ def device_peak_flops(device: torch.device) -> float | None:
     return known.peak_flops("bf16") if known is not None else None
 
 
-def model_size(loaded: Loaded) -> ModelSize | None:
+def model_size(loaded: Loaded) -> ModelDimensions | None:
     """Return the model's numbers for the MFU formula; None if its config lacks them."""
     config: Any = loaded.model.config
     layers, heads, hidden = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     active = loaded.size.active_parameters
     if not layers or not heads or not hidden or active is None:
         return None
-    return ModelSize(active, layers, heads, getattr(config, "head_dim", None) or hidden // heads)
+    return ModelDimensions(active, layers, heads, getattr(config, "head_dim", None) or hidden // heads)
 
 
 class Lines:
     """Write the lines of metrics.jsonl: the sums since the last line, and their time."""
 
-    def __init__(self, device: torch.device, model: ModelSize | None = None, peak_flops: float | None = None, *, devices: int = 1) -> None:
+    def __init__(
+        self, device: torch.device, model: ModelDimensions | None = None, peak_flops: float | None = None, *, devices: int = 1
+    ) -> None:
         """`model` and the device's dense bf16 peak are for the MFU, which is null without them. `devices`: of all ranks."""
         self._device, self._devices = device, devices
         self._model, self._peak_flops = model, peak_flops

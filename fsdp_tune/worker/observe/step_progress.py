@@ -40,7 +40,7 @@ def slowest(working_seconds: list[float], steps: int) -> Slowest:
     return Slowest(rank, ratio, (working_seconds[rank] - others) / max(steps, 1))
 
 
-class Progress(TrainerCallback):
+class StepProgress(TrainerCallback):
     """Marks the parts of a step, and compares the ranks' working time when a line is logged.
 
     Only time that a host spends outside torch.distributed can be told apart: slow data, a busy CPU, a slow disk, a
