@@ -1,1 +1,1 @@
-"""Rows from files to training batches: read, format, tokenise, pack, store, order, collate. Pure: numpy, no torch."""
+"""Turn rows of files into training batches: read, format, tokenise, pack, store, order, collate. Uses numpy, not torch."""

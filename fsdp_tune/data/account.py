@@ -1,4 +1,4 @@
-"""The account of what is trained: rows read, kept and left out with reasons, supervised tokens, ends and beginnings."""
+"""The account of the training data: rows read, kept and left out with reasons, supervised tokens, EOS and BOS tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_tune.data.tokenise.encoder import Encoder
 
 
 def set_account(cut: Cut, packed: PackedRows, names: Sequence[str], max_length: int) -> dict[str, Any]:
-    """Numbers of one set. `examples` are whole rows or pieces of them; `rows` is what a global batch counts."""
+    """Return the numbers of one set. `examples` are complete or split rows of the source; `rows` are the units of a global batch."""
     rows = len(packed.rows) - 1
     tokens = int(cut.segments[:, 1].sum())
     return {
@@ -37,9 +37,9 @@ def set_account(cut: Cut, packed: PackedRows, names: Sequence[str], max_length: 
 
 
 def source_accounts(count: int, available: Examples, drawn: Examples, pieces: Cut) -> list[dict[str, Any]]:
-    """Return for each of `count` sources what an epoch holds of it: rows, how often each comes, tokens and their share of the set.
+    """Return the share of each of `count` sources in an epoch: rows, repeats of each row, tokens and their share of the set.
 
-    `available` are the examples of a set, `drawn` those of one epoch, `pieces` what is left of them after cutting.
+    `available` are the examples of a set, `drawn` those of one epoch, `pieces` the segments of `drawn` after cutting.
     """
     rows = np.bincount(available.sources, minlength=count)
     drawn_rows = np.bincount(drawn.sources, minlength=count)
@@ -59,7 +59,7 @@ def source_accounts(count: int, available: Examples, drawn: Examples, pieces: Cu
 
 
 def source_lines(report: dict[str, Any]) -> list[str]:
-    """Return one line for each training source, where there are several: what an epoch holds of it."""
+    """Return one line for each training source about its share of an epoch; no lines for a single source."""
     sources = [given for given in report["inputs"] if given["set"] == TRAIN]
     if len(sources) < 2:
         return []
@@ -71,22 +71,22 @@ def source_lines(report: dict[str, Any]) -> list[str]:
 
 
 def spread(values: Int64) -> dict[str, float]:
-    """min, median and max."""
+    """Return minimum, median and maximum; zeros if there are no values."""
     if len(values) == 0:
         return {"min": 0, "median": 0, "max": 0}
     return {"min": int(values.min()), "median": float(np.median(values)), "max": int(values.max())}
 
 
 def rows_named(origins: Int64, names: Sequence[str]) -> dict[str, Any]:
-    """How many rows, and the first of them as `file:row`."""
+    """Return the number of rows, and the first of them as `file:row`."""
     return {"rows": len(origins), "first": [f"{names[file]}:{row}" for file, row in origins[:NAMED_ROWS].tolist()]}
 
 
 def marked_text(row: Row, encoder: Encoder) -> list[tuple[str, bool]]:
-    """The row as text, in runs that are trained or not. Joined, they are the decoded row.
+    """Return the row as text, in runs that are trained or not. Joined, they are the decoded row.
 
-    Tokens are decoded from the beginning of the row each time, because some tokenizers write a token's space only when
-    another token stands before it.
+    Tokens are decoded from the beginning of the row each time, because some tokenizers write the space of a token only if
+    another token precedes it.
     """
     flags = row.labels != IGNORE_INDEX
     runs: list[tuple[str, bool]] = []
@@ -100,7 +100,7 @@ def marked_text(row: Row, encoder: Encoder) -> list[tuple[str, bool]]:
 
 
 def examples_of(row: Row) -> list[Row]:
-    """The examples of a packed row, one by one."""
+    """Return the examples of a packed row, each as a row."""
     ends = np.cumsum(row.lengths)
     return [
         Row(row.input_ids[end - length : end], row.labels[end - length : end], (length,), row.row_id)

@@ -1,4 +1,4 @@
-"""Fills a store: every row tokenised into the pool, then the index of each set."""
+"""Build a store: tokenise every row into the pool, then write the index of each set."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TokenisedRows:
     hashes: list[Any] = field(default_factory=list[Any])
     origins: list[Int64] = field(default_factory=list[Int64])
     bad: list[tuple[int, BadRow]] = field(default_factory=list[tuple[int, BadRow]])
-    """With the number of their file, in the order of the files."""
+    """(number of the file, bad row), in the order of the files."""
     untrained: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     counts: Counter[str] = field(default_factory=Counter[str])
     notes: RowNotes = field(default_factory=RowNotes)
@@ -73,9 +73,9 @@ class TokenisedRows:
 def build_store(
     stage: Path, recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], stamps: Sequence[Sequence[Stamp]], progress: Bar | None
 ) -> dict[str, Any]:
-    """Fill `stage` and return the facts of its manifest: `files`, `sets` (folder by name), `report`, `notices`.
+    """Fill `stage` and return the facts for its manifest: `files`, `sets` (folder by name), `report`, `notices`.
 
-    `stamps` of each input's files are from before they were hashed: a file that changed since would be stored under another's key.
+    `stamps` are those of each input's files before they were hashed. A file that changed since would be stored under the wrong key.
     """
     names = [name for opened in inputs for name in opened.source.names]
     writer = StoreWriter(stage)
@@ -84,7 +84,7 @@ def build_store(
     finally:
         writer.close()
     if list(stamps) != [opened.source.stamps() for opened in inputs]:
-        raise usage_error("data-changing", "a data file was written to while it was read", hint="run again when it is whole")
+        raise usage_error("data-changing", "a data file was written to while it was read", hint="run again when the file is complete")
     if recipe.data.on_bad_row == "error":
         refuse_bad_rows(found.bad, names, rows=found.counts["rows"])
     _write_bad_rows(stage, found.bad, names)
@@ -125,7 +125,7 @@ def _processes(recipe: Recipe) -> int:
 
 
 def _write_bad_rows(stage: Path, bad: Sequence[tuple[int, BadRow]], names: Sequence[str]) -> None:
-    """The rows that were skipped, one a line, so that they can be looked at and mended."""
+    """Write the skipped rows, one per line, so that the user can inspect and fix them."""
     if bad:
         lines = [
             json.dumps({"file": names[file], "row": row.number, "column": row.column, "reason": row.reason}, ensure_ascii=False)
@@ -172,7 +172,7 @@ def _index(recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: 
 
 
 def _also_trained(examples: Examples, training_hashes: Any) -> Int64:
-    """Return [k, 2] origins of the rows whose content stands in the training set too."""
+    """Return [k, 2] origins of the rows whose content is also in the training set."""
     return np.unique(examples.origins[np.isin(examples.hashes, training_hashes)], axis=0)
 
 
@@ -205,7 +205,7 @@ def _mixture(recipe: Recipe, inputs: Sequence[Input], train: Examples, trained: 
         tokens = [int(count) for count in np.bincount(pieces.sources, pieces.segments[:, 1], minlength=len(entries))]
     empty = next((opened for opened, amount in zip(entries, tokens or sizes, strict=True) if not amount), None)
     if empty is not None:
-        raise usage_error("no-rows", f"`{empty.entry.path}` has no row left to train on, and no share of it can be drawn")
+        raise usage_error("no-rows", f"`{empty.entry.path}` has no row left to train on, so no share of it can be drawn")
     return train.take(mixed(train.sources, sizes, weights, mixture, tokens))
 
 

@@ -1,4 +1,4 @@
-"""The cache directory as a list: what each entry is, how large, who used it last; and removing what no run needs."""
+"""List the entries of the cache directory, with kind, size and last use, and remove those that no run needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.manifest import Manifest
 
 STARTING_SECONDS = 600.0
-"""A run that has just prepared its data has no lock on its directory yet; it counts as live for so long."""
+"""A run that has just prepared its data does not hold the lock of its directory yet, so it counts as live for this long."""
 TRACES = "traces"
 _KEY = re.compile(r"[0-9a-f]{32}")
 """Names of stores and traces. A folder of the cache may hold other files, which are never entries."""
@@ -48,23 +48,23 @@ class Use:
 class CacheEntry:
     path: Path
     what: str
-    """What it holds."""
+    """Description of its content."""
     size_bytes: int
     uses: tuple[Use, ...]
-    """The newest first; empty where none was recorded."""
+    """Newest first; empty if no use was recorded."""
     changed: float
-    """When it was written last; wall clock, seconds."""
+    """Time of the last write; wall clock, seconds."""
     live: tuple[Use, ...]
     """Uses by runs that are running."""
 
     @property
     def last_used(self) -> float:
-        """Wall clock, seconds; when it was written, if no use was recorded."""
+        """Time of the last use, or of the last write if no use was recorded; wall clock, seconds."""
         return self.uses[0].time if self.uses else self.changed
 
 
 def list_entries(cache_dir: Path) -> list[CacheEntry]:
-    """Return the entries of a cache directory, the one used last first."""
+    """Return the entries of a cache directory, the most recently used first."""
     stores = [_store(path) for path in _store_paths(cache_dir)]
     live = tuple(use for entry in stores for use in entry.live)
     shared = [entry for entry in (_traces(cache_dir / TRACES, live), _compiled(cache_dir / COMPILED, live)) if entry is not None]
@@ -72,7 +72,7 @@ def list_entries(cache_dir: Path) -> list[CacheEntry]:
 
 
 def _traces(path: Path, live: tuple[Use, ...]) -> CacheEntry | None:
-    """All traces as one entry, kept while any run is `live`; None where there is no trace."""
+    """Return all traces as one entry, which is kept while any run is `live`; None if there is no trace."""
     files = _trace_files(path)
     if not files:
         return None
@@ -84,7 +84,7 @@ def _trace_files(path: Path) -> list[Path]:
 
 
 def _compiled(path: Path, live: tuple[Use, ...]) -> CacheEntry | None:
-    """Inductor's kernels as one entry; None outside the default cache directory, the only one that has them."""
+    """Return Inductor's kernels as one entry; None for any directory but the default cache directory, the only one with kernels."""
     if path.parent.resolve() != default_cache_directory().resolve() or not path.is_dir():
         return None
     uses = _sorted_uses(path)
@@ -92,7 +92,7 @@ def _compiled(path: Path, live: tuple[Use, ...]) -> CacheEntry | None:
 
 
 def clean(cache_dir: Path, *, unused_seconds: float, dry_run: bool) -> tuple[list[CacheEntry], list[tuple[CacheEntry, str]]]:
-    """Remove entries that were not used for `unused_seconds` and that no live run uses. Return those, and the kept with the reason."""
+    """Remove entries unused for `unused_seconds` that no live run uses. Return the removed entries, and the kept ones with the reason."""
     removed: list[CacheEntry] = []
     kept: list[tuple[CacheEntry, str]] = []
     for entry in list_entries(cache_dir):
@@ -108,7 +108,7 @@ def clean(cache_dir: Path, *, unused_seconds: float, dry_run: bool) -> tuple[lis
 
 
 def _remove(entry: CacheEntry) -> bool:
-    """Remove an entry; False where another process is building it."""
+    """Remove an entry and return True; return False if another process is building it."""
     path = entry.path
     if path.name == TRACES:
         for file in _trace_files(path):
@@ -123,7 +123,7 @@ def _remove(entry: CacheEntry) -> bool:
         with alone(path, wait=False):
             remove_leftovers(path)
             if path.is_dir():
-                # Out of sight first: a start that finds the name finds complete data or none.
+                # Rename first, so that a run that starts now finds complete data under the name, or none.
                 DISK.rename(path, path.with_name(f".{path.name}.removed{STAGE_MARK}0"))
             remove_leftovers(path)
             for use in _use_files(path):
@@ -134,7 +134,7 @@ def _remove(entry: CacheEntry) -> bool:
 
 
 def _store_paths(cache_dir: Path) -> list[Path]:
-    """Paths of stores, also of those of which only unfinished stages are left."""
+    """Return the paths of all stores, including those that have only unfinished stages."""
     folder = cache_dir / STORES
     if not folder.is_dir():
         return []

@@ -1,4 +1,4 @@
-"""Notes about rows: things that are allowed and reported, counted by kind and detail, with the first rows of each."""
+"""Notes about rows: conditions that are allowed but reported, counted by kind and detail, with the first rows of each."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Note(NamedTuple):
 class _Noted:
     rows: int = 0
     first: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """File and row in it."""
+    """(file, row in the file)."""
 
 
 class RowNotes:
-    """The notes of many rows. Memory does not grow with the number of rows."""
+    """The notes of many rows. Memory is independent of the number of rows."""
 
     def __init__(self) -> None:
         self._noted: dict[Note, _Noted] = {}
@@ -41,7 +41,7 @@ class RowNotes:
             noted.first += more.first[: NAMED_ROWS - len(noted.first)]
 
     def report(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Per kind and detail: `rows`, and the `first` of them as `file:row`. The most frequent detail comes first."""
+        """Return, per kind and detail, `rows` (their number) and `first` (the first ones as `file:row`), the most frequent detail first."""
         report: dict[str, dict[str, Any]] = {}
         for note, noted in sorted(self._noted.items(), key=lambda item: (-item[1].rows, item[0])):
             first = [f"{names[file]}:{row}" for file, row in noted.first]

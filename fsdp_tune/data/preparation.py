@@ -1,4 +1,4 @@
-"""Prepares data once, before any rank starts: rows → token ids → sets in the cache, with an account of what is trained."""
+"""Prepare data once, before any rank starts: rows → token ids → sets in the cache, with an account of the trained tokens."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from fsdp_tune.recipe.schema.model_and_data import DataSource
 from fsdp_tune.run.manifest import Manifest
 
 DATA_FORMAT = 3
-"""Raised whenever the same input would give other rows or another layout: old caches are then left alone."""
+"""Incremented when the same input would give other rows or another layout, so that old caches are not used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a run needs to know of its data; RUN/data.json. Paths are sets of a store, for `RowStore`."""
+    """The prepared data of a run; RUN/data.json. Paths are sets of a store, for `RowStore`."""
 
     key: str
-    """Names the training rows: source bytes, settings, tokenizer. A resumed run must find the same."""
+    """Digest of all that determines the training rows: source bytes, settings, tokenizer. A resumed run must have the same key."""
     path: str
     train: str
     evals: dict[str, str]
@@ -46,7 +46,7 @@ class Prepared:
     report: dict[str, Any]
     notices: list[dict[str, Any]]
     reused: bool = False
-    """Found in the cache."""
+    """Whether the data were found in the cache."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
@@ -68,10 +68,10 @@ def prepare(
     verify: bool = False,
     run: Path | None = None,
 ) -> Prepared:
-    """Return the prepared data, from the cache or built. Raises: usage error for whatever is wrong with the data, with file and line.
+    """Return the prepared data, from the cache or built. Raises: usage error for any problem of the data, with file and line.
 
-    `check_rows`: fewer rows than the global batch of the (resolved) recipe are an error too. `verify` hashes the files of all
-    sources and of the cached data instead of trusting sizes and times. `run` is the run that will read the data.
+    With `check_rows`, fewer rows than the global batch of the (resolved) recipe are an error too. `verify` hashes the files of
+    all sources and of the cached data, instead of comparing sizes and times. `run` is the run that will read the data.
     """
     assert recipe.data.cache_dir is not None, "the recipe is resolved"
     cache_dir = Path(recipe.data.cache_dir)
@@ -96,7 +96,7 @@ def prepare(
 
 
 def _prepared(path: Path, key: str, manifest: Manifest, encoder: Encoder, *, reused: bool) -> Prepared:
-    # JSON sorts its keys; people expect `train` first, and eval sets as the recipe lists them.
+    # The keys of the JSON file are sorted; reports list `train` first, then the eval sets in the order of the recipe.
     folders: dict[str, str] = dict(sorted(manifest.facts["sets"].items(), key=lambda item: (item[0] != TRAIN, item[1])))
     report = manifest.facts["report"] | {"sets": {name: manifest.facts["report"]["sets"][name] for name in folders}}
     return Prepared(
@@ -114,7 +114,7 @@ def _prepared(path: Path, key: str, manifest: Manifest, encoder: Encoder, *, reu
 
 
 def _training_content(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input], digests: FileDigests) -> list[Any]:
-    """All that decides the training rows; a list of eval sets does not."""
+    """Return all that determines the training rows. A list of eval sets does not; a held-out split does."""
     data = recipe.data
     settings = data.model_dump(include={"max_length", "packing", "packing_strategy", "mixture", "on_bad_row"})
     split = None if isinstance(data.eval, list) or data.eval is None else data.eval.model_dump()
@@ -130,22 +130,22 @@ def _content(inputs: Sequence[Input], digests: FileDigests, *, train: bool) -> l
 
 
 def _settings(opened: Input) -> dict[str, Any]:
-    """What decides tokens. The names that columns have in the file are in messages alone, and `_entry` holds them already."""
+    """Return the settings that determine tokens. Original column names only occur in messages, and `_entry` includes them already."""
     return {name: value for name, value in asdict(opened.settings).items() if name != "names_in_file"}
 
 
 def _entry(entry: DataSource) -> dict[str, Any]:
-    """What of an entry matters besides its bytes: a file that has moved is the same data."""
+    """Return the fields of an entry that matter besides the bytes of its files. Paths do not: a moved file is the same data."""
     return entry.model_dump(include={"name", "split", "columns", "rename_columns", "weight", "max_rows"})
 
 
 def _with_example(report: dict[str, Any], train: Path, encoder: Encoder) -> dict[str, Any]:
-    """The report and one training example, decoded, in runs that are trained or not."""
+    """Return the report with one decoded training example, in runs that are trained or not."""
     return report | {"example": decoded_rows(train, encoder, 1)[0][0]}
 
 
 def decoded_rows(train: Path | str, encoder: Encoder, count: int) -> list[list[dict[str, Any]]]:
-    """Rows from all over a set, each a list of its examples: where the example came from, and its text in runs."""
+    """Return rows spread evenly over a set, each as a list of its examples: the origin of the example, and its text in runs."""
     store = RowStore(train)
     chosen = [(2 * at + 1) * len(store) // (2 * min(count, len(store))) for at in range(min(count, len(store)))]
     return [
@@ -158,7 +158,7 @@ def decoded_rows(train: Path | str, encoder: Encoder, count: int) -> list[list[d
 
 
 def _refuse_few_rows(recipe: Recipe, prepared: Prepared) -> None:
-    """One step needs a whole global batch."""
+    """Refuse data that do not fill one global batch. Raises: usage error."""
     rows, wanted = prepared.train_rows, recipe.global_batch_size
     if rows < wanted:
         account = prepared.report["sets"][TRAIN]
@@ -170,14 +170,14 @@ def _refuse_few_rows(recipe: Recipe, prepared: Prepared) -> None:
         )
 
 
-# ---- To how many tokens rows can be cut and still be trained: behind a long prompt the first trained token comes late.
+# ---- The shortest usable `max_length` of a rehearsal: after a long prompt, the first trained token comes late.
 
 FEW_ROWS = 16
-"""Of so few rows none is given up."""
+"""With fewer rows than this, every row must keep a trained token."""
 
 
 def length_with_targets(recipe: Recipe, encoder: Encoder, *, rows: int) -> int:
-    """Return the tokens after which half of the first `rows` rows of each source have a trained token; all of them where they are few."""
+    """Return the length at which half of the first `rows` rows of each source have a trained token; all of them if there are few."""
     return max(_of_source(opened, encoder, rows) for opened in open_inputs(recipe, encoder))
 
 

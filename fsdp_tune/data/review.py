@@ -1,4 +1,4 @@
-"""What the account means for the user: data that cannot be trained on are refused, the rest is said once."""
+"""Check the account of the data: refuse data that cannot be trained on, and return notices about the rest."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ MANY_REPEATS = 4
 
 
 def refuse_bad_rows(bad: Sequence[tuple[int, BadRow]], names: Sequence[str], *, rows: int) -> None:
-    """The first bad rows with file, line and column, and how many there are in all."""
+    """Raise a usage error with the first bad rows (file, line and column) and their number, if there are any."""
     if not bad:
         return
     shown = [bad_row_problem(names[file], row) for file, row in bad[:SHOWN_BAD_ROWS]]
     total = Problem(
         "bad-rows",
         f"{len(bad):,} of {rows:,} rows cannot be used" + (f"; the first {len(shown)} are above" if len(bad) > len(shown) else ""),
-        hint="mend them, or leave them out by `--set data.on_bad_row=skip` (they are then counted and listed)",
+        hint="fix them, or skip them with `--set data.on_bad_row=skip` (they are then counted and listed)",
     )
     raise FsdpTuneError(*shown, total)
 
 
 def refuse_nothing(examples: Examples, names: Sequence[str], *, rows: int, bad: int, untrained: Sequence[tuple[int, int]]) -> None:
-    """Training on nothing looks like training: the loss is a number, and the model does not change."""
+    """Refuse data without a trained token. Training would otherwise appear to work, with a finite loss and an unchanged model."""
     if len(examples):
         return
     first = ", ".join(f"{names[file]}:{row}" for file, row in untrained[:3])
     raise usage_error(
         "no-supervised-tokens",
-        f"no row has a token to train: {rows:,} were read, {bad:,} cannot be used, {len(untrained):,} are empty or wholly masked",
-        hint=f"look at {first}" if first else None,
+        f"no row has a token to train: {rows:,} were read, {bad:,} cannot be used, {len(untrained):,} are empty or entirely masked",
+        hint=f"check {first}" if first else None,
     )
 
 
@@ -53,7 +53,7 @@ def refuse_empty_set(name: str, rows: int, examples: int, max_length: int) -> No
 
 
 def data_notices(recipe: Recipe, inputs: Sequence[Input], report: dict[str, Any], *, bad_rows_name: str) -> list[dict[str, Any]]:
-    """Things that are allowed and that the user may not have meant; as JSON, since the cache keeps them."""
+    """Return notices about conditions that are allowed but may be unintended, as JSON for the manifest of the cache."""
     notices = [
         *_row_notices(report, bad_rows_name),
         *_source_notices(report),
@@ -71,7 +71,7 @@ def _row_notices(report: dict[str, Any], bad_rows_name: str) -> Iterator[Notice]
         yield Notice(
             "bad-rows-skipped",
             f"{bad:,} of {read:,} rows cannot be used and were left out",
-            hint=f"`{bad_rows_name}` beside the data lists them",
+            hint=f"`{bad_rows_name}` next to the data lists them",
         )
     if untrained := report["rows_untrained"]["rows"]:
         first = _first(report["rows_untrained"])
@@ -92,7 +92,7 @@ def _source_notices(report: dict[str, Any]) -> Iterator[Notice]:
             yield Notice(
                 "eval-rows-trained",
                 f"{name}: {_counted(account['also_trained'])} with the content of a training row: the loss on them measures memorization",
-                hint=f"leave them out of one of the two; {_first(account['also_trained'])}",
+                hint=f"remove them from one of the two sets; {_first(account['also_trained'])}",
             )
 
 
@@ -109,10 +109,12 @@ def _length_notices(recipe: Recipe, report: dict[str, Any]) -> Iterator[Notice]:
     for name, account in report["sets"].items():
         cut = {"rows": account["truncated"], "first": account["first_truncated"]}
         if cut["rows"]:
-            yield Notice("rows-truncated", f"{name}: {_counted(cut)} cut at {limit}: what stood behind is not trained", hint=_first(cut))
+            yield Notice(
+                "rows-truncated", f"{name}: {_counted(cut)} truncated at {limit}: the text after it is not trained", hint=_first(cut)
+            )
         for key, why in (
             ("dropped_too_long", f"longer than {limit}"),
-            ("dropped_nothing_left", f"all that is trained stood behind {limit}"),
+            ("dropped_nothing_left", f"all trained tokens come after {limit}"),
         ):
             if account[key]["rows"]:
                 yield Notice("rows-dropped", f"{name}: {_counted(account[key])} left out: {why}", hint=_first(account[key]))
@@ -127,19 +129,19 @@ def _end_notices(inputs: Sequence[Input], report: dict[str, Any]) -> Iterator[No
     if missing := eos["examples"] - eos["supervised"]:
         yield Notice(
             "eos-untrained",
-            f"{missing:,} of {eos['examples']:,} examples do not train the end `{eos['token']}`: the model may not learn to stop",
+            f"{missing:,} of {eos['examples']:,} examples do not train the token `{eos['token']}` (EOS): the model may not learn to stop",
             hint="`data.append_eos: true` adds it",
         )
     if appended := eos["appended_to_chats"]:
         yield Notice(
             "eos-not-in-template",
-            f"the chat template does not end answers with `{eos['token']}`: it was added after {appended:,} conversations",
-            hint="if answers end with another token, name that one in `model.tokens.eos`, or generation will not stop there",
+            f"the chat template does not end answers with `{eos['token']}`, so it was appended to {appended:,} conversations",
+            hint="if answers end with another token, set it as `model.tokens.eos`, or generation will not stop there",
         )
     if repeated := report["bos_repeated_in_text"]:
-        yield Notice("bos-twice", f"{repeated:,} examples hold the beginning of sequence more than once", hint="look at the texts")
+        yield Notice("bos-twice", f"{repeated:,} examples contain the beginning-of-sequence token more than once", hint="check the texts")
     if any(opened.settings.template is not None and "strftime_now" in opened.settings.template for opened in inputs):
-        yield Notice("dated-template", "the chat template writes today's date: prepared data keep the date of their preparation")
+        yield Notice("dated-template", "the chat template writes today's date: the prepared data contain the date of their preparation")
 
 
 def _text_notices(report: dict[str, Any]) -> Iterator[Notice]:
@@ -147,21 +149,21 @@ def _text_notices(report: dict[str, Any]) -> Iterator[Notice]:
     if count := report["joined_without_space"]:
         yield Notice(
             "no-space",
-            f"in {count:,} of {kept:,} rows no white space stands between prompt and completion",
-            hint='put some there (`data.separator: "\\n"`), unless the prompt itself shows that its answer follows',
+            f"in {count:,} of {kept:,} rows there is no white space between prompt and completion",
+            hint='add a separator (`data.separator: "\\n"`), unless the prompt itself marks the beginning of the answer',
         )
     if count := report["tokenised_apart"]:
         yield Notice(
             "tokenised-apart",
-            f"in {count:,} of {kept:,} rows a token would span prompt and completion: the two were tokenised apart",
-            hint="let completions begin with the white space, and not prompts end with it",
+            f"in {count:,} of {kept:,} rows a token would span prompt and completion, so the two were tokenised separately",
+            hint="move white space from the end of prompts to the beginning of completions",
         )
     for prompt in sorted({account["alpaca_prompt"] for account in report["inputs"] if account["alpaca_prompt"]}):
-        yield Notice("alpaca-prompt", f"alpaca rows are written with {prompt}")
+        yield Notice("alpaca-prompt", f"alpaca rows are formatted with {prompt}")
 
 
 _NOTES = (
-    Notice("not-rendered", "the chat template leaves out", hint="choose another `data.chat_template` if the model needs them"),
+    Notice("not-rendered", "the chat template omits", hint="choose another `data.chat_template` if the model needs them"),
     Notice("unanswered-turns", "turns after the last answer were left out, in conversations that end with"),
     Notice("mark-without-effect", "`train` and `weight` only exclude messages; marked as trained, but not selected by `loss_on`"),
     Notice(
@@ -182,10 +184,10 @@ _NOTES = (
     Notice(
         "text-changed",
         "the trained text is not the text of the row, because the tokenizer writes a space before every text",
-        hint="let completions begin with white space",
+        hint="begin completions with white space",
     ),
 )
-"""By the kind of a note on rows (`data.notes`): the beginnings of message and hint, to which details and rows are added."""
+"""Message and hint for each kind of note on rows (`data.notes`), to which details and rows are appended."""
 
 
 def _note_notices(notes: dict[str, dict[str, Any]]) -> Iterator[Notice]:

@@ -9,8 +9,8 @@ A store is a directory of little-endian arrays without headers; `manifest.json` 
     SET/segments.int64   m × 2: first token in the pool, number of tokens
     SET/rows.int64       r + 1 offsets of the rows in segments
 
-A row is a list of segments; a segment is an example or a cut of one. So packing, cutting, splitting off the eval rows
-and repeating rows of a mixture copy no token, and a row is read without unpacking anything.
+A row is a list of segments; a segment is an example or a part of one. So packing, cutting, splitting off the eval rows
+and repeating rows of a mixture copy no tokens, and a row is read without decompression.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Number = TypeVar("Number", np.int32, np.int64, np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the model sees as one sequence.
+    """One input sequence of the model.
 
-    `input_ids` and `labels` have the same length; labels are -100 where not trained, and always at the first token of
-    each example: nothing before it may predict it. `lengths` are the examples' lengths, in order; their sum is the row's.
+    `input_ids` and `labels` have the same length; labels are -100 where not trained, and always at the first token of each
+    example, which the previous example must not predict. `lengths` are the lengths of the examples; their sum is that of the row.
     """
 
     input_ids: Int32
@@ -51,10 +51,10 @@ class Row:
 
 
 class RowStore:
-    """One set of a store: `RowStore(store / "train")`. Opening it again in another process costs nothing (picklable)."""
+    """One set of a store: `RowStore(store / "train")`. Picklable: another process maps the same files again."""
 
     def __init__(self, path: Path | str) -> None:
-        """FailedError when the store is not there or is not complete."""
+        """Map the files of a set. Raises: FailedError if the store is missing or incomplete."""
         self.path = Path(path)
         pool = self.path.parent
         manifest = read_manifest(pool)
@@ -62,10 +62,10 @@ class RowStore:
             raise failed_error(
                 "no-prepared-data",
                 f"there are no prepared data at {self.path}",
-                hint="prepare them again (`fsdp-tune prepare`); with several machines, `data.cache_dir` must be a directory that all see",
+                hint="prepare them again (`fsdp-tune prepare`); with several machines, `data.cache_dir` must be a directory that all share",
             )
         self.files: tuple[str, ...] = tuple(manifest.facts["files"])
-        """Names of the source files that `origins` counts."""
+        """Names of the source files, indexed by `origins`."""
         self._tokens = _map(pool / "tokens.int32", np.int32)
         self._trained = _map(pool / "trained.uint8", np.uint8)
         self._examples = _map(pool / "examples.int64", np.int64)
@@ -97,18 +97,18 @@ class RowStore:
 
     @property
     def lengths(self) -> Int64:
-        """Tokens of every row."""
+        """Number of tokens of each row."""
         return np.add.reduceat(self._segments[:, 1], self._rows[:-1])
 
     def origins(self, index: int) -> list[tuple[str, int]]:
-        """Source file and row of each example in a row, for messages."""
+        """Return source file and row of each example in a row, for messages."""
         starts = self._segments[self._rows[index] : self._rows[index + 1], 0]
         examples = np.searchsorted(self._examples, starts, side="right") - 1
         return [(self.files[int(file)], int(row)) for file, row in self._origins[examples].tolist()]
 
 
 class StoreWriter:
-    """Writes a store into a directory that the caller stages; examples are appended as they come."""
+    """Write a store into a directory that the caller stages. Examples are appended in the order of the calls."""
 
     def __init__(self, stage: Path) -> None:
         self.stage = stage
@@ -121,7 +121,7 @@ class StoreWriter:
         self.tokens = 0
 
     def add(self, tokens: Int32, trained: Mask, lengths: Int64, origins: Int64) -> None:
-        """Appends examples that lie one after another in `tokens`; `origins` is [examples, 2]."""
+        """Append examples that are concatenated in `tokens`; `origins` is [examples, 2]."""
         assert len(tokens) == len(trained) == int(lengths.sum())
         assert origins.shape == (len(lengths), 2)
         DISK.write(self._tokens, np.ascontiguousarray(tokens, "<i4").data)
@@ -134,19 +134,19 @@ class StoreWriter:
         self._files.close()
 
     def finish_pool(self) -> None:
-        """After the last example, before the first set."""
+        """Write the index of the pool. Call it after the last example and before the first set."""
         self.close()
         self._write(self.stage / "examples.int64", np.concatenate(self._offsets))
         self._write(self.stage / "origins.int64", np.concatenate(self._origins) if self._origins else np.zeros((0, 2), np.int64))
 
     def add_set(self, name: str, segments: Int64, rows: Int64) -> None:
-        """`segments` [m, 2] start and length in tokens, `rows` [r + 1] offsets into segments."""
+        """Write one set. `segments` is [m, 2], start and length in tokens; `rows` is [r + 1], offsets into segments."""
         DISK.mkdir(self.stage / name)
         self._write(self.stage / name / "segments.int64", segments)
         self._write(self.stage / name / "rows.int64", rows)
 
     def trained(self) -> Mask:
-        """The flags of the whole finished pool."""
+        """Return the trained flags of the complete pool."""
         return _map(self.stage / "trained.uint8", np.uint8)
 
     def _write(self, path: Path, values: Int64) -> None:

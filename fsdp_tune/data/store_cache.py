@@ -1,4 +1,4 @@
-"""The cache of prepared data: one directory for each content, published whole, built by one process at a time."""
+"""The cache of prepared data: one directory per content key, published atomically, built by one process at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ USE_MARK = ".use-"
 
 
 def content_key(parts: Any) -> str:
-    """A name for everything that `parts` (JSON) says."""
+    """Return a digest of `parts` (JSON)."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -37,10 +37,10 @@ def complete(path: Path, *, digests: bool = False) -> Manifest | None:
 
 
 def built(path: Path, build: Callable[[Path], dict[str, Any]], *, digests: bool = False) -> tuple[Manifest, bool]:
-    """Return the store at `path`, and whether it was there already; else `build` fills a stage and gives the manifest's facts.
+    """Return the manifest of the store at `path`, and whether it existed. `build` fills a stage and returns the facts of the manifest.
 
-    Two processes that want the same store do not build it twice: the second waits, and reuses what the first published.
-    Whatever is killed at whatever moment, `path` is absent or whole.
+    If two processes need the same store, the second waits and reuses the store of the first. `path` is absent or complete even
+    if a process is killed at any moment.
     """
     if (manifest := complete(path, digests=digests)) is not None:
         return manifest, True
@@ -65,7 +65,7 @@ def built(path: Path, build: Callable[[Path], dict[str, Any]], *, digests: bool 
 
 @contextmanager
 def alone(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock of one store, which ends with the process; yields whether the file system has locks.
+    """Hold the lock of one store, which the process releases when it ends; yield whether the file system supports locks.
 
     Raises: BlockingIOError without `wait`, if another process holds it.
     """
@@ -84,13 +84,13 @@ def alone(path: Path, *, wait: bool = True) -> Iterator[bool]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove stages of builders that were killed. The caller holds the lock, so no other process is building."""
+    """Remove the stages of killed builds. The caller holds the lock, so no other process is building."""
     for leftover in path.parent.glob(f".{path.name}*{STAGE_MARK}*"):
         DISK.rmtree(leftover)
 
 
 def record_use(path: Path, *, recipe: str, run: Path | None) -> None:
-    """Record which recipe uses an entry now, and in which run: one file for each run, and one for `prepare`. Best effort."""
+    """Record the use of an entry by a recipe and a run: one file for each run, and one for `prepare`. Best effort."""
     user = hashlib.blake2b(str(run or "").encode(), digest_size=8).hexdigest()
     content = {"time": time.time(), "recipe": recipe, "run": str(run) if run else None}
     with suppress(OSError):  # a cache that cannot be written to can still be read

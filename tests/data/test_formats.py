@@ -48,7 +48,7 @@ def test_every_token_of_plain_text_is_trained() -> None:
     ("value", "kind"), [(None, "null"), (7, "a number"), (["a"], "a list"), (True, "true or false"), ({}, "an object")]
 )
 def test_non_text_value_is_refused_by_column(value: object, kind: str) -> None:
-    assert refused("text", {"text": value}) == f"column `text` holds {kind} and not text"
+    assert refused("text", {"text": value}) == f"column `text` holds {kind} instead of text"
 
 
 def test_prompt_and_completion_are_joined_with_the_separator_on_the_untrained_side() -> None:
@@ -143,13 +143,13 @@ def test_loss_on_all_keeps_the_turns_after_the_last_answer() -> None:
 @pytest.mark.parametrize(
     ("messages", "says"),
     [
-        ([], "an empty list and not a list of messages"),
-        ("hello", "text and not a list of messages"),
-        ([USER, "b"], "message 2 is text and not an object"),
-        ([USER], "no message is from the assistant: there is no answer to learn"),
+        ([], "an empty list instead of a list of messages"),
+        ("hello", "text instead of a list of messages"),
+        ([USER, "b"], "message 2 is text instead of an object"),
+        ([USER], "no message is from the assistant: there is no answer to train on"),
         ([{"role": "wizard", "content": "x"}, ANSWER], "message 1 has the unknown role `wizard`"),
         ([USER, {"role": "assistant", "content": " "}], "message 2: the answer is empty"),
-        ([USER, {"role": "assistant", "content": None}], "message 2: `content` holds null and not text"),
+        ([USER, {"role": "assistant", "content": None}], "message 2: `content` holds null instead of text"),
         ([{"role": "user", "content": [{"type": "image"}]}, ANSWER], "message 1: a part of its content is not text"),
     ],
 )
@@ -216,7 +216,7 @@ def test_roles_of_the_recipe_are_added_to_the_known_ones_and_win() -> None:
 def test_a_system_column_that_contradicts_the_conversation_is_refused() -> None:
     turns = [{"from": "system", "value": "be brief"}, {"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]
     assert len(example("sharegpt", {"system": "be brief", "conversations": turns}, loss_on="assistant").messages) == 3
-    assert "another text than" in refused("sharegpt", {"system": "be long", "conversations": turns}, loss_on="assistant")
+    assert "differs from the first message" in refused("sharegpt", {"system": "be long", "conversations": turns}, loss_on="assistant")
 
 
 def test_nulls_are_removed_at_every_depth_of_messages_and_tools() -> None:
@@ -243,10 +243,10 @@ def test_tokenized_rows_define_trained_tokens() -> None:
     [
         ({"input_ids": [1, 100]}, "`input_ids` holds 100, and the tokenizer has 100 tokens"),
         ({"input_ids": [1, -1]}, "holds -1"),
-        ({"input_ids": 1}, "not a list of whole numbers"),
-        ({"input_ids": [1, "a"]}, "holds text at position 1: it takes whole numbers alone"),
+        ({"input_ids": 1}, "instead of a list of whole numbers"),
+        ({"input_ids": [1, "a"]}, "holds text at position 1: all entries must be whole numbers"),
         ({"input_ids": [1, 2], "labels": [2, -100]}, "at position 0 where `input_ids` holds 1: labels are the same ids"),
-        ({"input_ids": [1, 2], "labels": [1]}, "holds 1 numbers, and `input_ids` 2"),
+        ({"input_ids": [1, 2], "labels": [1]}, "holds 1 numbers, and `input_ids` holds 2"),
         ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "leave the padding out"),
     ],
 )

@@ -71,7 +71,7 @@ def test_the_end_of_sequence_is_never_doubled_and_can_be_left_out(tmp_path: Path
     plain = write_jsonl(tmp_path / "plain.jsonl", [{"prompt": "a ", "completion": "b"}])
     found = prepared(tmp_path, plain, append_eos=False)
     assert shown(found) == ["a [b]"]
-    assert "1 of 1 examples do not train the end" in told(found)["eos-untrained"]
+    assert "1 of 1 examples do not train the token" in told(found)["eos-untrained"]
 
 
 def test_tokenized_rows_are_unchanged_unless_eos_is_requested(tmp_path: Path) -> None:
@@ -100,11 +100,11 @@ def test_missing_white_space_between_prompt_and_completion_is_reported(tmp_path:
 def test_alpaca_notice_shows_the_prompt_format(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"instruction": "Add", "output": "2"}])
     without = prepared(tmp_path, rows, max_length=400)
-    assert told(without) == {"alpaca-prompt": "alpaca rows are written with Stanford's two prompts"}
+    assert told(without) == {"alpaca-prompt": "alpaca rows are formatted with Stanford's two prompts"}
     assert shown(without)[0].endswith("### Response:[2</s>]")
     encoder = ByteEncoder(template=CHATML, eos="<|im_end|>")
     chat = prepared(tmp_path, rows, encoder=encoder, max_length=400)
-    assert told(chat) == {"alpaca-prompt": "alpaca rows are written with the chat template"}
+    assert told(chat) == {"alpaca-prompt": "alpaca rows are formatted with the chat template"}
     assert shown(chat, encoder)[0].endswith("assistant\n[2<|im_end|>]\n")
 
 
@@ -132,7 +132,7 @@ def test_what_a_template_leaves_out_is_reported_once_with_counts(tmp_path: Path)
     found = prepared(tmp_path, rows, encoder=ByteEncoder(template=CHATML, eos="<|im_end|>"), max_length=200)
     assert found.train_rows == 5
     assert told(found) == {
-        "not-rendered": "the chat template leaves out: `name` of `user` messages (2 rows), tools (2 rows)",
+        "not-rendered": "the chat template omits: `name` of `user` messages (2 rows), tools (2 rows)",
         "unanswered-turns": "turns after the last answer were left out, in conversations that end with: `user` (1 row)",
     }
     assert found.report["notes"]["not-rendered"]["tools"] == {"rows": 2, "first": [f"{rows}:2", f"{rows}:4"]}
@@ -142,7 +142,7 @@ def test_a_tool_call_that_the_template_ignores_names_its_row(tmp_path: Path) -> 
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "get_weather", "arguments": {}}}]}
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "a"}, call]}])
     first, _ = problems(tmp_path, rows, encoder=ByteEncoder(template=CHATML), max_length=200)
-    assert (first.where.line, first.message) == (1, "message 2: the chat template leaves out 'get_weather'")
+    assert (first.where.line, first.message) == (1, "message 2: the chat template omits 'get_weather'")
 
 
 def test_roles_of_the_recipe_map_the_speakers_of_the_rows(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_training_on_nothing_is_an_error_with_the_counts(tmp_path: Path) -> None
     (found,) = problems(tmp_path, rows)
     assert found.code == "no-supervised-tokens"
     assert "3 were read" in found.message
-    assert "3 are empty or wholly masked" in found.message
+    assert "3 are empty or entirely masked" in found.message
     assert f"{rows}:1" in (found.hint or "")
 
 
@@ -204,7 +204,7 @@ def test_completions_that_the_cut_removed_are_left_out_and_all_of_them_is_an_err
     long, short = {"prompt": "x" * 100, "completion": " y"}, {"prompt": "x", "completion": " y"}
     found = prepared(tmp_path, write_jsonl(tmp_path / "rows.jsonl", [short, long]), max_length=50)
     assert found.train_rows == 1
-    assert "1 row left out: all that is trained stood behind" in told(found)["rows-dropped"]
+    assert "1 row left out: all trained tokens come after" in told(found)["rows-dropped"]
     assert problems(tmp_path / "other", write_jsonl(tmp_path / "long.jsonl", [long]), max_length=50)[0].code == "no-supervised-tokens"
 
 
@@ -212,7 +212,7 @@ def test_cut_rows_are_counted_and_do_not_train_an_end(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": " " + "b" * 30}])
     found = prepared(tmp_path, rows, max_length=10)
     assert shown(found) == ["a[ bbbbbbbb]"]
-    assert "1 row cut at data.max_length (10 tokens)" in told(found)["rows-truncated"]
+    assert "1 row truncated at data.max_length (10 tokens)" in told(found)["rows-truncated"]
     assert next(notice for notice in found.notices if notice["code"] == "rows-truncated")["hint"] == f"the first: {rows}:1"
 
 
@@ -234,7 +234,7 @@ def test_bad_rows_are_named_with_line_and_column_and_all_are_counted(tmp_path: P
         (str(rows), 10_001, 12),
         (str(rows), 10_002, None),
     ]
-    assert first[1].message == "column `prompt` holds a number and not text"
+    assert first[1].message == "column `prompt` holds a number instead of text"
     assert len(first) == 5
     assert total.message == "12 of 10,012 rows cannot be used; the first 5 are above"
     assert "on_bad_row=skip" in (total.hint or "")
@@ -277,7 +277,7 @@ def test_bad_row_is_reported_with_the_column_names_of_its_file(tmp_path: Path) -
     rows = write_jsonl(tmp_path / "rows.jsonl", [good, {"question": "a ", "answer": None}, {"question": "a ", "anser": "b"}])
     *found, _ = problems(tmp_path, {"path": str(rows), "rename_columns": {"question": "prompt", "answer": "completion"}})
     assert [(problem.where.line, problem.message) for problem in found] == [
-        (2, "column `answer` holds null and not text"),
+        (2, "column `answer` holds null instead of text"),
         (3, "it has no column `answer`; it has question, anser"),
     ]
 

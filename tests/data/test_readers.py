@@ -69,17 +69,17 @@ def test_rows_carry_their_line_number(tmp_path: Path) -> None:
 
 
 BAD_LINES = {
-    '{"text": "cut': ("no JSON: unterminated string starting", 10),
-    '{"text": a}': ("no JSON: expecting value", 10),
+    '{"text": "cut': ("not JSON: unterminated string starting", 10),
+    '{"text": a}': ("not JSON: expecting value", 10),
     "7": ("a row is an object, and this is a number", 1),
     '["a"]': ("a row is an object, and this is a list", 1),
     '{"text": NaN}': ("`NaN` is not JSON", None),
-    '{"text": "a", "text": "b"}': ("the key `text` stands twice", None),
+    '{"text": "a", "text": "b"}': ("the key `text` occurs twice", None),
     '{"text": "a \\ud800 b"}': ("`\\ud800` is half of a surrogate pair", 13),
     '{"text": "\\udc00\\ud800"}': ("`\\udc00` is half", 11),
     '{"n": ' + "9" * 5000 + "}": ("a number of too many digits", None),
     "[" * 100_000: ("nested too deeply", None),
-    '{"text": "a"} {"text": "b"}': ("no JSON: extra data", 15),
+    '{"text": "a"} {"text": "b"}': ("not JSON: extra data", 15),
 }
 
 
@@ -166,7 +166,7 @@ def test_csv_names_lines_that_do_not_fit(tmp_path: Path) -> None:
     path.write_bytes(b'a,b\n1,2\n1,2,3\n"x" y,2\ncaf\xe9,2\n3,4\n')
     assert [(row.number, row.reason) for row in bad(path, "csv")] == [
         (3, "3 fields where the first line names 2 columns"),
-        (4, "no CSV: ',' expected after '\"'"),
+        (4, "not CSV: ',' expected after '\"'"),
         (5, "column `a` is not UTF-8: byte 0xe9"),
     ]
     assert good(path, "csv") == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
@@ -300,7 +300,7 @@ def test_parquet_names_the_row_group_that_is_damaged(tmp_path: Path) -> None:
         file.write(b"\xff" * 40)
     assert "row group 1 is damaged (after row 100)" in problem(path, "parquet").message
     os.truncate(path, 200)
-    assert "no whole Parquet file" in problem(path, "parquet").message
+    assert "not a complete Parquet file" in problem(path, "parquet").message
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_what_is_not_there_is_named_with_what_is(folder: Path) -> None:
     assert problem(folder / "aa.jsonl").hint == "did you mean `a.jsonl`?"
     assert "no directory" in (problem(folder / "nowhere" / "x.jsonl").hint or "")
     assert problem(folder / "c*.jsonl").message == f"no file matches `{folder}/c*.jsonl`"
-    assert problem("rows.jsonl").message == f"there is no `{Path('rows.jsonl').absolute()}`"
+    assert problem("rows.jsonl").message == f"`{Path('rows.jsonl').absolute()}` does not exist"
     (folder / "empty").mkdir()
     assert "holds no data files" in problem(folder / "empty").message
 

@@ -78,7 +78,7 @@ def test_the_cut_is_the_same_for_ever() -> None:
 
 
 def test_a_row_beyond_the_budget_is_an_error_and_no_endless_loop() -> None:
-    with pytest.raises(ValueError, match="a row of 41 token slots is beyond a budget of 40"):
+    with pytest.raises(ValueError, match="a row of 41 token slots exceeds the budget of 40"):
         token_micro_batches(np.array([41]), TokenBudget(40, 8, 40), 1)
 
 

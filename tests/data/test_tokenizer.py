@@ -98,7 +98,7 @@ def test_padding_token_is_chosen_from_unused_tokens_and_reported(tmp_path: Path)
     assert opened.tokenizer.pad_token == "<|pad|>"
     (notice,) = opened.notices
     assert notice.code == "pad-chosen"
-    assert "`<|pad|>` is taken, an unused token" in notice.message
+    assert "`<|pad|>` is used, an unused token" in notice.message
 
 
 def test_padding_is_the_end_of_sequence_when_nothing_is_unused(tmp_path: Path) -> None:

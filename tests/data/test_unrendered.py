@@ -60,23 +60,23 @@ def test_arguments_as_json_text_are_found_raw_and_quoted() -> None:
 
 @pytest.mark.parametrize("trained", [True, None])
 def test_a_trained_tool_call_that_the_template_ignores_is_refused(trained: bool | None) -> None:
-    assert refused(CHATML, USER, CALL, trained=trained) == "message 2: the chat template leaves out 'get_weather'"
-    assert "leaves out 'city'" in refused(AS_NAME, USER, CALL, trained=trained)
+    assert refused(CHATML, USER, CALL, trained=trained) == "message 2: the chat template omits 'get_weather'"
+    assert "omits 'city'" in refused(AS_NAME, USER, CALL, trained=trained)
 
 
 def test_text_next_to_a_tool_call_that_the_template_drops_is_refused() -> None:
     either = AS_JSON.replace("{{ m.content | trim }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}")
-    assert refused(either, USER, CALL | {"content": "I look it up."}) == "message 2: the chat template leaves out 'I look it up.'"
+    assert refused(either, USER, CALL | {"content": "I look it up."}) == "message 2: the chat template omits 'I look it up.'"
 
 
 def test_reasoning_that_the_template_cuts_from_a_trained_answer_is_refused() -> None:
     cut = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
-    assert "leaves out 'It is June" in refused(cut, USER, {"role": "assistant", "content": "It is June.</think>Sunny."})
+    assert "omits 'It is June" in refused(cut, USER, {"role": "assistant", "content": "It is June.</think>Sunny."})
 
 
 def test_an_answer_is_not_found_in_the_question() -> None:
     silent = CHATML.replace("{{ m.content }}", "{% if m.role == 'user' %}{{ m.content }}{% endif %}")
-    assert "leaves out 'Rome?'" in refused(silent, USER, {"role": "assistant", "content": "Rome?"})
+    assert "omits 'Rome?'" in refused(silent, USER, {"role": "assistant", "content": "Rome?"})
 
 
 def test_a_part_of_the_answer_that_the_generation_prompt_supplies_is_rendered() -> None:

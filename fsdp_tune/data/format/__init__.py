@@ -1,1 +1,1 @@
-"""Rows to one of three forms: joined text, a chat, or token ids."""
+"""Convert rows to one of three forms: joined text, a chat, or token ids."""

@@ -1,8 +1,8 @@
-"""`builtin:arithmetic`: sums in words, and a tokenizer for them, made here and not downloaded.
+"""`builtin:arithmetic`: a data set of sums in words and its tokenizer, generated without a download.
 
-`thirty seven plus four is` → ` forty one`: any number below a hundred plus one below ten. A tenth of the thousand sums
-is held out: the splits `train` and `test` share no question, so the exact match on `test` shows that a model has learnt
-to add and not to repeat.
+`thirty seven plus four is` → ` forty one`: a number below a hundred plus a number below ten. A tenth of the thousand sums
+is held out: the splits `train` and `test` share no question, so exact match on `test` measures addition and not
+memorisation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def is_builtin(name: str) -> bool:
 
 
 def builtin_name(path: str) -> str:
-    """`builtin:arithmetic` → `arithmetic`; exit 2 for a name that the package does not have."""
+    """Return `arithmetic` for `builtin:arithmetic`. Raises: usage error (exit 2) for a name that the package does not have."""
     name = path.removeprefix(PREFIX)
     if name not in NAMES:
         raise usage_error(
@@ -56,7 +56,7 @@ def builtin_name(path: str) -> str:
 
 
 def in_words(number: int) -> str:
-    """0 ≤ number ≤ 199."""
+    """Spell a number from 0 to 199 in English words."""
     if number < len(_UNITS):
         return _UNITS[number]
     if number >= 100:
@@ -67,7 +67,7 @@ def in_words(number: int) -> str:
 
 
 def builtin_rows(path: str, split: str) -> list[dict[str, str]]:
-    """Rows with `prompt` and `completion`, always the same ones in the same order."""
+    """Return the rows of a split, with `prompt` and `completion`; always the same rows in the same order."""
     builtin_name(path)
     if split not in SPLITS:
         raise usage_error("no-such-split", f"`{path}` has no split `{split}`", hint=f"its splits are: {', '.join(SPLITS)}")
@@ -76,7 +76,7 @@ def builtin_rows(path: str, split: str) -> list[dict[str, str]]:
 
 
 def held_out_prompts(count: int | None = None) -> list[tuple[str, str]]:
-    """(prompt, answer) pairs that no training row holds, the first `count` in a scattered order; the answer starts with a space."""
+    """Return the first `count` (prompt, answer) pairs that are in no training row, in a hashed order; an answer starts with a space."""
     pairs = sorted((pair for pair in _questions() if _is_held_out(pair[0])), key=lambda pair: _digest(pair[0]))
     return pairs[:count]
 
@@ -96,7 +96,7 @@ def _digest(prompt: str) -> int:
 
 
 def builtin_tokenizer(path: str) -> Tokenizer:
-    """A byte-level BPE: every word of the task is one token, and any other text is spelt by bytes, so all text round-trips."""
+    """Return a byte-level BPE tokenizer: each word of the task is one token, other text is encoded as bytes, so all text round-trips."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     builtin_name(path)
@@ -104,7 +104,7 @@ def builtin_tokenizer(path: str) -> Tokenizer:
     words = [*_UNITS, *_TENS, *_OTHER_WORDS]
     pieces = [*letters, *words, *(f"Ġ{word}" for word in words)]  # Ġ is how byte-level BPE writes a space
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))  # a word is looked up whole, then spelt
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))  # a full word is looked up first, then its bytes
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     for token in (EOS, PAD, TURN_END, *(f"<|{role}|>" for role in ROLES)):

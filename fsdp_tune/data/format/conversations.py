@@ -1,4 +1,4 @@
-"""Conversations as rows hold them: OpenAI's messages and ShareGPT's turns, brought to messages that chat templates take."""
+"""Convert conversations in rows, as OpenAI's messages or ShareGPT's turns, to messages for chat templates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of
 Message = dict[str, Any]
 
 FUNCTION_CALL = "function_call"
-"""LLaMA-Factory's speaker whose text is a function call as JSON: an assistant's message with `tool_calls`."""
+"""LLaMA-Factory's role for a function call as JSON text; converted to an assistant's message with `tool_calls`."""
 ROLE_OF_MESSAGE = {role: role for role in ("system", "developer", "user", "assistant", "tool", FUNCTION_CALL)}
 ROLE_OF_SHAREGPT = {
     "system": "system",
@@ -28,13 +28,13 @@ ROLE_OF_SHAREGPT = {
 
 
 def read_messages(row: dict[str, Any], column: str, roles: Mapping[str, str]) -> list[Message]:
-    """Messages with `role` and `content`. `roles` are added to those that are known."""
+    """Return messages with `role` and `content`. `roles` extends the known roles."""
     known = {**ROLE_OF_MESSAGE, **roles}
     return [_message(_object(turn, index), index, known) for index, turn in enumerate(_turns(row, column), 1)]
 
 
 def read_sharegpt(row: dict[str, Any], roles: Mapping[str, str]) -> list[Message]:
-    """Turns with `from` and `value`, or messages in the column `conversations`; a column `system` comes first."""
+    """Return the messages of the column `conversations` (turns with `from` and `value`, or messages), after that of a column `system`."""
     turns = [_object(turn, index) for index, turn in enumerate(_turns(row, "conversations"), 1)]
     if "role" in turns[0]:
         messages = read_messages(row, "conversations", roles)
@@ -45,16 +45,16 @@ def read_sharegpt(row: dict[str, Any], roles: Mapping[str, str]) -> list[Message
     if not system:
         return messages
     if not isinstance(system, str):
-        raise ColumnError("system", f"holds {kind_of(system)} and not text")
+        raise ColumnError("system", f"holds {kind_of(system)} instead of text")
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]
     if messages[0]["content"] != system:
-        raise ColumnError("system", "holds another text than the conversation's own first message, which is from `system`")
+        raise ColumnError("system", "differs from the first message of the conversation, which is from `system`")
     return messages
 
 
 def read_tools(row: dict[str, Any]) -> list[Any] | None:
-    """The column `tools`: a list, or the JSON text of one."""
+    """Return the list in the column `tools`, which may be JSON text; None if it is empty."""
     tools: object = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
@@ -64,7 +64,7 @@ def read_tools(row: dict[str, Any]) -> list[Any] | None:
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise ColumnError("tools", f"holds {kind_of(tools)} and not a list")
+        raise ColumnError("tools", f"holds {kind_of(tools)} instead of a list")
     return without_nulls(cast(list[Any], tools))
 
 
@@ -77,7 +77,7 @@ def take_training_mark(message: Message, index: int) -> bool | None:
 
 
 def without_nulls(value: Any) -> Any:
-    """`value` without keys that hold null: Arrow fills every struct of a column with the keys of all others."""
+    """Return `value` without keys whose value is null: Arrow gives each struct of a column the keys of all structs."""
     if isinstance(value, dict):
         return {key: without_nulls(part) for key, part in cast(dict[str, Any], value).items() if part is not None}
     if isinstance(value, list):
@@ -94,13 +94,13 @@ def _mark(name: str, value: object, index: int) -> bool:
 def _turns(row: dict[str, Any], column: str) -> list[Any]:
     value: object = row.get(column)
     if not isinstance(value, list) or not value:
-        raise ColumnError(column, f"holds {'an empty list' if value == [] else kind_of(cast(object, value))} and not a list of messages")
+        raise ColumnError(column, f"holds {'an empty list' if value == [] else kind_of(cast(object, value))} instead of a list of messages")
     return cast(list[Any], value)
 
 
 def _object(turn: object, index: int) -> Message:
     if not isinstance(turn, dict):
-        raise RowError(f"message {index} is {kind_of(turn)} and not an object")
+        raise RowError(f"message {index} is {kind_of(turn)} instead of an object")
     return without_nulls(cast(Message, turn))
 
 
@@ -123,7 +123,7 @@ def _message(message: Message, index: int, roles: Mapping[str, str]) -> Message:
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
-        raise RowError(f"message {index}: `content` holds {kind_of(content)} and not text")
+        raise RowError(f"message {index}: `content` holds {kind_of(content)} instead of text")
     if role == "assistant" and not content.strip() and not calls:
         raise RowError(f"message {index}: the answer is empty")
     return message | {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})
@@ -134,24 +134,24 @@ def _joined_parts(parts: list[Any], index: int) -> str:
     for part in parts:
         text = cast(dict[str, Any], part).get("text") if isinstance(part, dict) else None
         if not isinstance(text, str):
-            raise RowError(f"message {index}: a part of its content is not text (images and sound are not trained here)")
+            raise RowError(f"message {index}: a part of its content is not text (images and audio are not supported)")
         texts.append(text)
     return "".join(texts)
 
 
 def _tool_calls(value: object, index: int) -> list[Any]:
-    """A list, or the JSON text of one, as some data sets store it."""
+    """Return the list of tool calls, which some data sets store as JSON text."""
     if isinstance(value, str):
         value = _json(value, f"message {index}: `tool_calls` holds text that is not JSON")
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(call, dict) for call in cast(list[Any], value)):
-        raise RowError(f"message {index}: `tool_calls` holds {kind_of(cast(object, value))} and not a list of objects")
+        raise RowError(f"message {index}: `tool_calls` holds {kind_of(cast(object, value))} instead of a list of objects")
     return without_nulls(cast(list[Any], value))
 
 
 def _function_calls(content: object, index: int) -> list[Message]:
-    """The calls that LLaMA-Factory's `function_call` writes as JSON: one object, or a list of them."""
+    """Return the calls of LLaMA-Factory's `function_call`, stored as the JSON of one object or of a list."""
     why = f"message {index}: a function call is JSON with `name` and `arguments`"
     value = _json(content, why) if isinstance(content, str) else content
     calls = cast(list[Any], value) if isinstance(value, list) else [value]

@@ -1,4 +1,4 @@
-"""Rows of six formats to one of three forms: joined text, a chat, or token ids, each part trained or not."""
+"""Convert rows of six formats to one of three forms, joined text, a chat or token ids, with a trained flag for each part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = {
     "sharegpt": ("conversations",),
     "tokenized": ("input_ids",),
 }
-"""The columns that a format needs, and by which it is found."""
+"""The columns that each format needs; `format: auto` detects a format by them."""
 LOSS_ON = {
     "text": ("all",),
     "prompt_completion": ("completion", "all"),
@@ -28,9 +28,9 @@ LOSS_ON = {
     "sharegpt": ("assistant", "last_assistant", "all"),
     "tokenized": ("labels",),
 }
-"""What can be trained in each format; the first is what `auto` means."""
+"""The possible values of `loss_on` for each format; `auto` selects the first."""
 
-# Stanford Alpaca's two prompts, letter by letter: github.com/tatsu-lab/stanford_alpaca, train.py, PROMPT_DICT.
+# Stanford Alpaca's two prompts, verbatim: github.com/tatsu-lab/stanford_alpaca, train.py, PROMPT_DICT.
 STANFORD_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
@@ -44,23 +44,23 @@ STANFORD_WITHOUT_INPUT = (
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """`prompt` + `completion`, joined as they are; the completion is trained, the prompt where `train_prompt`."""
+    """`prompt` and `completion`, to be concatenated unchanged; the completion is trained, the prompt only with `train_prompt`."""
 
     prompt: str
     completion: str
     train_prompt: bool
     fixed_prompt: bool = False
-    """Ours, so that nobody has to ask whether white space is missing at its end."""
+    """The prompt is one of the package's own, so missing white space at its end is not reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
     messages: list[Message]
     trained: tuple[bool, ...] | None
-    """Per message; None = every token of the conversation."""
+    """One flag per message; None = every token of the conversation is trained."""
     tools: list[Any] | None = None
     notes: tuple[Note, ...] = field(default=(), repr=False, compare=False)
-    """What was left out or had no effect when the row was read. Not in `repr`, by which rows are held out."""
+    """Parts of the row that were dropped or had no effect. Excluded from `repr` and comparison."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ Example = Text | Chat | Ids
 
 @dataclass(frozen=True, slots=True)
 class FormatSettings:
-    """How the rows of one source become examples; decided once, with nothing left `auto`."""
+    """Settings for converting the rows of one source to examples, with every `auto` resolved."""
 
     format: str
     loss_on: str
@@ -84,21 +84,21 @@ class FormatSettings:
     append_eos: bool
     vocabulary_size: int
     roles: Mapping[str, str] = field(default_factory=dict[str, str])
-    """`data.roles`: roles that the rows use, to those that templates know."""
+    """`data.roles`: maps roles in the rows to roles of chat templates."""
     special_tokens: str = "auto"
     """`data.special_tokens_in_content`: auto | text | control"""
     names_in_file: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Of columns that the recipe renames: people look for the old name in their file."""
+    """Original name of each renamed column, for messages about the user's file."""
 
     def example(self, row: dict[str, Any]) -> Example:
-        """RowError when the row does not hold what the format needs."""
+        """Convert a row. Raises: RowError if the row does not fit the format."""
         try:
             return self._example(row)
         except ColumnError as error:
             raise RowError(f"column `{self.names_in_file.get(error.column, error.column)}` {error.what}") from error
 
     def encodes_special_tokens_as_text(self, example: Example) -> bool:
-        """Whether content that spells a special token is ordinary text. By default where a template frames the content."""
+        """Return whether a special token in the content is encoded as ordinary text; by default where a template surrounds the content."""
         if self.special_tokens == "auto":
             return isinstance(example, Chat) or self.format == "alpaca"
         return self.special_tokens == "text"
@@ -145,7 +145,7 @@ class FormatSettings:
         marks = [take_training_mark(message, index) for index, message in enumerate(messages, 1)]
         answers = [index for index in range(first_answer, len(messages)) if messages[index]["role"] == "assistant"]
         if not answers:
-            raise RowError("no message is from the assistant: there is no answer to learn")
+            raise RowError("no message is from the assistant: there is no answer to train on")
         tools = read_tools(row)
         if self.loss_on == "all":
             if False in marks:
@@ -191,18 +191,18 @@ def _text(row: dict[str, Any], column: str) -> str:
         raise RowError(f"it has no column `{column}`")
     value = row[column]
     if not isinstance(value, str):
-        raise ColumnError(column, f"holds {kind_of(value)} and not text")
+        raise ColumnError(column, f"holds {kind_of(value)} instead of text")
     return value
 
 
 def _numbers(row: dict[str, Any], column: str, length: int | None = None) -> list[int]:
     value: object = row.get(column)
     if not isinstance(value, list):
-        raise ColumnError(column, f"holds {kind_of(value)} and not a list of whole numbers")
+        raise ColumnError(column, f"holds {kind_of(value)} instead of a list of whole numbers")
     numbers = cast(list[Any], value)
     wrong = next((at for at, number in enumerate(numbers) if type(number) is not int), None)
     if wrong is not None:
-        raise ColumnError(column, f"holds {kind_of(numbers[wrong])} at position {wrong}: it takes whole numbers alone")
+        raise ColumnError(column, f"holds {kind_of(numbers[wrong])} at position {wrong}: all entries must be whole numbers")
     if length is not None and len(numbers) != length:
-        raise ColumnError(column, f"holds {len(numbers)} numbers, and `input_ids` {length}")
+        raise ColumnError(column, f"holds {len(numbers)} numbers, and `input_ids` holds {length}")
     return numbers

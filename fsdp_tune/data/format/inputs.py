@@ -1,4 +1,4 @@
-"""The recipe's entries, opened: where rows come from, what format they have, and how each becomes an example."""
+"""Open the recipe's data entries: find the source of each, its format, and the settings for converting its rows."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Input:
     source: RowSource
     settings: FormatSettings
     columns: tuple[str, ...]
-    """Of the first row, after renaming."""
+    """Columns of the first row, after renaming."""
     set_name: str
     """`train`, or the label of an eval set."""
     overlong: str
     first_file: int
-    """Number of its first file, counted over all inputs."""
+    """Index of its first file, counted over all inputs."""
 
     @property
     def entry(self) -> DataSource:
@@ -38,7 +38,7 @@ class Input:
 
 
 def open_inputs(recipe: Recipe, encoder: Encoder) -> list[Input]:
-    """All entries of `data.train` and of a list in `data.eval`. FsdpTuneError carries what is wrong with any of them."""
+    """Open all entries of `data.train` and of a list in `data.eval`. Raises: FsdpTuneError with the problems of every entry."""
     if not recipe.data.train:
         raise usage_error(
             "no-data", "the recipe names no training data", hint="data.train: [{path: data.jsonl}]", where=Where(key="data.train")
@@ -84,7 +84,7 @@ def _open(recipe: Recipe, entry: DataSource, key: str, set_name: str, encoder: E
 
 
 def _first_columns(source: RowSource) -> tuple[str, ...]:
-    """Column names of the first row that can be read; exit 2 when there is none."""
+    """Return the column names of the first readable row. Raises: usage error (exit 2) if no row is readable."""
     bad: list[tuple[int, BadRow]] = []
     for file, row in source.read():
         if not isinstance(row, BadRow):
@@ -98,7 +98,7 @@ def _first_columns(source: RowSource) -> tuple[str, ...]:
 
 
 def select(row: dict[str, Any], entry: DataSource, name: str) -> dict[str, Any]:
-    """The row with the columns that the entry keeps, under their new names. Exit 2 when a column is not there."""
+    """Return the row with the kept columns, renamed. Raises: usage error (exit 2) if a column is missing."""
     for old in (*(entry.columns or ()), *entry.rename_columns):
         if old not in row:
             raise usage_error("no-such-column", f"it has no column `{old}`", hint=_other_columns(old, row), where=Where(name))
@@ -136,8 +136,8 @@ def _settings(recipe: Recipe, source: RowSource, columns: Sequence[str], encoder
     wanted = entry.loss_on or data.loss_on
     possible = LOSS_ON[format_]
     if wanted != "auto" and wanted not in possible:
-        says = "say themselves what is trained" if format_ == "tokenized" else f"can be trained on: {', '.join(possible)}"
-        raise usage_error("loss-on", f"`loss_on: {wanted}` does not fit `{entry.path}`: {format_} rows {says}", where=where)
+        allowed = "mark the trained tokens themselves" if format_ == "tokenized" else f"can be trained on: {', '.join(possible)}"
+        raise usage_error("loss-on", f"`loss_on: {wanted}` does not fit `{entry.path}`: {format_} rows {allowed}", where=where)
     append_eos = format_ != "tokenized" if data.append_eos == "auto" else data.append_eos
     loss_on = possible[0] if wanted == "auto" else wanted
     names = {new: old for old, new in entry.rename_columns.items()}
@@ -155,7 +155,7 @@ def _format(wanted: str, source: RowSource, columns: Sequence[str]) -> str:
                 "no-such-column",
                 f"`{source.entry.path}` has no column `{missing[0]}`, which the format {wanted} needs",
                 where=where,
-                hint=f"it has: {', '.join(columns)}; `rename_columns` gives columns other names",
+                hint=f"it has: {', '.join(columns)}; rename columns with `rename_columns`",
             )
         return wanted
     found = matching_formats(columns)
@@ -177,7 +177,7 @@ def _format(wanted: str, source: RowSource, columns: Sequence[str]) -> str:
 
 
 def raw_rows(inputs: Sequence[Input]) -> Iterator[RawRow | tuple[int, BadRow]]:
-    """Rows of all inputs, renamed; bad ones with the number of their file."""
+    """Yield the rows of all inputs with renamed columns; bad rows with the index of their file."""
     for number, opened in enumerate(inputs):
         wanted, last_file = opened.entry.max_rows, -1
         for taken, (file, row) in enumerate(opened.source.read()):
@@ -199,7 +199,7 @@ def raw_rows(inputs: Sequence[Input]) -> Iterator[RawRow | tuple[int, BadRow]]:
 
 
 def _select_quietly(row: dict[str, Any], entry: DataSource) -> dict[str, Any]:
-    """`select` for rows after a file's first: a column that one row lacks is that row's fault."""
+    """Do `select` for the later rows of a file. Raises: RowError, so that a missing column is a problem of this row alone."""
     if not entry.columns and not entry.rename_columns:
         return row
     missing = next((column for column in (*(entry.columns or ()), *entry.rename_columns) if column not in row), None)
@@ -209,14 +209,14 @@ def _select_quietly(row: dict[str, Any], entry: DataSource) -> dict[str, Any]:
 
 
 def _check_same_columns(opened: Input, name: str, values: dict[str, Any]) -> None:
-    """Files of one entry must agree on what makes their format."""
+    """Check that every file of an entry has the columns of its format. Raises: usage error."""
     needed = COLUMNS[opened.settings.format]
     if not all(column in values for column in needed):
         raise usage_error(
             "columns-differ",
             f"its columns are {', '.join(values)}, and those of {opened.source.names[0]} are {', '.join(opened.columns)}",
             where=Where(name),
-            hint="give files with other columns an entry of their own",
+            hint="put files with other columns in a separate entry",
         )
 
 

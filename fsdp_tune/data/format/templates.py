@@ -1,4 +1,4 @@
-"""Chat templates: which text `data.chat_template` means."""
+"""Resolve `data.chat_template` to the text of a chat template."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ BUNDLED = {
         "{% if add_generation_prompt %}Assistant:{% endif %}"
     ),
 }
-"""`chatml` for tokenizers that know <|im_start|> and <|im_end|>; `plain` needs no special token but the end of sequence."""
+"""`chatml` is for tokenizers with <|im_start|> and <|im_end|>; `plain` needs no special token but the end of sequence."""
 KEY = "data.chat_template"
 
 
 def resolve_template(name: str) -> str:
-    """The Jinja text of a bundled name, a file, or a model on the hub. Exit 2 when it is none of them."""
+    """Return the Jinja text of a bundled name, a file, or a hub model. Raises: usage error (exit 2) if it is none of them."""
     if name in BUNDLED:
         return BUNDLED[name]
     path = Path(name).expanduser()
@@ -42,7 +42,7 @@ def resolve_template(name: str) -> str:
 
 def _read(path: Path) -> str:
     if path.stat().st_size > MAX_TEMPLATE_BYTES:
-        raise usage_error("no-such-template", f"{path}: more than {MAX_TEMPLATE_BYTES} bytes: no chat template")
+        raise usage_error("no-such-template", f"{path} has more than {MAX_TEMPLATE_BYTES} bytes, too many for a chat template")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

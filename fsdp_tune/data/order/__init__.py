@@ -1,1 +1,1 @@
-"""Rows to micro-batches, in an order that depends on seed and epoch alone."""
+"""Arrange rows in micro-batches, in an order that depends on seed and epoch alone."""

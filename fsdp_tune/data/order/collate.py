@@ -1,8 +1,7 @@
-"""Rows to one batch of equal width. numpy in, numpy out; the worker makes tensors of it.
+"""Collate rows to a batch of equal width, as numpy arrays; the worker converts them to tensors.
 
-There is never an attention mask: padding stands at the right, where a causal model does not look, and examples of a
-packed row are told apart by position ids that start again at 0. (An all-ones mask would switch that off:
-transformers#46634.)
+There is never an attention mask. Padding is on the right, where causal attention ignores it, and the examples of a packed
+row are separated by position ids that restart at 0. (An all-ones mask would disable that separation: transformers#46634.)
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from fsdp_tune.data.store import IGNORE_INDEX, Int32, Row
 
 
 def collate(rows: Sequence[Row], pad_token_id: int, multiple_of: int, *, max_length: int | None = None) -> dict[str, npt.NDArray[np.int64]]:
-    """`input_ids` and `labels`, int64 [rows, width]: the longest row, rounded up to `multiple_of`, at most `max_length`.
+    """Return `input_ids` and `labels`, int64 [rows, width]: the longest row, rounded up to `multiple_of`, at most `max_length`.
 
-    `position_ids`, of the same shape, only where some row holds several examples: they count from 0 in each example and
-    in the padding. No rows give one row of padding without labels: a rank that has run out of rows still takes part.
+    `position_ids`, of the same shape, are included only if a row has several examples: they count from 0 in each example and
+    in the padding. Without rows, the batch is one row of padding without labels, so that a rank without rows still takes part
+    in collectives.
     """
     width = padded_width(rows, multiple_of, max_length)
     input_ids = np.full((max(1, len(rows)), width), pad_token_id, np.int64)
@@ -38,15 +38,15 @@ def padded_width(rows: Sequence[Row], multiple_of: int, max_length: int | None =
 
 
 def padded_length(longest: int, multiple_of: int, max_length: int | None = None) -> int:
-    """The width of a batch whose longest row has `longest` tokens."""
+    """Return the width of a batch whose longest row has `longest` tokens."""
     width = -(-longest // multiple_of) * multiple_of
     return width if max_length is None else max(longest, min(width, max_length))
 
 
 def cumulative_lengths(rows: Sequence[Row], width: int) -> Int32:
-    """`cu_seq_lens` for variable-length attention over the batch laid out as one line of rows × width tokens.
+    """Return `cu_seq_lens` for variable-length attention over the batch flattened to rows × width tokens.
 
-    The padding of each row is a sequence of its own, so that the last entry is the number of tokens in the batch.
+    The padding of each row is a separate sequence, so that the last entry is the number of tokens in the batch.
     """
     spans = [span for row in rows for span in _spans(row, width)]
     return np.concatenate([[0], np.cumsum(spans)]).astype(np.int32)

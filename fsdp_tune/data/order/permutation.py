@@ -1,7 +1,7 @@
-"""In which order rows are trained: a function of seed, epoch and the rows, never of ranks, workers or numpy's version.
+"""The training order of rows: a function of seed, epoch and rows, independent of ranks, workers and numpy's version.
 
-numpy does not promise that `Generator.permutation` stays the same over versions, and a resumed run must continue the
-order of the first one. So rows are sorted by a hash of (seed, epoch, row): splitmix64 (Steele et al., OOPSLA 2014).
+numpy does not guarantee that `Generator.permutation` is the same in all versions, and a resumed run must continue the
+original order. So rows are sorted by a hash of (seed, epoch, row): splitmix64 (Steele et al., OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from fsdp_tune.data.store import Int64
 from fsdp_tune.recipe.schema import Recipe
 
 WINDOW_ROWS = 4096
-"""Rows among which similar lengths are looked for: wide enough that hardly a token is padding, small against an epoch."""
+"""Rows that are sorted by length together: enough to leave little padding, few compared with an epoch."""
 
 UInt64 = npt.NDArray[np.uint64]
 
 
 def epoch_order(lengths: Int64, *, seed: int, epoch: int, shuffle: bool, group_by_length: bool, global_batch_size: int) -> Int64:
-    """Row numbers of one epoch, each once; consecutive runs of `global_batch_size` are the global batches.
+    """Return the row numbers of one epoch, each once; consecutive runs of `global_batch_size` are the global batches.
 
     With `group_by_length` (when rows are not packed) the rows of a global batch have similar lengths: the shuffled rows
     are cut into windows, sorted by length inside a window, cut into global batches, and these are shuffled again. The
-    batch with the longest row comes first, so that a run that will not fit fails at its first step. Rows that do not
-    fill a last global batch come last.
+    batch with the longest row comes first, so that a run that does not fit in memory fails at its first step. Rows of an
+    incomplete global batch come last.
     """
     rows = len(lengths)
     order = np.argsort(_hashes(rows, seed, epoch, 0), kind="stable") if shuffle else np.arange(rows)
@@ -41,7 +41,7 @@ def epoch_order(lengths: Int64, *, seed: int, epoch: int, shuffle: bool, group_b
 
 
 def order_of(recipe: Recipe, lengths: Int64, epoch: int) -> Int64:
-    """The order of the rows of a resolved recipe, from their lengths."""
+    """Return the order of an epoch for a resolved recipe and the lengths of its rows."""
     return epoch_order(
         lengths,
         seed=recipe.training.seed if recipe.training.data_seed is None else recipe.training.data_seed,
@@ -53,10 +53,10 @@ def order_of(recipe: Recipe, lengths: Int64, epoch: int) -> Int64:
 
 
 def rank_micro_batches(batch: Int64, *, dp_rank: int, dp_size: int, micro_batch_size: int) -> list[Int64]:
-    """The micro-batches that one data-parallel rank takes from a global batch: every rank gets the same number of them.
+    """Return the micro-batches of one data-parallel rank in a global batch; every rank gets the same number of them.
 
-    A micro-step takes consecutive rows over all ranks, so that ranks of one micro-step see similar lengths. Of an
-    incomplete global batch a rank may get short or empty micro-batches; the loss is weighted by tokens, so that is exact.
+    A micro-step takes consecutive rows over all ranks, so that its ranks have rows of similar length. In an incomplete
+    global batch a rank may get short or empty micro-batches; the loss is weighted by tokens, so it stays exact.
     """
     step = dp_size * micro_batch_size
     micro_steps = -(-len(batch) // step)
@@ -81,7 +81,7 @@ def _hashes(count: int, seed: int, epoch: int, purpose: int) -> UInt64:
 
 
 def splitmix64(values: UInt64) -> UInt64:
-    """A bijection of 64-bit numbers that scatters neighbours; arithmetic modulo 2**64."""
+    """Hash 64-bit numbers bijectively, with arithmetic modulo 2**64."""
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

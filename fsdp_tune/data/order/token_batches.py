@@ -1,6 +1,6 @@
-"""A global batch cut into micro-batches by the token slots that each takes: its rows × its longest row, padded.
+"""Divide a global batch into micro-batches by token slots: the rows of a micro-batch × its longest row, padded.
 
-Only who computes which row when is decided here; the rows of a step, and so what it learns, are those of `data/order/permutation.py`.
+This only assigns rows to ranks and micro-steps. The rows of a step, and so its update, follow from `data/order/permutation.py`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.store import Int64, RowStore
 from fsdp_tune.recipe.schema import Recipe
 
-STEPS_LOOKED_AT = 1000
-"""By `filling_lines`: each takes some tenths of a millisecond, and more of them move no digit that is shown."""
+SAMPLED_STEPS = 1000
+"""Largest number of steps that `filling_lines` samples: each takes tenths of a millisecond, and more do not change the shown digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
     slots: int
-    """Of one micro-batch on one rank, padding included: a multiple of `max_length`, which no row exceeds."""
+    """Token slots of one micro-batch on one rank, padding included: a multiple of `max_length`, which no row exceeds."""
     multiple_of: int
     max_length: int
 
@@ -34,27 +34,29 @@ class TokenBudget:
 
 
 def budget_of(recipe: Recipe) -> TokenBudget | None:
-    """None where micro-batches are counted in rows."""
+    """Return the token budget of a recipe; None if it sets micro-batches in rows."""
     slots = recipe.training.per_device_train_batch_tokens
     return None if slots is None else TokenBudget(slots, recipe.data.pad_to_multiple_of, recipe.data.max_length)
 
 
 def token_micro_batches(lengths: Int64, budget: TokenBudget, dp_size: int) -> list[list[Int64]]:
-    """[micro-step][rank] → indexes into `lengths`, the rows of one global batch; each index once.
+    """Return, for [micro-step][rank], indices into `lengths`, the rows of one global batch; each index occurs once.
 
-    Longest first, each micro-batch as many of the next rows as it holds: no cut of the rows into micro-batches that keep the budget
-    has fewer of them, because one that holds the longest row can hold no more than that many. They are rounded up to whole
-    micro-steps of `dp_size`; then the least size that needs no more micro-steps is the one that cuts, so that ranks of a
-    micro-step are about equally busy. What is left for the last micro-step is cut once more, by the least size for itself.
-    A micro-batch is empty only where there are more of them than rows.
+    Rows are taken longest first, and each micro-batch takes as many of the next rows as fit. No division within the budget has
+    fewer micro-batches, because the one with the longest row cannot hold more rows. Their number is rounded up to a multiple of
+    `dp_size`. Then the smallest size that needs no more micro-steps is used for the division, so that the ranks of a micro-step
+    have about equal work. The rows of the last micro-step are divided again by the smallest size that suffices for them.
+    A micro-batch is empty only if there are more micro-batches than rows.
     """
     order = np.argsort(-lengths, kind="stable")
     widths = budget.widths(lengths[order])
     if widths[0] > budget.slots:
-        raise ValueError(f"a row of {widths[0]} token slots is beyond a budget of {budget.slots}")
+        raise ValueError(f"a row of {widths[0]} token slots exceeds the budget of {budget.slots}")
     wanted = -(-len(_starts(widths, budget.slots)) // dp_size) * dp_size
     starts = _evened(widths, budget.slots, wanted)
-    last = starts[wanted - dp_size]  # it is there: fewer micro-batches than the fewest, which were rounded up, there cannot be
+    last = starts[
+        wanted - dp_size
+    ]  # in range: `wanted` is the smallest possible number of micro-batches, rounded up to a multiple of `dp_size`
     starts[wanted - dp_size :] = [last + start for start in _evened(widths[last:], budget.slots, dp_size)]
     cut = _split_largest(list(pairwise([*starts, len(widths)])), widths, wanted)
     taken = [order[start:end] for start, end in cut] + [order[:0]] * (wanted - len(cut))
@@ -62,7 +64,7 @@ def token_micro_batches(lengths: Int64, budget: TokenBudget, dp_size: int) -> li
 
 
 def _starts(widths: list[int], slots: int) -> list[int]:
-    """Where micro-batches of at most `slots` begin; `widths` fall, and the first is the width of all that join it."""
+    """Return the first row of each micro-batch of at most `slots`. `widths` descend, so the first row sets the width of its micro-batch."""
     found: list[int] = []
     at = 0
     while at < len(widths):
@@ -72,7 +74,7 @@ def _starts(widths: list[int], slots: int) -> list[int]:
 
 
 def _evened(widths: list[int], enough: int, micro_batches: int) -> list[int]:
-    """Where micro-batches begin, of the smallest size that makes at most so many; `enough` slots do."""
+    """Return the first row of each micro-batch for the smallest size that gives at most `micro_batches`; `enough` slots suffice."""
     low, high = widths[0], enough
     while low < high:
         middle = (low + high) // 2
@@ -84,7 +86,7 @@ def _evened(widths: list[int], enough: int, micro_batches: int) -> list[int]:
 
 
 def _split_largest(cut: list[tuple[int, int]], widths: list[int], wanted: int) -> list[tuple[int, int]]:
-    """Halves the largest until there are as many as are wanted anyway, or each is one row; in the order of `widths`."""
+    """Halve the largest micro-batch until there are `wanted` of them or each has one row; return them in the order of `widths`."""
     largest = [(-(end - start) * widths[start], start, end) for start, end in cut if end - start > 1]
     heapq.heapify(largest)
     done = [(start, end) for start, end in cut if end - start == 1]
@@ -101,26 +103,26 @@ def _split_largest(cut: list[tuple[int, int]], widths: list[int], wanted: int) -
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """How full the micro-batches of an epoch's steps are."""
+    """Fill of the micro-batches of an epoch."""
 
     micro_steps: tuple[int, ...]
-    """Of each step that was looked at."""
+    """Number of micro-steps, for each sampled step."""
     tokens: int
     slots: int
     held_slots: int
-    """Slots if every rank had the most of any in its micro-step: what the others wait for counts."""
+    """Slots if every rank had as many as the largest rank of its micro-step, so that waiting is counted."""
 
     def __str__(self) -> str:
         least, most = min(self.micro_steps), max(self.micro_steps)
         mean = sum(self.micro_steps) / len(self.micro_steps)
-        told = f"{least} micro-batch{'' if least == 1 else 'es'} a step and rank"
+        text = f"{least} micro-batch{'' if least == 1 else 'es'} a step and rank"
         if most > least:
-            told = f"{least} to {most} micro-batches a step and rank, {mean:.1f} on average"
-        return f"{told}; {self.tokens / self.slots:.1%} of the slots are real tokens"
+            text = f"{least} to {most} micro-batches a step and rank, {mean:.1f} on average"
+        return f"{text}; {self.tokens / self.slots:.1%} of the slots are real tokens"
 
 
 def filling(batches: Iterator[list[list[Int64]]], budget: TokenBudget) -> Filling:
-    """`batches`: of each step the lengths in each micro-batch, by [micro-step][rank]; an empty one is a row of padding."""
+    """Measure the fill. `batches` has the lengths of each micro-batch by step, [micro-step][rank]; an empty one is a row of padding."""
     micro_steps: list[int] = []
     tokens = slots = held = 0
     for step in batches:
@@ -133,14 +135,14 @@ def filling(batches: Iterator[list[list[Int64]]], budget: TokenBudget) -> Fillin
 
 
 def filling_lines(recipe: Recipe, prepared: Prepared) -> list[str]:
-    """What a budget makes of the first epoch, said before it trains; nothing where the recipe has none."""
+    """Describe the micro-batches of the first epoch under the token budget; no lines if the recipe has none."""
     budget = budget_of(recipe)
     if budget is None:
         return []
     lengths, size = RowStore(prepared.train).lengths, recipe.global_batch_size
     order = order_of(recipe, lengths, epoch=0)
     steps = max(1, len(order) // size)
-    looked_at = np.unique(np.linspace(0, steps - 1, min(steps, STEPS_LOOKED_AT)).astype(np.int64))
-    of_steps = (lengths[order[step * size : (step + 1) * size]] for step in looked_at.tolist())
+    sampled = np.unique(np.linspace(0, steps - 1, min(steps, SAMPLED_STEPS)).astype(np.int64))
+    of_steps = (lengths[order[step * size : (step + 1) * size]] for step in sampled.tolist())
     cut = ([[rows[taken] for taken in ranks] for ranks in token_micro_batches(rows, budget, recipe.data_size)] for rows in of_steps)
     return [f"{budget.slots:,} token slots at most: {filling(cut, budget)}"]

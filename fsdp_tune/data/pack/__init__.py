@@ -1,1 +1,1 @@
-"""Examples to rows of sets."""
+"""Select, cut and pack examples into the rows of sets."""

@@ -1,12 +1,12 @@
-"""Several examples to a row: best-fit decreasing, which keeps examples whole, or wrapped, which fills every row.
+"""Pack several examples into a row: best-fit decreasing, which keeps examples complete, or wrapped, which fills every row.
 
 Best-fit decreasing takes the longest example first and puts it where it leaves the least room (Johnson 1974: at most
-11/9 of the fewest rows, plus 4). Examples of one length are placed together, and rows with the same room left are
-kept together, so the work is a sort plus one step for each pair of length and room that meet.
+11/9 of the optimal number of rows, plus 4). Examples of one length are placed together, and rows with the same room left
+are grouped, so the cost is a sort plus one step for each pair of length and room that occurs.
 
-Where no example is very short, that leaves a little room in every row: 1.2 % of GSM8K at 1,024 tokens. So rows are also
-filled one by one, longest example first, and closed by the one or two examples that leave no room, found among all lengths
-at once by a look at bit masks (0.1 % there). Of the two packings, the one with fewer rows is taken.
+If no example is very short, this leaves a little room in every row: 1.2 % of GSM8K at 1,024 tokens. So rows are also
+filled one by one, longest example first, and closed by one or two examples that leave no room, which bit operations find
+among all lengths at once (0.1 % on GSM8K). The packing with fewer rows is used.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from fsdp_tune.data.store import Int64
 
 BLOCK_BITS = 1024
 CLOSING_TOKENS = 64
-"""A row may be closed with less than so many tokens of room; if no two examples do that, the longest that fits is placed first."""
+"""A row may be closed with less than this many tokens of room; if no pair achieves that, the longest example that fits comes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """`segments` [m, 2] (start, length) in the order of the rows; `rows` [r + 1] offsets into them."""
+    """Packed rows: `segments` [m, 2] (start, length) in the order of the rows, and `rows` [r + 1], offsets into `segments`."""
 
     segments: Int64
     rows: Int64
     cuts: Int64
-    """[k, 2] where packing cut a segment: its index in the input, and the first token behind the cut, which has no target any more."""
+    """[k, 2] for each cut segment: its index in the input, and the first token after the cut, which is no longer a target."""
 
 
 _NO_CUTS = np.zeros((0, 2), np.int64)
@@ -40,7 +40,7 @@ def one_a_row(segments: Int64) -> PackedRows:
 
 
 def best_fit(segments: Int64, capacity: int) -> PackedRows:
-    """Whole segments, none longer than `capacity` tokens, in at most as many rows as best-fit decreasing takes.
+    """Pack complete segments, none longer than `capacity` tokens, into at most as many rows as best-fit decreasing needs.
 
     The same input always gives the same rows.
     """
@@ -53,7 +53,7 @@ def best_fit(segments: Int64, capacity: int) -> PackedRows:
 
 
 def _decreasing(runs: list[tuple[int, int]], capacity: int, examples: int) -> tuple[int, Int64]:
-    """Best-fit decreasing: how many rows, and the row of every example, the longest first."""
+    """Pack by best-fit decreasing. Return the number of rows, and the row of each example, the longest example first."""
     row_of = np.empty(examples, np.int64)
     rooms = _Rooms(capacity)
     at = 0
@@ -65,7 +65,7 @@ def _decreasing(runs: list[tuple[int, int]], capacity: int, examples: int) -> tu
 
 
 def _closed(runs: list[tuple[int, int]], capacity: int, examples: int) -> tuple[int, Int64]:
-    """Row by row, each closed by what leaves no room: the same two answers."""
+    """Pack row by row, and close each row with examples that leave no room. Return the same values as `_decreasing`."""
     row_of = np.empty(examples, np.int64)
     waiting = _Waiting(runs, capacity)
     row = 0
@@ -80,7 +80,7 @@ def _closed(runs: list[tuple[int, int]], capacity: int, examples: int) -> tuple[
 
 
 def wrapped(segments: Int64, capacity: int) -> PackedRows:
-    """Segments one after another, cut where a row of `capacity` tokens is full; only the last row may be shorter."""
+    """Concatenate segments, and cut them where a row of `capacity` tokens is full; only the last row may be shorter."""
     ends = np.cumsum(segments[:, 1])
     total = int(ends[-1])
     cuts = np.arange(capacity, total, capacity, dtype=np.int64)
@@ -90,23 +90,23 @@ def wrapped(segments: Int64, capacity: int) -> PackedRows:
     begin = np.concatenate([[0], ends[:-1]])
     pieces = np.stack([segments[source, 0] + starts - begin[source], stops - starts], axis=1)
     rows = np.concatenate([[0], np.searchsorted(stops, cuts) + 1, [len(pieces)]])
-    behind_a_cut = starts > begin[source]
-    return PackedRows(pieces, rows.astype(np.int64), np.stack([source, pieces[:, 0]], axis=1)[behind_a_cut])
+    follows_a_cut = starts > begin[source]
+    return PackedRows(pieces, rows.astype(np.int64), np.stack([source, pieces[:, 0]], axis=1)[follows_a_cut])
 
 
 class _Rooms:
-    """Open rows by the room that they have left, with the smallest sufficient room found by two looks at bit masks."""
+    """Open rows, grouped by the room that they have left. Two bit-mask operations find the smallest sufficient room."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.opened = 0
         self._rows: list[list[int]] = [[] for _ in range(capacity + 1)]
         self._blocks = [0] * (capacity // BLOCK_BITS + 1)
-        """Bit r of block b is set where some row has room b × BLOCK_BITS + r left."""
+        """Bit r of block b is set if some row has room b × BLOCK_BITS + r left."""
         self._top = 0
 
     def place(self, length: int, count: int, row_of: Int64, at: int) -> int:
-        """Puts some of `count` segments of one length into the rows that they fit best; writes their rows from `at` on."""
+        """Put up to `count` segments of one length into the rows that fit best; write their rows to `row_of[at:]`, and return the end."""
         room = self._smallest(length)
         if room is None:
             room = self.capacity
@@ -157,29 +157,29 @@ class _Rooms:
 
 
 class _Waiting:
-    """Examples that are in no row yet, by length. Sums of two lengths are looked up in a mask and its mirror image."""
+    """Examples that are not placed yet, by length. A mask of lengths and its mirror image find pairs of lengths with a given sum."""
 
     def __init__(self, runs: list[tuple[int, int]], capacity: int) -> None:
         ends = np.cumsum([count for _, count in runs]).tolist()
         self._places = {length: (end - count, end) for (length, count), end in zip(runs, ends, strict=True)}
-        """Length → the examples that have it: from, to."""
+        """For each length, the range of examples that have it: (from, to)."""
         self._end = capacity + 1
         self._mask = self._mirror = 0
         for length in self._places:
             self._flip(length)
 
     def _flip(self, length: int) -> None:
-        """Bit n of the mask, and bit `end - n` of the mirror, are set where examples of length n wait."""
+        """Flip bit n of the mask and bit `end - n` of the mirror, which are set while examples of length n wait."""
         self._mask ^= 1 << length
         self._mirror ^= 1 << (self._end - length)
 
     @property
     def longest(self) -> int:
-        """0 where none waits."""
+        """The largest waiting length; 0 if no example waits."""
         return max(0, self._mask.bit_length() - 1)
 
     def take(self, length: int) -> int:
-        """The place of an example of that length, which then waits no longer."""
+        """Remove an example of that length from the waiting ones, and return its index."""
         at, end = self._places[length]
         self._places[length] = (at + 1, end)
         if at + 1 == end:
@@ -187,7 +187,7 @@ class _Waiting:
         return at
 
     def choose(self, room: int) -> tuple[int, ...]:
-        """Lengths to put into that room next: what closes the row if one or two examples can, else the longest that fits."""
+        """Return the lengths to place next: one or two that close the row if possible, else the longest that fits; () if none fits."""
         if room <= 2 * self.longest:
             for total in range(room, max(0, room - CLOSING_TOKENS), -1):
                 if self._mask >> total & 1:
@@ -198,7 +198,7 @@ class _Waiting:
         return (fitting.bit_length() - 1,) if fitting else ()
 
     def _pair(self, total: int) -> tuple[int, int] | None:
-        """The two most equal lengths with that sum: short examples are needed to the end."""
+        """Return the two most similar lengths with that sum, which saves short examples for later; None if there are none."""
         pairs = self._mask & (self._mirror >> (self._end - total))
         least = total - total // 2
         at, end = self._places.get(least, (0, 0))
@@ -211,7 +211,7 @@ class _Waiting:
 
 
 def _runs(lengths: Int64) -> list[tuple[int, int]]:
-    """(length, how many) of a sorted array."""
+    """Return (length, count) for each run of a sorted array."""
     if len(lengths) == 0:
         return []
     starts = np.concatenate([[0], np.flatnonzero(np.diff(lengths)) + 1, [len(lengths)]])

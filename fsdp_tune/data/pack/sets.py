@@ -1,4 +1,4 @@
-"""Which examples make which rows: held out, mixed, cut to length, packed. Index arithmetic over lengths; no token moves."""
+"""Assign examples to rows: hold out, mix, cut to length, pack. Index arithmetic over lengths; no tokens are copied."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_tune.data.store import Int64, Mask
 from fsdp_tune.recipe.schema.model_and_data import EvalFraction, EvalRows, Mixture
 
 NAMED_ROWS = 10
-"""So many rows are named in a message or a report; the rest are counted."""
+"""Number of rows that a message or a report lists; the rest are only counted."""
 
 UInt64 = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
@@ -24,7 +24,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """All tokenised examples; one entry each."""
+    """All tokenised examples, one entry per example in each array."""
 
     starts: Int64
     """First token in the pool."""
@@ -33,7 +33,7 @@ class Examples:
     sources: Int64
     hashes: UInt64
     origins: Int64
-    """[examples, 2]: file, row in it."""
+    """[examples, 2]: file, row in the file."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -50,8 +50,8 @@ class Examples:
 
 
 def held_out(hashes: UInt64, wanted: EvalFraction | EvalRows) -> Bools:
-    """True for the rows to evaluate on: chosen by their contents, so that equal rows never stand on both sides, and neither
-    order, seed nor tokenizer changes the choice. A fraction decides each row by itself, so rows may be added later."""
+    """Return True for each row to evaluate on. Rows are chosen by their content: equal rows are on the same side, and neither order,
+    seed nor tokenizer changes the choice. A fraction is applied to each row independently, so rows may be added later."""
     if isinstance(wanted, EvalFraction):
         return hashes < np.uint64(min(int(wanted.fraction * 2**64), 2**64 - 1))
     if wanted.rows >= len(hashes):
@@ -64,10 +64,10 @@ def mixed(
 ) -> Int64:
     """Return the indices of the examples of one epoch, source by source; an example may be drawn several times.
 
-    `sources` [n] is each example's source, `sizes` how many examples each has. Without weights and with temperature 1 every
-    example comes once. Else the shares are the weights, or amount ** (1 / temperature); `all_exhausted` repeats the other
-    sources until each has been drawn completely, `first_exhausted` stops when the first one is used up (as in `datasets`).
-    Amounts and shares count examples, or `tokens` of each source where they are given.
+    `sources` [n] is the source of each example, `sizes` the number of examples of each source. Without weights and with
+    temperature 1, every example occurs once. Otherwise the shares are the weights, or amount ** (1 / temperature);
+    `all_exhausted` repeats the other sources until each has been drawn completely, `first_exhausted` stops when the first one
+    is used up (as in `datasets`). Amounts and shares count examples, or `tokens` of each source if given.
     """
     if not is_weighted(weights, mixture):
         return np.arange(len(sources))
@@ -83,12 +83,12 @@ def mixed(
 
 
 def is_weighted(weights: Sequence[float | None], mixture: Mixture) -> bool:
-    """Whether sources are drawn otherwise than each example once."""
+    """Return whether the mixture draws sources in other proportions than every example once."""
     return any(weights) or mixture.temperature != 1.0
 
 
 def _draw(examples: Int64, count: int, source: int) -> Int64:
-    """`count` of the examples: as many whole passes as fit, and a scattered part of them for the rest."""
+    """Draw `count` of the examples: as many complete passes as fit, and a hashed selection for the rest."""
     passes, rest = divmod(count, len(examples))
     scattered = np.argsort(splitmix64(np.arange(len(examples), dtype=np.uint64) + np.uint64(source << 32)), kind="stable")
     return np.concatenate([np.tile(examples, passes), np.sort(examples[scattered[:rest]])])
@@ -96,25 +96,26 @@ def _draw(examples: Int64, count: int, source: int) -> Int64:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Segments no longer than `max_length`, and what became of the longer ones."""
+    """Segments no longer than `max_length`, and the treatment of longer examples."""
 
     segments: Int64
     """[m, 2] start, length."""
     supervised: Int64
-    """Targets in each segment."""
+    """Number of targets in each segment."""
     sources: Int64
-    """Of each segment."""
+    """Source of each segment."""
     truncated: Int64
-    """[k, 2] origins of rows whose end was cut off, those of `emptied` too; a row that is drawn twice is one row."""
+    """[k, 2] origins of truncated rows, including those of `emptied`; a row that is drawn twice counts once."""
     split: int
     dropped: Int64
-    """[k, 2] origins of rows that `overlong: drop` left out."""
+    """[k, 2] origins of rows dropped by `overlong: drop`."""
     emptied: Int64
-    """[k, 2] origins of rows of which nothing that is trained was left."""
+    """[k, 2] origins of rows without a trained token after cutting."""
 
 
 def cut(examples: Examples, overlong: Sequence[str], max_length: int, trained: Mask, names: Sequence[str]) -> Cut:
-    """`overlong` by source: truncate | drop | split | error. `trained` is the pool's, as long as all tokens; `names` are the files'."""
+    """Cut examples to `max_length`. `overlong` is a mode per source: truncate | drop | split | error; `trained` has a flag for every token
+    of the pool; `names` are the names of the files."""
     long = examples.lengths > max_length
     modes = np.array(overlong)[examples.sources]
     _refuse_long(examples, long & (modes == "error"), max_length, names)
@@ -146,18 +147,18 @@ def _refuse_long(examples: Examples, long: Bools, max_length: int, names: Sequen
         return
     (file, first), *others = [(int(file), int(row)) for file, row in np.unique(examples.origins[long], axis=0)]
     longest = f"{int(examples.lengths[long].max()):,} tokens"
-    told = f"the row is longer than `data.max_length: {max_length}`: it has {longest}"
+    message = f"the row is longer than `data.max_length: {max_length}`: it has {longest}"
     if others:
         named = ", ".join(f"{names[number]}:{row}" for number, row in others[: NAMED_ROWS - 1])
-        told = (
+        message = (
             f"{len(others) + 1:,} rows are longer than `data.max_length: {max_length}`, the longest has {longest}; after this one: {named}"
         )
     hint = "raise `data.max_length`, or set `data.overlong` to truncate, drop or split"
-    raise usage_error("row-too-long", told, hint=hint, where=Where(names[file], first))
+    raise usage_error("row-too-long", message, hint=hint, where=Where(names[file], first))
 
 
 def packed(pieces: Cut, trained: Mask, max_length: int, *, packing: bool, strategy: str) -> tuple[Cut, PackedRows]:
-    """Return the rows, and `pieces` with the targets that are left: a segment that packing cuts loses the one behind the cut."""
+    """Return the packed rows, and `pieces` with updated targets: a segment that packing cuts loses the target after the cut."""
     if not packing:
         return pieces, one_a_row(pieces.segments)
     if strategy != "wrapped":

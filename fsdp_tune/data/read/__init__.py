@@ -1,1 +1,1 @@
-"""Rows from files and data sets."""
+"""Read rows from files and data sets."""

@@ -1,4 +1,4 @@
-"""Rows from Parquet and Arrow files, counted from 1. Python objects are made of a few megabytes of rows at a time."""
+"""Read rows of Parquet and Arrow files, counted from 1. A few megabytes of rows at a time are converted to Python objects."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fsdp_tune.data.read.json_rows import NumberedRow
 
 BATCH_ROWS = 1000
 BATCH_BYTES = 4 << 20
-"""A longer row is a batch of its own."""
+"""A larger row is a batch by itself."""
 
 
 def parquet_rows(path: Path) -> Iterator[NumberedRow]:
-    """Exit 2 with the row group that is damaged."""
+    """Yield the rows of a Parquet file. Raises: usage error (exit 2) naming the damaged row group."""
     parquet = _untyped("pyarrow.parquet")
     try:
         file = parquet.ParquetFile(path)
     except _errors() as error:
-        raise _damaged(path, f"no whole Parquet file: {error}") from error
+        raise _damaged(path, f"not a complete Parquet file: {error}") from error
     number = 0
     with file:
         for group in range(file.num_row_groups):
@@ -35,7 +35,7 @@ def parquet_rows(path: Path) -> Iterator[NumberedRow]:
 
 
 def arrow_rows(path: Path) -> Iterator[NumberedRow]:
-    """Either of Arrow's formats; `datasets` writes the streaming one."""
+    """Yield the rows of an Arrow file in the file or the streaming format; `datasets` writes the latter."""
     number = 0
     with _untyped("pyarrow").memory_map(str(path)) as source:
         try:
@@ -48,7 +48,7 @@ def arrow_rows(path: Path) -> Iterator[NumberedRow]:
 
 
 def table_rows(batches: Iterator[Any]) -> Iterator[NumberedRow]:
-    """Rows of Arrow tables, such as a `datasets.Dataset` gives in its arrow format."""
+    """Yield the rows of Arrow tables, such as those of a `datasets.Dataset` in its arrow format."""
     number = 0
     for batch in batches:
         for row in _rows(batch):
@@ -57,12 +57,12 @@ def table_rows(batches: Iterator[Any]) -> Iterator[NumberedRow]:
 
 
 def _batch_rows(group: Any) -> int:
-    """Return how many rows of a row group take BATCH_BYTES, by the group's mean."""
+    """Return the number of rows of a row group that take BATCH_BYTES, by the mean size of its rows."""
     return max(1, min(BATCH_ROWS, BATCH_BYTES * group.num_rows // max(group.total_byte_size, 1)))
 
 
 def _rows(batch: Any) -> Iterator[dict[str, Any]]:
-    """Rows of a record batch or table as dicts, halved until a part holds at most BATCH_BYTES or one row."""
+    """Yield the rows of a record batch or table as dicts; it is halved until each part has at most BATCH_BYTES or one row."""
     if batch.num_rows > 1 and batch.nbytes > BATCH_BYTES:
         half = batch.num_rows // 2
         yield from _rows(batch.slice(0, half))

@@ -1,4 +1,4 @@
-"""Digests of source files, remembered so that an unchanged file is not read again at each start.
+"""Digests of source files, stored so that an unchanged file is not read again at each start.
 
 A digest is reused while the file has the size, modification time, status change time and inode that it had when it was
 hashed. Programs that write a file and then restore its modification time (rsync, tar) cannot restore the status change time.
@@ -19,7 +19,7 @@ from fsdp_tune.run.manifest import digest_file
 DIGESTS = "digests"
 """Folder below `data.cache_dir`: one JSON file for each directory that holds source files."""
 SETTLED_SECONDS = 2.0
-"""A file that changed less than this before it was hashed may change again without a new time; file systems keep times this coarsely."""
+"""Resolution of file times. A file that changed less than this before it was hashed could change again without a new time."""
 
 Stamp = tuple[int, int, int, int]
 
@@ -31,7 +31,7 @@ def stamp(path: Path) -> Stamp:
 
 
 class FileDigests:
-    """Digests of files, from memory where a file is unchanged. `verify` hashes every file."""
+    """Digests of files, from stored records where a file is unchanged. `verify` hashes every file."""
 
     def __init__(self, cache_dir: Path, *, verify: bool = False) -> None:
         self._folder = cache_dir / DIGESTS
@@ -69,7 +69,7 @@ class FileDigests:
 
 
 def _read(record: Path) -> dict[str, list[Any]]:
-    """Entries by file name: the four numbers of a stamp and the digest. Anything unreadable counts as unknown."""
+    """Return entries by file name: the four numbers of a stamp, and the digest. Unreadable records are ignored."""
     try:
         files = json.loads(record.read_bytes())["files"]
         return {str(name): entry for name, entry in files.items() if len(entry) == 5 and isinstance(entry[4], str)}
@@ -78,7 +78,7 @@ def _read(record: Path) -> dict[str, list[Any]]:
 
 
 def _remember(record: Path, content: dict[str, Any]) -> None:
-    """Best effort: a cache that cannot be written to (full, read-only) costs the next start a hash, not this one its data."""
+    """Store a record. Best effort: if the cache cannot be written (full, read-only), the next start hashes the files again."""
     try:
         DISK.mkdir(record.parent)
         write_json(record, content)

@@ -1,6 +1,6 @@
-"""Data sets through the `datasets` library: from the hub, or a folder that `save_to_disk` wrote.
+"""Load data sets with the `datasets` library: from the hub, or a directory written by `save_to_disk`.
 
-They are never held in memory, whatever HF_DATASETS_IN_MEMORY_MAX_SIZE is: each row is read once, and the files identify the data.
+They are never held in memory, regardless of HF_DATASETS_IN_MEMORY_MAX_SIZE: each row is read once, and the files identify the data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsdp_tune.recipe.schema.model_and_data import DataSource
 
 
 def load_saved(path: Path, split: str, where: Where) -> Any:
-    """The `datasets.Dataset` of a folder that `save_to_disk` wrote, or one split of it."""
+    """Return the `datasets.Dataset`, or one split, of a directory written by `save_to_disk`. Raises: usage error."""
     datasets: Any = import_module("datasets")
     try:
         saved = datasets.load_from_disk(str(path), keep_in_memory=False)
@@ -34,7 +34,7 @@ def load_saved(path: Path, split: str, where: Where) -> Any:
 
 
 def load_from_hub(entry: DataSource, where: Where) -> Any:
-    """The `datasets.Dataset` of a hub id. Exit 2: out of reach, missing, gated, no such split or configuration."""
+    """Return the `datasets.Dataset` of a hub id. Raises: usage error if it is unreachable, missing or gated, or has no such split."""
     datasets: Any = import_module("datasets")
     reachable = hub_is_reachable()
     try:
@@ -62,7 +62,7 @@ def _problem(error: Exception, entry: DataSource, where: Where, *, reachable: bo
             "data-unreadable",
             f"the cached copy of the data set `{entry.path}` cannot be loaded: {lines}",
             where=where,
-            hint=f"the hub cannot be reached: correct `{where.key}.name` or `.split`, or download the rest where there is a network",
+            hint=f"the hub cannot be reached: correct `{where.key}.name` or `.split`, or download it on a machine with network access",
         )
     if not reachable or "ConnectionError" in kinds:
         problem = unreachable("the data set", entry.path, f"{where.key}.path", is_data_set=True).problems[0]
@@ -72,12 +72,12 @@ def _problem(error: Exception, entry: DataSource, where: Where, *, reachable: bo
             "gated",
             f"the data set `{entry.path}` is gated: your account has no access",
             where=where,
-            hint="ask for access on its page, then `hf auth login`",
+            hint="request access on its page, then `hf auth login`",
         )
     if "DatasetNotFoundError" in kinds:
         return usage_error(
             "data-not-found",
-            f"there is no `{entry.path}`, neither on this disk nor, for your account, on the hub",
+            f"`{entry.path}` is neither on this disk nor accessible to your account on the hub",
             where=where,
             hint="correct the path, or log in with `hf auth login` if the data set is private",
         )

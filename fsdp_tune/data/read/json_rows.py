@@ -1,4 +1,4 @@
-"""Rows from JSON text, with its traps refused: duplicate keys, NaN, half surrogate pairs, numbers and nesting without end."""
+"""Read rows from JSON text. Refuses duplicate keys, NaN, unpaired surrogates, oversized numbers and excessive nesting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNPAIRED = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """`number` is the line in a text file, else the row; `column` counts characters from 1."""
+    """A row that cannot be used. `number` is the line in a text file, else the row; `column` counts characters from 1."""
 
     number: int
     reason: str
@@ -25,11 +25,11 @@ class BadRow:
 
 
 class RowError(ValueError):
-    """One row that cannot be used; its text is the reason. The caller knows file and line."""
+    """A row cannot be used; the message is the reason. The caller adds file and line."""
 
 
 class ColumnError(Exception):
-    """What is wrong with a column, before its name in the file is known."""
+    """A column cannot be used. The caller replaces its name by the original name in the file."""
 
     def __init__(self, column: str, what: str) -> None:
         super().__init__(column, what)
@@ -40,7 +40,7 @@ NumberedRow = tuple[int, dict[str, Any]]
 
 
 def json_row(number: int, text: str) -> NumberedRow | BadRow:
-    """One line of JSON lines."""
+    """Parse one line of a JSON Lines file."""
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
@@ -51,12 +51,12 @@ def json_row(number: int, text: str) -> NumberedRow | BadRow:
 
 
 def document_rows(text: str, path: Path) -> Iterator[NumberedRow | BadRow]:
-    """The elements of one JSON list, each with the line it begins on, or counted where all stand on one line.
+    """Yield the elements of one JSON list, each with the number of its first line, or its index from 1 if all are on one line.
 
-    Exit 2 where the list itself is broken.
+    Raises: usage error (exit 2) if the list itself is malformed.
     """
     at = _skip(text, 0)
-    assert text[at] == "[", "the caller has looked"
+    assert text[at] == "[", "the caller has checked"
     at = _skip(text, at + 1)
     line, counted = 1, 0
     on_one_line, row = "\n" not in text.strip(), 0
@@ -79,11 +79,11 @@ def document_rows(text: str, path: Path) -> Iterator[NumberedRow | BadRow]:
             at = _skip(text, at + 1)
     rest = _skip(text, at + 1)
     if rest < len(text):
-        raise _broken(path, text, rest, "something stands behind the list")
+        raise _broken(path, text, rest, "text follows the end of the list")
 
 
 def kind_of(value: object) -> str:
-    """What a value is called in a message."""
+    """Return the name of a value's type for messages."""
     if value is None:
         return "null"
     names: dict[type, str] = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
@@ -91,7 +91,7 @@ def kind_of(value: object) -> str:
 
 
 def _is_encodable(row: dict[str, Any]) -> bool:
-    """Whether all text in the row can be written as UTF-8."""
+    """Return whether all text in the row can be encoded as UTF-8."""
     try:
         json.dumps(row, ensure_ascii=False, default=str).encode("utf-8")
     except UnicodeEncodeError:
@@ -104,7 +104,7 @@ def _checked(number: int, value: Any, text: str) -> NumberedRow | BadRow:
         return BadRow(number, f"a row is an object, and this is {kind_of(value)}", 1)
     row = cast(dict[str, Any], value)
     if "\\u" in text and (escape := UNPAIRED.search(text)) is not None and not _is_encodable(row):
-        return BadRow(number, f"`{escape[0]}` is half of a surrogate pair and stands for no character", escape.start() + 1)
+        return BadRow(number, f"`{escape[0]}` is half of a surrogate pair and not a character", escape.start() + 1)
     return number, row
 
 
@@ -121,7 +121,7 @@ def _broken(path: Path, text: str, at: int, why: str) -> FsdpTuneError:
 
 
 def _no_json(error: json.JSONDecodeError) -> str:
-    return f"no JSON: {error.msg[:1].lower()}{error.msg[1:].removesuffix(' at')}"
+    return f"not JSON: {error.msg[:1].lower()}{error.msg[1:].removesuffix(' at')}"
 
 
 def _why(error: BaseException) -> str:
@@ -131,7 +131,7 @@ def _why(error: BaseException) -> str:
 
 
 class _NotJsonError(ValueError):
-    """Python's parser accepts it, and the JSON standard or this package does not. The message names it."""
+    """Python's parser accepts the text, but the JSON standard or this package does not. The message gives the reason."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(row) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise _NotJsonError(f"the key `{twice}` stands twice in one object")
+        raise _NotJsonError(f"the key `{twice}` occurs twice in one object")
     return row
 
 

@@ -1,6 +1,6 @@
-"""Rows of one file, with the line that each came from; a row that cannot be read is told apart and counted, not fatal.
+"""Read the rows of one file, with the line number of each. An unreadable row is returned as a `BadRow`; it does not stop the read.
 
-Lines end at \\n (or \\r\\n) alone: U+2028 and U+0085 belong to the text. Memory is bounded by the longest row.
+Lines end only at \\n (or \\r\\n): U+2028 and U+0085 are part of the text. Memory is bounded by the longest row.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ PEEK_BYTES = 1 << 12
 UTF8_BOM, GZIP_MAGIC, ZSTD_MAGIC, PARQUET_MAGIC = b"\xef\xbb\xbf", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
 
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
-"""What `surrogateescape` makes of a byte that is not UTF-8."""
+"""Characters to which `surrogateescape` decodes bytes that are not UTF-8."""
 
 Rows = Iterator[NumberedRow | BadRow]
 
 
 def read_rows(path: Path, kind: str) -> Rows:
-    """`kind`: lines (one JSON object a line) | json (lines or one list) | csv | tsv | text | parquet | arrow.
+    """Yield the rows of a file. `kind`: lines (one JSON object per line) | json (lines or one list) | csv | tsv | text | parquet | arrow.
 
-    FsdpTuneError (exit 2) when the file as a whole cannot be read.
+    Raises: usage error (exit 2) if the file itself cannot be read.
     """
     try:
         if kind == "parquet":
@@ -53,11 +53,11 @@ def _unreadable(path: Path, why: str, hint: str | None = None, line: int | None 
 
 
 def _open_text(path: Path) -> io.BufferedReader:
-    """The file without its byte-order mark, decompressed where its first bytes say gzip, whatever its name says."""
+    """Open a file without its byte-order mark. It is decompressed if its first bytes are those of gzip, regardless of its name."""
     with open(path, "rb") as plain:
         head = plain.read(4)
     if head.startswith(ZSTD_MAGIC):
-        raise _unreadable(path, "it is compressed with zstd, which this tool does not read", f"decompress it: `zstd -d {path.name}`")
+        raise _unreadable(path, "it is compressed with zstd, which is not supported", f"decompress it: `zstd -d {path.name}`")
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise _unreadable(path, "it is UTF-16; data must be UTF-8", f"convert it: `iconv -f UTF-16 -t UTF-8 {path.name}`")
     if head == PARQUET_MAGIC:
@@ -70,7 +70,7 @@ def _open_text(path: Path) -> io.BufferedReader:
 
 
 def _lines(file: io.BufferedReader, blank: bytes | None = None) -> Iterator[tuple[int, str] | BadRow]:
-    """Yield the decoded lines with their numbers, less those that hold nothing but bytes of `blank` (None: any white space)."""
+    """Yield the decoded lines with their numbers, except lines that consist of bytes of `blank` (None: any white space)."""
     number = 0
     while raw := file.readline(MAX_ROW_BYTES + 1):
         number += 1
@@ -95,7 +95,7 @@ def _json_lines(file: io.BufferedReader, path: Path) -> Rows:  # noqa: ARG001  s
 
 
 def _json(file: io.BufferedReader, path: Path) -> Rows:
-    """`.json` is used for both: a list of objects, and one object a line."""
+    """Yield the rows of a `.json` file, which is either a list of objects or one object per line."""
     head = file.peek(PEEK_BYTES).lstrip()
     if not head.startswith(b"["):
         if head.split(b"\n", 1)[0].strip() == b"{":
@@ -116,7 +116,7 @@ def _json(file: io.BufferedReader, path: Path) -> Rows:
 
 
 class _Lines:
-    """Lines of a file; `ended` once more were wanted than there are, which no row that is whole does."""
+    """Lines of a file. `ended` is set when a line after the last is requested, which only happens inside an incomplete row."""
 
     def __init__(self, text: io.TextIOWrapper) -> None:
         self._text, self.ended = text, False
@@ -133,9 +133,9 @@ class _Lines:
 
 
 def _csv(file: io.BufferedReader, path: Path) -> Rows:
-    """A quoted field may hold commas and line ends (RFC 4180)."""
+    """Yield the rows of a CSV file. A quoted field may contain commas and line ends (RFC 4180)."""
     csv.field_size_limit(MAX_ROW_BYTES)
-    # Bytes that are not UTF-8 become lone surrogates, so that the rows that hold them can be named and the rest read.
+    # Bytes that are not UTF-8 become lone surrogates, so that their rows can be reported and the other rows read.
     with io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="") as text:
         lines = _Lines(text)
         reader = csv.reader(lines, strict=True)
@@ -147,14 +147,14 @@ def _csv(file: io.BufferedReader, path: Path) -> Rows:
             except StopIteration:
                 return
             except csv.Error as error:
-                if lines.ended:  # skipping this row would leave out all that follow, as one
+                if lines.ended:  # the open quote takes in all following rows, so skipping this row would skip them too
                     rest = f"lines {line} to {reader.line_num} are one field"
                     hint = 'close it; a quote inside a field is written `""`'
                     raise _unreadable(path, f"a quote that begins here is never closed: {rest}", hint, line) from error
-                yield BadRow(line, f"no CSV: {error}")
+                yield BadRow(line, f"not CSV: {error}")
                 continue
             if not fields:
-                continue  # a blank line, also above the names of the columns
+                continue  # a blank line, possibly before the header
             if header is None:
                 header = _header(fields, path, line)
             else:
@@ -180,8 +180,8 @@ def _csv_row(line: int, header: list[str], fields: list[str]) -> NumberedRow | B
 
 
 def _tsv(file: io.BufferedReader, path: Path) -> Rows:
-    """One row a line. A field may be quoted as in CSV, but not hold a line end: in most TSV files a quote is text, and one that
-    opens a field would otherwise take in the lines that follow, up to the next quote."""
+    """Yield the rows of a TSV file, one per line. A field may be quoted as in CSV but may not contain a line end: in most TSV files a
+    quote is text, and one at the beginning of a field would otherwise include the following lines, up to the next quote."""
     csv.field_size_limit(MAX_ROW_BYTES)
     header: list[str] | None = None
     for line in _lines(file, b"\r"):

@@ -1,4 +1,4 @@
-"""What an entry of `data.train` or `data.eval` means: local files, a saved `datasets` folder, a hub data set, or our own rows."""
+"""Find the source of an entry of `data.train` or `data.eval`: local files, a saved `datasets` directory, a hub or a built-in data set."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SPLIT_WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
     "validation": ("validation", "valid", "val", "dev"),
 }
-"""The words by which `datasets` tells the files of a split in a directory."""
+"""The words in file names by which `datasets` assigns the files of a directory to splits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """One entry, found. Rows are numbered inside each of `names`, which are files where there are files."""
+    """The source of one entry. Rows are numbered within each of `names`, which are file names if the source is files."""
 
     entry: DataSource
     key: str
@@ -59,12 +59,12 @@ class RowSource:
     dataset: Any = None
     """A `datasets.Dataset`."""
     stored_in: tuple[Path, ...] = ()
-    """The files that hold the rows; empty where no file does."""
+    """The files that contain the rows; empty if the rows are not in files."""
     load: Callable[..., Iterable[Any]] | None = None
     """A user's loader, called with the path and the options each time the rows are read."""
 
     def read(self) -> Iterator[tuple[int, NumberedRow | BadRow]]:
-        """Rows with the number of their file in `names`."""
+        """Yield rows, each with the index of its file in `names`."""
         if self.files:
             for number, file in enumerate(self.files):
                 for row in read_rows(file.path, file.kind):
@@ -80,9 +80,9 @@ class RowSource:
                 yield 0, row
 
     def content(self, digests: Callable[[Sequence[Path]], list[str]]) -> list[str]:
-        """Return digests of all that the rows come from: of the files with their kind, else of the rows themselves. Never empty.
+        """Return digests of the files with their kind, or else of the rows themselves. Never empty.
 
-        The kind belongs to it, since the same bytes are other rows in a .txt than in a .jsonl.
+        The kind is included because the same bytes give other rows in a .txt than in a .jsonl file.
         """
         if not self.stored_in:
             return [self._rows_digest()]
@@ -96,12 +96,12 @@ class RowSource:
         return f"rows:{digester.entry().digest}"
 
     def stamps(self) -> list[Stamp]:
-        """Return what changes whenever a file is written to, to notice a change while rows are read."""
+        """Return the stamps of the files, which change when a file is written to, to detect a change while rows are read."""
         return [stamp(path) for path in self.stored_in]
 
 
 def find_source(entry: DataSource, key: str) -> RowSource:
-    """Exit 2 when nothing is there, or more than one thing could be meant. `key` is where the entry stands in the recipe."""
+    """Find the source of an entry; `key` is its recipe key. Raises: usage error (exit 2) if there is none, or if it is ambiguous."""
     where = Where(key=key)
     if entry.loader is not None:
         return _loader_source(entry, key, entry.loader)
@@ -152,7 +152,7 @@ def _builder_source(entry: DataSource, key: str) -> RowSource:
     where = Where(key=key)
     patterns = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
     if not patterns:
-        raise usage_error("data-not-found", f"`path: {entry.path}` reads the files in `data_files`, and there are none", where=where)
+        raise usage_error("data-not-found", f"`path: {entry.path}` reads the files in `data_files`, which is unset", where=where)
     if any("://" in pattern for pattern in patterns):
         return _dataset_source(entry, key, load_from_hub(entry, where))
     _refuse(entry, where, "split", given=entry.split != "train")
@@ -186,7 +186,7 @@ def _file_source(entry: DataSource, key: str, paths: Sequence[Path], kind: str |
             "mixed-files",
             f"`{entry.path}` holds files of different kinds: {first}, {second}",
             where=where,
-            hint="choose by a glob, such as `data/*.jsonl`, or give each kind an entry of its own",
+            hint="select files by a glob, such as `data/*.jsonl`, or use a separate entry for each kind",
         )
     return RowSource(entry, key, tuple(str(path) for path in paths), tuple(files), stored_in=tuple(paths))
 
@@ -215,12 +215,15 @@ def _known_kind(path: Path, where: Where) -> str:
     kind = _kind(path)
     if kind is None and path.suffix in COMPRESSED:
         raise usage_error(
-            "data-unreadable", f"`{path}`: only gzip is decompressed here", where=where, hint=f"`{COMPRESSED[path.suffix]} {path.name}`"
+            "data-unreadable",
+            f"`{path}`: gzip is the only supported compression",
+            where=where,
+            hint=f"`{COMPRESSED[path.suffix]} {path.name}`",
         )
     if kind is None:
         raise usage_error(
             "data-unreadable",
-            f"`{path}`: its ending does not say what it holds",
+            f"`{path}`: the format cannot be derived from the ending",
             where=where,
             hint=f"rename it to one of {' '.join(KIND_OF_SUFFIX)}, or name the kind: `{{path: json, data_files: {path.name}}}`",
         )
@@ -228,7 +231,7 @@ def _known_kind(path: Path, where: Where) -> str:
 
 
 def _of_split(files: list[Path], root: Path, split: str, where: Where) -> list[Path]:
-    """The files of one split where their names tell splits apart, as in `datasets`; otherwise all, which are `train`."""
+    """Return the files of one split if their names contain words of splits, as in `datasets`; otherwise all files are `train`."""
     by_split = {name: [file for file in files if _names_split(file.relative_to(root), words)] for name, words in SPLIT_WORDS.items()}
     present = {name: found for name, found in by_split.items() if found} or {"train": files}
     if split not in present:
@@ -251,11 +254,11 @@ def _not_found(pattern: str, where: Where) -> FsdpTuneError:
     if glob.has_magic(pattern):
         return usage_error("data-not-found", f"no file matches `{pattern}`", where=where)
     hint = f"did you mean `{close[0]}`?" if close else None if siblings else f"there is no directory `{path.parent}`"
-    return usage_error("data-not-found", f"there is no `{path}`", where=where, hint=hint)
+    return usage_error("data-not-found", f"`{path}` does not exist", where=where, hint=hint)
 
 
 def _refuse(entry: DataSource, where: Where, option: str, *, given: bool) -> None:
-    """A key of hub data sets that would mean nothing for plain files."""
+    """Refuse a key of hub data sets that has no meaning for plain files. Raises: usage error."""
     if given:
         hint = "choose the files by `path` or `data_files`" if option == "split" else f"leave `{option}` out"
         raise usage_error("no-such-split", f"`{entry.path}` is files: `{option}` has no meaning for them", where=where, hint=hint)

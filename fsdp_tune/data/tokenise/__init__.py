@@ -1,1 +1,1 @@
-"""Forms to token ids and the mask of trained tokens."""
+"""Encode examples as token ids and a mask of trained tokens."""

@@ -1,9 +1,9 @@
-"""Token ids of a conversation, and which of them the assistant wrote.
+"""Encode a conversation as token ids, with a mask of the assistant's answers.
 
-What the model is given at inference is the conversation so far, rendered with the generation prompt; what it then has
-to write is what follows in the conversation with its answer. So the conversation is rendered up to each answer, with the
-generation prompt, and up to its end, and both must be beginnings of the whole, as text and token by token. A template
-for which they are not (one that drops earlier reasoning, say) cannot train earlier answers as they will be asked for.
+At inference the model receives the conversation so far, rendered with the generation prompt, and must generate the text that
+follows in the rendering with its answer. So the conversation is rendered up to each answer with the generation prompt, and up
+to the end of the answer. Both must be prefixes of the complete rendering, as text and token by token. If they are not (a
+template may drop earlier reasoning), training on earlier answers would not match inference, and the row is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdp_tune.data.tokenise.encoder import Encoder, TextEncoder
 from fsdp_tune.data.tokenise.unrendered import find_unrendered
 
 TEMPLATE_SECONDS = 5.0
-"""Of CPU time, for all renderings of one row; a real conversation takes milliseconds."""
+"""Limit of CPU time for all renderings of one row; a real conversation takes milliseconds."""
 
 
 class _TemplateTimeoutError(BaseException):
@@ -37,29 +37,29 @@ class ChatTokens:
     ids: list[int]
     trained: list[bool]
     eos_appended: bool
-    """The template does not end the last answer with the tokenizer's end of sequence, so it was added."""
+    """Whether the end-of-sequence token was appended because the template does not write it after the last answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A conversation as text, with the answers in it."""
+    """A conversation as text, with the positions of its answers."""
 
     whole: str
     answers: tuple[tuple[int, int], ...] | None
-    """Where trained answers begin and end, in characters; None = everything is trained."""
+    """Begin and end of the trained answers, in characters; None = everything is trained."""
     ends_trained: bool
-    """Whether an end of sequence behind the last message would be trained."""
+    """Whether an end-of-sequence token after the last message is trained."""
     notes: tuple[Note, ...] = ()
     """Context that the template leaves out."""
 
     @property
     def pieces(self) -> list[str]:
-        """The whole, and the parts between the borders of answers: what `tokens` wants encoded."""
+        """The complete text, and its parts between the borders of answers: the texts that `tokens` needs encoded."""
         ends = [border for answer in self.answers or () for border in answer]
         return [self.whole, *(self.whole[begin:end] for begin, end in zip([0, *ends], [*ends, len(self.whole)], strict=True))]
 
     def tokens(self, encoded: list[list[int]], encoder: TextEncoder, *, append_eos: bool) -> ChatTokens:
-        """`encoded` are the ids of `pieces`. RowError when a token spans the border of an answer."""
+        """Return ids and trained flags. `encoded` are the ids of `pieces`. Raises: RowError if a token spans the border of an answer."""
         ids, *parts = encoded
         if self.answers is None:
             trained = [True] * len(ids)
@@ -73,13 +73,13 @@ class RenderedChat:
         return ChatTokens([*ids, encoder.eos_id], [*trained, self.ends_trained], eos_appended=True)
 
     def _lengths_by_beginnings(self, ids: list[int], encoder: TextEncoder) -> list[int]:
-        """Tokens between borders, for tokenizers that write a text's beginning in a way of its own (a space before it)."""
+        """Return the number of tokens between borders, for tokenizers that encode the beginning of a text differently (an added space)."""
         borders = [border for answer in self.answers or () for border in answer]
         ends: list[int] = []
         for border, beginning in zip(borders, encoder.encode([self.whole[:border] for border in borders]), strict=True):
             if ids[: len(beginning)] != beginning:
                 raise RowError(
-                    "the chat template is not prefix-stable: a token spans what is given and what is answered, at "
+                    "the chat template is not prefix-stable: a token spans the border between context and answer, at "
                     f"{self.whole[max(0, border - 15) : border]!r} {self.whole[border : border + 15]!r}"
                 )
             ends.append(len(beginning))
@@ -87,7 +87,7 @@ class RenderedChat:
 
 
 def render_chat(chat: Chat, template: str, encoder: Encoder, *, check_repeat: bool) -> RenderedChat:
-    """The conversation as text, with the borders of its trained answers.
+    """Render a conversation as text, with the borders of its trained answers.
 
     Raises: RowError if the template raises, runs too long, differs from call to call (`check_repeat`), is not
     prefix-stable, or leaves out a part of a trained answer.
@@ -109,7 +109,7 @@ class _Rendering:
         self.whole = self.render(len(chat.messages), generation_prompt=False)
 
     def render(self, count: int, *, generation_prompt: bool, **variables: Any) -> str:
-        """The first `count` messages as text."""
+        """Render the first `count` messages as text."""
         messages = self._chat.messages[:count]
         try:
             return self._encoder.render(messages, self._template, tools=self._chat.tools, generation_prompt=generation_prompt, **variables)
@@ -117,12 +117,12 @@ class _Rendering:
             raise
         except Exception as error:
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise RowError(f"the chat template refuses the conversation: {first_line}") from error
+            raise RowError(f"the chat template rejects the conversation: {first_line}") from error
 
     def answer(self, index: int) -> tuple[int, int]:
-        """Where message `index` begins and ends in `whole`, without what a generation prompt supplies before it."""
+        """Return begin and end of message `index` in `whole`, without the text that the generation prompt provides before it."""
         if index == 0:
-            raise RowError("the conversation begins with the assistant: there is nothing to answer")
+            raise RowError("the conversation begins with the assistant: there is no message to answer")
         last = index == len(self._chat.messages) - 1
         until = self.whole if last else self.render(index + 1, generation_prompt=False)
         given = self.render(index, generation_prompt=True)
@@ -136,7 +136,7 @@ class _Rendering:
 
 
 def _end_of_answer(text: str, begin: int, eos_token: str) -> int:
-    """Blank text behind the end of sequence is the template's; the model stops before it."""
+    """Return the end of an answer, without white space that the template adds after the end-of-sequence token."""
     found = text.find(eos_token, begin)
     after = text.rfind(eos_token) + len(eos_token)
     return after if found >= 0 and not text[after:].strip() else len(text)
@@ -146,7 +146,7 @@ def _unstable(index: int, whole: str, prefix: str) -> str:
     at = next((at for at, (left, right) in enumerate(zip(whole, prefix, strict=False)) if left != right), min(len(whole), len(prefix)))
     return (
         f"the chat template is not prefix-stable: up to message {index + 1} it renders {prefix[at : at + 30]!r} "
-        f"where the whole conversation has {whole[at : at + 30]!r} (`loss_on: last_assistant` trains the last answer alone)"
+        f"where the whole conversation has {whole[at : at + 30]!r} (`loss_on: last_assistant` trains only the last answer)"
     )
 
 
@@ -154,7 +154,7 @@ def _unstable(index: int, whole: str, prefix: str) -> str:
 def _time_limit() -> Iterator[None]:
     """Interrupt Python code (which a template becomes) after TEMPLATE_SECONDS of CPU time; needs the main thread of its process.
 
-    CPU time, because a busy machine must not decide which rows are bad.
+    CPU time is measured, so that the load of the machine does not change which rows are bad.
     """
     assert threading.current_thread() is threading.main_thread(), "signals reach the main thread alone"
 

@@ -1,4 +1,4 @@
-"""What `data/` needs of a tokenizer: a protocol, so that tests pass twenty lines and only the surface loads transformers."""
+"""The interface of tokenizers in `data/`: a protocol, so that tests can use a small substitute and do not load transformers."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ class SpecialToken:
     text: str
     id: int
     is_unknown: bool = False
-    """Stands for text that the vocabulary lacks, so ordinary text may become it."""
+    """Whether it is the unknown token, to which ordinary text may be encoded."""
     strips_left: bool = False
-    """Absorbs the white space before it."""
+    """Whether it includes the white space before it."""
     strips_right: bool = False
 
     @property
     def pattern(self) -> str:
-        """A regular expression for the text that becomes this token."""
+        """A regular expression for the text that is encoded as this token."""
         return (r"\s*" if self.strips_left else "") + re.escape(self.text) + (r"\s*" if self.strips_right else "")
 
 
 class TextEncoder(Protocol):
-    """Encodes text, and knows how a sequence ends."""
+    """Encodes text; has the end-of-sequence token."""
 
     @property
     def eos_id(self) -> int: ...
     @property
     def eos_token(self) -> str:
-        """The end of sequence as text."""
+        """The end-of-sequence token as text."""
         ...
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, without special tokens that the text does not spell out."""
+        """Return the ids of each text, without special tokens that the text does not contain."""
         ...
 
 
@@ -50,31 +50,31 @@ class Encoder(TextEncoder, Protocol):
     def bos_id(self) -> int | None: ...
     @property
     def special_tokens(self) -> Sequence[SpecialToken]:
-        """Tokens that steer the model, such as the end of a turn."""
+        """Control tokens, such as the end of a turn."""
         ...
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
-        """What the tokenizer puts before every text by itself: (BOS,) or nothing."""
+        """The ids that the tokenizer adds before every text: (BOS,) or ()."""
         ...
 
     @property
     def chat_template(self) -> str | None: ...
     @property
     def digest(self) -> str:
-        """Names all that decides which ids a text gets, the chat template included."""
+        """Digest of all that determines the ids of a text, including the chat template."""
         ...
 
     def encode_as_text(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, with special tokens that it spells out as ordinary text."""
+        """Return the ids of each text, with special tokens in it encoded as ordinary text."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included, nothing cleaned up."""
+        """Decode ids to text, with special tokens and without clean-up of spaces."""
         ...
 
     def render(
         self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None, generation_prompt: bool, **variables: Any
     ) -> str:
-        """A conversation as text; raises what the template raises."""
+        """Render a conversation as text. Exceptions of the template are not caught."""
         ...

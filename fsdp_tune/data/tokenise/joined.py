@@ -1,4 +1,4 @@
-"""Token ids of texts, and of prompts with their completions."""
+"""Encode texts, and prompts with their completions, as token ids."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class EncodedText:
 def encode_texts(
     texts: list[tuple[Text, FormatSettings]], encoder: Encoder, special: SpecialTokens, counts: Counter[str]
 ) -> Iterator[EncodedText]:
-    """Ids and trained flags of each text, with the tokenizer's own prefix (BOS) once at its beginning.
+    """Yield ids and trained flags of each text, with the tokenizer's own prefix (BOS) once at its beginning.
 
-    A prompt gets exactly the ids that it has alone, because these are what the model is given at inference.
+    A prompt always has the ids that it has alone, because the model receives these at inference.
     """
     spelled = [special.spelled_in([text.prompt, text.completion]) for text, _ in texts]
     as_text = [
@@ -61,9 +61,9 @@ def _encoded(texts: list[Text], encode: Encode, encoder: Encoder, counts: Counte
 
 
 def _apart(text: Text, prompt_ids: list[int], joined: list[int], encode: Encode, encoder: Encoder) -> tuple[list[int], tuple[Note, ...]]:
-    """The prompt's ids and the completion's, where a token of the joined text spans both.
+    """Return the ids of prompt and completion, for a text in which a token would span both.
 
-    Some tokenizers write a space before every text. The completion is then encoded behind another text, so that the ids
+    Some tokenizers add a space before every text. The completion is then encoded after another text (a guard), so that the ids
     decode to the text of the row.
     """
     wanted = encoder.decode(joined)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield every key and every scalar of `value`, in order; a scalar itself."""
+    """Yield every key and every scalar of `value`, in order; for a scalar, the value itself."""
     if isinstance(value, Mapping):
         for key, part in cast("Mapping[str, Any]", value).items():
             yield key

@@ -1,4 +1,4 @@
-"""Rows to token ids: a chunk of rows at a time, in this process or in several."""
+"""Encode rows as token ids, a chunk of rows at a time, in this process or in several."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from fsdp_tune.data.tokenise.special_tokens import (
 
 CHUNK_ROWS = 1000
 CHUNK_BYTES = 2 << 20
-"""A chunk ends before this many bytes of row content; a longer row is a chunk of its own."""
+"""Largest size of a chunk, in bytes of row content; a larger row is a chunk by itself."""
 NUMBER_BYTES = 8
 ALONE_CHUNKS = 10
-"""So many chunks are done before other processes are started: they take a second, and little data never needs them."""
+"""Number of chunks before other processes are started, since starting them takes a second and small data do not need them."""
 REPEATED_RENDERINGS = 4
-"""So many chats of a chunk are rendered twice, to find a template that gives another text each time."""
+"""Number of chats per chunk that are rendered twice, to detect a template whose text differs from call to call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +58,22 @@ class RawRow:
 
 @dataclass(slots=True)
 class Tokenised:
-    """Examples of one chunk, one after another, and what was found on the way."""
+    """The concatenated examples of one chunk, and the findings about its rows."""
 
     tokens: Int32
     trained: Mask
     lengths: Int64
     supervised: Int64
-    """Tokens of each example that are targets: trained, and not the first of the example."""
+    """Number of targets of each example: its trained tokens except the first token."""
     sources: Int64
     origins: Int64
-    """[examples, 2]: file, row in it."""
+    """[examples, 2]: file, row in the file."""
     hashes: np.ndarray[Any, np.dtype[np.uint64]]
-    """Of each row's contents: decides which rows are held out, whatever the order, seed and tokenizer."""
+    """Hash of each row's content, which decides whether it is held out, independent of order, seed and tokenizer."""
     bad: list[tuple[int, BadRow]] = field(default_factory=list[tuple[int, BadRow]])
-    """With the number of their file."""
+    """(number of the file, bad row)."""
     untrained: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """File and row of examples without a single token to train."""
+    """File and row of examples without a trained token."""
     counts: Counter[str] = field(default_factory=Counter[str])
     """rows, eos_supervised, eos_appended_to_chat, bos_once, bos_more, bos_repeated_in_text, apart, no_space."""
     notes: RowNotes = field(default_factory=RowNotes)
@@ -81,14 +81,14 @@ class Tokenised:
 
 @dataclass(frozen=True, slots=True)
 class Tokeniser:
-    """What a process needs to tokenise; sent to each once."""
+    """Tokenises chunks of rows; sent to each process once."""
 
     encoder: Encoder
     settings: tuple[FormatSettings, ...]
-    """By source."""
+    """One entry per source."""
 
     def chunk(self, rows: list[RawRow], *, check_only: bool = False) -> Tokenised:
-        """`check_only` looks for rows that cannot be used and encodes nothing: they have been found before, and are counted."""
+        """Tokenise a chunk. With `check_only`, only count bad rows and encode nothing: an earlier chunk already had one."""
         work = _Chunk(self.encoder, self.settings)
         examples: list[tuple[RawRow, Example]] = []
         for row in rows:
@@ -116,7 +116,7 @@ class _EncodedChat:
     rendered: RenderedChat
     encoder: TextEncoder
     ids: list[list[int]] = field(default_factory=list[list[int]])
-    """Of its pieces."""
+    """Ids of its pieces."""
     notes: tuple[Note, ...] = ()
 
 
@@ -137,7 +137,7 @@ class _Chunk:
         return encode_texts([(text, self._settings[row.source]) for row, text in texts], self._encoder, self._special, self.counts)
 
     def encode_chats(self, chats: list[tuple[RawRow, Chat]]) -> Iterator[_EncodedChat | None]:
-        """All conversations rendered, then encoded in one call, which uses all cores; None where one cannot be rendered."""
+        """Render all conversations, then encode them in one call, which uses all cores; yield None for one that cannot be rendered."""
         rendered = [self._rendered(row, chat, check_repeat=at < REPEATED_RENDERINGS) for at, (row, chat) in enumerate(chats)]
         ordinary = [chat.rendered for chat in rendered if chat is not None and not chat.ids]
         pieces = iter(self._encoder.encode([piece for chat in ordinary for piece in chat.pieces]))
@@ -150,7 +150,7 @@ class _Chunk:
         settings = self._settings[row.source]
         try:
             if settings.template is None:
-                raise RowError("it is a conversation, and there is no chat template")
+                raise RowError("the row is a conversation, and there is no chat template")
             rendered = render_chat(chat, settings.template, self._encoder, check_repeat=check_repeat)
         except RowError as error:
             self.bad.append((row.file, BadRow(row.number, str(error))))
@@ -166,7 +166,7 @@ class _Chunk:
             return _EncodedChat(rendered, self._encoder, notes=notes_of(INSEPARABLE, spelled))
 
     def _with_text(self, chat: Chat, template: str, rendered: RenderedChat, spelled: tuple[str, ...]) -> _EncodedChat:
-        """The chat with special tokens in its content as text. Raises: RowError if the template or the tokenizer cannot separate them."""
+        """Encode special tokens in the content of a chat as text. Raises: RowError if template or tokenizer cannot separate them."""
         replaced, placeholders = self._special.with_placeholders(chat, spelled, rendered.whole)
         marked = render_chat(replaced, template, self._encoder, check_repeat=False)
         if placeholders.restore(marked.whole) != rendered.whole:
@@ -202,7 +202,7 @@ class _Chunk:
         self._hashes.append(content_hash(example))
 
     def _ended(self, ids: list[int], trained: list[bool], settings: FormatSettings) -> tuple[list[int], list[bool]]:
-        """With the end of sequence, once and trained; an empty text stays empty and is dropped."""
+        """Append the end-of-sequence token, trained, unless it is there already; an empty text stays empty and is dropped later."""
         if not settings.append_eos or not ids:
             return ids, trained
         if ids[-1] == self._encoder.eos_id:
@@ -211,13 +211,13 @@ class _Chunk:
 
     def _count(self, ids: list[int], trained: list[bool], *, is_chat: bool) -> None:
         encoder = self._encoder
-        backwards = zip(reversed(ids), reversed(trained), strict=True)  # it stands at the end, so it is found at once
+        backwards = zip(reversed(ids), reversed(trained), strict=True)  # searched from the end, where it usually is
         self.counts["eos_supervised"] += any(flag and token == encoder.eos_id for token, flag in backwards)
         if encoder.bos_id is not None and encoder.bos_id != encoder.eos_id:
             found = ids.count(encoder.bos_id)
             self.counts["bos_once"] += found == 1
             self.counts["bos_more"] += found > 1
-            self.counts["bos_repeated_in_text"] += found > 1 and not is_chat  # in a chat the template puts them there
+            self.counts["bos_repeated_in_text"] += found > 1 and not is_chat  # in a chat the template writes them
 
     def finish(self) -> Tokenised:
         table = np.array(self._rows, np.int64).reshape(-1, 5)
@@ -239,7 +239,7 @@ class _Chunk:
 def tokenise(
     rows: Iterator[RawRow], tokeniser: Tokeniser, processes: int, *, check_only: Callable[[], bool]
 ) -> Generator[Tokenised, None, None]:
-    """Chunks in the order of the rows, whatever the number of processes. `check_only` is asked before each chunk."""
+    """Yield chunks in the order of the rows, regardless of the number of processes. `check_only` is called before each chunk."""
     chunks = _chunks(rows)
     for chunk, _ in islice(chunks, ALONE_CHUNKS if processes > 1 else None):
         yield tokeniser.chunk(chunk, check_only=check_only())
@@ -264,7 +264,7 @@ def _chunks(rows: Iterator[RawRow]) -> Iterator[tuple[list[RawRow], int]]:
 
 
 def content_bytes(value: Any) -> int:
-    """Return about how many bytes of text or numbers a value of a row holds."""
+    """Return the approximate number of bytes of text and numbers in a value of a row."""
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, dict):
@@ -285,7 +285,7 @@ def _in_processes(
     bytes_pending = 0
     try:
         for chunk, size in chunks:
-            # Enough that no process waits, few enough to bound memory: chunks of one long row each go one by one.
+            # Enough chunks that no process waits, and few enough to bound memory: chunks of a single large row are submitted one by one.
             while pending and (len(pending) >= 3 * processes or bytes_pending + size > 3 * processes * CHUNK_BYTES):
                 done, freed = pending.popleft()
                 bytes_pending -= freed
@@ -298,14 +298,14 @@ def _in_processes(
         raise failed_error(
             "tokenising-died",
             "a process that tokenises was killed, most likely because memory ran out",
-            hint="`--set data.num_proc=1` uses this process alone",
+            hint="`--set data.num_proc=1` tokenises in this process",
         ) from error
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
 
 
 _tokeniser: Tokeniser | None = None
-"""Of a child process: what it was started with."""
+"""In a child process, the tokeniser that it was started with."""
 
 
 def _begin(tokeniser: Tokeniser) -> None:
@@ -319,7 +319,7 @@ def _begin(tokeniser: Tokeniser) -> None:
 
 
 def _die_with(parent: Any) -> None:
-    """A parent that was killed cannot end its children; without this they would wait for work for ever."""
+    """Exit when the parent ends. A killed parent cannot end its children, which would otherwise wait for work forever."""
     parent.join()
     os._exit(1)
 
@@ -329,11 +329,11 @@ def _work(rows: list[RawRow], check_only: bool) -> Tokenised:  # noqa: FBT001  a
     return _tokeniser.chunk(rows, check_only=check_only)
 
 
-# ---- A hash of what an example holds, equal for equal rows however a file or a recipe writes them.
+# ---- A hash of the content of an example, equal for equal rows regardless of how a file or a recipe writes them.
 
 
 def content_hash(example: Example) -> int:
-    """Return 64 bits that depend on text, messages or ids alone: not on the order of keys, on what is trained, or on the tokenizer."""
+    """Return a 64-bit hash of text, messages or ids alone: not of the order of keys, the trained parts or the tokenizer."""
     text = json.dumps(_content(example), sort_keys=True, default=repr)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 

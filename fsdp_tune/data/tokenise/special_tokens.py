@@ -1,4 +1,4 @@
-"""Special tokens that a row's content spells, such as `<|im_end|>` inside a message: encoded as ordinary text.
+"""Encode special tokens in the content of a row, such as `<|im_end|>` inside a message, as ordinary text.
 
 In a chat the template writes special tokens too, and the tokenizer cannot distinguish them from those in the content.
 So each one in the content is replaced by a placeholder before the chat is rendered. The rendered text is then divided at
@@ -21,15 +21,15 @@ from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.leaves import leaves
 
 AS_TEXT, AS_CONTROL, INSEPARABLE = "special-tokens-as-text", "special-tokens-as-control", "special-tokens-inseparable"
-"""What became of special tokens in content; codes of notices."""
+"""How special tokens in the content were encoded; codes of notices."""
 GUARDS = ("", "\n", ":", "a")
-"""Texts before a segment. Some tokenizers write a space before every text; behind other text there is none."""
+"""Texts to encode before a segment. Some tokenizers add a space before every text, but not after other text."""
 FIRST_MARK, LAST_MARK, FIRST_NUMBER = 0xE000, 0xF8FF, 0xF0000
 """Private characters: no template treats them specially, and no normaliser changes them."""
 
 
 BRANCH_LENGTH = 4
-"""Characters of special tokens by which they share a branch of a pattern."""
+"""Number of leading characters by which special tokens share a branch of a pattern."""
 NOTHING = r"(?!)"
 """A pattern that matches nowhere."""
 
@@ -43,14 +43,14 @@ class InseparableError(RowError):
 
 @dataclass(frozen=True, slots=True)
 class Placeholders:
-    """Stand for special tokens in the content of one chat."""
+    """Placeholders for special tokens in the content of one chat."""
 
     mark: str
     """A character that the chat does not contain."""
     tokens: tuple[str, ...]
 
     def insert(self, pattern: re.Pattern[str], value: Any) -> Any:
-        """`value` with placeholders in all of its texts."""
+        """Return `value` with placeholders in all of its texts."""
         return _with_texts(value, lambda text: pattern.sub(lambda match: self.mark + chr(FIRST_NUMBER + self.tokens.index(match[0])), text))
 
     def restore(self, text: str) -> str:
@@ -61,18 +61,20 @@ class SpecialTokens:
     """The special tokens of a tokenizer, searched for in content."""
 
     def __init__(self, encoder: Encoder) -> None:
-        tokens = sorted(encoder.special_tokens, key=lambda token: -len(token.text))  # the longest match wins, as in the tokenizer
+        tokens = sorted(
+            encoder.special_tokens, key=lambda token: -len(token.text)
+        )  # longest first: the longest match is used, as in the tokenizer
         self._encoder = encoder
         self._control_ids = frozenset(token.id for token in tokens if not token.is_unknown)
         self._spelled = re.compile(_any_of([token.text for token in tokens]))
         self._controls = re.compile("|".join(token.pattern for token in tokens) or NOTHING)
 
     def spelled_in(self, value: Any) -> tuple[str, ...]:
-        """The special tokens that occur in the texts of `value`, each once."""
+        """Return the special tokens that occur in the texts of `value`, each once."""
         return tuple(dict.fromkeys(token for text in _texts(value) if self._spelled.search(text) for token in self._spelled.findall(text)))
 
     def with_placeholders(self, chat: Chat, spelled: tuple[str, ...], rendered: str) -> tuple[Chat, Placeholders]:
-        """The chat with a placeholder for each special token that it spells; `rendered` is its text without them."""
+        """Return the chat with a placeholder for each special token in its content; `rendered` is its text without placeholders."""
         present = set(rendered).union(*_texts([chat.messages, chat.tools]))
         mark = next(chr(code) for code in range(FIRST_MARK, LAST_MARK) if chr(code) not in present)
         placeholders = Placeholders(mark, spelled)
@@ -80,14 +82,14 @@ class SpecialTokens:
         return replace(chat, messages=messages, tools=tools), placeholders
 
     def encode_as_text(self, texts: list[str]) -> list[list[int]]:
-        """Ids without a control token. Raises: InseparableError if the tokenizer has no others for a text."""
+        """Return ids without control tokens. Raises: InseparableError if the tokenizer cannot encode a text otherwise."""
         encoded = self._encoder.encode_as_text(texts)
         if not all(self._control_ids.isdisjoint(ids) for ids in encoded):
             raise InseparableError
         return encoded
 
     def encode_restored(self, text: str, placeholders: Placeholders) -> list[int]:
-        """The ids of a rendered text in which placeholders stand for text that is no control token."""
+        """Return the ids of a rendered text whose placeholders represent text that must not become a control token."""
         ids: list[int] = []
         expected = self._encoder.encode([text])[0]
         at = 0
@@ -109,7 +111,7 @@ class SpecialTokens:
         return ids
 
     def _segments(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Text between special tokens, and special tokens with the white space that they absorb."""
+        """Yield text between special tokens, and special tokens with the white space that they include; the flag is True for the latter."""
         at = 0
         for match in self._controls.finditer(text):
             if match.start() > at:
@@ -148,7 +150,7 @@ class RestoringEncoder:
 
 
 def encode_after(guard: str, text: str, encode: Callable[[list[str]], list[list[int]]]) -> list[int] | None:
-    """The ids of `text` behind `guard`; None if a token spans both."""
+    """Return the ids of `text` after `guard`; None if a token spans both."""
     if not guard:
         return encode([text])[0]
     before, both = encode([guard, guard + text])
@@ -156,7 +158,7 @@ def encode_after(guard: str, text: str, encode: Callable[[list[str]], list[list[
 
 
 def _any_of(texts: list[str]) -> str:
-    """A pattern for any of the texts, the first that matches. Those that begin alike share a branch: tokenizers have a thousand of them."""
+    """Return a pattern for any of the texts. Texts with equal beginnings share a branch, since a tokenizer may have a thousand of them."""
     branches: dict[str, list[str]] = {}
     for text in texts:
         branches.setdefault(text[:BRANCH_LENGTH], []).append(re.escape(text[BRANCH_LENGTH:]))

@@ -1,4 +1,4 @@
-"""The recipe's tokenizer, ready to train with, and the encoder that `data/` works through.
+"""Load the recipe's tokenizer with its special tokens and chat template, and wrap it as the encoder of `data/`.
 
 `builtin:NAME` needs no torch (from transformers 5.23 on). Any other tokenizer goes through AutoTokenizer, which imports
 torch in transformers 5 (its configuration module does), about two seconds once.
@@ -35,13 +35,13 @@ KEY = "model.tokenizer"
 class LoadedTokenizer:
     tokenizer: PreTrainedTokenizerBase
     notices: tuple[Notice, ...]
-    """What was chosen for the user (a padding token)."""
+    """Choices made for the user (a padding token)."""
 
 
 def open_tokenizer(recipe: Recipe) -> LoadedTokenizer:
-    """The tokenizer with its end, padding and added tokens and its chat template as the recipe wants them.
+    """Load the tokenizer, with EOS, padding and added tokens and chat template as in the recipe.
 
-    Exit 2: not found, hub out of reach, no end-of-sequence token.
+    Raises: usage error (exit 2) if it is not found, the hub is unreachable, or it has no end-of-sequence token.
     """
     name = recipe.model.tokenizer or recipe.model.name_or_path
     if name is None:
@@ -51,7 +51,9 @@ def open_tokenizer(recipe: Recipe) -> LoadedTokenizer:
     tokenizer = _builtin(name) if is_builtin(name) else _from_pretrained(name, recipe)
     notices = _set_special_tokens(tokenizer, recipe, name)
     if recipe.data.chat_template is not None:
-        tokenizer.chat_template = resolve_template(recipe.data.chat_template)  # saved with the model: it renders what was trained
+        tokenizer.chat_template = resolve_template(
+            recipe.data.chat_template
+        )  # saved with the model, so that inference uses the template of the training
     elif isinstance(tokenizer.chat_template, dict):
         tokenizer.chat_template = _one_template(tokenizer.chat_template, name)
     return LoadedTokenizer(tokenizer, tuple(notices))
@@ -63,7 +65,7 @@ def load_encoder(recipe: Recipe) -> TokenizerEncoder:
 
 
 class TokenizerEncoder:
-    """The tokenizer as `data.tokenise.encoder.Encoder` wants it. Picklable, so that other processes can encode too."""
+    """Implementation of `data.tokenise.encoder.Encoder`. Picklable, so that other processes can encode too."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, notices: tuple[Notice, ...] = ()) -> None:
         self.tokenizer = tokenizer
@@ -73,20 +75,20 @@ class TokenizerEncoder:
         self.eos_id: int = _id(tokenizer, self.eos_token)
         self.pad_id: int = _id(tokenizer, str(tokenizer.pad_token))
         self.bos_id: int | None = None if tokenizer.bos_token is None else _id(tokenizer, str(tokenizer.bos_token))
-        self.chat_template: str | None = cast("str | None", tokenizer.chat_template)  # one text: `open_tokenizer` has seen to it
+        self.chat_template: str | None = cast("str | None", tokenizer.chat_template)  # a single template: `open_tokenizer` has selected it
         self.prefix_ids = _prefix_ids(tokenizer)
         self.special_tokens = _special_tokens(tokenizer)
         self._backend = _plain_backend(tokenizer)
         self.digest = self._digest()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids without any special token that the text does not spell out."""
+        """Return the ids of each text, without special tokens that the text does not contain."""
         if self._backend is not None:
             return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         return _encode(self.tokenizer, texts) if texts else []
 
     def encode_as_text(self, texts: list[str]) -> list[list[int]]:
-        """Token ids, with special tokens that a text spells out as ordinary text."""
+        """Return the ids of each text, with special tokens in it encoded as ordinary text."""
         if self._backend is None:
             return _encode(self.tokenizer, texts, split_special_tokens=True) if texts else []
         self._backend.encode_special_tokens = True
@@ -103,7 +105,7 @@ class TokenizerEncoder:
     def render(
         self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None, generation_prompt: bool, **variables: Any
     ) -> str:
-        """The conversation as text, rendered in transformers' sandbox; raises what the template raises."""
+        """Render a conversation as text in transformers' sandbox. Exceptions of the template are not caught."""
         rendered = self.tokenizer.apply_chat_template(
             messages, tools=tools, chat_template=template, add_generation_prompt=generation_prompt, tokenize=False, **variables
         )
@@ -155,7 +157,7 @@ def _from_pretrained(name: str, recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def _directory(name: str) -> Path | None:
-    """The directory that holds the tokenizer's files: of a model, or of a run or a checkpoint of ours (its `model/`)."""
+    """Return the directory with the tokenizer's files: a model, or the `model/` of a run or checkpoint; None for a hub id."""
     path = Path(name).expanduser()
     if not path.is_dir():
         if path.is_absolute() or name.startswith(("./", "../", "~")):
@@ -172,9 +174,9 @@ def _directory(name: str) -> Path | None:
 
 
 def _load_problem(error: Exception, name: str, directory: Path | None) -> FsdpTuneError:
-    asked = None if directory is not None else Wanted("tokenizer", name, KEY, "tokenizer-not-found").problem(error)
+    hub_problem = None if directory is not None else Wanted("tokenizer", name, KEY, "tokenizer-not-found").problem(error)
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return asked or usage_error("tokenizer-unreadable", f"the tokenizer of `{name}` cannot be loaded: {first_line}")
+    return hub_problem or usage_error("tokenizer-unreadable", f"the tokenizer of `{name}` cannot be loaded: {first_line}")
 
 
 def _set_special_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, name: str) -> list[Notice]:
@@ -198,8 +200,8 @@ def _set_special_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, name
     return [
         Notice(
             "pad-chosen",
-            f"the tokenizer of `{name}` has no padding token: `{tokenizer.pad_token}` is taken, {what}; padding is never trained",
-            hint="`model.tokens.pad` names another",
+            f"the tokenizer of `{name}` has no padding token: `{tokenizer.pad_token}` is used, {what}; padding is never trained",
+            hint="set another with `model.tokens.pad`",
         )
     ]
 
@@ -215,7 +217,7 @@ def _known(tokenizer: PreTrainedTokenizerBase, token: str, key: str) -> str:
 
 
 def _spare_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A special token that training does not use, so that it can stand for padding."""
+    """Return a special token that training does not use, for padding; None if there is none."""
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     for candidate in (*PAD_NAMES, *(token for token in special if SPARE_TOKEN.search(token))):
         if candidate in special and candidate not in (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token):
@@ -254,16 +256,18 @@ def _id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
 
 
 def _prefix_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """What the tokenizer itself puts before a text: BOS for Llama, nothing for GPT-2 (which has a BOS all the same)."""
+    """Return the ids that the tokenizer adds before a text: BOS for Llama, none for GPT-2 (although it has a BOS)."""
     bare, whole = _encode(tokenizer, ["a"])[0], tokenizer(["a"], return_attention_mask=False, verbose=False)["input_ids"][0]
     for length in range(len(whole) - len(bare) + 1):
         if whole[length : length + len(bare)] == bare:
             return tuple(whole[:length])
-    raise usage_error("tokenizer-changes-text", "the tokenizer changes a text when it adds its special tokens: their place cannot be told")
+    raise usage_error(
+        "tokenizer-changes-text", "the tokenizer changes a text when it adds its special tokens, so their position cannot be determined"
+    )
 
 
 def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The Rust tokenizer itself, which skips half the time of transformers' wrapper; None where the wrapper does more."""
+    """Return the Rust tokenizer, which takes half the time of transformers' wrapper; None if the wrapper gives other ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None

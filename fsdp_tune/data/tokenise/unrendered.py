@@ -1,7 +1,7 @@
-"""What a chat template leaves out of a conversation, found by searching the rendered text for each value of the row.
+"""Find parts of a conversation that a chat template omits, by searching the rendered text for each value of the row.
 
-Templates format values in their own ways (trimmed, as JSON, one word a line), so each string and number of a message is
-searched for by itself, in the forms that templates write. A trained answer that lacks its text or its tool call is an
+Templates format values in different ways (trimmed, as JSON, one word per line), so each string and number of a message is
+searched for separately, in the forms that templates write. A trained answer that lacks its text or its tool call is an
 error, since the model would learn to answer without it. Context that is missing (tools, a system prompt, fields such as
 `name`) is noted and counted.
 """
@@ -20,9 +20,9 @@ from fsdp_tune.data.tokenise.leaves import leaves
 
 NOT_RENDERED = "not-rendered"
 READ_FIELDS = ("role", "content", "tool_calls")
-"""Fields of a message that are looked at one by one; any other is known to the template alone."""
+"""Fields of a message that are checked by name; the meaning of any other field depends on the template."""
 MOST_SHOWN = 40
-"""Characters of a missing value in a message."""
+"""Number of characters of a missing value to show in a message."""
 
 
 def find_unrendered(
@@ -30,8 +30,8 @@ def find_unrendered(
 ) -> tuple[Note, ...]:
     """Return notes about context that is not in `text`, the rendered conversation.
 
-    `answers` has the borders of the trained answers in `text` by the index of their message; where it has none, every
-    answer is trained. `render` gives the text of the first messages.
+    `answers` has the borders of the trained answers in `text`, by the index of their message; if it is empty, every answer is
+    trained. `render` returns the text of the first messages.
 
     Raises: RowError if a trained answer is not rendered completely.
     """
@@ -44,7 +44,7 @@ def find_unrendered(
             if _missing_of_answer(text, message, *borders) is not None:  # parts of an answer may be in the generation prompt
                 missing = _missing_of_answer(text, message, *_borders(text, index, len(chat.messages), render))
                 if missing is not None:
-                    raise RowError(f"message {index + 1}: the chat template leaves out {_shown(missing)}")
+                    raise RowError(f"message {index + 1}: the chat template omits {_shown(missing)}")
         else:
             if not _is_rendered(text, message["content"], 0, len(text)):
                 notes[Note(NOT_RENDERED, f"content of `{role}` messages")] = None
@@ -60,14 +60,14 @@ def find_unrendered(
 
 
 def _borders(text: str, index: int, count: int, render: Callable[[int], str]) -> tuple[int, int]:
-    """Where message `index` is in `text`, by rendering the messages before it; all of `text` if the template rewrites earlier messages."""
+    """Return the range of message `index` in `text`, by rendering the messages before it; all of `text` if that fails."""
     before = render(index) if index else ""
     until = render(index + 1) if index + 1 < count else text
     return len(before) if text.startswith(before) else 0, len(until) if text.startswith(until) else len(text)
 
 
 def _missing_of_answer(text: str, message: Message, begin: int, end: int) -> str | None:
-    """The first part of an answer's content or tool calls that `text[begin:end]` lacks."""
+    """Return the first part of an answer's content or tool calls that is missing in `text[begin:end]`; None if all are there."""
     content = message["content"].strip()
     if text.find(content, begin, end) < 0 and not _is_rendered(text, content, begin, end):
         return _first_missing(text, content, begin, end)
@@ -75,7 +75,7 @@ def _missing_of_answer(text: str, message: Message, begin: int, end: int) -> str
 
 
 def _is_rendered(text: str, value: str, begin: int, end: int) -> bool:
-    """Whether `text[begin:end]` holds `value` as it is, escaped, or word by word with other white space."""
+    """Return whether `text[begin:end]` contains `value` unchanged, escaped, or word by word with other white space."""
     return any(text.find(form, begin, end) >= 0 for form in _forms(value)) or _first_missing(text, value, begin, end) is None
 
 
@@ -90,7 +90,7 @@ def _forms(value: str) -> Iterator[str]:
 
 
 def _first_missing(text: str, value: str, begin: int, end: int) -> str | None:
-    """`value` from the first of its words that does not follow in `text[begin:end]`."""
+    """Return the rest of `value` from its first word that is missing in `text[begin:end]`; None if all words follow in order."""
     words = value.split()
     for number, word in enumerate(words):
         at = text.find(word, begin, end)
@@ -101,7 +101,7 @@ def _first_missing(text: str, value: str, begin: int, end: int) -> str | None:
 
 
 def _missing_of_calls(text: str, message: Message, begin: int, end: int) -> str | None:
-    """The first function's name, argument or argument's value that is not rendered. Few templates write the identifiers of calls."""
+    """Return the first function name, argument or value that is not rendered. Call ids are not checked: few templates write them."""
     for call in cast(list[Message], message.get("tool_calls") or []):
         function: Message = call["function"] if isinstance(call.get("function"), dict) else call
         for leaf in (str(function.get("name", "")), *_leaves(_parsed(function.get("arguments")))):
@@ -111,7 +111,7 @@ def _missing_of_calls(text: str, message: Message, begin: int, end: int) -> str 
 
 
 def _parsed(value: Any) -> Any:
-    """The value of JSON text, or `value` itself."""
+    """Return the value of JSON text, or `value` itself if it is not JSON text."""
     if not isinstance(value, str):
         return value
     try:
@@ -121,7 +121,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Yield every key and value below `value` as text, but null, true and false: a template writes those in its own way or not at all."""
+    """Yield every key and value below `value` as text, except null, true and false, which templates write differently or not at all."""
     for leaf in leaves(value):
         if isinstance(leaf, str):
             yield leaf
@@ -130,7 +130,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _is_field_rendered(text: str, template: str, name: str, value: Any) -> bool:
-    """Whether the template or the text names the field, and the text holds its values. Numbers occur anywhere by chance."""
+    """Return whether template or text names the field, and the text contains its values, except numbers, which may occur by chance."""
     is_named = name in template or f'"{name}"' in text or f"'{name}'" in text
     return is_named and all(_is_rendered(text, leaf, 0, len(text)) for leaf in _leaves(value) if not leaf.isdigit())
 
