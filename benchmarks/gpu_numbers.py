@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tests.gpu.models import DRY, KERNELS, LLAMA, gpt2
 
 if TYPE_CHECKING:
-    from gpu_parts import Bench
+    from gpu_bench import Bench
 
 Row = dict[str, Any]
 

@@ -9,13 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import plan_gpu
+from gpu_bench import Bench
 from gpu_numbers import curve_rows, dropout_rows, isolation_rows
-from gpu_runs import Runner, resolved
+from gpu_runs import resolved
 
 Row = dict[str, Any]
 STEP_BENCHMARK = Path(__file__).with_name("step.py")
@@ -42,52 +42,6 @@ SMALL_QWEN3 = QWEN3_8B | {
     "head_dim": 16,
     "vocab_size": 384,
 }
-
-
-@dataclass
-class Bench:
-    """What parts are given."""
-
-    run: Runner
-    hardware: Any
-    """Card whose figures `plan` takes: this machine's."""
-
-    @property
-    def tiny(self) -> bool:
-        return self.run.device == "cpu"
-
-    @cached_property
-    def tracing(self) -> Any:
-        from fsdp_tune.planner.tracing import Tracing
-
-        return Tracing(self.run.folder / "traces", offline=True)
-
-    def large(self, dtype: str, **sections: dict[str, Any]) -> dict[str, Any]:
-        """A recipe of the 8B Llama at 4,096 tokens; `sections` are put over it."""
-        case = plan_gpu.Case("8B", 4096, 1, recomputation="full", dtype=dtype)
-        tree = self.shrunk(case, steps=9)
-        tree["model"] = tree["model"] | {"from_config": tree["model"]["from_config"] | {"tie_word_embeddings": False}}
-        return self.changed(tree, sections)
-
-    def shrunk(self, case: plan_gpu.Case, steps: int) -> dict[str, Any]:
-        if self.tiny:
-            small = {"model": "small", "tokens": min(case.tokens, 64), "rows": min(case.rows, 2), "accumulation": case.accumulation}
-            case = plan_gpu.Case(**small, recomputation=case.recomputation, loss=case.loss, dtype=case.dtype)
-        return plan_gpu.recipe_of(case, self.run.device, self.run.folder, min(steps, 4) if self.tiny else steps)
-
-    @staticmethod
-    def changed(tree: dict[str, Any], sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        return tree | {name: tree.get(name, {}) | keys for name, keys in sections.items()}
-
-    def planned(self, tree: dict[str, Any]) -> Row:
-        from fsdp_tune.core.errors import FsdpTuneError
-
-        try:
-            recipe = resolved(tree, self.run.folder / "planned.json", self.run.device, self.run.device_name)
-        except FsdpTuneError:
-            return {}  # the run says why
-        (trace,) = self.tracing([recipe])
-        return plan_gpu.predicted(recipe, self.hardware, trace)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,31 +1,21 @@
-"""The only writer to the terminal and the only error boundary: problems in, lines or one JSON document and an exit code out.
-
-Lines go to stdout; with `--json` they go to stderr, and stdout gets one document.
-A terminal that closes never stops a command: a run must outlive the window it was started from.
-"""
+"""The observer of every command's job, and the only error boundary: a problem becomes lines, a JSON document and an exit code."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import os
 import sys
 import tempfile
-import textwrap
-import threading
-import time
 import traceback
-import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fsdp_tune.core.atomic import DISK
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem
+from fsdp_tune.cli.terminal import Terminal, printable, write_text
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
 from fsdp_tune.core.processes import stop_signals_raise
 from fsdp_tune.core.progress import Bar
 from fsdp_tune.core.units import MIB
@@ -37,157 +27,17 @@ if TYPE_CHECKING:
     from fsdp_tune.planner.predict.predict import Plan
     from fsdp_tune.run.directory import RunDir
 
-LEAST_LAST_COLUMN = 20
-"""Characters. A table whose last column would be narrower is printed as a list of records."""
 
-
-def printable(text: str) -> str:
-    """Return `text` with control characters escaped: names and rows from files may hold terminal escapes."""
-    return "".join(char if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs") else repr(char)[1:-1] for char in text)
-
-
-def problem_lines(problem: Problem) -> list[str]:
-    """Return `error: recipe.yaml:14:3: message`, then a line for each hint."""
-    place = str(problem.where)
-    lines = [f"error: {place}: {problem.message}" if place else f"error: {problem.message}"]
-    if problem.hint:
-        lines.append(f"hint: {problem.hint}")
-    if problem.ways_out:
-        lines.append("ways out:")
-        lines.extend(f"  {way}" for way in problem.ways_out)
-    return lines
-
-
-class Screen(Observer):
-    """The terminal, as the observer of a command's job. With `json_output`, only `document` reaches stdout, once, when the command ends."""
+class Screen(Terminal, Observer):
+    """The terminal, as the observer of a command's job."""
 
     def __init__(self, *, json_output: bool) -> None:
-        self.json_output = json_output
-        self._document: dict[str, Any] = {}
-        self._notices: list[Notice] = []
+        super().__init__(json_output=json_output)
         self.log_directory: Path | None = None
         """Where the traceback of a bug goes; None: a temporary file."""
         self.verbose = False
         """Whether `train` prints every value and kernel that was chosen."""
         self._steps: StepView | None = None
-        self._log: ScreenLog | None = None
-        self._shown: list[str] = []
-        """Lines shown before there is a log file."""
-
-    @property
-    def talk(self) -> TextIO:
-        """The stream of lines. Looked up at each call, since tests and `| head` replace it."""
-        return sys.stderr if self.json_output else sys.stdout
-
-    @property
-    def is_live(self) -> bool:
-        """Whether lines may be redrawn in place."""
-        return self.talk.isatty() and os.environ.get("TERM") != "dumb"
-
-    def log_to(self, path: Path) -> None:
-        """Append every line to a file too, starting with the lines that were shown before. A file that fails is closed with a warning."""
-        self._log = ScreenLog(path, failed=self._log_failed)
-        for line in self._shown:
-            self._log.write(line)
-        self._shown.clear()
-
-    def message(self, text: str) -> None:
-        """Print a line."""
-        self._record(text)
-        _write(self.talk, printable(text) + "\n")
-
-    def fields(self, fields: Sequence[str]) -> None:
-        """Print `fields`, most important first, on one line. A terminal gets those that fit; a pipe and the log file get all of them."""
-        from fsdp_tune.cli.progress import fitted
-
-        line = "  ".join(fields)
-        self._record(line)
-        _write(self.talk, printable(fitted(fields, self._width()) if self.talk.isatty() else line) + "\n")
-
-    def warn(self, text: str) -> None:
-        self._record(text)
-        _write(sys.stderr, printable(text) + "\n")
-
-    def _record(self, text: str) -> None:
-        if self._log is None:
-            self._shown.append(printable(text))
-        else:
-            self._log.write(printable(text))
-
-    def _log_failed(self, path: Path, error: OSError) -> None:
-        _write(sys.stderr, printable(f"warning: {path} cannot be written ({error.strerror}) and is closed; the run continues\n"))
-
-    def _width(self) -> int:
-        """Return the columns of the terminal behind `talk`; 80 if they are unknown."""
-        try:
-            return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(self.talk.fileno()).columns or 80
-        except (OSError, ValueError):
-            return 80
-
-    def notices(self, notices: Sequence[Notice]) -> None:
-        """Print each notice once, on stderr, and add it to the JSON document."""
-        for notice in notices:
-            if notice in self._notices:
-                continue
-            self._notices.append(notice)
-            place = str(notice.where)
-            self._paint("notice:", "yellow", f" {place}: {notice.message}" if place else f" {notice.message}")
-            if notice.hint:
-                self._paint("hint:", "cyan", f" {notice.hint}")
-
-    def _paint(self, head: str, colour: str, tail: str) -> None:
-        self._record(head + tail)
-        wants_colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-        _write(sys.stderr, (typer.style(head, fg=colour, bold=True) if wants_colour else head) + printable(tail) + "\n")
-
-    def problems(self, problems: Sequence[Problem]) -> None:
-        for problem in problems:
-            first, *rest = problem_lines(problem)
-            self._paint("error:", "red", first.removeprefix("error:"))
-            for line in rest:
-                head, colon, tail = line.partition(":")
-                if head in ("hint", "ways out"):
-                    self._paint(head + colon, "cyan", tail)
-                else:
-                    self.warn(line)
-
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Print a table under its title. A pipe gets one line for each row.
-
-        On a terminal the last column is wrapped to fit; a table whose other columns take the width is printed as records.
-        """
-        cells = [[printable(str(cell)) for cell in row] for row in rows]
-        widths = [max(len(line[index]) for line in [list(columns), *cells]) for index in range(len(columns))]
-        if title:
-            self.message(title)
-        indent = 2 + sum(width + 2 for width in widths[:-1])
-        if self.talk.isatty():
-            room = self._width() - indent
-            if room < min(widths[-1], LEAST_LAST_COLUMN):
-                self._records(columns, cells)
-                return
-            widths[-1] = min(widths[-1], room)
-        for line in [list(columns), ["─" * width for width in widths], *cells]:
-            first, *rest = textwrap.wrap(line[-1], widths[-1]) if len(line[-1]) > widths[-1] else [line[-1]]
-            self.message("  " + "  ".join(cell.ljust(width) for cell, width in zip([*line[:-1], first], widths, strict=True)).rstrip())
-            for part in rest:
-                self.message(" " * indent + part)
-
-    def _records(self, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-        """Print each row of a table that is wider than the terminal as its first cell, and below it a line for each other cell."""
-        name_width = max((len(name) for name in columns[1:]), default=0)
-        indent = 4 + name_width + 2
-        for first, *others in cells:
-            self.message(f"  {first}".rstrip())
-            for name, cell in zip(columns[1:], others, strict=True):
-                # Paths and hashes are not broken, so that they can be copied.
-                parts = textwrap.wrap(cell, max(self._width() - indent, LEAST_LAST_COLUMN), break_long_words=False, break_on_hyphens=False)
-                for number, part in enumerate(parts):
-                    self.message(f"    {'' if number else name:<{name_width}}  {part}")
-
-    def document(self, value: dict[str, Any]) -> None:
-        """Set the command's JSON document. A later failure adds its `errors` to it."""
-        self._document = value
 
     @contextmanager
     def progress(self, label: str, total: int | None, unit: str) -> Iterator[Bar]:
@@ -232,20 +82,6 @@ class Screen(Observer):
 
     def run_ended(self, result: TrainResult) -> None:
         self.document(result.as_dict())
-
-    def close(self, problems: Sequence[Problem] = ()) -> None:
-        """End the command: print the problems, close the log, and print the JSON document."""
-        self.problems(problems)
-        if self._log is not None:
-            self._log.close()
-        if not self.json_output:
-            return
-        document = dict(self._document)
-        if self._notices:
-            document.setdefault("notices", [notice.as_dict() for notice in self._notices])
-        if problems:
-            document["errors"] = [problem.as_dict() for problem in problems]
-        _write(sys.stdout, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
 
 
 @contextmanager
@@ -308,60 +144,5 @@ def _log_traceback(directory: Path | None) -> str:
             return name
         except OSError:
             continue
-    _write(sys.stderr, printable(text))
+    write_text(sys.stderr, printable(text))
     return "the lines above (no log file could be written)"
-
-
-def _write(stream: TextIO, text: str) -> None:
-    """Write at once. A closed pipe or terminal is ignored from then on; any other failure (a full disk) is an error."""
-    try:
-        encoding = stream.encoding or "utf-8"  # rich's stand-in for a stream under a live bar has none
-        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        stream.flush()
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            raise
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())
-
-
-class ScreenLog:
-    """A file that gets every printed line with its time. The first failure closes it and is reported once: a log never stops a command."""
-
-    def __init__(self, path: Path, failed: Callable[[Path, OSError], None]) -> None:
-        self._path, self._failed = path, failed
-        self._file: IO[bytes] | None = None
-        self._lock = threading.Lock()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = DISK.open_private(path, "ab")
-        except OSError as error:
-            failed(path, error)
-
-    def write(self, line: str) -> None:
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        text = "".join(f"{stamp}  {part}\n" for part in line.split("\n"))
-        with self._lock:
-            if self._file is None:
-                return
-            try:
-                DISK.write(self._file, text.encode("utf-8", "backslashreplace"))
-                self._file.flush()
-            except OSError as error:
-                self._give_up(error)
-
-    def close(self) -> None:
-        with self._lock:
-            if self._file is not None:
-                try:
-                    self._file.close()
-                except OSError as error:
-                    self._give_up(error)
-                self._file = None
-
-    def _give_up(self, error: OSError) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            with contextlib.suppress(OSError):  # the disk has failed: what the buffer still holds cannot be written
-                file.close()
-        self._failed(self._path, error)

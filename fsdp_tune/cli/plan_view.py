@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from fsdp_tune.core.units import format_figure, format_seconds
 
 if TYPE_CHECKING:
-    from fsdp_tune.cli.output import Screen
+    from fsdp_tune.cli.terminal import Terminal
     from fsdp_tune.planner.predict.predict import Plan
 
 BAR_CELLS = 40
 
 
-def show_plan(screen: Screen, plan: Plan) -> None:
+def show_plan(screen: Terminal, plan: Plan) -> None:
     from fsdp_tune.planner.hardware.gpus import CPU
 
     one, outside = ("rank", "the process itself") if plan.gpu == CPU else ("GPU", "CUDA and NCCL")
@@ -33,7 +33,7 @@ def show_plan(screen: Screen, plan: Plan) -> None:
         screen.message(line)
 
 
-def show_errors(screen: Screen, plan: Plan) -> None:
+def show_errors(screen: Terminal, plan: Plan) -> None:
     """Print the errors of such predictions, the assumptions, and what is unknown."""
     from fsdp_tune.planner.page import error_in_words
 
@@ -59,7 +59,7 @@ def time_line(plan: Plan) -> str:
     return f"{step}; {exposed:.0%} of it waiting for communication"
 
 
-def show_ranking(screen: Screen, plan: Plan) -> None:
+def show_ranking(screen: Terminal, plan: Plan) -> None:
     from fsdp_tune.planner.page import changes_in_words
 
     if not plan.alternatives:
@@ -82,7 +82,7 @@ def show_ranking(screen: Screen, plan: Plan) -> None:
         screen.message(f"nothing fits; the smallest that does: {plan.smallest_hardware['num_processes']} × {plan.smallest_hardware['gpu']}")
 
 
-def show_scaling(screen: Screen, plan: Plan) -> None:
+def show_scaling(screen: Terminal, plan: Plan) -> None:
     if not plan.scaling:
         return
     rows = [

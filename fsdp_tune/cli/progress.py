@@ -5,29 +5,17 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from fsdp_tune.cli.terminal import Terminal, fitted
 from fsdp_tune.core.units import MIB, format_seconds
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from fsdp_tune.cli.output import Screen
-
 PLAIN_INTERVAL_SECONDS = 10.0
 BAR_WIDTH = 24
-
-
-def fitted(fields: Sequence[str], width: int) -> str:
-    """Join `fields`, most important first, with two spaces, and leave out those at the end that do not fit into `width` columns."""
-    line = fields[0]
-    for field in fields[1:]:
-        if len(line) + 2 + len(field) > width:
-            break
-        line += f"  {field}"
-    return line
 
 
 class ScreenBar:
@@ -86,7 +74,7 @@ class ByteBar:
 class PlainBar(ScreenBar):
     """Prints a line every ten seconds, and one at the end if there was one before: short work prints none."""
 
-    def __init__(self, screen: Screen, label: str, total: int | None, unit: str) -> None:
+    def __init__(self, screen: Terminal, label: str, total: int | None, unit: str) -> None:
         super().__init__(label, total, unit)
         self._screen, self._lines = screen, 0
         self._last = time.monotonic()
@@ -122,7 +110,7 @@ class SilentBar(PlainBar):
 class LiveBar(ScreenBar):
     """One line, redrawn ten times a second: count, time left, detail, and a bar if the terminal is wide enough."""
 
-    def __init__(self, screen: Screen, label: str, total: int | None, unit: str) -> None:
+    def __init__(self, screen: Terminal, label: str, total: int | None, unit: str) -> None:
         from rich.console import Console
         from rich.live import Live
 

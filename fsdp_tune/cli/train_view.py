@@ -6,9 +6,9 @@ from typing import Any
 
 import yaml
 
-from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.progress import ScreenBar
 from fsdp_tune.cli.run_card import card, commands_after, merge_command
+from fsdp_tune.cli.terminal import Terminal
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.secrets import masked
 from fsdp_tune.core.units import format_bytes, format_seconds
@@ -26,7 +26,7 @@ _KERNEL_NAMES = {"model.attn_implementation": "attention"}
 """Keys that the kernels line does not name by their last word."""
 
 
-def show_preview(screen: Screen, preview: Preview, *, full: bool) -> None:
+def show_preview(screen: Terminal, preview: Preview, *, full: bool) -> None:
     """Print the resolved recipe, the reason for each resolved key, the first step, the environment and the command.
 
     Without `full` only the keys that differ from their defaults are printed. The JSON document always has the complete recipe.
@@ -69,7 +69,7 @@ def kernels_line(facts: dict[str, Any]) -> str:
     return "kernels: " + ", ".join(name if value == "true" else f"{name} {value}" for name, value in values.items() if value != "false")
 
 
-def show_decided(screen: Screen, resolution: Resolution, facts: dict[str, Any]) -> None:
+def show_decided(screen: Terminal, resolution: Resolution, facts: dict[str, Any]) -> None:
     """Print each key that the recipe leaves unset, and each kernel, with the chosen value and the reason."""
     rows = [(key, _word(value_of(resolution.recipe, key)), reason) for key, reason in resolution.reasons.items() if "[" not in key]
     kernels: dict[str, dict[str, str]] = facts.get("kernels", {})
@@ -98,7 +98,7 @@ def data_lines(report: dict[str, Any], *, reused: bool) -> list[str]:
 class StepView:
     """Print a line for each step and event of metrics.jsonl, above the bar on a terminal."""
 
-    def __init__(self, screen: Screen, bar: ScreenBar) -> None:
+    def __init__(self, screen: Terminal, bar: ScreenBar) -> None:
         self._screen = screen
         self._bar = bar
         self._total = 0
@@ -201,7 +201,7 @@ def _number(value: object, form: str) -> str:
     return format(value, form) if isinstance(value, int | float) else "-" if value is None else str(value)
 
 
-def show_inputs(screen: Screen, inputs: TrainingInputs, *, verbose: bool) -> None:
+def show_inputs(screen: Terminal, inputs: TrainingInputs, *, verbose: bool) -> None:
     """Print model, data, batch and plan; with `verbose` also every value and kernel that was chosen."""
     if verbose:
         show_decided(screen, inputs.resolution, inputs.model)
@@ -224,7 +224,7 @@ def predicted_line(plan: Plan) -> str:
     return f"plan: {plan.peak_reserved_gib:.1f} GiB reserved of {plan.usable_gib:.1f} (fits: {plan.fits}){step}"
 
 
-def show_commands(screen: Screen, written: WrittenRun) -> None:
+def show_commands(screen: Terminal, written: WrittenRun) -> None:
     """Print the commands that start a run directory written by `--no-start`."""
     screen.document({"run_dir": str(written.run.path), "commands": list(written.commands), "exit_reason": "not_started"})
     screen.message("the run directory is written; start it with one of")
@@ -232,7 +232,7 @@ def show_commands(screen: Screen, written: WrittenRun) -> None:
         screen.message(f"  {line}")
 
 
-def show_end(screen: Screen, result: TrainResult) -> None:
+def show_end(screen: Terminal, result: TrainResult) -> None:
     """Print where the model of a finished run is, the card, and the next commands."""
     run, recipe = result.run, result.recipe
     screen.document(result.as_dict())

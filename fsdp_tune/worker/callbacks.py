@@ -22,6 +22,7 @@ from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.readback.fp8 import gathered_difference
 from fsdp_tune.worker.readback.isolation import Deviations, allowed_deviation, deviations, not_causal, not_isolated, rows_to_check
 from fsdp_tune.worker.readback.report import ReadBackError, optimizer_state_difference, optimizer_state_kinds, read_back
+from fsdp_tune.worker.readback.witness import Witness
 from fsdp_tune.worker.signals import SAVE_AND_FAIL, WISHES, StopWish, seconds_to_stop
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ RECENT_STEPS = 50
 class RunCallback(TrainerCallback):
     """`say` prints a plain line on rank 0."""
 
-    def __init__(self, run: RunDir, wish: StopWish, say: Callable[[str], None], *, is_first: bool) -> None:
-        self._run, self._wish, self._say, self._is_first = run, wish, say, is_first
+    def __init__(self, run: RunDir, wish: StopWish, say: Callable[[str], None], witness: Witness, *, is_first: bool) -> None:
+        self._run, self._wish, self._say, self._witness, self._is_first = run, wish, say, witness, is_first
         self._vote = StopVote()
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._evaluation_seconds = 0.0
@@ -127,7 +128,7 @@ class RunCallback(TrainerCallback):
             path = self._run.readback_json
             document = json.loads(path.read_text(encoding="utf-8"))
             write_json(
-                path, {**document, "optimizer_state_bytes": optimizer_state_kinds(trainer.optimizer), "witness": trainer.witness.report}
+                path, {**document, "optimizer_state_bytes": optimizer_state_kinds(trainer.optimizer), "witness": self._witness.report}
             )
         heartbeat = trainer.parts.heartbeat
         heartbeat.beat("training", trainer.state.global_step)

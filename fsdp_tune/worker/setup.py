@@ -82,14 +82,13 @@ def build_trainer(
         run=run,
         user_metrics={name: find_extension("metrics", name).load() for name in recipe.extensions.metrics},
     )
-    callback = RunCallback(run, wish, say, is_first=rank.is_first)
+    witness = Witness(recipe.training.witness)
+    callback = RunCallback(run, wish, say, witness, is_first=rank.is_first)
     compiling = [CompileReport(say)] if recipe.kernels.compile else []
     shares = StepShares(loaded.wrapped, device)
     profiled = LaunchRecord.read(run).profile
     profiling = [Profile(run, profiled, rank.index)] if profiled else []
-    witness = Witness(recipe.training.witness)
     trainer = FsdpTrainer(parts, arguments, [*_extra_callbacks(recipe), shares, *profiling, *compiling, witness, callback])
-    trainer.witness = witness
     trainer.lines.shares = shares.take
     for each in (callback, witness, *compiling, *profiling):
         each.trainer = trainer

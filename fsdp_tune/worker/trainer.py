@@ -47,7 +47,6 @@ from fsdp_tune.worker.observe import nonfinite
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.metrics import CurveWatch, Lines, device_peak_flops, model_size
 from fsdp_tune.worker.readback.audit import DtypeAudit, warnings_of
-from fsdp_tune.worker.readback.witness import Witness
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,6 @@ class FsdpTrainer(Trainer):
     """One run of a resolved recipe on this rank."""
 
     checkpointer: Checkpointer
-    witness: Witness
     optimizer: Any  # None until it is created
 
     def __init__(self, parts: Parts, args: TrainingArguments, callbacks: list[TrainerCallback]) -> None:

@@ -198,7 +198,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant("paths may lead out", "run.manifest:is_inside", always("name.startswith"), always("name.split"), rows="F116"),
     plant("tokens are written as they are", "core.secrets:masked", result("value"), rows="F120"),
-    plant("terminal escapes are obeyed", "cli.output:printable", always("unicodedata.category"), rows="F124"),
+    plant("terminal escapes are obeyed", "cli.terminal:printable", always("unicodedata.category"), rows="F124"),
     # merge
     plant(
         "a merge compares only what lies beside the manifest",
@@ -240,7 +240,7 @@ PLANTS: tuple[Plant, ...] = (
         condition("self._phase", "self._phase is None"),
         rows="F087",
     ),
-    plant("a terminal that goes away ends the run", "cli.output:_write", condition("errno.EPIPE", "error.errno"), rows="F060"),
+    plant("a terminal that goes away ends the run", "cli.terminal:write_text", condition("errno.EPIPE", "error.errno"), rows="F060"),
     plant(
         "a current directory that is gone is a bug",
         "cli.output:_file_system_problem",

@@ -76,6 +76,20 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def test_no_imports_run_in_a_circle(repository: Path) -> None:
+    """Imports inside functions and under TYPE_CHECKING count: whoever reads one file of a circle has to read all of them."""
+    files = {module_name(path, repository): path for path in modules(repository)}
+    del files["fsdp_tune"]  # the front door of scripts; modules import only the version from it
+    left = {name: {each for each in imports(path) if each in files and each != name} for name, path in files.items()}
+    while outside := {name for name, found in left.items() if not found or name not in set().union(*left.values())}:
+        left = {name: found - outside for name, found in left.items() if name not in outside}
+    assert left == {}
+
+
+def module_name(path: Path, repository: Path) -> str:
+    return ".".join(path.relative_to(repository).with_suffix("").parts).removesuffix(".__init__")
+
+
 WORLD_SIZE_CALLERS = {
     "worker/agree.py": "values of every rank",
     "worker/checkpoint/restore.py": "each rank has a file of its own, and verifies its share of all files",

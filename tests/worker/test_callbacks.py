@@ -10,13 +10,14 @@ import pytest
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker import callbacks
 from fsdp_tune.worker.callbacks import RunCallback
+from fsdp_tune.worker.readback.witness import Witness
 
 
 def test_warnings_of_the_read_back_are_printed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     nothing = SimpleNamespace(beat=lambda *_: None, mark=lambda *_: None, event=lambda *_, **__: None)
     wish: Any = SimpleNamespace(training=False)
-    callback = RunCallback(RunDir(tmp_path), wish, said.append, is_first=False)
+    callback = RunCallback(RunDir(tmp_path), wish, said.append, Witness("off"), is_first=False)
     callback.trainer = SimpleNamespace(parts=SimpleNamespace(recipe=None, loaded=None, heartbeat=nothing, metrics=nothing))  # type: ignore[assignment]
     monkeypatch.setattr(callbacks, "read_back", lambda *_: {"warnings": ["it grew by 9 GiB"]})
     monkeypatch.setattr(callbacks, "_table", lambda _: ["a table"])
