@@ -23,7 +23,7 @@ from fsdp_tune.jobs.observer import Observer, PlanStage
 
 if TYPE_CHECKING:
     from fsdp_tune.cli.train_view import StepView
-    from fsdp_tune.jobs.train import TrainingInputs, TrainResult
+    from fsdp_tune.jobs.results import TrainingInputs, TrainResult
     from fsdp_tune.planner.predict.predict import Plan
     from fsdp_tune.run.directory import RunDir
 

@@ -97,7 +97,7 @@ def train(
     with command(json_output) as screen:
         import fsdp_tune
         from fsdp_tune.cli import train_view as view
-        from fsdp_tune.jobs.train import TrainResult, preview, write_only
+        from fsdp_tune.jobs.train import WrittenRun, preview, write_only
         from fsdp_tune.run.launch_files import parse_profile
 
         if full and not dry_run:
@@ -118,7 +118,7 @@ def train(
             view.show_preview(screen, preview(loaded, options, observer=screen), full=full)
             return
         result = (write_only if no_start else fsdp_tune.train)(loaded, options, observer=screen)
-        if isinstance(result, TrainResult):
+        if not isinstance(result, WrittenRun):
             view.show_end(screen, result)
             raise typer.Exit(EXIT_CODE_OF_REASON[result.exit_reason])
         view.show_commands(screen, result)

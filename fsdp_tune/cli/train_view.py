@@ -14,7 +14,8 @@ from fsdp_tune.core.secrets import masked
 from fsdp_tune.core.units import format_bytes, format_seconds
 from fsdp_tune.data.account import source_lines
 from fsdp_tune.data.order.token_batches import filling_lines
-from fsdp_tune.jobs.train import Preview, TrainingInputs, TrainResult, WrittenRun
+from fsdp_tune.jobs.results import TrainingInputs, TrainResult
+from fsdp_tune.jobs.train import Preview, WrittenRun
 from fsdp_tune.launch.command.resume import commands_to_resume
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.resolve import Resolution

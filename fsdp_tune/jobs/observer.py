@@ -11,7 +11,7 @@ from fsdp_tune.core.errors import Notice
 from fsdp_tune.core.progress import Bar
 
 if TYPE_CHECKING:
-    from fsdp_tune.jobs.train import TrainingInputs, TrainResult
+    from fsdp_tune.jobs.results import TrainingInputs, TrainResult
     from fsdp_tune.planner.predict.predict import Plan
     from fsdp_tune.run.directory import RunDir
 

@@ -8,10 +8,9 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import DISK, write_json
@@ -28,6 +27,7 @@ from fsdp_tune.jobs.inspection import inspect_model
 from fsdp_tune.jobs.merge import merge_checkpoint
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.planning import PlanSession, budget_of, decide, decisions, visible_gpu
+from fsdp_tune.jobs.results import TrainingInputs, TrainResult
 from fsdp_tune.jobs.session import Allowed, resolve_recipe, session
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
 from fsdp_tune.launch.command.resume import (
@@ -56,7 +56,7 @@ from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
-from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
+from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.launch_files import ProfiledSteps
 from fsdp_tune.run.lock import locked
 from fsdp_tune.run.rank_files import read_outcome
@@ -81,60 +81,6 @@ class TrainOptions:
     verify_data: bool = False
     """Hash all data files instead of trusting sizes and times."""
     allowed: Allowed = Allowed()
-
-
-@dataclass(frozen=True, slots=True)
-class TrainResult:
-    """How a run ended on this machine. Machines other than the first know no step, outcome and checkpoint."""
-
-    run: RunDir
-    recipe: Recipe
-    """As it was trained."""
-    exit_reason: ExitReason
-    step: int = 0
-    outcome: dict[str, Any] = field(default_factory=dict[str, Any])
-    """`loss`, `eval_loss`, `tokens` and `seconds`, where the first rank reported them."""
-    checkpoint: Checkpoint | None = None
-    """The newest complete one."""
-    merged: Path | None = None
-    machine_rank: int = 0
-    had_finished: bool = False
-    """Nothing was left to train."""
-
-    @property
-    def metrics(self) -> Path:
-        return self.run.metrics_jsonl
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the document of `train --json`."""
-        if self.machine_rank:
-            return {"run_dir": str(self.run.path), "machine_rank": self.machine_rank, "exit_reason": self.exit_reason.value}
-        return {
-            "run_dir": str(self.run.path),
-            "steps": self.step,
-            "loss": self.outcome.get("loss"),
-            "eval_loss": self.outcome.get("eval_loss"),
-            "checkpoint": str(self.checkpoint.path) if self.checkpoint else None,
-            "merged": str(self.merged) if self.merged else None,
-            "tokens": self.outcome.get("tokens"),
-            "seconds": self.outcome.get("seconds"),
-            "exit_reason": self.exit_reason.value,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingInputs:
-    """What was checked before a run is written."""
-
-    resolution: Resolution
-    """With the keys decided that were left to a plan."""
-    decided: dict[str, str]
-    """Those keys → value and reason."""
-    model: dict[str, Any]
-    tokenizer: Any
-    data: Prepared
-    plan: Plan | None
-    """The prediction for this machine's GPU; None where there is none."""
 
 
 def train(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, observer: Observer = Observer()) -> TrainResult:
