@@ -210,7 +210,7 @@ def _meeting() -> dict[str, str]:
 
 
 def _draw_on_the_device() -> None:
-    from fsdp_tune.model.build import assemble as loading
+    from fsdp_tune.model.loading import assemble as loading
     from fsdp_tune.worker import setup
 
     loading._choose = lambda *_: ("checkpoint", None)  # "the weights come later"

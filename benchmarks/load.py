@@ -41,8 +41,8 @@ def load_on_this_rank(directory: str, way: str) -> None:
     import torch
     import torch.distributed as dist
 
-    import fsdp_tune.model.build.assemble as loading
-    from fsdp_tune.model.build.construct import model_config
+    import fsdp_tune.model.loading.assemble as loading
+    from fsdp_tune.model.loading.construct import model_config
     from fsdp_tune.recipe.schema import Recipe
 
     dist.init_process_group("gloo")

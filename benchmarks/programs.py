@@ -70,7 +70,7 @@ def no_wrapper(_recipe: Recipe) -> None:
     """One GPU without DDP, which would keep buckets beside the gradients while it accumulates."""
     import contextlib
 
-    from fsdp_tune.model.build.assemble import wrap_whole
+    from fsdp_tune.model.loading.assemble import wrap_whole
     from fsdp_tune.model.shard import wrap
     from fsdp_tune.planner.trace import traced_step as step
 

@@ -22,7 +22,7 @@ from fsdp_tune.data.read.sources import find_source
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.recipe.schema import Recipe
 
-INSPECT = (sys.executable, "-P", "-m", "fsdp_tune.model.build.inspect")
+INSPECT = (sys.executable, "-P", "-m", "fsdp_tune.model.loading.inspect")
 INSPECT_SECONDS = 300.0
 FIRST_ROWS = 200
 SHOWN_BAD_ROWS = 5
@@ -36,7 +36,7 @@ class Inspection:
     """What was found in the model, in the data, or in both."""
 
     model: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The document of `fsdp_tune.model.build.inspect`, without problems and notices; empty if the model could not be built."""
+    """The document of `fsdp_tune.model.loading.inspect`, without problems and notices; empty if the model could not be built."""
     vocabulary_size: int | None = None
     """Tokens of the tokenizer; None if it could not be loaded."""
     inputs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])

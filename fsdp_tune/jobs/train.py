@@ -46,7 +46,7 @@ from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.supervisor import Said
 from fsdp_tune.launch.supervise.verdict import Ended
 from fsdp_tune.merge.merging import MergeOptions
-from fsdp_tune.model.build.model_files import check_vocabulary, save_model_files
+from fsdp_tune.model.loading.model_files import check_vocabulary, save_model_files
 from fsdp_tune.planner.hardware.gpus import detect
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.planner.predict.totals import total_steps

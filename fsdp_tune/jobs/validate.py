@@ -11,7 +11,7 @@ from fsdp_tune.jobs.inspection import Inspection, inspect
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.planning import budget_of, decide, visible_gpu
 from fsdp_tune.jobs.session import Allowed, resolve_recipe, session
-from fsdp_tune.model.build.model_files import check_vocabulary
+from fsdp_tune.model.loading.model_files import check_vocabulary
 from fsdp_tune.planner.search.recomputation import KEY, is_open
 from fsdp_tune.recipe.findings import pinned
 from fsdp_tune.recipe.read.loader import LoadedRecipe

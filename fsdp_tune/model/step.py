@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from fsdp_tune.model.build.construct import TORCH_DTYPE
+from fsdp_tune.model.loading.construct import TORCH_DTYPE
 from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.model.packed import packing_known
 from fsdp_tune.recipe.schema import Recipe

@@ -17,9 +17,9 @@ from fsdp_tune.data.order.permutation import order_of
 from fsdp_tune.data.order.token_batches import budget_of
 from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.model.build.assemble import Loaded, load
-from fsdp_tune.model.build.construct import model_config
 from fsdp_tune.model.kernels.attention import has_variable_lengths
+from fsdp_tune.model.loading.assemble import Loaded, load
+from fsdp_tune.model.loading.construct import model_config
 from fsdp_tune.model.loss import auxiliary_loss_weight
 from fsdp_tune.model.shard.wrap import process_groups
 from fsdp_tune.model.step import LossScale

@@ -23,7 +23,7 @@ from transformers.trainer_callback import PrinterCallback
 from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.model.build.assemble import Loaded
+from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loss import auxiliary_loss_weight
 from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.step import LossScale, forward_backward

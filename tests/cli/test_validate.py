@@ -35,7 +35,7 @@ FACTS = {
 
 
 def inspector(tmp_path: Path, document: dict[str, Any] | str, exit_code: int = 0) -> tuple[str, ...]:
-    """Stands in for `fsdp_tune.model.build.inspect`: reads the recipe as that does, prints `document`."""
+    """Stands in for `fsdp_tune.model.loading.inspect`: reads the recipe as that does, prints `document`."""
     text = document if isinstance(document, str) else json.dumps(document)
     script = tmp_path / "inspect_model.py"
     script.write_text(

@@ -255,7 +255,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("an empty completion is trained", "data.format.formats:FormatSettings._prompt_completion", drop("raise"), rows="F022"),
     plant(
         "a tokenizer may be larger than the embedding",
-        "model.build.model_files:check_vocabulary",
+        "model.loading.model_files:check_vocabulary",
         never("vocabulary_size rows"),
         rows="F024",
     ),

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_tune.model.build import assemble as load
-from fsdp_tune.model.build.construct import build_empty, build_full
-from fsdp_tune.model.build.weight_slices import Stored, WeightFiles
+from fsdp_tune.model.loading import assemble as load
+from fsdp_tune.model.loading.construct import build_empty, build_full
+from fsdp_tune.model.loading.weight_slices import Stored, WeightFiles
 from tests.merge.ranks import run_ranks
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of

@@ -11,7 +11,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.order.collate import example_ids
 from fsdp_tune.data.store import Row
 from fsdp_tune.model.balance import demand_known_balance, summed_balance
-from fsdp_tune.model.build.construct import build_empty, build_full
+from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.worker.dataset import Collator
 from tests.model.families import FAMILIES

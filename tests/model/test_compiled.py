@@ -14,8 +14,8 @@ import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from fsdp_tune.model.build.construct import build_empty, build_full
 from fsdp_tune.model.kernels.compiled import GRAPHS_OF_A_LAYER, CompileClock, compile_layers, expected_graphs, is_compiled
+from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.model.shard.recompute import recompute_activations

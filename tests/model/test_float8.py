@@ -9,11 +9,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.build.construct import build_empty, build_full
-from fsdp_tune.model.build.inspect import facts
 from fsdp_tune.model.kernels import float8
 from fsdp_tune.model.kernels.float8 import choose_fp8, convert_to_fp8, demand_gpu, fp8_notices, plan_fp8
 from fsdp_tune.model.kernels.float8_weights import gathered_in_fp8, is_fp8, refresh_scales
+from fsdp_tune.model.loading.construct import build_empty, build_full
+from fsdp_tune.model.loading.inspect import facts
 from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.model.shard.wrap import wrap
 from fsdp_tune.recipe.schema import Recipe

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.build.construct import build_empty
+from fsdp_tune.model.loading.construct import build_empty
 from fsdp_tune.model.shard.fsdp_units import decoder_layer_classes, decoder_layers, minimum_unit_parameters, plan_units
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_tune.model.build.construct import build_full
+from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.shard.host_copies import HostCopies
 from fsdp_tune.model.shard.recompute import recompute_activations
 from tests.model.families import FAMILIES

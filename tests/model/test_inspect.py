@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.build.construct import build_empty
-from fsdp_tune.model.build.inspect import facts
+from fsdp_tune.model.loading.construct import build_empty
+from fsdp_tune.model.loading.inspect import facts
 from tests.model.recipes import recipe_of
 
 OPT = {

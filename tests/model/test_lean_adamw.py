@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_tune.model.build.inspect import facts
+from fsdp_tune.model.loading.inspect import facts
 from fsdp_tune.model.optim import lean_adamw
 from fsdp_tune.model.optim.lean_adamw import LeanAdamW, round_by_chance, rounding_key
 from fsdp_tune.model.optim.optimizer import build_optimizer

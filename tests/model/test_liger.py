@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.build.construct import build_empty, build_full
 from fsdp_tune.model.kernels import liger
 from fsdp_tune.model.kernels.liger import choose_liger, liger_summed_loss, modules_of_liger, put_liger_into
 from fsdp_tune.model.kernels.linear_loss import Logits, LossOptions, summed_linear_loss
 from fsdp_tune.model.kernels.select import choose_kernels, choose_loss
+from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.recipe.schema import Recipe
 from tests.model.recipes import recipe_of
 

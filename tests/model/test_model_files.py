@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.build.model_files import check_vocabulary, save_model_files, with_special_tokens
+from fsdp_tune.model.loading.model_files import check_vocabulary, save_model_files, with_special_tokens
 from fsdp_tune.recipe.schema import Model, Tokens
 
 FACTS = {

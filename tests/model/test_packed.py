@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, masking_utils, modeling_flash_attention_utils
 
 from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
-from fsdp_tune.model.build.construct import build_full
-from fsdp_tune.model.build.inspect import facts
+from fsdp_tune.model.loading.construct import build_full
+from fsdp_tune.model.loading.inspect import facts
 from fsdp_tune.model.loss import micro_batch_loss, shift_labels
 from fsdp_tune.model.packed import packing_known
 from fsdp_tune.worker.dataset import Batch, Collator

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fsdp_tune.model.build.construct import build_full
+from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.model.shard.recompute import _SaveAttentionAndEverySecondMatmul, checkpointed_layers, recompute_activations
 from tests.model.families import FAMILIES

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fsdp_tune.model.build.construct import build_full, build_with_buffers, model_config
-from fsdp_tune.model.build.rotary import fix_rotary_frequencies
+from fsdp_tune.model.loading.construct import build_full, build_with_buffers, model_config
+from fsdp_tune.model.loading.rotary import fix_rotary_frequencies
 from fsdp_tune.recipe.schema import Recipe
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
@@ -62,7 +62,7 @@ def test_row_is_computed_equally_next_to_short_and_long_rows(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_of_max_length_are_computed_as_by_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = {length: logits_of_short_row(build_full(recipe(name, length)), next_to=length) for length in (ORIGINAL, 64)}
-    monkeypatch.setattr("fsdp_tune.model.build.construct.fix_rotary_frequencies", lambda *_: None)
+    monkeypatch.setattr("fsdp_tune.model.loading.construct.fix_rotary_frequencies", lambda *_: None)
     plain = {length: logits_of_short_row(build_full(recipe(name, length)), next_to=length) for length in (ORIGINAL, 64)}
     assert not torch.allclose(plain[ORIGINAL], plain[64], atol=1e-4)
     assert all(torch.allclose(fixed[length], plain[length], atol=1e-6) for length in fixed)

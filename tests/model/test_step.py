@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fsdp_tune.model.build.construct import build_empty
+from fsdp_tune.model.loading.construct import build_empty
 from fsdp_tune.model.step import LossScale, clip_factor, compute_context, decayed_names, parameter_groups, scale_gradients, total_norm
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of

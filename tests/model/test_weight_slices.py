@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_tune.core.errors import FailedError
-from fsdp_tune.model.build import weight_slices as slices
-from fsdp_tune.model.build.weight_slices import WeightFiles, find_weight_files, fits, read_slices
+from fsdp_tune.model.loading import weight_slices as slices
+from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, fits, read_slices
 from fsdp_tune.recipe.schema import Recipe
 from tests.merge.ranks import run_ranks
 from tests.model.recipes import recipe_of
@@ -149,8 +149,8 @@ def test_a_file_that_shrinks_meanwhile_is_named(tmp_path):
 
 def load_here(directory: str) -> dict[str, Any]:
     """On a rank: bytes of its shard, of the largest layer, of the model; by how much loading raised the resident set at its peak."""
-    from fsdp_tune.model.build.assemble import load
-    from fsdp_tune.model.build.construct import model_config
+    from fsdp_tune.model.loading.assemble import load
+    from fsdp_tune.model.loading.construct import model_config
 
     recipe = recipe_of({"name_or_path": directory})
     gc.collect()

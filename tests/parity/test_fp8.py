@@ -148,8 +148,8 @@ def run_sabotaged(path: str, *, name: str) -> dict[str, Any]:
 
     import torch.distributed as dist
 
-    from fsdp_tune.model.build import assemble as load
     from fsdp_tune.model.kernels import float8
+    from fsdp_tune.model.loading import assemble as load
 
     real_config, real_plan, real_convert = float8._config, float8.plan_fp8, load.convert_to_fp8
 

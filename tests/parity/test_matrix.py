@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_tune.model.build.construct import build_empty
 from fsdp_tune.model.kernels.compiled import expected_graphs
+from fsdp_tune.model.loading.construct import build_empty
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker.main import read_recipe

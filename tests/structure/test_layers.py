@@ -144,7 +144,7 @@ def test_nothing_is_left_for_later(repository: Path) -> None:
 
 def test_only_the_surface_prints(repository: Path) -> None:
     """`print` below the surface would break `--json`; ranks say plain lines through the stream that they were given."""
-    allowed = {"fsdp_tune/worker/__main__.py", "fsdp_tune/model/build/inspect.py", "fsdp_tune/merge/verify/loaded.py"}
+    allowed = {"fsdp_tune/worker/__main__.py", "fsdp_tune/model/loading/inspect.py", "fsdp_tune/merge/verify/loaded.py"}
     found = {
         str(path.relative_to(repository))
         for path in modules(repository)

@@ -63,12 +63,12 @@ def offloaded() -> AbstractContextManager[Any]:
 def one_mesh_instead_of_two_copies() -> AbstractContextManager[Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return patch("fsdp_tune.model.build.assemble.make_mesh", lambda recipe, device_type: init_device_mesh(device_type, (4,)))
+    return patch("fsdp_tune.model.loading.assemble.make_mesh", lambda recipe, device_type: init_device_mesh(device_type, (4,)))
 
 
 def _units(keep: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[Any]]:
     def start() -> AbstractContextManager[Any]:
-        from fsdp_tune.model.build import assemble as load
+        from fsdp_tune.model.loading import assemble as load
 
         original = load.plan_units
         return patch.object(load, "plan_units", lambda recipe, model: keep(original(recipe, model)))
@@ -77,7 +77,7 @@ def _units(keep: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[An
 
 
 def no_recomputation() -> AbstractContextManager[Any]:
-    return patch("fsdp_tune.model.build.assemble.recompute_activations", lambda recipe, model: [])
+    return patch("fsdp_tune.model.loading.assemble.recompute_activations", lambda recipe, model: [])
 
 
 def every_layer_recomputed() -> AbstractContextManager[Any]:
@@ -91,21 +91,21 @@ def no_prefetch() -> AbstractContextManager[Any]:
 
 
 def other_attention() -> AbstractContextManager[Any]:
-    return patch("fsdp_tune.model.build.construct.attention", lambda recipe, config: "sdpa")
+    return patch("fsdp_tune.model.loading.construct.attention", lambda recipe, config: "sdpa")
 
 
 def stored_in_bf16() -> AbstractContextManager[Any]:
     import torch
 
-    return patch("fsdp_tune.model.build.construct.storage_dtype", lambda recipe: torch.bfloat16)
+    return patch("fsdp_tune.model.loading.construct.storage_dtype", lambda recipe: torch.bfloat16)
 
 
 def nothing_frozen() -> AbstractContextManager[Any]:
-    return patch("fsdp_tune.model.build.construct.freeze", lambda recipe, model: None)
+    return patch("fsdp_tune.model.loading.construct.freeze", lambda recipe, model: None)
 
 
 def plain_ddp() -> AbstractContextManager[Any]:
-    from fsdp_tune.model.build import assemble as load
+    from fsdp_tune.model.loading import assemble as load
     from fsdp_tune.model.shard import wrap
 
     return patch.object(load, "wrap", lambda recipe, model, units, mesh, device: wrap._wrap_ddp(model, device))

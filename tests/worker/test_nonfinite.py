@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_tune.model.build.construct import build_full
 from fsdp_tune.model.kernels.select import install_kernels
+from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.worker.dataset import Batch
 from fsdp_tune.worker.observe.nonfinite import first_bad_module
 from tests.model.recipes import recipe_of

@@ -92,7 +92,7 @@ def same_dropout_streams() -> AbstractContextManager[Any]:
 def another_seed_for_weights() -> AbstractContextManager[Any]:
     import torch.distributed as dist
 
-    from fsdp_tune.model.build import assemble as load
+    from fsdp_tune.model.loading import assemble as load
 
     original = load.build_full
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_tune.model.build.construct import TORCH_DTYPE
 from fsdp_tune.model.kernels.float8_weights import refresh_scales
+from fsdp_tune.model.loading.construct import TORCH_DTYPE
 from fsdp_tune.model.optim.accumulation import round_gradients, sum_gradients_in_fp32, sums_need_fp32
 from fsdp_tune.model.optim.lean_adamw import LeanAdamW
 from fsdp_tune.model.optim.torchao_adamw import torchao_class, with_plain_rates

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, modeling_utils
 
-from fsdp_tune.model.build.construct import TORCH_DTYPE
+from fsdp_tune.model.loading.construct import TORCH_DTYPE
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, ignored_module_names
 from fsdp_tune.recipe.schema import Recipe
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import distributed
 from transformers import PreTrainedModel
 
-from fsdp_tune.model.build.assemble import Loaded, wrap_whole
+from fsdp_tune.model.loading.assemble import Loaded, wrap_whole
 from fsdp_tune.planner.trace.device import STREAMS
 from fsdp_tune.planner.trace.recorder import Recorder
 from fsdp_tune.planner.trace.scopes import Names

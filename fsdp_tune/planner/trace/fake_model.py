@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
-from fsdp_tune.model.build.construct import attention, build_empty
 from fsdp_tune.model.kernels.attention import has_variable_lengths
+from fsdp_tune.model.loading.construct import attention, build_empty
 from fsdp_tune.model.positions import beyond_table_of_positions
 from fsdp_tune.recipe.schema import Recipe
 

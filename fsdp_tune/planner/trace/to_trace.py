@@ -10,9 +10,9 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdp_tune.model.build.construct import TORCH_DTYPE
-from fsdp_tune.model.build.experts import active_parameters
 from fsdp_tune.model.kernels.float8 import plan_fp8
+from fsdp_tune.model.loading.construct import TORCH_DTYPE
+from fsdp_tune.model.loading.experts import active_parameters
 from fsdp_tune.model.positions import max_positions
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.planner.predict.depth import Repeated

@@ -11,8 +11,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig
 
-from fsdp_tune.model.build.construct import attention, config_or_facts
 from fsdp_tune.model.kernels.attention import has_variable_lengths
+from fsdp_tune.model.loading.construct import attention, config_or_facts
 from fsdp_tune.model.shard.fsdp_units import plan_units
 from fsdp_tune.planner.predict.depth import DepthError, Repeated, full_depth, repeated_layers
 from fsdp_tune.planner.trace import autocast, device

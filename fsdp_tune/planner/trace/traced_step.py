@@ -1,6 +1,6 @@
 """Run the training step of a recipe under fake tensors and record it.
 
-It runs the same modules as the worker (`model.build`, `model.shard`, `model.loss`, `model.step`, `model.optim`). Only the loop around
+It runs the same modules as the worker (`model.loading`, `model.shard`, `model.loss`, `model.step`, `model.optim`). Only the loop around
 them is written here, as in the Trainer.
 """
 
@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from fsdp_tune.model import packed
-from fsdp_tune.model.build.assemble import Loaded, wrap_whole
 from fsdp_tune.model.kernels.float8 import convert_to_fp8
+from fsdp_tune.model.loading.assemble import Loaded, wrap_whole
 from fsdp_tune.model.loss import auxiliary_loss_weight, micro_batch_loss
 from fsdp_tune.model.optim.optimizer import build_optimizer
 from fsdp_tune.model.optim.torchao_adamw import parts_of

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.model.build.construct import TORCH_DTYPE, build_full
+from fsdp_tune.model.loading.construct import TORCH_DTYPE, build_full
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir

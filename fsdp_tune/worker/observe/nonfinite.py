@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.model.build.assemble import Loaded
+from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.model.shard.gathering import outside_step
 from fsdp_tune.model.step import compute_context

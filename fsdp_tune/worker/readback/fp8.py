@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_tune.model.build.assemble import Loaded
 from fsdp_tune.model.kernels.float8_weights import gathered_in_fp8, is_fp8
+from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.shard.wrap import fsdp_groups
 from fsdp_tune.recipe.schema import Recipe
 

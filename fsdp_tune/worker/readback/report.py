@@ -20,12 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.core.units import MIB
-from fsdp_tune.model.build.assemble import Loaded
-from fsdp_tune.model.build.construct import frozen_by_its_code
 from fsdp_tune.model.kernels.attention import choose_attention, stands_for
 from fsdp_tune.model.kernels.compiled import is_compiled
 from fsdp_tune.model.kernels.head import loss_kernel_of
 from fsdp_tune.model.kernels.liger import modules_of_liger
+from fsdp_tune.model.loading.assemble import Loaded
+from fsdp_tune.model.loading.construct import frozen_by_its_code
 from fsdp_tune.model.optim.torchao_adamw import blocks_fit, kept_as, parts_of
 from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.model.shard.wrap import fsdp_groups, process_groups

@@ -53,7 +53,7 @@ def no_loss() -> None:
 
 def no_layer() -> None:
     """A model that loses its last decoder layer when it is built."""
-    from fsdp_tune.model.build import construct as build
+    from fsdp_tune.model.loading import construct as build
 
     original = build._finish
 

@@ -1,6 +1,6 @@
 """Facts of a recipe's model, found on the meta device in a process of its own, so that the command line never imports torch.
 
-    python -m fsdp_tune.model.build.inspect < recipe.json
+    python -m fsdp_tune.model.loading.inspect < recipe.json
 
 prints one JSON document: parameters, layer classes, units, embedding rows, what the model can do, and every problem.
 """
@@ -19,9 +19,9 @@ from fsdp_tune.recipe.schema import Recipe
 
 def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     """Everything that can be said of the model without its weights; problems are collected, not raised."""
-    from fsdp_tune.model.build.construct import build_empty, config_or_facts, embedding_rows, generation_config
     from fsdp_tune.model.kernels.float8 import choose_fp8, fp8_notices
     from fsdp_tune.model.kernels.select import choose_kernels
+    from fsdp_tune.model.loading.construct import build_empty, config_or_facts, embedding_rows, generation_config
     from fsdp_tune.model.optim.torchao_adamw import demand_optimizer
     from fsdp_tune.model.positions import max_positions
 
@@ -76,7 +76,7 @@ def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
 
 
 def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> tuple[list[Problem], list[Notice]]:
-    from fsdp_tune.model.build.rotary import fixed_rotary
+    from fsdp_tune.model.loading.rotary import fixed_rotary
     from fsdp_tune.model.positions import beyond_table_of_positions
 
     problems: list[Problem] = []

@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.units import KIB
-from fsdp_tune.model.build.construct import build_empty, build_full, build_with_buffers
-from fsdp_tune.model.build.experts import active_parameters
-from fsdp_tune.model.build.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
 from fsdp_tune.model.kernels.choice import KernelChoice
 from fsdp_tune.model.kernels.compiled import compile_layers
 from fsdp_tune.model.kernels.float8 import convert_to_fp8, demand_gpu
 from fsdp_tune.model.kernels.float8_weights import refresh_scales
 from fsdp_tune.model.kernels.select import install_kernels
+from fsdp_tune.model.loading.construct import build_empty, build_full, build_with_buffers
+from fsdp_tune.model.loading.experts import active_parameters
+from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, decoder_layers, ignored_module_names, plan_units
 from fsdp_tune.model.shard.mesh import make_mesh
 from fsdp_tune.model.shard.patience import leave, patient_group

@@ -25,7 +25,7 @@ class Tokenizer(Protocol):
 
 
 def save_model_files(directory: Path, facts: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Writes config.json, generation_config.json and the tokenizer. `facts` is the document of `model.build.inspect`."""
+    """Writes config.json, generation_config.json and the tokenizer. `facts` is the document of `model.loading.inspect`."""
     tokenizer.save_pretrained(str(directory))
     config = with_special_tokens(facts["config"], tokenizer, ("bos_token_id", "eos_token_id"))
     # Some models compute with the padding id of their config: Youtu zeroes that row of the embedding on each load, XGLM that position.

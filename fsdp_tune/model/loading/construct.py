@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.hub import hub_is_reachable
-from fsdp_tune.model.build.rotary import fix_rotary_frequencies
 from fsdp_tune.model.kernels.attention import choose_attention
+from fsdp_tune.model.loading.rotary import fix_rotary_frequencies
 from fsdp_tune.recipe.catalogue import architecture
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import run_of
