@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -15,6 +14,7 @@ from fsdp_tune.jobs.train import takes_best
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir, checkpoint_step
 from fsdp_tune.run.metrics_file import read_metrics
+from fsdp_tune.run.records import Prediction
 
 if TYPE_CHECKING:
     from fsdp_tune.recipe.schema import Recipe
@@ -117,12 +117,12 @@ def _memory(steps: Sequence[Line]) -> str:
 
 def predicted_and_measured(run: RunDir, steps: Sequence[Line]) -> list[str]:
     """Compare plan.json with the last step, one line for each figure that both have."""
-    if not run.plan_json.exists() or not steps:
+    plan = Prediction.read(run.plan_json)
+    if plan is None or not steps:
         return []
-    plan: dict[str, Any] = json.loads(run.plan_json.read_text(encoding="utf-8"))
     lines: list[str] = []
     for name, unit in (("peak_allocated_gib", "GiB"), ("peak_reserved_gib", "GiB"), ("step_seconds", "s")):
-        predicted, measured = plan.get(name), steps[-1].get(name)
+        predicted, measured = getattr(plan, name), steps[-1].get(name)
         if predicted is not None and measured:
             lines.append(f"{name}: {predicted:.3g} {unit} predicted, {measured:.3g} measured ({predicted / measured - 1:+.1%})")
     return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import threading
@@ -13,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from fsdp_tune.core import processes as children
-from fsdp_tune.core.atomic import DISK, write_json
+from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.devices import visible_devices
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, usage_error
 from fsdp_tune.core.secrets import MASK, mask_text
@@ -44,7 +43,6 @@ from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.machines.work import CountedBar, WorkCounter
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.supervisor import Said
-from fsdp_tune.launch.supervise.verdict import Ended
 from fsdp_tune.merge.merging import MergeOptions
 from fsdp_tune.model.loading.model_files import check_vocabulary, save_model_files
 from fsdp_tune.planner.hardware.gpus import detect
@@ -59,7 +57,8 @@ from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.launch_files import ProfiledSteps
 from fsdp_tune.run.lock import locked
-from fsdp_tune.run.rank_files import read_outcome
+from fsdp_tune.run.rank_files import Verdict, read_outcome
+from fsdp_tune.run.records import Environment, Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +271,7 @@ class _Job:
             recipe=self.recipe,
             reasons=self.resolution.reasons,
             plan=self.plan,
-            environment={"versions": versions(), "host": host(), "devices": devices, "extensions": extensions},
+            environment=Environment(versions(), host(), devices, extensions),
             data=inputs.data.to_json(),
             start=start,
             save_model=lambda directory: save_model_files(directory, inputs.model, inputs.tokenizer),
@@ -281,7 +280,7 @@ class _Job:
         write_run(self.plan.run, files)
         keep_prediction(self.plan.run, inputs.plan)
 
-    def run_ranks(self) -> Ended:
+    def run_ranks(self) -> Verdict:
         """Run the ranks of this machine to their end, restarts included."""
         plan, observer = self.plan, self.observer
         ranks = f"ranks {plan.ranks.start} to {plan.ranks.stop - 1}" if len(plan.ranks) > 1 else f"rank {plan.ranks.start}"
@@ -289,7 +288,7 @@ class _Job:
         attempts = Attempts(plan, self.recipe, partial(rows_of_step, plan.run, self.recipe))
         with observer.training(), closing(attempts.events()) as events:
             for event in events:
-                if isinstance(event, Ended):
+                if isinstance(event, Verdict):
                     return event
                 if isinstance(event, Said):
                     observer.message(event.text)
@@ -297,7 +296,7 @@ class _Job:
                     observer.metrics(event.line)
         raise AssertionError("the supervisor ends with a verdict")
 
-    def conclude(self, ended: Ended) -> TrainResult:
+    def conclude(self, ended: Verdict) -> TrainResult:
         """Merge a finished run. Raises: FsdpTuneError with the problem of a failed one and the next commands."""
         run = self.plan.run
         outcome = ended.first_outcome.facts if ended.first_outcome else {}
@@ -347,11 +346,8 @@ def _unreachable(what: str) -> Problem:
 
 def read_extensions(run: RunDir) -> dict[tuple[str, str], Extension]:
     """Return the extensions in RUN/environment.json by kind and name."""
-    try:
-        recorded = json.loads(run.environment_json.read_bytes()).get("extensions", [])
-        return {(raw["kind"], raw["name"]): Extension.from_dict(raw) for raw in recorded}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # written by another version, or by hand
-        return {}
+    recorded = Environment.read(run.environment_json) or Environment()
+    return {(raw["kind"], raw["name"]): Extension.from_dict(raw) for raw in recorded.extensions}
 
 
 def takes_best(recipe: Recipe) -> bool:
@@ -399,7 +395,7 @@ def keep_prediction(run: RunDir, plan: Plan | None) -> None:
     if plan is None:
         DISK.unlink(run.plan_json)
     else:
-        write_json(run.plan_json, plan.as_dict())
+        Prediction.from_dict(plan.as_dict()).write(run.plan_json)
 
 
 # ---- The rows that a step trains on. The order of the data depends on seed and epoch alone.

@@ -14,7 +14,7 @@ from fsdp_tune.launch.machines.coordination import machines_elsewhere
 from fsdp_tune.launch.supervise.process_tree import is_rank_of
 from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
 from fsdp_tune.run.metrics_file import json_objects
-from fsdp_tune.run.rank_files import read_heartbeat, read_outcome, read_verdict
+from fsdp_tune.run.rank_files import Verdict, read_heartbeat, read_outcome
 
 TAIL_BYTES = 1 << 18
 """Of metrics.jsonl; lines are a few hundred bytes."""
@@ -30,7 +30,7 @@ def run_status(run: RunDir) -> dict[str, Any]:
     world_size = recipe.world_size
     elsewhere = machines_elsewhere(run, recipe.launch.num_machines)
     ranks = [_rank_status(run, rank, is_elsewhere=rank // recipe.local_world_size in elsewhere) for rank in range(world_size)]
-    verdict = read_verdict(run)
+    verdict = Verdict.read(run.outcome_json)
     outcomes = [outcome for rank in range(world_size) if (outcome := read_outcome(run, rank)) is not None]
     problems = [outcome.problem.message for outcome in outcomes if outcome.problem is not None]
     checkpoint, rejected = latest_checkpoint(run)
@@ -50,19 +50,19 @@ def run_status(run: RunDir) -> dict[str, Any]:
         "checkpoint": str(checkpoint.path) if checkpoint else None,
         "rejected_checkpoints": [{"path": str(bad.path), "reason": bad.reason} for bad in rejected],
         "merged": str(run.merged) if run.merged.is_dir() else None,
-        "problem": verdict["problem"]["message"] if verdict is not None and verdict.get("problem") else next(iter(problems), None),
+        "problem": verdict.problem.message if verdict is not None and verdict.problem else next(iter(problems), None),
         "ways_on": [] if state in _CONTINUES else _next_commands(run, state, checkpoint),
         "logs": str(run.logs),
     }
 
 
-def _state(owner: Owner | None, ranks: list[dict[str, Any]], verdict: dict[str, Any] | None) -> str:
+def _state(owner: Owner | None, ranks: list[dict[str, Any]], verdict: Verdict | None) -> str:
     if any(rank["state"] == "live" for rank in ranks):
         return RUNNING
     if owner is not None:
         return BUSY
     if verdict is not None:
-        return str(verdict["exit_reason"])
+        return verdict.reason.value
     reasons = {str(rank["state"]) for rank in ranks if rank["exit_code"] is not None}
     if reasons:  # started manually: no supervisor judged it
         return reasons.pop() if len(reasons) == 1 else " and ".join(sorted(reasons))

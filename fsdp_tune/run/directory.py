@@ -60,6 +60,8 @@ class RunDir:
     """Ids of this run in the experiment trackers."""
     lock = _Inside("run.lock")
     logs = _Inside("logs")
+    outcome_json = _Inside("logs/outcome.json")
+    """How the last launch ended; absent while it runs, and if its supervisor was killed too."""
     launcher_log = _Inside("logs/launcher.log")
     flight_recorder = _Inside("logs/flight-recorder")
     """torch's record of each rank's collectives, written when a rank hangs; for `torchfrtrace`."""

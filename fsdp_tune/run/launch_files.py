@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
-from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.errors import usage_error
-from fsdp_tune.run.directory import Checkpoint, RunDir
+from fsdp_tune.run.document import Document
 
 _WRITTEN = re.compile(r"steps=(\d+)(?::(\d+))?")
 
 
-@dataclass(frozen=True, slots=True)
-class ProfiledSteps:
+class ProfiledSteps(NamedTuple):
     """The first and the last profiled step, inclusive; steps count from 1, as in metrics.jsonl."""
 
     first: int
@@ -38,45 +33,24 @@ def parse_profile(text: str) -> ProfiledSteps:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchRecord:
-    """launch.json: how the ranks were started; defaults for ranks that were started manually."""
+class LaunchRecord(Document):
+    """launch.json: how the ranks were started. There is none for ranks that were started manually."""
+
+    IS_PRIVATE: ClassVar[bool] = True
 
     started_at: float | None = None
     """Wall-clock time of the launcher."""
     profile: ProfiledSteps | None = None
-
-    @classmethod
-    def read(cls, run: RunDir) -> LaunchRecord:
-        try:
-            raw: dict[str, Any] = json.loads(run.launch_json.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return cls()
-        return cls(raw.get("started_at"), ProfiledSteps(*raw["profile"]) if raw.get("profile") else None)
-
-
-def write_launch(run: RunDir, plan: Mapping[str, Any], reasons: Mapping[str, str], profile: ProfiledSteps | None) -> None:
-    """Write launch.json. `plan`: command, environment and ranks, for `status`. `reasons`: why each resolved key has its value."""
-    profiled = [profile.first, profile.last] if profile else None
-    write_json(run.launch_json, {**plan, "started_at": time.time(), "reasons": dict(reasons), "profile": profiled}, private=True)
+    reasons: dict[str, str] = field(default_factory=dict[str, str])
+    """Why each resolved key has its value."""
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    """All other fields of the file: command and environment of the ranks, the number of ranks …"""
 
 
 @dataclass(frozen=True, slots=True)
-class ResumeRequest:
+class ResumeRequest(Document):
     """resume.json: the checkpoint that this launch starts from; None for step 0."""
 
-    checkpoint: str | None = None
+    resume_from: str | None = None
     digests_checked: bool = False
     """Whether the launcher has just verified the digest of every file in it."""
-
-    @classmethod
-    def read(cls, run: RunDir) -> ResumeRequest:
-        try:
-            raw: dict[str, Any] = json.loads(run.resume_json.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return cls()
-        return cls(raw.get("resume_from"), bool(raw.get("digests_checked", False)))
-
-
-def write_resume(run: RunDir, checkpoint: Checkpoint | None, *, digests_checked: bool) -> None:
-    """Write resume.json, which the ranks of the next launch read."""
-    write_json(run.resume_json, {"resume_from": str(checkpoint.path) if checkpoint else None, "digests_checked": digests_checked})

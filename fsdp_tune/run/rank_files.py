@@ -1,20 +1,21 @@
-"""Files of each rank in logs/: a heartbeat while it runs, and an outcome when it ends."""
+"""Files in logs/: of each rank a heartbeat while it runs and an outcome when it ends, and the verdict on the launch."""
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from fsdp_tune.core.atomic import json_safe, write_json
-from fsdp_tune.core.errors import ExitReason, Problem, Where
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Problem, Where
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.document import Document
+
+STOPPED = (ExitReason.PREEMPTED, ExitReason.INTERRUPTED, ExitReason.MAX_RUNTIME)
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Document):
     rank: int
     pid: int
     step: int
@@ -28,13 +29,12 @@ class Heartbeat:
     collective: dict[str, Any] | None = None
     """The last collective in the flight recorder, once the rank hangs."""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Exit code and reason of a rank, and the problem that ended it."""
+class Outcome(Document):
+    """Exit code and reason of a rank, and the problem that ended it. The last file that a rank writes."""
+
+    IS_PRIVATE: ClassVar[bool] = True
 
     exit_code: int
     reason: ExitReason
@@ -46,78 +46,83 @@ class Outcome:
     step: int = 0
     time: float = 0.0
 
+    def as_dict(self) -> dict[str, Any]:
+        problem = self.problem
+        return {
+            "rank": self.rank,
+            "exit_code": int(self.exit_code),
+            "exit_reason": self.reason.value,
+            "step": self.step,
+            "time": self.time,
+            "problem": {**problem.as_dict(), "hint": problem.hint, "ways_out": problem.ways_out} if problem else None,
+            "traceback": self.traceback,
+            **self.facts,
+        }
 
-def write_outcome(run: RunDir, outcome: Outcome) -> None:
-    """Write the last file of a rank. Raises: OSError."""
-    problem = outcome.problem
-    content = {
-        "rank": outcome.rank,
-        "exit_code": int(outcome.exit_code),
-        "exit_reason": outcome.reason.value,
-        "step": outcome.step,
-        "time": outcome.time,
-        "problem": {**problem.as_dict(), "hint": problem.hint, "ways_out": problem.ways_out} if problem else None,
-        "traceback": outcome.traceback,
-    }
-    write_json(run.rank_outcome(outcome.rank), json_safe(content | outcome.facts), private=True)
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Outcome:
+        facts = dict(raw)
+        rank, code, reason, step, ended_at = (facts.pop(name) for name in ("rank", "exit_code", "exit_reason", "step", "time"))
+        problem = Problem.from_dict(found) if (found := facts.pop("problem", None)) else None
+        trace = facts.pop("traceback", None)
+        return cls(int(code), ExitReason(reason), problem, trace, facts, int(rank), int(step or 0), float(ended_at))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict(Document):
+    """How a launch ended, as its supervisor judged; killed ranks write no outcome of their own."""
+
+    IS_PRIVATE: ClassVar[bool] = True
+
+    exit_code: ExitCode
+    reason: ExitReason
+    step: int
+    problem: Problem | None = None
+    first_outcome: Outcome | None = None
+    """Outcome of the first rank of this machine, with the loss and counts of the run; not in the file."""
+
+    @property
+    def is_stop(self) -> bool:
+        """Whether a signal or `launch.max_runtime` ended the launch, and nothing failed."""
+        return self.problem is None and self.reason in STOPPED
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "exit_code": int(self.exit_code),
+            "exit_reason": self.reason.value,
+            "step": self.step,
+            "time": time.time(),
+            "problem": self.problem.as_dict() if self.problem else None,
+        }
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Verdict:
+        problem = Problem.from_dict(raw["problem"]) if raw.get("problem") else None
+        return cls(ExitCode(raw["exit_code"]), ExitReason(raw["exit_reason"]), int(raw["step"]), problem)
 
 
 def read_heartbeat(run: RunDir, rank: int) -> Heartbeat | None:
-    raw = _read(run.rank_heartbeat(rank))
+    """Return the last heartbeat of a rank; None before the first, and for a file that is damaged or of another version."""
     try:
-        if raw is None:
-            return None
-        seen: dict[str, Any] | None = raw.get("collective")
-        progressed_at, silent_seconds = float(raw["progressed_at"]), float(raw["silent_seconds"])
-        return Heartbeat(
-            rank, int(raw["pid"]), int(raw["step"]), str(raw["phase"]), float(raw["time"]), progressed_at, silent_seconds, seen
-        )
-    except (KeyError, TypeError, ValueError):
-        return None  # written by another version
+        return Heartbeat.read(run.rank_heartbeat(rank))
+    except FsdpTuneError:
+        return None
 
 
 def read_outcome(run: RunDir, rank: int) -> Outcome | None:
-    """Return the outcome of a rank; None if it has not ended."""
-    raw = _read(run.rank_outcome(rank))
-    if raw is None:
-        return None
+    """Return the outcome of a rank; None if it has not ended. A file that cannot be read counts as a failure."""
+    path = run.rank_outcome(rank)
     try:
-        reason = ExitReason(raw["exit_reason"])
-        problem = None if raw.get("problem") is None else Problem.from_dict(raw["problem"])
-        known = {"rank", "exit_code", "exit_reason", "step", "time", "problem", "traceback"}
-        facts = {name: value for name, value in raw.items() if name not in known}
-        code, step, ended_at = int(raw["exit_code"]), int(raw["step"] or 0), float(raw["time"])
-        return Outcome(code, reason, problem, raw.get("traceback"), facts, rank, step, ended_at)
-    except (KeyError, TypeError, ValueError) as error:
-        message = f"rank {rank} left an outcome that cannot be read: {error!r}"
-        where = Where(str(run.rank_outcome(rank)))
-        return Outcome(1, ExitReason.FAILED, Problem("outcome-unreadable", message, where), rank=rank)
-
-
-def verdict_path(run: RunDir) -> Path:
-    """Path of the outcome of the last launch, written by its supervisor; killed ranks write no outcome of their own."""
-    return run.logs / "outcome.json"
-
-
-def read_verdict(run: RunDir) -> dict[str, Any] | None:
-    """Return the outcome of the last launch; None while it runs, and if its supervisor was killed too."""
-    return _read(verdict_path(run)) or None
+        return Outcome.read(path)
+    except FsdpTuneError as error:
+        problem = Problem("outcome-unreadable", f"rank {rank} left an outcome that cannot be read: it {error}", Where(str(path)))
+        return Outcome(ExitCode.FAILED, ExitReason.FAILED, problem, rank=rank)
 
 
 def clear(run: RunDir, ranks: Iterable[int], *, with_verdict: bool) -> None:
     """Delete the files of an earlier launch, so that they are not mistaken for those of this one."""
     if with_verdict:
-        verdict_path(run).unlink(missing_ok=True)
+        run.outcome_json.unlink(missing_ok=True)
     for rank in ranks:
         run.rank_heartbeat(rank).unlink(missing_ok=True)
         run.rank_outcome(rank).unlink(missing_ok=True)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        raw: Any = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        return {}
-    return cast(dict[str, Any], raw) if isinstance(raw, dict) else {}

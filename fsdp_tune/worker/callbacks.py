@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import psutil
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.errors import ExitReason, failed_error
 from fsdp_tune.model.kernels.compiled import CompileClock, expected_graphs
 from fsdp_tune.model.shard.wrap import bare_class
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agree import StopVote, gather
 from fsdp_tune.worker.checkpoint.restore import trainer_state_json
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
@@ -52,13 +52,13 @@ class RunCallback(TrainerCallback):
             document = read_back(trainer.parts.recipe, trainer.parts.loaded, trainer)
         except ReadBackError as error:
             if self._is_first:
-                write_json(self._run.readback_json, error.document)
+                error.document.write(self._run.readback_json)
             raise
         found = self._check_what_tokens_see()
-        document |= {"causality_deviation": found and found.later, "packing_deviation": found and found.packed}
+        document = replace(document, causality_deviation=found and found.later, packing_deviation=found and found.packed)
         if self._is_first:
-            write_json(self._run.readback_json, document)
-        for line in [*_table(document), *(f"WARNING: host memory: {warning}" for warning in document["warnings"])]:
+            document.write(self._run.readback_json)
+        for line in [*_table(document.facts), *(f"WARNING: host memory: {warning}" for warning in document.warnings)]:
             self._say(line)
         trainer.parts.metrics.event("train_started", state.global_step, total_steps=state.max_steps)
         self._wish.training = True
@@ -125,11 +125,8 @@ class RunCallback(TrainerCallback):
         if difference is not None:
             raise failed_error("readback-differs", difference, hint="the run was stopped after step 1")
         if self._is_first:
-            path = self._run.readback_json
-            document = json.loads(path.read_text(encoding="utf-8"))
-            write_json(
-                path, {**document, "optimizer_state_bytes": optimizer_state_kinds(trainer.optimizer), "witness": self._witness.report}
-            )
+            moments = optimizer_state_kinds(trainer.optimizer)
+            ReadBack.complete(self._run.readback_json, optimizer_state_bytes=moments, witness=self._witness.report)
         heartbeat = trainer.parts.heartbeat
         heartbeat.beat("training", trainer.state.global_step)
         trainer.parts.metrics.event("first_step", trainer.state.global_step, phase_seconds=startup_seconds(heartbeat))
@@ -158,7 +155,7 @@ class RunCallback(TrainerCallback):
 
 
 def _table(document: dict[str, Any]) -> list[str]:
-    """The read-back in a few plain lines."""
+    """Format the facts of the read-back as a few plain lines."""
     placement = ", ".join(document["placements"]) or "replicated"
     mesh = "×".join(map(str, document["mesh"])) or "no mesh"
     kinds = f"recomputation {document['activation_checkpointing']} ({document['recomputed_layers']} layers)"

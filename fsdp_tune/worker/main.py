@@ -20,7 +20,7 @@ from fsdp_tune.diagnose.oom import device_problem
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import LaunchRecord
-from fsdp_tune.run.rank_files import Outcome, write_outcome
+from fsdp_tune.run.rank_files import Outcome
 from fsdp_tune.worker.observe import flight
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.tracker_runs import continue_tracker_runs
@@ -53,7 +53,7 @@ def run_rank(run: RunDir, recipe: Recipe, rank: Rank, say: Callable[[str], None]
     heartbeat.close()
     with contextlib.suppress(OSError, FsdpTuneError):  # the run directory may be gone; the exit code still has the outcome
         heartbeat.beat("finished" if outcome.exit_code == 0 else "failed")
-        write_outcome(run, outcome)
+        outcome.write(run.rank_outcome(rank.index))
     return outcome
 
 
@@ -75,7 +75,8 @@ def _deadline(run: RunDir, recipe: Recipe, started: float) -> float | None:
     """When `launch.max_runtime` ends, counted from the start of the launcher; on the monotonic clock, which is never adjusted."""
     if recipe.launch.max_runtime is None:
         return None
-    gone_seconds = time.time() - (LaunchRecord.read(run).started_at or started)
+    launched = LaunchRecord.read(run.launch_json) or LaunchRecord()
+    gone_seconds = time.time() - (launched.started_at or started)
     return time.monotonic() + parse_seconds(recipe.launch.max_runtime) - gone_seconds
 
 

@@ -86,7 +86,7 @@ def build_trainer(
     callback = RunCallback(run, wish, say, witness, is_first=rank.is_first)
     compiling = [CompileReport(say)] if recipe.kernels.compile else []
     shares = StepShares(loaded.wrapped, device)
-    profiled = LaunchRecord.read(run).profile
+    profiled = (LaunchRecord.read(run.launch_json) or LaunchRecord()).profile
     profiling = [Profile(run, profiled, rank.index)] if profiled else []
     trainer = FsdpTrainer(parts, arguments, [*_extra_callbacks(recipe), shares, *profiling, *compiling, witness, callback])
     trainer.lines.shares = shares.take
@@ -138,10 +138,10 @@ def _start_from_checkpoint(recipe: Recipe, loaded: Loaded) -> None:
 
 def _resume(run: RunDir, recipe: Recipe) -> Checkpoint | None:
     """The launcher's choice, agreed by all ranks; hashed here unless the launcher has just done so."""
-    request = ResumeRequest.read(run)
+    request = ResumeRequest.read(run.resume_json) or ResumeRequest()
     digests = recipe.checkpoint.verify == "digest" and not request.digests_checked
     wait_seconds = VISIBLE_SECONDS if recipe.launch.num_machines > 1 else 0.0
-    return agreed_checkpoint(request.checkpoint, digests=digests, wait_seconds=wait_seconds)
+    return agreed_checkpoint(request.resume_from, digests=digests, wait_seconds=wait_seconds)
 
 
 def _sampler(recipe: Recipe, store: RowStore, rank: Rank) -> MicroBatches:

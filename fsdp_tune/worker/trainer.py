@@ -6,7 +6,6 @@ the batches, the loss, the gradient norm, evaluation, what is logged, and checkp
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.loading.assemble import Loaded
@@ -30,6 +28,7 @@ from fsdp_tune.model.step import LossScale, forward_backward
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import MetricsFile
+from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.checkpoint.restore import (
     restore_model,
     restore_optimizer,
@@ -197,9 +196,8 @@ class FsdpTrainer(Trainer):
     def _write_audit(self, report: dict[str, dict[str, int]]) -> None:
         """Complete readback.json with the dtypes in which the first micro-batch ran."""
         if self.is_world_process_zero():
-            document = json.loads(self.parts.run.readback_json.read_text(encoding="utf-8"))
             warnings = warnings_of(self.parts.recipe, report)
-            write_json(self.parts.run.readback_json, {**document, "ran_in": report, "warnings": warnings})
+            ReadBack.complete(self.parts.run.readback_json, ran_in=report, warnings=warnings)
             for warning in warnings:
                 self.parts.metrics.event("precision_warning", self.state.global_step, message=warning)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from fsdp_tune.core.atomic import STAGE_MARK
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.rank_files import verdict_path
 from tests.chaos.draw import AGENT, CHILD, COMMAND, LOADER, PHASES, RANK
 
 MARK, MACHINE = "CHAOS_RUN", "CHAOS_MACHINE"
@@ -130,8 +129,8 @@ class Watcher:
     def _has_ended_well(self) -> bool:
         try:
             return (
-                verdict_path(self._run).stat().st_mtime >= self._started_at
-                and json.loads(verdict_path(self._run).read_bytes())["exit_code"] == 0
+                self._run.outcome_json.stat().st_mtime >= self._started_at
+                and json.loads(self._run.outcome_json.read_bytes())["exit_code"] == 0
             )
         except (OSError, ValueError):
             return False

@@ -64,7 +64,7 @@ def test_plan_is_compared_with_the_last_step(tmp_path: Path) -> None:
 def test_start_without_a_plan_removes_an_earlier_one(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     keep_prediction(run, planned(10))
-    assert json.loads(run.plan_json.read_text()) == json.loads(json.dumps(planned(10).as_dict()))
+    assert json.loads(run.plan_json.read_text()) == {"version": 1} | json.loads(json.dumps(planned(10).as_dict()))
     keep_prediction(run, None)
     assert not run.plan_json.exists()
     keep_prediction(run, None)

@@ -17,14 +17,14 @@ from fsdp_tune.launch.machines.coordination import Machines, combined
 from fsdp_tune.launch.supervise.attempts import _final
 from fsdp_tune.launch.supervise.hang import Standing
 from fsdp_tune.launch.supervise.supervisor import Supervisor
-from fsdp_tune.launch.supervise.verdict import Ended
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.lock import locked
+from fsdp_tune.run.rank_files import Verdict
 from tests.launch.conftest import PlanOf
 
 
-def ended(reason: ExitReason, code: str | None = None, step: int = 3) -> Ended:
-    return Ended(EXIT_CODE_OF_REASON[reason], reason, step, Problem(code, f"{code} happened") if code else None)
+def ended(reason: ExitReason, code: str | None = None, step: int = 3) -> Verdict:
+    return Verdict(EXIT_CODE_OF_REASON[reason], reason, step, Problem(code, f"{code} happened") if code else None)
 
 
 KILLED = ended(ExitReason.LOST_RANK, "rank-killed", 5)
@@ -110,7 +110,7 @@ def test_success_on_another_machine_is_not_a_failure(two: tuple[Machines, Machin
     ("here", "there", "problem"),
     [(ECHO, KILLED, "rank-killed"), (KILLED, ECHO, "rank-killed"), (FAILED_THERE, KILLED, "rank-killed"), (ECHO, ECHO, "lost-rank")],
 )
-def test_the_verdict_is_the_failure_and_not_its_echo(two: tuple[Machines, Machines], here: Ended, there: Ended, problem: str) -> None:
+def test_the_verdict_is_the_failure_and_not_its_echo(two: tuple[Machines, Machines], here: Verdict, there: Verdict, problem: str) -> None:
     first, second = two
     start(first, second)
     timer = threading.Timer(0.1, second.end, [there])
@@ -131,7 +131,7 @@ def test_ranks_that_wait_for_those_of_a_stopped_machine_are_stopped_too(
     second.end(ended(reason, step=0))
     supervisor = Supervisor(plan_of({"0": [["beat", "importing", 0], ["sleep", 60]]}), hang_timeout_seconds=60.0, machines=first)
     *_, last = supervisor.events()
-    assert isinstance(last, Ended)
+    assert isinstance(last, Verdict)
     assert (last.reason, last.problem) == (reason, None)
 
 
@@ -155,7 +155,7 @@ def test_the_others_follow_the_first_into_each_launch_and_to_the_end(two: tuple[
     start(first, second, 1)
     first.conclude(FINISHED)
     final = second.next_launch()
-    assert isinstance(final, Ended)
+    assert isinstance(final, Verdict)
     assert final.reason is ExitReason.FINISHED
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fsdp_tune.launch.supervise.supervisor import Event, Said
-from fsdp_tune.launch.supervise.verdict import Ended
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.rank_files import Verdict
 from tests.launch.test_real_restart import launch, written
 from tests.parity.runs import lines
 
@@ -21,7 +21,7 @@ STEPS = 3
 KEYS = {"launch.max_restarts": 0, "launch.hang_timeout": f"{LIMIT_SECONDS:.0f}s", "checkpoint.probe": True, "training.save_steps": STEPS}
 
 
-def hang_of(run: RunDir, accident: dict[str, Any]) -> tuple[Ended, list[Event], float]:
+def hang_of(run: RunDir, accident: dict[str, Any]) -> tuple[Verdict, list[Event], float]:
     """The end, the events, and the seconds from the accident to the report."""
     ended, events = launch(run, accident)
     assert ended.problem is not None

@@ -15,9 +15,9 @@ import yaml
 
 from fsdp_tune.launch.command.accelerate import launch_plan
 from fsdp_tune.launch.supervise.supervisor import Event, Logged, Supervisor
-from fsdp_tune.launch.supervise.verdict import Ended
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.rank_files import Verdict
 from tests.launch.conftest import Parts
 from tests.launch.orphans import children, left_over
 from tests.launch.test_accelerate import resolved
@@ -41,7 +41,7 @@ HOSTILE_CONFIG = {
 
 def launch(
     tmp_path: Path, run: RunDir, repository: Path, parts: Parts, *overrides: str, send: int | None = None
-) -> tuple[Ended, list[Event]]:
+) -> tuple[Verdict, list[Event]]:
     recipe = resolved(tmp_path, f"launch.num_processes={len(parts)}", *overrides)
     (run.path / "fake.json").write_text(json.dumps(parts))
     run.accelerate_yaml.write_text(yaml.safe_dump(accelerate_config(recipe)))
@@ -54,7 +54,7 @@ def launch(
         if isinstance(event, Logged) and send is not None:
             os.kill(os.getpid(), send)
             send = None
-    assert isinstance(events[-1], Ended)
+    assert isinstance(events[-1], Verdict)
     assert left_over(before) == []
     return events[-1], events
 

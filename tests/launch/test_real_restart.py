@@ -22,9 +22,8 @@ from fsdp_tune.launch.command.accelerate import launch_plan
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.supervisor import Event, Said
-from fsdp_tune.launch.supervise.verdict import Ended
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
-from fsdp_tune.run.rank_files import Heartbeat, read_heartbeat
+from fsdp_tune.run.rank_files import Heartbeat, Verdict, read_heartbeat
 from tests.conftest import REPOSITORY
 from tests.launch.orphans import children, left_over
 from tests.parity.runs import lines, loss_lines, saved_parameters
@@ -67,13 +66,13 @@ def written(folder: Path, name: str, *, steps: int, **keys: Any) -> RunDir:
     return RunDir(folder / name)
 
 
-def launch(run: RunDir, *accidents: dict[str, Any]) -> tuple[Ended, list[Event]]:
+def launch(run: RunDir, *accidents: dict[str, Any]) -> tuple[Verdict, list[Event]]:
     (run.path / "accidents.json").write_text(json.dumps(accidents))
     recipe = read_resolved(run)
     plan = launch_plan(recipe, run, worker_module="tests.launch.mortal", inherited=environment())
     before = children()
     events = list(Attempts(plan, recipe, partial(rows_of_step, run, recipe)).events())
-    assert isinstance(events[-1], Ended)
+    assert isinstance(events[-1], Verdict)
     assert left_over(before) == []
     return events[-1], events
 

@@ -14,8 +14,8 @@ from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
 from fsdp_tune.launch.supervise import supervisor as supervise
 from fsdp_tune.launch.supervise.attempts import Attempts, Failure, Restart, decide, is_transient
 from fsdp_tune.launch.supervise.supervisor import Event, Said
-from fsdp_tune.launch.supervise.verdict import Ended
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.rank_files import Verdict
 from tests.launch.conftest import Parts, PlanOf
 from tests.launch.orphans import children, left_over
 from tests.launch.test_accelerate import resolved
@@ -33,8 +33,8 @@ def no_rows(step: int) -> str | None:
     return None
 
 
-def ended(reason: ExitReason, code: str | None) -> Ended:
-    return Ended(EXIT_CODE_OF_REASON[reason], reason, 3, Problem(code, "x") if code else None)
+def ended(reason: ExitReason, code: str | None) -> Verdict:
+    return Verdict(EXIT_CODE_OF_REASON[reason], reason, 3, Problem(code, "x") if code else None)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def ended(reason: ExitReason, code: str | None) -> Ended:
         (ended(ExitReason.LOST_RANK, "rank-killed"), [signal.SIGTERM], False),
     ],
 )
-def test_only_what_may_not_happen_again_is_restarted(what: Ended, signals: Sequence[int], again: bool) -> None:
+def test_only_what_may_not_happen_again_is_restarted(what: Verdict, signals: Sequence[int], again: bool) -> None:
     assert is_transient(what, signals) is again
 
 
@@ -108,17 +108,17 @@ def test_two_failures_in_the_start_up_end_the_run() -> None:
 
 
 @pytest.fixture
-def attempt(tmp_path: Path, run: RunDir, plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Ended, list[Event]]]:
+def attempt(tmp_path: Path, run: RunDir, plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Verdict, list[Event]]]:
     """Runs fake ranks to their end, restarts included."""
     monkeypatch.setattr(supervise, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(supervise, "GRACE_SECONDS", 0.5)
     monkeypatch.setattr(supervise, "HANG_MARGIN_SECONDS", 0.0)
 
-    def go(parts: Parts, *overrides: str) -> tuple[Ended, list[Event]]:
+    def go(parts: Parts, *overrides: str) -> tuple[Verdict, list[Event]]:
         before = children()
         recipe = resolved(tmp_path, "launch.max_restarts=5", *overrides)
         events = list(Attempts(plan_of(parts), recipe, no_rows).events())
-        assert isinstance(events[-1], Ended)
+        assert isinstance(events[-1], Verdict)
         assert left_over(before) == []
         return events[-1], events
 
@@ -146,7 +146,7 @@ def test_killed_rank_restarts_the_run_with_a_message_and_a_metrics_event(attempt
         "failed_after_step": 2,
         "code": "rank-killed",
     }
-    assert json.loads((run.path / "resume.json").read_text()) == {"resume_from": None, "digests_checked": True}
+    assert json.loads((run.path / "resume.json").read_text()) == {"version": 1, "resume_from": None, "digests_checked": True}
 
 
 def test_a_hang_is_started_again(attempt: Any) -> None:

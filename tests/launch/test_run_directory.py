@@ -25,6 +25,7 @@ from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, Rejected, RunDir, latest_checkpoint
 from fsdp_tune.run.lock import locked
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file
+from fsdp_tune.run.records import Environment
 from tests.launch.test_accelerate import BASE, resolved
 
 Written = Callable[..., RunDir]
@@ -39,7 +40,7 @@ def files_of(
         recipe=recipe,
         reasons={"launch.device": "written"},
         plan=launch_plan(recipe, run),
-        environment={"versions": {"torch": "2.13"}},
+        environment=Environment(versions={"torch": "2.13"}),
         data=json.dumps({"key": key}),
         start=start or Start(),
         save_model=lambda directory: (directory / "config.json").write_text("{}"),
@@ -441,7 +442,7 @@ def test_on_resume_the_earlier_files_go_into_history_and_the_changes_into_the_me
     write_run(fresh, files_of(fresh, recipe, start, text="# second\n" + BASE))
     assert (fresh.history / "001" / "recipe.yaml").read_text() == BASE
     assert fresh.recipe_yaml.read_text().startswith("# second")
-    assert json.loads((fresh.path / "resume.json").read_text()) == {"resume_from": str(path), "digests_checked": True}
+    assert json.loads((fresh.path / "resume.json").read_text()) == {"version": 1, "resume_from": str(path), "digests_checked": True}
     *_, last, line = fresh.metrics_jsonl.read_text().splitlines()
     event = json.loads(line)
     assert last == torn
@@ -520,7 +521,13 @@ def test_status_of_a_run_that_was_never_started(fresh: RunDir, tmp_path: Path) -
 
 def test_status_reports_how_killed_ranks_ended(fresh: RunDir, tmp_path: Path) -> None:
     used(fresh, tmp_path)
-    verdict = {"exit_code": 5, "exit_reason": "lost_rank", "step": 7, "time": 0.0, "problem": {"message": "rank 1 was killed by SIGKILL"}}
+    verdict = {
+        "exit_code": 5,
+        "exit_reason": "lost_rank",
+        "step": 7,
+        "time": 0.0,
+        "problem": {"code": "rank-killed", "message": "rank 1 was killed by SIGKILL"},
+    }
     (fresh.logs / "outcome.json").write_text(json.dumps(verdict))
     assert ["starts again at step 0" in way for way in run_status(fresh)["ways_on"]] == [True]
     checkpoint(fresh, 6)

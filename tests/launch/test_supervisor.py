@@ -21,8 +21,8 @@ from fsdp_tune.launch.supervise import hang
 from fsdp_tune.launch.supervise import rank_watch as watch
 from fsdp_tune.launch.supervise import supervisor as supervise
 from fsdp_tune.launch.supervise.supervisor import Event, Logged, Said, Supervisor
-from fsdp_tune.launch.supervise.verdict import Ended
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.rank_files import Verdict
 from tests.launch.conftest import PlanOf
 from tests.launch.orphans import children, left_over
 
@@ -39,7 +39,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang, "ANSWER_SECONDS", 2.0)
 
 
-def drive(plan: LaunchPlan, *, hang_timeout_seconds: float = 60.0, act: Callable[[], None] | None = None) -> tuple[Ended, list[Event]]:
+def drive(plan: LaunchPlan, *, hang_timeout_seconds: float = 60.0, act: Callable[[], None] | None = None) -> tuple[Verdict, list[Event]]:
     """Runs to the end; `act` runs once, after the first logged line."""
     events: list[Event] = []
     before = children()  # of other tests: multiprocessing keeps helpers of its own
@@ -48,7 +48,7 @@ def drive(plan: LaunchPlan, *, hang_timeout_seconds: float = 60.0, act: Callable
         if isinstance(event, Logged) and act is not None:
             act()
             act = None
-    assert isinstance(events[-1], Ended)
+    assert isinstance(events[-1], Verdict)
     assert left_over(before) == []
     return events[-1], events
 

@@ -15,10 +15,10 @@ from fsdp_tune.launch.machines import coordination as machines
 from fsdp_tune.launch.machines import work
 from fsdp_tune.launch.machines.coordination import Machines
 from fsdp_tune.launch.machines.work import CountedBar, WorkCounter, WorkWatch
-from fsdp_tune.launch.supervise.verdict import Ended
 from fsdp_tune.run.directory import CHECKPOINT_KIND, RunDir, latest_checkpoint
 from fsdp_tune.run.lock import locked
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file, list_files
+from fsdp_tune.run.rank_files import Verdict
 
 LIMIT_SECONDS = 0.5
 
@@ -57,7 +57,7 @@ def test_a_restart_is_waited_for_while_the_first_machine_counts(works: bool, run
 
         def follow() -> None:
             launches.extend([second.join(), second.next_launch()])
-            ended = Ended(EXIT_CODE_OF_REASON[ExitReason.LOST_RANK], ExitReason.LOST_RANK, 3, Problem("rank-killed", "killed"))
+            ended = Verdict(EXIT_CODE_OF_REASON[ExitReason.LOST_RANK], ExitReason.LOST_RANK, 3, Problem("rank-killed", "killed"))
             second.end(ended)
             launches.append(second.next_launch())
 

@@ -116,8 +116,8 @@ def test_the_steps_are_read_as_they_are_written_and_from_the_run(tmp_path: Path)
     assert parse_profile("steps=10:13") == ProfiledSteps(10, 13)
     assert parse_profile("steps=7") == ProfiledSteps(7, 7)
     run = RunDir(tmp_path)
-    assert LaunchRecord.read(run).profile is None
+    assert LaunchRecord.read(run.launch_json) is None
     run.launch_json.write_text('{"profile": null}')
-    assert LaunchRecord.read(run).profile is None
+    assert LaunchRecord.read(run.launch_json) == LaunchRecord()
     run.launch_json.write_text('{"profile": [10, 13]}')
-    assert LaunchRecord.read(run).profile == ProfiledSteps(10, 13)
+    assert LaunchRecord.read(run.launch_json) == LaunchRecord(profile=ProfiledSteps(10, 13))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker import callbacks
 from fsdp_tune.worker.callbacks import RunCallback
 from fsdp_tune.worker.readback.witness import Witness
@@ -19,7 +20,7 @@ def test_warnings_of_the_read_back_are_printed(tmp_path: Any, monkeypatch: pytes
     wish: Any = SimpleNamespace(training=False)
     callback = RunCallback(RunDir(tmp_path), wish, said.append, Witness("off"), is_first=False)
     callback.trainer = SimpleNamespace(parts=SimpleNamespace(recipe=None, loaded=None, heartbeat=nothing, metrics=nothing))  # type: ignore[assignment]
-    monkeypatch.setattr(callbacks, "read_back", lambda *_: {"warnings": ["it grew by 9 GiB"]})
+    monkeypatch.setattr(callbacks, "read_back", lambda *_: ReadBack([], [], ["it grew by 9 GiB"]))
     monkeypatch.setattr(callbacks, "_table", lambda _: ["a table"])
     monkeypatch.setattr(callback, "_check_what_tokens_see", lambda: None)
     arguments: Any = None

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_tune.core.errors import ExitReason, Problem
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.rank_files import Outcome, write_outcome
+from fsdp_tune.run.rank_files import Outcome
 from fsdp_tune.worker import callbacks, signals
 from fsdp_tune.worker import main as worker_main
 from fsdp_tune.worker.callbacks import RunCallback
@@ -88,7 +88,7 @@ def test_a_run_has_saved_before_max_runtime_is_over(
 def test_an_outcome_is_written_whatever_the_last_loss_is(loss: float, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.logs.mkdir()
-    write_outcome(run, Outcome(0, ExitReason.FINISHED, facts={"loss": loss, "nested": [{"loss": loss}]}, step=7))
+    Outcome(0, ExitReason.FINISHED, facts={"loss": loss, "nested": [{"loss": loss}]}, step=7).write(run.rank_outcome(0))
     outcome = json.loads(run.rank_outcome(0).read_text())
     assert (outcome["exit_code"], outcome["step"]) == (0, 7)
     assert outcome["loss"] == outcome["nested"][0]["loss"] == (loss if loss == 1.5 else str(loss))
@@ -117,7 +117,7 @@ def test_a_signal_does_not_keep_an_outcome_from_being_written(tmp_path: Path, mo
     run = RunDir(tmp_path)
     run.logs.mkdir()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)}
-    original = worker_main.write_outcome
+    original = Outcome.write
 
     def interrupted(*arguments: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -126,7 +126,7 @@ def test_a_signal_does_not_keep_an_outcome_from_being_written(tmp_path: Path, mo
     def fail(*_: Any) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(worker_main, "write_outcome", interrupted)
+    monkeypatch.setattr(Outcome, "write", interrupted)
     monkeypatch.setattr(worker_main, "_train", fail)
     recipe: Any = SimpleNamespace(launch=SimpleNamespace(hang_timeout="30m", max_runtime=None, device="cpu"))
     try:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shutil
 import stat
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from fsdp_tune.core.atomic import DISK, must_be_filled, staged_directory, stages_inside, undo_fill, write_file, write_json
+from fsdp_tune.core.atomic import DISK, must_be_filled, staged_directory, stages_inside, undo_fill, write_file
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.launch.command.accelerate import LaunchPlan
@@ -20,10 +20,11 @@ from fsdp_tune.launch.command.resume import Start
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.launch_files import ProfiledSteps, write_launch, write_resume
+from fsdp_tune.run.launch_files import LaunchRecord, ProfiledSteps, ResumeRequest
 from fsdp_tune.run.lock import locked
 from fsdp_tune.run.metrics_file import append_event
 from fsdp_tune.run.rank_files import clear
+from fsdp_tune.run.records import Environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class RunFiles:
     """The resolved recipe, which the ranks read."""
     reasons: Mapping[str, str]
     plan: LaunchPlan
-    environment: Mapping[str, Any]
+    environment: Environment
     data: str
     """`Prepared.to_json()`."""
     start: Start
@@ -92,10 +93,11 @@ def _write_files(run: RunDir, files: RunFiles) -> None:
     """Write the files of a run, recipe.json last: it marks the directory as a run."""
     write_file(run.recipe_yaml, mask_text(_with_overrides(files.recipe_text, files.overrides)), private=True)
     write_file(run.accelerate_yaml, yaml.safe_dump(accelerate_config(files.recipe), sort_keys=False))
-    write_json(run.environment_json, dict(files.environment), private=True)
+    files.environment.write(run.environment_json)
     write_file(run.data_json, files.data)
-    write_launch(run, files.plan.to_json(), files.reasons, files.profile)
-    write_resume(run, files.start.checkpoint, digests_checked=files.start.digests_checked)
+    LaunchRecord(time.time(), files.profile, dict(files.reasons), files.plan.to_json()).write(run.launch_json)
+    checkpoint = files.start.checkpoint
+    ResumeRequest(str(checkpoint.path) if checkpoint else None, files.start.digests_checked).write(run.resume_json)
     write_file(run.recipe_json, files.recipe.model_dump_json(by_alias=True, indent=2) + "\n", private=True)
 
 

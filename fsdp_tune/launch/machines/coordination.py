@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from fsdp_tune.core.atomic import write_json
-from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
+from fsdp_tune.core.errors import ExitReason, Problem
 from fsdp_tune.core.ownership import is_abandoned, read_owner
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.machines.work import WorkWatch
 from fsdp_tune.launch.supervise.hang import Standing
-from fsdp_tune.launch.supervise.verdict import ECHO_CODES, Ended
+from fsdp_tune.launch.supervise.verdict import ECHO_CODES
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.rank_files import Verdict
 
 JOIN_SECONDS = 3600.0
 """Limit for the first machine to check its inputs and to confirm that this machine has joined. It may take longer while its count of work
@@ -58,7 +59,7 @@ class Report:
     state: State
     """waiting: to join. ready: for this launch. running. ended: this launch, on this machine. On the first machine only: gathering (waits
     for the others), and final (there is no other launch)."""
-    ended: Ended | None = None
+    ended: Verdict | None = None
     standings: tuple[Standing, ...] = ()
     """Where its ranks are, in a hang."""
     silent_seconds: float = 0.0
@@ -129,10 +130,10 @@ class Machines:
         """Return variables for the launcher, so that agents of different lives or launches never form one group."""
         return {"PET_RDZV_ID": f"{self._life}-{self._launch}"} if self.others else {}
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: Verdict) -> None:
         self._publish(Report(self._machine, self._launch, "ended", ended))
 
-    def conclude(self, ended: Ended) -> None:
+    def conclude(self, ended: Verdict) -> None:
         """Publish, on the first machine, that there is no other launch."""
         self._publish(Report(self._machine, self._launch, "final", ended))
 
@@ -176,7 +177,7 @@ class Machines:
         every = [*standings, *(standing for report in self._read_others() for standing in report.standings)]
         return sorted(every, key=lambda standing: standing.rank)
 
-    def verdict(self, ended: Ended) -> Ended:
+    def verdict(self, ended: Verdict) -> Verdict:
         """Return the verdict of the first machine for all: its own, or the first failure elsewhere that is not a consequence of another."""
         if ended.problem is None or not self.others:
             return ended
@@ -185,7 +186,7 @@ class Machines:
             time.sleep(READ_SECONDS)
         return combined(ended, [report.ended for report in self._read_others() if report.ended is not None])
 
-    def next_launch(self) -> int | Ended | None:
+    def next_launch(self) -> int | Verdict | None:
         """Wait for the next launch of the first machine and confirm it.
 
         Returns its number once all machines have confirmed it, or how the run ended; None if the first machine is gone.
@@ -253,8 +254,9 @@ class Machines:
         if self._life is None or raw.get("life") != self._life or not self._is_admitted(machine, raw.get("token")):
             return None
         try:
+            ended = Verdict.from_dict(raw["ended"]) if raw["ended"] is not None else None
             standings = tuple(Standing(**each) for each in raw["standings"])
-            return Report(machine, int(raw["launch"]), raw["state"], _ended(raw["ended"]), standings, float(raw["silent_seconds"]))
+            return Report(machine, int(raw["launch"]), raw["state"], ended, standings, float(raw["silent_seconds"]))
         except (ValueError, KeyError, TypeError):
             return None
 
@@ -283,14 +285,7 @@ def machines_elsewhere(run: RunDir, count: int) -> set[int]:
     return {machine for machine, host in hosts.items() if host != socket.gethostname()}
 
 
-def _ended(raw: dict[str, Any] | None) -> Ended | None:
-    if raw is None:
-        return None
-    problem = Problem.from_dict(raw["problem"]) if raw.get("problem") else None
-    return Ended(ExitCode(raw["exit_code"]), ExitReason(raw["exit_reason"]), int(raw["step"]), problem)
-
-
-def combined(ended: Ended, elsewhere: Sequence[Ended]) -> Ended:
+def combined(ended: Verdict, elsewhere: Sequence[Verdict]) -> Verdict:
     """Return `ended` with the cause of the end on any machine, and the largest step."""
     every = [ended, *elsewhere]
     failure = next((each for each in every if each.problem is not None and each.problem.code not in ECHO_CODES), None)

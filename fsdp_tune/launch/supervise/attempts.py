@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
@@ -21,12 +20,12 @@ from fsdp_tune.launch.command.resume import is_for
 from fsdp_tune.launch.machines.coordination import Machines
 from fsdp_tune.launch.machines.work import WorkCounter
 from fsdp_tune.launch.supervise.supervisor import Event, Said, Supervisor
-from fsdp_tune.launch.supervise.verdict import ECHO_CODES, Ended
+from fsdp_tune.launch.supervise.verdict import ECHO_CODES
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
-from fsdp_tune.run.launch_files import write_resume
+from fsdp_tune.run.launch_files import ResumeRequest
 from fsdp_tune.run.metrics_file import append_event
-from fsdp_tune.run.rank_files import verdict_path
+from fsdp_tune.run.rank_files import Verdict
 
 RowsOfStep = Callable[[int], str | None]
 """Return the names of the rows of a step (counted from 1), or None if they are unknown."""
@@ -42,15 +41,15 @@ class Attempts:
         self._machines = Machines(plan.run, plan.machine_rank, recipe.launch.num_machines, timeout_seconds=self._hang_seconds)
 
     def events(self) -> Generator[Event]:
-        """Yield the events of all launches. The last is `Ended`; no process is left by then."""
+        """Yield the events of all launches. The last is `Verdict`; no process is left by then."""
         return self._lead() if self._plan.machine_rank == 0 else self._follow()
 
     def _lead(self) -> Generator[Event]:
         step = 0
         for launch in itertools.count():
             if (problem := self._machines.gather(launch)) is not None:
-                ended = Ended(ExitCode.FAILED, ExitReason.FAILED, step, problem)
-                write_json(verdict_path(self._plan.run), ended.as_dict(), private=True)
+                ended = Verdict(ExitCode.FAILED, ExitReason.FAILED, step, problem)
+                ended.write(self._plan.run.outcome_json)
                 self._machines.conclude(ended)
                 yield ended
                 return
@@ -65,7 +64,7 @@ class Attempts:
             if not isinstance(decision, Restart):
                 if decision != judged.problem or ended != judged:
                     ended = replace(ended, problem=decision)
-                    write_json(verdict_path(self._plan.run), ended.as_dict(), private=True)
+                    ended.write(self._plan.run.outcome_json)
                 self._machines.conclude(ended)
                 yield ended
                 return
@@ -77,11 +76,11 @@ class Attempts:
             problem = Problem(
                 "machines-differ", "the first machine runs another recipe", hint="pass the same recipe and `--set` on all machines"
             )
-            self._machines.end(Ended(ExitCode.FAILED, ExitReason.FAILED, 0, problem))
+            self._machines.end(Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, problem))
         if problem is not None:
-            yield Ended(ExitCode.FAILED, ExitReason.FAILED, 0, problem)
+            yield Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, problem)
             return
-        ended: Ended | None = None
+        ended: Verdict | None = None
         while True:
             launch = self._machines.next_launch()
             if not isinstance(launch, int):
@@ -90,15 +89,15 @@ class Attempts:
             _, ended = yield from self._launch()
             self._machines.end(ended)
 
-    def _launch(self) -> Generator[Event, None, tuple[Supervisor, Ended]]:
+    def _launch(self) -> Generator[Event, None, tuple[Supervisor, Verdict]]:
         supervisor = Supervisor(self._plan, hang_timeout_seconds=self._hang_seconds, machines=self._machines)
         for event in supervisor.events():
-            if isinstance(event, Ended):
+            if isinstance(event, Verdict):
                 return supervisor, event
             yield event
         raise AssertionError("a supervisor ends with a verdict")
 
-    def _decide(self, ended: Ended, *, has_trained: bool) -> tuple[Restart | Problem, Checkpoint | None]:
+    def _decide(self, ended: Verdict, *, has_trained: bool) -> tuple[Restart | Problem, Checkpoint | None]:
         assert ended.problem is not None, "only failures come here"
         digests = self._recipe.checkpoint.verify == "digest" and self._recipe.launch.max_restarts > 0
         with WorkCounter(self._plan.run, self._recipe.launch.num_machines) as work:
@@ -110,7 +109,8 @@ class Attempts:
     def _prepare_restart(self, restart: Restart, checkpoint: Checkpoint | None) -> str:
         """Write where the next launch starts, and the event. Returns the message to print."""
         run, failure = self._plan.run, self._failures[-1]
-        write_resume(run, checkpoint, digests_checked=self._recipe.checkpoint.verify == "digest")
+        digests_checked = self._recipe.checkpoint.verify == "digest"
+        ResumeRequest(str(checkpoint.path) if checkpoint else None, digests_checked).write(run.resume_json)
         total = self._recipe.launch.max_restarts
         start_step = checkpoint.step if checkpoint else 0
         append_event(
@@ -129,14 +129,14 @@ class Attempts:
         return f"{failure.problem.message}: restarting from {source} (restart {restart.number} of {total}){lost}"
 
 
-def _final(mine: Ended | None, leader: Ended | None, run: RunDir) -> Ended:
+def _final(mine: Verdict | None, leader: Verdict | None, run: RunDir) -> Verdict:
     """Return the end of a machine other than the first: the problem of the run if its own is only a consequence of that."""
     if mine is None and leader is not None:
         return leader
     if mine is None:
         message = f"the first machine did not start its ranks in {run.path}"
         problem = Problem("first-machine-missing", message, hint="see the output of its command")
-        return Ended(ExitCode.FAILED, ExitReason.FAILED, 0, problem)
+        return Verdict(ExitCode.FAILED, ExitReason.FAILED, 0, problem)
     is_echo = mine.problem is None or mine.problem.code in ECHO_CODES
     if leader is None or not is_echo or (leader.problem is None and not leader.is_stop):
         return mine
@@ -182,7 +182,7 @@ class Restart:
     """1 for the first one."""
 
 
-def is_transient(ended: Ended, signals: Sequence[int]) -> bool:
+def is_transient(ended: Verdict, signals: Sequence[int]) -> bool:
     """Return whether the same command may succeed next time. A signal means that a stop was requested."""
     return ended.problem is not None and not signals and ended.reason in TRANSIENT_REASONS and ended.problem.code in TRANSIENT_CODES
 

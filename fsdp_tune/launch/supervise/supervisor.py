@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from fsdp_tune.core.atomic import DISK, write_file, write_json
+from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.leash import leashed
 from fsdp_tune.core.processes import heeded
@@ -28,10 +28,10 @@ from fsdp_tune.launch.machines.coordination import Machines
 from fsdp_tune.launch.supervise.hang import hang_problem, report_text, with_launcher_state
 from fsdp_tune.launch.supervise.process_tree import is_alive, kill_for_good
 from fsdp_tune.launch.supervise.rank_watch import RankWatch
-from fsdp_tune.launch.supervise.verdict import Ended, Seen, judge
+from fsdp_tune.launch.supervise.verdict import Seen, judge
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.follow import Follower
-from fsdp_tune.run.rank_files import Heartbeat, clear, verdict_path
+from fsdp_tune.run.rank_files import Heartbeat, Verdict, clear
 
 POLL_SECONDS = 0.2
 METRICS_SECONDS = 0.5
@@ -64,7 +64,7 @@ class Said:
     text: str
 
 
-Event = Logged | Said | Ended
+Event = Logged | Said | Verdict
 
 
 class Supervisor:
@@ -86,7 +86,7 @@ class Supervisor:
         """Whether the ranks reached their first step."""
 
     def events(self) -> Generator[Event]:
-        """Yield the events of one launch. The last is `Ended`; no process is left by then.
+        """Yield the events of one launch. The last is `Verdict`; no process is left by then.
 
         Must run in the main thread: Python runs signal handlers there, and the kernel kills the launcher with the thread that started it.
         """
@@ -118,7 +118,7 @@ class Supervisor:
         if not run.logs.is_dir():
             ended = replace(ended, exit_code=ExitCode.FAILED, reason=ExitReason.FAILED, problem=_gone(run))
         elif is_first_machine:
-            write_json(verdict_path(run), ended.as_dict(), private=True)
+            ended.write(run.outcome_json)
         yield ended
 
     @property

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitCode, ExitReason, Problem, Where
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.run.rank_files import Outcome
+from fsdp_tune.run.rank_files import STOPPED, Outcome, Verdict
 
 REASON_OF_SIGNAL: dict[int, ExitReason] = {
     signal.SIGINT: ExitReason.INTERRUPTED,
@@ -20,7 +18,6 @@ REASON_OF_SIGNAL: dict[int, ExitReason] = {
     signal.SIGHUP: ExitReason.PREEMPTED,
     signal.SIGUSR1: ExitReason.PREEMPTED,
 }
-STOPPED = (ExitReason.PREEMPTED, ExitReason.INTERRUPTED, ExitReason.MAX_RUNTIME)
 # Codes of ranks and machines that only report the failure of another.
 ECHO_CODES = frozenset({"lost-rank", "machine-failed"})
 GOOD_CODES = (ExitCode.OK, ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
@@ -67,31 +64,7 @@ class Seen:
         return len(self.outcomes) == len(self.ranks) and all(outcome.exit_code in GOOD_CODES for outcome in self.outcomes.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    exit_code: ExitCode
-    reason: ExitReason
-    step: int
-    problem: Problem | None = None
-    first_outcome: Outcome | None = None
-    """Outcome of the first rank of this machine, with the loss and counts of the run."""
-
-    @property
-    def is_stop(self) -> bool:
-        """Whether a signal or `launch.max_runtime` ended the launch, and nothing failed."""
-        return self.problem is None and self.reason in STOPPED
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "exit_code": int(self.exit_code),
-            "exit_reason": self.reason.value,
-            "step": self.step,
-            "time": time.time(),
-            "problem": self.problem.as_dict() if self.problem else None,
-        }
-
-
-def judge(seen: Seen) -> Ended:
+def judge(seen: Seen) -> Verdict:
     """Judge by, in order: second signal, hang, failure elsewhere, first failure, stop by signal or clock, finished, no outcome."""
     step = max([seen.last_step, *(outcome.step for outcome in seen.outcomes.values())])
     first = seen.outcomes.get(seen.ranks.start)
@@ -123,8 +96,8 @@ def judge(seen: Seen) -> Ended:
     return _ended(ExitReason.FAILED, step, _launcher_problem(seen), first)
 
 
-def _ended(reason: ExitReason, step: int, problem: Problem | None, first: Outcome | None) -> Ended:
-    return Ended(EXIT_CODE_OF_REASON[reason], reason, step, problem, first)
+def _ended(reason: ExitReason, step: int, problem: Problem | None, first: Outcome | None) -> Verdict:
+    return Verdict(EXIT_CODE_OF_REASON[reason], reason, step, problem, first)
 
 
 def _first_failure(seen: Seen) -> Outcome | Death | None:
@@ -156,7 +129,7 @@ def _stop_before(seen: Seen, failure: Outcome | Death) -> ExitReason | None:
     return min(before, key=lambda outcome: outcome.time).reason if before and is_echo else None
 
 
-def _failed(seen: Seen, failure: Outcome | Death, step: int, first: Outcome | None) -> Ended:
+def _failed(seen: Seen, failure: Outcome | Death, step: int, first: Outcome | None) -> Verdict:
     if isinstance(failure, Death):
         problem, is_signal = _death_problem(seen, failure)
         reason = ExitReason.LOST_RANK if is_signal else ExitReason.FAILED
@@ -167,7 +140,7 @@ def _failed(seen: Seen, failure: Outcome | Death, step: int, first: Outcome | No
     hints = [*([bare.hint] if bare.hint else []), _log_hint(seen.run.rank_log(failure.rank))]
     # An input error is the same on every rank; a failure belongs to one rank and one step.
     message = bare.message if code is ExitCode.USAGE else f"{bare.message} (rank {failure.rank}, step {failure.step})"
-    return Ended(code, failure.reason, step, replace(bare, message=message, hint="; ".join(hints)), first)
+    return Verdict(code, failure.reason, step, replace(bare, message=message, hint="; ".join(hints)), first)
 
 
 def _death_problem(seen: Seen, death: Death) -> tuple[Problem, bool]:

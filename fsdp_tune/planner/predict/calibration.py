@@ -6,7 +6,6 @@ import json
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.errors import usage_error
@@ -17,6 +16,7 @@ from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics
+from fsdp_tune.run.records import Environment
 
 FEWEST_LINES = 3
 """Lines of metrics.jsonl; the first is left out, since it has the warm-up in it."""
@@ -36,7 +36,7 @@ def read_run(path: Path, hardware: Hardware) -> Measured:
     run = RunDir(path)
     try:
         recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
-        devices: list[dict[str, Any]] = json.loads(run.environment_json.read_text(encoding="utf-8")).get("devices", [])
+        devices = (Environment.read(run.environment_json) or Environment()).devices
         lines = read_metrics(run)
     except (OSError, ValueError) as error:
         raise usage_error("calibrate-no-run", f"{path} is no run that can be learnt from: {error}") from error

@@ -11,6 +11,7 @@ reads and writes. What the heartbeat thread itself reads and writes is never pro
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import sys
@@ -167,7 +168,7 @@ class HeartbeatWriter:
         stage = self._path.with_suffix(".tmp")
         with self._lock:
             try:
-                stage.write_text(beat.to_json(), encoding="utf-8")
+                stage.write_text(json.dumps(beat.content()), encoding="utf-8")
                 stage.replace(self._path)
             except (FileNotFoundError, NotADirectoryError):
                 self._is_gone = True

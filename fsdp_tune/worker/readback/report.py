@@ -33,6 +33,7 @@ from fsdp_tune.model.step import plain_name
 from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.optimizers import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits
+from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agree import gather
 from fsdp_tune.worker.rank import time_limits_seconds
 from fsdp_tune.worker.readback.fp8 import fp8_differences, read_fp8
@@ -279,16 +280,12 @@ def excessive_growth(recipe: Recipe, reports: list[dict[str, Any]]) -> list[str]
     return found
 
 
-def read_back(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
-    """Gather and compare the reports of all ranks. Returns the content of readback.json. Raises: FailedError with each difference."""
+def read_back(recipe: Recipe, loaded: Loaded, trainer: Any) -> ReadBack:
+    """Gather and compare the reports of all ranks. Raises: FailedError with each difference."""
     reports = gather(read_live(recipe, loaded, trainer))
     found = differences(recipe, loaded, reports)
-    document = {
-        **reports[0],
-        "ranks": [{"local_bytes": r["local_bytes"], "peak_growth_bytes": r["peak_growth_bytes"]} for r in reports],
-        "differences": found,
-        "warnings": [] if recipe.launch.device == "cpu" else excessive_growth(recipe, reports),
-    }
+    ranks = [{"local_bytes": r["local_bytes"], "peak_growth_bytes": r["peak_growth_bytes"]} for r in reports]
+    document = ReadBack(ranks, found, [] if recipe.launch.device == "cpu" else excessive_growth(recipe, reports), facts=reports[0])
     if found:
         problems = [
             Problem("readback-differs", sentence, hint="the run was stopped before step 1; readback.json has the full report")
@@ -301,7 +298,7 @@ def read_back(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
 class ReadBackError(FailedError):
     """Carries the report, so that it can be written although the run stops."""
 
-    def __init__(self, document: dict[str, Any], *problems: Problem) -> None:
+    def __init__(self, document: ReadBack, *problems: Problem) -> None:
         super().__init__(*problems)
         self.document = document
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,13 +21,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.errors import FailedError, Problem
 from fsdp_tune.model.optim.accumulation import sums_need_fp32
 from fsdp_tune.model.shard.gathering import gathered_units, units_of
 from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.model.step import plain_name
 from fsdp_tune.recipe.schema.optimizers import STOCHASTIC, optimizer_arguments
+from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agree import gather
 from fsdp_tune.worker.readback.update_sample import UpdateSample
 
@@ -194,10 +193,8 @@ class Witness(TrainerCallback):
     def _stop(self, found: list[str], step: int) -> None:
         if not found:
             return
-        path = self.trainer.parts.run.readback_json
-        if dist.get_rank() == 0 and path.exists():
-            document = json.loads(path.read_text(encoding="utf-8"))
-            write_json(path, {**document, "witness": self.report | {"differences": found}})
+        if dist.get_rank() == 0:
+            ReadBack.complete(self.trainer.parts.run.readback_json, witness=self.report | {"differences": found})
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         hint = "readback.json lists every difference; `--set training.witness=off` trains without these checks"
         raise FailedError(Problem("invariant-broken", f"step {step + 1}: {found[0]}{more}", hint=hint))
