@@ -1,1 +1,1 @@
-"""Building and wrapping a model, and the arithmetic of one step; shared by the ranks and by the planner's trace."""
+"""Build and wrap a model, and compute one step. Used by the ranks and by the planner's trace."""

@@ -1,8 +1,8 @@
-"""The load-balancing loss of a mixture of experts, for each example alone.
+"""The load-balancing loss of a mixture of experts, computed for each example separately.
 
 The loss of Switch Transformers (arXiv:2101.03961, equations 4 to 6) multiplies two means over the tokens of a batch: the share of
-tokens that an expert gets, and the probability that the router gives it. It is therefore not a sum over tokens: computed for a
-micro-batch, it depends on which rows are batched together, on padding and on packing. Here each example has a loss of its own, as in
+tokens that an expert receives, and the probability that the router assigns to it. It is therefore not a sum over tokens: computed for
+a micro-batch, it depends on which rows are batched together, on padding and on packing. Here each example has its own loss, as in
 DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, section 2.1.2), and a step's loss is their mean, weighted by tokens: the
 same for every batching and any number of ranks.
 """
@@ -25,13 +25,13 @@ from fsdp_tune.core.errors import usage_error
 from fsdp_tune.model.shard.wrap import bare_class
 
 FUNCTION = "load_balancing_loss_func"
-"""transformers' function in the module of each mixture: (router logits of every layer, experts, experts of a token, attention mask)."""
+"""Name of transformers' function in the module of each such model: (router logits of all layers, experts, top-k, attention mask)."""
 
 
 def summed_balance(
     router_logits: Sequence[torch.Tensor], experts: int, chosen: int, example_ids: torch.Tensor, example_lengths: torch.Tensor
 ) -> torch.Tensor:
-    """Return the sum over examples of (tokens × load-balancing loss of the example alone), an fp32 scalar.
+    """Return the sum over examples of (number of tokens × load-balancing loss of the example), an fp32 scalar.
 
     `router_logits`: [tokens, experts] of each layer. `example_ids` [tokens]: index of each token's example, the number of examples
     for padding. `example_lengths` [examples]: tokens of each. As in transformers, the two means are over tokens and layers.
@@ -43,7 +43,7 @@ def summed_balance(
         for each in probabilities:
             indices = example_ids.unsqueeze(1) * experts + torch.topk(each, chosen, dim=-1).indices
             counts.scatter_add_(0, indices.reshape(-1), torch.ones_like(indices, dtype=torch.float32).reshape(-1))
-        # The gradient reaches probabilities alone, so each token's are weighted with the shares of its example.
+        # Only probabilities have a gradient, so those of each token are weighted with the shares of its example.
         weights = experts / layers**2 * counts.view(examples + 1, experts)[:-1] / example_lengths.unsqueeze(1)
         of_token = torch.cat([weights, weights.new_zeros(1, experts)])[example_ids]
     return torch.stack([(of_token * each).sum() for each in probabilities]).sum()
@@ -51,7 +51,7 @@ def summed_balance(
 
 @contextlib.contextmanager
 def examples_alone(wrapped: nn.Module, batch: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, the model's `aux_loss` is `summed_balance` of the batch, where the batch says which token is of which example."""
+    """Within the context, the model's `aux_loss` is `summed_balance` of the batch, provided that the batch has `example_ids`."""
     if "example_ids" not in batch:
         yield
         return
@@ -71,27 +71,27 @@ def examples_alone(wrapped: nn.Module, batch: dict[str, torch.Tensor]) -> Iterat
 
 
 def demand_known_balance(model: PreTrainedModel) -> None:
-    """Raises: usage error where the configuration enables a load-balancing loss that the model lacks, or defines in another way."""
+    """Check the load-balancing loss. Raises: usage error if the configuration enables one that the model lacks or defines differently."""
     if not getattr(model.config, "output_router_logits", False):
         return
     function: Any = getattr(sys.modules[bare_class(model).__module__], FUNCTION, None)
     if function is None or not _is_standard(function):
-        what = "computes no load-balancing loss" if function is None else "defines its load-balancing loss in a way of its own"
+        what = "computes no load-balancing loss" if function is None else "defines its load-balancing loss differently"
         raise usage_error(
             "balance-unknown",
-            f"`output_router_logits: true` asks for a load-balancing loss, and {bare_class(model).__name__} {what}",
+            f"`output_router_logits: true` enables a load-balancing loss, and {bare_class(model).__name__} {what}",
             hint="--set model.config_overrides.output_router_logits=false",
         )
 
 
 def _is_standard(function: Any) -> bool:
-    """Whether the model's function gives the loss of a batch that is one example, on made-up logits."""
+    """Return whether the model's function equals `summed_balance` for a batch of one example, on random logits."""
     # The planner builds the model under a mode in which tensors have no values.
     with _disable_current_modes(), torch.device("cpu"), torch.no_grad():
         logits = tuple(torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
         ids, lengths = torch.zeros(5, dtype=torch.int64), torch.tensor([5.0])
         try:
             theirs = function(logits, 4, 2)
-        except (TypeError, ValueError, IndexError, RuntimeError, AttributeError):  # it takes other arguments, or uses them otherwise
+        except (TypeError, ValueError, IndexError, RuntimeError, AttributeError):  # other arguments, or another use of them
             return False
         return bool(torch.allclose(torch.as_tensor(theirs) * 5, summed_balance(logits, 4, 2, ids, lengths), rtol=1e-5))

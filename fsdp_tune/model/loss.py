@@ -1,7 +1,7 @@
-"""The token-weighted loss: every supervised token of a step counts the same, on whichever rank and micro-batch it lies.
+"""The token-weighted loss: every supervised token of a step has the same weight, regardless of its rank and micro-batch.
 
 A step's loss is `sum of token losses / number of supervised tokens`, both over all ranks and micro-batches. Averages of
-averages (per micro-batch, per rank) weigh tokens of short rows more: transformers#34191 and many after it.
+averages (per micro-batch, per rank) give tokens of short rows more weight: transformers#34191 and later issues.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from fsdp_tune.model.kernels.head import loss_kernel_of
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Labels [batch, tokens] → targets of the logits at the same place: position t predicts token t + 1."""
+    """Return labels [batch, tokens] shifted to the positions of the logits: position t predicts token t + 1."""
     return F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].contiguous()
 
 
 def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """Number of targets (scalar int64): the first token of a row is never one."""
+    """Return the number of targets (scalar int64); the first token of a row is never one."""
     return (labels[..., 1:] != IGNORE_INDEX).sum()
 
 
 def summed_token_loss(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Cross-entropy summed over supervised tokens, in fp32 (nats).
+    """Return the cross-entropy summed over supervised tokens, in fp32 (nats).
 
     `logits` [batch, tokens, vocabulary] in any float dtype, `labels` [batch, tokens] with -100 where not trained. Zero,
-    with a gradient of zero, when no token is supervised.
+    with a gradient of zero, if no token is supervised.
     """
     targets = shift_labels(labels)
     return F.cross_entropy(
@@ -48,11 +48,11 @@ _NOT_OF_THE_MODEL = ("labels", "cu_seq_lens", "example_ids", "example_lengths")
 
 
 def model_inputs(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What a model's forward takes of a batch. `cu_seq_lens` [examples + 1] int32, where it is there, tells the kernels with
-    variable lengths where examples end in the batch laid out as one line; without it they read position ids, of one row alone."""
+    """Return the entries of a batch for a model's forward. `cu_seq_lens` [examples + 1] int32, if present, gives variable-length kernels
+    the ends of examples in the flattened batch; without it they use position ids, which works for a single row only."""
     inputs: dict[str, Any] = {name: value for name, value in batch.items() if name not in _NOT_OF_THE_MODEL}
     if (ends := batch.get("cu_seq_lens")) is not None:
-        # The longest example is not known without asking the device; the kernels take a bound.
+        # The length of the longest example is only on the device; the kernels accept an upper bound.
         longest = batch["input_ids"].shape[1]
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     return inputs
@@ -63,9 +63,9 @@ def micro_batch_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one forward and return (summed loss in fp32, auxiliary loss or zero).
 
-    `batch` has input_ids, labels and perhaps position_ids and cu_seq_lens. Where it has example_ids and example_lengths, the
-    auxiliary loss is that of each example times its tokens, summed (`summed_balance`); else the model's own, of the batch.
-    `gradient_scale` is what the caller multiplies the summed loss with before it differentiates.
+    `batch` has input_ids, labels and optionally position_ids and cu_seq_lens. With example_ids and example_lengths, the
+    auxiliary loss is that of each example times its tokens, summed (`summed_balance`); otherwise the model's own, of the batch.
+    `gradient_scale` is the factor by which the caller multiplies the summed loss before the backward.
     """
     inputs = model_inputs(batch)
     with examples_alone(model, batch):
@@ -81,7 +81,7 @@ def micro_batch_loss(
 
 
 def auxiliary_loss_weight(model: PreTrainedModel) -> float:
-    """Return the coefficient of the load-balancing loss; zero where the configuration leaves `output_router_logits` off."""
+    """Return the coefficient of the load-balancing loss; zero if `output_router_logits` is off in the configuration."""
     if not getattr(model.config, "output_router_logits", False):
         return 0.0
     return next((float(getattr(model, name)) for name in _COEFFICIENTS if hasattr(model, name)), 0.0)

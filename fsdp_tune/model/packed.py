@@ -1,6 +1,7 @@
-"""Whether a batch holds packed rows is known on the host; transformers asks the device, in each forward (and each flash-attention layer).
+"""Avoid a device synchronisation: transformers checks position ids on the device to find packed rows, in each forward and flash layer.
 
-Each such question waits until the device has done all that was queued, so that the host can never run ahead of a micro-batch.
+Each such check waits until the device has finished all queued work, so that the host can never run ahead of a micro-batch. The host
+already has this information.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from transformers import masking_utils, modeling_flash_attention_utils
 
 @contextmanager
 def packing_known(*, is_packed: bool) -> Iterator[None]:
-    """Inside, a model takes `is_packed` for the answer: whether position ids begin again at 0 in some row of the batch."""
+    """Within the context, models use `is_packed` (whether position ids restart at 0 in some row of the batch) without a check."""
     find, ask = masking_utils.find_packed_sequence_indices, modeling_flash_attention_utils._is_packed_sequence
     masking_utils.find_packed_sequence_indices = example_numbers if is_packed else _none
     if not is_packed:
@@ -27,7 +28,7 @@ def packing_known(*, is_packed: bool) -> Iterator[None]:
 
 
 def example_numbers(position_ids: torch.Tensor) -> torch.Tensor:
-    """`position_ids` [batch, tokens] → which example of its row each token belongs to, counted from 0, in the same shape."""
+    """Return, for `position_ids` [batch, tokens], the index of each token's example in its row, from 0, in the same shape."""
     before_first = position_ids[:, :1] - 1
     return (torch.diff(position_ids, prepend=before_first, dim=-1) != 1).cumsum(-1)
 

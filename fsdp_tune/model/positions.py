@@ -1,4 +1,4 @@
-"""How many tokens a model has positions for."""
+"""The number of positions of a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def max_positions(config: PreTrainedConfig) -> int | None:
 
 
 def beyond_table_of_positions(recipe: Recipe, model: PreTrainedModel) -> Problem | None:
-    """Return the problem of rows that are longer than the model's table of positions; None where there is no table."""
+    """Return the problem of a `max_length` beyond the model's table of positions; None if it fits, or if there is no table."""
     positions, longest = max_positions(model.config), recipe.data.max_length
     if positions is None or longest <= positions or not _has_table_of_positions(model, positions):
         return None
@@ -26,6 +26,6 @@ def beyond_table_of_positions(recipe: Recipe, model: PreTrainedModel) -> Problem
 
 
 def _has_table_of_positions(model: PreTrainedModel, positions: int) -> bool:
-    """Whether positions are learned (GPT-2; OPT's table has two rows more) or computed once (GPT-J): one beyond them is an index error."""
+    """Return whether positions are learned (GPT-2; OPT has two more rows) or computed once (GPT-J): larger ones are index errors."""
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
     return hasattr(model.config, "n_positions") or any(0 <= m.num_embeddings - positions <= 2 for m in embeddings)

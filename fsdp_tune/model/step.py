@@ -1,6 +1,6 @@
-"""The arithmetic of an optimizer step besides the model itself: parameter groups, optimizer, norm, clipping, fp16 scale.
+"""The computation of an optimizer step besides the model itself: parameter groups, norm, clipping, fp16 loss scale.
 
-The planner traces these same functions, so what they allocate is what it predicts.
+The planner traces the same functions, so that it predicts their allocations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NORM_PIECE = 1 << 14
 
 
 def compute_context(recipe: Recipe, device_type: str) -> AbstractContextManager[Any]:
-    """FSDP casts its units itself; plain DDP keeps fp32 parameters and needs autocast to compute in another dtype."""
+    """Return the context of the forward: autocast for DDP in mixed precision; no-op under FSDP, which casts its units itself."""
     mixed = recipe.precision.mixed_precision
     if recipe.is_sharded or mixed == "no" or recipe.compute_dtype == recipe.model.dtype:
         return nullcontext()
@@ -41,17 +41,17 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name in the bare model, whatever DDP and FSDP1 put before and into it."""
+    """Return a parameter's name in the bare model, without the parts that DDP and FSDP1 add."""
     return name.removeprefix("module.").replace("_fsdp_wrapped_module.", "")
 
 
 def decayed_names(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters that decay, asked of the bare model: FSDP1's pieces of a matrix are vectors."""
+    """Return the names of the parameters with weight decay. Needs the bare model, since FSDP1's parts of a matrix are vectors."""
     return frozenset(name for name, parameter in model.named_parameters() if decays(name, parameter))
 
 
 def parameter_groups(wrapped: nn.Module, weight_decay: float, decayed: frozenset[str]) -> list[dict[str, Any]]:
-    """Trained parameters in two groups, decayed and not; empty groups are left out."""
+    """Return the trained parameters in two groups, with and without weight decay; empty groups are omitted."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in wrapped.named_parameters():
         if parameter.requires_grad:
@@ -60,7 +60,7 @@ def parameter_groups(wrapped: nn.Module, weight_decay: float, decayed: frozenset
 
 
 def flat_shard_group(wrapped: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks over which FSDP1 splits its flat parameters; None where gradients are DTensors or whole."""
+    """Return the group over which FSDP1 splits its flat parameters; None if gradients are DTensors or not sharded."""
     return wrapped.process_group if isinstance(wrapped, FullyShardedDataParallel) else None
 
 
@@ -74,13 +74,13 @@ def forward_backward(
     loss_scale: float | None = None,
     label_smoothing: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One micro-batch. Returns (the loss that was differentiated, the sum of its token losses), both detached scalars.
+    """Run forward and backward of one micro-batch. Return (differentiated loss, sum of token losses), both detached scalars.
 
     `share` turns the sum of token losses into this rank's part of the step's loss; `auxiliary` is the weight of a mixture
     of experts' auxiliary loss, this rank's part of the step's tokens included; `loss_scale` is fp16's.
     """
     scale = share if loss_scale is None else share * loss_scale
-    with packing_known(is_packed="position_ids" in batch):  # in the backward too: recomputation runs layers again
+    with packing_known(is_packed="position_ids" in batch):  # also during the backward, in which recomputation runs layers again
         with compute_context(recipe, batch["input_ids"].device.type):
             loss_sum, auxiliary_loss = micro_batch_loss(wrapped, batch, label_smoothing, scale)
         loss = loss_sum * share
@@ -94,11 +94,11 @@ def forward_backward(
 
 @torch.no_grad()
 def total_norm(parameters: Iterable[nn.Parameter], flat_group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """L2 norm of all gradients over all ranks: a plain fp32 scalar, the same on every rank.
+    """Return the L2 norm of all gradients over all ranks: a plain fp32 scalar, the same on every rank.
 
-    Gradients that are split in different ways (sharded ones beside replicated ones) are summed each over the ranks that
-    share them, and the squares add up. Under FSDP1 a gradient is a plain tensor that holds this rank's piece; `flat_group`
-    are the ranks that hold the others.
+    Gradients with different placements (sharded and replicated ones) are each summed over the ranks that share them, and the
+    squares are added. Under FSDP1 a gradient is a plain tensor with this rank's part; `flat_group` is the group of the ranks
+    with the other parts.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = defaultdict(list)
     by_layout: dict[Any, list[torch.Tensor]] = {}  # few layouts, many gradients
@@ -112,7 +112,7 @@ def total_norm(parameters: Iterable[nn.Parameter], flat_group: dist.ProcessGroup
         elif gradient is not None:
             by_groups[() if flat_group is None else (flat_group,)].append(gradient)
     if not by_groups:
-        by_groups[() if flat_group is None else (flat_group,)] = []  # this rank's piece of every gradient may be empty
+        by_groups[() if flat_group is None else (flat_group,)] = []  # this rank's part of every gradient may be empty
     squares: list[torch.Tensor] = []
     for groups, gradients in by_groups.items():
         square = _sum_of_squares(gradients)
@@ -123,13 +123,13 @@ def total_norm(parameters: Iterable[nn.Parameter], flat_group: dist.ProcessGroup
 
 
 def _shard_groups(gradient: DTensor) -> tuple[dist.ProcessGroup, ...]:
-    """The ranks that hold the other pieces of a gradient, one group for each mesh dimension that splits it."""
+    """Return the groups of ranks with the other parts of a gradient, one for each mesh dimension that shards it."""
     mesh = gradient.device_mesh
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(gradient.placements) if placement.is_shard())
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """On CPU torch adds up a norm in fp32 from one end to the other, and is off by 0.2 % at 33 million numbers: there in pieces."""
+    """Return the sum of squares. On CPU it is computed in pieces: torch sums a norm sequentially in fp32, off by 0.2 % at 33M elements."""
     device = gradients[0].device if gradients else torch.device("cpu")
     if device.type == "cpu":
         gradients = [piece for gradient in gradients for piece in _pieces(gradient.reshape(-1))]
@@ -139,19 +139,19 @@ def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
     if device.type == "cpu":
         norms = [torch.linalg.vector_norm(piece, dim=-1, dtype=torch.float32) for piece in gradients]
     else:
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)  # of bf16 gradients it would be a bf16 number
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)  # without `dtype`, the norm of bf16 gradients would be bf16
     return torch.cat([norm.reshape(-1).to(exact) for norm in norms]).square().sum()
 
 
 def _pieces(flat: torch.Tensor) -> list[torch.Tensor]:
-    """Rows of `NORM_PIECE` numbers, and what is left."""
+    """Split a flat tensor into rows of `NORM_PIECE` elements and the rest."""
     whole = flat.numel() // NORM_PIECE * NORM_PIECE
     return [piece for piece in (flat[:whole].view(-1, NORM_PIECE), flat[whole:]) if piece.numel()]
 
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor | float) -> None:
-    """Multiplies every gradient in place."""
+    """Multiply every gradient by `factor` in place."""
     by_kind: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -162,15 +162,15 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor | f
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What the gradients are multiplied with so that their norm is at most `max_norm`, as in torch's clip_grad_norm_."""
+    """Return the factor for gradients that limits their norm to `max_norm`, as in torch's clip_grad_norm_."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 class LossScale:
     """Dynamic loss scaling for fp16 under any sharding, on any device (Micikevicius et al., arXiv:1710.03740).
 
-    torch's GradScaler looks for infinities on each rank by itself. The gradient norm is reduced over all ranks anyway,
-    and it is not finite exactly when some gradient is not: every rank decides the same from one number.
+    torch's GradScaler checks for infinities on each rank separately. The gradient norm is reduced over all ranks anyway, and it
+    is not finite exactly if some gradient is not, so every rank makes the same decision.
     """
 
     growth, backoff, growth_interval_steps = 2.0, 0.5, 2000
@@ -182,7 +182,7 @@ class LossScale:
         self.skipped_in_a_row = 0
 
     def update(self, *, finite: bool) -> None:
-        """Called once a step with the verdict on the norm of the scaled gradients."""
+        """Update the scale. Call it once per step with whether the norm of the scaled gradients is finite."""
         if finite:
             self.skipped_in_a_row = 0
             self.good_steps += 1

@@ -61,9 +61,9 @@ def choice(
         ({"installed": (2, 3), "attention_dropout": 0.1}, "flash_attention_2", "no dropout"),
         ({"installed": (2, 3), "device": "cpu"}, "sdpa", "the device is cpu"),
         ({"installed": (2, 3), "precision": "no"}, "sdpa", "bf16 and fp16 only"),
-        ({"installed": (2,), "head_dim": 512}, "sdpa", "512 wide"),
+        ({"installed": (2,), "head_dim": 512}, "sdpa", "the model's have 512"),
         ({"installed": (2,), "family": "bloom"}, "eager", "has no other"),
-        ({"installed": (2, 3), "asked": "eager"}, "eager", "the recipe says so"),
+        ({"installed": (2, 3), "asked": "eager"}, "eager", "set in the recipe"),
     ],
     ids=str,
 )

@@ -36,8 +36,8 @@ def last_names(names: Any) -> set[str]:
     [
         ("llama", set(ALL), {}),
         ("mistral", set(ALL), {}),
-        ("mixtral", set(ALL[:4]), {}),  # its experts and its router hold parameters, and are no Linears
-        ("qwen2_moe", set(ALL), {"shared_expert_gate": "its sizes are no multiples of 16"}),
+        ("mixtral", set(ALL[:4]), {}),  # its experts and its router hold parameters, and are not Linears
+        ("qwen2_moe", set(ALL), {"shared_expert_gate": "its sizes are not multiples of 16"}),
         ("opt", {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"}, {}),
         ("phi", {"q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"}, {}),
     ],
@@ -59,11 +59,11 @@ def test_small_linears_stay_and_are_counted_with_their_reason() -> None:
     config = {"model_type": "llama", "vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 10}
     recipe = fp8({"from_config": config | {"num_key_value_heads": 1, "intermediate_size": 48}})  # type: ignore[arg-type]
     reason = choose_fp8(recipe, build_empty(recipe))["precision.mixed_precision"].reason
-    assert reason == "rowwise: 6 Linears of 2 layers; 8 left, its sizes are no multiples of 16; gathered in bf16"
+    assert reason == "rowwise: 6 Linears of 2 layers; 8 left, its sizes are not multiples of 16; gathered in bf16"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words"), [(2, "gathered in fp8"), (3, "4 gathered in fp8, 10 in bf16, whose rows 3 ranks do not divide")]
+    ("ranks", "words"), [(2, "gathered in fp8"), (3, "4 gathered in fp8, 10 in bf16, whose rows are not divisible by 3 ranks")]
 )
 def test_weights_whose_rows_do_not_divide_are_gathered_in_bf16(ranks: int, words: str) -> None:
     recipe = fp8(ranks=ranks, scaling="tensorwise")  # 48 rows divide by three, 32 and 16 do not

@@ -188,7 +188,7 @@ def test_non_linear_head_is_unchanged() -> None:
 
     model: Any = build_empty(recipe_of("llama"))
     model.lm_head = Other(32, 257, bias=False)
-    with pytest.raises(OpaqueHead, match="no plain linear layer"):
+    with pytest.raises(OpaqueHead, match="not a plain linear layer"):
         logits_of(model)
 
 

@@ -97,5 +97,5 @@ def test_kernel_that_a_model_lacks_is_refused_at_its_key() -> None:
     assert (problem["code"], problem["key"]) == ("model-refused", "model.attn_implementation")
     assert problem["hint"].startswith("`auto` chooses")
     assert len(problem["message"]) < 200
-    with pytest.raises(FsdpTuneError, match="transformers refuses this model"):
+    with pytest.raises(FsdpTuneError, match="transformers rejects this model"):
         build_empty(recipe_of({"from_config": bloom, "attn_implementation": "sdpa"}))

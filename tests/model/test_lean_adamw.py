@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_tune.model.loading.inspect import facts
 from fsdp_tune.model.optim import lean_adamw
-from fsdp_tune.model.optim.lean_adamw import LeanAdamW, round_by_chance, rounding_key
+from fsdp_tune.model.optim.lean_adamw import LeanAdamW, round_stochastically, rounding_key
 from fsdp_tune.model.optim.optimizer import build_optimizer
 from tests.model.recipes import recipe_of
 
@@ -31,10 +31,10 @@ def test_what_bf16_holds_stays_and_what_is_not_finite_too() -> None:
     every_nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # CUDA's own NaN would carry into a zero
     for step in range(5):
         key = rounding_key(0, step)
-        assert torch.equal(round_by_chance(exact, 0, key).float(), exact)
-        assert torch.equal(round_by_chance(odd, 0, key)[:4].float(), odd[:4])
-        assert round_by_chance(odd, 0, key)[5].isnan()
-        assert round_by_chance(every_nan, 0, key).isnan().all()
+        assert torch.equal(round_stochastically(exact, 0, key).float(), exact)
+        assert torch.equal(round_stochastically(odd, 0, key)[:4].float(), odd[:4])
+        assert round_stochastically(odd, 0, key)[5].isnan()
+        assert round_stochastically(every_nan, 0, key).isnan().all()
 
 
 def test_a_value_goes_to_one_of_its_two_neighbours_and_its_mean_stays() -> None:
@@ -42,7 +42,7 @@ def test_a_value_goes_to_one_of_its_two_neighbours_and_its_mean_stays() -> None:
         below = torch.tensor(value).view(torch.int32).bitwise_and(-0x10000).view(torch.float32)
         above = below.view(torch.int32).add(0x10000).view(torch.float32)
         values = torch.full((1 << 16,), value)
-        rounded = round_by_chance(values, 0, rounding_key(7)).float()
+        rounded = round_stochastically(values, 0, rounding_key(7)).float()
         assert set(rounded.tolist()) == {float(below), float(above)}
         share = (rounded == above).double().mean().item()
         wanted = (value - float(below)) / float(above - below)
@@ -51,17 +51,17 @@ def test_a_value_goes_to_one_of_its_two_neighbours_and_its_mean_stays() -> None:
 
 def test_rounding_noise_depends_on_index_and_key_not_on_the_shard() -> None:
     values = torch.rand(5_000)
-    whole = round_by_chance(values, 1 << 33, rounding_key(1, 2))
+    whole = round_stochastically(values, 1 << 33, rounding_key(1, 2))
     begin, end = values.split([1234, 3766])
-    parts = torch.cat([round_by_chance(part, (1 << 33) + at, rounding_key(1, 2)) for at, part in ((0, begin), (1234, end))])
+    parts = torch.cat([round_stochastically(part, (1 << 33) + at, rounding_key(1, 2)) for at, part in ((0, begin), (1234, end))])
     assert torch.equal(whole, parts)
-    for other in (round_by_chance(values, 0, rounding_key(1, 2)), round_by_chance(values, 1 << 33, rounding_key(2, 1))):
+    for other in (round_stochastically(values, 0, rounding_key(1, 2)), round_stochastically(values, 1 << 33, rounding_key(2, 1))):
         assert 0.2 < (other != whole).double().mean().item() < 0.45  # a third of uniform pairs differ
 
 
 def test_rounding_noise_differs_between_neighbours_and_steps() -> None:
     half = torch.full((1 << 14,), 1.0 + 2**-8)
-    draws = torch.stack([round_by_chance(half, 0, rounding_key(0, step)).float() > 1.0 for step in range(32)]).double()
+    draws = torch.stack([round_stochastically(half, 0, rounding_key(0, step)).float() > 1.0 for step in range(32)]).double()
     assert abs(draws.mean().item() - 0.5) < 0.005
     centred = draws - 0.5
     for first, second in ((centred[:, 1:], centred[:, :-1]), (centred[1:], centred[:-1])):
@@ -101,7 +101,7 @@ def test_in_fp32_it_is_torchs_own_to_the_bit(piece: int, monkeypatch: pytest.Mon
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
-def test_updates_too_small_for_bf16_are_lost_to_the_nearest_and_kept_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_updates_are_lost_by_rounding_to_nearest_and_kept_by_stochastic_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of 1 and a learning rate of 1e-4: half of bf16's last place there is 2e-3, twenty steps."""
 
     def after(steps: int, *, rounds: bool) -> torch.Tensor:
@@ -114,7 +114,7 @@ def test_updates_too_small_for_bf16_are_lost_to_the_nearest_and_kept_by_chance(m
 
     assert torch.equal(after(100, rounds=False), torch.ones(4096))  # AdamW on bf16 weights, as everybody has it
     assert after(100, rounds=True).mean().item() == pytest.approx(1 - 100 * 1e-4, rel=2e-4)
-    monkeypatch.setattr(lean_adamw, "round_by_chance", nearest)
+    monkeypatch.setattr(lean_adamw, "round_stochastically", nearest)
     assert torch.equal(after(100, rounds=True), torch.ones(4096))
 
 
@@ -136,7 +136,7 @@ def test_bf16_second_moment_decays_only_with_stochastic_rounding(monkeypatch: py
 
     assert ratio(torch.float32) == pytest.approx(0.999**500, rel=1e-4)
     assert ratio(torch.bfloat16) == pytest.approx(0.999**500, rel=0.01)
-    monkeypatch.setattr(lean_adamw, "round_by_chance", nearest)
+    monkeypatch.setattr(lean_adamw, "round_stochastically", nearest)
     assert ratio(torch.bfloat16) == 1.0
 
 

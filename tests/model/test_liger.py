@@ -59,9 +59,9 @@ def recipe_with(family: str = "llama", **kernels: Any) -> Recipe:
 @pytest.mark.parametrize(
     ("asked", "device", "installed", "family", "value", "reason"),
     [
-        ("auto", "cuda", True, "llama", "true", "knows this model"),
-        (True, "cuda", True, "llama", "true", "the recipe says so"),
-        (False, "cuda", True, "llama", "false", "the recipe says so"),
+        ("auto", "cuda", True, "llama", "true", "supports this model"),
+        (True, "cuda", True, "llama", "true", "set in the recipe"),
+        (False, "cuda", True, "llama", "false", "set in the recipe"),
         ("auto", "cpu", True, "llama", "false", "the device is cpu"),
         ("auto", "cuda", False, "llama", "false", "pip install liger-kernel"),
         ("auto", "cuda", True, "gpt2", "false", "no kernels for models of type `gpt2`"),
@@ -103,7 +103,7 @@ def test_every_kernel_is_chosen_with_a_reason() -> None:
         "kernels.liger": "false",
         "kernels.compile": "false",
     }
-    assert chosen["kernels.loss"].reason == "the recipe says so"
+    assert chosen["kernels.loss"].reason == "set in the recipe"
     assert chosen["kernels.liger"].reason == "Liger's kernels are for GPUs, and the device is cpu"
     assert all(choice.reason for choice in chosen.values())
 

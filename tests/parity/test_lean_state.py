@@ -60,7 +60,7 @@ def test_bf16_state_scatters_less_than_computing_in_bf16(case: Case, bench: Benc
     ],
     ids=str,
 )
-def test_bf16_weights_rounded_by_chance_follow_fp32_weights(case: Case, bench: Bench, record_property) -> None:
+def test_stochastically_rounded_bf16_weights_follow_fp32_weights(case: Case, bench: Bench, record_property) -> None:
     """Measured: twice to three times the loss's spread of computing in bf16. The parameters are off by their own last place."""
     found, limit = spread_of(case, bench), of_bf16(case, bench)
     record_property("parity", found.row(SECTION, case, limit))

@@ -19,7 +19,7 @@ from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.units import GIB, MIB
 from fsdp_tune.model.shard.mesh import make_mesh
-from fsdp_tune.model.shard.patience import leave, patient_group
+from fsdp_tune.model.shard.untimed_group import destroy_group, untimed_group
 from fsdp_tune.model.shard.wrap import offload_policy
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
@@ -69,7 +69,7 @@ def start(device_type: str, folder: str, rank: Rank, recipe: Recipe) -> dict[str
             bound = torch.device(device_type, rank.local_index)
             found: dict[str, Any] = {"device_set": chosen, "bound": str(world.bound_device_id), "default": str(dist.get_backend_config())}
             found["connected_to"] = str(world._get_backend(bound).connected_to)
-            waiting = patient_group()
+            waiting = untimed_group()
             dist.all_reduce(torch.zeros(()), group=waiting)
             found["waiting"] = sorted(time_limits_seconds(waiting))
             mesh = make_mesh(recipe, device_type) if device_type == "cuda" else None
@@ -77,7 +77,7 @@ def start(device_type: str, folder: str, rank: Rank, recipe: Recipe) -> dict[str
             found["limits_of_torch"] = sorted({limit for group in groups for limit in time_limits_seconds(group)})
             share_time_limit(groups)
             found["limits"] = sorted({limit for group in groups for limit in time_limits_seconds(group)})
-            leave(waiting)
+            destroy_group(waiting)
             return found
         finally:
             dist.destroy_process_group()

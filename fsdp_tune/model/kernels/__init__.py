@@ -1,1 +1,1 @@
-"""Attention, loss, compile and fp8 kernels, and which of them a recipe selects."""
+"""Attention, loss, compile and fp8 kernels, and their selection by the recipe."""

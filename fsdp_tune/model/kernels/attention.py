@@ -1,4 +1,4 @@
-"""`model.attn_implementation: auto`: which attention kernel a model gets on this device."""
+"""Select the attention kernel of a model on this device, for `model.attn_implementation: auto`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HOPPER = (9, 0)
 
 
 def choose_attention(recipe: Recipe, config: PreTrainedConfig) -> KernelChoice:
-    """FlashAttention 3, else 2, where installed and right for the model; else torch's own kernel, where the model has it."""
+    """Choose FlashAttention 3, else 2, if installed and suitable for the model; else SDPA, if the model supports it; else eager."""
     asked = recipe.model.attn_implementation
     if asked != "auto":
         return KernelChoice(asked, WRITTEN)
@@ -42,29 +42,29 @@ def choose_attention(recipe: Recipe, config: PreTrainedConfig) -> KernelChoice:
 
 
 def _against_flash(recipe: Recipe, config: PreTrainedConfig, model_class: Any) -> str | None:
-    """Why no FlashAttention could be right here, installed or not."""
+    """Return why FlashAttention is not suitable here, whether installed or not; None if it is."""
     if recipe.launch.device != "cuda":
         return f"FlashAttention needs CUDA, and the device is {recipe.launch.device}"
     if recipe.compute_dtype == "fp32":
         return "FlashAttention computes in bf16 and fp16 only"
     if model_class is None:
-        return f"what {type(config).__name__}'s model supports is not known: its own default"
+        return f"the kernels of {type(config).__name__}'s model are unknown, so its default is used"
     if not model_class._supports_flash_attn:
         return f"{model_class.__name__} does not support FlashAttention"
     if getattr(model_class, "_compatible_flash_implementations", None):
-        return f"{model_class.__name__} names flash kernels of its own, which are not chosen unasked"
+        return f"{model_class.__name__} declares its own flash kernels, which auto does not choose"
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if width > _MAX_HEAD_WIDTH:
-        return f"FlashAttention takes heads of at most {_MAX_HEAD_WIDTH}, and these are {width} wide"
+        return f"FlashAttention takes heads of width {_MAX_HEAD_WIDTH} at most, and the model's have {width}"
     return None
 
 
 def _flash_version(config: PreTrainedConfig) -> tuple[int | None, str]:
-    """transformers' own probes: they look for the packages and for a CUDA device."""
+    """Return the newest usable version and its reason, by transformers' own checks for packages and a CUDA device."""
     has_dropout = any(getattr(config, field, 0.0) for field in _DROPOUT_FIELDS)
     if is_flash_attn_3_available():
         if has_dropout:
-            against_3 = "FlashAttention 3 has no dropout, and the model's attention has"
+            against_3 = "FlashAttention 3 has no dropout, and the model's attention uses it"
         elif torch.cuda.get_device_capability() < _HOPPER:
             against_3 = "FlashAttention 3 needs a Hopper GPU"
         else:
@@ -77,24 +77,24 @@ def _flash_version(config: PreTrainedConfig) -> tuple[int | None, str]:
 
 
 def live_attention(recipe: Recipe, model: PreTrainedModel) -> KernelChoice:
-    """The kernel that transformers gave the built model, which may be another than the chosen one."""
+    """Return the attention kernel of the built model, which may differ from the chosen one."""
     chosen, live = choose_attention(recipe, model.config), str(model.config._attn_implementation)
     if chosen.value in ("auto", live):
         return KernelChoice(live, chosen.reason)
-    return KernelChoice(live, f"transformers takes it in place of {chosen.value}")
+    return KernelChoice(live, f"transformers uses it instead of {chosen.value}")
 
 
 def stands_for(live: str, kernel: str) -> bool:
-    """Whether a model may run `live` where `kernel` was requested.
+    """Return whether `live` is an allowed replacement of the requested `kernel`.
 
-    transformers replaces a flash kernel by another one: by the hub's where the package is not installed and `kernels` is, and
-    by the model's own (`_check_and_adjust_attn_implementation`).
+    transformers may replace a flash kernel: by one from the hub if its package is not installed and `kernels` is, or by the
+    model's own (`_check_and_adjust_attn_implementation`).
     """
     return live == kernel or (is_flash_kernel(live) and is_flash_kernel(kernel))
 
 
 def has_variable_lengths(kernel: str | None) -> bool:
-    """Whether a live kernel separates packed examples by their lengths, without a mask."""
+    """Return whether a kernel separates packed examples by their lengths, without a mask."""
     if kernel is None:
         return False
     return is_flash_kernel(kernel) or ALL_MASK_ATTENTION_FUNCTIONS.get(kernel) is flash_attention_mask

@@ -1,15 +1,15 @@
-"""A decision together with its reason."""
+"""A choice with its reason."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-WRITTEN = "the recipe says so"
+WRITTEN = "set in the recipe"
 
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """A value of the recipe's vocabulary, and why it was chosen."""
+    """A value of a recipe key, and why it was chosen."""
 
     value: str
     reason: str

@@ -1,7 +1,7 @@
-"""torch.compile for each decoder layer by itself: one graph serves them all, and what is between them (gathering, the loss) stays eager.
+"""Compile each decoder layer separately: equal layers share one graph, and the code between them (gathering, the loss) stays eager.
 
-As in torchtitan. A layer's `forward` is compiled, not its call: FSDP's hooks and the gathering stay outside the graph. What recomputes
-the layer is inside, so that the compiler chooses what to keep within the recipe's policy.
+As in torchtitan. A layer's `forward` is compiled, not its `__call__`: FSDP's hooks and the gathering stay outside of the graph. The
+recomputation of the layer is inside, so that the compiler chooses the tensors to keep within the recipe's policy.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ BACKEND = "inductor"
 
 
 GRAPHS_OF_A_LAYER = 5
-"""One for the check before the first step and for evaluation, which keep nothing for a backward, another for other shapes of theirs,
-one for the first width of a batch, one for any width, and one for the short last batch of an epoch."""
+"""Without gradients (the check before the first step, evaluation) one graph for the first shape and one for others; in training one
+for the first width of a batch, one for any width, and one for the short last batch of an epoch."""
 _LIMIT_MESSAGE = "torch._dynamo hit config."
 
 
 def choose_compile(recipe: Recipe) -> KernelChoice:
-    return KernelChoice("true", WRITTEN) if recipe.kernels.compile else KernelChoice("false", "not asked for")
+    return KernelChoice("true", WRITTEN) if recipe.kernels.compile else KernelChoice("false", "not requested")
 
 
 def compile_layers(recipe: Recipe, model: PreTrainedModel) -> list[str]:
-    """Compile each decoder layer and return the names. Call after everything that replaces a layer's forward, and before wrapping.
+    """Compile each decoder layer and return the names. Call it after all changes to a layer's forward, and before wrapping.
 
-    Sizes that change from batch to batch cost a second graph, the first time that they do; from then on they are variables in it.
+    When a size first differs between batches, a second graph is compiled, in which it is a variable.
     """
     from torch._dynamo import config as dynamo
 
     layers = decoder_layers(model, recipe.layer_classes)
-    # Layers share their code, and the compiler's limit is for each code: beyond it they would run uncompiled. Twice what is expected.
+    # Layers share code objects, and Dynamo's limit is per code object; above it they would run uncompiled. Twice the expected number.
     dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * expected_graphs(recipe, [layer for _, layer in layers]))
-    # Under DDP the compiler would cut a layer's graph at the buckets, and cannot where it recomputes; the layers are cut enough.
+    # Under DDP, Dynamo would split graphs at buckets, which fails with recomputation and is unnecessary for single layers.
     dynamo.optimize_ddp = False
-    # The compiler leaves a function alone that moves what it saves to the host. There it gets what is recomputed, and no more.
+    # Dynamo does not compile a function that moves saved tensors to the host, so only the recomputed part is compiled there.
     inside = "recomputed_forward" if recipe.fsdp.activation_checkpointing_offload else "forward"
     for _, layer in layers:
         name = inside if hasattr(layer, inside) else "forward"
@@ -53,10 +53,10 @@ def compile_layers(recipe: Recipe, model: PreTrainedModel) -> list[str]:
 
 
 def expected_graphs(recipe: Recipe, layers: Sequence[nn.Module]) -> int:
-    """Return the most graphs that the decoder layers should need: layers of a kind share theirs.
+    """Return the largest number of graphs that the decoder layers should need; layers of one kind share their graphs.
 
-    A layer that is recomputed is of another kind than one that is not. Where inputs go to the host the graph ends inside what is
-    recomputed, and a forward and its repetition get one each.
+    Recomputed layers have other graphs than the rest. With inputs on the host, the graph covers only the recomputed part, and a
+    forward and its recomputation have one graph each.
     """
     fsdp = recipe.fsdp
     graphs = _kinds(layers) * GRAPHS_OF_A_LAYER
@@ -66,7 +66,7 @@ def expected_graphs(recipe: Recipe, layers: Sequence[nn.Module]) -> int:
 
 
 def _kinds(layers: Sequence[nn.Module]) -> int:
-    """Return the number of kinds of layers, by what Dynamo guards on: classes (dense, with experts) and strings (`attention_type`)."""
+    """Return the number of kinds of layers, by the properties that Dynamo guards on: classes of modules, and strings and booleans."""
 
     def kind(module: nn.Module) -> tuple[Any, ...]:
         public = ((name, value) for name, value in vars(module).items() if not name.startswith("_") and name != "recomputes")
@@ -76,19 +76,19 @@ def _kinds(layers: Sequence[nn.Module]) -> int:
 
 
 def is_compiled(layer: nn.Module) -> bool:
-    """Asked of the live module, which FSDP1 may have wrapped."""
+    """Return whether a layer is compiled, for a live module that FSDP1 may have wrapped."""
     return any(hasattr(vars(layer).get(name), "_torchdynamo_orig_callable") for name in ("forward", "recomputed_forward"))
 
 
 class CompileClock(logging.Handler):
-    """Count graphs, the time that the compiler takes, forward and backward, and functions that it gave up. One a process."""
+    """Count compiled graphs, compile time of forward and backward, and functions that hit the limit. One instance per process."""
 
     def __init__(self) -> None:
         from torch._dynamo.callback import on_compile_end, on_compile_start
 
         super().__init__(logging.WARNING)
         self._fallbacks: list[str] = []
-        # Dynamo says so in its log alone.
+        # Dynamo reports a reached limit only in its log.
         logging.getLogger("torch._dynamo.convert_frame").addHandler(self)
         self.seconds = 0.0
         self._since = 0.0
@@ -101,7 +101,7 @@ class CompileClock(logging.Handler):
             self._fallbacks.append(record.getMessage().partition("function: ")[2].partition("\n")[0])
 
     def take_fallbacks(self) -> list[str]:
-        """Return the functions that reached the limit of graphs since the last call; new shapes of theirs run uncompiled."""
+        """Return the functions that reached the limit of graphs since the last call; new shapes run uncompiled in them."""
         taken, self._fallbacks = self._fallbacks, []
         return taken
 

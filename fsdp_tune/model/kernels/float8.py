@@ -1,8 +1,8 @@
-"""`precision.mixed_precision: fp8`: the Linears of the decoder layers become torchao's, which multiply in fp8 and keep all else in bf16.
+"""`precision.mixed_precision: fp8`: replace Linears of the decoder layers by torchao's, which multiply in fp8; all else stays in bf16.
 
-Parameters keep their names, values and storage dtype: an fp8 copy is made where a weight is used, or, with one scale for a whole
-weight (`tensorwise`) under FSDP2, before it is gathered. Accelerate's way is not taken: it converts whatever lies between the
-first and the last Linear, pads every operand, and refuses to load shard by shard.
+Parameters keep their names, values and storage dtype. A weight is cast to fp8 where it is used or, with one scale for the full
+weight (`tensorwise`) under FSDP2, before it is gathered. Accelerate's implementation is not used: it converts everything between
+the first and the last Linear, pads every operand, and refuses to load shard by shard.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from fsdp_tune.recipe.schema import Recipe
 
 KEY = "precision.mixed_precision"
 OLDEST_GPU = (8, 9)
-"""Compute capability: Ada, Hopper, Blackwell. torch has kernels for one scale and for a scale a row on each of them."""
+"""Compute capability of Ada; also Hopper and Blackwell. torch has kernels for one scale and for a scale per row on all of them."""
 _UNITS_OF_ANY_SIZE = ("SIZE_BASED_WRAP", "MODULE_NAMES_WRAP")
 
 
 @dataclass(frozen=True, slots=True)
 class Float8Plan:
-    """What of a model computes in fp8, by module name."""
+    """The modules of a model that compute in fp8, by name."""
 
     converted: tuple[str, ...]
     gathered: frozenset[str]
-    """Of those, whose weights are gathered in fp8."""
+    """The converted modules whose weights are gathered in fp8."""
     left: dict[str, str]
-    """Linears of the decoder layers that stay as they are, and why."""
+    """Linears of the decoder layers that are not converted, with the reason."""
     layers: int
     parameters: int
-    """Of the converted weights."""
+    """Number of elements of the converted weights."""
     of_layers: int
-    """Of all decoder layers."""
+    """Number of parameters of all decoder layers."""
     of_experts: int
-    """Of those, in stacked experts, which are no Linears."""
+    """Number of parameters in stacked experts, which are not Linears."""
 
 
 def plan_fp8(recipe: Recipe, model: PreTrainedModel) -> Float8Plan:
-    """Decided on the bare model; the same before and after it is converted. FsdpTuneError (exit 2) where nothing can be."""
+    """Return the plan for a bare model, which is the same before and after conversion. Raises: usage error if nothing can be converted."""
     layers = decoder_layers(model, recipe.layer_classes)
     ignored = ignored_module_names(recipe, model) if recipe.is_sharded else set[str]()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -68,7 +68,7 @@ def plan_fp8(recipe: Recipe, model: PreTrainedModel) -> Float8Plan:
         raise _nothing(model, left)
     shards = recipe.topology.shard if gathers_in_fp8(recipe) else 0
     stacked = {id(p): p.numel() for _, layer in layers for p in layer.parameters() if p.ndim == 3}
-    # FSDP pads uneven shards of plain tensors alone; of others the ranks would send buffers of different sizes.
+    # FSDP pads uneven shards of plain tensors only; for other tensors, ranks would send buffers of different sizes.
     even = {f"{name}.weight" for name, module in converted.items() if shards and module.out_features % shards == 0}
     return Float8Plan(
         converted=tuple(converted),
@@ -82,7 +82,7 @@ def plan_fp8(recipe: Recipe, model: PreTrainedModel) -> Float8Plan:
 
 
 def _alone_on_gloo(recipe: Recipe, model: PreTrainedModel, weights: set[str]) -> set[str]:
-    """Of `weights`, those in a unit of nothing else, which FSDP sends as fp8 and not as bytes: gloo, between CPU ranks, knows no fp8."""
+    """Return the `weights` whose unit contains only such weights. FSDP sends it as fp8 and not as bytes, which gloo (CPU) cannot do."""
     if not weights or recipe.launch.device != "cpu":
         return set()
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -100,32 +100,34 @@ def _inside_ignored(name: str, ignored: set[str]) -> bool:
 
 
 def _why_not(model: PreTrainedModel, name: str, module: Any, ignored: set[str]) -> str | None:
-    """Why a Linear stays as it is; None for one that is converted."""
+    """Return why a Linear is not converted; None if it is."""
     if _inside_ignored(name, ignored):
-        return "FSDP leaves it alone (fsdp.ignored_modules)"
+        return "it is in fsdp.ignored_modules"
     if type(module) is not nn.Linear and not is_fp8(module):
         return f"it is a {type(module).__name__}, which may compute something else"
     experts = next((count for key in EXPERT_COUNTS if isinstance(count := getattr(model.config, key, None), int)), None)
     if experts is not None and module.out_features == experts:
-        return "a router: its few outputs decide where a token goes"
+        return "it is a router, whose few outputs need precision"
     if experts is not None and ".experts." in name:
-        return "an expert: it gets any number of tokens, and kernels want multiples of 16"
+        return "it is an expert, which gets any number of tokens, and kernels need multiples of 16"
     if module.in_features % FP8_MULTIPLE or module.out_features % FP8_MULTIPLE:
-        return f"its sizes are no multiples of {FP8_MULTIPLE}"
+        return f"its sizes are not multiples of {FP8_MULTIPLE}"
     return None
 
 
 def _nothing(model: PreTrainedModel, left: dict[str, str]) -> Exception:
     name, why = next(iter(left.items()), ("", ""))
     reason = (
-        f"`{name}`: {why}, and so with all {len(left)}" if name else "its decoder layers hold no nn.Linear (GPT-2's, for one, are Conv1D)"
+        f"`{name}`: {why}; none of its {len(left)} Linears is usable"
+        if name
+        else "its decoder layers have no nn.Linear (GPT-2, for example, has Conv1D)"
     )
     message = f"`{KEY}: fp8` finds nothing to convert in {type(model).__name__}: {reason}"
     return usage_error("fp8-nothing-to-convert", message, hint="write `precision.mixed_precision: bf16`")
 
 
 def choose_fp8(recipe: Recipe, model: PreTrainedModel) -> dict[str, KernelChoice]:
-    """By recipe key, as kernels are told; empty unless the recipe asks for fp8."""
+    """Return the choice by recipe key, in the format of `choose_kernels`; empty unless the recipe sets fp8."""
     if not computes_in_fp8(recipe):
         return {}
     demand_torchao(f"{KEY}: fp8")
@@ -134,7 +136,7 @@ def choose_fp8(recipe: Recipe, model: PreTrainedModel) -> dict[str, KernelChoice
     words += [f"{count} left, {why}" for why, count in Counter(plan.left.values()).items()]
     words.append(_gathering(recipe, plan))
     if not tokens_are_aligned(recipe):
-        words.append(f"operands are padded, since `data.max_length` or `data.pad_to_multiple_of` is no multiple of {FP8_MULTIPLE}")
+        words.append(f"operands are padded, since `data.max_length` or `data.pad_to_multiple_of` is not a multiple of {FP8_MULTIPLE}")
     return {KEY: KernelChoice("fp8", "; ".join(words))}
 
 
@@ -146,19 +148,19 @@ def _gathering(recipe: Recipe, plan: Float8Plan) -> str:
     if len(plan.gathered) == len(plan.converted):
         return "gathered in fp8"
     rest = len(plan.converted) - len(plan.gathered)
-    why = f"whose rows {recipe.topology.shard} ranks do not divide"
+    why = f"whose rows are not divisible by {recipe.topology.shard} ranks"
     if recipe.launch.device == "cpu" and recipe.fsdp.auto_wrap_policy in _UNITS_OF_ANY_SIZE:
-        why += ", or that are units by themselves (gloo sends no fp8)"
+        why += ", or which are units by themselves (gloo cannot send fp8)"
     return f"{len(plan.gathered)} gathered in fp8, {rest} in bf16, {why}"
 
 
 def fp8_notices(recipe: Recipe, model: PreTrainedModel, device_type: str) -> list[Notice]:
-    """What a reader of the recipe may not expect; the model may be on the meta device."""
+    """Return notices about consequences of fp8 that a user may not expect. The model may be on the meta device."""
     if not computes_in_fp8(recipe):
         return []
     found: list[Notice] = []
     if device_type == "cpu":
-        message = "fp8 is emulated on the CPU: values are rounded as on a GPU and multiplied in fp32; numbers are shown, no speed"
+        message = "fp8 is emulated on the CPU: values are rounded as on a GPU and multiplied in fp32, without its speed"
         found.append(Notice("fp8-emulated", message))
     elif not recipe.kernels.compile:
         message = "fp8 without `kernels.compile: true` is slower than bf16: each cast is a pass over memory that the compiler would fuse"
@@ -166,13 +168,13 @@ def fp8_notices(recipe: Recipe, model: PreTrainedModel, device_type: str) -> lis
     plan = plan_fp8(recipe, model)
     if plan.of_experts:
         share = plan.parameters / plan.of_layers
-        message = f"fp8 computes with {share:.0%} of the parameters of the layers: stacked experts ({plan.of_experts:,}) are no Linears"
+        message = f"fp8 computes with {share:.0%} of the parameters of the layers: stacked experts ({plan.of_experts:,}) are not Linears"
         found.append(Notice("fp8-without-experts", message))
     return found
 
 
 def demand_gpu(recipe: Recipe, device: torch.device) -> None:
-    """FsdpTuneError (exit 2) on a rank whose GPU has no fp8 units."""
+    """Check that this rank's GPU supports fp8. Raises: usage error (exit 2)."""
     if not computes_in_fp8(recipe) or device.type != "cuda":
         return
     found = torch.cuda.get_device_capability(device)
@@ -184,7 +186,7 @@ def demand_gpu(recipe: Recipe, device: torch.device) -> None:
 
 
 def convert_to_fp8(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, KernelChoice]:
-    """Replaces the modules of the bare model, and returns the choice. What is converted already stays as it is."""
+    """Convert the planned modules of the bare model, except those already converted, and return the choice."""
     chosen = choose_fp8(recipe, model)
     if chosen:
         from torchao.float8 import convert_to_float8_training
@@ -209,11 +211,11 @@ def _config(recipe: Recipe, *, gathered: bool, emulate: bool) -> Any:
 
 
 def tokens_are_aligned(recipe: Recipe) -> bool:
-    """A weight's gradient sums over the tokens of a micro-batch. Else each operand is padded, and with that copied."""
+    """Return whether token counts are multiples of 16, as a weight's gradient sums over tokens. If not, operands are padded and copied."""
     return recipe.data.pad_to_multiple_of % FP8_MULTIPLE == 0 and recipe.data.max_length % FP8_MULTIPLE == 0
 
 
 def _as_autocast(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Under DDP torchao asks CUDA's autocast alone; on the CPU, and on the planner's device, the input is to be cast as well."""
+    """Cast the input as autocast would. Under DDP torchao only checks CUDA's autocast; the CPU and the planner's device need it too."""
     kind = args[0].device.type
     return (args[0].to(torch.get_autocast_dtype(kind)), *args[1:]) if torch.is_autocast_enabled(kind) else None

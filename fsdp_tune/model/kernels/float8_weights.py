@@ -1,7 +1,7 @@
-"""Weights that are gathered in fp8: torchao's kind of tensor around each shard, which the rest of the program looks through.
+"""Weights that are gathered in fp8: torchao wraps each shard in a tensor subclass, which the rest of the package unwraps.
 
-What is stored, saved and updated is the shard inside. Its kind decides what FSDP2 sends: fp8 values, cast with one scale for the
-whole weight, which all ranks know beforehand.
+The inner shard is what is stored, saved and updated. The subclass makes FSDP2 send fp8 values, cast with one scale for the full
+weight, which all ranks compute beforehand.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch.distributed.tensor import DTensor
 
 
 def is_fp8(module: nn.Module) -> bool:
-    """Whether a module is torchao's Linear, which FSDP2 may have made a class of its own of."""
-    torchao: Any = sys.modules.get("torchao.float8.float8_linear")  # importing it takes a second: where nobody has, there is none
+    """Return whether a module is torchao's Linear, possibly as the subclass that FSDP2 creates."""
+    torchao: Any = sys.modules.get("torchao.float8.float8_linear")  # importing it takes a second; if it is not imported, no module is fp8
     return torchao is not None and isinstance(module, torchao.Float8Linear)
 
 
 def multiplied_as(tensor: torch.Tensor) -> torch.dtype:
-    """torchao's operands say bf16, and hold fp8 values with their scale."""
+    """Return the dtype of a matrix operand: fp8 for torchao's operands, whose own dtype is bf16."""
     return tensor._data.dtype if type(tensor).__name__ == "Float8TrainingTensor" else tensor.dtype  # type: ignore[attr-defined]
 
 
 def plain(tensor: Any) -> Any:
-    """The shard inside of torchao's kind of tensor: the same memory. Any other tensor is returned as it is."""
+    """Return the shard inside torchao's tensor subclass, sharing its memory; any other tensor is returned unchanged."""
     if isinstance(tensor, DTensor) and type(tensor._local_tensor) is not torch.Tensor:
         inner = plain(tensor._local_tensor)
         if inner is tensor._local_tensor:
@@ -40,7 +40,7 @@ def plain(tensor: Any) -> Any:
 
 
 def gathered_in_fp8(wrapped: nn.Module) -> Iterator[nn.Module]:
-    """The converted modules whose shards are cast before they are gathered."""
+    """Yield the converted modules whose shards are cast before they are gathered."""
     for module in wrapped.modules():
         weight = module.weight if is_fp8(module) else None
         if isinstance(weight, DTensor) and plain(weight) is not weight:
@@ -49,9 +49,9 @@ def gathered_in_fp8(wrapped: nn.Module) -> Iterator[nn.Module]:
 
 @torch.no_grad()
 def refresh_scales(wrapped: nn.Module) -> None:
-    """After weights have changed: the scale of each weight that is gathered in fp8, with one collective for all of them.
+    """Recompute the scale of each weight that is gathered in fp8, with one collective for all. Call it after weights have changed.
 
-    torchao's `precompute_float8_dynamic_scale_for_fsdp` to the bit, for shards of any dtype, empty ones among them.
+    Bitwise equal to torchao's `precompute_float8_dynamic_scale_for_fsdp`, and also correct for shards of any dtype and empty shards.
     """
     weights: list[Any] = [module.weight for module in gathered_in_fp8(wrapped)]
     if not weights:

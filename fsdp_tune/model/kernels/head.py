@@ -1,10 +1,11 @@
-"""Putting the loss into the model's own head, so that the logits never leave it.
+"""Compute the loss inside the model's own head, so that the logits never leave it.
 
-The head's `forward` is replaced by one that takes the hidden states to the loss. It runs where the model calls it: inside FSDP's
-hooks, with the weight gathered, be it in a unit of its own, in the last one together with a tied embedding, or in the root. What
-the head returns is what FSDP waits for in the backward, so the loss itself is handed through the model's outputs.
+The head's `forward` is replaced by one that computes the loss from hidden states. It runs where the model calls it: inside FSDP's
+hooks, with the weight gathered, whether the head is its own unit, in the last unit with a tied embedding, or in the root. FSDP's
+backward hooks are on the head's output, so the loss itself is passed through the model's outputs.
 
-That is right only if the model does nothing to the logits that we do not: it is asked, with its body and its head taken out.
+This is correct only if the model transforms logits in a way that the kernel repeats, which `logits_of` measures by running the
+model's forward with body and head replaced.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tens
 """As `summed_linear_loss`."""
 _SMALL = 2.0**-20
 _PROBE = (1, 5, 7)
-"""Rows, tokens and vocabulary of the logits that a model is asked with."""
+"""Rows, tokens and vocabulary of the logits in the measurement."""
 
 
 class OpaqueHead(Exception):
-    """Why the logits of a model cannot be taken out of its forward."""
+    """The loss of a model cannot be computed in its head; the message is the reason."""
 
 
 @dataclass
 class _BodyOutput(BaseModelOutputWithPast):
-    """Hidden states, and nothing of what else some body gives."""
+    """Hidden states; every other output of a body is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -46,20 +47,20 @@ class _BodyOutput(BaseModelOutputWithPast):
 
 
 def logits_of(model: PreTrainedModel) -> Logits:
-    """What `model` does to its head's product, read from what its forward makes of made-up logits. OpaqueHead if it is not
-    a scale and a soft-cap, or if there is no plain linear head beside a body."""
+    """Measure the transformation that `model` applies to its logits by running its forward with given logits. Raises: OpaqueHead if it is
+    not a scale and a soft-cap, or if the model is not a body with a plain linear head."""
     head: Any = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        raise OpaqueHead(f"the output embedding of {type(model).__name__} is no plain linear layer")
+        raise OpaqueHead(f"the output embedding of {type(model).__name__} is not a plain linear layer")
     if model.base_model is model:
-        raise OpaqueHead(f"{type(model).__name__} has no body apart from its head")
+        raise OpaqueHead(f"{type(model).__name__} has no body separate from its head")
     try:
         # The planner builds the model under a mode in which tensors have no values.
         with _disable_current_modes(), torch.no_grad(), torch.device("cpu"):
             return _measured(model)
     except OpaqueHead:
         raise
-    except Exception as error:  # the model's code runs here, and may need what only its real body computes
+    except Exception as error:  # the model's own code runs here, and may need outputs that only its real body has
         raise OpaqueHead(_why_opaque(model)) from error
 
 
@@ -79,7 +80,7 @@ def _measured(model: PreTrainedModel) -> Logits:
     ones = torch.ones(_PROBE, dtype=torch.float64)
     highest, higher = float(after(ones * 1e9)[0, 0, 0]), float(after(ones * 1e10)[0, 0, 0])
     slope = float(after(ones * _SMALL)[0, 0, 0]) / _SMALL
-    # A factor of a config, but for tanh's cubic term: to seven digits it is exact.
+    # Equal to the factor in the config up to tanh's cubic term, so rounding to fp32 gives the exact value.
     found = Logits(scale=float(torch.tensor(slope, dtype=torch.float32)), softcap=highest if highest == higher else None)
     some = torch.randn(_PROBE, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 8
     expected = some * found.scale
@@ -91,7 +92,7 @@ def _measured(model: PreTrainedModel) -> Logits:
 
 
 def _forward_with(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
-    """The model's output logits when its head gives `logits`."""
+    """Return the model's output logits for `logits` as the output of its head."""
     rows, tokens, _ = logits.shape
     head: Any = model.get_output_embeddings()
     body: Any = model.base_model
@@ -123,8 +124,8 @@ def _forward_is(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None
 
 
 def put_loss_into_head(model: PreTrainedModel, logits: Logits, kernel: Kernel, name: str) -> None:
-    """From now on `model(…, targets=…)` returns (summed loss, auxiliary loss or None) and makes no logits; without `targets` it
-    is as before. Call before wrapping. `name` is what the read-back calls the kernel."""
+    """Make `model(…, targets=…)` return (summed loss, auxiliary loss or None) without creating logits; without `targets` the model is
+    unchanged. Call it before wrapping. `name` is the name of the kernel for the read-back."""
     head: Any = model.get_output_embeddings()
     state = _State()
     plain_head, plain_model = head.forward, model.forward
@@ -136,11 +137,11 @@ def put_loss_into_head(model: PreTrainedModel, logits: Logits, kernel: Kernel, n
         assert hidden.shape[:-1] == state.targets.shape, "a target for every position that the head sees"
         options = LossOptions(logits, state.label_smoothing, state.gradient_scale)
         weight, bias = head.weight, head.bias
-        if not torch.is_grad_enabled():  # the kernels compute gradients in the forward, for whatever requires one
+        if not torch.is_grad_enabled():  # the kernels compute gradients in the forward for all inputs that require them
             weight, bias = weight.detach(), None if bias is None else bias.detach()
         loss = kernel(hidden.reshape(-1, hidden.shape[-1]), weight, bias, state.targets.reshape(-1), options)
-        # In the shape of logits: what the model then does to them is done to one number, and dropped. A copy, since
-        # FSDP's hooks do not hold on a view.
+        # In the shape of logits, so that the model's operations on logits apply to one number and are discarded. A copy,
+        # since FSDP's hooks do not work on a view.
         state.loss = loss.reshape(1, 1, 1).clone()
         return state.loss
 
@@ -163,7 +164,7 @@ def put_loss_into_head(model: PreTrainedModel, logits: Logits, kernel: Kernel, n
 
 
 class _State:
-    """What the model's forward tells its head, and the other way."""
+    """Values passed between the model's forward and its head."""
 
     targets: torch.Tensor | None = None
     loss: torch.Tensor | None = None
@@ -172,6 +173,6 @@ class _State:
 
 
 def loss_kernel_of(wrapped: nn.Module) -> str:
-    """Which loss the head of a (wrapped) model computes; `full` where it gives logits."""
+    """Return the loss kernel in the head of a (wrapped) model; `full` if the head returns logits."""
     bare = wrapped.module if isinstance(wrapped, DistributedDataParallel | FullyShardedDataParallel) else wrapped
     return str(vars(bare).get("loss_kernel", "full"))

@@ -1,8 +1,8 @@
-"""Liger's Triton kernels (arXiv:2410.10989): RMSNorm, rotary embedding and gated MLP of a model, and its fused loss.
+"""Liger's Triton kernels (arXiv:2410.10989) for RMSNorm, rotary embedding and gated MLP of a model, and its fused loss.
 
-They are put into the model object by Liger's own function for its type. That function also replaces names in the modules of
-transformers; its classes are put back afterwards, so that the next model of the process is an ordinary one. The rotary function has
-no place in a model object and stays.
+Liger's own function for the model type installs them in the model object. That function also replaces names in modules of
+transformers; the classes are restored afterwards, so that later models of the process are unchanged. The rotary function is not an
+attribute of the model object, so its replacement stays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdp_tune.recipe.schema import Recipe
 
 PACKAGE = "liger_kernel"
 _INSTALL = "pip install liger-kernel"
-# The loss is ours to choose (`kernels.loss`); Liger's would replace the model's forward.
+# `kernels.loss` selects the loss; Liger's options would replace the model's forward.
 _LOSSES_OFF = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
@@ -35,13 +35,13 @@ def is_installed() -> bool:
 
 
 def demand_installed(key: str) -> None:
-    """FsdpTuneError (exit 2) where the package that `key` asks for is not there."""
+    """Check that the package that `key` needs is installed. Raises: usage error (exit 2)."""
     if not is_installed():
         raise usage_error("liger-not-installed", f"`{key}` needs the package liger-kernel, which is not installed", hint=f"`{_INSTALL}`")
 
 
 def choose_liger(recipe: Recipe, model: PreTrainedModel, device_type: str) -> KernelChoice:
-    """`kernels.liger`, as `true` or `false`. FsdpTuneError where `true` cannot be had."""
+    """Choose `kernels.liger`, as `true` or `false`. Raises: usage error if the recipe sets `true` and it is impossible."""
     asked = recipe.kernels.liger
     if asked is False:
         return KernelChoice("false", WRITTEN)
@@ -57,7 +57,7 @@ def choose_liger(recipe: Recipe, model: PreTrainedModel, device_type: str) -> Ke
             message = f"`kernels.liger: true`: Liger has no kernels for models of type `{model_type}`"
             raise usage_error("liger-lacks-model", message, hint="leave `kernels.liger` at auto, or write false")
         return KernelChoice("false", f"Liger has no kernels for models of type `{model_type}`")
-    return KernelChoice("true", WRITTEN if asked is True else "liger-kernel is installed and knows this model")
+    return KernelChoice("true", WRITTEN if asked is True else "liger-kernel is installed and supports this model")
 
 
 def _functions() -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _functions() -> dict[str, Any]:
 
 
 def put_liger_into(model: PreTrainedModel) -> None:
-    """Call before anything else changes a `forward` of the model."""
+    """Install Liger's kernels in a model. Call it before any other change to a `forward`."""
     apply = _functions()[str(model.config.model_type)]
     options = {name: off for name, off in _LOSSES_OFF.items() if name in inspect.signature(apply).parameters}
     with _classes_kept(sys.modules[type(model).__module__]):
@@ -85,7 +85,7 @@ def _classes_kept(module: ModuleType) -> Iterator[None]:
 
 
 def modules_of_liger(model: torch.nn.Module) -> int:
-    """How many modules of a live model run a `forward` of Liger's; for the read-back."""
+    """Return the number of modules of a live model that run one of Liger's `forward` functions; for the read-back."""
     return sum(_origin(module).startswith(PACKAGE) for module in model.modules())
 
 
@@ -96,7 +96,7 @@ def _origin(module: torch.nn.Module) -> str:
 def liger_summed_loss(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, options: LossOptions
 ) -> torch.Tensor:
-    """As `summed_linear_loss`, by Liger. Not for fp16: the gradients of the logits are rounded before the loss scale reaches them."""
+    """Compute `summed_linear_loss` with Liger. Not for fp16: it rounds the gradients of the logits before the loss scale is applied."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction  # pyright: ignore[reportMissingImports]
 
     shape = options.logits
@@ -114,6 +114,6 @@ def liger_summed_loss(
         "sum",
         shape.softcap,
         False,
-        torch.float32,  # the weight's gradient is summed in
+        torch.float32,  # dtype of the sum of the weight's gradient
     )[0]
     return loss

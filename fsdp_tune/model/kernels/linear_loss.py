@@ -1,8 +1,8 @@
-"""The head and the loss in one, a slice of the tokens at a time, so that `tokens × vocabulary` logits are never held.
+"""Compute head and loss together, a slice of the tokens at a time, so that `tokens × vocabulary` logits are never stored.
 
-The gradients of a slice are computed while its logits are there, in the forward, as in Liger (arXiv:2410.10989) and in torch's own
-`linear_cross_entropy`: no logits are kept and none computed twice. torch's own (2.13) is not used: under bf16 it returns the loss
-rounded to bf16 and adds the slices of the weight's gradient up in bf16, and it knows neither soft-capping nor label smoothing.
+The gradients of a slice are computed in the forward, while its logits exist, as in Liger (arXiv:2410.10989) and in torch's
+`linear_cross_entropy`: no logits are kept or computed twice. torch's function (2.13) is not used: in bf16 it returns a loss rounded
+to bf16 and adds the slices of the weight's gradient in bf16, and it supports neither soft-capping nor label smoothing.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from fsdp_tune.data.store import IGNORE_INDEX
 
 SLICE_ELEMENTS = 1 << 27
-"""Logits of one slice, tokens × vocabulary: 512 MiB in fp32. Each slice adds its part to the gradient of the head's weight, so
-smaller ones spend their time on that sum: 1,024 tokens of Llama 3's vocabulary make 1.6 TFLOP a product and 2 GiB of sum."""
+"""Logits of one slice, tokens × vocabulary: 512 MiB in fp32. Each slice adds to the gradient of the head's weight, so smaller slices
+would spend their time on that sum: 1,024 tokens with Llama 3's vocabulary take 1.6 TFLOP per product and 2 GiB for the sum."""
 _WHOLE_TILES = 128
-"""Slices are a multiple of this many tokens, where they can be: the height of a matrix product's tile."""
+"""Slices are multiples of this many tokens if possible: the tile height of a matrix product."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """What a model does to the head's product: `softcap · tanh(scale · x / softcap)`, or `scale · x` where softcap is None."""
+    """Transformation of the head's output: `softcap · tanh(scale · x / softcap)`, or `scale · x` if softcap is None."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -32,8 +32,8 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class LossOptions:
-    """`gradient_scale` is the factor that the loss will be multiplied with: under fp16 the gradients of the logits, of order
-    1 / vocabulary, must carry it before they are rounded to 16 bits."""
+    """Options of the loss. `gradient_scale` is the factor by which the caller will multiply the loss: in fp16 the gradients of the
+    logits, of order 1 / vocabulary, must include it before they are rounded to 16 bits."""
 
     logits: Logits = Logits()
     label_smoothing: float = 0.0
@@ -41,7 +41,7 @@ class LossOptions:
 
 
 def slice_tokens(tokens: int, vocabulary: int) -> int:
-    """How many tokens of `tokens` are worked on at a time."""
+    """Return the number of tokens of one slice."""
     most = max(1, SLICE_ELEMENTS // vocabulary)
     return min(tokens, most // _WHOLE_TILES * _WHOLE_TILES or most)
 
@@ -49,10 +49,10 @@ def slice_tokens(tokens: int, vocabulary: int) -> int:
 def summed_linear_loss(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, options: LossOptions
 ) -> torch.Tensor:
-    """Cross-entropy of `hidden @ weight.T + bias` summed over the targets that are not -100: an fp32 scalar (nats).
+    """Return the cross-entropy of `hidden @ weight.T + bias`, summed over the targets that are not -100: an fp32 scalar (nats).
 
     `hidden` [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None, `targets` [tokens] int64. Products are
-    computed in the dtype of `hidden` (autocast's where it is on), everything else in fp32. Its gradient can be asked for once.
+    computed in the dtype of `hidden` (autocast's if enabled), everything else in fp32. Its gradient can be computed only once.
     """
     device = hidden.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -90,7 +90,7 @@ class _SummedLinearLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        assert not getattr(ctx, "spent", False), "the gradients of the chunked loss are computed once, and were used"
+        assert not getattr(ctx, "spent", False), "the gradients of the chunked loss can be used only once"
         ctx.spent = True
         factor = upstream[0] / ctx.options.gradient_scale
         hidden, weight, bias = (None if gradient is None else gradient.mul_(factor) for gradient in ctx.saved_tensors)
@@ -99,7 +99,7 @@ class _SummedLinearLoss(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Gradients:
-    """Of the hidden states in their own dtype; of weight and bias in fp32, since every slice adds to them."""
+    """Gradients of hidden states in their own dtype, and of weight and bias in fp32, since every slice adds to them."""
 
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
@@ -125,7 +125,7 @@ class _Gradients:
             self.bias += logits_gradient.sum(0, dtype=torch.float32)
 
     def finished(self, weight: torch.dtype, bias: torch.dtype | None) -> tuple[torch.Tensor | None, ...]:
-        """Rounded once, to the dtype that autograd hands on."""
+        """Return the gradients, rounded once to the dtypes that autograd expects."""
         of_weight, self.weight = self.weight, None
         return (
             self.hidden,
@@ -135,7 +135,7 @@ class _Gradients:
 
 
 def _loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, options: LossOptions, *, differentiate: bool) -> torch.Tensor:
-    """The summed loss of a slice; `logits` [tokens, vocabulary] in fp32 becomes its gradient, times `gradient_scale`, in place."""
+    """Return the summed loss of a slice. `logits` [tokens, vocabulary], fp32, becomes its gradient times `gradient_scale`, in place."""
     slope = _shape_logits(logits, options.logits, differentiate=differentiate)
     valid = targets != IGNORE_INDEX
     index = torch.where(valid, targets, 0).unsqueeze(1)
@@ -161,7 +161,7 @@ def _loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, options: Los
 
 
 def _shape_logits(logits: torch.Tensor, shape: Logits, *, differentiate: bool) -> torch.Tensor | float | None:
-    """Applies scale and soft-cap in place; returns the derivative, None where it is 1."""
+    """Apply scale and soft-cap in place. Return the derivative, or None if it is 1."""
     if shape.softcap is None:
         if shape.scale == 1.0:
             return None

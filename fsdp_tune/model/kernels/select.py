@@ -1,4 +1,4 @@
-"""What `kernels:` asks for, `auto` decided for the model at hand; each choice with its reason."""
+"""Resolve `kernels:` for a model, with a reason for each choice."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fsdp_tune.recipe.schema import Recipe
 
 
 def choose_loss(recipe: Recipe, model: PreTrainedModel) -> KernelChoice:
-    """Choose `kernels.loss`, for training and evaluation alike: auto is chunked where the larger batch of the two needs it.
+    """Choose `kernels.loss` for both training and evaluation: auto is chunked if the larger batch of the two needs it.
 
-    Raises: FsdpTuneError if the recipe asks for a chunked loss that the model's forward does not allow.
+    Raises: usage error if the recipe sets a chunked loss that the model's forward does not allow.
     """
     asked = recipe.kernels.loss
     if asked == "full":
@@ -73,7 +73,7 @@ _LOSSES = {"chunked": summed_linear_loss, "liger": liger_summed_loss}
 
 
 def install_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, KernelChoice]:
-    """Changes the bare model to what is chosen, and returns it."""
+    """Install the chosen kernels in the bare model, and return the choices."""
     chosen = choose_kernels(recipe, model, device_type)
     if chosen["kernels.liger"].value == "true":
         put_liger_into(model)

@@ -1,1 +1,1 @@
-"""Build the recipe's model: on meta, sharded, with weights read as slices."""
+"""Build the recipe's model: on the meta device, sharded, with weights read as slices."""

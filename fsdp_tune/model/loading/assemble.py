@@ -1,4 +1,4 @@
-"""Getting the weights onto the ranks: a wrapped model whose every rank holds its shard, and no rank more than it must."""
+"""Load the weights onto the ranks: build a wrapped model in which each rank holds its shard, with minimal memory on every rank."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from fsdp_tune.model.loading.experts import active_parameters
 from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, decoder_layers, ignored_module_names, plan_units
 from fsdp_tune.model.shard.mesh import make_mesh
-from fsdp_tune.model.shard.patience import leave, patient_group
 from fsdp_tune.model.shard.recompute import recompute_activations
+from fsdp_tune.model.shard.untimed_group import destroy_group, untimed_group
 from fsdp_tune.model.shard.wrap import wrap
 from fsdp_tune.model.step import decayed_names
 from fsdp_tune.recipe.schema import Recipe
@@ -35,47 +35,47 @@ from fsdp_tune.run.directory import run_of
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Of the whole model, counted before it is wrapped: a shard no longer shows it."""
+    """Sizes of the full model, counted before wrapping, since they cannot be derived from a shard."""
 
     parameters: int
     active_parameters: int | None
-    """That a token meets; None where the model's configuration does not say it."""
+    """Parameters that one token uses; None if the model's configuration does not define them."""
     trained_parameters: int
     parameter_bytes: int
     decayed: frozenset[str]
-    """Names of the parameters on which weight decay acts."""
+    """Names of the parameters with weight decay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """`model` is the Hugging Face model, `wrapped` what the forward is called on; both the same object under FSDP2."""
+    """A loaded model. `model` is the Hugging Face model, `wrapped` the module to call; under FSDP2 both are the same object."""
 
     model: PreTrainedModel
     wrapped: nn.Module
     units: UnitPlan
     mesh: Any
     layers: tuple[tuple[str, nn.Module], ...]
-    """(name, module) of each decoder layer, found on the bare model: wrapping renames classes."""
+    """(name, module) of each decoder layer, found before wrapping, which renames classes."""
     size: ModelSize
     peak_growth_bytes: int
-    """By how much loading raised this rank's peak resident host memory."""
+    """Increase of this rank's peak resident host memory during loading."""
     way: str
-    """How the weights came: see `load`."""
+    """How the weights were loaded: see `load`."""
     kernels: dict[str, KernelChoice]
-    """By recipe key."""
+    """The chosen kernels by recipe key."""
     weights_seed: int | None = None
-    """Seed that this rank drew initial weights with; None if it drew none."""
+    """Seed of the initial weights that this rank drew; None if it drew none."""
 
 
 Way = Literal["own", "slices", "rank 0", "checkpoint"]
 
 
 def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, vocabulary: int | None, local_rank: int = 0) -> Loaded:
-    """Builds, wraps and fills the model of a resolved recipe on every rank of the default process group.
+    """Build, wrap and fill the model of a resolved recipe on every rank of the default process group.
 
-    Four ways: `slices`, each rank reads its part of the safetensors files; `rank 0` reads or draws the weights and sends
-    each rank its part; `own`, each rank builds the whole model (FSDP1, or `cpu_ram_efficient_loading: false`);
-    `checkpoint`, the weights come later, from another run's shards.
+    There are four ways to load: `slices`, each rank reads its part of the safetensors files; `rank 0`, rank 0 reads or draws the
+    weights and broadcasts them; `own`, each rank builds the full model (FSDP1, or `cpu_ram_efficient_loading: false`);
+    `checkpoint`, the weights are loaded later from the shards of another run.
     """
     demand_gpu(recipe, device)
     before_kib = _peak_resident_kib()
@@ -84,12 +84,12 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
         model = build_full(recipe, config, vocabulary=vocabulary)
         return wrap_whole(recipe, model, mesh, device, before_kib, compiles=recipe.kernels.compile)
     model = build_empty(recipe, config, vocabulary=vocabulary)
-    waiting = patient_group()
+    waiting = untimed_group()
     way, files = _choose(recipe, model, local_rank, waiting)
     source = build_full(recipe, config, vocabulary=vocabulary) if way == "rank 0" and dist.get_rank() == 0 else None
     dist.barrier(group=waiting)
-    leave(waiting)
-    # Buffers that are in no state dict (rotary frequencies) have values that only the constructor knows.
+    destroy_group(waiting)
+    # Buffers that are in no state dict (rotary frequencies) are only computed by the constructor.
     buffers = dict(build_with_buffers(recipe, config).named_buffers()) if way != "rank 0" else {}
     size = _size(model)
     layers = tuple(decoder_layers(model, recipe.layer_classes))
@@ -98,7 +98,7 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     model.to_empty(device="cpu" if recipe.fsdp.offload_params else device)
     if recipe.is_sharded:
         _place_what_fsdp_leaves(recipe, model, device)
-    # Materialising gives each name a tensor of its own; transformers knows which of them are one.
+    # `to_empty` allocates a separate tensor for each name; transformers ties them again.
     model.tie_weights()
     if way == "rank 0":
         _receive(model, source, device)
@@ -120,14 +120,14 @@ def _choose(recipe: Recipe, model: PreTrainedModel, local_rank: int, waiting: di
     if run_of(Path(str(recipe.model.name_or_path))) is not None:
         return "checkpoint", None
     files = first_on_each_machine(lambda: find_weight_files(recipe), local_rank, waiting)
-    # Machines may have different files under one name, and every rank must go the same way.
+    # Machines may have different files under one name, and all ranks must load in the same way.
     can_slice = torch.tensor(int(files is not None and fits(model, files)))
     dist.all_reduce(can_slice, op=dist.ReduceOp.MIN)
     return ("slices", files) if can_slice.item() else ("rank 0", None)
 
 
 def _change(recipe: Recipe, model: PreTrainedModel, device: torch.device, *, compiles: bool) -> tuple[dict[str, KernelChoice], UnitPlan]:
-    """Apply to a bare model what must precede wrapping, each step after the ones that it encloses. Returns (kernels, units)."""
+    """Apply all changes that must precede wrapping, each after those that it encloses. Return (kernels, units)."""
     kernels = convert_to_fp8(recipe, model, device.type) | install_kernels(recipe, model, device.type)
     recompute_activations(recipe, model)
     if compiles:
@@ -138,9 +138,9 @@ def _change(recipe: Recipe, model: PreTrainedModel, device: torch.device, *, com
 def wrap_whole(
     recipe: Recipe, model: PreTrainedModel, mesh: Any, device: torch.device, before_kib: int = 0, *, compiles: bool = False
 ) -> Loaded:
-    """A model that has all its weights on this rank, recomputed and wrapped as the recipe says; the planner's trace starts here.
+    """Wrap a model that has all its weights on this rank, with the recipe's recomputation. The planner's trace starts here.
 
-    The trace leaves `compiles` out: it records operations, which a compiled layer hides.
+    The trace does not pass `compiles`: it records operations, which a compiled layer hides.
     """
     size = _size(model)
     layers = tuple(decoder_layers(model, recipe.layer_classes))
@@ -177,11 +177,11 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def _receive(model: PreTrainedModel, source: PreTrainedModel | None, device: torch.device) -> None:
-    """Sends each tensor from rank 0, one at a time, and keeps this rank's slice: one whole tensor on the device at most."""
+    """Broadcast each tensor from rank 0 and keep this rank's slice, one tensor at a time: at most one full tensor is on the device."""
     full = dict(_tensors(source)) if source is not None else {}
     for name, target in _tensors(model):
         if source is not None:
-            # A copy even on CPU: broadcasting must not alias what other names of `source` share.
+            # A copy even on CPU: broadcasting must not write to a tensor that other names of `source` share.
             whole = full[name].detach().to(device=device, dtype=target.dtype).contiguous()
         else:
             whole = torch.empty(target.shape, dtype=target.dtype, device=device)
@@ -200,8 +200,8 @@ def _restore_buffers(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
 
 
 def _place_what_fsdp_leaves(recipe: Recipe, model: PreTrainedModel, device: torch.device) -> None:
-    """On the device, also where parameters are offloaded: FSDP2 fetches its units from the host and nothing else, so that buffers and
-    ignored parameters are used where they lie."""
+    """Move buffers and ignored parameters to the device. With offloading, FSDP2 copies only its units from the host, so all other
+    tensors must already be on the device."""
     for name in ignored_module_names(recipe, model):
         module = model.get_submodule(name)
         if any(parameter.device != device for parameter in module.parameters()):

@@ -1,4 +1,4 @@
-"""Recipe → Hugging Face causal LM: from weights, from a config with random weights, or empty on the meta device."""
+"""Construct the recipe's Hugging Face causal LM: from weights, from a config with random weights, or empty on the meta device."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import run_of
 
 OLD_ROPE_FIELDS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
-"""What config.json files of before transformers 5 hold; the class puts them into `rope_parameters` and forgets the names."""
+"""Fields of config.json files from before transformers 5; the configuration class moves them into `rope_parameters`."""
 UNDECLARED_FIELDS = {"head_dim"}
-"""Read by models whose configuration classes do not declare it (Qwen3-MoE)."""
+"""Fields that models read although their configuration classes do not declare them (Qwen3-MoE)."""
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def model_config(recipe: Recipe) -> PreTrainedConfig:
-    """The model's configuration with `model.config_overrides` applied and caching off.
+    """Return the model's configuration with `model.config_overrides` applied and caching off.
 
-    FsdpTuneError (exit 2) for a model that cannot be found or an override that the class lacks.
+    Raises: usage error (exit 2) if the model cannot be found, or if the class lacks an overridden field.
     """
     return _with_overrides(recipe, _base_config(recipe))
 
 
 def config_or_facts(recipe: Recipe) -> tuple[PreTrainedConfig, bool]:
-    """As `model_config`; a hub that is out of reach is answered from the facts that the package carries (True). Never for training."""
+    """Return `model_config` and False, or a bundled configuration and True if the hub is unreachable. Not for training."""
     name = recipe.model.name_or_path
     try:
         return model_config(recipe), False
@@ -54,7 +54,7 @@ def _with_overrides(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfi
         if name not in known:
             raise usage_error(
                 "config-override-unknown",
-                f"model.config_overrides: `{name}` is no field of {type(config).__name__}",
+                f"model.config_overrides: `{name}` is not a field of {type(config).__name__}",
                 hint=_close(name, known),
             )
         setattr(config, name, value)
@@ -84,14 +84,14 @@ def _base_config(recipe: Recipe) -> PreTrainedConfig:
         except (OSError, ValueError) as error:
             raise usage_error("config-unreadable", f"model.from_config: {file} cannot be read as JSON ({error})") from error
     name = recipe.model.name_or_path
-    assert name is not None, "the recipe's rules demand name_or_path or from_config"
+    assert name is not None, "the recipe's rules require name_or_path or from_config"
     run = run_of(Path(name))
     try:
         return AutoConfig.from_pretrained(
             run.model if run else name,
             revision=recipe.model.revision,
             trust_remote_code=recipe.model.trust_remote_code,
-            # Without network the library would ask again for most of a minute before it looks into its cache.
+            # Without network the library would retry for most of a minute before it uses its cache.
             local_files_only=not (Path(name).exists() or hub_is_reachable()),
         )
     except (OSError, ValueError) as error:
@@ -107,8 +107,8 @@ def _config_from_mapping(mapping: dict[str, Any], origin: str) -> PreTrainedConf
     try:
         config = AutoConfig.for_model(str(model_type), **fields)
     except (ValueError, TypeError, KeyError) as error:
-        raise usage_error("config-invalid", f"{origin}: transformers refuses this configuration: {error}") from error
-    if "transformers_version" in mapping:  # no hand wrote it: what its class does not declare is there for other readers
+        raise usage_error("config-invalid", f"{origin}: transformers rejects this configuration: {error}") from error
+    if "transformers_version" in mapping:  # written by transformers: fields that the class does not declare are for other readers
         return config
     known = set(type(config)().to_dict()) | set(getattr(config, "attribute_map", {})) | UNDECLARED_FIELDS
     if "rope_parameters" in known:
@@ -117,7 +117,7 @@ def _config_from_mapping(mapping: dict[str, Any], origin: str) -> PreTrainedConf
     if unknown:
         raise usage_error(
             "config-field-unknown",
-            f"{origin}: `{unknown[0]}` is no field of {type(config).__name__}",
+            f"{origin}: `{unknown[0]}` is not a field of {type(config).__name__}",
             hint=_close(unknown[0], known),
         )
     return config
@@ -137,7 +137,7 @@ def model_not_found(name: str, error: Exception) -> FsdpTuneError:
 
 
 def attention(recipe: Recipe, config: PreTrainedConfig) -> str | None:
-    """The kernel to ask transformers for; None lets it take the model's default."""
+    """Return the attention kernel to request from transformers; None selects the model's default."""
     chosen = choose_attention(recipe, config).value
     return None if chosen == "auto" else chosen
 
@@ -147,17 +147,17 @@ def storage_dtype(recipe: Recipe) -> torch.dtype:
 
 
 def _refused(recipe: Recipe, error: Exception) -> FsdpTuneError:
-    """transformers' own refusal of a model: an attention kernel that it lacks, a package that is not installed."""
+    """Return the error for a model that transformers rejects, for an unsupported attention kernel or a missing package."""
     reason = str(error).splitlines()[0].partition(". ")[0]
     kernel = recipe.model.attn_implementation
     is_of_kernel = kernel != "auto" and (kernel in reason or "attention implementation" in reason)
     key = "model.attn_implementation" if is_of_kernel else "model"
     hint = "`auto` chooses a kernel that is installed and that the model supports" if is_of_kernel else None
-    return FsdpTuneError(Problem("model-refused", f"transformers refuses this model: {reason}", Where(key=key), hint))
+    return FsdpTuneError(Problem("model-refused", f"transformers rejects this model: {reason}", Where(key=key), hint))
 
 
 def _from_config(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
-    # A resized embedding writes its size into the model's config, so each model gets its own.
+    # Resizing the embedding writes its size into the model's config, so each model gets a copy.
     own = copy.deepcopy(config)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -170,7 +170,7 @@ def _from_config(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def build_empty(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabulary: int | None = None) -> PreTrainedModel:
-    """The model with its parameters and buffers on the meta device: names, shapes and dtypes, no memory."""
+    """Build the model with parameters and buffers on the meta device: names, shapes and dtypes without memory."""
     with torch.device("meta"):
         model = _from_config(recipe, config or model_config(recipe))
         _finish(recipe, model, vocabulary)
@@ -178,20 +178,20 @@ def build_empty(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocab
 
 
 def build_with_buffers(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
-    """Parameters on the meta device, buffers with their real values."""
+    """Build the model with parameters on the meta device and buffers with their real values."""
     with init_empty_weights(include_buffers=False):
         return _from_config(recipe, config)
 
 
 def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabulary: int | None = None) -> PreTrainedModel:
-    """The model with real weights in host memory: read, or drawn from `training.seed`.
+    """Build the model with real weights in host memory: read, or drawn from `training.seed`.
 
     `vocabulary` is the number of tokenizer entries; a smaller embedding grows when `model.resize_embeddings` is set.
     """
     config = config or model_config(recipe)
     torch.manual_seed(recipe.training.seed)
     if recipe.model.from_config is not None or run_of(Path(str(recipe.model.name_or_path))) is not None:
-        # Of a run, the weights come from its sharded checkpoint, once this model is wrapped.
+        # The weights of a run are loaded from its sharded checkpoint after this model is wrapped.
         model = _from_config(recipe, config)
     else:
         name = str(recipe.model.name_or_path)
@@ -215,16 +215,16 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
 def _finish(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> None:
     _refuse_layerdrop(model)
     resize_embeddings(recipe, model, vocabulary)
-    # Routing biases of mixtures, sinusoidal positions: the read-back must not take them for a mistake of ours.
+    # Routing biases of mixtures of experts, sinusoidal positions: the read-back must not report them as errors.
     model.frozen_by_its_code = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)  # type: ignore[assignment]
     freeze(recipe, model)
     model.config.use_cache = False
 
 
 def _refuse_layerdrop(model: PreTrainedModel) -> None:
-    """Raises: usage error if the model skips layers at random.
+    """Refuse a model that skips layers at random. Raises: usage error.
 
-    Each rank draws from its own stream, so ranks would skip different layers: FSDP would wait forever for the ranks that never
+    Each rank draws from its own generator, so ranks would skip different layers: FSDP would wait forever for ranks that never
     gather a layer, and DDP for gradients that are never computed.
     """
     rate = max((rate for module in model.modules() if isinstance(rate := getattr(module, "layerdrop", None), int | float)), default=0.0)
@@ -242,7 +242,7 @@ def _refuse_layerdrop(model: PreTrainedModel) -> None:
 
 
 def frozen_by_its_code(model: PreTrainedModel) -> frozenset[str]:
-    """Names of the parameters that the constructor of the model froze, whatever the recipe."""
+    """Return the names of the parameters that the model's constructor froze, independent of the recipe."""
     names: frozenset[str] = vars(model).get("frozen_by_its_code", frozenset())
     return names
 
@@ -253,16 +253,16 @@ def embedding_rows(model: PreTrainedModel) -> int:
 
 
 def resize_embeddings(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> None:
-    """Grows the embedding to the tokenizer, when the recipe allows it; an embedding that is larger stays."""
+    """Grow the embedding to the size of the tokenizer if the recipe allows it; a larger embedding stays. Raises: usage error."""
     if vocabulary is None or vocabulary <= (rows := embedding_rows(model)):
         return
     if not recipe.model.grows_embedding:
         raise usage_error(
             "vocabulary-larger-than-embedding",
             f"the tokenizer has {vocabulary} entries and the model's embedding {rows} rows",
-            ways_out=("--set model.resize_embeddings=true grows the embedding", "give the tokenizer that belongs to the model"),
+            ways_out=("--set model.resize_embeddings=true grows the embedding", "set the tokenizer that belongs to the model"),
         )
-    # mean_resizing draws the new rows from the old rows' distribution; on meta there is nothing to draw from.
+    # mean_resizing draws the new rows from the distribution of the old ones, which have no values on the meta device.
     on_meta = model.get_input_embeddings().weight.device.type == "meta"
     model.resize_token_embeddings(vocabulary, mean_resizing=not on_meta)
 
@@ -270,7 +270,7 @@ def resize_embeddings(recipe: Recipe, model: PreTrainedModel, vocabulary: int | 
 def freeze(recipe: Recipe, model: nn.Module) -> None:
     """Stop training parameters that match `model.freeze`, and store them in `model.frozen_dtype`.
 
-    A parameter beside a trained one in the same module keeps its dtype: kernels such as the CPU's layer norm take one dtype for both.
+    A frozen parameter in the same module as a trained one keeps its dtype: kernels such as the CPU's layer norm need one dtype for both.
     Parameters that the model's own code froze stay frozen, in their dtype.
     """
     names = [name for name, _ in model.named_parameters()]
@@ -293,7 +293,7 @@ def freeze(recipe: Recipe, model: nn.Module) -> None:
 
 
 def generation_config(recipe: Recipe, config: PreTrainedConfig) -> GenerationConfig:
-    """The model's own generation config where it has one, else one made from its config."""
+    """Return the model's own generation config if it has one, else one derived from its config."""
     name = recipe.model.name_or_path
     if name is not None:
         run = run_of(Path(name))
@@ -301,7 +301,7 @@ def generation_config(recipe: Recipe, config: PreTrainedConfig) -> GenerationCon
         try:
             return GenerationConfig.from_pretrained(run.model if run else name, revision=recipe.model.revision, local_files_only=local_only)
         except (OSError, ValueError):
-            pass  # most research checkpoints ship none; the config holds the same token ids
+            pass  # most research checkpoints have none; the config contains the same token ids
     made = GenerationConfig.from_model_config(config)
-    made.use_cache = True  # the config is that of training, which has no cache of keys and values
+    made.use_cache = True  # the given config is for training, which uses no cache of keys and values
     return made

@@ -11,14 +11,14 @@ from transformers import PreTrainedConfig
 from fsdp_tune.planner.predict.mfu import expert_count
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
-"""Where configurations say to how many experts a token is sent."""
+"""Fields of configurations for the number of experts per token."""
 
 
 def active_parameters(config: PreTrainedConfig, named: Iterable[tuple[str, torch.Tensor]]) -> int | None:
-    """Count the parameters that one token is multiplied with: the experts that its router chooses, and everything else.
+    """Return the number of parameters that one token uses: those of its chosen experts, and all others.
 
-    None where the configuration does not say to how many of how many experts a token is sent, or where the experts are not
-    recognised among the parameters.
+    Return None if the configuration lacks the number of experts or of experts per token, or if the experts are not recognised
+    among the parameters.
     """
     fields = config.to_dict()
     experts, chosen = expert_count(fields), next((n for key in _CHOSEN if isinstance(n := fields.get(key), int)), None)
@@ -37,7 +37,7 @@ def active_parameters(config: PreTrainedConfig, named: Iterable[tuple[str, torch
 
 
 def _belongs_to_expert(name: str, parameter: torch.Tensor, experts: int) -> bool | None:
-    """Return whether a parameter is of one expert or stacks all of them; None if it is named like experts of another number."""
+    """Return whether a parameter belongs to one expert or stacks all of them; None if its name or shape implies another number."""
     if numbered := re.search(r"\.experts\.(\d+)\.", name):
         return True if int(numbered[1]) < experts else None
     is_stack = parameter.ndim >= 1 and parameter.shape[0] == experts

@@ -1,8 +1,8 @@
-"""Facts of a recipe's model, found on the meta device in a process of its own, so that the command line never imports torch.
+"""Inspect a recipe's model on the meta device in a separate process, so that the command line never imports torch.
 
     python -m fsdp_tune.model.loading.inspect < recipe.json
 
-prints one JSON document: parameters, layer classes, units, embedding rows, what the model can do, and every problem.
+prints one JSON document: parameters, layer classes, units, embedding rows, kernels, and every problem.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsdp_tune.recipe.schema import Recipe
 
 
 def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
-    """Everything that can be said of the model without its weights; problems are collected, not raised."""
+    """Return all facts of the model that do not need its weights. Problems are collected, not raised."""
     from fsdp_tune.model.kernels.float8 import choose_fp8, fp8_notices
     from fsdp_tune.model.kernels.select import choose_kernels
     from fsdp_tune.model.loading.construct import build_empty, config_or_facts, embedding_rows, generation_config
@@ -44,8 +44,8 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
             "max_positions": max_positions(config),
             "attention": model.config._attn_implementation,
         }
-        wrong, told = _limits(recipe, model, found)
-        problems, notices = problems + wrong, notices + told
+        more_problems, more_notices = _limits(recipe, model, found)
+        problems, notices = problems + more_problems, notices + more_notices
         found |= _wrapping(recipe, model)
         demand_optimizer(recipe)
         device = str(recipe.launch.device)
@@ -85,9 +85,9 @@ def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> tuple[list[Pro
     if positions is not None and longest > positions:
         if (problem := beyond_table_of_positions(recipe, model)) is not None:
             problems.append(problem)
-        else:  # rotary positions can be computed for any length, which is why nothing fails
+        else:  # rotary positions can be computed for any length, so nothing would fail
             message = (
-                f"data.max_length is {longest}, and the model's configuration says {positions} positions: it has seen none beyond them"
+                f"data.max_length is {longest}, and the model's configuration has {positions} positions: it was not trained beyond them"
             )
             hint = "lower data.max_length, or stretch the positions: `model.config_overrides: {rope_parameters: {rope_type: yarn, …}}`"
             notices.append(Notice("positions-never-trained", message, hint=hint))
@@ -101,14 +101,14 @@ def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> tuple[list[Pro
                 Notice(
                     "rotary-frequencies-fixed",
                     message,
-                    hint=f"--set data.max_length={original} trains with the frequencies of short batches",
+                    hint=f"`--set data.max_length={original}` trains with the frequencies of short batches",
                 )
             )
     if recipe.data.packing and "position_ids" not in inspect.signature(model.forward).parameters:
         problems.append(
             Problem(
                 "packing-not-isolated",
-                f"{type(model).__name__} takes no position ids, so packed examples would see each other",
+                f"{type(model).__name__} takes no position ids, so packed examples would attend to each other",
                 Where(key="data.packing"),
                 hint="--set data.packing=false",
             )
@@ -118,7 +118,7 @@ def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> tuple[list[Pro
 
 def main() -> None:
     recipe = Recipe.model_validate_json(sys.stdin.buffer.read())
-    with contextlib.redirect_stdout(sys.stderr):  # libraries talk; stdout carries one document
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must contain one document only
         document = facts(recipe)
     json.dump(document, sys.stdout)
 

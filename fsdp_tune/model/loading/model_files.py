@@ -1,4 +1,4 @@
-"""RUN/model: what a merged model needs besides its weights, written before step 1, so that a merge needs no network."""
+"""RUN/model: the files that a merged model needs besides its weights, written before step 1, so that a merge needs no network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_tune.recipe.schema.model_and_data import Model
 
 
 class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """The part of a transformers tokenizer that is used here."""
 
     @property
     def eos_token_id(self) -> int | None: ...
@@ -25,26 +25,26 @@ class Tokenizer(Protocol):
 
 
 def save_model_files(directory: Path, facts: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Writes config.json, generation_config.json and the tokenizer. `facts` is the document of `model.loading.inspect`."""
+    """Write config.json, generation_config.json and the tokenizer. `facts` is the document of `model.loading.inspect`."""
     tokenizer.save_pretrained(str(directory))
     config = with_special_tokens(facts["config"], tokenizer, ("bos_token_id", "eos_token_id"))
-    # Some models compute with the padding id of their config: Youtu zeroes that row of the embedding on each load, XGLM that position.
-    # So config.json keeps the id that was trained with; `generate` pads with the generation config's.
+    # Some models use the padding id of their config: Youtu zeroes that row of the embedding on each load, XGLM that position.
+    # So config.json keeps the id of the training; `generate` pads with the id of the generation config.
     padding = config.get("pad_token_id")
     if isinstance(padding, int) and padding >= max(facts["embedding_rows"], len(tokenizer)):
         config["pad_token_id"] = None
     generation = with_special_tokens(facts["generation_config"], tokenizer, ("bos_token_id", "eos_token_id", "pad_token_id"))
-    # `resize_embeddings` grows the embedding to the tokenizer; without it a larger tokenizer was refused before.
+    # `resize_embeddings` grows the embedding to the tokenizer; without it, a larger tokenizer was refused earlier.
     vocabulary = {"vocab_size": len(tokenizer)} if len(tokenizer) > facts["embedding_rows"] else {}
     write_json(directory / "config.json", config | vocabulary | {"architectures": [facts["architecture"]], "use_cache": True})
     write_json(directory / "generation_config.json", generation)
 
 
 def with_special_tokens(config: dict[str, Any], tokenizer: Tokenizer, names: Sequence[str]) -> dict[str, Any]:
-    """Return the config with the tokenizer's special tokens: a model that is trained on one EOS must stop at that one.
+    """Return the config with the tokenizer's special tokens: a model must stop at the EOS that it was trained with.
 
-    A list of several EOS tokens that holds the tokenizer's (Llama 3) stays. An id that the tokenizer does not name stays
-    too, unless it is beyond the vocabulary, as GPT-2's default 50256 is in a small model.
+    A list of several EOS tokens that includes the tokenizer's (Llama 3) stays. An id for which the tokenizer has no token stays
+    too, unless it is outside of the vocabulary, as GPT-2's default 50256 is in a small model.
     """
     changed = dict(config)
     for name in names:
@@ -59,11 +59,11 @@ def with_special_tokens(config: dict[str, Any], tokenizer: Tokenizer, names: Seq
 
 
 def check_vocabulary(facts: dict[str, Any], model: Model, vocabulary_size: int) -> None:
-    """A token id beyond the embedding would be an index error on a GPU, deep inside a kernel."""
+    """Refuse a tokenizer with more tokens than embedding rows, which would be an index error inside a GPU kernel. Raises: usage error."""
     rows = int(facts["embedding_rows"])
     if vocabulary_size > rows and not model.grows_embedding:
         raise usage_error(
             "vocabulary-larger-than-embedding",
             f"the tokenizer {model.tokenizer} has {vocabulary_size:,} tokens, and the model's embedding has {rows:,} rows",
-            ways_out=("--set model.resize_embeddings=true grows the embedding", "model.tokenizer: the one the model was made with"),
+            ways_out=("--set model.resize_embeddings=true grows the embedding", "set model.tokenizer to the tokenizer of the model"),
         )

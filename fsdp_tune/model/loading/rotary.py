@@ -20,7 +20,7 @@ def fix_rotary_frequencies(model: PreTrainedModel, max_length: int) -> None:
         rope_type: Any = getattr(module, "rope_type", None)
         if isinstance(rope_type, str) and _depends_on_batch(rope_type):
             found[rope_type] = _fix(module, None, rope_type, max_length)
-            module.rope_type = "default"  # type: ignore[assignment]  # `dynamic_rope_update` leaves this one alone
+            module.rope_type = "default"  # type: ignore[assignment]  # `dynamic_rope_update` does not change this one
         elif isinstance(rope_type, dict):
             changing = {layer_type: kind for layer_type, kind in rope_type.items() if _depends_on_batch(kind)}
             found |= {kind: _fix(module, layer_type, kind, max_length) for layer_type, kind in changing.items()}
@@ -29,18 +29,18 @@ def fix_rotary_frequencies(model: PreTrainedModel, max_length: int) -> None:
 
 
 def fixed_rotary(model: PreTrainedModel) -> dict[str, int]:
-    """Return the rope types whose frequencies were fixed, each with the tokens up to which transformers uses the original ones."""
+    """Return the rope types whose frequencies were fixed, each with the length up to which transformers uses the original ones."""
     found: dict[str, int] = vars(model).get("fixed_rotary", {})
     return found
 
 
 def _depends_on_batch(rope_type: str) -> bool:
-    """As `dynamic_rope_update` decides it."""
+    """Return whether frequencies depend on the batch, as in `dynamic_rope_update`."""
     return "dynamic" in rope_type or rope_type == "longrope"
 
 
 def _fix(module: Any, layer_type: str | None, rope_type: str, max_length: int) -> int:
-    """Fix the frequencies of one type of layers. Returns the tokens up to which the original frequencies apply."""
+    """Fix the frequencies of one type of layers. Return the length up to which the original frequencies apply."""
     parameters = module.config.rope_parameters if layer_type is None else module.config.rope_parameters[layer_type]
     key = "original_max_position_embeddings"
     original = int(parameters[key] if rope_type == "longrope" else module.config.max_position_embeddings)

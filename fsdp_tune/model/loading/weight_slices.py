@@ -1,10 +1,10 @@
-"""Loading straight from safetensors: each rank reads the bytes of its own shard, and nobody holds the whole model.
+"""Load weights directly from safetensors: each rank reads the bytes of its own shard, and no rank holds the full model.
 
-Possible where the file's tensors are the model's parameters one to one, by name and shape. Checkpoints that transformers
-converts while loading (renamed prefixes, fused experts) go through rank 0 instead.
+This requires that the tensors of the files equal the model's parameters in name and shape. Checkpoints that transformers
+converts while loading (renamed prefixes, fused experts) are loaded through rank 0 instead.
 
-The bytes are read, not mapped: pages of a mapped file count as the memory of the rank that touched them, and a cold file is
-read in faults of a few pages.
+The bytes are read, not mapped: pages of a mapped file count as memory of the rank that accessed them, and a file that is not
+cached would be read in page faults of a few pages.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a safetensors file: its elements lie row-major from byte `start`."""
+    """A tensor in a safetensors file: its elements are stored row-major from byte `start`."""
 
     file: Path
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class WeightFiles:
 
 
 def find_weight_files(recipe: Recipe) -> WeightFiles | None:
-    """The safetensors files of `model.name_or_path`, downloaded if need be; None where it has none."""
+    """Return the safetensors files of `model.name_or_path`, downloaded if necessary; None if it has none."""
     name, revision = str(recipe.model.name_or_path), recipe.model.revision
 
     def file(filename: str) -> Path | None:
@@ -83,7 +83,7 @@ def find_weight_files(recipe: Recipe) -> WeightFiles | None:
 
 
 def _tensors_of(path: Path) -> Iterator[tuple[str, Stored]]:
-    """FailedError for a header that is damaged; tensors of a type that torch has no name for here are left out."""
+    """Yield the tensors of a file by name, except those of a type that is not in DTYPES. Raises: FailedError for a damaged header."""
     with open(path, "rb") as file:
 
         def read(at: int, count: int) -> bytes:
@@ -104,12 +104,12 @@ def _damaged(path: Path, why: str) -> FsdpTuneError:
         "model-weights-damaged",
         f"the model's weights cannot be read: {why}",
         where=Where(str(path)),
-        hint="download or copy the file anew",
+        hint="download or copy the file again",
     )
 
 
 def fits(model: nn.Module, weights: WeightFiles) -> bool:
-    """Whether every parameter and persistent buffer stands in the files under its own name, in its own shape."""
+    """Return whether every parameter and persistent buffer is in the files with the same name and shape."""
     persistent = set(model.state_dict())
     wanted = {name: tuple(t.shape) for name, t in _unique_tensors(model) if name in persistent}
     return all(name in weights.tensors and weights.tensors[name].shape == shape for name, shape in wanted.items())
@@ -121,10 +121,10 @@ def _unique_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def read_slices(model: nn.Module, weights: WeightFiles) -> None:
-    """Fills the (sharded) parameters and persistent buffers of a wrapped model with this rank's part of the files.
+    """Fill the (sharded) parameters and persistent buffers of a wrapped model with this rank's part of the files.
 
-    In the order of the files, so that a disk is read from front to back; a tensor is converted to the parameter's dtype.
-    Beside the shard itself a rank holds one buffer of BUFFER_BYTES.
+    Tensors are read in the order of the files, so that reads are sequential, and converted to the dtype of the parameter.
+    In addition to its shard, a rank holds one buffer of BUFFER_BYTES.
     """
     persistent = set(model.state_dict())
     targets = {name: tensor for name, tensor in _unique_tensors(model) if name in persistent}
@@ -139,7 +139,7 @@ def read_slices(model: nn.Module, weights: WeightFiles) -> None:
 
 
 def _fill(target: torch.Tensor, stored: Stored, file: FileIO, buffer: bytearray) -> None:
-    """Reads the rows of this rank's part, as many at a time as fit the buffer, and of those the columns."""
+    """Read the rows of this rank's part, as many at a time as fit into the buffer, and copy its columns."""
     local, offset = target, (0,) * target.ndim
     if isinstance(target, DTensor):
         local = target.to_local()
@@ -160,7 +160,7 @@ def _fill(target: torch.Tensor, stored: Stored, file: FileIO, buffer: bytearray)
 
 
 def _read(file: FileIO, stored: Stored, start: int, elements: int, buffer: bytearray) -> torch.Tensor:
-    """`elements` in a row. A row that is longer than the buffer gets one of its own."""
+    """Read consecutive elements into the buffer, or into a separate one if they do not fit."""
     size_bytes = elements * stored.dtype.itemsize
     place = memoryview(buffer if size_bytes <= len(buffer) else bytearray(size_bytes))[:size_bytes]
     file.seek(start)
@@ -174,7 +174,7 @@ def _read(file: FileIO, stored: Stored, start: int, elements: int, buffer: bytea
 
 
 def first_on_each_machine(act: Callable[[], WeightFiles | None], local_rank: int, waiting: dist.ProcessGroup) -> WeightFiles | None:
-    """Lets one rank of a machine download before the others look into the same cache."""
+    """Call `act` on one rank of each machine first, so that it downloads files before the others read the same cache. Collective."""
     found = act() if local_rank == 0 else None
     dist.barrier(group=waiting)
     return act() if local_rank != 0 else found

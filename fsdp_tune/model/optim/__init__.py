@@ -1,1 +1,1 @@
-"""Optimizers and the accumulation of gradients."""
+"""Optimizers and gradient accumulation."""

@@ -1,7 +1,8 @@
-"""AdamW that keeps its moments, or the parameters themselves, in fewer bits between steps.
+"""AdamW that stores its moments, or the parameters, in fewer bits between steps.
 
-Each step is torch's fused kernel on fp32 copies, a piece at a time. What is kept in bf16 is rounded by chance (`rounding.py`): to the
-nearest, a second moment in bf16 would stand still, since at β₂ = 0.999 a step changes it by less than half of bf16's last place.
+Each step runs torch's fused kernel on fp32 copies, a piece at a time. Values that are stored in bf16 are stochastically rounded: with
+rounding to nearest, a second moment in bf16 would never change, since at β₂ = 0.999 a step changes it by less than half a unit in the
+last place.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fsdp_tune.model.shard.local import local_part
 
 PIECE = 1 << 24
-"""Elements that are widened at a time: four fp32 copies are 256 MiB."""
+"""Elements that are upcast at a time: four fp32 copies take 256 MiB."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LeanAdamW(torch.optim.AdamW):
-    """`state_dtype`: of the moments. `rounds_parameters`: bf16 parameters are rounded by chance, not to the nearest.
+    """AdamW with moments of `state_dtype`. With `rounds_parameters`, bf16 parameters are stochastically rounded.
 
-    The state is laid out as torch's: DTensors where parameters are. Under FSDP2 and DDP, where the place of a shard is known.
+    The state has the layout of torch's: DTensors where parameters are. For FSDP2 and DDP, where the offset of a shard is known.
     """
 
     def __init__(self, params: Any, *, state_dtype: torch.dtype, rounds_parameters: bool, seed: int, **options: Any) -> None:
         super().__init__(params, **options)
         self.state_dtype, self.rounds_parameters, self.seed = state_dtype, rounds_parameters, seed
-        self._steps: dict[torch.Tensor, int] = {}  # of each parameter, on the host: asking the device would wait for it
+        self._steps: dict[torch.Tensor, int] = {}  # per parameter, on the host: reading the device's copy would synchronise
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002  nobody here computes the loss anew
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002  no caller recomputes the loss
         position = 0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -57,7 +58,7 @@ class LeanAdamW(torch.optim.AdamW):
         self._steps[parameter] += 1
         keys = [rounding_key(self.seed, self._steps[parameter], position, which) for which in range(3)]
         stored = [_flat(tensor) for tensor in (parameter, *(state[name] for name in MOMENTS))]
-        gradient, offset = _flat(parameter.grad), _first_place(parameter)
+        gradient, offset = _flat(parameter.grad), _first_index(parameter)
         beta1, beta2 = group["betas"]
         for start in range(0, gradient.numel(), PIECE):
             pieces = [tensor[start : start + PIECE] for tensor in stored]
@@ -77,13 +78,13 @@ class LeanAdamW(torch.optim.AdamW):
                 amsgrad=False,
                 maximize=False,
             )
-            by_chance = (self.rounds_parameters, True, True)
-            for piece, values, key, chance in zip(pieces, wide, keys, by_chance, strict=True):
-                if piece.dtype != values.dtype:  # else the kernel worked on what is stored
-                    piece.copy_(round_by_chance(values, offset + start, key) if chance else values)
+            stochastic = (self.rounds_parameters, True, True)
+            for piece, values, key, is_stochastic in zip(pieces, wide, keys, stochastic, strict=True):
+                if piece.dtype != values.dtype:  # otherwise the kernel updated the stored tensor itself
+                    piece.copy_(round_stochastically(values, offset + start, key) if is_stochastic else values)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch casts moments to the parameter's dtype on the way in, which is not theirs; they are taken from the source again."""
+        """Load a state. torch casts moments to the dtype of the parameter, so they are converted again from the source."""
         super().load_state_dict(state_dict)
         self._steps.clear()
         names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -93,12 +94,12 @@ class LeanAdamW(torch.optim.AdamW):
 
 
 def _flat(tensor: Any) -> torch.Tensor:
-    """This rank's part, in memory order. A view: what is written to it is kept."""
+    """Return this rank's part of a tensor as a flat view in memory order."""
     return local_part(tensor).detach().view(-1)
 
 
-def _first_place(parameter: torch.Tensor) -> int:
-    """Where this rank's part begins in the whole tensor, in row-major order: it is a run of whole rows (`Shard(0)`)."""
+def _first_index(parameter: torch.Tensor) -> int:
+    """Return the row-major index of the first element of this rank's part in the full tensor; a part consists of full rows (`Shard(0)`)."""
     if not isinstance(parameter, DTensor):
         return 0
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -106,27 +107,27 @@ def _first_place(parameter: torch.Tensor) -> int:
     return offset[0] * (parameter.numel() // max(1, parameter.shape[0])) if offset else 0
 
 
-# ---- fp32 → bf16 by chance: up or down with the probability that makes the mean right, so that small changes add up.
+# ---- Stochastic rounding fp32 → bf16: up or down with probabilities that preserve the mean, so that small changes add up.
 
 _LOW_HALF = 0xFFFF
 _HIGH_HALF = -0x10000
 
 
 def rounding_key(*numbers: int) -> tuple[int, int]:
-    """Two 32-bit numbers, from those that tell one rounding from another (seed, tensor, step …)."""
+    """Return two 32-bit numbers, derived from the numbers that identify a rounding (seed, tensor, step …)."""
     digest = hashlib.blake2b(b",".join(b"%d" % number for number in numbers), digest_size=8).digest()
     return int.from_bytes(digest[:4], signed=True), int.from_bytes(digest[4:], signed=True)
 
 
 def _signed(number: int) -> int:
-    """The int32 with these 32 bits."""
+    """Return the int32 with the low 32 bits of `number`."""
     return (number & 0xFFFFFFFF) - ((number & 0x80000000) << 1)
 
 
-def _chances(count: int, start: int, key: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """`count` numbers from 0 to 65,535, int32: of the places `start`, `start` + 1 … of a tensor.
+def _random_bits(count: int, start: int, key: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """Return `count` pseudorandom numbers from 0 to 65,535, int32, for the indices `start`, `start` + 1 … of a tensor.
 
-    MurmurHash3's finaliser (Appleby, 2011, public domain), the second half of the key between its two multiplications; int32 wraps.
+    MurmurHash3's finaliser (Appleby, 2011, public domain), with the second half of the key between its multiplications; int32 wraps.
     """
     bits = torch.arange(count, dtype=torch.int32, device=device)
     bits.add_(_signed(start)).bitwise_xor_(key[0] ^ _signed(start >> 32))
@@ -135,12 +136,12 @@ def _chances(count: int, start: int, key: tuple[int, int], device: torch.device)
     return bits.bitwise_xor_((bits >> 16).bitwise_and_(_LOW_HALF)).bitwise_and_(_LOW_HALF)
 
 
-def round_by_chance(values: torch.Tensor, start: int, key: tuple[int, int]) -> torch.Tensor:
-    """A flat fp32 tensor as bf16. `start`: the place of its first value in the whole tensor, counted in row-major order.
+def round_stochastically(values: torch.Tensor, start: int, key: tuple[int, int]) -> torch.Tensor:
+    """Round a flat fp32 tensor to bf16. `start` is the row-major index of its first value in the full tensor.
 
-    What bf16 holds exactly stays; what is not finite stays so.
+    Values that bf16 represents exactly stay the same, as do NaN and infinity.
     """
     # bf16 is the upper half of an fp32: adding up to 65,535 to the lower half carries with the probability of that half.
-    carried = values.view(torch.int32) + _chances(values.numel(), start, key, values.device)
+    carried = values.view(torch.int32) + _random_bits(values.numel(), start, key, values.device)
     rounded = carried.bitwise_and_(_HIGH_HALF).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)

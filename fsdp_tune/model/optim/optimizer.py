@@ -1,6 +1,6 @@
-"""The optimizer of a recipe: what transformers' Trainer would make of the same arguments, without the Trainer.
+"""Create the optimizer of a recipe: the one that transformers' Trainer would create for the same arguments.
 
-The planner creates the same one, so that its state and its temporaries are what a run will have.
+The planner creates the same optimizer, so that its state and its temporaries are those of a run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsdp_tune.recipe.schema.training_fields import training_value
 
 
 def build_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]) -> torch.optim.Optimizer:
-    """Over the trained parameters of `wrapped`; weight decay on those whose names are in `decayed`."""
+    """Create the optimizer for the trained parameters of `wrapped`, with weight decay for the names in `decayed`."""
     optimizer = _build(recipe, wrapped, decayed)
     if sums_need_fp32(recipe):
         sum_gradients_in_fp32(wrapped)
@@ -59,7 +59,7 @@ def _build(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]) -> torch
 
 
 def optimizer_of(training: Training) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Class and keyword arguments of `training.optim`, as `Trainer.get_optimizer_cls_and_kwargs` gives them."""
+    """Return class and keyword arguments of `training.optim`, as `Trainer.get_optimizer_cls_and_kwargs` does."""
     name = optimizer_name(training)
     options: dict[str, Any] = {"lr": training.learning_rate}
     given = optimizer_arguments(training)
@@ -79,14 +79,14 @@ _OTHERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 
-# ---- AdamW on this rank's shards: torch's own, its state sharded like the parameters, its kernel called with plain tensors.
+# ---- torch's AdamW on this rank's shards: the state is sharded like the parameters, and the kernel gets plain tensors.
 
 
 class AdamW(torch.optim.AdamW):
-    """`state` holds DTensors where parameters are DTensors, as in torch: checkpoints do not know the difference."""
+    """AdamW whose `state` holds DTensors where parameters are DTensors, as in torch, so that checkpoints are the same."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Fills the lists that the kernel takes: parameters, gradients, moments, steps; torch gives them by position."""
+        """Fill the lists for the kernel (parameters, gradients, moments, steps, by position) and replace DTensors by local tensors."""
         is_complex: bool = super()._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = [local_part(tensor) for tensor in tensors]

@@ -1,7 +1,7 @@
-"""AdamW of torchao, whose moments are blocks of 8 or 4 bits with a scale each (arXiv:2110.02861, arXiv:2309.01507).
+"""torchao's AdamW, whose moments are stored in blocks of 8 or 4 bits with one scale each (arXiv:2110.02861, arXiv:2309.01507).
 
-torchao leaves moments wide where a rank's part of a parameter is small (under 4,096 elements) or no whole number of blocks. It
-compiles its update for each shape of a parameter; on the CPU, where that would take longer than it saves, it runs as it is written.
+torchao does not quantise the moments of a part that has under 4,096 elements or is not a multiple of the block size. It compiles
+its update for each shape of a parameter; on the CPU, where compiling takes longer than it saves, the update runs eagerly.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fsdp_tune.recipe.schema.optimizers import optimizer_name, state_bits
 
 PACKAGE = "torchao"
 SMALLEST = 4096
-"""Elements of a rank's part from which on torchao keeps blocks."""
+"""Smallest number of elements of a rank's part for which torchao uses blocks."""
 _BLOCKS = {"OptimState8bit": "8-bit", "OptimState4bit": "4-bit"}
 
 
 def demand_torchao(what: str) -> None:
-    """FsdpTuneError (exit 2) where torchao is not installed."""
+    """Check that torchao is installed. Raises: usage error (exit 2)."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise usage_error(
             "torchao-not-installed", f"`{what}` needs the package torchao, which is not installed", hint="`pip install torchao`"
@@ -44,7 +44,7 @@ def torchao_class(bits: int) -> type[torch.optim.Optimizer]:
     from torchao import optim
     from torchao.optim import subclass_4bit, subclass_8bit
 
-    with _disable_current_modes():  # tables that it computes once and keeps: not of the planner's fake tensors
+    with _disable_current_modes():  # torchao caches these tables, which must not be the planner's fake tensors
         for module in (subclass_4bit, subclass_8bit):
             module.get_qmap_signed()
             module.get_qmap_unsigned()
@@ -53,7 +53,7 @@ def torchao_class(bits: int) -> type[torch.optim.Optimizer]:
 
 @functools.cache
 def with_plain_rates(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """torchao's class, but that learning rates are numbers as in torch's optimizers, which schedules and resuming set."""
+    """Return torchao's class with learning rates as numbers, as in torch's optimizers, since schedules and resume set numbers."""
 
     class PlainRates(kind):  # type: ignore[misc, valid-type]
         def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ def with_plain_rates(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors of this rank that a tensor of optimizer state is made of."""
+    """Return the plain tensors of this rank that a tensor of optimizer state consists of."""
     local = local_part(tensor)
     if is_traceable_wrapper_subclass(local):
         return [getattr(local, name) for name in local.__tensor_flatten__()[0]]
@@ -87,12 +87,12 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def kept_as(tensor: torch.Tensor) -> str:
-    """`8-bit`, `4-bit`, or the name of a dtype."""
+    """Return the storage of a tensor: `8-bit`, `4-bit`, or the name of a dtype."""
     local = local_part(tensor)
     return _BLOCKS.get(type(local).__name__, str(local.dtype).removeprefix("torch."))
 
 
 def blocks_fit(tensor: torch.Tensor, block: int) -> bool:
-    """Whether torchao keeps this rank's part of a parameter in blocks."""
+    """Return whether torchao stores the moments of this rank's part of a parameter in blocks."""
     local = local_part(tensor)
     return local.numel() >= SMALLEST and local.numel() % block == 0

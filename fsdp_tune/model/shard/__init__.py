@@ -1,1 +1,1 @@
-"""FSDP units, wrapping, recomputation and offload of activations."""
+"""FSDP units, wrapping, recomputation and offloading of activations."""

@@ -1,4 +1,4 @@
-"""Which modules become FSDP units: the names, decided on the bare model, before anything is wrapped."""
+"""Choose the modules that become FSDP units, by name, on the bare model before wrapping."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """`groups` in the order of wrapping (children first); each group of module names shares one all-gather.
+    """The FSDP units. `groups` are in the order of wrapping (children first); the modules of a group share one all-gather.
 
-    The root unit, which takes what no group holds, is implied. `keeps_gathered` names the groups whose parameters are
-    needed at once again when the backward begins.
+    The root unit, with all parameters outside of the groups, is implied. `keeps_gathered` names the groups whose parameters
+    are needed first in the backward.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -32,7 +32,7 @@ class UnitPlan:
 
 
 def decoder_layer_classes(model: PreTrainedModel, wanted: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Class names of the repeated decoder layers; `wanted` is checked against the model, None is found from it."""
+    """Return the class names of the repeated decoder layers: `wanted`, checked against the model, or detected if None."""
     present = Counter(type(module).__name__ for module in model.modules())
     if wanted is not None:
         for name in wanted:
@@ -50,13 +50,13 @@ def decoder_layer_classes(model: PreTrainedModel, wanted: Sequence[str] | None =
         raise usage_error(
             "layer-class-unknown",
             f"no decoder layer class was found in {type(model).__name__}",
-            hint="name it with fsdp.transformer_layer_cls_to_wrap, or wrap by size: fsdp.auto_wrap_policy: SIZE_BASED_WRAP",
+            hint="set it as fsdp.transformer_layer_cls_to_wrap, or wrap by size: fsdp.auto_wrap_policy: SIZE_BASED_WRAP",
         )
     return tuple(found)
 
 
 def _candidates(model: nn.Module) -> list[tuple[str, int]]:
-    """(class name, number) of the members of the model's module lists, the heaviest first."""
+    """Return (class name, count) of the members of the model's module lists, those with most parameters first."""
     weight: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for module in model.modules():
@@ -83,8 +83,8 @@ def decoder_layers(model: PreTrainedModel, wanted: Sequence[str] | None = None) 
 
 
 def plan_units(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
-    """The units that the recipe's wrap policy asks for; FsdpTuneError (exit 2) where recomputation cannot go around them,
-    or where what is left out of them would be trained."""
+    """Return the units of the recipe's wrap policy. Raises: usage error (exit 2) if recomputation cannot enclose them, or if ignored
+    modules would be trained."""
     plan = _join_tied(model, _units_of_policy(recipe, model))
     _refuse_ignored_that_train(recipe, model)
     _refuse_units_in_selective_layers(recipe, model, plan)
@@ -92,7 +92,7 @@ def plan_units(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
 
 
 def _refuse_ignored_that_train(recipe: Recipe, model: PreTrainedModel) -> None:
-    """FSDP sums no gradient of what it ignores: neither over ranks nor, with bf16 weights, in fp32 over micro-batches."""
+    """Refuse ignored modules that are trained: FSDP does not sum their gradients over ranks, nor, with bf16 weights, in fp32."""
     if not recipe.is_sharded or (recipe.world_size == 1 and recipe.model.dtype == "fp32"):
         return
     modules = {name: model.get_submodule(name) for name in sorted(ignored_module_names(recipe, model))}
@@ -100,15 +100,15 @@ def _refuse_ignored_that_train(recipe: Recipe, model: PreTrainedModel) -> None:
     if name is not None:
         raise usage_error(
             "ignored-modules-trained",
-            f"`fsdp.ignored_modules` excludes `{name}`, which is trained: FSDP sums no gradient of what it ignores, "
+            f"`fsdp.ignored_modules` excludes `{name}`, which is trained: FSDP does not sum gradients of ignored modules, "
             + ("so that the ranks would differ" if recipe.world_size > 1 else "so that micro-batches would be added in bf16"),
-            ways_out=(f'`model: {{freeze: ["{name}.*"]}}` keeps it as it is', "leave `fsdp.ignored_modules` out to train it"),
+            ways_out=(f'`model: {{freeze: ["{name}.*"]}}` freezes it', "leave `fsdp.ignored_modules` out to train it"),
         )
 
 
 def _refuse_units_in_selective_layers(recipe: Recipe, model: PreTrainedModel, plan: UnitPlan) -> None:
-    """torch's selective recomputation expects the operations of the forward in the same number. It also counts those of FSDP2's hooks
-    inside the layer, which differ: on one rank nothing is gathered, and a prefetched unit is gathered by another unit's hook."""
+    """Refuse FSDP units inside selectively recomputed layers. torch's selective recomputation requires the same operations as in the
+    forward, including those of FSDP2's hooks, which differ: a prefetched unit is gathered by the hook of another unit."""
     fsdp = recipe.fsdp
     if fsdp.activation_checkpointing != "selective" or fsdp.version != 2 or not recipe.is_sharded:
         return
@@ -141,12 +141,12 @@ def _units_of_policy(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
 
 
 def _join_tied(model: nn.Module, plan: UnitPlan) -> UnitPlan:
-    """Join the groups that share a parameter, since FSDP2 lets one belong to one unit alone (BERT's tied bias, Zamba2's shared block).
+    """Join the groups that share a parameter, which FSDP2 allows in one unit only (BERT's tied bias, Zamba2's shared block).
 
-    A group that shares one with a module outside every group is left out: the root unit takes its modules.
+    A group that shares a parameter with a module outside of all groups is removed, so that its modules are in the root unit.
     """
     innermost = sorted(((name, index) for index, group in enumerate(plan.groups) for name in group), key=lambda each: -len(each[0]))
-    owners: dict[int, set[int]] = {}  # parameter → the groups that hold it, ROOT for none
+    owners: dict[int, set[int]] = {}  # parameter → its groups, _ROOT for none
     for name, module in model.named_modules(remove_duplicate=False):
         group = next((index for prefix, index in innermost if name == prefix or name.startswith(f"{prefix}.")), _ROOT)
         for parameter in module.parameters(recurse=False):
@@ -164,7 +164,7 @@ def _join_tied(model: nn.Module, plan: UnitPlan) -> UnitPlan:
 
 
 def ignored_module_names(recipe: Recipe, model: nn.Module) -> set[str]:
-    """Names of the modules that `fsdp.ignored_modules` (a regular expression on whole names, as in Accelerate) matches."""
+    """Return the names of the modules that `fsdp.ignored_modules` matches (a regular expression for full names, as in Accelerate)."""
     if recipe.fsdp.ignored_modules is None:
         return set()
     pattern = re.compile(recipe.fsdp.ignored_modules)
@@ -183,10 +183,10 @@ def _children_first(groups: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def _end_groups(model: PreTrainedModel, layers: set[str]) -> list[tuple[str, ...]]:
-    """The embedding, and the final norm with the head: large, and not part of any layer.
+    """Return the groups of the embedding and of the final norm with the head, which are large and not part of a layer.
 
-    Tied embedding and head must share a unit, since one parameter cannot belong to two. The order puts the embedding
-    first, so that its gather starts with the forward.
+    Tied embedding and head must share a unit, since a parameter cannot belong to two. The embedding comes first, so that its
+    gather starts with the forward.
     """
     name_of = {id(module): name for name, module in model.named_modules()}
     ends: tuple[Any, Any] = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -200,7 +200,7 @@ def _end_groups(model: PreTrainedModel, layers: set[str]) -> list[tuple[str, ...
 
 
 def _final_norm(model: PreTrainedModel, layers: set[str]) -> nn.Module | None:
-    """The norm that follows the last decoder layer among its siblings, if there is one."""
+    """Return the norm that follows the last decoder layer among its siblings, or None."""
     parent_name = next(iter(layers)).rsplit(".", 2)[0] if layers else ""
     parent = model.get_submodule(parent_name) if parent_name else model
     after_layers, found = False, None
@@ -222,7 +222,7 @@ def _by_patterns(recipe: Recipe, model: nn.Module) -> list[str]:
             raise usage_error(
                 "wrap-pattern-matches-nothing",
                 f"fsdp.modules_to_wrap: `{pattern}` matches no module of {type(model).__name__}",
-                hint="a `*` stands for one part of a name, as in `model.layers.*`; names look like "
+                hint="a `*` matches one part of a name, as in `model.layers.*`; names look like "
                 + ", ".join(f"`{name}`" for name in names[:4]),
             )
         chosen += [name for name in matches if name not in chosen]
@@ -230,7 +230,7 @@ def _by_patterns(recipe: Recipe, model: nn.Module) -> list[str]:
 
 
 def minimum_unit_parameters(recipe: Recipe, model: PreTrainedModel) -> int:
-    """`fsdp.min_num_params`; auto is half of one decoder layer, so that each layer becomes a unit of its own."""
+    """Return `fsdp.min_num_params`; auto is half of one decoder layer, so that each layer becomes a separate unit."""
     if isinstance(recipe.fsdp.min_num_params, int):
         return recipe.fsdp.min_num_params
     layers = decoder_layers(model, recipe.layer_classes)
@@ -238,10 +238,10 @@ def minimum_unit_parameters(recipe: Recipe, model: PreTrainedModel) -> int:
 
 
 def _by_size(recipe: Recipe, model: PreTrainedModel) -> list[str]:
-    """Modules with at least the minimum of parameters that no unit below them holds; containers are stepped over.
+    """Return the modules with at least the minimum of parameters outside of units below them; containers are skipped.
 
-    Bottom up, as in torch's size policy: a parent counts only what its children left, so a unit that a child already
-    filled is never nested in a second one. Modules that share a parameter (tied embedding and head) go to the root.
+    Bottom up, as in torch's size policy: a parent counts only parameters that are in no unit of its children. Modules that
+    share a parameter (tied embedding and head) stay in the root unit.
     """
     minimum = minimum_unit_parameters(recipe, model)
     owners: Counter[int] = Counter()

@@ -1,7 +1,7 @@
-"""Which FSDP units are gathered, and who reshards them.
+"""Find gathered FSDP units, and reshard them after a forward without a backward.
 
-A unit that its forward leaves gathered (the root, the kept tail, every unit under SHARD_GRAD_OP) is resharded by its backward. A forward
-without a backward leaves it gathered; the optimizer then updates the shards, and the next step would compute with the old weights.
+Units that stay gathered after the forward (the root, the kept tail, every unit under SHARD_GRAD_OP) are resharded by their backward.
+Without a backward they stay gathered; the optimizer then updates the shards, and the next step would compute with the old weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsdp_tune.model.shard.wrap import fsdp_groups
 from fsdp_tune.model.step import plain_name
 
 Units = list[tuple[str, Any]]
-"""Name → FSDP2 parameter group or FSDP1 module."""
+"""(name, FSDP2 parameter group or FSDP1 module) of each unit."""
 
 
 def units_of(wrapped: nn.Module) -> Units:
@@ -42,13 +42,13 @@ def _is_gathered(unit: Any) -> bool:
     handle = unit._handle
     if handle is None or not handle.uses_sharded_strategy:
         return False
-    # The first forward makes the storage for full parameters.
+    # The first forward allocates the storage for full parameters.
     return hasattr(handle.flat_param, "_full_param_padded") and not handle.needs_unshard()
 
 
 @contextlib.contextmanager
 def outside_step(wrapped: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run forwards that belong to no training step: without gradients; afterwards units are sharded and generators as before.
+    """Run forwards outside of a training step, without gradients. On exit, units are sharded and generators restored.
 
     Every forward except those of `model.step.forward_backward` runs in this context.
     """
@@ -63,6 +63,6 @@ def outside_step(wrapped: nn.Module, device: torch.device) -> Iterator[None]:
                     reshard_fsdp1(unit, unit._handle, True)
             else:
                 unit.reshard()
-                # A backward prefetches in the recorded order of forwards: this forward has none, and the next would gather a unit for it.
+                # A backward prefetches in the recorded order of forwards. This forward has no backward; the next one would use its record.
                 unit.comm_ctx.post_forward_order.clear()
                 unit._post_forward_indices.clear()

@@ -1,8 +1,8 @@
-"""Inputs of recomputed layers in host memory: on their way there while the layer computes, and back while the layer above goes backward.
+"""Keep inputs of recomputed layers in host memory: copied out while the layer computes, and back during the backward of the next layer.
 
-torch's `save_on_cpu` copies on the stream that computes, which then waits for the link to the host twice a layer. Here a stream of its
-own copies: out while the layer computes, at whose end what was read may be written over; back when the layer above begins its backward,
-so that one input more than its own is on the device then.
+torch's `save_on_cpu` copies on the compute stream, which then waits for the host link twice per layer. Here a separate stream copies:
+out during the layer's forward, after which the source memory may be reused; back when the layer above starts its backward, so that
+the input of one more layer is on the device at that time.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch.autograd.graph import saved_tensors_hooks
 
 @dataclass(eq=False)
 class _Inputs:
-    """Of one layer in one forward."""
+    """Saved inputs of one layer in one forward."""
 
     below: weakref.ref[_Inputs] | None
-    """Of the layer before; dead once its backward is over."""
+    """Inputs of the layer below; the reference is dead after its backward."""
     stay: bool
     kept: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    """On the host, or where they were if they stay."""
+    """Copies on the host, or the original tensors if they stay."""
     back: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-    """On the device again, or under way."""
+    """Copies on the device, complete or in flight, by index."""
     arrived: Any = None
 
 
 class HostCopies:
-    """Of one model. All its layers copy on one stream, one after the other."""
+    """The host copies of one model. All its layers copy on one stream, in order."""
 
     def __init__(self) -> None:
         self._device = torch.device("cpu")
@@ -43,7 +43,7 @@ class HostCopies:
 
     @contextlib.contextmanager
     def of_layer(self, *, stay: bool) -> Iterator[None]:
-        """Around what saves a layer's inputs and computes. `stay`: of the uppermost layer, whose inputs the backward asks for at once."""
+        """Save the inputs of one layer during its forward. `stay` is for the last layer, whose inputs the backward needs immediately."""
         inputs = _Inputs(self._last, stay)
         self._last = weakref.ref(inputs)
         with saved_tensors_hooks(functools.partial(self._pack, inputs), self._unpack):
@@ -55,7 +55,7 @@ class HostCopies:
     def _pack(self, inputs: _Inputs, tensor: torch.Tensor) -> tuple[_Inputs, int] | torch.Tensor:
         tensor = tensor.detach()
         if not tensor.numel():
-            return tensor  # torch 2.11 saves an empty one beside the inputs, wherever they are
+            return tensor  # torch 2.11 also saves an empty tensor
         if not inputs.stay:
             self._device = tensor.device
             host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
@@ -81,13 +81,13 @@ class HostCopies:
         return tensor
 
     def _fetch(self, inputs: _Inputs) -> None:
-        """A backward that has begun takes what was asked for: memory on its way back is not given up before it has arrived."""
+        """Start copying inputs back to the device. The started backward uses them all, so no memory is freed while a copy is in flight."""
         for index, host in enumerate(inputs.kept):
             inputs.back[index] = torch.empty_like(host, device=self._device)
             inputs.arrived = self._copy(host, inputs.back[index])
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> Any:
-        """After all that was issued before it, since the allocator counts on the order of the computing stream. When it is done."""
+        """Copy after all work issued so far, since the allocator relies on the order of the compute stream. Return the completion event."""
         module = self._module
         if self._stream is None:
             self._stream = module.Stream(priority=0)

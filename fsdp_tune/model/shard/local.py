@@ -1,4 +1,4 @@
-"""What of a tensor lies on this rank."""
+"""This rank's part of a tensor."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from fsdp_tune.model.kernels.float8_weights import plain
 
 
 def local_part(tensor: torch.Tensor) -> Any:
-    """The piece that this rank holds, without DTensor and torchao's fp8 weights around it: the same memory, a plain tensor or one of
-    a library's own kinds."""
+    """Return this rank's part, unwrapped from DTensor and torchao's fp8 weights, sharing its memory. It may still be a tensor subclass
+    of a library."""
     return plain(tensor.to_local() if isinstance(tensor, DTensor) else tensor)

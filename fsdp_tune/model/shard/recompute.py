@@ -1,8 +1,8 @@
-"""Activation checkpointing of decoder layers that keeps the random state, so that dropout draws the same mask twice.
+"""Activation checkpointing of decoder layers with preserved random state, so that dropout draws the same mask twice.
 
-Accelerate's FSDP2 path recomputes with `preserve_rng_state=False`: with dropout the backward then belongs to another
-forward than the loss (DESIGN §7, 3). We replace a layer's `forward`, inside FSDP's hooks: the unit is gathered once
-for the recomputation and the backward, and parameter names stay as they are.
+Accelerate's FSDP2 path recomputes with `preserve_rng_state=False`: with dropout, the gradients are then not those of the
+loss. A layer's `forward` is replaced inside FSDP's hooks, so that the unit is gathered once for recomputation and
+backward, and parameter names do not change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdp_tune.model.shard.host_copies import HostCopies
 from fsdp_tune.recipe.schema import Recipe
 
 aten = torch.ops.aten
-# Attention and matrix products hold most of a layer's FLOPs; what lies between them is cheap to compute again.
+# Attention and matrix products have most of a layer's FLOPs; the other operations are cheap to recompute.
 _ATTENTION_OPS = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -30,13 +30,13 @@ _ATTENTION_OPS = {
     aten._scaled_dot_product_fused_attention_overrideable.default,  # other accelerators
     aten._flash_attention_forward.default,
 }
-# Not top-k, which torchtitan keeps: transformers' routers divide its values in place, and what is kept must not change.
+# Unlike in torchtitan, top-k is not saved: transformers' routers divide its values in place, and saved values must not change.
 _MATMUL_OPS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default}
 
 
 def _is_attention(op: Any) -> bool:
-    """torch's own, or the forward of the flash-attn packages, whose operators are `flash_attn::_flash_attn_varlen_forward`,
-    `flash_attn_3::fwd` and the like."""
+    """Return whether an operator is torch's attention or the forward of a flash-attn package (`flash_attn::_flash_attn_varlen_forward`,
+    `flash_attn_3::fwd` and similar)."""
     if op in _ATTENTION_OPS:
         return True
     namespace, _, name = str(getattr(op, "_schema", None) and op._schema.name).partition("::")
@@ -44,7 +44,7 @@ def _is_attention(op: Any) -> bool:
 
 
 class _SaveAttentionAndEverySecondMatmul:
-    """One policy object for each forward, since it counts; torch calls it again, in the same order, while recomputing."""
+    """Save attention and every second matrix product. Stateful, so one per forward; torch calls it in the same order when recomputing."""
 
     def __init__(self) -> None:
         self.matmuls = {False: 0, True: 0}
@@ -64,14 +64,14 @@ def _selective_contexts() -> Any:
 
 
 def checkpointed_layers(recipe: Recipe, model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """The decoder layers that the recipe recomputes: every n-th, whatever the wrap policy."""
+    """Return the decoder layers that the recipe recomputes: every n-th, regardless of the wrap policy."""
     if recipe.fsdp.activation_checkpointing == "none":
         return []
     return decoder_layers(model, recipe.layer_classes)[:: recipe.fsdp.activation_checkpointing_every]
 
 
 def recompute_activations(recipe: Recipe, model: PreTrainedModel) -> None:
-    """Make the chosen layers drop their activations in the forward. Call before wrapping."""
+    """Make the recomputed layers drop their activations in the forward. Call it before wrapping."""
     layers = checkpointed_layers(recipe, model)
     copies = HostCopies() if recipe.fsdp.activation_checkpointing_offload else None
     for _, layer in layers:
@@ -85,7 +85,7 @@ def recompute_activations(recipe: Recipe, model: PreTrainedModel) -> None:
 
 
 def _checkpointed(layer: nn.Module, *, selective: bool, copies: HostCopies | None, is_uppermost: bool) -> Callable[..., Any]:
-    layer.recomputed_forward = layer.forward  # type: ignore[assignment]  # the compiler may put its own there
+    layer.recomputed_forward = layer.forward  # type: ignore[assignment]  # the compiler may replace it
 
     @functools.wraps(layer.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def _checkpointed(layer: nn.Module, *, selective: bool, copies: HostCopies | Non
 
 
 def _by_own_tensors(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callable[..., Any], list[Any]]:
-    """The call as one of the tensors with a gradient, the layer's own; masks and positions, which all layers share, are in the function."""
+    """Return the call as a function of the layer's own tensors, those with a gradient; inputs shared by all layers are bound to it."""
     values = {**dict(enumerate(args)), **kwargs}
     own = {key: value for key, value in values.items() if isinstance(value, torch.Tensor) and value.requires_grad}
     shared: dict[Any, Any] = {key: None if key in own else value for key, value in values.items()}

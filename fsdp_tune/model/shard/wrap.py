@@ -1,7 +1,7 @@
-"""The recipe's sharding, applied to a model: device mesh, FSDP units, mixed precision, offload, prefetch.
+"""Apply the recipe's sharding to a model: device mesh, FSDP units, mixed precision, offload, prefetch.
 
-We wrap before Accelerate sees the model; it leaves an `FSDPModule` as it is. Its own path cannot wrap by size, sums
-gradients in bf16, and casts the model's output (DESIGN §7, 4 and 18).
+The model is wrapped before it is passed to Accelerate, which does not change an `FSDPModule`. Accelerate's own path cannot
+wrap by size, sums gradients in bf16, and casts the model's output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsdp_tune.recipe.schema import Recipe
 
 
 def mixed_precision_policy(recipe: Recipe) -> MixedPrecisionPolicy:
-    """Compute in the recipe's dtype, sum gradients in `reduce_dtype`, and leave the model's output as it comes.
+    """Return the policy: compute in the recipe's dtype, sum gradients in `reduce_dtype`, do not cast the model's output.
 
     Accelerate's policy would round the loss itself to the compute dtype (`output_dtype`) and sum in it.
     """
@@ -33,12 +33,12 @@ def mixed_precision_policy(recipe: Recipe) -> MixedPrecisionPolicy:
 
 
 def offload_policy(recipe: Recipe, device_type: str) -> OffloadPolicy:
-    # Pinning needs an accelerator: on CPU ranks it raises.
+    # Pinning needs an accelerator and raises on CPU ranks.
     return CPUOffloadPolicy(pin_memory=device_type == "cuda") if recipe.fsdp.offload_params else OffloadPolicy()
 
 
 def wrap(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
-    """Shards `model` in place and returns what the forward is called on (the same module under FSDP2)."""
+    """Shard `model` in place and return the module to call (under FSDP2 the same one)."""
     if not recipe.is_sharded:
         return _wrap_ddp(model, device)
     assert mesh is not None
@@ -49,7 +49,7 @@ def wrap(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: DeviceMe
 
 def _wrap_ddp(model: PreTrainedModel, device: torch.device) -> nn.Module:
     device_ids = None if device.type == "cpu" else [device]
-    # One static bucket view of the gradients saves a copy of them; forward buffers never differ between ranks.
+    # Gradients as views of the buckets save a copy; buffers are the same on all ranks.
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
@@ -67,7 +67,7 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
         modules = [model.get_submodule(name) for name in group]
         keep = group in units.keeps_gathered
         fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=False if keep else reshard, **options)
-    # None is FSDP2's own rule for the root: it stays gathered, since the backward begins with it.
+    # Without `reshard_after_forward` the root stays gathered (FSDP2's default), since the backward starts with it.
     fully_shard(model, **options)
     _keep_recorded_outputs(model)
     names = {group[0] for group in units.groups if group not in units.keeps_gathered}
@@ -76,7 +76,7 @@ def _wrap_fsdp2(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
 
 
 def _keep_recorded_outputs(model: PreTrainedModel) -> None:
-    """Let transformers record what layers return (router logits) also where the decoder is a unit.
+    """Let transformers record outputs of layers (router logits) even if the decoder is a unit.
 
     Its registry is keyed by the printed class of a model (`_CanRecordRegistry`), which `fully_shard` replaces.
     """
@@ -96,7 +96,7 @@ def bare_class(module: nn.Module) -> type[nn.Module]:
 
 
 def fsdp_groups(model: nn.Module) -> list[Any]:
-    """The parameter groups of all FSDP2 units, each once: a unit of several modules (norm and head) is reached through each of them."""
+    """Return the parameter groups of all FSDP2 units, each once, although several modules (norm and head) may share a group."""
     found: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -116,7 +116,7 @@ def process_groups(model: nn.Module, mesh: DeviceMesh | None) -> list[dist.Proce
 
 
 def set_prefetch(recipe: Recipe, in_forward_order: Sequence[nn.Module]) -> None:
-    """Explicit depths; without them FSDP2 gathers one unit ahead in the backward, and in the forward as the CPU issues."""
+    """Set explicit prefetch depths. By default FSDP2 gathers one unit ahead in the backward, and in the forward when the CPU issues it."""
     forward, backward = recipe.fsdp.forward_prefetch, recipe.fsdp.backward_prefetch
     units: list[FSDPModule] = [unit for unit in in_forward_order if isinstance(unit, FSDPModule)]
     depth = int(forward)
@@ -146,6 +146,6 @@ def _wrap_fsdp1(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: D
         forward_prefetch=bool(recipe.fsdp.forward_prefetch),
         ignored_states=list(ignored_parameters(recipe, model)) or None,
         use_orig_params=True,
-        device_id=torch.device("cpu") if device.type == "cpu" else device,  # FSDP1 refuses `cpu:0`
+        device_id=torch.device("cpu") if device.type == "cpu" else device,  # FSDP1 rejects `cpu:0`
         sync_module_states=False,
     )

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fsdp_tune import __version__
 from fsdp_tune.core.atomic import DISK, STAGE_MARK, publish
 from fsdp_tune.core.errors import FsdpTuneError, failed_error
-from fsdp_tune.model.shard.patience import patient_group
+from fsdp_tune.model.shard.untimed_group import untimed_group
 from fsdp_tune.run.directory import CHECKPOINT_KIND, SHARD_FOLDER, RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, damage
 from fsdp_tune.worker.agree import all_or_none, from_rank0, gather
@@ -77,7 +77,7 @@ class Checkpointer:
 
     def __post_init__(self) -> None:
         # Saves in the background must not share a group with the step's own collectives.
-        self._group = patient_group()
+        self._group = untimed_group()
 
     def save(self, step: int, trainer: str, own: dict[str, Any], *, best_step: int | None) -> None:
         """Save step `step`, after the save before it has ended. Every failure reaches `report`. `best_step` is not rotated out."""
