@@ -116,7 +116,7 @@ class Wanted:
             return usage_error("hub-refused", message, hint=hint, where=where)
         if status is not None and status >= 400 and not kinds & NO_SUCH_FILE:
             hint = f"look at {self._page()}, or give a local path"
-            return usage_error("hub-refused", f"{name}: {_first_line(error)}", hint=hint, where=where)
+            return usage_error("hub-refused", f"{name}: {first_line(error)}", hint=hint, where=where)
         return self.unreachable() if kinds & AWAY else None
 
     def _page(self) -> str:
@@ -133,7 +133,8 @@ def causes_of(error: BaseException | None) -> list[BaseException]:
     return found
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

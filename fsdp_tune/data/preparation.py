@@ -11,11 +11,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from fsdp_tune.core.errors import Notice, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
 from fsdp_tune.core.progress import Bar
 from fsdp_tune.data.account import examples_of, marked_text
 from fsdp_tune.data.build import build_store
 from fsdp_tune.data.format.inputs import TRAIN, Input, open_inputs, raw_rows
+from fsdp_tune.data.order.permutation import batch_of_step
 from fsdp_tune.data.read.digests import FileDigests
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.data.store_cache import STORES, built, content_key, record_use
@@ -191,3 +192,12 @@ def _of_source(opened: Input, encoder: Encoder, rows: int) -> int:
         return 0
     kept = len(needed) if len(needed) < FEW_ROWS else (len(needed) + 1) // 2
     return needed[kept - 1]
+
+
+def rows_of_step(data_json: Path, recipe: Recipe, step: int) -> str | None:
+    """Describe the rows of a step, counted from 1, of a run; None if its data cannot be read."""
+    try:
+        store = RowStore(Prepared.from_json(data_json.read_text(encoding="utf-8")).train)
+    except (OSError, ValueError, FsdpTuneError):
+        return None
+    return store.describe_rows(batch_of_step(recipe, store.lengths, step).tolist())

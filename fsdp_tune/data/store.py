@@ -15,6 +15,7 @@ and repeating rows of a mixture copy no tokens, and a row is read without decomp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from fsdp_tune.run.manifest import read_manifest
 
 IGNORE_INDEX = -100
 STORE_KIND = "fsdp-tune prepared data"
+SHOWN_ROWS = 8
+"""Rows that a message names."""
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -105,6 +108,11 @@ class RowStore:
         starts = self._segments[self._rows[index] : self._rows[index + 1], 0]
         examples = np.searchsorted(self._examples, starts, side="right") - 1
         return [(self.files[int(file)], int(row)) for file, row in self._origins[examples].tolist()]
+
+    def describe_rows(self, rows: Sequence[int]) -> str:
+        """Return `12 (train.jsonl:17), 3 (train.jsonl:5) and 6 more`, with the source of the first example of each row."""
+        named = [f"{row} ({file}:{line})" for row in rows[:SHOWN_ROWS] for file, line in self.origins(row)[:1]]
+        return ", ".join(named) + (f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else "")
 
 
 class StoreWriter:

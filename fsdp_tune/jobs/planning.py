@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core import devices
+from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.devices import Device
-from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
 from fsdp_tune.diagnose import environment
 from fsdp_tune.planner import tracing as traces
 from fsdp_tune.planner.hardware.efficiency import Efficiency
@@ -27,6 +28,8 @@ from fsdp_tune.planner.search.search import PlannedRecipe, Ranking, Search, Targ
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.not_yet import value_of
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.records import Prediction
 
 
 def visible_gpu(recipe: Recipe) -> Device | None:
@@ -156,3 +159,46 @@ class PlanSession:
         with replace(self, recipe=measured.recipe, efficiency=None, _trace=None) as own:
             self.efficiency, factor = learn(_cache_of(self.recipe), self.hardware, measured, own.trace())
         return f"{self.hardware.name} took {factor:.2f} of the predicted time in {measured.steps} steps of {run}; kept for later plans"
+
+
+# ---- The plan of a run on this machine. Nothing is predicted on a CPU, or for a GPU that is not in the table.
+
+
+def plan_here(recipe: Recipe) -> tuple[Decided, Plan | None, list[Notice]]:
+    """Decide what a resolved recipe leaves to a plan, and predict it for this machine's GPU. Notices give the reason for no prediction.
+
+    A trace that fails stops no training.
+    """
+    gpu = visible_gpu(recipe)
+    decided = decide(recipe, budget_of(recipe, gpu)) if is_open(recipe) else Decided(recipe, {})
+    if recipe.launch.device != "cuda":
+        return decided, None, list(decided.notices)
+    hardware = detect(gpu.name) if gpu is not None else None
+    if hardware is None:
+        name = gpu.name if gpu is not None else "this machine's GPU"
+        why = f"{name} is not in the table of GPUs, so nothing is predicted"
+        return decided, None, [*decided.notices, Notice("not-planned", why)]
+    try:
+        with PlanSession(decided.recipe, hardware) as plans:
+            return decided, replace(plans.plan_once(), decided=decisions(decided)), list(decided.notices)
+    except (FsdpTuneError, ValueError) as error:
+        why = f"the step could not be traced, so nothing is predicted: {error}"
+        return decided, None, [*decided.notices, Notice("not-planned", why)]
+
+
+def refuse_what_cannot_fit(plan: Plan | None) -> None:
+    """Raise a usage error for a recipe that needs more memory than the GPU has, even if the prediction is too high by its usual error."""
+    if plan is not None and plan.fits == "no":
+        raise usage_error(
+            "does-not-fit",
+            f"the recipe does not fit {plan.gpu}: {plan.fits_because}; the peak is at {plan.where}",
+            ways_out=("`fsdp-tune plan` ranks recipes that fit", "`--ignore-plan` to try it all the same"),
+        )
+
+
+def keep_prediction(run: RunDir, plan: Plan | None) -> None:
+    """Write plan.json; without a prediction remove that of an earlier start, which would be compared with this one's figures."""
+    if plan is None:
+        DISK.unlink(run.plan_json)
+    else:
+        Prediction.from_dict(plan.as_dict()).write(run.plan_json)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,20 +11,17 @@ from functools import partial
 from pathlib import Path
 
 from fsdp_tune.core import processes as children
-from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.devices import visible_devices
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, usage_error
 from fsdp_tune.core.secrets import MASK, mask_text
-from fsdp_tune.data.order.permutation import order_of
-from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.data.preparation import prepare as prepare_data
-from fsdp_tune.data.store import RowStore
+from fsdp_tune.data.preparation import rows_of_step
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.diagnose.environment import accelerate_default_config, host, versions
 from fsdp_tune.jobs.inspection import inspect_model
 from fsdp_tune.jobs.merge import merge_checkpoint
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.jobs.planning import PlanSession, budget_of, decide, decisions, visible_gpu
+from fsdp_tune.jobs.planning import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
 from fsdp_tune.jobs.results import TrainingInputs, TrainResult
 from fsdp_tune.jobs.session import Allowed, resolve_recipe, session
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
@@ -45,10 +41,7 @@ from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.supervisor import Said
 from fsdp_tune.merge.merging import MergeOptions
 from fsdp_tune.model.loading.model_files import check_vocabulary, save_model_files
-from fsdp_tune.planner.hardware.gpus import detect
-from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.planner.predict.totals import total_steps
-from fsdp_tune.planner.search.recomputation import Decided, is_open
 from fsdp_tune.recipe.extensions import Extension, find_extensions
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.resolve import Resolution
@@ -58,7 +51,7 @@ from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.launch_files import ProfiledSteps
 from fsdp_tune.run.lock import locked
 from fsdp_tune.run.rank_files import Verdict, read_outcome
-from fsdp_tune.run.records import Environment, Prediction
+from fsdp_tune.run.records import Environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +87,8 @@ def train(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, obser
     with session(recipe):
         if threading.current_thread() is not threading.main_thread():
             raise usage_error("not-main-thread", "`train` handles signals, which only the main thread can", hint="call it from there")
-        resolution = resolve_recipe(recipe, options.allowed, observer, starts_ranks=True, starts_here=True)
-        observer.notices(resolution.notices)
-        rank = machine_rank_of(resolution.recipe, options.machine_rank, os.environ)
-        job = _Job(recipe, resolution, _launch_plan(resolution.recipe, rank, options, unknown_address=None), options, observer)
-        return job.lead() if rank == 0 else job.follow()
+        job = _job(recipe, options, observer, starts_here=True)
+        return job.lead() if job.plan.machine_rank == 0 else job.follow()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +103,7 @@ def write_only(
 ) -> WrittenRun | TrainResult:
     """Do as `train` until the ranks would start. Returns the result of a run that has already finished."""
     with session(recipe):
-        job = _describe(recipe, replace(options, machine_rank=0), observer)
+        job = _job(recipe, replace(options, machine_rank=0), observer)
         start = job.decide_start()
         if start.is_finished:
             return job.finished(start)
@@ -133,22 +123,21 @@ class Preview:
 def preview(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, observer: Observer = Observer()) -> Preview:
     """Resolve a recipe and find its command and first step; start and write nothing, and read no checkpoint's bytes."""
     with session(recipe):
-        job = _describe(recipe, options, observer)
+        job = _job(recipe, options, observer)
         start = decide_start(job.plan.run, job.recipe, options.resume, overwrite=options.overwrite, digests=False)
         return Preview(job.resolution, job.plan, start)
 
 
-def _describe(loaded: LoadedRecipe, options: TrainOptions, observer: Observer) -> _Job:
-    """A job that does not start ranks here: the GPUs and the address of the first machine may be those of others."""
-    resolution = resolve_recipe(loaded, options.allowed, observer, starts_ranks=True)
+def _job(loaded: LoadedRecipe, options: TrainOptions, observer: Observer, *, starts_here: bool = False) -> _Job:
+    """Resolve a recipe. Unless `starts_here`, the GPUs and the address of the first machine may be those of other machines."""
+    resolution = resolve_recipe(loaded, options.allowed, observer, starts_ranks=True, starts_here=starts_here)
     observer.notices(resolution.notices)
-    plan = _launch_plan(resolution.recipe, options.machine_rank or 0, options, unknown_address="FIRST_MACHINE")
-    return _Job(loaded, resolution, plan, options, observer)
-
-
-def _launch_plan(recipe: Recipe, rank: int, options: TrainOptions, *, unknown_address: str | None) -> LaunchPlan:
+    recipe = resolution.recipe
+    rank = machine_rank_of(recipe, options.machine_rank, os.environ) if starts_here else options.machine_rank or 0
+    address = None if starts_here else "FIRST_MACHINE"
     run = RunDir(Path(recipe.output_dir))
-    return launch_plan(recipe, run, machine_rank=rank, extra=options.launcher_arguments, unknown_address=unknown_address)
+    plan = launch_plan(recipe, run, machine_rank=rank, extra=options.launcher_arguments, unknown_address=address)
+    return _Job(loaded, resolution, plan, find_extensions(recipe), options, observer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +147,7 @@ class _Job:
     loaded: LoadedRecipe
     resolution: Resolution
     plan: LaunchPlan
+    extensions: Sequence[Extension]
     options: TrainOptions
     observer: Observer
 
@@ -200,8 +190,9 @@ class _Job:
         """Compare the extensions with those that the resumed run recorded."""
         if start.checkpoint is None:
             return []
-        recorded = read_extensions(RunDir(start.checkpoint.path.parent))
-        changed = [(recorded.get((each.kind, each.name)), each) for each in find_extensions(self.recipe)]
+        earlier = Environment.read(RunDir(start.checkpoint.path.parent).environment_json) or Environment()
+        recorded = {(raw["kind"], raw["name"]): Extension.from_dict(raw) for raw in earlier.extensions}
+        changed = [(recorded.get((each.kind, each.name)), each) for each in self.extensions]
         return [
             Notice("extension-changed", f"the steps so far used {before}; from step {start.step} on {now}")
             for before, now in changed
@@ -264,7 +255,7 @@ class _Job:
 
     def write(self, inputs: TrainingInputs, start: Start) -> None:
         devices = [{"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes} for each in visible_devices(os.environ)]
-        extensions = [each.as_dict() for each in find_extensions(self.recipe)]
+        extensions = [each.as_dict() for each in self.extensions]
         files = RunFiles(
             recipe_text=self.loaded.text,
             overrides=self.loaded.overrides,
@@ -285,7 +276,7 @@ class _Job:
         plan, observer = self.plan, self.observer
         ranks = f"ranks {plan.ranks.start} to {plan.ranks.stop - 1}" if len(plan.ranks) > 1 else f"rank {plan.ranks.start}"
         observer.message(f"starting {ranks} on {self.recipe.launch.device}; the run is {plan.run.path}")
-        attempts = Attempts(plan, self.recipe, partial(rows_of_step, plan.run, self.recipe))
+        attempts = Attempts(plan, self.recipe, partial(rows_of_step, plan.run.data_json, self.recipe))
         with observer.training(), closing(attempts.events()) as events:
             for event in events:
                 if isinstance(event, Verdict):
@@ -344,74 +335,6 @@ def _unreachable(what: str) -> Problem:
     return Problem("model-unreachable", what, hint="give a local directory as `model.name_or_path`, or download it where there is network")
 
 
-def read_extensions(run: RunDir) -> dict[tuple[str, str], Extension]:
-    """Return the extensions in RUN/environment.json by kind and name."""
-    recorded = Environment.read(run.environment_json) or Environment()
-    return {(raw["kind"], raw["name"]): Extension.from_dict(raw) for raw in recorded.extensions}
-
-
 def takes_best(recipe: Recipe) -> bool:
     """Whether the model of a finished run is its best checkpoint, and not its last."""
     return bool(training_value(recipe.training, "load_best_model_at_end"))
-
-
-# ---- The plan of a run on this machine. Nothing is predicted on a CPU, nor for a GPU that the table does not have.
-
-
-def plan_here(recipe: Recipe) -> tuple[Decided, Plan | None, list[Notice]]:
-    """Decide what a resolved recipe leaves to a plan, and predict it for this machine's GPU. Notices give the reason for no prediction.
-
-    A trace that fails stops no training.
-    """
-    gpu = visible_gpu(recipe)
-    decided = decide(recipe, budget_of(recipe, gpu)) if is_open(recipe) else Decided(recipe, {})
-    if recipe.launch.device != "cuda":
-        return decided, None, list(decided.notices)
-    hardware = detect(gpu.name) if gpu is not None else None
-    if hardware is None:
-        name = gpu.name if gpu is not None else "this machine's GPU"
-        why = f"{name} is not in the table of GPUs, so nothing is predicted"
-        return decided, None, [*decided.notices, Notice("not-planned", why)]
-    try:
-        with PlanSession(decided.recipe, hardware) as plans:
-            return decided, replace(plans.plan_once(), decided=decisions(decided)), list(decided.notices)
-    except (FsdpTuneError, ValueError) as error:
-        why = f"the step could not be traced, so nothing is predicted: {error}"
-        return decided, None, [*decided.notices, Notice("not-planned", why)]
-
-
-def refuse_what_cannot_fit(plan: Plan | None) -> None:
-    """Raise a usage error for a recipe that needs more memory than the GPU has, even if the prediction is too high by its usual error."""
-    if plan is not None and plan.fits == "no":
-        raise usage_error(
-            "does-not-fit",
-            f"the recipe does not fit {plan.gpu}: {plan.fits_because}; the peak is at {plan.where}",
-            ways_out=("`fsdp-tune plan` ranks recipes that fit", "`--ignore-plan` to try it all the same"),
-        )
-
-
-def keep_prediction(run: RunDir, plan: Plan | None) -> None:
-    """Write plan.json; without a prediction remove that of an earlier start, which would be compared with this one's figures."""
-    if plan is None:
-        DISK.unlink(run.plan_json)
-    else:
-        Prediction.from_dict(plan.as_dict()).write(run.plan_json)
-
-
-# ---- The rows that a step trains on. The order of the data depends on seed and epoch alone.
-
-SHOWN_ROWS = 8
-
-
-def rows_of_step(run: RunDir, recipe: Recipe, step: int) -> str | None:
-    """Return `12 (train.jsonl:17), 3 (train.jsonl:5) and 6 more` for a step counted from 1; None if the data cannot be read."""
-    try:
-        store = RowStore(Prepared.from_json(run.data_json.read_text(encoding="utf-8")).train)
-    except (OSError, ValueError, FsdpTuneError):
-        return None
-    size = recipe.global_batch_size
-    epoch, index = divmod(step - 1, max(math.ceil(len(store) / size), 1))
-    order = order_of(recipe, store.lengths, epoch)
-    rows = [int(row) for row in order[index * size : (index + 1) * size]]
-    named = [f"{row} ({file}:{line})" for row in rows[:SHOWN_ROWS] for file, line in store.origins(row)[:1]]
-    return ", ".join(named) + (f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else "")

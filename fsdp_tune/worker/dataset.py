@@ -240,8 +240,7 @@ def loader_died(error: BaseException, sampler: MicroBatches, store: RowStore, st
     first_line = str(error).partition("\n")[0]
     if not isinstance(error, RuntimeError) or not first_line.startswith("DataLoader worker"):
         return None
-    rows = sampler.rows_of_step(step % sampler.steps)
-    named = ", ".join(f"{row} ({file}:{line})" for row in rows[:8] for file, line in store.origins(row)[:1])
+    named = store.describe_rows(sampler.rows_of_step(step % sampler.steps))
     message = f"a process of the data loader is gone while rows were read for step {step + 1} and later, from {named} on: {first_line}"
     hint = "out of host memory, or /dev/shm full? `training.dataloader_num_workers: 0` reads in the rank itself"
     return Problem("loader-died", message, hint=hint)

@@ -216,7 +216,7 @@ def test_stopped_run_resumes_and_ends_like_an_uninterrupted_one(cli: Cli, tmp_pa
     assert (stopped["exit_reason"], stopped["merged"]) == ("preempted", None)
     assert 0 < stopped["steps"] < 40
     done = cli("train", *smoke(40), "--resume", "auto", "--json")
-    assert f"{tmp_path / 'run'}: going on from checkpoint-{stopped['steps']}\n" in done.stderr
+    assert f"{tmp_path / 'run'}: resumed from checkpoint-{stopped['steps']}\n" in done.stderr
     resumed = document(done)
     assert (resumed["exit_reason"], resumed["steps"], resumed["loss"]) == ("finished", 40, whole["loss"])
     steps = [line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line]

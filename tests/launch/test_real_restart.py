@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from fsdp_tune.jobs.train import rows_of_step
+from fsdp_tune.data.preparation import rows_of_step
 from fsdp_tune.launch.command.accelerate import launch_plan
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.launch.supervise.attempts import Attempts
@@ -71,7 +71,7 @@ def launch(run: RunDir, *accidents: dict[str, Any]) -> tuple[Verdict, list[Event
     recipe = read_resolved(run)
     plan = launch_plan(recipe, run, worker_module="tests.launch.mortal", inherited=environment())
     before = children()
-    events = list(Attempts(plan, recipe, partial(rows_of_step, run, recipe)).events())
+    events = list(Attempts(plan, recipe, partial(rows_of_step, run.data_json, recipe)).events())
     assert isinstance(events[-1], Verdict)
     assert left_over(before) == []
     return events[-1], events

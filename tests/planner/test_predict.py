@@ -43,15 +43,6 @@ def test_the_document_has_what_is_promised_and_is_json() -> None:
     assert set(document["errors"]) == {"peak_allocated_gib", "peak_reserved_gib", "step_seconds"}
 
 
-def test_the_planner_is_one_import_away() -> None:
-    import fsdp_tune.planner as package
-
-    assert package.plan is plan
-    assert all(hasattr(package, name) for name in package.__all__)
-    with pytest.raises(AttributeError, match="no attribute"):
-        _ = package.plans
-
-
 def test_an_assumption_about_the_host_is_named_where_the_host_works() -> None:
     on_host = Hand().hold(0, GIB).op("mm", flops=1e12).op("host _fused_adamw_", moved=10**9).trace()
     assert any("host's memory" in text for text in plan(resolved(), A100, on_host).assumptions)

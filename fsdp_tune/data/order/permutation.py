@@ -52,6 +52,13 @@ def order_of(recipe: Recipe, lengths: Int64, epoch: int) -> Int64:
     )
 
 
+def batch_of_step(recipe: Recipe, lengths: Int64, step: int) -> Int64:
+    """Return the rows of the global batch of a step, counted from 1."""
+    size = recipe.global_batch_size
+    epoch, index = divmod(step - 1, max(-(-len(lengths) // size), 1))
+    return order_of(recipe, lengths, epoch)[index * size : (index + 1) * size]
+
+
 def rank_micro_batches(batch: Int64, *, dp_rank: int, dp_size: int, micro_batch_size: int) -> list[Int64]:
     """Return the micro-batches of one data-parallel rank in a global batch; every rank gets the same number of them.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
-from fsdp_tune.core.hub import cache_only, causes_of, hub_is_reachable, unreachable
+from fsdp_tune.core.hub import cache_only, causes_of, first_line, hub_is_reachable, unreachable
 from fsdp_tune.recipe.schema.model_and_data import DataSource
 
 
@@ -23,7 +23,7 @@ def load_saved(path: Path, split: str, where: Where) -> Any:
     except FsdpTuneError:  # a signal that ends the command may arrive here
         raise
     except Exception as error:
-        raise usage_error("data-unreadable", f"`{path}` cannot be read as a saved data set: {_first_line(error)}", where=where) from error
+        raise usage_error("data-unreadable", f"`{path}` cannot be read as a saved data set: {first_line(error)}", where=where) from error
     if not isinstance(saved, datasets.DatasetDict):
         if split != "train":
             raise usage_error("no-such-split", f"`{path}` is a data set without splits", where=where, hint=f"leave `split: {split}` out")
@@ -81,8 +81,4 @@ def _problem(error: Exception, entry: DataSource, where: Where, *, reachable: bo
             where=where,
             hint="correct the path, or log in with `hf auth login` if the data set is private",
         )
-    return usage_error("data-unreadable", f"the data set `{entry.path}` cannot be loaded: {_first_line(error)}", where=where)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return usage_error("data-unreadable", f"the data set `{entry.path}` cannot be loaded: {first_line(error)}", where=where)
