@@ -35,10 +35,10 @@ def show_plan(screen: Terminal, plan: Plan) -> None:
 
 def show_errors(screen: Terminal, plan: Plan) -> None:
     """Print the errors of such predictions, the assumptions, and what is unknown."""
-    from fsdp_tune.planner.page import error_in_words
+    from fsdp_tune.planner.page import describe_error
 
     for name, error in plan.errors.items():
-        screen.message(f"error of {name}: {error_in_words(error)}")
+        screen.message(f"error of {name}: {describe_error(error)}")
     for text in plan.assumptions:
         screen.message(f"assumed: {text}")
     for text in plan.unknown:
@@ -60,14 +60,14 @@ def time_line(plan: Plan) -> str:
 
 
 def show_ranking(screen: Terminal, plan: Plan) -> None:
-    from fsdp_tune.planner.page import changes_in_words
+    from fsdp_tune.planner.page import describe_changes
 
     if not plan.alternatives:
         return
     rows = [
         (
             f"{other.place}" if other.recipe_changes else f"{other.place} →",
-            changes_in_words(other.recipe_changes),
+            describe_changes(other.recipe_changes),
             other.fits,
             f"{other.device_gib:.1f}",
             "unknown" if other.step_seconds is None else format_figure(other.step_seconds),
@@ -75,7 +75,7 @@ def show_ranking(screen: Terminal, plan: Plan) -> None:
         )
         for other in plan.alternatives
     ]
-    screen.table("ranked recipes", ["", "against your recipe", "fits", "GiB", "s/step", "tokens/s/GPU"], rows)
+    screen.table("ranked recipes", ["", "changes to your recipe", "fits", "GiB", "s/step", "tokens/s/GPU"], rows)
     if plan.best_because:
         screen.message(f"why the first: {plan.best_because}")
     if plan.smallest_hardware is not None:

@@ -18,10 +18,10 @@ from fsdp_tune.planner import tracing as traces
 from fsdp_tune.planner.hardware.efficiency import Efficiency
 from fsdp_tune.planner.hardware.gpus import Hardware, detect
 from fsdp_tune.planner.kept import keep_plan, kept_plan, plan_key
-from fsdp_tune.planner.predict.calibration import learn, learnt_efficiency, read_run
+from fsdp_tune.planner.predict.calibration import calibrated_efficiency, learn, read_run
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.planner.predict.predict import plan as predict
-from fsdp_tune.planner.search.recomputation import Decided, MemoryBudget, is_open, least_recomputation
+from fsdp_tune.planner.search.recomputation import Decided, MemoryBudget, is_undecided, least_recomputation
 from fsdp_tune.planner.search.recomputation import decide as decide_recomputation
 from fsdp_tune.planner.search.scaling import scaling_table
 from fsdp_tune.planner.search.search import PlannedRecipe, Ranking, Search, Target, rank_recipes, smallest_hardware
@@ -93,7 +93,7 @@ class PlanSession:
     _trace: Trace | None = field(default=None)
 
     def __post_init__(self) -> None:
-        self.efficiency = learnt_efficiency(_cache_of(self.recipe), self.hardware)
+        self.efficiency = calibrated_efficiency(_cache_of(self.recipe), self.hardware)
 
     @cached_property
     def _tracing(self) -> traces.Tracing:
@@ -108,7 +108,7 @@ class PlanSession:
     def decide(self) -> Decided:
         """Decide for this GPU what the recipe leaves to a plan, and use it from now on. Raises: FsdpTuneError if it cannot be traced."""
         found = Decided(self.recipe, {})
-        if is_open(self.recipe):
+        if is_undecided(self.recipe):
             found = least_recomputation(self.recipe, MemoryBudget.of(self.hardware), _one_trace(self._tracing))
             self.recipe = found.recipe
         return found
@@ -138,7 +138,7 @@ class PlanSession:
 
     def _search(self, progress: Callable[[str], None] = lambda _text: None) -> Search:
         def traced(recipes: Sequence[Recipe]) -> Iterator[Trace | None]:
-            found = (self._tracing.result(key) for key in self._tracing.ask(recipes))
+            found = (self._tracing.result(key) for key in self._tracing.request(recipes))
             return (None if isinstance(each, FsdpTuneError) else each for each in found)
 
         return Search(self.hardware, traced, efficiency=self.efficiency, progress=progress)
@@ -170,7 +170,7 @@ def plan_here(recipe: Recipe) -> tuple[Decided, Plan | None, list[Notice]]:
     A trace that fails stops no training.
     """
     gpu = visible_gpu(recipe)
-    decided = decide(recipe, budget_of(recipe, gpu)) if is_open(recipe) else Decided(recipe, {})
+    decided = decide(recipe, budget_of(recipe, gpu)) if is_undecided(recipe) else Decided(recipe, {})
     if recipe.launch.device != "cuda":
         return decided, None, list(decided.notices)
     hardware = detect(gpu.name) if gpu is not None else None

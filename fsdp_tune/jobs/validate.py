@@ -12,7 +12,7 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.planning import budget_of, decide, visible_gpu
 from fsdp_tune.jobs.session import Allowed, resolve_recipe, session
 from fsdp_tune.model.loading.model_files import check_vocabulary
-from fsdp_tune.planner.search.recomputation import KEY, is_open
+from fsdp_tune.planner.search.recomputation import KEY, is_undecided
 from fsdp_tune.recipe.findings import pinned
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.resolve import Resolution
@@ -79,7 +79,7 @@ def _compare_vocabulary(recipe: Recipe, found: Inspection) -> None:
 def _decide(resolution: Resolution, found: Inspection, *, offline: bool) -> Resolution:
     """Decide keys that are left to a plan, if the model is there and this machine has the memory of the ranks."""
     recipe = resolution.recipe
-    if not is_open(recipe) or found.problems or not found.model:
+    if not is_undecided(recipe) or found.problems or not found.model:
         return resolution
     budget = budget_of(recipe, visible_gpu(recipe))
     if budget is None:

@@ -1,4 +1,4 @@
-"""Plans that were made before: replaying the step of a hundred layers takes longer than reading what came of it."""
+"""Cache of plans: replaying the step of a hundred layers takes longer than reading a stored plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNSEEN = ("name", "output_dir")
 
 
 def plan_key(recipe: Recipe, hardware: Hardware, efficiency: Efficiency | None, trace: str) -> str:
-    """Names a plan by everything that it depends on. `trace` is the key of the trace, which names its sources."""
+    """Return a digest of everything that a plan depends on. `trace` is the key of the trace, which includes its sources."""
     data: dict[str, Any] = recipe.model_dump(mode="json", by_alias=True)
     for name in _UNSEEN:
         data.pop(name)
@@ -28,13 +28,13 @@ def plan_key(recipe: Recipe, hardware: Hardware, efficiency: Efficiency | None, 
 
 
 def state_of(folder: Path) -> str:
-    """The files under a folder of the package, by size and time of change: what was computed with others is computed anew."""
+    """Return sizes and modification times of the files in a directory of the package, so that a change invalidates cached plans."""
     states = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".pyc"]
     return "".join(f"{path.name} {state.st_size} {state.st_mtime_ns}\n" for path, state in states)
 
 
 def kept_plan(cache: Path, key: str, recipe: Recipe) -> Plan | None:
-    """The plan of this key, without its timeline; None where there is none, or where the file is no plan any more."""
+    """Return the cached plan of a key, without its timeline; None if there is none, or if the file is not readable as a plan."""
     try:
         found: Any = json.loads((cache / f"{key}.json").read_text(encoding="utf-8"))
         return replace(Plan(**found), recipe=recipe.name or "recipe")
@@ -43,7 +43,7 @@ def kept_plan(cache: Path, key: str, recipe: Recipe) -> Plan | None:
 
 
 def keep_plan(cache: Path, key: str, plan: Plan) -> None:
-    """Alternatives and scaling are another search's, and not kept."""
+    """Store a plan without alternatives and scaling, which depend on the search."""
     known = {field.name for field in fields(Plan)} - {"memory", "alternatives", "scaling"}
     cache.mkdir(parents=True, exist_ok=True)
     write_json(cache / f"{key}.json", {name: getattr(plan, name) for name in sorted(known)})

@@ -1,4 +1,4 @@
-"""A plan as one HTML page: the memory of a step over time by component, and the ranked recipes. No script, nothing from elsewhere."""
+"""Write a plan as one HTML page: memory of a step over time by component, and the ranked recipes. No scripts or external files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Points = npt.NDArray[np.float64]
 
 
 def html_page(plan: Plan) -> str:
-    """A whole document. Every name that comes from a recipe, a model or a file is escaped."""
+    """Return a complete document. Every name from a recipe, a model or a file is escaped."""
     title = f"{plan.recipe} on {plan.num_processes} × {plan.gpu}"
     parts = [
         "<!doctype html>",
@@ -82,7 +82,7 @@ def _timeline(plan: Plan) -> str:
     below = np.zeros(len(x))
     areas: list[str] = []
     keys: list[str] = []
-    order = sorted(components, key=lambda name: float(components[name].min()), reverse=True)  # what stays lies at the bottom
+    order = sorted(components, key=lambda name: float(components[name].min()), reverse=True)  # permanent components at the bottom
     for name, colour in zip(order, _cycle(len(order)), strict=True):
         above = below + components[name] / GIB
         areas.append(f'<path fill="{colour}" d="{_area(x, below, above, top)}"><title>{escape(name)}</title></path>')
@@ -150,7 +150,7 @@ def _ranking(plan: Plan) -> str:
     rows = [
         (
             f"{other.place}",
-            escape(changes_in_words(other.recipe_changes)),
+            escape(describe_changes(other.recipe_changes)),
             f'<span class="{escape(other.fits)}">{escape(other.fits)}</span>',
             f"{other.device_gib:.1f}",
             escape(_seconds(other.step_seconds)),
@@ -159,7 +159,7 @@ def _ranking(plan: Plan) -> str:
         for other in plan.alternatives
     ]
     because = f"<p>{escape(plan.best_because)}</p>" if plan.best_because else ""
-    head = ("", "against your recipe", "fits", "GiB", "step", "tokens/s/GPU")
+    head = ("", "changes to your recipe", "fits", "GiB", "step", "tokens/s/GPU")
     return f"<h2>Ranked recipes</h2>\n{because}\n" + _table(head, rows)
 
 
@@ -177,27 +177,27 @@ def _scaling(scaling: Sequence[dict[str, Any]]) -> str:
         )
         for row in scaling
     ]
-    return "<h2>More GPUs, as many sequences on each</h2>\n" + _table(
+    return "<h2>Other numbers of GPUs, same sequences per GPU</h2>\n" + _table(
         ("GPUs", "fits", "step", "tokens/s", "efficiency", "GiB reserved"), rows
     )
 
 
 def _footer(plan: Plan) -> str:
-    said = "".join(f"<li>{escape(text)}</li>" for text in [*plan.assumptions, *(f"unknown: {text}" for text in plan.unknown)])
-    errors = "".join(f"<li>{escape(name)}: {escape(error_in_words(error))}</li>" for name, error in plan.errors.items())
-    return f"<footer><h2>How far to trust this</h2><ul>{errors}{said}</ul></footer>"
+    notes = "".join(f"<li>{escape(text)}</li>" for text in [*plan.assumptions, *(f"unknown: {text}" for text in plan.unknown)])
+    errors = "".join(f"<li>{escape(name)}: {escape(describe_error(error))}</li>" for name, error in plan.errors.items())
+    return f"<footer><h2>Accuracy and assumptions</h2><ul>{errors}{notes}</ul></footer>"
 
 
-def error_in_words(error: dict[str, Any]) -> str:
+def describe_error(error: dict[str, Any]) -> str:
     if error.get("median_percent") is None:
         return "not measured"
     return f"median error {error['median_percent']:.1f} %, nine of ten below {error['p90_percent']:.1f} % ({error['rows']} published runs)"
 
 
-def changes_in_words(changes: dict[str, Any]) -> str:
-    """`FULL_SHARD, activation_checkpointing full`; the recipe that was asked for has none."""
+def describe_changes(changes: dict[str, Any]) -> str:
+    """Describe changes, such as `FULL_SHARD, activation_checkpointing full`; the requested recipe has none."""
     if not changes:
-        return "your recipe, as it is"
+        return "your recipe, unchanged"
     return ", ".join(f"{key.split('.')[1]} {str(value).lower() if isinstance(value, bool) else value}" for key, value in changes.items())
 
 
@@ -212,7 +212,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML already."""
+    """Return a table of cells that are already HTML."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"

@@ -1,11 +1,11 @@
-"""What a traced step is: allocations, operations, collectives and waits of one rank, in the order in which the CPU issues them.
+"""The format of a traced step: allocations, operations, collectives and waits of one rank, in the order of issue by the CPU.
 
-The trace is the seam between the part that runs the real model (`fsdp_tune.planner.trace`, imports torch) and the planner (pure):
-memory is a replay of `events`, time a simulation of `ops`, `collectives` and `waits`. Tables are numpy record arrays; every
-record has `at`, its place in one common order over all tables, and columns that index the tuples of names of `Trace`.
+The trace is the interface between the part that runs the real model (`fsdp_tune.planner.trace`, imports torch) and the planner
+(pure): memory is a replay of `events`, time a simulation of `ops`, `collectives` and `waits`. Tables are numpy record arrays; every
+record has `at`, its position in a common order of all tables, and columns that index the tuples of names of `Trace`.
 
-A trace may be of fewer layers than the model has (`traced_layers` < `layers`): `fsdp_tune.planner.predict.depth.full_depth` repeats the
-middle ones, so that everything after it sees a trace of the whole model and nothing has to extrapolate.
+A trace may have fewer layers than the model (`traced_layers` < `layers`): `fsdp_tune.planner.predict.depth.full_depth` repeats the
+middle ones, so that all later code gets a trace of the full model and does not extrapolate.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ FORMAT_VERSION = 6
 Records = npt.NDArray[Any]
 
 _WHERE = [
-    ("at", "i4"),  # place in the common order
+    ("at", "i4"),  # position in the common order
     ("step", "i1"),  # optimizer step: -1 before the first, then 0, 1 …
     ("micro", "i1"),  # micro-batch of that step; -1 outside forward, loss and backward
     ("phase", "i1"),  # index into PHASES
-    ("layer", "i2"),  # decoder layer at work, or whose tensor it is in clip, optimizer and zero_grad; -1 for none
-    ("module", "i4"),  # index into Trace.modules: the innermost module at work
-    ("stream", "i1"),  # index into Trace.streams; 0 is the stream of compute
+    ("layer", "i2"),  # current decoder layer, or that of the tensor in clip, optimizer and zero_grad; -1 for none
+    ("module", "i4"),  # index into Trace.modules: the innermost current module
+    ("stream", "i1"),  # index into Trace.streams; 0 is the compute stream
 ]
 PHASES = ("load", "forward", "loss", "backward", "clip", "optimizer", "zero_grad", "evaluation")
 EVALUATION = PHASES.index("evaluation")
-"""After the last step: one batch, with a step number of its own."""
+"""The phase after the last step: one batch, with its own step number."""
 
 EVENT = np.dtype([*_WHERE, ("block", "i4"), ("bytes", "i8"), ("kind", "i1"), ("host", "?")])
 """`block` is allocated (`bytes` > 0) or freed (`bytes` < 0, the same size). `kind` indexes KINDS. `host`: in (pinned) host memory,
-not on the device. `stream` of an allocation is the pool that it comes from."""
+not on the device. `stream` of an allocation is that of its memory pool."""
 
 KINDS = (
-    "parameters",  # this rank's shards (or whole parameters), and buffers of the model
+    "parameters",  # this rank's shards (or full parameters), and buffers of the model
     "gradients",  # this rank's gradients
     "optimizer state",
     "gathered units",  # unsharded parameters
@@ -70,24 +70,23 @@ OP = np.dtype(
         ("kernels", "i4"),
     ]
 )
-"""One call of the dispatcher that starts work on the device (views and metadata are left out). `name` indexes Trace.op_names
+"""One call of the dispatcher that starts work on the device (without views and metadata). `name` indexes Trace.op_names
 (`mm`, `_foreach_mul_`, `copy_to_host` …), `dtype` indexes DTYPES: that of the multiplication for flops, else of the output.
-`flops` counts a multiply-add as two, zero for elementwise work. `moved_bytes` are read and written; `batch_bytes` are
-those of them in tensors whose size is a multiple of the micro-batch, `slice_bytes` of a slice of the loss, and `in_slice` is what every
-slice does (`blend.at_micro_batch`). `kernels`: launches, above one for
-foreach operations."""
+`flops` counts a multiply-add as two, and zero for elementwise work. `moved_bytes` are the bytes read and written; `batch_bytes` and
+`slice_bytes` are those in tensors whose size is a multiple of the micro-batch or of the tokens of a loss slice; `in_slice` marks the
+work of every slice (`blend.at_micro_batch`). `kernels` is the number of launches, more than one for foreach operations."""
 
 DTYPES = ("fp32", "bf16", "fp16", "fp64", "int64", "int32", "bool", "uint8", "fp8")
 
 COLLECTIVE = np.dtype([*_WHERE, ("kind", "i1"), ("group", "i1"), ("bytes", "i8"), ("unit", "i4"), ("dtype", "i1")])
-"""`bytes` is the whole buffer: the output of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce.
+"""`bytes` is the full buffer: the output of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce.
 `kind` indexes COLLECTIVES, `group` GROUPS, `unit` Trace.units (-1: none, such as the norm's sum)."""
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 GROUPS = ("shard", "replicate", "world")
 
 WAIT = np.dtype([*_WHERE, ("source", "i1"), ("until", "i4")])
-"""`stream` goes on only when all that was issued to stream `source` at places < `until` is done."""
+"""`stream` waits until all work that was issued to stream `source` at positions < `until` is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +101,16 @@ class Unit:
     parameter_bytes: int
     """In storage dtype, over all ranks."""
     gathered_bytes: int
-    """In compute dtype: what one all-gather leaves behind."""
+    """Size of the output of one all-gather, in compute dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of the whole model, whatever was traced."""
+    """Counts of the full model, independent of the traced layers."""
 
     parameters: int
     active_parameters: int | None
-    """That a token meets (`planner.predict.mfu`); None where the model's configuration does not say it."""
+    """Parameters that one token uses (`planner.predict.mfu`); None if the model's configuration does not define them."""
     trained_parameters: int
     parameter_bytes: int
     layers: int
@@ -124,14 +123,14 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What ran: sizes per rank."""
+    """Sizes of the traced run, per rank."""
 
     micro_batch: int
     """Sequences of one forward."""
     tokens: int
     """Tokens of one sequence (`data.max_length`)."""
     accumulation: int
-    """Micro-batches of a real step; at most `traced_micro_batches` of them were traced (the first ones and the last)."""
+    """Micro-batches of a real step; `traced_micro_batches` of them were traced (the first and the last)."""
     traced_micro_batches: int
     traced_steps: int
     world_size: int
@@ -157,18 +156,18 @@ class Trace:
     shapes: Shapes
     traced_layers: int
     period: int = 1
-    """Decoder layers after which the pattern of layers repeats (2 when every second one is recomputed)."""
+    """Number of decoder layers after which the pattern repeats (2 if every second one is recomputed)."""
     first_repeated: int = 0
-    """The first of the `period` traced layers that stand for those that were not traced."""
+    """The first of the `period` traced layers that represent the layers that were not traced."""
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What the trace assumed: attention kernel, versions, `config` (the model's config as a mapping)."""
+    """Assumptions of the trace: attention kernel, versions, `config` (the model's config as a mapping)."""
 
     @property
     def layers(self) -> int:
         return self.counts.layers
 
     def steady(self, table: Records) -> Records:
-        """The records of the last traced optimizer step: state exists, nothing is created for the first time."""
+        """Return the records of the last traced optimizer step, in which all state already exists."""
         return table[table["step"] == self.shapes.traced_steps - 1]
 
     def to_bytes(self) -> bytes:
@@ -192,7 +191,7 @@ class Trace:
 
     @staticmethod
     def from_bytes(data: bytes) -> Trace:
-        """ValueError for what is no trace, or one of another format version."""
+        """Read a trace. Raises: ValueError for other data, or for another version of the format."""
         with np.load(io.BytesIO(data), allow_pickle=False) as archive:
             head: dict[str, Any] = json.loads(archive["head"].tobytes())
             tables = {name: archive[name] for name in _TABLES}
@@ -227,4 +226,4 @@ _TABLES = {"events": EVENT, "ops": OP, "collectives": COLLECTIVE, "waits": WAIT}
 assert set(_TABLES) <= {f.name for f in fields(Trace)}
 
 Segments = Literal["plain", "expandable"]
-"""How the caching allocator gets memory: whole segments, or pages mapped into growing ranges (`expandable_segments:True`)."""
+"""How the caching allocator gets memory: fixed segments, or pages mapped into growing ranges (`expandable_segments:True`)."""

@@ -1,4 +1,4 @@
-"""Traces of recipes, from a cache or from a child process that imports torch: the surface never does.
+"""Get traces of recipes from a cache or from a child process, which imports torch, so that the command line does not.
 
 The name of a cached trace is a digest of everything that the trace depends on: the recipe's keys that affect memory or time
 (`recipe.schema.effects`), the model's configuration, this package's sources, and the installed packages with their versions.
@@ -34,9 +34,9 @@ COMMAND = (sys.executable, "-P", "-m", "fsdp_tune.planner.trace.many")
 
 
 class Tracing:
-    """Traces on demand. The child is started by the first recipe that the cache lacks, and lives until `close`: torch is imported once.
+    """Traces on demand. The child process is started for the first recipe that is not cached and runs until `close`.
 
-    `exact`: at full depth. `vocabulary`: of the tokenizer, where it may grow the embedding. `traced` is called as each comes in.
+    `exact` traces at full depth. `vocabulary` is that of a tokenizer that may grow the embedding. `traced` is called after each trace.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Tracing:
     ) -> None:
         self.cache, self.exact, self.vocabulary, self.offline, self.traced = cache, exact, vocabulary, offline, traced
         self._found: dict[str, Trace | FsdpTuneError] = {}
-        self._asked: list[tuple[str, Recipe]] = []
-        """Keys and recipes, by the number of their job."""
+        self._requested: list[tuple[str, Recipe]] = []
+        """Keys and recipes, indexed by job."""
         self._child: subprocess.Popen[str] | None = None
         self._log: IO[str] | None = None
 
@@ -62,38 +62,40 @@ class Tracing:
         self.close()
 
     def close(self) -> None:
-        """Ends the child, whatever it is at."""
+        """Terminate the child process, even during a trace."""
         if self._child is not None:
             children.end(self._child)
             for pipe in (self._child.stdin, self._child.stdout):
                 with contextlib.suppress(BrokenPipeError):
-                    pipe.close()  # pyright: ignore[reportOptionalMemberAccess]  both were asked for
+                    pipe.close()  # pyright: ignore[reportOptionalMemberAccess]  both are pipes
         if self._log is not None:
             self._log.close()
         self._child = self._log = None
 
-    def ask(self, recipes: Sequence[Recipe]) -> list[str]:
-        """Has resolved recipes traced in the background; returns the keys for `result`."""
+    def request(self, recipes: Sequence[Recipe]) -> list[str]:
+        """Request traces of resolved recipes in the background; return the keys for `result`."""
         keys = [self._key(recipe) for recipe in recipes]
         for key, recipe in zip(keys, recipes, strict=True):
-            if key in self._found or any(key == asked for asked, _ in self._asked):
+            if key in self._found or any(key == requested for requested, _ in self._requested):
                 continue
             cached = _cached(self._file(key))
             if cached is not None:
                 self._found[key] = cached
                 continue
-            self._send({"job": len(self._asked), "recipe": recipe.model_dump(mode="json", by_alias=True), "output": str(self._file(key))})
-            self._asked.append((key, recipe))
+            self._send(
+                {"job": len(self._requested), "recipe": recipe.model_dump(mode="json", by_alias=True), "output": str(self._file(key))}
+            )
+            self._requested.append((key, recipe))
         return keys
 
     def result(self, key: str) -> Trace | FsdpTuneError:
-        """The trace, or the reason why there is none; waits for it."""
+        """Wait for a trace, and return it or the error."""
         while key not in self._found:
             self._receive()
         return self._found[key]
 
     def __call__(self, recipes: Sequence[Recipe]) -> list[Trace | FsdpTuneError]:
-        return [self.result(key) for key in self.ask(recipes)]
+        return [self.result(key) for key in self.request(recipes)]
 
     def _key(self, recipe: Recipe) -> str:
         return trace_key(recipe, exact=self.exact, vocabulary=self.vocabulary)
@@ -110,23 +112,23 @@ class Tracing:
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
             self._child = children.start(COMMAND, environment, **pipes)
         assert self._child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # a child that died says why when its answer is missed
+        with contextlib.suppress(BrokenPipeError):  # if the child died, `_receive` reports why
             self._child.stdin.write(json.dumps(job | {"exact": self.exact, "vocabulary": self.vocabulary}) + "\n")
             self._child.stdin.flush()
 
     def _receive(self) -> None:
-        """One answer; where none will come any more, the child's last words are the answer to all that is open."""
+        """Receive one result. If the child has ended, its last output is the result of all open requests."""
         assert self._child is not None
         assert self._child.stdout is not None
         line = self._child.stdout.readline()
         if not line:
             lost = self._last_words(self._child.wait())
-            self._found |= {key: lost for key, _ in self._asked if key not in self._found}
+            self._found |= {key: lost for key, _ in self._requested if key not in self._found}
             return
         answer = json.loads(line)
-        key, recipe = self._asked[int(answer["job"])]
+        key, recipe = self._requested[int(answer["job"])]
         self._found[key] = _result(self._file(key), answer["problems"])
-        if self._key(recipe) != key:  # the model's configuration was downloaded or edited meanwhile
+        if self._key(recipe) != key:  # the model's configuration was downloaded or edited in the meantime
             self._file(key).unlink(missing_ok=True)
         self.traced()
 
@@ -149,8 +151,8 @@ def trace_key(recipe: Recipe, *, exact: bool, vocabulary: int | None) -> str:
 def _configuration(recipe: Recipe) -> str:
     """Return a digest of the model's config.json, and of the code next to it that `trust_remote_code` runs.
 
-    A hub model that is not cached is traced from the facts in the package, or from what the trace downloads: `_receive` keeps
-    only the first.
+    A hub model that is not cached is traced from its bundled configuration or from a download during the trace; `_receive` caches
+    only a trace of the former.
     """
     if isinstance(recipe.model.from_config, dict):
         return "inline"
@@ -175,7 +177,7 @@ def installed_code() -> tuple[str, ...]:
 
 
 def _cached(path: Path) -> Trace | None:
-    """A file that is no trace any more is made anew."""
+    """Return a cached trace, or None if there is none or it is not readable, so that it is traced again."""
     try:
         return Trace.load(path)
     except (OSError, ValueError, KeyError):

@@ -32,7 +32,7 @@ class FakeTracing(ModelTracer):
         self.asked: list[Recipe] = []
         FakeTracing.made.append(self)
 
-    def ask(self, recipes: Sequence[Recipe]) -> list[int]:
+    def request(self, recipes: Sequence[Recipe]) -> list[int]:
         self.asked += recipes
         return list(range(len(self.asked) - len(recipes), len(self.asked)))
 
@@ -40,7 +40,7 @@ class FakeTracing(ModelTracer):
         return self.trace(self.asked[key])
 
     def __call__(self, recipes: Sequence[Recipe]) -> Any:
-        return [self.result(key) for key in self.ask(recipes)]
+        return [self.result(key) for key in self.request(recipes)]
 
     def __enter__(self) -> FakeTracing:
         return self
@@ -82,7 +82,7 @@ def test_plan_is_printed_before_the_ranking_and_tracing_is_closed(recipe: str, f
     first = {word: next(index for index, line in enumerate(lines) if word in line) for word in ("fits: yes", "ranked recipes", "more GPUs")}
     assert first["fits: yes"] == 0
     assert first["ranked recipes"] < first["more GPUs"]
-    assert sum("→" in line and "your recipe, as it is" in line for line in lines[first["ranked recipes"] :]) == 1
+    assert sum("→" in line and "your recipe, unchanged" in line for line in lines[first["ranked recipes"] :]) == 1
     assert [each.is_closed for each in fake.made] == [True]
 
 

@@ -6,13 +6,13 @@ import json
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.data.format.builtin import EOS, builtin_rows, builtin_tokenizer, held_out_prompts, in_words
+from fsdp_tune.data.format.builtin import EOS, builtin_rows, builtin_tokenizer, held_out_prompts, spelled_out
 
 NAME = "builtin:arithmetic"
 
 
 def test_numbers_are_spelled_out() -> None:
-    assert [in_words(number) for number in (0, 7, 13, 20, 21, 99, 100, 105, 120, 199)] == [
+    assert [spelled_out(number) for number in (0, 7, 13, 20, 21, 99, 100, 105, 120, 199)] == [
         "zero",
         "seven",
         "thirteen",
@@ -27,7 +27,7 @@ def test_numbers_are_spelled_out() -> None:
 
 
 def test_every_sum_is_right_and_in_one_split() -> None:
-    number = {in_words(value): value for value in range(200)}
+    number = {spelled_out(value): value for value in range(200)}
     train, test = builtin_rows(NAME, "train"), builtin_rows(NAME, "test")
     for row in (*train, *test):
         left, right = row["prompt"].removesuffix(" is").split(" plus ")

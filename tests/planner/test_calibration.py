@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.planner.hardware.gpus import find_hardware
-from fsdp_tune.planner.predict.calibration import Measured, learn, learnt_efficiency, read_run
+from fsdp_tune.planner.predict.calibration import Measured, calibrated_efficiency, learn, read_run
 from fsdp_tune.planner.predict.timing import step_time
 from tests.planner.hand_trace import Hand
 from tests.planner.recipes import resolved
@@ -37,7 +37,7 @@ def test_a_run_is_read_without_its_first_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seconds", "device", "launch", "message"),
     [
-        ([60.0, 2.0, 2.0], "NVIDIA A100-SXM4-40GB", {}, "3 are the least"),
+        ([60.0, 2.0, 2.0], "NVIDIA A100-SXM4-40GB", {}, "at least 3 are needed"),
         ([60.0, 2.0, 2.0, 2.0], "NVIDIA H200", {}, "ran on NVIDIA H200"),
         ([60.0, 2.0, 2.0, 2.0], "NVIDIA A100-SXM4-40GB", {"device": "cpu"}, "ran on the CPU"),
     ],
@@ -50,7 +50,7 @@ def test_a_run_that_says_nothing_of_the_card_is_refused(
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FsdpTuneError, match="no run that can be learnt from"):
+    with pytest.raises(FsdpTuneError, match="cannot be used for calibration"):
         read_run(tmp_path, A100)
 
 
@@ -61,11 +61,11 @@ def test_the_machines_own_speed_is_learnt_kept_and_used(tmp_path: Path) -> None:
     efficiency, factor = learn(tmp_path, A100, measured, trace)
     assert factor == pytest.approx(1.5)
     assert step_time(trace, A100, 1, efficiency).step_seconds == pytest.approx(before * 1.5, rel=1e-3)
-    assert learnt_efficiency(tmp_path, A100) == efficiency
-    assert learnt_efficiency(tmp_path, find_hardware("H200")) is None
+    assert calibrated_efficiency(tmp_path, A100) == efficiency
+    assert calibrated_efficiency(tmp_path, find_hardware("H200")) is None
 
 
 def test_a_damaged_file_of_what_was_learnt_is_told(tmp_path: Path) -> None:
     (tmp_path / "calibration.json").write_text("{")
     with pytest.raises(FsdpTuneError, match="damaged"):
-        learnt_efficiency(tmp_path, A100)
+        calibrated_efficiency(tmp_path, A100)

@@ -131,7 +131,7 @@ def test_a_users_own_gpu_comes_from_a_file(tmp_path: Path) -> None:
         ("{memory_gb: -1, bandwidth_gb_s: 600}", "must be a number above zero"),
         ("{memory_gb: 24, bandwidth_gb_s: .inf}", "must be a number above zero"),
         ("{memory_gb: 24, bandwidth_gb_s: 600, devices_per_machine: 1.5}", "whole number"),
-        ("[1, 2]", "no mapping"),
+        ("[1, 2]", "not a mapping"),
         ("a: [", "cannot be read"),
     ],
 )

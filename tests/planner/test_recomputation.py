@@ -62,7 +62,7 @@ def test_a_model_that_cannot_be_traced_is_recomputed_whole_and_it_is_said(error:
 def test_memory_that_nobody_knows_recomputes_everything_and_traces_nothing() -> None:
     found = decide(OPEN, None, lambda _: pytest.fail("there is nothing to compare with"))
     assert found.recipe.fsdp.activation_checkpointing == "full"
-    assert "not known" in found.notices[0].message
+    assert "unknown" in found.notices[0].message
 
 
 def test_a_budget_of_bytes_decides_like_a_card() -> None:

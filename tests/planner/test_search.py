@@ -93,7 +93,7 @@ def test_recomputation_is_taken_where_nothing_fits_without_it() -> None:
 def test_the_reason_of_the_first_claims_nothing_that_the_ranking_denies() -> None:
     ranking, _ = ranked(80, hardware=replace(A100, bf16_tflops=None))
     assert ranking.because is not None
-    assert "the leanest, as no speed of A100-40GB is known, of" in ranking.because
+    assert "the smallest (the speed of A100-40GB is unknown) of" in ranking.because
     for state_gib in (80, 200, 230, 260):
         ranking, _ = ranked(state_gib)
         for each in ranking.ranked:
@@ -173,7 +173,7 @@ def test_largest_context_doubles_the_rows_while_they_fit() -> None:
     assert first.recipe.data.max_length == 128 * 128, "24 GiB are free, and 128 tokens keep an eighth of one"
     assert first.recipe.fsdp.activation_checkpointing_offload
     assert first.plan.recipe_changes["data.max_length"] == 128 * 128
-    assert "more time for a token than the next layout" in (ranking.because or ""), "longer rows, more attention"
+    assert "more time per token than the next layout" in (ranking.because or ""), "longer rows, more attention"
     kept = next(each for each in ranking.ranked if not each.recipe.fsdp.activation_checkpointing_offload)
     assert (kept.recipe.data.max_length, kept.recipe.fsdp.activation_checkpointing) == (128 * 16, "full"), "an input is one GiB"
 

@@ -55,13 +55,13 @@ def builtin_name(path: str) -> str:
     return name
 
 
-def in_words(number: int) -> str:
+def spelled_out(number: int) -> str:
     """Spell a number from 0 to 199 in English words."""
     if number < len(_UNITS):
         return _UNITS[number]
     if number >= 100:
         rest = number - 100
-        return "one hundred" + (f" {in_words(rest)}" if rest else "")
+        return "one hundred" + (f" {spelled_out(rest)}" if rest else "")
     tens, units = divmod(number, 10)
     return _TENS[tens - 2] + (f" {_UNITS[units]}" if units else "")
 
@@ -84,7 +84,7 @@ def held_out_prompts(count: int | None = None) -> list[tuple[str, str]]:
 def _questions() -> Iterator[tuple[str, str]]:
     for left in range(HIGHEST_LEFT + 1):
         for right in range(HIGHEST_RIGHT + 1):
-            yield f"{in_words(left)} plus {in_words(right)} is", f" {in_words(left + right)}"
+            yield f"{spelled_out(left)} plus {spelled_out(right)} is", f" {spelled_out(left + right)}"
 
 
 def _is_held_out(prompt: str) -> bool:

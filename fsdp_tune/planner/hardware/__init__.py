@@ -1,1 +1,1 @@
-"""GPUs and what they reach."""
+"""GPUs, their datasheets and their efficiency."""

@@ -1,4 +1,4 @@
-"""GPUs: what their vendors say of them (`hardware.yaml`), looked up by name, by a driver's name, or read from a user's file."""
+"""GPUs: vendor data (`hardware.yaml`), looked up by name or by the driver's device name, or read from a user's file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TABLE = Path(__file__).with_name("hardware.yaml")
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One GPU, in the units of `hardware.yaml`; None = unknown, or the card cannot."""
+    """One GPU, in the units of `hardware.yaml`; None = unknown or unsupported."""
 
     name: str
     memory_gb: float
@@ -36,17 +36,17 @@ class Hardware:
     pcie_gb_s: float | None = None
     """Both directions."""
     network_gb_s: float | None = None
-    """To another machine, one direction, per GPU: of the vendor's own machine, or as a user's file says."""
+    """To another machine, one direction, per GPU: that of the vendor's own machine, or of a user's file."""
     devices_per_machine: int | None = None
     matmul_tflops: float | None = None
     dollars_per_hour: float | None = None
-    """Of one GPU. Prices change by the day: only a user's file has one."""
+    """Price of one GPU. Prices change daily, so only a user's file has one."""
     device_names: tuple[str, ...] = ()
     source: str = ""
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that one process can have; where nobody has said it, 10⁹ bytes a GB, the least that the name can mean."""
+        """Memory that one process can use; if unknown, 10⁹ bytes per GB of the name, its smallest meaning."""
         return int(self.usable_gib * GIB if self.usable_gib is not None else self.memory_gb * 1e9)
 
     @property
@@ -54,13 +54,13 @@ class Hardware:
         return self.bandwidth_gb_s * 1e9
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Dense operations per second in `dtype`; None where the card has no such units, or its vendor does not say."""
+        """Return dense operations per second in `dtype`; None if unsupported or not published."""
         tflops: float | None = getattr(self, f"{dtype}_tflops", None)
         return None if tflops is None else tflops * 1e12
 
     @property
     def machine_link_bytes_per_second(self) -> float | None:
-        """One direction, to another GPU of the machine: NVLink where there is some, else PCIe."""
+        """One direction, to another GPU of the machine: NVLink if present, else PCIe."""
         both = self.nvlink_gb_s or self.pcie_gb_s
         return None if both is None else both / 2 * 1e9
 
@@ -74,7 +74,7 @@ CPU = "CPU rank"
 
 
 def cpu_rank(usable_bytes: int) -> Hardware:
-    """Return a rank on the CPU, with its share of the host's memory. Its speed is not known."""
+    """Return a rank on the CPU, with its share of the host's memory. Its speed is unknown."""
     return Hardware(CPU, memory_gb=usable_bytes / 1e9, bandwidth_gb_s=1.0, usable_gib=usable_bytes / GIB, devices_per_machine=None)
 
 
@@ -85,21 +85,21 @@ _MAY_BE_ZERO = ("nvlink_gb_s",)
 
 
 def squeezed(name: str) -> str:
-    """`a100 80gb`, `A100-80GB` and `A100_80GB` are one name."""
+    """Normalise a name: `a100 80gb`, `A100-80GB` and `A100_80GB` are equal."""
     return re.sub(r"[\s_-]+", "", name).casefold()
 
 
 @cache
 def known_hardware() -> Mapping[str, Hardware]:
-    """Every GPU of the table, by its name."""
+    """Return every GPU of the table by name."""
     table: dict[str, dict[str, Any]] = yaml.load(TABLE.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return {name: _hardware(name, fields) for name, fields in table.items()}
 
 
 def find_hardware(name: str) -> Hardware:
-    """A GPU by its name (case, spaces and hyphens do not count), by its driver's name, or from a YAML file of the user's.
+    """Return a GPU by name (ignoring case, spaces and hyphens), by the driver's device name, or from a user's YAML file.
 
-    FsdpTuneError `unknown-gpu` lists what there is; `wrong-gpu-file` says what is wrong in the file.
+    Raises: usage error `unknown-gpu` with the known names, or `wrong-gpu-file` with the problems of the file.
     """
     if name.endswith((".yaml", ".yml")):
         return read_hardware(Path(name))
@@ -118,23 +118,23 @@ def find_hardware(name: str) -> Hardware:
     ]
     meant = f"did you mean {' or '.join(close)}? " if close else ""
     hint = f"{meant}Known: {', '.join(table)}; or a YAML file with memory_gb, bandwidth_gb_s, bf16_tflops …"
-    raise usage_error("unknown-gpu", f"`{name}` is no GPU of the table", hint=hint, where=Where("--gpu"))
+    raise usage_error("unknown-gpu", f"`{name}` is not a known GPU", hint=hint, where=Where("--gpu"))
 
 
 def detect(device_name: str | None) -> Hardware | None:
-    """The GPU that a driver calls so; None for one that is not in the table (A10G is no A10)."""
+    """Return the GPU with this device name; None if it is not in the table (an A10G is not an A10)."""
     wanted = squeezed(device_name or "")
     return next((gpu for gpu in known_hardware().values() if wanted in map(squeezed, gpu.device_names)), None)
 
 
 def read_hardware(path: Path) -> Hardware:
-    """A GPU from a user's YAML file: the keys of `hardware.yaml`, and `name`, `network_gb_s`, `devices_per_machine`, `dollars_per_hour`."""
+    """Read a GPU from a user's YAML file: keys of `hardware.yaml` and `name`, `network_gb_s`, `devices_per_machine`, `dollars_per_hour`."""
     try:
         content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise usage_error("wrong-gpu-file", f"{path} cannot be read: {error}", where=Where(str(path))) from error
     if not isinstance(content, dict):
-        raise usage_error("wrong-gpu-file", f"{path} is no mapping of keys to values", where=Where(str(path)))
+        raise usage_error("wrong-gpu-file", f"{path} is not a mapping of keys to values", where=Where(str(path)))
     fields = cast(dict[Any, Any], content)
     wrong = [*_wrong_keys(fields), *_wrong_values(fields)]
     if wrong:

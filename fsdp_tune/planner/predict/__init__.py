@@ -1,1 +1,1 @@
-"""Memory and time of a traced step."""
+"""Predict memory and time of a traced step."""

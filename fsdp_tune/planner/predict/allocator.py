@@ -1,9 +1,9 @@
-"""CUDA's caching allocator, byte for byte: what a list of allocations and frees makes it reserve.
+"""CUDA's caching allocator, reproduced exactly: the memory that it reserves for a sequence of allocations and frees.
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with the default settings (no `max_split_size_mb`, no garbage
 collection, no rounding to powers of two), with plain segments and with `expandable_segments:True`. Names in comments are
-that file's. Memory that was used on another stream is taken to be free at once: FSDP2 orders its streams by waiting and
-calls no `record_stream`.
+those of that file. Memory that was used on another stream counts as free immediately, since FSDP2 orders its streams by
+waits and does not call `record_stream`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ MIN_BLOCK = 512  # kMinBlockSize: all sizes are rounded up to it
 SMALL = MIB  # kSmallSize: up to here an allocation comes from the small pool
 SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
 LARGE_SEGMENT = 20 * MIB  # kLargeBuffer
-MIN_LARGE = 10 * MIB  # kMinLargeAlloc: from here on a segment of its own
+MIN_LARGE = 10 * MIB  # kMinLargeAlloc: from here on a separate segment
 ROUND_LARGE = 2 * MIB  # kRoundLarge
 assert MIN_BLOCK * 2 == KIB
 
 
 class DeviceMemoryError(Exception):
-    """The card is full, even after all cached memory was given back."""
+    """The device is full, even after all cached memory was returned to the driver."""
 
     def __init__(self, wanted_bytes: int, reserved_bytes: int, allocated_bytes: int) -> None:
         super().__init__(f"{wanted_bytes} more bytes do not fit")
@@ -30,7 +30,7 @@ class DeviceMemoryError(Exception):
 
 
 class Block:
-    """A piece of a segment. `mapped` is false only for the rest of an expandable segment that has no memory behind it."""
+    """A part of a segment. `mapped` is False only for a part of an expandable segment without physical memory."""
 
     __slots__ = ("allocated", "mapped", "next", "offset", "pool", "prev", "segment", "size")
 
@@ -46,12 +46,12 @@ class Block:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Best fit: the smallest that is large enough, then the lowest address."""
+        """Sort key of best fit: by size, then by address."""
         return (self.size, self.segment, self.offset)
 
 
 class Pool:
-    """The free blocks of one stream, small or large: `keys` is sorted, `blocks` has the same order."""
+    """The free blocks of one stream, small or large. `keys` is sorted; `blocks` maps each key to its block."""
 
     __slots__ = ("blocks", "keys", "last", "page", "small")
 
@@ -74,30 +74,30 @@ class Pool:
 
 
 def rounded(size_bytes: int) -> int:
-    """round_size."""
+    """Return `round_size`."""
     return MIN_BLOCK if size_bytes < MIN_BLOCK else -(-size_bytes // MIN_BLOCK) * MIN_BLOCK
 
 
 def segment_size(size_bytes: int) -> int:
-    """get_allocation_size: what is asked of the driver for a block of this (rounded) size."""
+    """Return `get_allocation_size`: the size to request from the driver for a block of this (rounded) size."""
     if size_bytes <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size_bytes < MIN_LARGE else -(-size_bytes // ROUND_LARGE) * ROUND_LARGE
 
 
 class CachingAllocator:
-    """One device. `capacity_bytes` is what the process can get from the driver; None for a card without end."""
+    """The allocator of one device. `capacity_bytes` is the memory that the driver can provide; None for no limit."""
 
     def __init__(self, *, expandable: bool, capacity_bytes: int | None = None) -> None:
         self.expandable, self.capacity_bytes = expandable, capacity_bytes
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self.retries = 0  # num_alloc_retries: how often all cached memory was given back
+        self.retries = 0  # num_alloc_retries: number of times all cached memory was returned
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._segments = 0
 
     def allocate(self, size_bytes: int, stream: int = 0) -> Block:
-        """DeviceMemoryError when the card is full."""
+        """Allocate a block. Raises: DeviceMemoryError if the device is full."""
         size = rounded(size_bytes)
         small = size <= SMALL
         pool = self._pools.get((stream, small))
@@ -122,12 +122,12 @@ class CachingAllocator:
         block.pool.add(block)
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
-        """get_free_block."""
+        """Return `get_free_block`: the best fitting free block, or None."""
         at = bisect_left(pool.keys, (size, -1, -1))
         if at == len(pool.keys):
             return None
         block = pool.blocks[pool.keys[at]]
-        # A free block that could still grow counts as the size that it could grow to: any larger hole is taken first.
+        # A free block that can still grow counts with its largest possible size, so any other large enough block is used first.
         if block is pool.last and at + 1 < len(pool.keys):
             block = pool.blocks[pool.keys[at + 1]]
         pool.remove(block)
@@ -144,7 +144,7 @@ class CachingAllocator:
         block.pool.add(tail)
 
     def _swallow(self, block: Block, other: Block) -> None:
-        """`block` takes over its free neighbour."""
+        """Merge a free neighbour into `block`."""
         if other is block.prev:
             block.offset, block.prev = other.offset, other.prev
             if block.prev is not None:
@@ -160,7 +160,7 @@ class CachingAllocator:
     # ---- Memory from the driver
 
     def _from_driver(self, pool: Pool, size: int) -> Block:
-        """alloc_block, after get_free_block found nothing: as the card has it, else once more without any cached memory."""
+        """Do `alloc_block` after `get_free_block` found nothing: request memory, and again after returning all cached memory."""
         block = self._new(pool, size)
         if block is None:
             self.retries += 1
@@ -186,7 +186,7 @@ class CachingAllocator:
         return True
 
     def _expand(self, pool: Pool, size: int) -> Block | None:
-        """try_allocate_expandable_block: the lowest hole without memory that is wide enough, with the free block before it."""
+        """Do `try_allocate_expandable_block`: map the lowest large enough hole, together with the free block before it."""
         hole = self._hole(pool, size)
         if hole is None:
             tail = pool.last
@@ -215,7 +215,7 @@ class CachingAllocator:
         return block
 
     def _hole(self, pool: Pool, size: int) -> Block | None:
-        """An unmapped piece between mapped ones, left behind by `give_back_cached`."""
+        """Return an unmapped part between mapped ones, which `give_back_cached` left; None if there is none."""
         if not self.retries:
             return None
         found, block = None, pool.last
@@ -228,7 +228,7 @@ class CachingAllocator:
         return found
 
     def _map(self, pool: Pool, hole: Block, size: int) -> Block | None:
-        """Puts memory behind the beginning of a hole."""
+        """Map memory at the beginning of a hole. Return None if the device is full."""
         before = hole.prev.size if hole.prev is not None and hole.prev.is_free else 0
         more = min(hole.size, -(-(size - before) // pool.page) * pool.page)
         if not self._reserve(more):
@@ -243,7 +243,7 @@ class CachingAllocator:
         return hole
 
     def give_back_cached(self) -> None:
-        """release_cached_blocks: whole free segments, or the whole pages inside free blocks of expandable ones."""
+        """Do `release_cached_blocks`: release free segments, or the complete pages inside free blocks of expandable segments."""
         for pool in self._pools.values():
             for block in [pool.blocks[key] for key in pool.keys]:
                 if self.expandable:
@@ -253,7 +253,7 @@ class CachingAllocator:
                     self.reserved_bytes -= block.size
 
     def _unmap(self, pool: Pool, block: Block) -> None:
-        """unmap_block: pages that lie wholly inside the free block lose their memory, not their address."""
+        """Do `unmap_block`: release the memory of pages that are entirely inside the free block, and keep their addresses."""
         begin = -(-block.offset // pool.page) * pool.page
         end = (block.offset + block.size) // pool.page * pool.page
         if begin >= end:
@@ -277,7 +277,7 @@ class CachingAllocator:
             block.prev = before
             pool.add(before)
         block.offset, block.size, block.mapped = begin, end - begin, False
-        if pool.last is block:  # the end of the range: what is not mapped there is no hole but room to grow
+        if pool.last is block:  # an unmapped part at the end of the range is not a hole but room to grow
             last = block.prev
             while last is not None and not last.mapped:
                 last = last.prev

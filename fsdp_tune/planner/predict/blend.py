@@ -1,9 +1,9 @@
-"""Traces that need no tracing: what one step allocates follows from another number of sequences, micro-batches or shards.
+"""Derive traces from other traces: for another number of sequences, micro-batches or shards.
 
-A tensor either has the sequences of a forward in it or has not. Fake tensors cost the same at any size, so a layout is traced at a
-micro-batch that is a large prime: the sizes that are a multiple of it are those with sequences in them. Shards: two traces of one
-program have the same records in the same order, and each size is a straight line over one by the number of shards through two points;
-padding of uneven shards stays below a row of a shard.
+The size of a tensor either depends on the number of sequences or does not. Fake tensors cost the same at any size, so a layout is
+traced at a micro-batch that is a large prime: the sizes that are multiples of it depend on the number of sequences. For shards, two
+traces of one program have the same records in the same order, and each size is linear in 1 / (number of shards), so two points
+determine it; padding of uneven shards is less than a row per shard.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SAME = {
 
 
 def alike(first: Trace, second: Trace) -> bool:
-    """Whether two traces are of one program and differ in sizes alone."""
+    """Return whether two traces are of one program and differ only in sizes."""
     if (first.streams, first.op_names, first.traced_layers) != (second.streams, second.op_names, second.traced_layers):
         return False
     for table, columns in _SAME.items():
@@ -39,7 +39,7 @@ def alike(first: Trace, second: Trace) -> bool:
 
 
 def blend(first: Trace, second: Trace, weight: float, shapes: Shapes) -> Trace:
-    """The trace at `first + weight × (second − first)`, of `shapes`. ValueError where the two are not `alike`."""
+    """Return the trace at `first + weight × (second − first)`, with `shapes`. Raises: ValueError if the two are not `alike`."""
     if not alike(first, second):
         raise ValueError("the traces are of two programs")
     tables: dict[str, Records] = {}
@@ -49,7 +49,7 @@ def blend(first: Trace, second: Trace, weight: float, shapes: Shapes) -> Trace:
         for column in columns:
             left, right = records[column].astype(np.float64), other[column].astype(np.float64)
             line = left + weight * (right - left)
-            if table == "events":  # what is allocated and freed stays so, however small
+            if table == "events":  # an allocation or a free keeps its sign and at least one byte
                 line = np.sign(left) * np.maximum(np.sign(left) * line, 1.0)
             records[column] = line if column == "flops" else np.rint(line).astype(np.int64)
         tables[table] = records
@@ -57,9 +57,9 @@ def blend(first: Trace, second: Trace, weight: float, shapes: Shapes) -> Trace:
 
 
 def prime_for(trace: Trace) -> int:
-    """A micro-batch to trace a layout of this trace's model at, so that `at_micro_batch` makes any other of it.
+    """Return a micro-batch at which to trace a layout of this trace's model, so that `at_micro_batch` can derive any other.
 
-    A prime that is no factor of any size in the trace (the model's dimensions, the rows' length), and neither is its `slice_for`.
+    It is a prime that divides no size in the trace (dimensions of the model, length of rows), and neither does its `slice_for`.
     """
     sizes = np.unique(np.abs(trace.events["bytes"]))
     free = [not (sizes % prime == 0).any() for prime in _PRIMES]
@@ -67,17 +67,17 @@ def prime_for(trace: Trace) -> int:
 
 
 def slice_for(micro_batch: int) -> int:
-    """Tokens of a slice of the loss in a trace at `prime_for`: the next prime. 0 for any other micro-batch."""
+    """Return the tokens of a slice of the loss in a trace at `prime_for`: the next prime; 0 for any other micro-batch."""
     return _PRIMES[_PRIMES.index(micro_batch) + 1] if micro_batch in _PRIMES[:-1] else 0
 
 
 def at_micro_batch(traced: Trace, micro_batch: int, accumulation: int) -> Trace:
-    """The trace at another micro-batch; `traced` is at `prime_for`: what is a multiple of it grows with the micro-batch, and nothing else.
+    """Return the trace at another micro-batch. `traced` is at `prime_for`; only its multiples depend on the micro-batch.
 
-    Traced with accumulation, it stands for a step without it too: its time leaves the second micro-batch out, and its memory is that of one
-    that accumulates, which has gradients at hand a little earlier. One sequence alone is a program of its own in a few places (rotary
-    tables are not repeated), which move neither peak. Of a loss in slices there is one in the trace and in what is made of it, with the
-    work of all. An evaluation was traced at its own batch size, and stays as it is.
+    A trace with accumulation is also used for a step without it: the time excludes the second micro-batch, and the memory is that of an
+    accumulating step, in which gradients exist slightly earlier. A single sequence differs in a few operations (rotary tables are not
+    repeated) without effect on either peak. A loss in slices has one slice in both traces, with the work of all. An evaluation was traced
+    at its own batch size and does not change.
     """
     prime, slice_prime = traced.shapes.micro_batch, slice_for(traced.shapes.micro_batch)
     tokens = micro_batch * traced.shapes.tokens
@@ -103,7 +103,7 @@ def at_micro_batch(traced: Trace, micro_batch: int, accumulation: int) -> Trace:
 
 
 def _in_evaluation(table: Records) -> npt.NDArray[np.bool_]:
-    """Records of the evaluation; of events, also where a block that it allocated is freed."""
+    """Select the records of the evaluation; for events, also the frees of blocks that it allocated."""
     during: npt.NDArray[np.bool_] = table["phase"] == EVALUATION
     if "block" not in (table.dtype.names or ()):
         return during
@@ -111,7 +111,7 @@ def _in_evaluation(table: Records) -> npt.NDArray[np.bool_]:
 
 
 def at_shards(few: Trace, many: Trace, shard_size: int, *, world_size: int, replicate_size: int) -> Trace:
-    """Two traces that differ in the number of shards; sizes of shards are proportional to one over it."""
+    """Return the trace at `shard_size`, from two traces with other numbers of shards; sizes of shards are linear in its inverse."""
     low, high = few.shapes.shard_size, many.shapes.shard_size
     weight = (1 / shard_size - 1 / low) / (1 / high - 1 / low)
     shapes = replace(few.shapes, shard_size=shard_size, world_size=world_size, replicate_size=replicate_size)

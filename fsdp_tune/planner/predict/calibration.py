@@ -19,7 +19,7 @@ from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.records import Environment
 
 FEWEST_LINES = 3
-"""Lines of metrics.jsonl; the first is left out, since it has the warm-up in it."""
+"""Lines of metrics.jsonl, without the first one, which includes the warm-up."""
 _FACTORS = (0.1, 10.0)
 
 
@@ -39,14 +39,14 @@ def read_run(path: Path, hardware: Hardware) -> Measured:
         devices = (Environment.read(run.environment_json) or Environment()).devices
         lines = read_metrics(run)
     except (OSError, ValueError) as error:
-        raise usage_error("calibrate-no-run", f"{path} is no run that can be learnt from: {error}") from error
+        raise usage_error("calibrate-no-run", f"{path} cannot be used for calibration: {error}") from error
     found = detect(devices[0].get("name")) if devices and recipe.launch.device == "cuda" else None
     if found is None or found.name != hardware.name:
         ran_on = devices[0].get("name") if devices and recipe.launch.device != "cpu" else "the CPU"
-        raise usage_error("calibrate-no-run", f"{path} ran on {ran_on}, and {hardware.name} is to be learnt")
+        raise usage_error("calibrate-no-run", f"{path} ran on {ran_on}, and {hardware.name} is to be calibrated")
     took = [(line["step"], line["step_seconds"]) for line in lines if "loss" in line and line.get("step_seconds")][1:]
     if len(took) < FEWEST_LINES:
-        raise usage_error("calibrate-no-run", f"{path} has {len(took)} lines of steps after the first; {FEWEST_LINES} are the least")
+        raise usage_error("calibrate-no-run", f"{path} has {len(took)} lines of steps after the first; at least {FEWEST_LINES} are needed")
     return Measured(recipe, statistics.median(seconds for _, seconds in took), int(took[-1][0]))
 
 
@@ -82,7 +82,7 @@ def scaled(efficiency: Efficiency, factor: float) -> Efficiency:
     )
 
 
-def learnt_efficiency(cache: Path, hardware: Hardware) -> Efficiency | None:
+def calibrated_efficiency(cache: Path, hardware: Hardware) -> Efficiency | None:
     """Return the calibrated constants of a GPU on this machine; None if it was not calibrated."""
     found = _read(cache).get(hardware.name)
     return scaled(efficiency_of(hardware), found["factor"]) if found else None

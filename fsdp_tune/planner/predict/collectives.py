@@ -13,11 +13,11 @@ from fsdp_tune.core.topology import Group
 from fsdp_tune.planner.hardware.gpus import Hardware
 
 NVLINK_SHARE = 0.8
-"""Of one direction: nccl-tests' bus bandwidth is 235–240 of 300 GB/s on 8 × A100 SXM, 360–370 of 450 on 8 × H100 SXM."""
+"""Share of one direction: nccl-tests' bus bandwidth is 235–240 of 300 GB/s on 8 × A100 SXM, 360–370 of 450 on 8 × H100 SXM."""
 PCIE_SHARE = 0.4
-"""Without peer access each byte goes through host memory."""
+"""Share of one direction; without peer access each byte passes through host memory."""
 NETWORK_SHARE = 0.8
-"""InfiniBand with GPUDirect."""
+"""Share for InfiniBand with GPUDirect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ PROTOCOLS = (
 def bus_bytes_per_second(group: Group, hardware: Hardware) -> float | None:
     """Return the bandwidth of one ring through the group; None if the speed of a link is unknown.
 
-    Other groups of the same kind run at the same time and share a machine's network cards: each rank brings its own card's worth.
+    Other groups of the same kind run at the same time and share a machine's network cards, so each rank has the bandwidth of one card.
     """
     speeds: list[float | None] = []
     if group.local_ranks > 1:
@@ -72,7 +72,7 @@ def collective_seconds(kind: str, size_bytes: float, group: Group, hardware: Har
         return None
     passes = 2 if kind == "all_reduce" else 1
     share = (n - 1) / n if kind != "broadcast" else 1.0
-    # So many steps cross from machine to machine: NCCL's `nInterSteps`.
+    # Number of steps between machines: NCCL's `nInterSteps`.
     borders = 0 if group.machines == 1 else 2 * group.machines if kind == "all_reduce" else group.machines - 1
     hops = max(0, passes * (n - 1) - borders)
     is_nvlink = bool(hardware.nvlink_gb_s)
@@ -95,11 +95,11 @@ class Volume:
     machine_link_bytes: int
     """NVLink or PCIe, to devices of the same machine."""
     network_bytes: int
-    """To other machines: this device's share of what its machine sends."""
+    """To other machines: this device's share of the bytes that its machine sends."""
 
 
 def sent_bytes(kind: str, size_bytes: int, group: Group) -> Volume:
-    """Return what a rank of a ring sends; one rank of each machine has its next neighbour on another machine."""
+    """Return the bytes that a rank of a ring sends; one rank of each machine has its next neighbour on another machine."""
     if group.ranks == 1:
         return Volume(0, 0)
     passes = 2 if kind == "all_reduce" else 1

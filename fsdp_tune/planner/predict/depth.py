@@ -1,11 +1,11 @@
-"""A trace of a few decoder layers → the trace of the whole model, by repeating the middle layers.
+"""Extend a trace of a few decoder layers to the full model by repeating the middle layers.
 
-Layers of one kind do the same thing, so what the middle layer does in every pass over the layers (forward, backward,
-clipping, the optimizer) is cut out and pasted as often as layers are missing. What a record refers to is shifted with it:
-a block that the layer before had allocated belongs, in a copy, to the copy before. The result is an ordinary trace, that of
-a run with all layers (tests compare the two), so nothing after it extrapolates.
+Layers of one kind do the same work, so the records of the middle layer in every pass over the layers (forward, backward,
+clipping, optimizer) are copied once for each missing layer. References are shifted with the records: a block that the
+previous layer allocated becomes, in a copy, a block of the previous copy. The result is an ordinary trace, equal to that
+of a run with all layers (tests compare the two), so later code does not extrapolate.
 
-Layers are counted in stretches of one period. Stretch 0 is repeated: it becomes 0 … `copies`, and later ones move up.
+Layers are counted in stretches of one period. Stretch 0 is repeated as stretches 0 … `copies`, and later ones move up.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from fsdp_tune.planner.trace_format import Records, Trace
 
 Int64 = npt.NDArray[np.int64]
 
-OUTSIDE = -(1 << 14)  # the stretch of what belongs to no decoder layer
-# The first and last layers differ from the middle (nothing to prefetch), and blocks may live on into the next layer.
+OUTSIDE = -(1 << 14)  # the stretch of records outside of decoder layers
+# The first and last layers differ from the middle (nothing to prefetch), and blocks may outlive their layer.
 _MARGIN = 2
 
 
 class DepthError(ValueError):
-    """The traced layers do not repeat, so that the missing ones cannot be filled in: trace the whole depth."""
+    """The traced layers do not repeat, so the missing ones cannot be derived: trace the full depth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """Which decoder layers are left out of a trace, because they equal the ones before them."""
+    """The decoder layers that a trace omits because they equal the layers before them."""
 
     period: int
-    """Layers after which the pattern repeats."""
+    """Number of layers after which the pattern repeats."""
     first: int
     """Index of the first layer of the stretch that `full_depth` repeats."""
     missing: int
-    """How many layers are left out, after that stretch: a multiple of the period."""
+    """Number of layers that are omitted after that stretch: a multiple of the period."""
 
     @property
     def dropped(self) -> range:
@@ -47,9 +47,9 @@ class Repeated:
 
 
 def repeated_layers(signatures: Sequence[Hashable], *, reach: int = 1) -> Repeated | None:
-    """Return the layers that need no trace of their own, as many as possible; None where every layer must be traced.
+    """Return the layers that need not be traced, as many as possible; None if every layer must be traced.
 
-    Layers with equal signatures do the same thing. `reach`: how many layers ahead a layer works (depth of the prefetch).
+    Layers with equal signatures do the same work. `reach` is the number of layers ahead that a layer affects (prefetch depth).
     """
     margin = max(_MARGIN, reach + 1)
     stretches = 2 * margin + 1
@@ -72,7 +72,7 @@ def _periodic_runs(signatures: Sequence[Hashable], period: int) -> Iterator[tupl
 
 
 def full_depth(trace: Trace) -> Trace:
-    """The trace with `planner.trace.traced_layers` layers; DepthError when the middle of what was traced is not regular."""
+    """Return the trace with all layers. Raises: DepthError if the middle of the traced layers is not regular."""
     missing = trace.layers - trace.traced_layers
     if missing == 0:
         return trace
@@ -83,7 +83,7 @@ def full_depth(trace: Trace) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class _Sweep:
-    """One pass over the layers: where its stretch 0 lies in the common order."""
+    """One pass over the layers: the range of its stretch 0 in the common order."""
 
     begin: int
     end: int
@@ -109,17 +109,17 @@ class _Splice:
         for name, table in tables.items():
             self._relabel(table)
             tables[name] = _narrow(table, getattr(trace, name))
-        tables["collectives"]["unit"] = -1  # of the traced units, not of the whole model's
+        tables["collectives"]["unit"] = -1  # indices of traced units do not apply to the full model
         return replace(trace, **tables, traced_layers=trace.layers)
 
-    # ---- Where the layers are
+    # ---- Positions of the layers
 
     def stretch_of(self, layers: npt.NDArray[Any]) -> Int64:
         layers = layers.astype(np.int64)
         return np.where(layers < 0, OUTSIDE, (layers - self.first) // self.period)
 
     def _runs(self) -> tuple[Int64, Int64]:
-        """The common order as runs of one stretch: where each begins (and, last, where all ends), and which stretch it is."""
+        """Divide the common order into runs of one stretch: return the start of each run (and, last, the end of all), and its stretch."""
         trace = self.trace
         tables = [trace.events, trace.ops, trace.collectives]
         at = np.concatenate([table["at"] for table in tables]).astype(np.int64)
@@ -133,7 +133,7 @@ class _Splice:
         for index in np.flatnonzero(self.stretches == 0):
             around = [int(self.stretches[place]) if 0 <= place < len(self.stretches) else OUTSIDE for place in (index - 1, index + 1)]
             if around not in ([-1, 1], [1, -1]):
-                raise DepthError(f"layer {self.first} does not lie between its neighbours in every pass over the layers")
+                raise DepthError(f"layer {self.first} is not between its neighbours in every pass over the layers")
             sweeps.append(_Sweep(int(self.places[index]), int(self.places[index + 1]), downward=around == [1, -1]))
         if not sweeps:
             raise DepthError("no pass over the layers was found")
@@ -142,9 +142,9 @@ class _Splice:
     # ---- The new order
 
     def _pasted(self, table: Records) -> Records:
-        """The records, stretch 0 repeated, `at` renumbered; `copy` says which repetition, `old` where the original was."""
+        """Return the records with stretch 0 repeated and `at` renumbered; `copy` is the repetition, `old` the original position."""
         turns = np.arange(self.copies + 1)
-        parts: list[tuple[Int64, Int64, Int64]] = []  # rows of the table, by how much they move, which copy they are
+        parts: list[tuple[Int64, Int64, Int64]] = []  # rows of the table, their shifts, their copies
         position = 0
         bounds = np.searchsorted(table["at"], [(sweep.begin, sweep.end) for sweep in self.sweeps]).tolist()
         for sweep, shift, (begin, end) in zip(self.sweeps, self.shifts.tolist(), bounds, strict=False):
@@ -164,13 +164,13 @@ class _Splice:
         return pasted
 
     def _relabel(self, table: Records) -> None:
-        """Layer numbers of the whole model."""
+        """Set layer numbers of the full model."""
         stretch = self.stretch_of(table["layer"])
         moved = np.where(stretch > 0, self.missing, np.where(stretch == 0, table["copy"] * self.period, 0))
         table["layer"] += np.where(stretch == OUTSIDE, 0, moved).astype(table["layer"].dtype)
 
     def _until(self, waits: Records) -> Int64:
-        """The moment that a wait names: near by, it moves with the wait; in an earlier pass, it is that of the same layer."""
+        """Return the new position that each wait refers to: shifted with a near wait; in an earlier pass, that of the same layer."""
         begins = np.array([sweep.begin for sweep in self.sweeps], np.int64)
         ends = np.array([sweep.end for sweep in self.sweeps], np.int64)
         until, old = waits["until"].astype(np.int64), waits["old"].astype(np.int64)
@@ -185,7 +185,7 @@ class _Splice:
 
 
 class _Blocks:
-    """Which block a pasted record means."""
+    """The blocks that pasted records refer to."""
 
     def __init__(self, splice: _Splice, events: Records) -> None:
         self.splice, self.copies = splice, splice.copies
@@ -202,7 +202,7 @@ class _Blocks:
         self.size: dict[int, int] = dict(zip(allocated["block"].tolist(), allocated["bytes"].tolist(), strict=True))
 
     def named(self, events: Records) -> Records:
-        """The events with new block numbers; a free outside the layers of what every copy allocated becomes one for each."""
+        """Return the events with new block numbers. A free outside of the layers of a block of stretch 0 becomes one free per copy."""
         stretches = self.splice.stretch_of(events["layer"]).tolist()
         blocks, sizes, copies = events["block"].tolist(), events["bytes"].tolist(), events["copy"].tolist()
         numbers: dict[tuple[int, int], int] = {}
@@ -218,7 +218,7 @@ class _Blocks:
             meant = self._meant(block, copy, stretch)
             for key in meant:
                 if key not in numbers:
-                    raise DepthError("a layer frees what no layer like it allocated, or frees it twice")
+                    raise DepthError("a layer frees a block that no equal layer allocated, or frees it twice")
                 rows.append(row)
                 names.append(numbers.pop(key))
         named = events[rows]
@@ -226,7 +226,7 @@ class _Blocks:
         return named
 
     def _meant(self, block: int, copy: int, stretch: int) -> list[tuple[int, int]]:
-        """The allocations (block of the trace, copy) that a free of `block` in copy `copy` of `stretch` frees."""
+        """Return the allocations (block of the trace, copy) that are freed by a free of `block` in copy `copy` of `stretch`."""
         home = self.stretch[block]
         if home == OUTSIDE or (home != 0 and (stretch == OUTSIDE or home * stretch < 0)):
             return [(block, 0)]
@@ -239,7 +239,7 @@ class _Blocks:
         return [(self._alike(block, home, target if target < 0 else target - self.copies), 0)]
 
     def _alike(self, block: int, home: int, wanted: int) -> int:
-        """The block that stretch `wanted` allocated in the same pass where `home` allocated `block`."""
+        """Return the block of stretch `wanted` that corresponds to `block`, which `home` allocated in the same pass."""
         if wanted == home:
             return block
         run, stretches = self.run[block], self.splice.stretches
@@ -255,7 +255,7 @@ class _Blocks:
 
 
 def _alone(begin: int, end: int, shift: int) -> tuple[Int64, Int64, Int64]:
-    """Rows that are not repeated."""
+    """Return rows that are not repeated."""
     return np.arange(begin, end), np.full(end - begin, shift), np.zeros(end - begin, np.int64)
 
 

@@ -15,9 +15,9 @@ CONTEXT_BYTES = int(0.55 * GIB)
 NCCL_BYTES = int(0.35 * GIB)
 """Buffers of a communicator set: 0.2 to 0.5 GiB."""
 SPARE = 0.08
-"""By how much reserved memory may be predicted too low or too high: the 90th percentile of its errors."""
+"""90th percentile of the relative error of predicted reserved memory, in both directions."""
 TOO_HIGH = 0.07
-"""By how much allocated memory may be predicted too high: the 90th percentile of its errors."""
+"""90th percentile of the relative error by which allocated memory is predicted too high."""
 WORKSPACE_BYTES = {"hopper": 32 * MIB, "other": int(8.125 * MIB)}
 """cuBLAS's workspace in torch: `getChosenWorkspaceSize` in CUDABlas."""
 
@@ -36,7 +36,7 @@ class Fit:
 
     @property
     def device_bytes(self) -> int:
-        """What `nvidia-smi` would show on a large enough GPU."""
+        """The usage that `nvidia-smi` would show on a large enough GPU."""
         return self.memory.peak_reserved_bytes + self.outside_bytes
 
 
@@ -45,24 +45,24 @@ def workspace_bytes(hardware: Hardware) -> int:
 
 
 def fit(trace: Trace, hardware: Hardware, *, segments: Segments = "expandable") -> Fit:
-    """Return whether a step fits a card: yes with `SPARE` to spare; no if reserved memory exceeds the card by more than its error, or
+    """Return whether a step fits a GPU: yes with `SPARE` to spare; no if reserved memory exceeds the GPU's by more than its error, or
     allocated memory by more than `TOO_HIGH`; tight between the two."""
     return fit_into(trace, hardware.usable_bytes, segments=segments, workspace_bytes=workspace_bytes(hardware))
 
 
 def fit_into(trace: Trace, usable: int, *, segments: Segments = "expandable", workspace_bytes: int = 0) -> Fit:
-    """Return `fit` for the memory of a process, in bytes, where nothing else is known of the device."""
+    """Return `fit` for the usable memory of a process, in bytes, without other figures of the device."""
     outside = CONTEXT_BYTES + (NCCL_BYTES if trace.shapes.world_size > 1 else 0)
     memory = peak_memory(trace, segments=segments, workspace_bytes=workspace_bytes)
     reserved, allocated = memory.peak_reserved_bytes, memory.peak_allocated_bytes
     most = reserved * (1 + SPARE) + outside
     least = max(reserved / (1 + SPARE), allocated / (1 + TOO_HIGH)) + outside
     if most <= usable:
-        answer, because = "yes", f"{_gib(most)} with {SPARE:.0%} to spare, of {_gib(usable)}"
+        answer, because = "yes", f"{_gib(most)} including {SPARE:.0%} to spare, of {_gib(usable)}"
     elif least > usable:
-        answer, because = "no", f"{_gib(least)} at the least, of {_gib(usable)}"
+        answer, because = "no", f"at least {_gib(least)}, of {_gib(usable)}"
     else:
-        over = "it fits only if that is predicted too high" if reserved + outside > usable else f"less than {SPARE:.0%} to spare"
+        over = "fits only if the prediction is too high" if reserved + outside > usable else f"less than {SPARE:.0%} to spare"
         answer, because = "tight", f"{_gib(reserved + outside)} of {_gib(usable)}: {over}"
     return Fit(answer, because, memory, outside, usable)
 

@@ -17,8 +17,8 @@ TIMELINE_POINTS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Device memory over the last traced step and the evaluation after it: at most `TIMELINE_POINTS` moments, each the highest of its
-    stretch."""
+    """Device memory over the last traced step and the evaluation after it: at most `TIMELINE_POINTS` points, each the maximum of its
+    interval."""
 
     at: npt.NDArray[np.int64]
     """Index in the common order of the full-depth trace."""
@@ -26,8 +26,8 @@ class Timeline:
     allocated_bytes: npt.NDArray[np.int64]
     reserved_bytes: npt.NDArray[np.int64]
     components: dict[str, npt.NDArray[np.int64]]
-    """KINDS (those that occur) and `workspace` → bytes, of the same length as `at`; they add up to what is requested, which is
-    `allocated_bytes` less rounding."""
+    """Bytes by kind (of KINDS, and `workspace`), of the same length as `at`; their sum is the requested memory, which is
+    `allocated_bytes` without rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,16 @@ class Memory:
     out_of_memory: str | None
     """Where the replay ran out of memory after freeing cached blocks; the peaks are those up to there. None if it completed."""
     retries: int
-    """How often cached memory was returned to the driver, which synchronises the device."""
+    """Number of times cached memory was returned to the driver, which synchronises the device."""
     host_bytes: int
     """Highest host memory of this rank for offloaded parameters, gradients, optimizer state and activations; pinned blocks rounded up."""
     timeline: Timeline
 
 
 def peak_memory(trace: Trace, *, segments: Segments = "expandable", capacity_bytes: int | None = None, workspace_bytes: int = 0) -> Memory:
-    """Replays `trace` at the model's full depth.
+    """Replay `trace` at the model's full depth.
 
-    `capacity_bytes`: what the allocator can get, which is the card less context and NCCL; None replays without a limit.
+    `capacity_bytes`: memory available to the allocator, that of the GPU without context and NCCL; None replays without a limit.
     `workspace_bytes`: cuBLAS's workspace, allocated with the first matrix product (`fits.workspace_bytes` of the GPU).
     """
     trace = full_depth(trace)
@@ -80,7 +80,7 @@ def peak_memory(trace: Trace, *, segments: Segments = "expandable", capacity_byt
 
 
 def _host_peak(events: Records) -> int:
-    """Pinned blocks are powers of two (`CachingHostAllocator::allocate`, ATen). All that is copied is pinned; optimizer state is not."""
+    """Return the peak of host memory. Copied tensors are in pinned blocks, rounded to powers of two; optimizer state is not pinned."""
     sizes = events["bytes"].astype(np.float64)
     mantissa, exponent = np.frexp(np.abs(sizes))
     powers = np.copysign(np.ldexp(1.0, exponent - (mantissa == 0.5)), sizes)

@@ -27,7 +27,7 @@ def expert_count(config: Mapping[str, Any]) -> int:
 def attended_length(lengths: Iterable[int]) -> float:
     """Tokens that a token attends to, over examples of these lengths: Σ length² / Σ length; 0 for none.
 
-    A packed row counts as its examples, since no token attends across them; padding is no token.
+    A packed row counts as its examples, since no token attends across them; padding does not count.
     """
     total = squares = 0
     for length in lengths:
@@ -36,9 +36,9 @@ def attended_length(lengths: Iterable[int]) -> float:
 
 
 def flops_per_token(model: ModelDimensions, length: float) -> float:
-    """6 N + 12 L H Q T: forward and backward, attention included and not halved for being causal; recomputation is not counted.
+    """Return 6 N + 12 L H Q T: forward and backward with attention, not halved for causal masks, without recomputation.
 
-    N are the active parameters. `length` is T: the length of the sequences, or `attended_length` where it varies.
+    N is the number of active parameters; `length` is T: the length of the sequences, or `attended_length` if it varies.
     """
     return 6.0 * model.active_parameters + 12.0 * model.layers * model.heads * model.head_dim * length
 

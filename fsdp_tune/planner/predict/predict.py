@@ -1,4 +1,4 @@
-"""`plan(recipe, hardware, trace)`: everything that is predicted of one recipe on one kind of GPU, as data."""
+"""`plan(recipe, hardware, trace)`: predict memory, time and cost of one recipe on one kind of GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fsdp_tune.recipe.world import batch_arithmetic
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`as_dict` is plan.json and `plan --json`. Unknown is None; sizes in GiB (2³⁰ bytes) of one device unless named otherwise."""
+    """All predictions of a recipe. `as_dict` is plan.json and `plan --json`. Unknown values are None; sizes are GiB per device."""
 
     recipe: str
     gpu: str
@@ -34,11 +34,11 @@ class Plan:
     peak_allocated_gib: float
     peak_reserved_gib: float
     device_gib: float
-    """Reserved, context and NCCL: what nvidia-smi shows."""
+    """Reserved memory, CUDA context and NCCL, as shown by nvidia-smi."""
     usable_gib: float
     where: str
     components: dict[str, float]
-    """At the moment of the peak; with context and NCCL, which are beside it. The sum of the others is `peak_allocated_gib`."""
+    """At the peak, with CUDA context and NCCL in addition; the sum of the others is `peak_allocated_gib`."""
     step_seconds: float | None
     tokens_per_second_per_device: float | None
     mfu: float | None
@@ -50,24 +50,24 @@ class Plan:
     batch: str
     tokens_per_step: int
     errors: dict[str, Any]
-    """Figure → what its error was on published runs: median, 90th percentile, rows."""
+    """Error of each figure on published runs: median, 90th percentile, rows."""
     unknown: list[str]
     assumptions: list[str]
     recipe_changes: dict[str, Any]
-    """Key → value, against the recipe that was asked for; empty for itself."""
+    """Changed keys with their values, relative to the requested recipe; empty for that recipe."""
     place: int | None = None
-    """In a ranking, from 1; the places between those that are shown are of recipes that are not."""
+    """Rank from 1, among all recipes, including those that are not shown."""
     decided: dict[str, str] = field(default_factory=dict[str, str])
-    """What the recipe leaves to a plan: key → the value, and why."""
+    """Values that the recipe leaves to the plan, by key, each with its reason."""
     alternatives: tuple[Plan, ...] = ()
     scaling: tuple[dict[str, Any], ...] = ()
     best_because: str | None = None
     smallest_hardware: dict[str, Any] | None = None
     memory: Memory | None = None
-    """With the timeline; not in the JSON."""
+    """Includes the timeline; not in the JSON."""
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON: no alternatives of alternatives, no timeline."""
+        """Return the plan as JSON, without alternatives of alternatives and without timeline."""
         fields = {name: getattr(self, name) for name in self.__slots__ if name != "memory"}
         fields["alternatives"] = [_short(other) for other in self.alternatives]
         return fields
@@ -105,9 +105,9 @@ def plan(
     efficiency: Efficiency | None = None,
     recipe_changes: dict[str, Any] | None = None,
 ) -> Plan:
-    """What a resolved `recipe` needs on `hardware`, from the `trace` of its step. Pure.
+    """Predict a resolved `recipe` on `hardware` from the `trace` of its step. Pure.
 
-    `rows` and `tokens`: of the prepared training data, where they are known. `efficiency`: learnt from a run of this machine.
+    `rows` and `tokens` are those of the prepared training data, if known; `efficiency` is calibrated on this machine.
     """
     efficiency = efficiency or efficiency_of(hardware)
     trace = full_depth(trace)
@@ -166,7 +166,7 @@ def _memory(found: Fit, hardware: Hardware) -> dict[str, Any]:
 
 
 def model_size(trace: Trace) -> ModelDimensions | None:
-    """None where it is not known how many parameters a token meets."""
+    """Return the dimensions of the model; None if the number of active parameters is unknown."""
     counts = trace.counts
     if counts.active_parameters is None:
         return None
@@ -179,7 +179,7 @@ def _mfu(trace: Trace, hardware: Hardware, speed: float | None, unknown: list[st
         unknown.append(f"mfu: {hardware.name} has no known dense bf16 peak")
     size = model_size(trace)
     if size is None:
-        unknown.append("mfu: the model's configuration does not say how many experts a token meets")
+        unknown.append("mfu: the model's configuration does not define the number of experts per token")
     return None if speed is None or size is None else mfu(size, float(trace.shapes.tokens), speed, peak)
 
 
@@ -224,7 +224,7 @@ def _disk(recipe: Recipe, trace: Trace, tokens: int | None, unknown: list[str]) 
 def _run(recipe: Recipe, hardware: Hardware, timed: StepTime | None, rows: int | None, unknown: list[str]) -> dict[str, float | None]:
     steps = total_steps(recipe, rows)
     if steps is None:
-        unknown.append("run.steps: how many rows there are is known when the data is prepared")
+        unknown.append("run.steps: the number of rows is known after the data is prepared")
     seconds = steps * timed.step_seconds if steps is not None and timed else None
     price = hardware.dollars_per_hour
     cost = seconds / 3600 * recipe.world_size * price if seconds is not None and price is not None else None
@@ -235,37 +235,37 @@ def _run(recipe: Recipe, hardware: Hardware, timed: StepTime | None, rows: int |
 
 def _assumptions(trace: Trace, hardware: Hardware, efficiency: Efficiency, segments: Segments) -> list[str]:
     attention: list[str] = trace.facts.get("attention") or ["unknown"]
-    said = [
+    found = [
         f"attention kernels: {', '.join(attention)}",
         f"allocator: {'expandable segments' if segments == 'expandable' else 'plain segments'}",
         "every row is as long as data.max_length",
     ]
     if not efficiency.is_measured and hardware.name != CPU:
-        said.append(f"nobody has published what {hardware.name} multiplies; the share of its peak is that of cards that were measured")
+        found.append(f"no measured matrix multiplication of {hardware.name} is published; the share of its peak is that of other GPUs")
     experts, shards = expert_count(trace.facts.get("config", {})), trace.shapes.shard_size
     if experts > 1 and experts % shards:
         fullest = -(-experts // shards)
-        said.append(f"stacked experts are sharded whole: planned is the fullest of {shards} ranks, with {fullest} of a layer's {experts}")
+        found.append(f"stacked experts are not split: the plan is for the fullest of {shards} ranks, with {fullest} of a layer's {experts}")
     if any(name.startswith("host ") for name in trace.op_names):
-        said.append(f"the host's memory moves {HOST_BYTES_PER_SECOND / 1e9:g} GB/s, shared by the ranks of a machine")
+        found.append(f"host memory bandwidth is {HOST_BYTES_PER_SECOND / 1e9:g} GB/s, shared by the ranks of a machine")
     if "_scaled_mm" in trace.op_names:
-        said.append(
-            "a cast to fp8 is a pass over memory of its own; compiled layers fuse casts, so with `kernels.compile` a step is shorter"
+        found.append(
+            "each cast to fp8 is a separate pass over memory; compiled layers fuse casts, so with `kernels.compile` a step is shorter"
         )
     if hardware.name == CPU:
-        said.append("the host's allocator holds as much memory as CUDA's would, and its attention kernel keeps as much as CUDA's")
+        found.append("allocator and attention kernel of the host use as much memory as CUDA's")
     if hardware.usable_gib is None:
-        said.append(f"what CUDA gives of {hardware.name}'s memory is not known: {hardware.memory_gb:g} × 10⁹ bytes are taken")
-    return said
+        found.append(f"the usable memory of {hardware.name} is unknown: {hardware.memory_gb:g} × 10⁹ bytes are assumed")
+    return found
 
 
-# ---- How wrong the figures of a plan were on published runs: what the benchmarks measured, kept beside the code that is measured.
+# ---- Errors of plans on published runs, as measured by the benchmarks and stored next to the code.
 
 TABLE = Path(__file__).with_name("accuracy.json")
 
 
 def accuracy(machines: int) -> dict[str, Any]:
-    """Figure → {median_percent, p90_percent, rows}, of sources that no constant was fitted on; time on one machine, or over several."""
+    """Return {median_percent, p90_percent, rows} by figure, on sources without fitted constants; time for one machine or for several."""
     table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
     time = table["step_seconds_over_machines" if machines > 1 else "step_seconds_on_one_machine"]
     return {name: table[name] for name in ("peak_allocated_gib", "peak_reserved_gib")} | {"step_seconds": time}

@@ -1,7 +1,7 @@
 """Simulate a traced step: each operation by a roofline, each collective by its links, on streams that wait for each other.
 
-Nothing here depends on FSDP. The trace has the operations of every stream in the order in which the host issues them, and which waits
-for which; the clocks of the streams then give what is hidden behind compute and what is exposed.
+The simulation is independent of FSDP. The trace has the operations of every stream in the order of issue, and the waits between
+streams; the clocks of the streams then give hidden and exposed communication.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Seconds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One optimizer step, all micro-batches. Seconds of one rank; the ranks are taken to be alike."""
+    """Time of one optimizer step with all micro-batches, for one rank; all ranks are assumed to be equal."""
 
     step_seconds: float
     phases: dict[str, float]
@@ -44,7 +44,7 @@ class StepTime:
 
 
 class UnknownFigure(Exception):
-    """A figure of the GPU that the time depends on is unknown; the message names it."""
+    """A required figure of the GPU is unknown; the message names it."""
 
 
 def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Efficiency | None = None) -> StepTime:
@@ -64,7 +64,7 @@ def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Effic
         clocks.run(_work(ops, durations, on_host, collectives[which], transfers[which], waits), efficiency)
         return clocks
 
-    # The first and the last micro-batch were traced; the others are like the last without the collectives that it alone sends.
+    # The first and the last micro-batch were traced; the others equal the last one without the collectives that only it sends.
     like, times = min(1, shapes.traced_micro_batches - 1), shapes.accumulation - shapes.traced_micro_batches
     everywhere = ~_only_in_last(collectives, like)
     whole = simulated(np.ones(len(collectives), bool))
@@ -84,7 +84,7 @@ def step_time(trace: Trace, hardware: Hardware, machines: int, efficiency: Effic
 
 
 def _only_in_last(collectives: Records, last: int) -> npt.NDArray[np.bool_]:
-    """Select what only the last micro-batch sends: sums over ranks or replicas that wait for the full gradient."""
+    """Select the collectives of the last micro-batch alone: sums over ranks or replicas that need the full gradient."""
     kinds = collectives["kind"].astype(np.int64) * len(GROUPS) + collectives["group"]
     of_last = collectives["micro"] == last
     return of_last & ~np.isin(kinds, kinds[collectives["micro"] == 0]) if last else np.zeros(len(collectives), bool)
@@ -108,7 +108,7 @@ def op_seconds(trace: Trace, ops: Records, hardware: Hardware, efficiency: Effic
         raise UnknownFigure(f"{hardware.name} has no known peak in {dtype}")
     link = hardware.host_link_bytes_per_second
     if link is None and (kinds == TO_HOST).any():
-        raise UnknownFigure(f"the link of {hardware.name} to host memory is not known")
+        raise UnknownFigure(f"the link speed of {hardware.name} to host memory is unknown")
     moved = ops["moved_bytes"].astype(np.float64)
     moving = moved / (hardware.bandwidth_bytes_per_second * efficiency.bandwidth)
     copying = moved / 2 / (link or 1.0) / efficiency.bandwidth
@@ -119,10 +119,10 @@ def op_seconds(trace: Trace, ops: Records, hardware: Hardware, efficiency: Effic
 
 PLAIN, FLASH, MASKED, TO_HOST, ON_HOST = range(5)
 CAUSAL = 0.5
-"""torch counts the whole square; flash attention skips the half above the diagonal, a kernel with a mask does not."""
+"""torch counts the full square; flash attention skips the half above the diagonal, a kernel with a mask does not."""
 HOST_BYTES_PER_SECOND = 200e9
-"""An assumption, which every plan with work on the host names: half of what two sockets with eight channels of DDR4-3200 each could
-move (410 GB/s), shared by the ranks of a machine."""
+"""Assumed bandwidth, listed in every plan with work on the host: half of that of two sockets with eight channels of DDR4-3200 each
+(410 GB/s), shared by the ranks of a machine."""
 
 
 def _kind(name: str) -> int:
@@ -145,7 +145,7 @@ def _transfer_seconds(collectives: Records, topology: Topology, hardware: Hardwa
             found = collective_seconds(COLLECTIVES[kind], size, groups[group], hardware)
             if found is None:
                 where = "another machine" if groups[group].machines > 1 else "another device of the machine"
-                raise UnknownFigure(f"the link of {hardware.name} to {where} is not known")
+                raise UnknownFigure(f"the link speed of {hardware.name} to {where} is unknown")
             known[key] = found
         seconds[index] = known[key]
     return seconds
@@ -199,7 +199,7 @@ def _work(
 
 @dataclass(slots=True)
 class _Sums:
-    """Of the compute stream, in one micro-batch or in all."""
+    """Times of the compute stream, in one micro-batch or in all."""
 
     compute: float = 0.0
     exposed: float = 0.0
@@ -221,12 +221,12 @@ class _Sums:
 
 @dataclass(slots=True)
 class _Clocks:
-    """When each stream is free, and when the work issued to it was done."""
+    """Times at which streams become free, and at which their work is done."""
 
     streams: int
     end: float = 0.0
     sums: dict[int, _Sums] = field(default_factory=dict[int, _Sums])
-    """By micro-batch; -1: outside of them."""
+    """By micro-batch; -1 is the time outside of micro-batches."""
     _micro_ends: dict[int, float] = field(default_factory=dict[int, float])
     _compute_end: float = 0.0
 
@@ -243,7 +243,7 @@ class _Clocks:
                     free[stream] = max(free[stream], done[item.source][last - 1])
                 continue
             host += efficiency.collective_issue_seconds if item.is_collective else efficiency.issue_seconds
-            if item.on_host:  # offloaded tensors have arrived by then, and nothing else is issued meanwhile
+            if item.on_host:  # offloaded tensors have arrived by then, and nothing else is issued in the meantime
                 host = max([host, *free]) + item.seconds
                 continue
             start = max(free[stream], host)
@@ -272,10 +272,10 @@ class _Clocks:
         return self._micro_ends.get(micro, 0.0) - (self._micro_ends.get(micro - 1, 0.0) if micro > 0 else 0.0)
 
 
-# ---- DDP's buckets: which gradients are summed together, and when.
+# ---- DDP's buckets: gradients that are summed together.
 
 FIRST_BUCKET_BYTES = 1 * MIB
-"""`dist._DEFAULT_FIRST_BUCKET_BYTES`: the first sum is to begin early."""
+"""`dist._DEFAULT_FIRST_BUCKET_BYTES`: small, so that the first sum starts early."""
 BUCKET_BYTES = 25 * MIB
 """`bucket_cap_mb` of DistributedDataParallel."""
 

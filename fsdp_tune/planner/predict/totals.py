@@ -17,16 +17,16 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 @dataclass(frozen=True, slots=True)
 class DiskUse:
     checkpoint_bytes: int
-    """One checkpoint: all parameters as they are stored, and the optimizer's state."""
+    """One checkpoint: all parameters in their storage dtype, and the optimizer state."""
     most_checkpoints: int | None
     """Most checkpoints at one time, including the one being written; None: all are kept."""
     merged_bytes: int
     cache_bytes: int | None
-    """Prepared rows: 4 bytes a token id and 1 whether it is trained (`data.store`). None before the data is prepared."""
+    """Prepared rows: 4 bytes per token id and 1 for the trained flag (`data.store`). None before the data is prepared."""
 
 
 def disk(recipe: Recipe, trace: Trace, tokens: int | None) -> DiskUse:
-    """`tokens`: of the prepared data, where it is known."""
+    """Predict disk use. `tokens` is that of the prepared data, if known."""
     counts, size = trace.counts, DTYPE_BYTES[recipe.model.dtype]
     kept = recipe.training.save_total_limit
     best = 1 if training_value(recipe.training, "load_best_model_at_end") or recipe.training.early_stopping else 0
@@ -41,14 +41,14 @@ def disk(recipe: Recipe, trace: Trace, tokens: int | None) -> DiskUse:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Of the machine that needs most, besides what Python, torch and CUDA take themselves (about 1 GiB a rank and more)."""
+    """Host memory of the machine with most, without that of Python, torch and CUDA (about 1 GiB per rank or more)."""
 
     loading_bytes: int
     """While the weights are read: the slices of all local ranks, or the full model in each rank or in rank 0."""
     offloaded_bytes: int
-    """Pinned for the full run."""
+    """Offloaded tensors, pinned for the full run."""
     staging_bytes: int
-    """The copy of parameters and optimizer state that an asynchronous checkpoint writes; the full one on rank 0 if it gathers."""
+    """The copy of parameters and optimizer state for an asynchronous checkpoint; the full state on rank 0 if it gathers."""
 
     @property
     def peak_bytes(self) -> int:

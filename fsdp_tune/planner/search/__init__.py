@@ -1,1 +1,1 @@
-"""Compare layouts of one training."""
+"""Compare layouts of one training run."""

@@ -1,7 +1,7 @@
-"""Recipes to compare with the one that was asked for: the same training, otherwise laid out over the same GPUs.
+"""Generate alternatives to a recipe: the same training with another layout on the same GPUs.
 
-Kept: model, data, length, dtype, the global batch and the schedule. Tried: strategy, recomputation, offload, micro-batch × accumulation,
-size of a copy (over machines), and decoder layers as units where the recipe has something coarser.
+Model, data, length, dtype, global batch and schedule stay the same. Strategy, recomputation, offload, micro-batch × accumulation,
+size of a copy (over machines), and decoder layers as units (if the recipe has coarser ones) vary.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ LOSSES = ("full", "chunked")
 CHECKPOINTING = ("none", "selective", "full")
 Offload = Literal["nothing", "inputs", "parameters"]
 OFFLOADS: tuple[Offload, ...] = ("nothing", "inputs", "parameters")
-"""What waits on the host: inputs of recomputed layers, or all state. Ways out where memory is short, the cheap one first; never a gain."""
+"""Offloaded tensors: inputs of recomputed layers, or all state. Slower, so only tried if memory is short, the cheaper one first."""
 _BATCH = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
 
 
 def changed(recipe: Recipe, changes: Changes) -> Recipe | None:
-    """A resolved recipe with other values, what depends on them resolved again; None where it contradicts itself or is not supported."""
+    """Return a resolved recipe with other values, and dependent keys resolved again; None if it is contradictory or unsupported."""
     data = recipe.model_dump(by_alias=True)
     for key, value in changes.items():
         section, name = key.split(".")
@@ -43,7 +43,7 @@ def changed(recipe: Recipe, changes: Changes) -> Recipe | None:
         data["fsdp"]["reshard_after_forward"] = None
     if "training.gradient_accumulation_steps" in changes and "training.global_batch_size" not in changes:
         data["training"]["global_batch_size"] = None
-        # A plan is of rows of `max_length`, whatever a budget makes of shorter ones.
+        # A plan assumes rows of `max_length`, so a token budget has no effect.
         data["training"]["per_device_train_batch_tokens"] = None
     wanted = Recipe.model_validate(data)
     if refused(wanted) or any(found.code not in INPUTS for rule in RULES for found in rule(wanted)):
@@ -56,7 +56,7 @@ def changed(recipe: Recipe, changes: Changes) -> Recipe | None:
 
 
 def differences(recipe: Recipe, other: Recipe) -> Changes:
-    """The keys of the search in which two resolved recipes differ, with the other's values."""
+    """Return the searched keys in which two resolved recipes differ, with the values of `other`."""
     keys = [
         "fsdp.sharding_strategy",
         "fsdp.activation_checkpointing",
@@ -80,8 +80,8 @@ def differences(recipe: Recipe, other: Recipe) -> Changes:
 
 
 def layouts(recipe: Recipe, *, offload: Offload) -> Iterator[Changes]:
-    """Strategy and recomputation, the fast ones first. State goes to the host where it is sharded, inputs where all else is recomputed."""
-    # Copies on one machine spare no link that is slower than the others.
+    """Yield strategy and recomputation, fast ones first. State is offloaded only if sharded, inputs only with full recomputation."""
+    # Copies on one machine do not avoid a slower link.
     names: list[ShardingStrategy] = [name for name, row in STRATEGIES.items() if recipe.launch.num_machines > 1 or not row.is_hybrid]
     if recipe.world_size == 1:
         names = [recipe.fsdp.sharding_strategy]
@@ -95,13 +95,13 @@ def layouts(recipe: Recipe, *, offload: Offload) -> Iterator[Changes]:
             changes["fsdp.offload_params"] = offload == "parameters"
             if coarse:
                 changes["fsdp.auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
-            # `auto` decides by the number of tokens: both are tried, the one in slices where there is more than one.
+            # `auto` depends on the number of tokens, so both are tried; the chunked loss only with more than one slice.
             for loss in LOSSES if recipe.kernels.loss == "auto" else (recipe.kernels.loss,):
                 yield changes | {"kernels.loss": loss}
 
 
 def micro_batches(recipe: Recipe) -> list[tuple[int, int]]:
-    """(micro-batch, accumulation) that make the recipe's global batch, small micro-batches first; at most 64 sequences a forward."""
+    """Return each (micro-batch, accumulation) of the recipe's global batch, small micro-batches first, with at most 64 sequences."""
     each = recipe.global_batch_size // recipe.data_size
     return [(size, each // size) for size in range(1, min(each, 64) + 1) if each % size == 0]
 
@@ -111,7 +111,7 @@ def batch_changes(micro_batch: int, accumulation: int | None) -> Changes:
 
 
 def least_state_bytes(recipe: Recipe, parameters: int, trained: int) -> float:
-    """Bytes a device holds whatever the activations: its share of parameters, gradients and optimizer state. Nothing smaller can fit."""
+    """Return the bytes of a device's share of parameters, gradients and optimizer state, a lower bound without activations."""
     if recipe.fsdp.offload_params:
         return 0.0
     size, shards = DTYPE_BYTES[recipe.model.dtype], recipe.parallelism.dp_shard_size
@@ -122,11 +122,11 @@ def least_state_bytes(recipe: Recipe, parameters: int, trained: int) -> float:
 
 
 def devices_of_machine(hardware: Hardware) -> int:
-    """As many as the vendor's machine holds, or as are assumed of one that nothing is known of."""
+    """Return the number of devices of the vendor's machine, or the assumed number if unknown."""
     return hardware.devices_per_machine or ASSUMED_DEVICES
 
 
 def ranks_of_machine(recipe: Recipe, hardware: Hardware) -> int:
-    """Of a machine in layouts over another number of GPUs: as many as the recipe has on each; on one alone, what the vendor's holds."""
+    """Return the ranks per machine for layouts on other numbers of GPUs: the recipe's, or, on one machine, at least the vendor's."""
     own = recipe.local_world_size
     return own if recipe.launch.num_machines > 1 else max(own, devices_of_machine(hardware))

@@ -1,4 +1,4 @@
-"""How much has to be recomputed for a recipe to fit: what `fsdp.activation_checkpointing: auto` stands for. Pure."""
+"""Resolve `fsdp.activation_checkpointing: auto`: the least recomputation with which a recipe fits. Pure."""
 
 from __future__ import annotations
 
@@ -30,36 +30,37 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A recipe that leaves nothing to a plan."""
+    """A recipe with recomputation decided."""
 
     recipe: Recipe
     reasons: dict[str, str]
-    """Key → why it has the value that the recipe left open; {} where it left none."""
+    """Reason of each value that was decided, by key; {} if none was."""
     notices: tuple[Notice, ...] = ()
 
 
-def is_open(recipe: Recipe) -> bool:
+def is_undecided(recipe: Recipe) -> bool:
+    """Return whether a plan must decide the recomputation."""
     return recipe.fsdp.activation_checkpointing == "auto"
 
 
 def decide(recipe: Recipe, budget: MemoryBudget | None, trace: Callable[[Recipe], Trace]) -> Decided:
-    """The recipe with as little recomputation as fits the budget.
+    """Return the recipe with the least recomputation that fits the budget.
 
-    `recipe` is otherwise resolved. Where the budget is not known, or `trace` raises FsdpTuneError or ValueError (a model that refuses
-    it), everything is recomputed, and a notice says why: too slow beats out of memory.
+    `recipe` is otherwise resolved. If the budget is unknown, or `trace` raises FsdpTuneError or ValueError (the model cannot be
+    traced), everything is recomputed, with a notice: a slow run is better than one out of memory.
     """
-    if not is_open(recipe):
+    if not is_undecided(recipe):
         return Decided(recipe, {})
     if budget is None:
-        return _blindly(recipe, "how much memory a rank has is not known")
+        return _fully_recomputed(recipe, "the memory of a rank is unknown")
     try:
         return least_recomputation(recipe, budget, trace)
     except (FsdpTuneError, ValueError) as error:
-        return _blindly(recipe, f"the step could not be traced: {error}")
+        return _fully_recomputed(recipe, f"the step could not be traced: {error}")
 
 
 def least_recomputation(recipe: Recipe, budget: MemoryBudget, trace: Callable[[Recipe], Trace]) -> Decided:
-    """Of none, selective and full the first that fits; where none does, the leanest. No more are traced than that takes."""
+    """Return the first of none, selective and full that fits, or else the one with least memory. Later kinds are not traced."""
     tried: list[tuple[str, Fit]] = []
     for kind in CHECKPOINTING:
         found = fit_into(trace(with_recomputation(recipe, kind)), budget.usable_bytes, workspace_bytes=budget.workspace_bytes)
@@ -68,15 +69,15 @@ def least_recomputation(recipe: Recipe, budget: MemoryBudget, trace: Callable[[R
             return Decided(with_recomputation(recipe, kind), {KEY: f"the least that fits {budget.name}: {found.because}{without}"})
         tried.append((kind, found))
     kind, least = min(tried, key=lambda each: each[1].device_bytes)
-    message = f"no recomputation makes the recipe fit {budget.name} for certain; {kind} needs least: {least.because}"
+    message = f"the recipe may not fit {budget.name} with any recomputation; {kind} needs least: {least.because}"
     notice = Notice("recomputation-is-not-enough", message, hint="`fsdp-tune plan` ranks recipes that fit")
-    return Decided(with_recomputation(recipe, kind), {KEY: f"the leanest: {least.because}"}, (notice,))
+    return Decided(with_recomputation(recipe, kind), {KEY: f"needs least memory: {least.because}"}, (notice,))
 
 
 def with_recomputation(recipe: Recipe, kind: str) -> Recipe:
     return recipe.model_copy(update={"fsdp": recipe.fsdp.model_copy(update={"activation_checkpointing": kind})})
 
 
-def _blindly(recipe: Recipe, why: str) -> Decided:
+def _fully_recomputed(recipe: Recipe, why: str) -> Decided:
     notice = Notice("recomputation-not-planned", f"`{KEY}: auto` became full: {why}", hint="write none, selective or full")
-    return Decided(with_recomputation(recipe, "full"), {KEY: f"everything, to be safe: {why}"}, (notice,))
+    return Decided(with_recomputation(recipe, "full"), {KEY: f"full, to be safe: {why}"}, (notice,))

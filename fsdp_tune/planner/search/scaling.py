@@ -44,11 +44,11 @@ def scaling_table(search: Search, recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def _traced(search: Search, recipe: Recipe) -> Iterator[tuple[Recipe, Trace]]:
-    """Every size with its trace: as many traces as there are different programs."""
+    """Yield every size with its trace. Only different programs are traced."""
     sizes = {size: other for size in sorted({*SIZES, recipe.world_size}) if (other := _sized(search, recipe, size)) is not None}
     own = max(2, recipe.world_size)
     if recipe.is_sharded and not recipe.is_hybrid:
-        # Shards follow from two sizes: the recipe's own, and the fewest ranks, since a line that is drawn far beyond both goes wrong.
+        # Shards are derived from two sizes: the recipe's own and the fewest ranks, since extrapolation far beyond both is inaccurate.
         fewest = min((size for size in sizes if size > 1), default=own)
         pair = [_sized(search, recipe, size) for size in ((fewest, own) if fewest < own else (own, 2 * own))]
         traces = [trace and full_depth(trace) for trace in search.trace([other for other in pair if other is not None])]
@@ -58,8 +58,8 @@ def _traced(search: Search, recipe: Recipe) -> Iterator[tuple[Recipe, Trace]]:
         if expert_count(few.facts.get("config", {})) == 1:
             yield from ((other, at_shards(few, many, size, world_size=size, replicate_size=1)) for size, other in sizes.items())
             return
-    # Whole copies are alike from two ranks on. Shards of a fixed number of ranks need a trace for each size, and so do experts: stacked in
-    # one parameter, they are cut between two of them only, so that more ranks than experts make no shard smaller.
+    # Unsharded copies are equal from two ranks on. Hybrid strategies need a trace for each size, and so do experts: they are stacked in
+    # one parameter, which is split only between experts, so shards do not shrink with more ranks than experts.
     stands_for = {size: size if recipe.is_sharded else min(size, own) for size in sizes}
     wanted = sorted(set(stands_for.values()) & sizes.keys())
     traced = dict(zip(wanted, search.trace([sizes[size] for size in wanted]), strict=True))
@@ -79,7 +79,7 @@ def _sized(search: Search, recipe: Recipe, size: int) -> Recipe | None:
 
 
 def _with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Against the speed per GPU of the smallest size."""
+    """Add the efficiency relative to the speed per GPU of the smallest size."""
     first = rows[0]["tokens_per_second"] if rows else None
     for row in rows:
         if first and row["tokens_per_second"] is not None:
@@ -88,12 +88,12 @@ def _with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def machines_for(ranks: int, devices_per_machine: int) -> int:
-    """Return the fewest machines that hold `ranks` devices, the same number on each."""
+    """Return the smallest number of machines for `ranks` devices, with the same number on each."""
     return next(machines for machines in range(-(-ranks // devices_per_machine), ranks + 1) if ranks % machines == 0)
 
 
 def forced_changes(recipe: Recipe, world: World) -> dict[str, Any]:
-    """Return the keys that must change for `recipe` to run in `world`, with their values; {} where it runs as it is.
+    """Return the keys that must change for `recipe` to run in `world`, with their values; {} if none must.
 
     The micro-batch shrinks before the global batch grows. Mesh sizes are resolved again, and a hybrid strategy that does not fit
     becomes the one without copies.

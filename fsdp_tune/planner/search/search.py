@@ -1,4 +1,4 @@
-"""The best recipe for given GPUs: every layout is traced once, at a micro-batch that all others follow from."""
+"""Search the best recipe for given GPUs. Every layout is traced once, at a micro-batch from which all others are derived."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ from fsdp_tune.recipe.schema import Recipe
 
 Target = Literal["fastest", "cheapest", "largest-context"]
 SHOWN = 12
-"""Alternatives in a plan."""
+"""Number of alternatives in a plan."""
 MOST_DEVICES = 1024
 
 
 class Tracer(Protocol):
-    """Has recipes traced, all of them at once in processes of their own, and hands the traces over as they come; None for a recipe whose
-    model refuses it."""
+    """Trace recipes in parallel in other processes, and yield the traces in order; None for a recipe that cannot be traced."""
 
     def __call__(self, recipes: Sequence[Recipe]) -> Iterator[Trace | None]: ...
 
@@ -51,7 +50,7 @@ class PlannedRecipe:
 
 @dataclass(slots=True)
 class Search:
-    """Everything that a search needs besides the recipe."""
+    """Inputs of a search besides the recipe."""
 
     hardware: Hardware
     trace: Tracer
@@ -65,22 +64,22 @@ class Search:
         return PlannedRecipe(recipe, replace(made, memory=None))
 
     def layouts(self, base: Recipe, trace: Trace, *, offload: Offload) -> list[PlannedRecipe]:
-        """Every layout that is not hopeless, at every micro-batch up to the first that does not fit; `trace` is that of `base`."""
+        """Plan every layout that could fit, at every micro-batch up to the first that does not fit; `trace` is that of `base`."""
         batches = micro_batches(base)
         counts, prime = trace.counts, prime_for(trace)
-        hopeful: list[Changes] = []
+        possible: list[Changes] = []
         traced: list[Recipe] = []
         for changes in layouts(base, offload=offload):
             lean = changed(base, changes | batch_changes(*batches[0]))
-            # With accumulation where any of the batches accumulates.
+            # With accumulation if any of the batches accumulates.
             family = changed(base, changes | batch_changes(prime, min(2, batches[0][1])))
             if lean is None or family is None:
                 continue
             if least_state_bytes(lean, counts.parameters, counts.trained_parameters) + CONTEXT_BYTES <= self.hardware.usable_bytes:
-                hopeful.append(changes)
+                possible.append(changes)
                 traced.append(family)
         found: list[PlannedRecipe] = []
-        for changes, at_prime in zip(hopeful, self.trace(traced), strict=True):
+        for changes, at_prime in zip(possible, self.trace(traced), strict=True):
             self.progress(_words(changes))
             if at_prime is not None:
                 found += self._layout(base, changes, full_depth(at_prime), batches)
@@ -107,12 +106,12 @@ def _words(changes: Changes) -> str:
 @dataclass(frozen=True, slots=True)
 class Ranking:
     ranked: tuple[PlannedRecipe, ...]
-    """The best first, at most `SHOWN`; the recipe that was asked for is always among them, each with its place among all."""
+    """Best first, at most `SHOWN`, each with its rank among all recipes; always includes the requested recipe."""
     because: str | None
 
 
 def rank_recipes(search: Search, base: Recipe, trace: Trace, target: Target) -> Ranking:
-    """The recipes for a target, `base` among them; `trace` is that of `base`."""
+    """Rank recipes for a target, including `base`; `trace` is that of `base`."""
     search_for, order = {"fastest": (best_layouts, rank), "cheapest": (cheapest, _by_cost), "largest-context": (longest, _by_length)}[
         target
     ]
@@ -125,14 +124,14 @@ def rank_recipes(search: Search, base: Recipe, trace: Trace, target: Target) -> 
 
 
 def _is_same(recipe: Recipe, base: Recipe, trace: Trace) -> bool:
-    """Whether a candidate is the recipe that was asked for, whose loss may be left to the number of tokens."""
+    """Return whether a candidate equals the requested recipe, whose `kernels.loss` may be auto."""
     changes = differences(base, recipe)
     loss = changes.pop("kernels.loss", None)
     return not changes and loss in (None, "chunked" if trace.facts.get("slice_tokens") else "full")
 
 
 def best_layouts(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:
-    """All layouts; with something on the host only where nothing fits without."""
+    """Plan all layouts; with offloading only if nothing fits without it."""
     found: list[PlannedRecipe] = []
     for offload in OFFLOADS:
         found += search.layouts(base, trace, offload=offload)
@@ -146,7 +145,7 @@ def _any_fits(found: Sequence[PlannedRecipe]) -> bool:
 
 
 def rank(found: PlannedRecipe) -> tuple[int, float, float]:
-    """What fits before what is tight, and that before what lacks least; then by time for a token, of all devices; then by memory."""
+    """Sort key: recipes that fit, then tight ones, by time per token over all devices and memory; then the others by memory."""
     made = found.plan
     order = ("yes", "tight", "no").index(made.fits)
     if order == 2:
@@ -156,7 +155,7 @@ def rank(found: PlannedRecipe) -> tuple[int, float, float]:
 
 
 def cheapest(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:
-    """Layouts on all of the GPUs or on a power of two of them."""
+    """Plan layouts on all GPUs and on smaller powers of two of them."""
     found: list[PlannedRecipe] = []
     size = base.world_size
     counts = [size, *(1 << power for power in range(size.bit_length() - 1, -1, -1) if 1 << power < size)]
@@ -173,17 +172,17 @@ def cheapest(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:
 
 
 def _by_cost(found: PlannedRecipe) -> tuple[int, float]:
-    """Fewest GPU-seconds for a token first."""
+    """Sort key: fewest GPU-seconds per token first."""
     return rank(found)[0], _device_seconds(found)
 
 
 def _same(base: Recipe) -> Changes:
-    """Fewer GPUs with the same global batch accumulate more."""
+    """Return the changes that keep the global batch on fewer GPUs, by more accumulation."""
     return {"training.global_batch_size": base.global_batch_size, **batch_changes(1, None)}
 
 
 def longest(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:
-    """One sequence a forward, rows twice as long again and again while they fit and the model has positions for them."""
+    """Plan one sequence per forward, doubling the length of rows while they fit and the model has positions for them."""
     positions = trace.facts.get("max_positions")
     found: list[PlannedRecipe] = []
     for offload in OFFLOADS:
@@ -197,7 +196,7 @@ def longest(search: Search, base: Recipe, trace: Trace) -> list[PlannedRecipe]:
 
 
 def _by_length(found: PlannedRecipe) -> tuple[int, int, float, float]:
-    """The longest rows first."""
+    """Sort key: longest rows first."""
     order, *others = rank(found)
     return order, -found.recipe.data.max_length, others[0], others[1]
 
@@ -219,7 +218,7 @@ def _lengths(search: Search, base: Recipe, changes: Changes, positions: int | No
 
 
 def smallest_hardware(search: Search, base: Recipe, ranked: Sequence[PlannedRecipe]) -> dict[str, Any] | None:
-    """Where nothing fits: the leanest layout on as many of a larger GPU, else on more of the same; None where not even 1,024 are enough."""
+    """Return hardware for a recipe that does not fit: as many larger GPUs, else more of the same; None if 1,024 are not enough."""
     leanest = min((each.recipe for each in ranked), key=lambda recipe: recipe.training.per_device_train_batch_size, default=base)
     nothing = {"fsdp.activation_checkpointing_offload": False, "fsdp.offload_params": False}
     lean = changed(leanest, {"fsdp.sharding_strategy": "FULL_SHARD", "fsdp.activation_checkpointing": "full", **nothing})
@@ -254,19 +253,19 @@ def _device_seconds(found: PlannedRecipe) -> float:
 
 
 def why_first(ranked: Sequence[PlannedRecipe], target: Target) -> str | None:
-    """Why the first is first, in words and numbers; None where nothing fits."""
+    """Explain the first rank in a sentence with figures; None if nothing fits."""
     first = ranked[0].plan if ranked else None
     if first is None or first.fits == "no":
         return None
     fitting = [each for each in ranked if each.plan.fits == first.fits]
     what = {"fastest": "fastest", "cheapest": "cheapest", "largest-context": "longest"}[target]
     if first.step_seconds is None and target != "largest-context":
-        what = f"leanest, as no speed of {first.gpu} is known,"
+        what = f"smallest (the speed of {first.gpu} is unknown)"
     said = [f"the {what} of {len(fitting)} that fit" if first.fits == "yes" else "nothing fits with memory to spare; this one is tight"]
     others = [each for each in fitting[1:] if _layout_of(each) != _layout_of(ranked[0])]
     if others and first.step_seconds is not None and others[0].plan.step_seconds is not None:
         more = _device_seconds(ranked[0]) / _device_seconds(others[0]) - 1
-        than = f"{abs(more):.0%} {'more' if more > 0 else 'less'} time for a token"
+        than = f"{abs(more):.0%} {'more' if more > 0 else 'less'} time per token"
         said.append(f"{than} than the next layout, {_name(others[0].recipe)}")
     recipe = ranked[0].recipe
     possible = {each.recipe.fsdp.activation_checkpointing for each in ranked if each.plan.fits == "yes"}
@@ -276,7 +275,7 @@ def why_first(ranked: Sequence[PlannedRecipe], target: Target) -> str | None:
         least = min(refused, key=lambda each: each.plan.device_gib)
         without = least.recipe.fsdp.activation_checkpointing
         needed = f"{_name(least.recipe)} needs {least.plan.device_gib:.1f} GiB of {least.plan.usable_gib:.1f}"
-        answer = "it is tight at best" if least.plan.fits == "tight" else "not even one that is leaner fits"
+        answer = "it is tight at best" if least.plan.fits == "tight" else "none fits"
         said.append(f"with recomputation {without} {answer} ({needed})")
     return "; ".join(said)
 

@@ -1,1 +1,1 @@
-"""The real step of a recipe, run on a device that computes nothing, and what it would have allocated and computed. Imports torch."""
+"""Run the real step of a recipe on a device that computes nothing, and record its allocations and operations. Imports torch."""

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from fsdp_tune.planner.trace.device import DEVICE
 
-# AT_FORALL_LOWER_PRECISION_FP, those that language models use; attention is chosen in `kernels`.
+# AT_FORALL_LOWER_PRECISION_FP, those that language models use; `cuda_kernels` handles attention.
 _LOWER = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "addr", "conv1d", "prelu")
 # AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE.
 _FP32 = (
@@ -50,7 +50,7 @@ _weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 @functools.cache
 def install() -> list[library.Library]:
-    """Once a process; what it returns must live as long."""
+    """Install autocast for the fake device, once per process; the returned objects must stay alive."""
     fallback = library.Library("_", "IMPL", "AutocastPrivateUse1")
     fallback.fallback(library.fallthrough_kernel)
     casts = library.Library("aten", "IMPL", "AutocastPrivateUse1")
@@ -62,7 +62,7 @@ def install() -> list[library.Library]:
 
 
 def forget_weights() -> None:
-    """Leaving an autocast context empties its cache."""
+    """Empty the cache of cast weights, as leaving an autocast context does."""
     _weights.clear()
 
 

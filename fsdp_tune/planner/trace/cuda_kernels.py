@@ -109,7 +109,7 @@ def work(
     crossing = {device_type(tensor) for tensor in (*inputs, *outputs)}
     if name in ("_to_copy", "copy_") and len(crossing) > 1:
         target = device_type((outputs or inputs)[0])
-        inputs = inputs[1:] if name == "copy_" else inputs  # its target is written, not read
+        inputs = inputs[1:] if name == "copy_" else inputs  # the target is written, not read
         name = "copy_to_host" if target == "cpu" else "copy_to_device"
     elif crossing == {"cpu"}:
         name = f"host {name}"
@@ -133,7 +133,7 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
         return 0.0
     if not name.startswith("_scaled_dot_product_"):
         return float(counter(*args, **kwargs, out_val=out))
-    # Before torch 2.12 the counters refuse grouped query attention: keys and values are counted as if each query head had its own.
+    # Before torch 2.12 the counters reject grouped-query attention, so keys and values are counted as if each query head had its own.
     is_backward = name.endswith("_backward")
     count: Callable[..., int] = sdpa_backward_flop_count if is_backward else sdpa_flop_count
     *gradient, query, key, value = (tensor.shape for tensor in args[: 4 if is_backward else 3])
@@ -143,7 +143,7 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def _flash_backward_scratch(_gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_rest: Any) -> tuple[int, ...]:
-    """Return what `mha_bwd` of torch's flash attention allocates: an fp32 dq, the row sums, and under GQA dk and dv per query head."""
+    """Return the scratch memory of `mha_bwd` in torch's flash attention: an fp32 dq, row sums, and under GQA dk and dv per query head."""
     batch, heads, tokens, width = query.shape
     rows, columns = -(-tokens // 128) * 128, -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
     scratch = [batch * heads * rows * 4, batch * heads * rows * columns * 4]

@@ -1,4 +1,4 @@
-"""DDP under fake tensors. Its C++ reducer reads values in two places, and uses one bucket until it has seen a step."""
+"""DDP under fake tensors. Its C++ reducer reads values in two places, and uses a single bucket in the first step."""
 
 from __future__ import annotations
 

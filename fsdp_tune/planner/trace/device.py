@@ -1,8 +1,7 @@
-"""A device that exists in name alone: `gpu`, an accelerator to torch, on which fake tensors live.
+"""The fake device `gpu`, which torch treats as an accelerator, for fake tensors.
 
-torch's PrivateUse1 slot, with a Python backend: autograd, FSDP2 and autocast take their accelerator paths (streams, events,
-fused dropout), which they would not on `cpu`, and which a build of torch without CUDA cannot take on `cuda`. Streams and
-events only remember who waits for whom.
+It uses torch's PrivateUse1 slot with a Python backend: autograd, FSDP2 and autocast take their accelerator paths (streams,
+events, fused dropout), unlike on `cpu`, and also in a build of torch without CUDA. Streams and events only record waits.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ import torch
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 DEVICE = "gpu"
-# FSDP2 makes its streams in this order, at the first forward (`FSDPCommContext.lazy_init`). What asks for no priority, and says so,
-# copies to and from the host (`model/shard/host_copies.py`).
+# FSDP2 creates its streams in this order, in the first forward (`FSDPCommContext.lazy_init`). A stream with an explicit priority of 0
+# is that of the host copies (`model/shard/host_copies.py`).
 STREAMS = ("compute", "all-gather copy-in", "all-gather", "reduce-scatter", "all-reduce", "host copies")
 
 
 @dataclass
 class Clock:
-    """The common order of all records, the stream that is current, and the waits between streams."""
+    """The common order of all records, the current stream, and the waits between streams."""
 
     now: int = 0
     streams: list[int] = field(default_factory=lambda: [0])
     next_stream: int = 1
     waits: list[tuple[int, int, int, int]] = field(default_factory=list[tuple[int, int, int, int]])
-    """(at, the stream that waits, the stream that it waits for, until where in the order)"""
+    """(at, waiting stream, source stream, position in the order up to which it waits)"""
 
     def tick(self) -> int:
         self.now += 1
@@ -41,11 +40,11 @@ class Clock:
 
 
 clock = Clock()
-"""Of the trace in progress: torch asks the device module, which is one for the process, for streams."""
+"""The clock of the current trace: torch gets streams from the device module, of which a process has one."""
 
 
 def restart() -> Clock:
-    """A fresh order for the next trace of this process."""
+    """Start a new order for the next trace of this process."""
     global clock
     clock = Clock()
     return clock
@@ -63,7 +62,7 @@ class Event:
         clock.wait(stream.index if stream is not None else clock.streams[-1], self.source, self.until)
 
     def synchronize(self) -> None:
-        """The CPU waits: as far as the order goes, the compute stream goes on after it."""
+        """Block the CPU. In the order of records, the compute stream continues after the event."""
         clock.wait(0, self.source, self.until)
 
     def query(self) -> bool:
@@ -71,7 +70,7 @@ class Event:
 
 
 class Stream:
-    # What torch's own streams can be asked; FSDP2 of torch 2.15 hands it to an operation that backends may replace.
+    # Attributes of torch's own streams; FSDP2 of torch 2.15 passes the stream to an operation that backends may replace.
     device_index, device_type = 0, 0
 
     def __init__(self, *_args: Any, index: int | None = None, priority: int | None = None, **_options: Any) -> None:
@@ -99,7 +98,7 @@ def current_stream(*_device: Any) -> Stream:
 
 
 class _Module(_DummyBackendModule):
-    """What `torch.cuda` is to CUDA."""
+    """The device module, as `torch.cuda` is for CUDA."""
 
     Stream, Event = Stream, Event
 
@@ -134,6 +133,6 @@ class _Module(_DummyBackendModule):
 
 
 def install() -> None:
-    """Makes the device known to torch, once a process; it cannot be taken back."""
+    """Register the device with torch, once per process; it cannot be undone."""
     if not hasattr(torch, DEVICE):
         _setup_privateuseone_for_python_backend(DEVICE, _Module())

@@ -18,11 +18,11 @@ from fsdp_tune.recipe.schema import Recipe
 def build_traced(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> tuple[Recipe, PreTrainedModel]:
     """Return the recipe to trace and its model on the meta device.
 
-    A FlashAttention package becomes torch's own kernel, which allocates the same: the machine that plans rarely has the package.
-    Raises: FsdpTuneError (exit 2) for a model that does not support FlashAttention, or that has no positions for the recipe's rows.
+    A FlashAttention package is replaced by torch's own kernel, which allocates the same: a planning machine rarely has the package.
+    Raises: FsdpTuneError (exit 2) for a model that does not support FlashAttention, or whose positions do not cover the recipe's rows.
     """
     recipe, model = _build(recipe, config, vocabulary)
-    if (problem := beyond_table_of_positions(recipe, model)) is not None:  # a fake tensor is indexed without a check of the bounds
+    if (problem := beyond_table_of_positions(recipe, model)) is not None:  # indexing a fake tensor does not check bounds
         raise FsdpTuneError(problem)
     return recipe, model
 
@@ -39,7 +39,7 @@ def _build(recipe: Recipe, config: PreTrainedConfig, vocabulary: int | None) -> 
 
 
 def on_fake_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Give every parameter and buffer of a meta model a fake storage on `device`, in place. Call under a FakeTensorMode; ties stay ties."""
+    """Give every parameter and buffer of a meta model fake storage on `device`, in place; ties are kept. Needs a FakeTensorMode."""
     made: dict[int, Any] = {}
 
     def materialised(tensor: torch.Tensor) -> Any:

@@ -1,10 +1,10 @@
-"""Traces recipes for another process: one import of torch, as many workers as there are cores, each with torch's caches warm.
+"""Trace recipes for another process: torch is imported once, and each core has a worker whose torch caches stay warm.
 
     python -m fsdp_tune.planner.trace.many
 
-A job is a line on stdin: {"job": 0, "recipe": …, "exact": false, "vocabulary": null, "output": "/cache/KEY.npz"}. As it ends there is
-one on stdout: {"job": 0, "problems": []}. A job whose model is refused has its problems there and writes no file. Jobs are taken until
-stdin ends; what is not done by then is not wanted any more.
+A job is a line on stdin: {"job": 0, "recipe": …, "exact": false, "vocabulary": null, "output": "/cache/KEY.npz"}. Its result is a line
+on stdout: {"job": 0, "problems": []}. A job that cannot be traced lists its problems and writes no file. Jobs are accepted until stdin
+ends; unfinished ones are then abandoned.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STDIN, STDOUT, STDERR = 0, 1, 2
 
 
 def trace_one(job: dict[str, Any]) -> list[Problem]:
-    """Writes the trace of one job; returns what kept it from that."""
+    """Write the trace of one job. Return its problems, [] on success."""
     from fsdp_tune.planner.trace.trace_recipe import trace_recipe
 
     recipe = Recipe.model_validate(job["recipe"])
@@ -37,7 +37,7 @@ def trace_one(job: dict[str, Any]) -> list[Problem]:
         trace = trace_recipe(recipe, exact=job["exact"], vocabulary=job["vocabulary"])
     except FsdpTuneError as error:
         return list(error.problems)
-    except Exception as error:  # noqa: BLE001  what torch or the model's code does not take is this recipe's, not the whole search's
+    except Exception as error:  # noqa: BLE001  a failure of torch or the model's code must not end the search
         traceback.print_exc()
         return [Problem("trace-failed", f"the step could not be traced: {type(error).__name__}: {str(error).splitlines()[0]}")]
     trace.save(Path(job["output"]))
@@ -45,15 +45,15 @@ def trace_one(job: dict[str, Any]) -> list[Problem]:
 
 
 class Worker:
-    """A forked process that traces one job after the other."""
+    """A forked process that traces jobs one by one."""
 
     def __init__(self, others: list[Worker]) -> None:
         self.connection: Connection
-        self.connection, theirs = Pipe()  # pyright: ignore[reportAttributeAccessIssue]  what Windows has is not asked for here
+        self.connection, theirs = Pipe()  # pyright: ignore[reportAttributeAccessIssue]  POSIX only
         self.job: int | None = None
         self.process = os.fork()
         if self.process == 0:
-            for other in (*others, self):  # else a worker would hold the line of another open
+            for other in (*others, self):  # otherwise a worker would keep the connection of another one open
                 other.connection.close()
             _work(theirs)  # pyright: ignore[reportArgumentType]
         theirs.close()
@@ -63,14 +63,14 @@ class Worker:
         self.connection.send(job)
 
     def result(self) -> dict[str, Any]:
-        """What the job that ended had to say; EOFError when the worker has died."""
+        """Return the result of the finished job. Raises: EOFError if the worker died."""
         job, self.job = self.job, None
         return {"job": job, "problems": self.connection.recv()}
 
 
 def _work(connection: Connection) -> None:
-    """Never returns."""
-    os.dup2(STDERR, STDOUT)  # what a model prints is no answer
+    """Trace jobs until the connection closes; never returns."""
+    os.dup2(STDERR, STDOUT)  # output of a model must not mix with results
     try:
         while True:
             connection.send([problem.as_dict() for problem in trace_one(connection.recv())])
@@ -82,7 +82,7 @@ def _work(connection: Connection) -> None:
 
 
 class Server:
-    """Gives jobs to workers, and makes a worker only when a job waits for one."""
+    """Distributes jobs to workers; a worker is created only when a job waits for one."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -102,7 +102,7 @@ class Server:
             worker.connection.close()
 
     def _read(self) -> bool:
-        """False when there is nothing more to come."""
+        """Read jobs from stdin. Return False at its end."""
         part = os.read(STDIN, 1 << 16)
         *lines, self._text = (self._text + part).split(b"\n")
         self.waiting += map(json.loads, lines)
@@ -135,7 +135,7 @@ def main() -> None:
     importlib.import_module("fsdp_tune.planner.trace.trace_recipe")  # before the forks: the import is the long part
     Server(min(MOST_WORKERS, available_cores())).run()
     sys.stderr.flush()
-    os._exit(0)  # torch takes half a second to leave, and somebody waits
+    os._exit(0)  # skips torch's exit handlers, which take half a second
 
 
 if __name__ == "__main__":

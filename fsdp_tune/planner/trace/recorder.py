@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
         self.events: list[tuple[Any, ...]] = []
         self.ops: list[tuple[Any, ...]] = []
         self.collectives: list[tuple[Any, ...]] = []
-        self.kinds: list[int] = []  # of each block; final only at the end
+        self.kinds: list[int] = []  # kind of each block; may change until the end
         self.modules: dict[str, int] = {"": 0}
         self.op_names: dict[str, int] = {}
         self.unit = -1
@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would otherwise wrap every call to exclude its compiler; nothing is compiled here."""
+        """Return False, so that torch does not wrap every call to exclude its compiler; nothing is compiled here."""
         return False
 
     # ---- Tensors
@@ -189,7 +189,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ASKS_FOR_DEVICE and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # more than half of all calls, and no operation
+            return args[0].fake_device  # more than half of all calls, and not an operation
         if any(map(kernels.is_made_of_others, types)):
             return NotImplemented  # the tensors inside are dispatched next
         out = func(*args, **(kwargs or {}))
@@ -213,7 +213,7 @@ class Recorder(TorchDispatchMode):
     def _owners(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[int]:
         """Return the layer of each output. In clip and optimizer only the tensors identify the layer: output i belongs to input i.
 
-        An output without an input (a step counter) belongs to the layer before it.
+        An output without an input (a step counter) belongs to the layer of the previous output.
         """
         if self.place.phase not in _OWNED:
             return [self.place.layer] * len(outputs)

@@ -1,4 +1,4 @@
-"""Which module, which phase and which decoder layer is at work, in the forward and in the backward.
+"""Track the current module, phase and decoder layer, in the forward and in the backward.
 
 Hooks are torch's global ones: they run before a module's own, and therefore before FSDP's, so a layer's gathering and
 resharding count as the layer's. In the backward a layer begins where the gradient of its output arrives.
@@ -23,16 +23,16 @@ from fsdp_tune.recipe.schema import Recipe
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Modules of the bare model by identity: FSDP1 and DDP rename them, but keep them."""
+    """Names of the bare model's modules by identity, which FSDP1 and DDP keep although they rename modules."""
 
     names: dict[int, str]
     layers: dict[int, int]
-    """Decoder layers → their index."""
+    """Index of each decoder layer."""
     layer_names: tuple[str, ...]
     head: int
 
     def layer_of(self, name: str) -> int:
-        """Of a parameter or buffer; -1 outside the decoder layers."""
+        """Return the decoder layer of a parameter or buffer; -1 outside of decoder layers."""
         return next((index for index, prefix in enumerate(self.layer_names) if name.startswith(f"{prefix}.")), -1)
 
     @staticmethod
@@ -48,7 +48,7 @@ class Names:
 
 @contextlib.contextmanager
 def scopes(bare: Names, recorder: Recorder) -> Iterator[None]:
-    """Keeps `recorder.place` up to date while the model runs."""
+    """Keep `recorder.place` up to date while the model runs."""
     tracker = _Tracker(recorder.place, bare)
     handles = [register_module_forward_pre_hook(tracker.enter), register_module_forward_hook(tracker.leave)]
     try:
@@ -70,7 +70,7 @@ class _Tracker:
         self.outer.append(self.place.module)
         self.place.module = name
         if self.place.phase == PHASE["backward"]:
-            return  # recomputation: the layer is known already
+            return  # recomputation: the layer is already set
         if id(module) in self.layers:
             self.place.layer = self.layers[id(module)]
             if self.place.layer == 0:
@@ -94,7 +94,7 @@ class _Tracker:
                 self.place.layer = -1
 
     def _when_gradient_arrives(self, tensors: Any, *, layer: int, name: str, in_head: bool) -> None:
-        """The first tensor of `tensors` that has a gradient marks the moment."""
+        """Set the layer when the gradient of the first differentiable tensor of `tensors` arrives."""
         found = [tensors] if isinstance(tensors, torch.Tensor) else [t for t in tensors if isinstance(t, torch.Tensor)]
         chosen = next((tensor for tensor in found if tensor.requires_grad), None)
         if chosen is None:

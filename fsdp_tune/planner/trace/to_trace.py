@@ -1,4 +1,4 @@
-"""A recorded run → the trace that the planner reads."""
+"""Convert a recorded run to the trace format of the planner."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def assemble(
 
 
 def _waits(waits: list[tuple[int, int, int, int]], events: Any) -> Any:
-    """A wait happens where the run is: it takes step, phase and layer from the last allocation before it."""
+    """Return the table of waits; each has step, phase and layer of the last allocation before it."""
     table = np.zeros(len(waits), WAIT)
     if waits:
         for column, values in zip(("at", "stream", "source", "until"), zip(*waits, strict=True), strict=True):
@@ -102,7 +102,7 @@ def count(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel) -> C
 
 
 def unit_list(recipe: Recipe, model: PreTrainedModel, groups: tuple[tuple[str, ...], ...]) -> tuple[Unit, ...]:
-    """The units of the whole model in the order of wrapping, the root last; one 'unit' for plain DDP."""
+    """Return the units of the full model in the order of wrapping, the root last; one 'unit' for plain DDP."""
     layer_of = {name: index for index, (name, _) in enumerate(decoder_layers(model, recipe.layer_classes))}
     taken: set[int] = set()
     in_fp8 = _ids_gathered_in_fp8(recipe, model)
@@ -111,7 +111,7 @@ def unit_list(recipe: Recipe, model: PreTrainedModel, groups: tuple[tuple[str, .
 
 
 def _ids_gathered_in_fp8(recipe: Recipe, model: PreTrainedModel) -> set[int]:
-    """Of the weights."""
+    """Return the ids of the weights that are gathered in fp8."""
     names = plan_fp8(recipe, model).gathered if gathers_in_fp8(recipe) else ()
     return {id(model.get_submodule(name).weight) for name in names}
 

@@ -30,7 +30,7 @@ def trace_recipe(recipe: Recipe, *, exact: bool = False, vocabulary: int | None 
 
     `exact` runs every decoder layer. Otherwise equal layers in the middle are left out, as many as `planner.predict.depth.full_depth` can
     restore; all are run if they turn out not to repeat. Raises: FsdpTuneError (exit 2) for a model that is not found or that
-    transformers refuses.
+    transformers rejects.
     """
     config, _ = config_or_facts(recipe)
     if not exact:
@@ -39,7 +39,7 @@ def trace_recipe(recipe: Recipe, *, exact: bool = False, vocabulary: int | None 
             full_depth(trace)
             return trace
         except DepthError:
-            pass  # FSDP1 processes units in another order; a model may have special layers at its ends
+            pass  # FSDP1 processes units in another order; a model may have other layers at its ends
     return _trace(recipe, config, vocabulary, exact=True)
 
 
@@ -66,18 +66,18 @@ def _reach(recipe: Recipe) -> int:
     return max(1, int(recipe.fsdp.forward_prefetch), backward if isinstance(backward, int) else 1)
 
 
-# ---- A process group of any size in one process: rank 0 of a world without other ranks.
+# ---- A fake process group of any size in one process, which is its rank 0.
 
 
 @contextlib.contextmanager
 def fake_world(size: int) -> Iterator[None]:
     """Initialise the default process group; its collectives return immediately and leave their buffers unchanged."""
-    assert not dist.is_initialized(), "a trace runs in a process of its own"
+    assert not dist.is_initialized(), "a trace needs a separate process"
     device.install()
     autocast.install()
     dist.init_process_group(f"cpu:fake,{device.DEVICE}:fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        # FSDP2 waits on this stream for units that were gathered and not used, such as frozen ones below the last gradient.
+        # FSDP2 waits on this stream for units that were gathered but not used, such as frozen ones below the last gradient.
         on_accelerator = replaced(torch.accelerator, "current_stream", device.current_stream)
         with on_accelerator, replaced(_fsdp_param, "_chunk_with_empty", _Chunks):
             yield
@@ -86,7 +86,7 @@ def fake_world(size: int) -> Iterator[None]:
 
 
 class _Chunks(Sequence[torch.Tensor]):
-    """The result of `torch.chunk`, padded with empty chunks, created lazily: FSDP2 uses two of as many chunks as there are ranks."""
+    """The result of `torch.chunk`, padded with empty chunks, created lazily: FSDP2 uses only two of the chunks of all ranks."""
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
         self.tensor, self.chunks, self.dim = tensor, num_chunks, dim

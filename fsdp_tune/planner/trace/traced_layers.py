@@ -1,4 +1,4 @@
-"""Which decoder layers of a model are traced: all but those in the middle of a run of equal layers."""
+"""Select the decoder layers to trace: all except those in the middle of a run of equal layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsdp_tune.recipe.schema import Recipe
 def layer_signatures(recipe: Recipe, model: PreTrainedModel, groups: Sequence[tuple[str, ...]]) -> list[Hashable]:
     """Return a signature of each decoder layer of the full model; layers with equal signatures do the same work.
 
-    It holds shapes, dtypes and `requires_grad` of all tensors, classes and settings of all modules, and what the recipe does to
+    It contains shapes, dtypes and `requires_grad` of all tensors, classes and settings of all modules, and the recipe's changes to
     the layer: recomputation, FSDP units (`groups`), modules that FSDP ignores, and modules that compute in fp8.
     """
     layers = decoder_layers(model, recipe.layer_classes)
@@ -47,7 +47,7 @@ def _tensors(layer: nn.Module) -> Iterator[Hashable]:
 
 
 def _settings(layer: nn.Module) -> Iterator[tuple[tuple[str, str], Hashable]]:
-    """Class and plain attributes of each module (`sliding_window`, `use_rope`). Floats scale values and move no memory."""
+    """Yield class and plain attributes of each module (`sliding_window`, `use_rope`). Floats are skipped: they do not affect memory."""
     for name, module in layer.named_modules():
         yield (name, ""), type(module)
         for key, value in vars(module).items():
@@ -56,7 +56,7 @@ def _settings(layer: nn.Module) -> Iterator[tuple[tuple[str, str], Hashable]]:
 
 
 def container_of(recipe: Recipe, model: PreTrainedModel) -> str | None:
-    """Return the name of the ModuleList that holds exactly the decoder layers, in order; None where there is no such list."""
+    """Return the name of the ModuleList of exactly the decoder layers, in order; None if there is no such list."""
     names = [name for name, _ in decoder_layers(model, recipe.layer_classes)]
     container = names[0].rpartition(".")[0]
     is_list = isinstance(model.get_submodule(container), nn.ModuleList)
@@ -64,9 +64,9 @@ def container_of(recipe: Recipe, model: PreTrainedModel) -> str | None:
 
 
 def shallow_recipe(recipe: Recipe, container: str, repeated: Repeated, model: PreTrainedModel, groups: Sequence[tuple[str, ...]]) -> Recipe:
-    """Return the recipe for `without_dropped`: patterns that were matched on the full model become the names that they matched.
+    """Return the recipe for `without_dropped`: patterns are replaced by the names that they match in the full model.
 
-    `model` is the full one. A pattern may match only layers that are dropped, and names move up behind them.
+    `model` is the full one. A pattern may match only dropped layers, and layers after them are renumbered.
     """
 
     def kept(names: Sequence[str]) -> list[str]:

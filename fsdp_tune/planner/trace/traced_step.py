@@ -1,7 +1,7 @@
 """Run the training step of a recipe under fake tensors and record it.
 
 It runs the same modules as the worker (`model.loading`, `model.shard`, `model.loss`, `model.step`, `model.optim`). Only the loop around
-them is written here, as in the Trainer.
+them is repeated here, as in the Trainer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 
 STEPS = 2
-"""The first creates the optimizer state and runs only the last micro-batch; the second is like every later one."""
+"""The first step creates the optimizer state and runs only the last micro-batch; the second is like every later one."""
 FAKE_FP16_SCALE = 65536.0
 
 
@@ -55,18 +55,18 @@ class Run:
 
 
 def traced_micro_batches(recipe: Recipe) -> int:
-    """Return how many micro-batches are traced: the first and the last. Those between run like the first, with gradients present."""
+    """Return the number of traced micro-batches: the first and the last. Those between are like the first, with existing gradients."""
     return min(2, recipe.training.gradient_accumulation_steps or 1)
 
 
 def run_step(recipe: Recipe, model: PreTrainedModel, *, is_masked: bool) -> Run:
     """Run the training step of a model on the meta device, with all or some of its layers. Call inside `fake_world`.
 
-    `is_masked`: whether packed examples are kept apart by a mask.
+    `is_masked`: whether packed examples are separated by a mask.
     """
     where = torch.device(device.DEVICE, 0)
     attention = CudaAttention()
-    mesh = make_mesh(recipe, device.DEVICE)  # outside the fake mode: a mesh stores the numbers of its ranks in a tensor
+    mesh = make_mesh(recipe, device.DEVICE)  # outside of the fake mode, since a mesh stores its ranks in a tensor
     with FakeTensorMode(allow_non_fake_inputs=True), _packing(is_masked=is_masked), _no_garbage(), attention.installed():
         recorder = Recorder(device.restart(), _groups(mesh), recipe.training.per_device_train_batch_size)
         on_fake_device(model, where)
@@ -94,7 +94,7 @@ def _groups(mesh: Any) -> dict[str, int]:
 
 
 def _packing(*, is_masked: bool) -> contextlib.AbstractContextManager[Any]:
-    """Build no mask for kernels that take the lengths of packed examples."""
+    """Suppress the mask for kernels that use the lengths of packed examples."""
     return contextlib.nullcontext() if is_masked else replaced(packed, "example_numbers", nothing)
 
 
@@ -107,7 +107,7 @@ def _foreach() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _tables_on_device() -> Iterator[None]:
-    """Replace `torch.tensor(list, device=…)`, which bypasses the fake kernels of our device."""
+    """Replace `torch.tensor(list, device=…)`, which bypasses the kernels of the fake device."""
     real = torch.tensor
 
     def tensor(data: Any, *, dtype: Any = None, device: Any = None) -> torch.Tensor:
@@ -120,7 +120,7 @@ def _tables_on_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Free memory when its last reference goes; Python's collector runs only at the end of a step."""
+    """Disable Python's garbage collector during a step, so that memory is freed only by reference counting."""
     enabled = gc.isenabled()
     gc.freeze()  # existing objects are not part of the step, and scanning them takes as long as a layer
     gc.disable()

@@ -11,7 +11,7 @@ from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.keys import Key, all_keys, field_words
 from fsdp_tune.recipe.schema.kinds import Section
 from fsdp_tune.recipe.schema.not_yet import NOT_YET
-from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, TrainingField, field_in_words, owned_names
+from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, TrainingField, describe_field, owned_names
 
 _HEAD = """\
 # Every key of a recipe with its default and what it means. Generated from the schema; do not edit.
@@ -68,7 +68,7 @@ def surface_lines() -> list[str]:
         default = "required" if key.field.is_required() else "section" if _is_section(key) else json.dumps(default_of(key.field))
         lines.append(f"{key.name} · {field_words(key.field)} · {default}")
     for name, field in _passed_fields().items():
-        lines.append(f"training.{name} · {field_in_words(field)} · {json.dumps(field.default)} (transformers)")
+        lines.append(f"training.{name} · {describe_field(field)} · {json.dumps(field.default)} (transformers)")
     return lines
 
 

@@ -154,7 +154,7 @@ def owned_names() -> frozenset[str]:
     return frozenset(_OWNED)
 
 
-def field_in_words(field: TrainingField) -> str:
+def describe_field(field: TrainingField) -> str:
     parts: list[str] = []
     for kind in field.types:
         if kind in TRAINING_FIELDS.enums:
@@ -168,7 +168,7 @@ def mismatch(name: str, value: object) -> str | None:
     """Return a description of the values of `training.NAME` if `value` is not among them; None if it is valid."""
     field = TRAINING_FIELDS.fields[name]
     if not any(_is_a(value, kind) for kind in field.types):
-        return field_in_words(field)
+        return describe_field(field)
     if isinstance(value, int | float) and name in _RANGES:
         least, inclusive = _RANGES[name]
         if value < least or (value == least and not inclusive):
