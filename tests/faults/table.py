@@ -219,7 +219,7 @@ RUN = (
         "launch/test_real_restart::hanging_rank_is_named_and_the_run_restarts",
     ),
     _row("F045", "r", 9, SURVIVED, "a slow rank", "launch/test_supervisor::ranks_that_wait_for_a_slow_one_do_not_hang",
-         "worker/test_heartbeat::a_slow_rank_is_an_event_and_stops_nothing"),
+         "worker/observe/test_heartbeat::a_slow_rank_is_an_event_and_stops_nothing"),
     _row("F046", "r", 9, REFUSED, "a rank skips a collective, or takes another", "launch/test_hang::ranks_in_different_collectives_are_reported_with_sequence_numbers",
          "launch/test_hang::late_rank_is_distinguished_from_waiting_ranks"),
     _row("F047", "r", 11, REFUSED, "the host is out of memory", "faults/test_numbers::out_of_memory_error_names_rank_and_memory",
@@ -232,7 +232,7 @@ RUN = (
         "F052", "r", 1, REFUSED, "a limit on file sizes, that C++ obeys too",
         "faults/test_save::limit_on_file_sizes_fails_the_save_and_keeps_the_older_checkpoint",
         "merge/test_faults::a_file_size_limit_ends_in_one_error_and_nothing_left",
-        "worker/test_metrics::file_size_limit_is_reported_and_the_torn_line_is_cut",
+        "worker/observe/test_metrics::file_size_limit_is_reported_and_the_torn_line_is_cut",
     ),
     _row(
         "F053", "r", 1, REFUSED, "ENOSPC, EDQUOT, EIO, EROFS, ESTALE, EMFILE at every operation, once and for ever; short and interrupted writes",
@@ -242,10 +242,10 @@ RUN = (
     ),
     _row("F054", "r", 11, REFUSED, "metrics cannot be written while training is fine", "faults/test_numbers::metrics_that_cannot_be_written_end_the_run_once_it_is_saved"),
     _row("F055", "r", 12, REFUSED, "the run directory is removed, renamed, replaced", "faults/test_numbers::run_directory_that_goes_ends_the_run_and_is_not_made_again",
-         "launch/test_supervisor::vanished_run_directory_is_reported_and_not_recreated", "worker/test_heartbeat::a_run_directory_that_is_gone_ends_the_rank"),
+         "launch/test_supervisor::vanished_run_directory_is_reported_and_not_recreated", "worker/observe/test_heartbeat::a_run_directory_that_is_gone_ends_the_rank"),
     _row(
         "F056", "r", 4, SURVIVED, "disk full at a save, free at the next", "faults/test_train::disk_full_at_one_save_and_free_later",
-        "worker/test_checkpoint::failed_write_on_one_rank_leaves_no_checkpoint_and_the_next_save_succeeds",
+        "worker/checkpoint/test_checkpoint::failed_write_on_one_rank_leaves_no_checkpoint_and_the_next_save_succeeds",
     ),
     _row("F057", "r", 5, SURVIVED, "the wall clock jumps a day back, ten years on", "faults/test_worlds::clock_that_jumps_changes_no_number_and_no_order"),
     _row("F058", "r", 7, SURVIVED, "SIGTERM to the launcher", "launch/test_real_launch::the_agent_passes_signals_on_and_waits_for_the_save",
@@ -286,7 +286,7 @@ RUN = (
          "launch/test_supervisor::killed_rank_ends_the_others_and_is_named"),
     _row("F068", "r", 7, SURVIVED, "preempted at the last step", "faults/test_train::signal_at_the_last_steps_loses_no_final_checkpoint"),
     _row("F069", "r", 4, SURVIVED, "a tracker that raises, that hangs", "faults/test_numbers::tracker_that_fails_or_hangs_is_a_warning",
-         "worker/test_trackers::a_tracker_that_raises_gets_nothing_more", "worker/test_trackers::a_tracker_that_hangs_is_left_behind"),
+         "worker/observe/test_trackers::a_tracker_that_raises_gets_nothing_more", "worker/observe/test_trackers::a_tracker_that_hangs_is_left_behind"),
 )  # fmt: skip
 
 CHECKPOINT = (
@@ -327,7 +327,7 @@ CHECKPOINT = (
          "faults/test_kill_points::rotation_with_a_stale_listing_deletes_too_few_and_never_the_newest"),
     _row(
         "F082", "p", 12, SURVIVED, "rotation among directories, links and files of others", "faults/test_kill_points::rotation_deletes_only_own_checkpoints_and_never_the_newest",
-        "worker/test_checkpoint::rotation_touches_only_complete_checkpoints_of_its_own",
+        "worker/checkpoint/test_checkpoint::rotation_touches_only_complete_checkpoints_of_its_own",
     ),
     _row("F083", "p", 1, SURVIVED, "rotation killed at every operation", "faults/test_kill_points::rotation_killed_anywhere_shows_no_half_deleted_checkpoint"),
     _row(
@@ -338,10 +338,10 @@ CHECKPOINT = (
          "launch/test_run_directory::path_that_is_not_a_checkpoint_is_refused_naming_the_newest"),
     _row("F086", "r", 5, SURVIVED, "another sharding, full and sharded state dicts, FSDP1", "faults/test_train::killed_and_resumed_under_other_settings_is_as_if_never_killed",
          "faults/test_worlds::full_and_sharded_checkpoints_load_into_each_other"),
-    _row("F087", "r", 9, SURVIVED, "a save slower than the limit on hangs", "worker/test_heartbeat::bytes_moved_outside_a_step_are_progress"),
+    _row("F087", "r", 9, SURVIVED, "a save slower than the limit on hangs", "worker/observe/test_heartbeat::bytes_moved_outside_a_step_are_progress"),
     _row("F088", "n", 9, SURVIVED, "hundreds of saves", "faults/test_train::many_saves_leave_no_file_thread_memory_or_stage_behind"),
     _row("F089", "p", 12, SURVIVED, "leftovers of five crashes", "faults/test_kill_points::leftovers_of_five_crashes_go_and_a_link_is_not_followed",
-         "worker/test_checkpoint::leftovers_of_a_crash_go_and_nothing_else"),
+         "worker/checkpoint/test_checkpoint::leftovers_of_a_crash_go_and_nothing_else"),
     _row("F090", "t", 5, SURVIVED, "a checkpoint copied elsewhere, read-only, without times", "faults/test_damage::read_only_copy_without_times_resumes"),
 )  # fmt: skip
 
@@ -359,7 +359,7 @@ RESUME = (
     _row("F098", "r", 5, SURVIVED, "the recipe changed on purpose", "parity/test_resume::more_steps_continue_a_finished_run",
          "launch/test_resume_diff::changed_keys_of_later_steps_are_accepted_and_reported", "launch/test_resume_diff::how_a_run_is_executed_and_observed_is_free"),
     _row("F099", "r", 5, SURVIVED, "metrics beyond the checkpoint, torn, gone", "faults/test_train::metrics_are_truncated_to_the_checkpoint_and_hold_each_step_once",
-         "worker/test_metrics::resumed_file_is_truncated_to_the_checkpoint"),
+         "worker/observe/test_metrics::resumed_file_is_truncated_to_the_checkpoint"),
     _row("F100", "r", 4, SURVIVED, "five crashes in a row", "faults/test_train::five_crashes_in_a_row_lose_nothing",
          "faults/test_soak::any_row_of_accidents_loses_nothing"),
     _row("F101", "r", 9, REFUSED, "a crash at the same step again and again", "launch/test_real_restart::the_same_step_three_times_ends_the_run_with_its_rows",
@@ -395,11 +395,11 @@ MERGE = (
 )  # fmt: skip
 
 SECURITY = (
-    _row("F114", "t", 13, REFUSED, "code in a checkpoint's metadata, pickles and states", "worker/test_storage::metadata_cannot_run_code",
-         "worker/test_storage::metadata_may_name_only_what_it_is_made_of", "merge/test_damage::a_damaged_table_of_contents_is_refused",
+    _row("F114", "t", 13, REFUSED, "code in a checkpoint's metadata, pickles and states", "worker/checkpoint/test_storage::metadata_cannot_run_code",
+         "worker/checkpoint/test_storage::metadata_may_name_only_what_it_is_made_of", "merge/test_damage::a_damaged_table_of_contents_is_refused",
          "faults/test_worlds::code_in_the_state_of_a_rank_is_not_run"),
     _row("F115", "t", 13, REFUSED, "ways around the list of what may be unpickled", "run/test_pickles::hostile_pickles_are_refused", "run/test_pickles::one_opcode_cannot_take_memory",
-         "worker/test_storage::metadata_may_name_only_what_it_is_made_of"),
+         "worker/checkpoint/test_storage::metadata_may_name_only_what_it_is_made_of"),
     _row("F116", "p", 13, REFUSED, "paths in an index, a manifest, metadata that leave the directory", "merge/test_damage::a_damaged_index_is_refused",
          "faults/test_damage::a_manifest_that_does_not_fit_makes_no_checkpoint"),
     _row("F117", "p", 13, REFUSED, "hostile safetensors headers", "merge/test_damage::a_damaged_safetensors_file_is_refused"),
