@@ -53,7 +53,8 @@ ShardSizeOption = Annotated[
 VerifyOption = Annotated[
     Verify | None,
     typer.Option(
-        help="quick: read every tensor back, check names, shapes and digests. full: read from the disk itself too, and load the model. "
+        help="quick: check digests, names and shapes; read 32 KiB of every 2 MiB back. full: also read every byte back from the disk "
+        "and load the model. "
         "[default: the run's, else quick]",
         show_default=False,
     ),

@@ -20,6 +20,7 @@ from fsdp_tune.launch.command.resume import commands_to_resume
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schema.not_yet import value_of
+from fsdp_tune.recipe.schema.reference import passed_defaults
 from fsdp_tune.recipe.world import batch_arithmetic
 
 SHOWN_PHASE_SECONDS = 0.1
@@ -39,7 +40,9 @@ def show_preview(screen: Terminal, preview: Preview, *, full: bool) -> None:
     changes = [change.as_dict() for change in start.trajectory_changes]
     screen.document({"recipe": recipe, "reasons": resolution.reasons, "begins": begins, "changes": changes, **plan.to_json()})
     screen.message("# the resolved recipe" + ("" if full else ": keys that differ from their defaults (`--full` prints all keys)"))
-    shown = recipe if full else resolution.recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    shown = resolution.recipe.model_dump(mode="json", by_alias=True, exclude_defaults=not full)
+    if full:
+        shown["training"] |= {name: value for name, value in passed_defaults().items() if name not in shown["training"]}
     screen.message(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=140).rstrip())
     screen.message("\n# why")
     for key, reason in sorted(resolution.reasons.items()):

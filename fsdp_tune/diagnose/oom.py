@@ -51,7 +51,7 @@ def sizes_in(message: str) -> dict[str, int]:
 def device_problem(recipe: Recipe, moment: Moment) -> Problem:
     """Where device memory ran out, what was live, and the first three changes that apply."""
     sizes = moment.sizes
-    asked = f"{format_bytes(sizes['requested'])} more were asked for" if "requested" in sizes else "no more could be had"
+    asked = f"{format_bytes(sizes['requested'])} more were requested" if "requested" in sizes else "no more could be had"
     of = f" of a device with {format_bytes(sizes['capacity'])}" if "capacity" in sizes else ""
     live = ", ".join(f"{name} {format_bytes(size)}" for name, size in moment.live.items())
     held = f"; {format_bytes(sizes['unused'])} held but not used" if sizes.get("unused") else ""

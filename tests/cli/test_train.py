@@ -61,6 +61,9 @@ def test_a_dry_run_prints_recipe_command_and_environment(cli: Cli, tmp_path: Pat
 def test_a_full_dry_run_prints_every_key(cli: Cli) -> None:
     shown = cli("train", *SHORT, "--dry-run", "--full").stdout
     assert {"sync_each_batch:", "mixed_precision:", "hang_timeout:"} <= set(shown.split())
+    assert "  optim: adamw_torch_fused\n" in shown
+    assert "  max_grad_norm: 1.0\n" in shown
+    assert "  max_steps: 6\n" in shown, "a field that the recipe sets"
     assert errors(cli("train", *SHORT, "--full", "--json")) == ["usage"]
 
 

@@ -234,7 +234,8 @@ def check_port(recipe: Recipe, machine_rank: int = 0) -> None:
             raise failed_error(
                 "port-taken",
                 f"port {port} (`launch.main_process_port`) cannot be used: {error.strerror}",
-                hint="set another port, or `auto` for a free one",
+                hint="set another port"
+                + (", the same on every machine" if recipe.launch.num_machines > 1 else ", or `auto` for a free one"),
             ) from None
 
 

@@ -163,7 +163,7 @@ def fp8_notices(recipe: Recipe, model: PreTrainedModel, device_type: str) -> lis
         message = "fp8 is emulated on the CPU: values are rounded as on a GPU and multiplied in fp32, without its speed"
         found.append(Notice("fp8-emulated", message))
     elif not recipe.kernels.compile:
-        message = "fp8 without `kernels.compile: true` is slower than bf16: each cast is a pass over memory that the compiler would fuse"
+        message = "fp8 without `kernels.compile: true` may be slower than bf16: each cast is a pass over memory that the compiler fuses"
         found.append(Notice("fp8-not-compiled", message, hint="write `kernels: {compile: true}`"))
     plan = plan_fp8(recipe, model)
     if plan.of_experts:

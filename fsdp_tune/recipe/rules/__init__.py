@@ -216,7 +216,7 @@ RULES: tuple[Rule, ...] = (
 
 def pure_bf16(recipe: Recipe) -> Iterator[Finding]:
     if recipe.model.dtype == "bf16" and not rounds_stochastically(recipe):
-        message = "`model.dtype: bf16` trains bf16 weights without fp32 masters: updates below 1/256 of a weight are lost"
+        message = "`model.dtype: bf16` trains bf16 weights without fp32 masters: updates smaller than about 1/256 of a weight are lost"
         hint = '`training.optim_args: "bf16_stochastic_round=true"` keeps them on average; `fp32` keeps all, '
         hint += "for twice the memory of weights, gradients and optimizer state"
         yield Finding("pure-bf16", ("model.dtype",), message, hint)

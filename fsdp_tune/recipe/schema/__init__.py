@@ -69,9 +69,9 @@ class Parallelism(Section):
     default_effect = Effect(MEMORY | TIME, FREE)
 
     dp_replicate_size: Whole | Auto = "auto"
-    """Copies of the sharded model (HYBRID_SHARD); auto: one per machine, two on a single machine."""
+    """Replicas of the sharded model (HYBRID_SHARD); auto: one per machine, two on a single machine."""
     dp_shard_size: Whole | Auto = "auto"
-    """Ranks that share one copy; auto: the ranks of a machine under HYBRID_SHARD, else all."""
+    """Ranks that share one replica; auto: the ranks of a machine under HYBRID_SHARD, else all."""
     tp_size: Whole = 1
     """Tensor parallel ranks."""
     cp_size: Whole = 1

@@ -45,7 +45,7 @@ class Model(Section):
     attn_implementation: Annotated[Text, Effect(MEMORY | TIME, FREE)] = "auto"
     """Attention kernel, by transformers' names (sdpa, flash_attention_2, eager …)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Storage dtype of trained parameters: fp32 master weights, or pure bf16 (half the memory, small updates are lost)."""
+    """Storage dtype of trained parameters: fp32 master weights, or bf16: half the memory, small updates are lost (notice `pure-bf16`)."""
     frozen_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Storage dtype of frozen parameters, except in a module with trained ones (`dtype`); auto = the compute dtype, with FSDP1 `dtype`."""
     freeze: list[Text] = []

@@ -7,17 +7,22 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from fsdp_tune.recipe.scalars import enumerated
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.keys import Key, all_keys, field_words
 from fsdp_tune.recipe.schema.kinds import Section
 from fsdp_tune.recipe.schema.not_yet import NOT_YET
+from fsdp_tune.recipe.schema.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS, TrainingField, describe_field, owned_names
 
 _HEAD = """\
 # Every key of a recipe with its default and what it means. Generated from the schema; do not edit.
-# `null` and `auto` are decided as described in the comment. Unknown keys are errors. `training:` also takes every other field of
-# transformers' TrainingArguments by its own name and with its default (`fsdp-tune recipes schema` lists them all).
+# `null` and `auto` are decided as described in the comment. Unknown keys are errors. `training:` also takes the fields of transformers'
+# TrainingArguments that are listed as comments below it, with these defaults; TrainingArguments documents their meaning.
 """
+
+
+_LAST_TRAINING_KEY = [key.name for key in all_keys() if key.path[0] == "training"][-1]
 
 
 def default_of(field: FieldInfo) -> Any:
@@ -42,7 +47,17 @@ def reference_yaml() -> str:
             if key.name in unsupported:
                 comment += f" In this release: {', '.join(_yaml(value) for value in unsupported[key.name].works)}."
             lines.append(f"{indent}{name}: {_yaml(default_of(key.field))}  # {comment}")
+        if key.name == _LAST_TRAINING_KEY:
+            lines.extend(_passed_field_lines())
     return "\n".join(lines) + "\n"
+
+
+def _passed_field_lines() -> list[str]:
+    lines = ["  # Fields of TrainingArguments:"]
+    for name, value in passed_defaults().items():
+        words = enumerated([f"`{each}`" for each in OPTIMIZERS]) if name == "optim" else describe_field(TRAINING_FIELDS.fields[name])
+        lines.append(f"  # {name}: {_yaml(value)}  [{words}]")
+    return lines
 
 
 def _source_line(key: Key) -> str:
@@ -70,6 +85,11 @@ def surface_lines() -> list[str]:
     for name, field in _passed_fields().items():
         lines.append(f"training.{name} · {describe_field(field)} · {json.dumps(field.default)} (transformers)")
     return lines
+
+
+def passed_defaults() -> dict[str, Any]:
+    """Return the fields of TrainingArguments that `training:` passes on, each with the value that a run without the key has."""
+    return {name: field.default for name, field in _passed_fields().items()} | {"optim": DEFAULT_OPTIMIZER}
 
 
 def _passed_fields() -> dict[str, TrainingField]:

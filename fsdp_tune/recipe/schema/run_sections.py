@@ -59,7 +59,7 @@ class Launch(Section):
     main_process_ip: Annotated[Text | None, Effect(NOTHING, FREE)] = None
     """Address of machine 0; null = the address from Slurm or Kubernetes."""
     main_process_port: Annotated[Port | Auto, Effect(NOTHING, FREE)] = "auto"
-    """auto = a free port."""
+    """auto = a free port; 29500 for several machines, which must agree on one."""
     env: Annotated[dict[str, str], Effect(MEMORY | TIME, FREE)] = {}
     """Extra variables for ranks (NCCL_SOCKET_IFNAME: ib0); those that can run code need `--allow-env NAME`; secrets are refused."""
     max_restarts: Annotated[WholeOrZero, Effect(NOTHING, FREE)] = 0
@@ -76,7 +76,7 @@ class Merge(Section):
     at_end: bool = True
     """Merge the last checkpoint (the best with training.load_best_model_at_end) into RUN/merged when the run has finished."""
     dtype: Literal["auto", "keep", "bf16", "fp16", "fp32"] = "auto"
-    """dtype of the merged weights; auto = the compute dtype."""
+    """dtype of the merged weights; auto = the compute dtype (bf16 by default, also from fp32 master weights); keep = as stored."""
     max_shard_size: Size = "5GB"
     """Largest safetensors file."""
     adapter: Literal["merged", "adapter", "both"] = "both"

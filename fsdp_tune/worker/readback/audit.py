@@ -90,7 +90,7 @@ def warnings_of(recipe: Recipe, report: dict[str, dict[str, int]]) -> list[str]:
     """What in the trace loses precision that a recipe's reader may not expect."""
     found: list[str] = []
     if recipe.model.dtype == "bf16" and not rounds_stochastically(recipe):
-        found.append("master weights are bf16: an update smaller than 1/256 of a weight is lost (model.dtype: fp32 keeps it)")
+        found.append("master weights are bf16: updates smaller than about 1/256 of a weight are lost (model.dtype: fp32 keeps them)")
     for kind, what in (("norm", "norms"), ("loss", "the loss")):
         low = [dtype for dtype in report.get(kind, {}) if dtype in LOW]
         if low:
