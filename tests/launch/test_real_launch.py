@@ -48,10 +48,12 @@ def launch(
     inherited = {**os.environ, "PYTHONPATH": str(repository)}
     plan = launch_plan(recipe, run, worker_module="tests.launch.fake_worker", inherited=inherited)
     events: list[Event] = []
+    logged = 0
     before = children()  # of other tests: multiprocessing keeps helpers of its own
     for event in Supervisor(plan, hang_timeout_seconds=60).events():
         events.append(event)
-        if isinstance(event, Logged) and send is not None:
+        logged += isinstance(event, Logged)
+        if logged == len(parts) and send is not None:  # every rank has its handlers
             os.kill(os.getpid(), send)
             send = None
     assert isinstance(events[-1], Verdict)
