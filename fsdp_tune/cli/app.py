@@ -42,14 +42,12 @@ class Commands(TyperGroup):
 
 
 class LaunchingCommand(TyperCommand):
-    """Separates the arguments after `--`, which are for accelerate, from those of the command."""
+    """Keeps the arguments as typed, and separates those after `--`, which are for accelerate."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if "--" in args:
-            split = args.index("--")
-            ctx.meta["launcher_arguments"] = tuple(args[split + 1 :])
-            args = args[:split]
-        return super().parse_args(ctx, args)
+        split = args.index("--") if "--" in args else len(args)
+        ctx.meta["arguments"] = {"command": (ctx.info_name, *args), "launcher_arguments": tuple(args[split + 1 :])}
+        return super().parse_args(ctx, args[:split])
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[-- ACCELERATE ARGS]"]

@@ -13,6 +13,7 @@ from fsdp_tune.core.units import format_bytes, format_seconds
 from fsdp_tune.jobs.train import takes_best
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.directory import RunDir, checkpoint_step
+from fsdp_tune.run.launch_files import train_command
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.records import Prediction
 
@@ -49,7 +50,7 @@ def commands_after(run: RunDir, recipe: Recipe, merged: Path | None) -> list[str
     tracked = "tensorboard" in recipe.training.report_to and run.tensorboard.is_dir()
     return [
         merge_command(_short(run.path), recipe) if merged is None else _generating(merged),
-        f"fsdp-tune train … --resume auto {_longer(recipe)}",
+        train_command(run, "--resume", "auto", "--set", _longer(recipe)),
         *([f"tensorboard --logdir {shlex.quote(_short(run.tensorboard))}"] if tracked else []),
     ]
 
@@ -70,11 +71,11 @@ def _short(path: Path) -> str:
 
 
 def _longer(recipe: Recipe) -> str:
-    """Return the option that extends a finished run."""
+    """Return the override that extends a finished run."""
     steps = int(training_value(recipe.training, "max_steps"))
     if steps > 0:
-        return f"--set training.max_steps={2 * steps}"
-    return f"--set training.num_train_epochs={math.ceil(2 * float(training_value(recipe.training, 'num_train_epochs')))}"
+        return f"training.max_steps={2 * steps}"
+    return f"training.num_train_epochs={math.ceil(2 * float(training_value(recipe.training, 'num_train_epochs')))}"
 
 
 def _time(facts: dict[str, Any], steps: Sequence[Line]) -> str:

@@ -107,11 +107,11 @@ def train(
             resume=resume,
             overwrite=overwrite,
             machine_rank=machine_rank,
-            launcher_arguments=context.meta.get("launcher_arguments", ()),
             profile=parse_profile(profile) if profile is not None else None,
             ignore_plan=ignore_plan,
             verify_data=verify_data,
             allowed=fsdp_tune.Allowed(trust_remote_code, allow_env or (), allow_extensions),
+            **context.meta["arguments"],
         )
         screen.verbose = verbose
         if dry_run:

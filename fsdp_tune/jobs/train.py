@@ -73,6 +73,8 @@ class TrainOptions:
     verify_data: bool = False
     """Hash all data files instead of trusting sizes and times."""
     allowed: Allowed = Allowed()
+    command: Sequence[str] = ()
+    """The command line without `fsdp-tune`, for messages that say how to continue."""
 
 
 def train(recipe: LoadedRecipe, options: TrainOptions = TrainOptions(), *, observer: Observer = Observer()) -> TrainResult:
@@ -267,6 +269,7 @@ class _Job:
             start=start,
             save_model=lambda directory: save_model_files(directory, inputs.model, inputs.tokenizer),
             profile=self.options.profile,
+            command=self.options.command,
         )
         write_run(self.plan.run, files)
         keep_prediction(self.plan.run, inputs.plan)

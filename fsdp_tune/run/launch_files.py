@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.errors import FsdpTuneError, usage_error
+from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.document import Document
 
 _WRITTEN = re.compile(r"steps=(\d+)(?::(\d+))?")
@@ -43,8 +47,41 @@ class LaunchRecord(Document):
     profile: ProfiledSteps | None = None
     reasons: dict[str, str] = field(default_factory=dict[str, str])
     """Why each resolved key has its value."""
+    command: list[str] = field(default_factory=list[str])
+    """Arguments of `fsdp-tune` as they were typed, with secrets masked; empty if the run was started from Python."""
+    cwd: str | None = None
+    """The directory in which they were typed."""
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
-    """All other fields of the file: command and environment of the ranks, the number of ranks …"""
+    """All other fields of the file: `argv` and environment of the launcher, the number of ranks …"""
+
+
+def train_command(run: RunDir, *options: str) -> str:
+    """Return the shell command that starts the run again with `options`, which replace those that were typed.
+
+    `…` stands for the other arguments if they are unknown: the run was started from Python or by an earlier version.
+    """
+    try:
+        record = LaunchRecord.read(run.launch_json)
+    except (OSError, FsdpTuneError):  # the command is part of a hint, and another problem is reported
+        record = None
+    if record is None or not record.command:
+        return f"fsdp-tune train … {shlex.join(options)}"
+    end = record.command.index("--") if "--" in record.command else len(record.command)
+    replaced = {name for name, _ in _split(options)} | {"--overwrite", "--no-start"}
+    kept = [word for name, words in _split(record.command[:end]) if name not in replaced for word in words]
+    change = "" if record.cwd in (None, str(Path.cwd())) else f"cd {shlex.quote(record.cwd)} && "
+    return change + shlex.join(["fsdp-tune", *kept, *options, *record.command[end:]])
+
+
+def _split(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each option by name with its words; the name of `--set KEY=VALUE` includes the key."""
+    rest = iter(words)
+    for word in rest:
+        name, is_joined, value = word.partition("=")
+        own = [word]
+        if name in ("--set", "--resume", "--machine-rank") and not is_joined:
+            own.append(value := next(rest, ""))
+        yield f"{name} {value.partition('=')[0]}" if name == "--set" else name, own
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from fsdp_tune.launch.command.accelerate import manual_commands
 from fsdp_tune.recipe.fsdp_arguments import OWNED_PREFIXES, environment
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.launch_files import train_command
 from fsdp_tune.worker.observe import flight
 
 # A rank in a hanging collective cannot tell for which rank it waits; the supervisor can, so it reports first.
@@ -57,7 +58,7 @@ def read_rank(recipe: Recipe, run: RunDir) -> Rank:
             "restarted-by-torchrun",
             "torchrun restarted the ranks (`--max-restarts`), and they would start where this launch started, not where it failed",
             ways_out=(
-                "`fsdp-tune train … --resume auto` continues from the newest checkpoint",
+                f"`{train_command(run, '--resume', 'auto')}` continues from the newest checkpoint",
                 "`launch.max_restarts` does that automatically",
             ),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,10 +15,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fsdp_tune.core.errors import ExitCode, ExitReason
 from fsdp_tune.recipe.catalogue import catalogue
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.manifest import read_manifest
+from fsdp_tune.run.rank_files import Verdict
 from tests.cli.conftest import Cli, document
 
 
@@ -242,6 +245,27 @@ def test_token_budget_trains_and_resumes_inside_an_epoch(cli: Cli, tmp_path: Pat
     shutil.rmtree(RunDir(tmp_path / "run").checkpoint(20))  # step 10 is no end of an epoch, which has 8
     resumed = cli("train", *smoke(20), *BUDGET, "--set", "launch.num_processes=1", "--resume", "auto", "--json")
     assert document(resumed)["loss"] == pytest.approx(by_rows["loss"], rel=1e-5), resumed.stderr
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_printed_command_can_be_pasted(cli: Cli, tmp_path: Path) -> None:
+    """In the card of a finished run and in the status of one that a signal stopped, from another directory."""
+    done = cli("train", *SHORT)
+    assert done.returncode == 0, done.stderr
+    (longer,) = re.findall(r"fsdp-tune (train .* --resume auto .*)", done.stdout)
+    assert shlex.split(longer)[1:3] == ["--config", "gpt2_smoke"]
+    assert "training.max_steps=12" in longer
+    preview = cli(*shlex.split(longer), "--dry-run")
+    assert (preview.returncode, "step 6 in" in preview.stdout) == (0, True), preview.stderr
+    Verdict(ExitCode.PREEMPTED, ExitReason.PREEMPTED, 6).write(RunDir(tmp_path / "run").outcome_json)
+    shown = subprocess.run(
+        [sys.executable, "-m", "fsdp_tune", "status", tmp_path / "run", "--json"], capture_output=True, text=True, check=True
+    )
+    resume = json.loads(shown.stdout)["ways_on"][0].split("`")[1]
+    program = f'fsdp-tune() {{ {shlex.quote(sys.executable)} -m fsdp_tune "$@"; }}; {resume}'
+    again = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
+    assert (again.returncode, "nothing to do" in again.stdout) == (0, True), again.stdout + again.stderr
 
 
 @pytest.mark.ranks

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.run_status import run_status
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, Rejected, RunDir, latest_checkpoint
+from fsdp_tune.run.launch_files import LaunchRecord
 from fsdp_tune.run.lock import locked
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file
 from fsdp_tune.run.records import Environment
@@ -511,6 +513,17 @@ def test_status_of_a_finished_run(fresh: RunDir, tmp_path: Path) -> None:
     assert facts["ways_on"] == [f"`fsdp-tune merge-checkpoint {fresh.path}` makes a model of it"]
     fresh.merged.mkdir()
     assert run_status(fresh)["ways_on"] == []
+
+
+def test_typed_arguments_are_kept_without_secrets(fresh: RunDir, tmp_path: Path) -> None:
+    command = ("train", "my.yaml", "--", "--log_dir", "s3://me:password@bucket/logs", "--token", "hf_" + "a" * 30)
+    recipe = resolved(tmp_path)
+    write_run(fresh, replace(files_of(fresh, recipe), command=command))
+    recorded = LaunchRecord.read(fresh.launch_json)
+    assert recorded is not None
+    assert recorded.command == ["train", "my.yaml", "--", "--log_dir", "s3://***@bucket/logs", "--token", "***"]
+    assert recorded.cwd == str(Path.cwd())
+    assert "password" not in fresh.launch_json.read_text()
 
 
 def test_status_of_a_run_that_was_never_started(fresh: RunDir, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fsdp_tune.run.records import Environment, Prediction, ReadBack
 
 PROBLEM = Problem("hang", "no progress", hint="see hang.txt")
 DOCUMENTS = [
-    LaunchRecord(1.5, ProfiledSteps(3, 4), {"fsdp.version": "the default"}, {"argv": ["python"], "world_size": 2}),
+    LaunchRecord(1.5, ProfiledSteps(3, 4), {"fsdp.version": "the default"}, ["train"], "/work", {"argv": ["python"], "world_size": 2}),
     ResumeRequest("RUN/checkpoint-3", digests_checked=True),
     Heartbeat(1, 42, 7, "training", 1.0, 2.0, 0.5),
     Outcome(5, ExitReason.LOST_RANK, PROBLEM, "Traceback", {"loss": 1.25}, rank=1, step=7, time=3.0),

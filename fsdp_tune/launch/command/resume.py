@@ -31,6 +31,7 @@ from fsdp_tune.run.directory import (
     inspect_checkpoint,
     latest_checkpoint,
 )
+from fsdp_tune.run.launch_files import train_command
 from fsdp_tune.run.lock import in_use, locked, refuse_when_held
 from fsdp_tune.run.manifest import Progress
 from fsdp_tune.run.rank_files import read_heartbeat, read_outcome
@@ -258,11 +259,12 @@ def commands_to_resume(run: RunDir, checkpoint: Checkpoint | None) -> tuple[str,
     """Return the next commands for a run that stopped before its end."""
     if not run.path.is_dir():
         return ()
+    command = train_command(run, "--resume", AUTO)
     if checkpoint is None:
-        return (f"`fsdp-tune train … --resume auto` starts again at step 0 in {run.path}",)
+        return (f"`{command}` starts again at step 0 in {run.path}",)
     replacing = " --overwrite" if run.merged.is_dir() else ""  # of an earlier end
     return (
-        f"`fsdp-tune train … --resume auto` continues from {checkpoint.path.name}",
+        f"`{command}` continues from {checkpoint.path.name}",
         f"`fsdp-tune merge-checkpoint {run.path}{replacing}` makes a model of {checkpoint.path.name}",
     )
 

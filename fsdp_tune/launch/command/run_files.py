@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,8 @@ class RunFiles:
     save_model: Callable[[Path], None]
     """Write config, generation config and tokenizer into a directory, so that a merge needs no network."""
     profile: ProfiledSteps | None = None
+    command: Sequence[str] = ()
+    """Arguments of `fsdp-tune` as they were typed."""
 
 
 def write_run(run: RunDir, files: RunFiles) -> None:
@@ -95,7 +97,8 @@ def _write_files(run: RunDir, files: RunFiles) -> None:
     write_file(run.accelerate_yaml, yaml.safe_dump(accelerate_config(files.recipe), sort_keys=False))
     files.environment.write(run.environment_json)
     write_file(run.data_json, files.data)
-    LaunchRecord(time.time(), files.profile, dict(files.reasons), files.plan.to_json()).write(run.launch_json)
+    command, cwd = [mask_text(word) for word in files.command], str(Path.cwd())
+    LaunchRecord(time.time(), files.profile, dict(files.reasons), command, cwd, files.plan.to_json()).write(run.launch_json)
     checkpoint = files.start.checkpoint
     ResumeRequest(str(checkpoint.path) if checkpoint else None, files.start.digests_checked).write(run.resume_json)
     write_file(run.recipe_json, files.recipe.model_dump_json(by_alias=True, indent=2) + "\n", private=True)

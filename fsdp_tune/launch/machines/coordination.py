@@ -29,6 +29,7 @@ from fsdp_tune.launch.machines.work import WorkWatch
 from fsdp_tune.launch.supervise.hang import Standing
 from fsdp_tune.launch.supervise.verdict import ECHO_CODES
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.launch_files import train_command
 from fsdp_tune.run.rank_files import Verdict
 
 JOIN_SECONDS = 3600.0
@@ -161,7 +162,8 @@ class Machines:
         absent = [machine for machine in self.others if machine not in present]
         names = ", ".join(f"machine {machine}" for machine in absent)
         message = f"{self._count - len(absent)} of {self._count} machines joined within {format_seconds(seconds)}; missing: {names}"
-        hint = "start `fsdp-tune train … --machine-rank N` on each of them, with the same recipe; all must see the run directory"
+        command = train_command(self._run, "--machine-rank", "N")
+        hint = f"start `{command}` on each of them, with the same recipe; all must see the run directory"
         return Problem("machines-missing", message, hint=hint)
 
     def silence_elsewhere(self) -> float | None:
