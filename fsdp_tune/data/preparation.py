@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.recipe.paths import COMPILED, default_cache_directory
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.model_and_data import DataSource
+from fsdp_tune.run.document import Document
 from fsdp_tune.run.manifest import Manifest
 
 DATA_FORMAT = 3
@@ -32,7 +32,7 @@ DATA_FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(Document):
     """The prepared data of a run; RUN/data.json. Paths are sets of a store, for `RowStore`."""
 
     key: str
@@ -48,13 +48,6 @@ class Prepared:
     notices: list[dict[str, Any]]
     reused: bool = False
     """Whether the data were found in the cache."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        return cls(**json.loads(text))
 
     def as_notices(self) -> list[Notice]:
         return [Notice(notice["code"], notice["message"], hint=notice["hint"]) for notice in self.notices]
@@ -197,7 +190,10 @@ def _of_source(opened: Input, encoder: Encoder, rows: int) -> int:
 def rows_of_step(data_json: Path, recipe: Recipe, step: int) -> str | None:
     """Describe the rows of a step, counted from 1, of a run; None if its data cannot be read."""
     try:
-        store = RowStore(Prepared.from_json(data_json.read_text(encoding="utf-8")).train)
+        prepared = Prepared.read(data_json)
+        if prepared is None:
+            return None
+        store = RowStore(prepared.train)
     except (OSError, ValueError, FsdpTuneError):
         return None
     return store.describe_rows(batch_of_step(recipe, store.lengths, step).tolist())

@@ -265,7 +265,7 @@ class _Job:
             reasons=self.resolution.reasons,
             plan=self.plan,
             environment=Environment(versions(), host(), devices, extensions),
-            data=inputs.data.to_json(),
+            data=inputs.data,
             start=start,
             save_model=lambda directory: save_model_files(directory, inputs.model, inputs.tokenizer),
             profile=self.options.profile,

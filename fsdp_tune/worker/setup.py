@@ -56,7 +56,8 @@ def build_trainer(
     resume = _resume(run, recipe)
     if rank.is_first:
         remove_leftovers(run)
-    prepared = Prepared.from_json(run.data_json.read_text(encoding="utf-8"))
+    prepared = Prepared.read(run.data_json)
+    assert prepared is not None, "a run directory has it before its recipe.json"
     heartbeat.beat("loading the model")
     device = torch.device(device_type, rank.local_index) if device_type != "cpu" else torch.device("cpu")
     loaded = load(recipe, model_config(recipe), device, vocabulary=prepared.vocabulary_size, local_rank=rank.local_index)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.run_status import run_status
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import CHECKPOINT_KIND, Checkpoint, Rejected, RunDir, latest_checkpoint
+from fsdp_tune.run.document import Document
 from fsdp_tune.run.launch_files import LaunchRecord
 from fsdp_tune.run.lock import locked
 from fsdp_tune.run.manifest import MANIFEST_NAME, Manifest, digest_file
@@ -31,6 +32,11 @@ from fsdp_tune.run.records import Environment
 from tests.launch.test_accelerate import BASE, resolved
 
 Written = Callable[..., RunDir]
+
+
+@dataclass(frozen=True, slots=True)
+class Data(Document):
+    key: str
 
 
 def files_of(
@@ -43,7 +49,7 @@ def files_of(
         reasons={"launch.device": "written"},
         plan=launch_plan(recipe, run),
         environment=Environment(versions={"torch": "2.13"}),
-        data=json.dumps({"key": key}),
+        data=Data(key),
         start=start or Start(),
         save_model=lambda directory: (directory / "config.json").write_text("{}"),
     )

@@ -75,7 +75,7 @@ def write_run(folder: Path, changes: dict[str, Any], store: Path, *, packed: boo
         report={},
         notices=[],
     )
-    run.data_json.write_text(prepared.to_json())
+    prepared.write(run.data_json)
     return run
 
 

@@ -20,6 +20,7 @@ from fsdp_tune.launch.command.resume import Start
 from fsdp_tune.recipe.fsdp_arguments import accelerate_config
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.document import Document
 from fsdp_tune.run.launch_files import LaunchRecord, ProfiledSteps, ResumeRequest
 from fsdp_tune.run.lock import locked
 from fsdp_tune.run.metrics_file import append_event
@@ -37,8 +38,8 @@ class RunFiles:
     reasons: Mapping[str, str]
     plan: LaunchPlan
     environment: Environment
-    data: str
-    """`Prepared.to_json()`."""
+    data: Document
+    """`data.preparation.Prepared`."""
     start: Start
     save_model: Callable[[Path], None]
     """Write config, generation config and tokenizer into a directory, so that a merge needs no network."""
@@ -96,7 +97,7 @@ def _write_files(run: RunDir, files: RunFiles) -> None:
     write_file(run.recipe_yaml, mask_text(_with_overrides(files.recipe_text, files.overrides)), private=True)
     write_file(run.accelerate_yaml, yaml.safe_dump(accelerate_config(files.recipe), sort_keys=False))
     files.environment.write(run.environment_json)
-    write_file(run.data_json, files.data)
+    files.data.write(run.data_json)
     command, cwd = [mask_text(word) for word in files.command], str(Path.cwd())
     LaunchRecord(time.time(), files.profile, dict(files.reasons), command, cwd, files.plan.to_json()).write(run.launch_json)
     checkpoint = files.start.checkpoint
