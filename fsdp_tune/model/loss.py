@@ -31,7 +31,7 @@ def summed_token_loss(logits: torch.Tensor, labels: torch.Tensor, label_smoothin
     """Return the cross-entropy summed over supervised tokens, in fp32 (nats).
 
     `logits` [batch, tokens, vocabulary] in any float dtype, `labels` [batch, tokens] with -100 where not trained. Zero,
-    with a gradient of zero, if no token is supervised.
+    with a gradient of zero, if no token is trained.
     """
     targets = shift_labels(labels)
     return F.cross_entropy(

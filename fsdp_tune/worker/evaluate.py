@@ -54,7 +54,7 @@ def evaluate_sets(
         pairs = {label: each[index] for label, each in sums.items()}
         if empty := next((label for label, (_, count) in pairs.items() if count == 0), None):
             if name == "loss":
-                raise failed_error("eval-without-targets", f"the eval set `{empty}` has no supervised token, so it has no loss")
+                raise failed_error("eval-without-targets", f"the eval set `{empty}` has no trained token, so it has no loss")
             raise failed_error("extension-failed", f"the metric `{name}` counted nothing in the eval set `{empty}`")
         if len(pairs) > 1:
             found |= {f"eval_{label}_{name}": total / count for label, (total, count) in pairs.items()}

@@ -152,7 +152,7 @@ class FsdpTrainer(Trainer):
         if total == 0:
             raise failed_error(
                 "step-without-targets",
-                f"step {self.state.global_step + 1}: no token of the global batch is supervised, so there is no loss",
+                f"step {self.state.global_step + 1}: no token of the global batch is trained, so there is no loss",
             )
         self.batches, self._batches_done = [batch for batch in batches if batch.tensors], 0
         return batches, total

@@ -121,7 +121,7 @@ RECIPE_AND_INPUT = (
         "data/test_readers::a_row_beyond_the_limit_is_skipped_in_bounded_memory",
     ),
     _row(
-        "F021", "t", 10, REFUSED, "no supervised token: in rows, in a rank's micro-batch, in a whole step, everywhere",
+        "F021", "t", 10, REFUSED, "no trained token: in rows, in a rank's micro-batch, in a whole step, everywhere",
         "faults/test_numbers::rows_and_micro_batches_without_targets_train_as_on_one_rank",
         "faults/test_numbers::step_without_targets_is_an_error_and_not_a_loss_of_zero",
         "data/test_preparation::training_on_nothing_is_an_error_with_the_counts",
