@@ -158,7 +158,7 @@ def _table(document: dict[str, Any]) -> list[str]:
     """Format the facts of the read-back as a few plain lines."""
     placement = ", ".join(document["placements"]) or "replicated"
     mesh = "×".join(map(str, document["mesh"])) or "no mesh"
-    kinds = f"recomputation {document['activation_checkpointing']} ({document['recomputed_layers']} layers)"
+    kinds = f"activation checkpointing {document['activation_checkpointing']} ({document['recomputed_layers']} layers)"
     dtypes = f"parameters {document['parameter_dtype']}, compute {document['compute_dtype']}, reduce {document['reduce_dtype']}"
     fp8 = document["fp8"]
     how = f"{', '.join(fp8['scales'])} scales{', emulated' if fp8['emulated'] == [True] else ''}"

@@ -87,7 +87,7 @@ def test_recomputation_is_taken_where_nothing_fits_without_it() -> None:
     assert first.recipe.fsdp.activation_checkpointing != "none"
     assert first.plan.fits == "yes"
     assert ranking.because is not None
-    assert "with recomputation selective it is tight at best (SHARD_GRAD_OP, " in ranking.because
+    assert "with activation checkpointing selective it is tight at best (SHARD_GRAD_OP, " in ranking.because
 
 
 def test_the_reason_of_the_first_claims_nothing_that_the_ranking_denies() -> None:
@@ -98,7 +98,7 @@ def test_the_reason_of_the_first_claims_nothing_that_the_ranking_denies() -> Non
         ranking, _ = ranked(state_gib)
         for each in ranking.ranked:
             denied = {"yes": "", "tight": "not even one", "no": "nothing"}[each.plan.fits]
-            assert f"with recomputation {each.recipe.fsdp.activation_checkpointing} {denied}" not in (ranking.because or "")
+            assert f"with activation checkpointing {each.recipe.fsdp.activation_checkpointing} {denied}" not in (ranking.because or "")
 
 
 def test_offload_is_tried_only_where_nothing_fits_without() -> None:
@@ -117,7 +117,7 @@ def test_inputs_go_to_the_host_before_the_state_does() -> None:
     assert first.recipe.fsdp.activation_checkpointing_offload
     assert first.plan.recipe_changes["fsdp.activation_checkpointing_offload"] is True
     assert not any(recipe.fsdp.offload_params for recipe in tracer.seen)
-    assert "recomputation full, inputs on the host" in (ranking.because or "")
+    assert "activation checkpointing full, inputs on the host" in (ranking.because or "")
     _, tracer = ranked(80)
     assert not any(recipe.fsdp.activation_checkpointing_offload for recipe in tracer.seen)
 

@@ -69,7 +69,7 @@ def least_recomputation(recipe: Recipe, budget: MemoryBudget, trace: Callable[[R
             return Decided(with_recomputation(recipe, kind), {KEY: f"the least that fits {budget.name}: {found.because}{without}"})
         tried.append((kind, found))
     kind, least = min(tried, key=lambda each: each[1].device_bytes)
-    message = f"the recipe may not fit {budget.name} with any recomputation; {kind} needs least: {least.because}"
+    message = f"the recipe may not fit {budget.name} with any activation checkpointing; {kind} needs least: {least.because}"
     notice = Notice("recomputation-is-not-enough", message, hint="`fsdp-tune plan` ranks recipes that fit")
     return Decided(with_recomputation(recipe, kind), {KEY: f"needs least memory: {least.because}"}, (notice,))
 

@@ -276,7 +276,7 @@ def why_first(ranked: Sequence[PlannedRecipe], target: Target) -> str | None:
         without = least.recipe.fsdp.activation_checkpointing
         needed = f"{_name(least.recipe)} needs {least.plan.device_gib:.1f} GiB of {least.plan.usable_gib:.1f}"
         answer = "it is tight at best" if least.plan.fits == "tight" else "none fits"
-        said.append(f"with recomputation {without} {answer} ({needed})")
+        said.append(f"with activation checkpointing {without} {answer} ({needed})")
     return "; ".join(said)
 
 
@@ -294,4 +294,6 @@ def _name(recipe: Recipe) -> str:
     fsdp = recipe.fsdp
     strategy = fsdp.sharding_strategy + (" + offload" if fsdp.offload_params else "")
     inputs = ", inputs on the host" if fsdp.activation_checkpointing_offload else ""
-    return f"{strategy}, recomputation {fsdp.activation_checkpointing}{inputs}, {recipe.training.per_device_train_batch_size} a GPU"
+    return (
+        f"{strategy}, activation checkpointing {fsdp.activation_checkpointing}{inputs}, {recipe.training.per_device_train_batch_size} a GPU"
+    )

@@ -257,7 +257,9 @@ def _reentrant(work: Translation) -> None:
         entry = work.find(("training", name))
         if entry is not None and plain_value(entry.node) == {"use_reentrant": False}:
             work.take(("training", name))
-            work.add_notice(entry.where, f"training.{name}", f"`training.{name}` is not needed: recomputation is always non-reentrant")
+            work.add_notice(
+                entry.where, f"training.{name}", f"`training.{name}` is not needed: activation checkpointing is always non-reentrant"
+            )
 
 
 def _drop(work: Translation, row: Dropped) -> None:
