@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import signal
 import sys
@@ -38,7 +39,12 @@ def main(arguments: list[str]) -> int:
         if rank.is_first:
             screen.write(line + "\n")
 
-    return int(run_rank(run, recipe, rank, say, started).exit_code)
+    outcome = run_rank(run, recipe, rank, say, started)
+    if outcome.problem is not None and not run.rank_outcome(rank.index).is_file():
+        # The disk refused the outcome. The launcher's log is open already and may still accept the message.
+        with contextlib.suppress(OSError):
+            screen.write(f"error: rank {rank.index}: {outcome.problem.message}\n")
+    return int(outcome.exit_code)
 
 
 if __name__ == "__main__":

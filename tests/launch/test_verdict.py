@@ -129,6 +129,13 @@ def test_a_rank_that_the_agent_ended_for_another_is_not_blamed(deaths: list[Deat
     assert problem.message.startswith("rank 1 ended with exit code 1")
 
 
+def test_a_rank_that_could_not_write_its_outcome_is_reported_by_its_line_in_the_launchers_log() -> None:
+    text = f"error: rank 1: metrics.jsonl: Read-only file system\n{BOX}"
+    problem = judge(seen(launcher_text=text, launcher_code=1)).problem
+    assert problem is not None
+    assert problem.message == "rank 1 ended with exit code 1 before it could report: metrics.jsonl: Read-only file system"
+
+
 def test_the_first_exception_is_the_ranks_own_and_not_torchruns_box() -> None:
     assert first_exception(BOX) == "ModuleNotFoundError: No module named 'nothing'"
     assert first_exception("nothing here") is None

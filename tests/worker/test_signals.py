@@ -174,3 +174,28 @@ def test_a_failed_rank_whose_log_is_full_writes_its_outcome_and_exits_although_a
         done = subprocess.run([sys.executable, "-c", FAILING_RANK, str(run.path)], stderr=log, timeout=60, check=False)
     outcome = json.loads(run.rank_outcome(0).read_text())
     assert (done.returncode, Problem.from_dict(outcome["problem"]).message) == (1, "ValueError: a bug")
+
+
+RANK_WITHOUT_OUTCOME = """
+import sys, types
+from fsdp_tune.core.errors import Problem
+from fsdp_tune.run.rank_files import Outcome
+from fsdp_tune.core.errors import ExitReason
+from fsdp_tune.worker import __main__ as entry, main, rank
+
+main.read_recipe = lambda run: types.SimpleNamespace()
+main.run_rank = lambda *_: Outcome(1, ExitReason.FAILED, Problem("write-failed", "metrics.jsonl: Read-only file system"))
+rank.read_rank = lambda *_: rank.Rank(1, 0, 2)
+rank.set_environment = lambda *_: None
+sys.exit(entry.main([sys.argv[1]]))
+"""
+
+
+def test_a_rank_that_cannot_write_its_outcome_reports_its_problem_in_the_launchers_log(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    (tmp_path / "recipe.json").write_text("{}")
+    program = [sys.executable, "-c", RANK_WITHOUT_OUTCOME, str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "error: rank 1: metrics.jsonl: Read-only file system\n"), done.stderr

@@ -151,7 +151,8 @@ def _death_problem(seen: Seen, death: Death) -> tuple[Problem, bool]:
         name = _names([-code])
         hint = f"{_MEMORY_HINT}; {_log_hint(log)}" if -code == signal.SIGKILL else _log_hint(log)
         return Problem("rank-killed", f"rank {death.rank} was killed by {name} at step {seen.last_step}", Where(), hint), True
-    exception = first_exception(seen.launcher_text)
+    own = re.search(rf"^error: rank {death.rank}: (.+)$", seen.launcher_text, re.MULTILINE)
+    exception = own[1] if own else first_exception(seen.launcher_text)
     how = "ended" if code is None else f"ended with exit code {code}"
     message = f"rank {death.rank} {how} before it could report" + (f": {exception}" if exception else "")
     return Problem("rank-died", message, hint=_log_hint(seen.launcher_log)), False
