@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
-from fsdp_tune.core.leash import leashed
+from fsdp_tune.core.parent_death import ends_with_parent
 
 _RUNNING: list[subprocess.Popen[str]] = []
 
@@ -21,7 +21,7 @@ _RUNNING: list[subprocess.Popen[str]] = []
 def start(command: Sequence[str], environment: Mapping[str, str], **pipes: Any) -> subprocess.Popen[str]:
     """A child in a process group of its own: Ctrl-C is for the command, which ends the child by `end`. Should the command be killed, the
     kernel kills the child. `pipes`: stdin, stdout and stderr of `Popen`."""
-    child = subprocess.Popen(leashed(list(command)), text=True, env=environment, process_group=0, **pipes)
+    child = subprocess.Popen(ends_with_parent(list(command)), text=True, env=environment, process_group=0, **pipes)
     _RUNNING.append(child)
     return child
 

@@ -38,7 +38,7 @@ from fsdp_tune.launch.command.resume import decide as decide_start
 from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.machines.work import CountedBar, WorkCounter
 from fsdp_tune.launch.supervise.attempts import Attempts
-from fsdp_tune.launch.supervise.supervisor import Said
+from fsdp_tune.launch.supervise.supervisor import Message
 from fsdp_tune.merge.merging import MergeOptions
 from fsdp_tune.model.loading.model_files import check_vocabulary, save_model_files
 from fsdp_tune.planner.predict.totals import total_steps
@@ -284,7 +284,7 @@ class _Job:
             for event in events:
                 if isinstance(event, Verdict):
                     return event
-                if isinstance(event, Said):
+                if isinstance(event, Message):
                     observer.message(event.text)
                 elif plan.machine_rank == 0:
                     observer.metrics(event.line)

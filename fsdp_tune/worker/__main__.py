@@ -16,7 +16,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m fsdp_tune.worker RUN_DIR (started by a launcher)\n")
         return 2
-    from fsdp_tune.core.leash import die_with_parent
+    from fsdp_tune.core.parent_death import die_with_parent
     from fsdp_tune.worker import rank as ranks
     from fsdp_tune.worker.main import read_recipe, run_directory, run_rank
 

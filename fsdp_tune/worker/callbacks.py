@@ -23,7 +23,7 @@ from fsdp_tune.worker.readback.fp8 import gathered_difference
 from fsdp_tune.worker.readback.isolation import Deviations, allowed_deviation, deviations, not_causal, not_isolated, rows_to_check
 from fsdp_tune.worker.readback.report import ReadBackError, optimizer_state_difference, optimizer_state_kinds, read_back
 from fsdp_tune.worker.readback.witness import Witness
-from fsdp_tune.worker.signals import SAVE_AND_FAIL, WISHES, StopWish, seconds_to_stop
+from fsdp_tune.worker.signals import SAVE_AND_FAIL, STOP_REASONS, StopRequest, seconds_to_stop
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
@@ -35,8 +35,8 @@ RECENT_STEPS = 50
 class RunCallback(TrainerCallback):
     """`say` prints a plain line on rank 0."""
 
-    def __init__(self, run: RunDir, wish: StopWish, say: Callable[[str], None], witness: Witness, *, is_first: bool) -> None:
-        self._run, self._wish, self._say, self._witness, self._is_first = run, wish, say, witness, is_first
+    def __init__(self, run: RunDir, stop_request: StopRequest, say: Callable[[str], None], witness: Witness, *, is_first: bool) -> None:
+        self._run, self._stop_request, self._say, self._witness, self._is_first = run, stop_request, say, witness, is_first
         self._vote = StopVote()
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._evaluation_seconds = 0.0
@@ -61,7 +61,7 @@ class RunCallback(TrainerCallback):
         for line in [*_table(document.facts), *(f"WARNING: host memory: {warning}" for warning in document.warnings)]:
             self._say(line)
         trainer.parts.metrics.event("train_started", state.global_step, total_steps=state.max_steps)
-        self._wish.training = True
+        self._stop_request.training = True
         trainer.parts.heartbeat.mark("training")
         self._step_began = time.monotonic()
 
@@ -89,11 +89,11 @@ class RunCallback(TrainerCallback):
             self._step_seconds.append(seconds)
         trainer.checkpointer.poll()
         slowest = max(self._step_seconds, default=seconds)
-        self._wish.reserve_seconds = seconds_to_stop(slowest, self._evaluation_seconds, trainer.checkpointer.longest_seconds)
-        told = self._vote.exchange(self._wish.code() if trainer.parts.metrics.failure is None else SAVE_AND_FAIL)
+        self._stop_request.reserve_seconds = seconds_to_stop(slowest, self._evaluation_seconds, trainer.checkpointer.longest_seconds)
+        told = self._vote.exchange(self._stop_request.code() if trainer.parts.metrics.failure is None else SAVE_AND_FAIL)
         last = state.global_step >= state.max_steps
         if told and not last:
-            self.stopped = WISHES[told]
+            self.stopped = STOP_REASONS[told]
             control.should_training_stop = True
             control.should_save = True
             # No line but a regular one: the sums travel in the checkpoint, so the resumed run writes the lines of an

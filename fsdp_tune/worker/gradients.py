@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 FP16_SKIPS_IN_A_ROW = 20
 
 
-class Landing:
+class AsyncScalar:
     """A number on its way from the device to the host."""
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class GradientGate:
     """Gradient norm of the last step, before clipping."""
     skipped_steps: int = 0
     _unsettled: Unsettled | None = None
-    _async_norm: Landing | None = None
+    _async_norm: AsyncScalar | None = None
 
     @functools.cached_property
     def _trained(self) -> list[nn.Parameter]:
@@ -94,7 +94,7 @@ class GradientGate:
         self.norm = norm
         if self.scale is None and leaves_bad_steps_out(optimizer) and norm.device.type in ("cpu", "cuda"):
             optimizer.found_inf = torch.isfinite(norm).logical_not().float()
-            self._async_norm = self._async_norm or Landing(norm.device)
+            self._async_norm = self._async_norm or AsyncScalar(norm.device)
             self._async_norm.send(norm)
             self._unsettled = Unsettled(step, batches)
         elif not bool(torch.isfinite(norm)):

@@ -25,7 +25,7 @@ from fsdp_tune.worker.observe import flight
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.tracker_runs import continue_tracker_runs
 from fsdp_tune.worker.rank import Rank, configure_accelerate, start_process_group
-from fsdp_tune.worker.signals import StoppedEarly, StopWish, end_loader_processes
+from fsdp_tune.worker.signals import StoppedEarly, StopRequest, end_loader_processes
 
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 def run_rank(run: RunDir, recipe: Recipe, rank: Rank, say: Callable[[str], None], started: float) -> Outcome:
     """Train, and turn any end into an outcome. Writes the outcome file, and a traceback into the log of the rank."""
     heartbeat = _heartbeat(run, recipe, rank)
-    wish = StopWish(_deadline(run, recipe, started))
+    stop_request = StopRequest(_deadline(run, recipe, started))
     holder: list[FsdpTrainer] = []
     try:
-        wish.install()
+        stop_request.install()
         heartbeat.start()
         heartbeat.beat("starting", 0)
-        outcome = _train(run, recipe, rank, heartbeat, wish, say, started, holder)
+        outcome = _train(run, recipe, rank, heartbeat, stop_request, say, started, holder)
     except StoppedEarly as stop:
         outcome = Outcome(EXIT_CODE_OF_REASON[stop.reason], stop.reason)
     except BaseException as error:  # noqa: BLE001  the outcome file reports any end of this process
@@ -48,7 +48,7 @@ def run_rank(run: RunDir, recipe: Recipe, rank: Rank, say: Callable[[str], None]
         with contextlib.suppress(OSError):  # the log may be on a full disk; the outcome has the traceback too
             sys.stderr.write(outcome.traceback or "")
     outcome = replace(outcome, rank=rank.index, step=heartbeat.step, time=time.time())
-    wish.end()
+    stop_request.end()
     end_loader_processes()
     heartbeat.close()
     with contextlib.suppress(OSError, FsdpTuneError):  # the run directory may be gone; the exit code still has the outcome
@@ -85,7 +85,7 @@ def _train(
     recipe: Recipe,
     rank: Rank,
     heartbeat: HeartbeatWriter,
-    wish: StopWish,
+    stop_request: StopRequest,
     say: Callable[[str], None],
     started: float,
     holder: list[FsdpTrainer],
@@ -101,7 +101,7 @@ def _train(
 
     check_same(run)
     configure_accelerate(recipe)
-    trainer, callback, resume = build_trainer(run, recipe, rank, heartbeat, wish, say, device_type)
+    trainer, callback, resume = build_trainer(run, recipe, rank, heartbeat, stop_request, say, device_type)
     holder.append(trainer)
     progress = StepProgress(heartbeat, trainer.parts.metrics)
     progress.watch(trainer.wrapped)

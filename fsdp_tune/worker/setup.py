@@ -44,12 +44,12 @@ from fsdp_tune.worker.observe.shares import StepShares
 from fsdp_tune.worker.observe.tracker_runs import keep_id
 from fsdp_tune.worker.rank import Rank, share_time_limit
 from fsdp_tune.worker.readback.witness import Witness
-from fsdp_tune.worker.signals import StopWish
+from fsdp_tune.worker.signals import StopRequest
 from fsdp_tune.worker.trainer import FsdpTrainer, Parts
 
 
 def build_trainer(
-    run: RunDir, recipe: Recipe, rank: Rank, heartbeat: HeartbeatWriter, wish: StopWish, say: Callable[[str], None], device_type: str
+    run: RunDir, recipe: Recipe, rank: Rank, heartbeat: HeartbeatWriter, stop: StopRequest, say: Callable[[str], None], device_type: str
 ) -> tuple[FsdpTrainer, RunCallback, Checkpoint | None]:
     """The trainer of this rank, its callback, and the checkpoint to resume from."""
     arguments = training_arguments(recipe, run)
@@ -84,7 +84,7 @@ def build_trainer(
         user_metrics={name: find_extension("metrics", name).load() for name in recipe.extensions.metrics},
     )
     witness = Witness(recipe.training.witness)
-    callback = RunCallback(run, wish, say, witness, is_first=rank.is_first)
+    callback = RunCallback(run, stop, say, witness, is_first=rank.is_first)
     compiling = [CompileReport(say)] if recipe.kernels.compile else []
     shares = StepShares(loaded.wrapped, device)
     profiled = (LaunchRecord.read(run.launch_json) or LaunchRecord()).profile

@@ -12,7 +12,7 @@ from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason
 from fsdp_tune.core.processes import heeded
 
 # Ordered: if ranks differ, the largest code wins.
-WISHES: dict[int, ExitReason] = {
+STOP_REASONS: dict[int, ExitReason] = {
     1: ExitReason.MAX_RUNTIME,
     2: ExitReason.PREEMPTED,
     3: ExitReason.INTERRUPTED,
@@ -20,7 +20,7 @@ WISHES: dict[int, ExitReason] = {
 }
 SAVE_AND_FAIL = 4
 """What only this rank can no longer do (write metrics.jsonl) ends the run, once all have saved."""
-_WISH_OF_SIGNAL = {signal.SIGTERM: 2, signal.SIGUSR1: 2, signal.SIGHUP: 2, signal.SIGINT: 3}
+_REQUEST_OF_SIGNAL = {signal.SIGTERM: 2, signal.SIGUSR1: 2, signal.SIGHUP: 2, signal.SIGINT: 3}
 # One Ctrl-C reaches a rank several times: from the terminal, from the launcher, from its agent.
 ECHO_SECONDS = 2.0
 MARGIN_SECONDS = 5.0
@@ -29,7 +29,7 @@ MARGIN_SECONDS = 5.0
 
 def ignore_stop_signals(_worker: int) -> None:
     """Ignore stop signals in loader processes: a launcher signals the process group of a rank, and the last steps still need batches."""
-    for number in _WISH_OF_SIGNAL:
+    for number in _REQUEST_OF_SIGNAL:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -58,8 +58,8 @@ def seconds_to_stop(step_seconds: float, evaluation_seconds: float, save_seconds
     return MARGIN_SECONDS + 2 * step_seconds + evaluation_seconds + 2 * save_seconds
 
 
-class StopWish:
-    """The stop requested of this rank: 0 for none, else a key of WISHES.
+class StopRequest:
+    """The stop requested of this rank: 0 for none, else a key of STOP_REASONS.
 
     Until `training` is set, the first signal ends the process at once. `deadline` is on the monotonic clock.
     """
@@ -73,24 +73,24 @@ class StopWish:
         """How long before the deadline to vote for the stop; see `seconds_to_stop`."""
 
     def install(self) -> None:
-        for number in heeded(_WISH_OF_SIGNAL):
+        for number in heeded(_REQUEST_OF_SIGNAL):
             signal.signal(number, self._handle)
 
     def end(self) -> None:
         """Ignore signals from now on: this rank is about to exit, and its outcome must still be written."""
-        for number in _WISH_OF_SIGNAL:
+        for number in _REQUEST_OF_SIGNAL:
             signal.signal(number, signal.SIG_IGN)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._first is not None and now - self._first > ECHO_SECONDS:
             # A second signal: stop without saving. Older checkpoints are kept.
-            os._exit(EXIT_CODE_OF_REASON[WISHES[_WISH_OF_SIGNAL[signal.Signals(number)]]])
+            os._exit(EXIT_CODE_OF_REASON[STOP_REASONS[_REQUEST_OF_SIGNAL[signal.Signals(number)]]])
         if self._first is None and not self.training:
             self._first = now
-            raise StoppedEarly(WISHES[_WISH_OF_SIGNAL[signal.Signals(number)]])
+            raise StoppedEarly(STOP_REASONS[_REQUEST_OF_SIGNAL[signal.Signals(number)]])
         self._first = self._first or now
-        self._signal = max(self._signal, _WISH_OF_SIGNAL[signal.Signals(number)])
+        self._signal = max(self._signal, _REQUEST_OF_SIGNAL[signal.Signals(number)])
 
     def code(self) -> int:
         late = self._deadline is not None and time.monotonic() > self._deadline - self.reserve_seconds

@@ -58,8 +58,8 @@ def marked(token: str) -> list[Process]:
 
 
 def _role(words: list[str]) -> str:
-    if any(word.endswith("leash.py") for word in words):
-        return "leash"  # about to become another
+    if any(word.endswith("parent_death.py") for word in words):
+        return "starter"  # about to become another
     if "accelerate.commands.launch" in words:
         return AGENT
     if "fsdp_tune.worker" in words:

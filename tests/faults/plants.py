@@ -109,7 +109,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("checkpoints of other models load", "worker.checkpoint.state:_check_names", drop("raise"), rows="F084"),
     # signals and supervision
     plant(
-        "each rank stops by its own wish",
+        "each rank stops by its own request",
         "worker.agree:StopVote.exchange",
         replace("self._tensor.item", "lambda: mine"),
         rows="F061 F068",
@@ -118,8 +118,8 @@ PLANTS: tuple[Plant, ...] = (
             "faults/test_train.py::signal_at_the_last_steps_loses_no_final_checkpoint[10]",
         ),
     ),
-    plant("no process is on a leash", "core.leash:die_with_parent", never("libc.prctl"), rows="F066"),
-    plant("a second signal within a moment is a second wish", "worker.signals", value("ECHO_SECONDS", "0.0"), rows="F063"),
+    plant("no process ends with its parent", "core.parent_death:die_with_parent", never("libc.prctl"), rows="F066"),
+    plant("a second signal within a moment stops at once", "worker.signals", value("ECHO_SECONDS", "0.0"), rows="F063"),
     plant("a tracker may end the run", "worker.observe.trackers:Guarded._serve", catch("ZeroDivisionError"), rows="F069"),
     # numbers
     plant("numbers that are none are used", "worker.gradients:GradientGate.settle", never("math.isfinite"), rows="F049 F050"),

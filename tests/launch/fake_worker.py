@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.core.leash import die_with_parent
+from fsdp_tune.core.parent_death import die_with_parent
 from fsdp_tune.run.directory import RunDir
 
 

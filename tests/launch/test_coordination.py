@@ -15,7 +15,7 @@ from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
 from fsdp_tune.launch.machines import coordination as machines
 from fsdp_tune.launch.machines.coordination import Machines, combined
 from fsdp_tune.launch.supervise.attempts import _final
-from fsdp_tune.launch.supervise.hang import Standing
+from fsdp_tune.launch.supervise.hang import RankState
 from fsdp_tune.launch.supervise.supervisor import Supervisor
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.lock import locked
@@ -73,7 +73,7 @@ def test_single_machine_neither_announces_nor_waits(run: RunDir) -> None:
     alone = Machines(run, 0, 1, timeout_seconds=0.0)
     assert alone.gather(0) is None
     alone.end(KILLED)
-    assert (alone.verdict(KILLED), alone.trouble(), alone.share([Standing(0)], 1.0)) == (KILLED, None, [Standing(0)])
+    assert (alone.verdict(KILLED), alone.trouble(), alone.share([RankState(0)], 1.0)) == (KILLED, None, [RankState(0)])
     assert alone.environment() == {}
     assert not alone.is_poll_due()
     assert list(run.logs.iterdir()) == []
@@ -265,9 +265,9 @@ def test_a_first_machine_that_is_gone_is_not_waited_for(run: RunDir) -> None:
 def test_hang_is_examined_on_all_machines(two: tuple[Machines, Machines]) -> None:
     first, second = two
     start(first, second)
-    mine, theirs = Standing(0, 5, "training", waits_in="all_reduce"), Standing(1, 5, "backward", state="stopped (SIGSTOP)")
+    mine, theirs = RankState(0, 5, "training", waits_in="all_reduce"), RankState(1, 5, "backward", state="stopped (SIGSTOP)")
     assert second.silence_elsewhere() is None
-    answers: list[list[Standing]] = []
+    answers: list[list[RankState]] = []
     asking = threading.Thread(target=lambda: answers.append(first.share([mine], 60.0)))
     asking.start()
     while second.silence_elsewhere() is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.launch.supervise.hang import Standing, hang_problem, late_ranks, report_text
+from fsdp_tune.launch.supervise.hang import RankState, hang_problem, late_ranks, report_text
 from fsdp_tune.launch.supervise.stacks import main_thread, parse, stands_at, waits_in
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
@@ -106,8 +106,8 @@ def test_other_log_lines_are_not_stacks() -> None:
     assert main_thread(stacks)[0].function == "forward"
 
 
-def standing(rank: int, **more: Any) -> Standing:
-    return replace(Standing(rank, step=5, phase="training", waits_in="all_reduce"), **more)
+def standing(rank: int, **more: Any) -> RankState:
+    return replace(RankState(rank, step=5, phase="training", waits_in="all_reduce"), **more)
 
 
 def recorded(number: int, *, ended: bool = False, group: str = "0") -> dict[str, Any]:
@@ -115,7 +115,7 @@ def recorded(number: int, *, ended: bool = False, group: str = "0") -> dict[str,
 
 
 @pytest.mark.parametrize(
-    ("standings", "late"),
+    ("rank_states", "late"),
     [
         ([standing(0), standing(1, state="stopped (SIGSTOP)"), standing(2, waits_in=None)], [1]),
         ([standing(0), standing(1, waits_in=None), standing(2)], [1]),
@@ -128,8 +128,8 @@ def recorded(number: int, *, ended: bool = False, group: str = "0") -> dict[str,
     ],
     ids=["stopped", "computes", "all compute", "all wait", "a collective behind", "same collective", "unknown", "other groups"],
 )
-def test_late_rank_is_distinguished_from_waiting_ranks(standings: list[Standing], late: list[int]) -> None:
-    assert [each.rank for each in late_ranks(standings)] == late
+def test_late_rank_is_distinguished_from_waiting_ranks(rank_states: list[RankState], late: list[int]) -> None:
+    assert [each.rank for each in late_ranks(rank_states)] == late
 
 
 def test_message_names_rank_step_location_and_where_others_wait() -> None:
@@ -161,8 +161,8 @@ def test_a_thousand_ranks_are_one_line() -> None:
 
 
 def test_report_lists_every_rank_and_those_without_an_answer() -> None:
-    standings = [standing(0), Standing(1)]
-    text = report_text(standings, {0: dump(ALL_REDUCE), 1: ""}, hang_problem(standings, 60.0, Path("x")))
+    rank_states = [standing(0), RankState(1)]
+    text = report_text(rank_states, {0: dump(ALL_REDUCE), 1: ""}, hang_problem(rank_states, 60.0, Path("x")))
     assert "rank 1 (before its first heartbeat): does not wait for others" in text
     assert "── stacks of rank 1\nno answer" in text
     assert 'distributed_c10d.py", line 3252 in all_reduce' in text

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.launch.supervise.supervisor import Event, Said
+from fsdp_tune.launch.supervise.supervisor import Event, Message
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Verdict
 from tests.launch.test_real_restart import launch, written
@@ -74,4 +74,4 @@ def test_background_save_slower_than_the_limit_is_not_a_hang(how: str, tmp_path:
     assert ended.exit_code == (0 if how == "the last save" else 143)
     (saved,) = [line for line in lines(run) if line.get("event") == "checkpoint_saved"]
     assert saved["seconds"] > LIMIT_SECONDS + 5.0, "slow enough to be taken for a hang"
-    assert not any(isinstance(event, Said) and "no progress" in event.text for event in events)
+    assert not any(isinstance(event, Message) and "no progress" in event.text for event in events)

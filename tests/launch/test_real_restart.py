@@ -21,7 +21,7 @@ from fsdp_tune.data.preparation import rows_of_step
 from fsdp_tune.launch.command.accelerate import launch_plan
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.launch.supervise.attempts import Attempts
-from fsdp_tune.launch.supervise.supervisor import Event, Said
+from fsdp_tune.launch.supervise.supervisor import Event, Message
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.rank_files import Heartbeat, Verdict, read_heartbeat
 from tests.conftest import REPOSITORY
@@ -103,7 +103,7 @@ def test_a_killed_rank_and_a_failed_one_leave_the_uninterrupted_run(tmp_path: Pa
     assert (ended.exit_code, ended.problem, ended.step) == (0, None, 5)
     assert_same_end(run, whole, 5)
     assert [(event["restart"], event["code"]) for event in restarted(run)] == [(1, "rank-killed"), (2, "worker-failed")]
-    said = [event.text for event in events if isinstance(event, Said) and "restarting" in event.text]
+    said = [event.text for event in events if isinstance(event, Message) and "restarting" in event.text]
     assert said[0] == "rank 1 was killed by SIGKILL at step 2: restarting from checkpoint-1 (restart 1 of 100); 1 step will be repeated"
     assert [path for path in run.path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()] == []
     assert said[1].startswith("RuntimeError: a library failed (rank 0, step 4): restarting from checkpoint-3")
@@ -131,7 +131,7 @@ def test_hanging_rank_is_named_and_the_run_restarts(tmp_path: Path, how: int | s
     run = written(tmp_path, "run", steps=4, **{"launch.hang_timeout": "8s"})
     ended, events = launch(run, {"rank": 1, "step": 2, "how": how})
     assert ended.exit_code == 0
-    (said,) = [event.text for event in events if isinstance(event, Said) and "restarting" in event.text]
+    (said,) = [event.text for event in events if isinstance(event, Message) and "restarting" in event.text]
     assert "no progress for" in said
     assert "rank 1 (step 2, `training`" in said
     assert "is late; waiting for it: rank 0 in " in said

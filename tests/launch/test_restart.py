@@ -13,7 +13,7 @@ import pytest
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason, Problem
 from fsdp_tune.launch.supervise import supervisor as supervise
 from fsdp_tune.launch.supervise.attempts import Attempts, Failure, Restart, decide, is_transient
-from fsdp_tune.launch.supervise.supervisor import Event, Said
+from fsdp_tune.launch.supervise.supervisor import Event, Message
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Verdict
 from tests.launch.conftest import Parts, PlanOf
@@ -135,7 +135,7 @@ DIES_ONCE = [["beat", "training", 2], ["log", {"event": "train_started", "step":
 def test_killed_rank_restarts_the_run_with_a_message_and_a_metrics_event(attempt: Any, run: RunDir) -> None:
     end, events = attempt({"0": [*DIES_ONCE, ["outcome", FINISHED]], "1": [["outcome", FINISHED]]})
     assert (end.exit_code, end.problem) == (0, None)
-    (said,) = [event.text for event in events if isinstance(event, Said) and "restarting" in event.text]
+    (said,) = [event.text for event in events if isinstance(event, Message) and "restarting" in event.text]
     assert said.startswith("rank 0 was killed by SIGKILL at step 2: restarting from step 0 (there is no complete checkpoint yet)")
     assert said.endswith("(restart 1 of 5); 2 steps will be repeated")
     (event,) = [line for line in lines(run) if line.get("event") == "restarted"]
@@ -153,7 +153,7 @@ def test_a_hang_is_started_again(attempt: Any) -> None:
     hangs_once = [["stacks"], ["beat", "training", 2], ["log", {"event": "train_started", "step": 0}], ["once", "slept", "sleep", 60]]
     end, events = attempt({"0": [*hangs_once, ["outcome", FINISHED]]}, "launch.hang_timeout=1s")
     assert end.exit_code == 0
-    assert any(isinstance(event, Said) and "no progress" in event.text and "restarting" in event.text for event in events)
+    assert any(isinstance(event, Message) and "no progress" in event.text and "restarting" in event.text for event in events)
 
 
 def test_repeated_failure_before_training_is_restarted_once(attempt: Any, run: RunDir) -> None:
@@ -161,7 +161,7 @@ def test_repeated_failure_before_training_is_restarted_once(attempt: Any, run: R
     assert end.exit_code == 1
     assert end.problem is not None
     assert "restarting does not help: 2 launches in a row" in end.problem.message
-    assert sum(isinstance(event, Said) and "restarting from" in event.text for event in events) == 1
+    assert sum(isinstance(event, Message) and "restarting from" in event.text for event in events) == 1
     verdict = json.loads((run.logs / "outcome.json").read_text())
     assert "restarting does not help" in verdict["problem"]["message"]
 
@@ -173,4 +173,4 @@ def test_no_restart_if_it_cannot_help_or_is_disabled(attempt: Any, run: RunDir, 
     outcome = {"exit_code": code, "exit_reason": reason, "problem": {"code": "x", "message": "x"} if code < 100 else None}
     end, events = attempt({"0": [["beat", "training", 1], ["outcome", outcome], ["exit", code]]})
     assert end.exit_code == code
-    assert not any(isinstance(event, Said) for event in events)
+    assert not any(isinstance(event, Message) for event in events)

@@ -20,7 +20,7 @@ from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.supervise import hang
 from fsdp_tune.launch.supervise import rank_watch as watch
 from fsdp_tune.launch.supervise import supervisor as supervise
-from fsdp_tune.launch.supervise.supervisor import Event, Logged, Said, Supervisor
+from fsdp_tune.launch.supervise.supervisor import Event, Logged, Message, Supervisor
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Verdict
 from tests.launch.conftest import PlanOf
@@ -103,7 +103,7 @@ def test_a_signal_is_passed_on_and_the_ranks_save(plan_of: PlanOf, number: int, 
     assert ended.exit_code == code
     assert ended.problem is None
     assert ended.step == 7
-    assert any(isinstance(event, Said) and "stopping after step 9 (2 more steps) and saving" in event.text for event in events)
+    assert any(isinstance(event, Message) and "stopping after step 9 (2 more steps) and saving" in event.text for event in events)
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_hanging_rank_is_named_with_its_location(plan_of: PlanOf, run: RunDir) -
     report = run.hang_report.read_text()
     assert "── stacks of rank 0" in report
     assert "distributed_c10d.py" in report
-    assert any(isinstance(event, Said) and "no progress" in event.text for event in events)
+    assert any(isinstance(event, Message) and "no progress" in event.text for event in events)
 
 
 def test_stopped_rank_is_late_and_its_location_is_reported(plan_of: PlanOf, run: RunDir) -> None:

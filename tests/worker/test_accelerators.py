@@ -26,7 +26,7 @@ from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.worker import gradients
 from fsdp_tune.worker.checkpoint.state import rng_state, set_rng_state
-from fsdp_tune.worker.gradients import Landing
+from fsdp_tune.worker.gradients import AsyncScalar
 from fsdp_tune.worker.observe import flight
 from fsdp_tune.worker.observe import out_of_memory as memory
 from fsdp_tune.worker.observe.shares import StepShares, Stopwatch
@@ -140,7 +140,7 @@ def test_rank_without_a_device_names_what_torch_sees(count: int, way_out: str) -
 
 def test_number_is_read_after_it_has_arrived_and_without_waiting_for_later_work() -> None:
     with late_cuda() as queue:
-        landing = Landing(CUDA)
+        landing = AsyncScalar(CUDA)
         landing.send(torch.tensor(3.0))
         queue.compute(1.0)
         assert landing.read() == 3.0
@@ -151,7 +151,7 @@ def test_number_is_read_after_it_has_arrived_and_without_waiting_for_later_work(
 
 def test_bad_step_on_a_late_device_is_reported_once_with_its_own_number(monkeypatch: pytest.MonkeyPatch) -> None:
     with late_cuda():
-        monkeypatch.setattr(gradients, "Landing", lambda _: Landing(CUDA))
+        monkeypatch.setattr(gradients, "AsyncScalar", lambda _: AsyncScalar(CUDA))
         bench = Bench()
         bench.step()
         before = bench.everything()

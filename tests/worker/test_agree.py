@@ -1,4 +1,4 @@
-"""What one rank saw, all ranks know: failures, values and wishes to stop."""
+"""What one rank saw, all ranks know: failures, values and requests to stop."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ def test_gathered_values_are_in_the_order_of_ranks(pool: RankPool) -> None:
     assert pool.run(3, gather_ranks) == [["", "x", "xx"]] * 3
 
 
-def vote(wishes: dict[int, list[int]]) -> list[int]:
+def vote(requests: dict[int, list[int]]) -> list[int]:
     import torch.distributed as dist
 
     box = StopVote()
-    answers = [box.exchange(wish) for wish in wishes[dist.get_rank()]]
+    answers = [box.exchange(request) for request in requests[dist.get_rank()]]
     box.finish()
     return answers
 
 
 @pytest.mark.ranks
 def test_all_ranks_read_the_largest_stop_code_at_the_next_step(pool: RankPool) -> None:
-    wishes = {0: [0, 0, 0, 1, 1], 1: [0, 2, 2, 2, 2], 2: [0, 0, 3, 3, 3]}
-    assert pool.run(3, vote, wishes) == [[0, 0, 2, 3, 3]] * 3
+    requests = {0: [0, 0, 0, 1, 1], 1: [0, 2, 2, 2, 2], 2: [0, 0, 3, 3, 3]}
+    assert pool.run(3, vote, requests) == [[0, 0, 2, 3, 3]] * 3

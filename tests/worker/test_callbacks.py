@@ -17,8 +17,8 @@ from fsdp_tune.worker.readback.witness import Witness
 def test_warnings_of_the_read_back_are_printed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     nothing = SimpleNamespace(beat=lambda *_: None, mark=lambda *_: None, event=lambda *_, **__: None)
-    wish: Any = SimpleNamespace(training=False)
-    callback = RunCallback(RunDir(tmp_path), wish, said.append, Witness("off"), is_first=False)
+    stop_request: Any = SimpleNamespace(training=False)
+    callback = RunCallback(RunDir(tmp_path), stop_request, said.append, Witness("off"), is_first=False)
     callback.trainer = SimpleNamespace(parts=SimpleNamespace(recipe=None, loaded=None, heartbeat=nothing, metrics=nothing))  # type: ignore[assignment]
     monkeypatch.setattr(callbacks, "read_back", lambda *_: ReadBack([], [], ["it grew by 9 GiB"]))
     monkeypatch.setattr(callbacks, "_table", lambda _: ["a table"])
@@ -26,4 +26,4 @@ def test_warnings_of_the_read_back_are_printed(tmp_path: Any, monkeypatch: pytes
     arguments: Any = None
     callback.on_train_begin(arguments, SimpleNamespace(global_step=0, max_steps=1), arguments)  # type: ignore[arg-type]
     assert said == ["a table", "WARNING: host memory: it grew by 9 GiB"]
-    assert wish.training
+    assert stop_request.training

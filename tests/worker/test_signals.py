@@ -17,7 +17,7 @@ from fsdp_tune.worker import main as worker_main
 from fsdp_tune.worker.callbacks import RunCallback
 from fsdp_tune.worker.rank import Rank
 from fsdp_tune.worker.readback.witness import Witness
-from fsdp_tune.worker.signals import StopWish
+from fsdp_tune.worker.signals import StopRequest
 
 
 class Clock:
@@ -57,7 +57,7 @@ def test_a_run_has_saved_before_max_runtime_is_over(
     monkeypatch.setattr(signals, "time", clock)
     checkpointer = SimpleNamespace(poll=lambda: None, longest_seconds=0.0)
     metrics = SimpleNamespace(failure=None, event=lambda *_, **__: None)
-    callback = RunCallback(RunDir(Path()), StopWish(max_runtime_seconds), lambda _: None, Witness("off"), is_first=False)
+    callback = RunCallback(RunDir(Path()), StopRequest(max_runtime_seconds), lambda _: None, Witness("off"), is_first=False)
     monkeypatch.setattr(callback, "_vote", Vote())
     callback.trainer = SimpleNamespace(checkpointer=checkpointer, parts=SimpleNamespace(metrics=metrics, evals={}))  # type: ignore[assignment]
     control: Any = SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False)
@@ -102,7 +102,7 @@ def test_a_rank_keeps_ignoring_what_its_launcher_ignores() -> None:
     try:
         for number in numbers:
             signal.signal(number, signal.SIG_IGN)
-        StopWish().install()
+        StopRequest().install()
         assert [number for number in numbers if signal.getsignal(number) is signal.SIG_IGN] == [signal.SIGINT, signal.SIGHUP]
     finally:
         for number, handler in before.items():

@@ -26,7 +26,7 @@ from fsdp_tune.core.errors import ExitReason, Problem
 from fsdp_tune.core.ownership import is_abandoned, read_owner
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.machines.work import WorkWatch
-from fsdp_tune.launch.supervise.hang import Standing
+from fsdp_tune.launch.supervise.hang import RankState
 from fsdp_tune.launch.supervise.verdict import ECHO_CODES
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.launch_files import train_command
@@ -61,7 +61,7 @@ class Report:
     """waiting: to join. ready: for this launch. running. ended: this launch, on this machine. On the first machine only: gathering (waits
     for the others), and final (there is no other launch)."""
     ended: Verdict | None = None
-    standings: tuple[Standing, ...] = ()
+    rank_states: tuple[RankState, ...] = ()
     """Where its ranks are, in a hang."""
     silent_seconds: float = 0.0
 
@@ -167,16 +167,16 @@ class Machines:
         return Problem("machines-missing", message, hint=hint)
 
     def silence_elsewhere(self) -> float | None:
-        """Return the seconds without progress if another machine has detected a hang and waits for the standings of this one."""
-        return max((report.silent_seconds for report in self._read_others() if report.standings), default=None)
+        """Return the seconds without progress if another machine has detected a hang and waits for the rank_states of this one."""
+        return max((report.silent_seconds for report in self._read_others() if report.rank_states), default=None)
 
-    def share(self, standings: Sequence[Standing], silent_seconds: float) -> list[Standing]:
-        """Publish the standings of this machine and wait for those of the others. Returns all known standings by rank."""
-        self._publish(Report(self._machine, self._launch, "running", standings=tuple(standings), silent_seconds=silent_seconds))
+    def share(self, rank_states: Sequence[RankState], silent_seconds: float) -> list[RankState]:
+        """Publish the rank_states of this machine and wait for those of the others. Returns all known rank_states by rank."""
+        self._publish(Report(self._machine, self._launch, "running", rank_states=tuple(rank_states), silent_seconds=silent_seconds))
         deadline = time.monotonic() + SHARE_SECONDS
-        while not all(report.standings for report in self._read_others()) and time.monotonic() < deadline:
+        while not all(report.rank_states for report in self._read_others()) and time.monotonic() < deadline:
             time.sleep(READ_SECONDS)
-        every = [*standings, *(standing for report in self._read_others() for standing in report.standings)]
+        every = [*rank_states, *(standing for report in self._read_others() for standing in report.rank_states)]
         return sorted(every, key=lambda standing: standing.rank)
 
     def verdict(self, ended: Verdict) -> Verdict:
@@ -237,7 +237,7 @@ class Machines:
                 "launch": report.launch,
                 "state": report.state,
                 "ended": report.ended.as_dict() if report.ended else None,
-                "standings": [standing.as_dict() for standing in report.standings],
+                "rank_states": [standing.as_dict() for standing in report.rank_states],
                 "silent_seconds": report.silent_seconds,
             }
             write_json(_path(self._run, self._machine), content)
@@ -257,8 +257,8 @@ class Machines:
             return None
         try:
             ended = Verdict.from_dict(raw["ended"]) if raw["ended"] is not None else None
-            standings = tuple(Standing(**each) for each in raw["standings"])
-            return Report(machine, int(raw["launch"]), raw["state"], ended, standings, float(raw["silent_seconds"]))
+            rank_states = tuple(RankState(**each) for each in raw["rank_states"])
+            return Report(machine, int(raw["launch"]), raw["state"], ended, rank_states, float(raw["silent_seconds"]))
         except (ValueError, KeyError, TypeError):
             return None
 

@@ -19,7 +19,7 @@ from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.command.resume import is_for
 from fsdp_tune.launch.machines.coordination import Machines
 from fsdp_tune.launch.machines.work import WorkCounter
-from fsdp_tune.launch.supervise.supervisor import Event, Said, Supervisor
+from fsdp_tune.launch.supervise.supervisor import Event, Message, Supervisor
 from fsdp_tune.launch.supervise.verdict import ECHO_CODES
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import Checkpoint, RunDir, latest_checkpoint
@@ -68,7 +68,7 @@ class Attempts:
                 self._machines.conclude(ended)
                 yield ended
                 return
-            yield Said(self._prepare_restart(decision, checkpoint))
+            yield Message(self._prepare_restart(decision, checkpoint))
 
     def _follow(self) -> Generator[Event]:
         problem = self._machines.join()

@@ -29,7 +29,7 @@ STATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankState:
     """Where one rank is. Everything but the rank may be unknown: a rank that hangs early has written no heartbeat."""
 
     rank: int
@@ -54,9 +54,9 @@ class Standing:
         return asdict(self)
 
 
-def collect_standings(
+def collect_rank_states(
     run: RunDir, ranks: Mapping[int, psutil.Process], beats: Mapping[int, Heartbeat]
-) -> tuple[list[Standing], dict[int, str]]:
+) -> tuple[list[RankState], dict[int, str]]:
     """Return the standing of each rank, and its stacks as text.
 
     Each rank dumps its stacks on SIGUSR2: faulthandler does so from C, even while the GIL is held. A stopped rank is continued until it
@@ -70,12 +70,12 @@ def collect_standings(
     for rank, process in ranks.items():
         if states[rank] == STATES[psutil.STATUS_STOPPED]:
             _signal(process, signal.SIGSTOP)
-    standings: list[Standing] = []
+    rank_states: list[RankState] = []
     for rank, process_state in sorted(states.items()):
         beat = beats.get(rank)
         stacks = parse(texts[rank])
-        standings.append(
-            Standing(
+        rank_states.append(
+            RankState(
                 rank=rank,
                 step=beat.step if beat else None,
                 phase=beat.phase if beat else None,
@@ -85,19 +85,19 @@ def collect_standings(
                 collective=beat.collective if beat else None,
             )
         )
-    return standings, texts
+    return rank_states, texts
 
 
-def with_launcher_state(standings: Sequence[Standing], ranks: range, launcher: psutil.Process) -> list[Standing]:
-    """Return the standings of all `ranks`, with the state of their launcher if it cannot run.
+def with_launcher_state(rank_states: Sequence[RankState], ranks: range, launcher: psutil.Process) -> list[RankState]:
+    """Return the rank_states of all `ranks`, with the state of their launcher if it cannot run.
 
     torchrun's agent starts the ranks and serves the store through which they find each other, so they wait for it.
     """
     state = _state(launcher)
     if state not in STATES.values():
-        return list(standings)
-    known = {standing.rank: standing for standing in standings}
-    every = [known.get(rank, Standing(rank)) for rank in ranks]
+        return list(rank_states)
+    known = {standing.rank: standing for standing in rank_states}
+    every = [known.get(rank, RankState(rank)) for rank in ranks]
     return [replace(each, state=each.state or f"its launcher is {state}") for each in every]
 
 
@@ -157,59 +157,59 @@ def _read_from(path: Path, start: int) -> str:
         return file.read().decode("utf-8", "replace")
 
 
-def late_ranks(standings: Sequence[Standing]) -> list[Standing]:
+def late_ranks(rank_states: Sequence[RankState]) -> list[RankState]:
     """Return the ranks that the others wait for; [] if they cannot be distinguished.
 
     In order: ranks that cannot run; ranks that do not wait while others do; ranks that have entered the fewest collectives.
     """
-    held = [standing for standing in standings if standing.state is not None]
+    held = [standing for standing in rank_states if standing.state is not None]
     if held:
         return held
-    busy = [standing for standing in standings if standing.waits_in is None]
-    if 0 < len(busy) < len(standings):
+    busy = [standing for standing in rank_states if standing.waits_in is None]
+    if 0 < len(busy) < len(rank_states):
         return busy
-    known = [standing.collective for standing in standings if standing.collective is not None]
+    known = [standing.collective for standing in rank_states if standing.collective is not None]
     groups = {each["group"] for each in known if not each["ended"]}
-    if len(known) == len(standings) > 1 and len(groups) == 1:
+    if len(known) == len(rank_states) > 1 and len(groups) == 1:
         (group,) = groups
         entered = [each["entered"].get(group, 0) for each in known]
-        late = [standing for standing, number in zip(standings, entered, strict=True) if number == min(entered)]
-        return late if len(late) < len(standings) else []
+        late = [standing for standing, number in zip(rank_states, entered, strict=True) if number == min(entered)]
+        return late if len(late) < len(rank_states) else []
     return []
 
 
-def hang_problem(standings: Sequence[Standing], silent_seconds: float, report: Path) -> Problem:
+def hang_problem(rank_states: Sequence[RankState], silent_seconds: float, report: Path) -> Problem:
     """Return the problem naming the late ranks, their step and location, and the collective that the others wait in."""
-    late = late_ranks(standings)
+    late = late_ranks(rank_states)
     lead = f"no progress for {format_seconds(silent_seconds)}"
     if late:
         names = "; ".join(map(str, late[:4])) + (f" and {len(late) - 4} more" if len(late) > 4 else "")
-        message = f"{lead}: {names} {'is' if len(late) == 1 else 'are'} late{_waiting(standings, late)}"
+        message = f"{lead}: {names} {'is' if len(late) == 1 else 'are'} late{_waiting(rank_states, late)}"
     else:
-        message = f"{lead}: {_all_wait(standings)}"
+        message = f"{lead}: {_all_wait(rank_states)}"
     hint = f"the stacks of every rank are in {report}; raise `launch.hang_timeout` to allow more time"
     return Problem("hang", message, hint=hint)
 
 
-def _waiting(standings: Sequence[Standing], late: Sequence[Standing]) -> str:
+def _waiting(rank_states: Sequence[RankState], late: Sequence[RankState]) -> str:
     by_name: dict[str, list[int]] = {}
-    for standing in standings:
+    for standing in rank_states:
         if standing not in late and standing.waits_in is not None:
             by_name.setdefault(standing.waits_in, []).append(standing.rank)
     parts = [f"{_ranks(ranks)} in {name}" for name, ranks in by_name.items()]
     return f"; waiting for it: {', '.join(parts)}" if parts else ""
 
 
-def _all_wait(standings: Sequence[Standing]) -> str:
-    if not standings:
+def _all_wait(rank_states: Sequence[RankState]) -> str:
+    if not rank_states:
         return "no rank had started"
     shown = [
         f"{standing} in {standing.waits_in or 'no collective'}"
         + (f" (number {standing.collective['number']}, {standing.collective['name']})" if standing.collective else "")
-        for standing in standings[:4]
+        for standing in rank_states[:4]
     ]
-    more = f" and {len(standings) - 4} more" if len(standings) > 4 else ""
-    waits = {standing.waits_in for standing in standings}
+    more = f" and {len(rank_states) - 4} more" if len(rank_states) > 4 else ""
+    waits = {standing.waits_in for standing in rank_states}
     if len(waits) > 1:
         return f"the ranks wait in different collectives: {'; '.join(shown)}{more}"
     return f"every rank waits and none is late: suspect a rank on another machine, or the network: {'; '.join(shown)}{more}"
@@ -221,10 +221,10 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 4 else f"{len(ranks)} ranks"
 
 
-def report_text(standings: Sequence[Standing], texts: Mapping[int, str], problem: Problem) -> str:
+def report_text(rank_states: Sequence[RankState], texts: Mapping[int, str], problem: Problem) -> str:
     """Return the content of RUN/logs/hang.txt."""
     lines = [problem.message, ""]
-    for standing in standings:
+    for standing in rank_states:
         waits = f"waits in {standing.waits_in}" if standing.waits_in else "does not wait for others"
         last = standing.collective
         which = "last collective" if last and last["ended"] else "in the collective"

@@ -11,7 +11,7 @@ import time
 
 import psutil
 
-from fsdp_tune.launch.supervise.hang import STATES, Standing, collect_standings
+from fsdp_tune.launch.supervise.hang import STATES, RankState, collect_rank_states
 from fsdp_tune.launch.supervise.process_tree import find_ranks, is_alive
 from fsdp_tune.launch.supervise.verdict import GOOD_CODES, Death
 from fsdp_tune.run.directory import RunDir
@@ -207,11 +207,11 @@ class RankWatch:
         now = time.monotonic()
         return any(now - sign.progressed_at < seconds for sign in self._others.values())
 
-    def stacks(self) -> tuple[list[Standing], dict[int, str]]:
+    def stacks(self) -> tuple[list[RankState], dict[int, str]]:
         """Return the standing and the stacks of every rank of this machine that still runs."""
         self.read_all()
         there = {rank: process for rank, process in self.processes.items() if is_alive(process) and rank not in self.outcomes}
-        return collect_standings(self._run, there, self.beats)
+        return collect_rank_states(self._run, there, self.beats)
 
 
 def _status(process: psutil.Process) -> str | None:

@@ -20,7 +20,7 @@ import psutil
 
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
-from fsdp_tune.core.leash import leashed
+from fsdp_tune.core.parent_death import ends_with_parent
 from fsdp_tune.core.processes import heeded
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
@@ -58,13 +58,13 @@ class Logged:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Message:
     """A message of the supervisor."""
 
     text: str
 
 
-Event = Logged | Said | Verdict
+Event = Logged | Message | Verdict
 
 
 class Supervisor:
@@ -113,7 +113,7 @@ class Supervisor:
         watch.read_all()
         yield from self._logged(metrics)
         if left:
-            yield Said(f"these processes survive SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
+            yield Message(f"these processes survive SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
         ended = judge(self._seen(watch, launcher.returncode, log_start))
         if not run.logs.is_dir():
             ended = replace(ended, exit_code=ExitCode.FAILED, reason=ExitReason.FAILED, problem=_gone(run))
@@ -138,7 +138,7 @@ class Supervisor:
     def _start(self) -> subprocess.Popen[bytes]:
         with DISK.open_private(self._plan.launcher_log, "ab") as log:
             return subprocess.Popen(
-                leashed(list(self._plan.argv)),
+                ends_with_parent(list(self._plan.argv)),
                 env=self._plan.env | self._machines.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -148,7 +148,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Record signals instead of dying of them. SIGKILL cannot be caught; the leash covers it."""
+        """Record signals instead of dying of them. SIGKILL cannot be caught; `core.parent_death` covers it."""
 
         def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the signature of a handler
             self._signals.append((number, time.monotonic()))
@@ -170,10 +170,10 @@ class Supervisor:
             launcher.send_signal(first)
             watch.read_all()
             what = stop_line(list(watch.beats.values()), self._total_steps, self._step_seconds)
-            yield Said(f"{signal.Signals(first).name}: {what}; a second signal stops at once, without saving")
+            yield Message(f"{signal.Signals(first).name}: {what}; a second signal stops at once, without saving")
         if not self._gave_up_saving and last_at - first_at > ECHO_SECONDS:
             self._gave_up_saving = True
-            yield Said(f"{signal.Signals(last).name}: stopping at once")
+            yield Message(f"{signal.Signals(last).name}: stopping at once")
 
     def _end_what_must_end(self, launcher: subprocess.Popen[bytes], watch: RankWatch) -> Iterator[Event]:
         now = time.monotonic()
@@ -188,13 +188,13 @@ class Supervisor:
             if stopped is not None:
                 self._signals.append((signal.SIGINT if stopped is ExitReason.INTERRUPTED else signal.SIGTERM, now))
         if silent_seconds is not None:
-            yield Said("no progress: collecting the stacks of every rank")
+            yield Message("no progress: collecting the stacks of every rank")
             self._stuck = self._report_hang(launcher, watch, silent_seconds)
         if self._gave_up_saving or self._stuck is not None:
             _end_everything(launcher, watch)
             return
         if watch.failed_at is not None and now - watch.failed_at > GRACE_SECONDS and (alive := watch.alive):
-            yield Said(
+            yield Message(
                 f"ending the other {len(alive)} ranks of this machine" if len(alive) > 1 else "ending the other rank of this machine"
             )
             watch.expects_deaths = True
@@ -211,10 +211,10 @@ class Supervisor:
         """Write RUN/logs/hang.txt: the stacks of all ranks of this machine and the locations of all others. Returns the problem."""
         found, texts = watch.stacks()
         mine = with_launcher_state(found, self._plan.ranks, psutil.Process(launcher.pid))
-        standings = self._machines.share(mine, silent_seconds)
+        rank_states = self._machines.share(mine, silent_seconds)
         path = self._run.hang_report if self._plan.machine_rank == 0 else self._run.logs / f"hang-{self._plan.machine_rank:02d}.txt"
-        problem = hang_problem(standings, silent_seconds, path)
-        write_file(path, report_text(standings, texts, problem), private=True)
+        problem = hang_problem(rank_states, silent_seconds, path)
+        write_file(path, report_text(rank_states, texts, problem), private=True)
         return problem
 
     def _seen(self, watch: RankWatch, launcher_code: int, log_start: int) -> Seen:

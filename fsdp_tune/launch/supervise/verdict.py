@@ -81,7 +81,7 @@ def judge(seen: Seen) -> Verdict:
     if not isinstance(failure, Outcome) and not seen.outcomes:
         if seen.signals and step == 0:  # no handler was installed yet, and there was nothing to save
             return _ended(REASON_OF_SIGNAL[seen.signals[0]], 0, None, first)
-        if seen.launcher_code < 0 and not seen.signals:  # the leash killed the ranks
+        if seen.launcher_code < 0 and not seen.signals:  # the ranks were killed with their parent
             return _ended(ExitReason.LOST_RANK, step, _launcher_problem(seen), first)
     if failure is not None:
         return _failed(seen, failure, step, first)

@@ -121,7 +121,7 @@ def trainer_state_json(trainer: Trainer) -> str:
     """transformers' TrainerState as JSON, with the state of the callbacks that have one (early stopping)."""
     stored: Any = trainer.state.stateful_callbacks or {}
     callbacks: dict[str, Any] = dict(stored)
-    # The control's wishes (stop, save, log) belong to the moment: a run that is extended must not stop at once.
+    # The control's flags (stop, save, log) are those of the saved moment: a run that is extended must not stop at once.
     callbacks.pop("TrainerControl", None)
     for callback in trainer.callback_handler.callbacks:
         if type(callback).__name__ in callbacks:

@@ -1,6 +1,6 @@
-"""Ties a process to its parent, so that no launcher and no rank outlives the command that it belongs to (Linux).
+"""Tie a process to its parent, so that no launcher and no rank outlives the command that it belongs to (Linux).
 
-    python -m fsdp_tune.core.leash PARENT_PID COMMAND…
+    python -m fsdp_tune.core.parent_death PARENT_PID COMMAND…
 
 asks the kernel to kill this process when its parent dies, then becomes COMMAND; the request survives exec. A module of
 its own because `preexec_fn` is not safe in a process with threads. Ranks call `die_with_parent` as their first act.
@@ -31,9 +31,9 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leashed(command: list[str], python: str = sys.executable) -> list[str]:
-    """`command` on a leash held by the calling process. `-I -S` and no import of the package: it adds 15 ms."""
-    return [python, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *command]  # noqa: PTH100  no pathlib here: the leash imports as little as it can
+def ends_with_parent(command: list[str], python: str = sys.executable) -> list[str]:
+    """Return `command` as one that ends with the calling process. `-I -S` and no import of the package: it adds 15 ms."""
+    return [python, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *command]  # noqa: PTH100  no pathlib here: this imports as little as it can
 
 
 if __name__ == "__main__":
