@@ -1,1 +1,1 @@
-"""What everything may use: problems, units, atomic writes, child processes, the hub, devices."""
+"""Shared foundations: problems, units, atomic writes, child processes, the hub, devices."""

@@ -1,9 +1,9 @@
-"""The one place that writes artefacts: a reader sees the old whole file or directory, or the new one, never half.
+"""Write files and directories atomically: a reader sees the complete old one or the complete new one.
 
-Protocol: write under a stage name beside the target, fsync every file and directory, rename, fsync the parent.
-Stage names start with `.` and end in `.stage-<pid and random digits>`, so that leftovers can be told from what users made,
+Protocol: write under a stage name next to the target, fsync every file and directory, rename, fsync the parent.
+Stage names start with `.` and end in `.stage-<pid and random digits>`, so that leftovers are distinguishable from users' files,
 and processes of several machines with equal pids do not share one.
-`DISK` is the one door to the file system for writes; the fault suite puts in one that fails at the n-th operation.
+All writes go through `DISK`; the fault suite replaces it by one that fails at the n-th operation.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from typing import IO, Any, cast
 STAGE_MARK = ".stage-"
 _SUFFIX = f"{secrets.randbelow(10**9):09d}"
 PRIVATE_MODE = 0o600
-"""Of recipes, environments and logs: users put more into them than a program can recognise as secret."""
+"""Mode of recipes, environments and logs, which may contain secrets that no pattern recognises."""
 
 
 class Disk:
-    """Writes through Python, one method per operation, so that each can be counted and made to fail."""
+    """Writes through Python, with one method per operation, so that tests can count operations and make them fail."""
 
     def open(self, path: Path, mode: str = "wb") -> IO[bytes]:
         return open(path, mode)
 
     def open_private(self, path: Path, mode: str = "wb") -> IO[bytes]:
-        """Like `open`; a file that does not exist yet is created readable by its owner alone."""
+        """Open a file like `open`; a new file is created readable only by its owner."""
         return open(path, mode, opener=lambda name, flags: os.open(name, flags, PRIVATE_MODE))
 
     def open_direct(self, path: Path) -> IO[bytes]:
-        """For reading and writing past the page cache, in whole pages at addresses of whole pages.
+        """Open a file for direct I/O, which bypasses the page cache and needs page-aligned sizes, offsets and buffers.
 
-        OSError(EINVAL) where the system or the file system has no such thing.
+        Raises: OSError(EINVAL) if the operating system or the file system does not support it.
         """
         if not hasattr(os, "O_DIRECT"):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
         return open(path, "r+b", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_DIRECT))
 
     def write(self, file: IO[bytes], data: bytes | memoryview) -> None:
-        """All of `data`, also to a file without a buffer, of which the kernel may take less at once."""
+        """Write all of `data`, also to an unbuffered file, for which a single write may be partial."""
         view = memoryview(data)
         left = view.cast("B") if view.nbytes else b""
         while left:
@@ -89,7 +89,7 @@ def stage_path(target: Path) -> Path:
 
 
 def write_file(path: Path, data: bytes | str, *, private: bool = False) -> None:
-    """Replaces `path` by `data` at once. A `private` file is readable by its owner alone, any other as the umask says."""
+    """Replace the content of `path` atomically. A `private` file is readable only by its owner, any other by the umask."""
     raw = data.encode() if isinstance(data, str) else data
     stage = stage_path(path)
     try:
@@ -99,7 +99,7 @@ def write_file(path: Path, data: bytes | str, *, private: bool = False) -> None:
             DISK.fsync(file)
         DISK.replace(stage, path)
     except BaseException as error:
-        if isinstance(error, OSError) and error.filename is None:  # a write knows only a number
+        if isinstance(error, OSError) and error.filename is None:  # the error of a write has no file name
             error.filename = str(path)
         stage.unlink(missing_ok=True)
         raise
@@ -107,7 +107,7 @@ def write_file(path: Path, data: bytes | str, *, private: bool = False) -> None:
 
 
 def json_safe(value: Any) -> Any:
-    """Return `value` with NaN and infinities as text ("nan", "inf"): JSON has no such numbers, and they must still be visible."""
+    """Return `value` with NaN and infinities as text ("nan", "inf"), which JSON cannot represent as numbers."""
     match value:
         case float():
             return value if math.isfinite(value) else str(value)
@@ -124,7 +124,7 @@ def write_json(path: Path, value: Any, *, private: bool = False) -> None:
 
 
 def fsync_tree(root: Path) -> None:
-    """Makes every file and directory under `root` survive a power cut."""
+    """Call fsync on every file and directory under `root`, so that they survive a power failure."""
     for directory, _, names in os.walk(root):
         for name in names:
             path = Path(directory, name)
@@ -135,10 +135,10 @@ def fsync_tree(root: Path) -> None:
 
 
 def publish(stage: Path, final: Path, *, replace: bool = False) -> None:
-    """Renames a finished directory into place. With `replace`, the old one stays until the new one is there.
+    """Rename a finished directory to its final name. With `replace`, an existing one is kept until then.
 
-    Between the two renames of a replacement `final` is briefly absent; the old one is then beside it under
-    a stage name, and the next one to write there brings it back (`merge.destination.bring_back`, `worker.checkpoint.rotation`).
+    Between the two renames of a replacement `final` is briefly absent. The old directory is then next to it under a stage
+    name, and the next writer restores it (`merge.destination.bring_back`, `worker.checkpoint.rotation`).
     """
     DISK.fsync_dir(stage)
     if replace and final.exists():
@@ -160,10 +160,10 @@ def staging_place(final: Path, *, last: str | None) -> Path:
 
 @contextmanager
 def staged_directory(final: Path, *, replace: bool = False, last: str | None = None) -> Iterator[Path]:
-    """Give an empty stage directory; publish it when the block succeeds, remove it when it does not.
+    """Yield an empty stage directory; publish it if the block succeeds, remove it otherwise.
 
-    `last` names the file without which `final` counts as absent. With it, a directory that no rename can replace (see `must_be_filled`)
-    is filled instead: staged inside, moved entry by entry, `last` at the end.
+    `last` is the name of the file without which `final` counts as absent. If given, a directory that cannot be replaced by a rename
+    (see `must_be_filled`) is filled instead: staged inside, then moved entry by entry, `last` at the end.
     """
     stage = staging_place(final, last=last)
     fills = stage.parent == final
@@ -185,12 +185,12 @@ def staged_directory(final: Path, *, replace: bool = False, last: str | None = N
 
 
 def must_be_filled(path: Path) -> bool:
-    """Return whether a directory exists that no rename can replace: a mount point, a link, or one whose parent cannot be written."""
+    """Return whether a directory exists that a rename cannot replace: a mount point, a link, or one in a read-only parent."""
     return path.is_dir() and (path.is_symlink() or is_mount_point(path) or not os.access(path.parent, os.W_OK | os.X_OK))
 
 
 def is_mount_point(path: Path) -> bool:
-    """As `os.path.ismount`, and bind mounts within one file system, which only the kernel's list shows."""
+    """Return `os.path.ismount`, or whether it is a bind mount within one file system, which is only in the kernel's list."""
     if os.path.ismount(path):
         return True
     try:
@@ -202,7 +202,7 @@ def is_mount_point(path: Path) -> bool:
 
 
 def occupants(directory: Path, *, ignored: Collection[str] = ("lost+found",)) -> list[str]:
-    """Return the names in a directory, without `ignored` and without what a killed fill has left; [] where it does not exist."""
+    """Return the names in a directory, without `ignored` and without leftovers of a killed fill; [] if it does not exist."""
     if not directory.is_dir():
         return []
     ours = {path.name for path in _staged_inside(directory)} | {name for stage in stages_inside(directory) for name in _filled_names(stage)}
@@ -220,12 +220,12 @@ def stages_inside(directory: Path) -> list[Path]:
 
 
 def _staged_inside(directory: Path) -> Iterator[Path]:
-    """Stages and their lock files."""
+    """Yield stages and their lock files."""
     return directory.glob(f".{glob.escape(directory.name)}{STAGE_MARK}*")
 
 
 _FILLING_NAME = ".filling.json"
-"""Inside the stage: every name that the fill removes from the directory or moves into it, `last` at the end."""
+"""File in the stage with all names that the fill removes from the directory or moves into it, `last` at the end."""
 
 
 def _fill(stage: Path, final: Path, last: str, *, replace: bool) -> None:
@@ -246,7 +246,7 @@ def _fill(stage: Path, final: Path, last: str, *, replace: bool) -> None:
 
 
 def undo_fill(final: Path, stage: Path) -> None:
-    """Remove what a fill that did not reach its last file has moved, and its stage."""
+    """Remove the files that an incomplete fill has moved, and its stage."""
     names = _filled_names(stage)
     if names and not (final / names[-1]).exists():
         _remove(final, names)

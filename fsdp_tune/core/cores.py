@@ -1,4 +1,4 @@
-"""How many cores there are to work with: processes that tokenise, threads that merge, threads of a rank."""
+"""The number of usable cores, for tokenising processes, merging threads and threads of a rank."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def available_cores() -> int:
-    """Cores that this process may use: a container or `taskset` allows fewer than the machine has, and macOS does not say."""
+    """Return the number of cores that this process may use, limited by containers and `taskset`; on macOS, all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,7 @@
-"""Which accelerators this machine shows, without importing torch: NVML for NVIDIA, device files for the others.
+"""Detect the accelerators of this machine without importing torch: by NVML for NVIDIA, by device files for others.
 
-Torch takes two seconds to import and may initialise CUDA; the surface needs a count and a name. `torch_facts` asks torch
-itself, in a child process, for `env` and where the cheap answer is "none" but the recipe wants one.
+Importing torch takes two seconds and may initialise CUDA, and the command line only needs a count and a name. `torch_facts`
+queries torch in a child process, for `env`, and if no accelerator is detected but the recipe needs one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TORCH_FACTS_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine that the command runs on. `device` is the accelerator that it has, None for none."""
+    """The machine that the command runs on. `device` is the kind of its accelerators; None if it has none."""
 
     device: str | None
     device_count: int
@@ -36,7 +36,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`memory_bytes` is the total; None where it cannot be asked without the vendor's library."""
+    """One accelerator. `memory_bytes` is the total; None if only the vendor's library could report it."""
 
     kind: str
     name: str
@@ -45,12 +45,12 @@ class Device:
 
 
 def this_machine(wanted: str, environment: Mapping[str, str] | None = None) -> Machine:
-    """The machine as `recipe.resolve` sees it. `wanted` is `launch.device`; nothing is looked for when it is `cpu`."""
+    """Return the machine for `recipe.resolve`. `wanted` is `launch.device`; nothing is detected if it is `cpu`."""
     environment = os.environ if environment is None else environment
     cores = available_cores()
     if wanted == "cpu":
         return Machine(None, 0, cores, None)
-    # torch.distributed has no collectives on a Mac's device: what a recipe is checked and planned for there is another machine.
+    # torch.distributed has no collectives on a Mac's device, so recipes are checked and planned there for another machine.
     devices = [device for device in visible_devices(environment) if device.kind != "mps"]
     if not devices and (wanted != "auto" or _has_intel_graphics()):
         facts = torch_facts()
@@ -60,7 +60,7 @@ def this_machine(wanted: str, environment: Mapping[str, str] | None = None) -> M
 
 
 def visible_devices(environment: Mapping[str, str]) -> list[Device]:
-    """The accelerators of one kind that a rank would see, in its order; [] for none."""
+    """Return the accelerators visible to a rank, all of one kind and in its order; [] if there are none."""
     if nvidia := nvidia_devices():
         return select(nvidia, environment.get("CUDA_VISIBLE_DEVICES"))
     if amd := _files("cuda", "AMD GPU", Path("/sys/class/kfd/kfd/topology/nodes"), "*/gpu_id", needs_content=True):
@@ -73,7 +73,7 @@ def visible_devices(environment: Mapping[str, str]) -> list[Device]:
 
 
 def select(devices: list[Device], visible: str | None) -> list[Device]:
-    """CUDA_VISIBLE_DEVICES as CUDA reads it: indices or beginnings of UUIDs, up to the first that names no device.
+    """Apply CUDA_VISIBLE_DEVICES as CUDA does: indices or beginnings of UUIDs, up to the first that matches no device.
 
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
     """
@@ -85,7 +85,7 @@ def select(devices: list[Device], visible: str | None) -> list[Device]:
         if device is None:
             break
         if device in chosen:
-            return []  # CUDA takes a device named twice for a mistake and shows none
+            return []  # CUDA shows no device if one is listed twice
         chosen.append(device)
     return chosen
 
@@ -100,7 +100,7 @@ def _named(devices: list[Device], word: str) -> Device | None:
 
 
 def _has_intel_graphics() -> bool:
-    """Whether only torch can tell: most Intel graphics are no accelerator for it."""
+    """Return whether there is Intel graphics, most of which torch cannot use, so that torch must be queried."""
     vendors = Path("/sys/class/drm").glob("renderD*/device/vendor")
     return any(vendor.read_text().strip() == "0x8086" for vendor in vendors)
 
@@ -111,7 +111,7 @@ class _NvmlMemory(ctypes.Structure):
 
 @contextmanager
 def _nvml() -> Iterator[ctypes.CDLL | None]:
-    """The driver's management library, started; None where there is no driver."""
+    """Yield the driver's management library, initialised; None if there is no driver."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -127,7 +127,7 @@ def _nvml() -> Iterator[ctypes.CDLL | None]:
 
 
 def nvidia_devices() -> list[Device]:
-    """All NVIDIA devices by NVML, in PCI order, whatever CUDA_VISIBLE_DEVICES says; [] where there is no driver."""
+    """Return all NVIDIA devices by NVML, in PCI order, regardless of CUDA_VISIBLE_DEVICES; [] if there is no driver."""
     with _nvml() as nvml:
         count = ctypes.c_uint()
         if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != NVML_SUCCESS:
@@ -136,7 +136,7 @@ def nvidia_devices() -> list[Device]:
 
 
 def nvidia_driver() -> str | None:
-    """The driver's version, such as 550.54.15; None where there is none."""
+    """Return the version of the NVIDIA driver, such as 550.54.15; None if there is none."""
     with _nvml() as nvml:
         text = ctypes.create_string_buffer(80)
         if nvml is None or nvml.nvmlSystemGetDriverVersion(text, 80) != NVML_SUCCESS:
@@ -147,7 +147,7 @@ def nvidia_driver() -> str | None:
 def _nvidia_device(nvml: ctypes.CDLL, index: int) -> Device | None:
     handle = ctypes.c_void_p()
     if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != NVML_SUCCESS:
-        return None  # one that has fallen off the bus
+        return None  # a device that no longer responds
     name, uuid, memory = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96), _NvmlMemory()
     nvml.nvmlDeviceGetName(handle, name, 96)
     nvml.nvmlDeviceGetUUID(handle, uuid, 96)
@@ -156,7 +156,7 @@ def _nvidia_device(nvml: ctypes.CDLL, index: int) -> Device | None:
 
 
 def _files(kind: str, name: str, folder: Path, pattern: str, *, needs_content: bool = False) -> list[Device]:
-    """One device for each file; with `needs_content` only where it holds a number other than 0 (a CPU node has gpu_id 0)."""
+    """Return a device for each file; with `needs_content` only if it contains a number other than 0 (a CPU node has gpu_id 0)."""
     found = sorted(folder.glob(pattern)) if folder.is_dir() else []
     if needs_content:
         found = [path for path in found if path.read_text().strip() not in ("", "0")]
@@ -182,7 +182,7 @@ print(json.dumps(facts))
 
 
 def torch_facts() -> dict[str, Any]:
-    """What torch itself sees, asked in a child process; {"error": …} where it cannot be imported."""
+    """Return the accelerators visible to torch, queried in a child process; {"error": …} if torch cannot be imported."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", _ASK_TORCH],

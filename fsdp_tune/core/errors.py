@@ -1,7 +1,7 @@
-"""Problems as data: what went wrong, where, why, and what to do; and the exit codes that users may rely on.
+"""Problems as data: code, message, position and hint; and the documented exit codes.
 
-Everything that a user can cause is raised as `FsdpTuneError` with one or more `Problem`s. Any other exception is a
-bug of ours. The surface (`cli/`) prints problems; nothing else does.
+Every error that a user can cause is raised as `FsdpTuneError` with one or more `Problem`s. Any other exception is a bug of
+this package. Only the command line (`cli/`) prints problems.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EXIT_CODE_OF_REASON: dict[ExitReason, ExitCode] = {
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A place that the user can open. `line` and `column` count from 1; `source` is a path or `--set #2`."""
+    """A position in the user's input. `line` and `column` count from 1; `source` is a path or `--set #2`."""
 
     source: str | None = None
     line: int | None = None
@@ -64,7 +64,7 @@ NOWHERE = Where()
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake. `code` is a stable kebab-case name that has a heading in docs/reference/errors.md."""
+    """One problem. `code` is a stable kebab-case name with a heading in docs/reference/errors.md."""
 
     code: str
     message: str
@@ -86,7 +86,7 @@ class Problem:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Problem:
-        """A problem from its `as_dict`, or from a rank's outcome, which keeps the ways out apart."""
+        """Create a problem from its `as_dict`, or from a rank's outcome, which stores the ways out separately."""
         where = Where(raw.get("file"), raw.get("line"), raw.get("column"), raw.get("key"))
         return cls(str(raw["code"]), str(raw["message"]), where, raw.get("hint"), tuple(map(str, raw.get("ways_out", ()))))
 
@@ -96,31 +96,31 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something the user should know and that stops nothing (a translated spelling, an inactive key)."""
+    """A message that does not stop the command (a translated spelling, an inactive key)."""
 
     code: str
     message: str
     where: Where = NOWHERE
     hint: str | None = None
     strict: bool = field(default=False)
-    """True where `validate --strict` counts the notice as an error."""
+    """Whether `validate --strict` treats the notice as an error."""
 
     def as_dict(self) -> dict[str, Any]:
         return Problem(self.code, self.message, self.where, self.hint).as_dict()
 
 
 class FsdpTuneError(Exception):
-    """Carries every problem found, and the exit code that they end in."""
+    """All problems found, with the exit code of the command."""
 
     def __init__(self, *problems: Problem, exit_code: ExitCode = ExitCode.USAGE) -> None:
-        assert problems, "an error without a problem tells the user nothing"
+        assert problems, "an error needs at least one problem"
         self.problems = problems
         self.exit_code = exit_code
         super().__init__("; ".join(problem.message for problem in problems))
 
 
 class FailedError(FsdpTuneError):
-    """The run or the check failed (exit 1), as opposed to a mistake in what the user gave (exit 2)."""
+    """The run or the check failed (exit 1), as opposed to an error in the user's input (exit 2)."""
 
     def __init__(self, *problems: Problem, exit_code: ExitCode = ExitCode.FAILED) -> None:
         super().__init__(*problems, exit_code=exit_code)
@@ -129,12 +129,12 @@ class FailedError(FsdpTuneError):
 def usage_error(
     code: str, message: str, *, hint: str | None = None, where: Where = NOWHERE, ways_out: tuple[str, ...] = ()
 ) -> FsdpTuneError:
-    """One problem that ends in exit 2."""
+    """Return an error with one problem and exit code 2."""
     return FsdpTuneError(Problem(code, message, where, hint, ways_out))
 
 
 def failed_error(
     code: str, message: str, *, hint: str | None = None, where: Where = NOWHERE, ways_out: tuple[str, ...] = ()
 ) -> FailedError:
-    """One problem that ends in exit 1."""
+    """Return an error with one problem and exit code 1."""
     return FailedError(Problem(code, message, where, hint, ways_out))

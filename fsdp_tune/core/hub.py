@@ -1,7 +1,7 @@
-"""The Hugging Face hub: whether it can be reached, asked once and quickly; and what it says, in words.
+"""The Hugging Face hub: check once whether it is reachable, and convert its errors to problems.
 
-The libraries retry each file for half a minute before they say that there is no network. One connection attempt first
-tells it in seconds; what is in the local cache is then used without asking.
+Without a network, the libraries retry each file for half a minute. A single connection attempt detects that in seconds;
+files in the local cache are then used without a query.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_tune.core.errors import NOWHERE, FsdpTuneError, Where, usage_error
 CONNECT_SECONDS = 5.0
 MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt")
 LOGIN = "`hf auth login`"
-# By name: they are of huggingface_hub, of the two clients that its versions speak through, and of `requests`.
+# Names of exceptions of huggingface_hub, of the HTTP clients of its versions, and of `requests`.
 AWAY = {
     "LocalEntryNotFoundError",
     "IncompleteSnapshotError",
@@ -36,7 +36,7 @@ NO_SUCH_FILE = {"EntryNotFoundError", "RemoteEntryNotFoundError"}
 
 @functools.cache
 def hub_is_reachable() -> bool:
-    """False under HF_HUB_OFFLINE, or when no connection to the hub (or to the proxy before it) opens within seconds."""
+    """Return False under HF_HUB_OFFLINE, or if no connection to the hub (or its proxy) opens within CONNECT_SECONDS."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -50,7 +50,7 @@ def hub_is_reachable() -> bool:
 
 
 def unreachable(what: str, name: str, key: str, *, is_data_set: bool = False, where: Where = NOWHERE) -> FsdpTuneError:
-    """Exit 2 that says what was wanted and how to do without the network."""
+    """Return a usage error (exit 2) that names the missing resource and the offline alternatives."""
     from huggingface_hub import constants
 
     download = f"hf download {'--repo-type dataset ' if is_data_set else ''}{name}"
@@ -62,60 +62,60 @@ def unreachable(what: str, name: str, key: str, *, is_data_set: bool = False, wh
         where=where,
         ways_out=(
             f"give a local path in `{key}`",
-            f"download it where there is a network (`{download}`), and bring the cache here (HF_HOME)",
-            *(["unset HF_HUB_OFFLINE, where there is a network"] if offline else []),
+            f"download it on a machine with network access (`{download}`), and copy the cache here (HF_HOME)",
+            *(["unset HF_HUB_OFFLINE, if there is a network"] if offline else []),
         ),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Something that is looked for on the hub, and the words for what can come of it."""
+    """A resource on the hub, with the parts of its error messages."""
 
     what: str
     """A noun: `model`, `tokenizer`, `chat template of`."""
     name: str
     """ORG/NAME."""
     key: str
-    """Where another name or a local path can be given: a recipe's key, or an option."""
+    """The recipe key or option that sets another name or a local path."""
     not_found: str
-    """The code of the problem where the hub has no such repository."""
+    """Code of the problem if the repository does not exist."""
     where: Where = NOWHERE
     or_else: str = ""
-    """What else could have been written there, for the hint."""
+    """Alternative values of `key`, for the hint."""
 
     def unreachable(self) -> FsdpTuneError:
         return unreachable(f"the {self.what}", self.name, self.key, where=self.where)
 
     def problem(self, error: BaseException) -> FsdpTuneError | None:
-        """Exit 2 with what the hub said, or that it could not be asked; None where `error` is about something else."""
+        """Return a usage error for an error of the hub or the network; None if `error` has another cause."""
         causes = causes_of(error)
         kinds = {type(cause).__name__ for cause in causes}
         responses = [getattr(cause, "response", None) for cause in causes]
         status = next((int(response.status_code) for response in responses if response is not None), None)
         name, where = f"`{self.name}`", self.where
         if kinds & BROKEN_OFF or (status is not None and (status == 429 or status >= 500)):
-            how = f"the hub answers {status}, again and again" if status is not None else "the hub's answers break off in the middle"
+            how = f"the hub responds with {status} repeatedly" if status is not None else "the connection to the hub breaks off repeatedly"
             return usage_error("hub-busy", f"{name}: {how}", hint="try again later, or give a local path", where=where)
         if "GatedRepoError" in kinds:
-            hint = f"ask for access on {self._page()}, then {LOGIN}"
+            hint = f"request access on {self._page()}, then {LOGIN}"
             return usage_error("gated", f"{name} is gated: your account has no access", hint=hint, where=where)
         if "HFValidationError" in kinds:
-            message = f"{name} is nothing on this disk, and no name that a repository on the hub can have (ORG/NAME)"
+            message = f"{name} does not exist on this disk, and is not a valid name of a repository on the hub (ORG/NAME)"
             return usage_error(self.not_found, message, hint=f"correct `{self.key}`{self.or_else}", where=where)
         if "RevisionNotFoundError" in kinds:
-            hint = f"name a branch, a tag or a whole commit that {self._page()} shows"
+            hint = f"set a branch, a tag or a full commit of {self._page()}"
             return usage_error(self.not_found, f"{name} on the hub has no such revision", hint=hint, where=where)
         if "RepositoryNotFoundError" in kinds:
-            message = f"there is no {name}, neither on this disk nor, for your account, on the hub"
+            message = f"{name} is neither on this disk nor accessible to your account on the hub"
             hint = f"correct `{self.key}`{self.or_else}, or log in with {LOGIN} if it is private"
             return usage_error(self.not_found, message, hint=hint, where=where)
         if status in (401, 403):
             hint = f"{LOGIN} with a token that may read it, or unset HF_TOKEN if the repository is public"
-            message = f"{name}: the hub answers {status}: this account or token may not"
+            message = f"{name}: the hub responds with {status}: this account or token has no access"
             return usage_error("hub-refused", message, hint=hint, where=where)
         if status is not None and status >= 400 and not kinds & NO_SUCH_FILE:
-            hint = f"look at {self._page()}, or give a local path"
+            hint = f"check {self._page()}, or give a local path"
             return usage_error("hub-refused", f"{name}: {first_line(error)}", hint=hint, where=where)
         return self.unreachable() if kinds & AWAY else None
 
@@ -139,7 +139,7 @@ def first_line(error: BaseException) -> str:
 
 
 def snapshot(wanted: Wanted, files: Sequence[str], *, revision: str | None = None) -> Path:
-    """The folder of a repository's `files` in the local cache, downloaded where the hub can be reached. Exit 2 when it cannot be had."""
+    """Return the local directory of a repository's `files`, downloaded if the hub is reachable. Raises: usage error (exit 2)."""
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  its progress bar is untyped
 
     try:
@@ -153,12 +153,12 @@ def snapshot(wanted: Wanted, files: Sequence[str], *, revision: str | None = Non
 
 
 def download_model(name: str, revision: str) -> Path:
-    """What training reads of a model repository, in the local cache."""
+    """Return the local directory of the files of a model repository that training reads."""
     return snapshot(Wanted("model", name, "model.name_or_path", "model-not-found"), MODEL_FILES, revision=revision)
 
 
 def cached_model_file(name: str, revision: str, file: str) -> Path | None:
-    """Return a file of a model repository in the local cache, in the folder of its commit; None where it is not cached."""
+    """Return a file of a model repository in the local cache, in the directory of its commit; None if it is not cached."""
     from huggingface_hub import constants
 
     repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
@@ -180,7 +180,7 @@ def _first_hop(endpoint: str) -> tuple[str, int]:
 
 @contextmanager
 def cache_only() -> Iterator[None]:
-    """Keeps `datasets` from asking the hub: it has no argument for that, and would retry for half a minute."""
+    """Prevent `datasets` from querying the hub, for which it has no argument and would retry for half a minute."""
     import datasets.config
     from huggingface_hub import constants
 

@@ -1,7 +1,7 @@
-"""Texts of library errors, for errors that neither a type nor an attribute tells apart.
+"""Texts of library errors, for errors that no type or attribute distinguishes.
 
-Read in torch 2.11 and 2.13 (with the gloo that it bundles), torchao 0.18 and PyYAML 6.0.3. Where a new version changes a text, the
-original error is reported instead of the more specific one.
+Taken from torch 2.11 and 2.13 (with the bundled gloo), torchao 0.18 and PyYAML 6.0.3. If a new version changes a text, the original
+error is reported instead of the more specific one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEVICE_ALLOCATION_FAILED = ("CUBLAS_STATUS_ALLOC_FAILED",)
 
 CUDA_ALLOCATION_FAILED = re.compile(r"(CUDA|HIP) error: out of memory|(Cuda|HIP) failure (\d+ )?'out of memory'")
 """cudaErrorMemoryAllocation, which CUDA returns for device memory and for page-locked host memory (cudaHostAlloc) alike: by torch outside
-its caching allocator, and by NCCL, whose older versions leave out the number."""
+its caching allocator, and by NCCL, whose older versions omit the number."""
 
 PINS_MEMORY = re.compile(r"pin.memory")
 """In the message of torch's DataLoader, which quotes the failing line."""
@@ -51,4 +51,4 @@ YAML_SYNTAX = (
     ("expected <block end>", "the indentation does not fit the lines above", "align the line with the other keys of its section"),
     ("expected '<document start>'", "there is text after the end of the value", "check the brackets and the indentation"),
 )
-"""`problem` of PyYAML's MarkedYAMLError (scanner.py, parser.py), what it means in a recipe, and the hint."""
+"""`problem` of PyYAML's MarkedYAMLError (scanner.py, parser.py), its meaning in a recipe, and the hint."""

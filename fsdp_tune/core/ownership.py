@@ -4,9 +4,9 @@ The lock file holds the record of its owner: host, process and the id of the cla
 time of the file every few seconds. Mutual exclusion is by flock, which the kernel releases when the owner dies. On a file
 system without flock it is by creating the file with O_EXCL.
 
-Readers judge the record and take no lock, so a query never makes a claim fail. An owner whose processes are visible from
-here is judged by pid and start time. Any other owner is dead only after `FOREIGN_SILENCE_SECONDS` without a refresh, since
-flock on a network file system may be local to each client.
+Readers only read the record and take no lock, so a query never makes a claim fail. If the owner's processes are visible to
+this process, pid and start time decide whether it lives. Any other owner counts as dead only after
+`FOREIGN_SILENCE_SECONDS` without a refresh, since flock on a network file system may be local to each client.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from typing import Any
 import psutil
 
 LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
-"""What flock fails with on a file system that has no locks."""
+"""Errors of flock on a file system without locks."""
 FOREIGN_SILENCE_SECONDS = 300.0
-"""A refresh every 10 s, and the slowest network file systems show one within half a minute."""
+"""Refreshes are every 10 s, and the slowest network file systems show one within half a minute."""
 REFRESH_SECONDS = 10.0
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW  # the directory may be writable by others
 _CLAIM_SECONDS = 10.0
-"""A file without a record that is younger than this may belong to a process that is about to write one."""
+"""A file without a record that is younger than this may belong to a process that is still to write one."""
 _CLAIM_ATTEMPTS = 20
 _RETRY_SECONDS = 0.05
 
@@ -49,17 +49,17 @@ class Owner:
     since: float
     """Wall clock, seconds."""
     claim: str
-    """Random id of this claim: no two claims share one, also in one process."""
+    """Random id of this claim, unique even within one process."""
     kernel: str
     """Boot id of the machine."""
     namespace: str
-    """Namespace of the pid; that of a container differs from that of its host."""
+    """Pid namespace; that of a container differs from that of its host."""
     started: str
-    """When the process started, to tell it from a later one with the same pid."""
+    """Start time of the process, to distinguish it from a later one with the same pid."""
 
     @property
     def is_visible(self) -> bool:
-        """Whether its process would be seen from here."""
+        """Whether its process would be visible to this process."""
         return (self.host, self.kernel, self.namespace) == (socket.gethostname(), _kernel(), _namespace())
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Claim:
     previous: Owner | None
     """A dead owner whose record was replaced."""
     has_flock: bool
-    """False: the file system has no flock, so exclusion rests on the file itself."""
+    """False: the file system has no flock, so exclusion depends on the existence of the file."""
 
 
 class HeldError(Exception):
@@ -83,9 +83,9 @@ class HeldError(Exception):
     def __init__(self, owner: Owner | None, *, is_certain: bool) -> None:
         super().__init__(f"held by {owner or 'another process'}")
         self.owner = owner
-        """None: it has not written its record yet."""
+        """None if it has not written its record yet."""
         self.is_certain = is_certain
-        """Whether the owner is known to live; otherwise only the age of its last refresh is known."""
+        """Whether the owner certainly lives; otherwise only the age of its last refresh is known."""
 
 
 def read_owner(path: Path) -> Owner | None:
@@ -103,14 +103,14 @@ def live_owner(path: Path) -> Owner | None:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Return whether no process holds a lock file, nor is about to write its record. By the clock of the file system."""
+    """Return whether no process holds a lock file or may still write its record, by the clock of the file system."""
     now, owner = _file_system_time(path.parent), read_owner(path)
     return _age(path, now) >= _CLAIM_SECONDS if owner is None else not _is_live(owner, path, now)
 
 
 @contextmanager
 def announced(path: Path) -> Iterator[None]:
-    """Hold a lock file that no other process claims, so that others see that this one lives. It is removed at the end."""
+    """Hold a lock file that no other process claims, to show that this process lives. It is removed at the end."""
     descriptor = os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         with _recorded(descriptor, path):
@@ -122,10 +122,10 @@ def announced(path: Path) -> Iterator[None]:
 
 @contextmanager
 def owned(path: Path) -> Iterator[Claim]:
-    """Hold the lock file `path` and keep its record fresh. Raises HeldError where another owner does.
+    """Hold the lock file `path` and refresh its record. Raises: HeldError if another owner holds it.
 
-    The file is removed at the end where ownership rests on its existence; otherwise it is emptied and stays, since
-    removing it would let two processes lock two files of one name.
+    At the end the file is removed if ownership depends on its existence; otherwise it is emptied and stays, since removing it
+    would let two processes lock two files of one name.
     """
     descriptor, previous, has_flock = _claim(path)
     try:
@@ -141,7 +141,7 @@ def owned(path: Path) -> Iterator[Claim]:
 
 @contextmanager
 def _recorded(descriptor: int, path: Path) -> Iterator[Owner]:
-    """Write the record of a new claim and keep it fresh."""
+    """Write the record of a new claim and refresh it."""
     started = _start_of(os.getpid()) or ""
     owner = Owner(socket.gethostname(), os.getpid(), time.time(), secrets.token_hex(8), _kernel(), _namespace(), started)
     try:
@@ -161,7 +161,7 @@ def _recorded(descriptor: int, path: Path) -> Iterator[Owner]:
 
 
 def _claim(path: Path) -> tuple[int, Owner | None, bool]:
-    """Return an open descriptor of the file that is now ours, the dead owner whose place was taken, and whether flock works."""
+    """Claim the file. Return its open descriptor, the dead owner that was replaced, and whether flock works."""
     previous: Owner | None = None
     for _ in range(_CLAIM_ATTEMPTS):
         descriptor, is_new = _open(path)
@@ -197,10 +197,10 @@ def _open(path: Path) -> tuple[int, bool]:
 
 
 def _clear_dead(path: Path) -> Owner | None:
-    """Remove the lock file of a dead owner, without flock; returns that owner. Raises HeldError where it may live.
+    """Remove the lock file of a dead owner, without flock, and return that owner. Raises: HeldError if it may live.
 
-    A second file made with O_EXCL guards the removal: of two processes that find the same dead owner, the slower one must
-    not remove the file that the faster one has created meanwhile.
+    A second file, created with O_EXCL, guards the removal: if two processes find the same dead owner, the slower one must not
+    remove the file that the faster one has created in the meantime.
     """
     guard = path.with_name(f".{path.name}.taking")
     try:
@@ -227,7 +227,7 @@ def _refresh(descriptor: int, ended: threading.Event) -> None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether `path` is still the file that `descriptor` has open."""
+    """Return whether `path` is still the open file of `descriptor`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -241,7 +241,7 @@ def _is_live(owner: Owner, path: Path, now: float) -> bool:
 
 
 def _file_system_time(directory: Path) -> float:
-    """Return the clock that sets modification times in a directory: that of a file server may differ from this machine's."""
+    """Return the current time by the clock that sets modification times in a directory, which may be that of a file server."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             return os.fstat(file.fileno()).st_mtime
@@ -250,7 +250,7 @@ def _file_system_time(directory: Path) -> float:
 
 
 def _age(path: Path, now: float) -> float:
-    """Seconds since the last refresh; infinite for a file that is gone."""
+    """Return the seconds since the last refresh; infinity for a missing file."""
     try:
         return abs(now - path.stat().st_mtime)
     except FileNotFoundError:
@@ -282,7 +282,7 @@ def _namespace() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """Return when a process started, in the kernel's own units; None if there is none, or only a zombie."""
+    """Return the start time of a process in units of the kernel; None if there is none, or only a zombie."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if after_name[0] in "ZX" else after_name[19]

@@ -1,9 +1,9 @@
-"""Tie a process to its parent, so that no launcher and no rank outlives the command that it belongs to (Linux).
+"""Bind a process to its parent, so that no launcher or rank outlives its command (Linux).
 
     python -m fsdp_tune.core.parent_death PARENT_PID COMMAND…
 
-asks the kernel to kill this process when its parent dies, then becomes COMMAND; the request survives exec. A module of
-its own because `preexec_fn` is not safe in a process with threads. Ranks call `die_with_parent` as their first act.
+requests from the kernel to kill this process when its parent dies, then executes COMMAND; the request survives exec. This is
+a separate program because `preexec_fn` is not safe in a process with threads. Ranks call `die_with_parent` first of all.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """The kernel sends SIGKILL to this process when the THREAD that started it ends; the starter must live on.
+    """Let the kernel send SIGKILL to this process when the THREAD that started it ends; that thread must stay alive.
 
-    `parent_pid`, where the caller knows it, closes the gap between fork and this call: a parent that is gone already
-    sends nothing. On other systems than Linux this does nothing, and the supervisor alone ends the ranks.
+    `parent_pid`, if known, covers the time between fork and this call: for a parent that has already ended, no signal is sent.
+    On other systems than Linux this does nothing, and only the supervisor ends the ranks.
     """
     if sys.platform != "linux":
         return
@@ -32,8 +32,8 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def ends_with_parent(command: list[str], python: str = sys.executable) -> list[str]:
-    """Return `command` as one that ends with the calling process. `-I -S` and no import of the package: it adds 15 ms."""
-    return [python, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *command]  # noqa: PTH100  no pathlib here: this imports as little as it can
+    """Return `command`, bound to the calling process. `-I -S` and no import of the package: the overhead is 15 ms."""
+    return [python, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *command]  # noqa: PTH100  no pathlib: this program imports as little as possible
 
 
 if __name__ == "__main__":

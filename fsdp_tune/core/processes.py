@@ -1,4 +1,4 @@
-"""Processes that do something for a command. They end with it, whatever ends it, and nobody waits for one then."""
+"""Child processes of a command. They end with the command, however it ends."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _RUNNING: list[subprocess.Popen[str]] = []
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], **pipes: Any) -> subprocess.Popen[str]:
-    """A child in a process group of its own: Ctrl-C is for the command, which ends the child by `end`. Should the command be killed, the
-    kernel kills the child. `pipes`: stdin, stdout and stderr of `Popen`."""
+    """Start a child in a separate process group: Ctrl-C reaches only the command, which calls `end`. If the command is killed, the kernel
+    kills the child. `pipes` are stdin, stdout and stderr of `Popen`."""
     child = subprocess.Popen(ends_with_parent(list(command)), text=True, env=environment, process_group=0, **pipes)
     _RUNNING.append(child)
     return child
 
 
 def end(child: subprocess.Popen[str]) -> None:
-    """Ends a child and what it has forked, at once; one that has ended is only forgotten."""
+    """Kill a child and its own children. For a child that has ended, only remove it from the list."""
     if child in _RUNNING:
         _RUNNING.remove(child)
     if child.poll() is None:
@@ -46,8 +46,8 @@ def last_words(child_code: int, errors: str) -> str:
 
 @contextlib.contextmanager
 def threads(number: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that wait for children. What leaves the block by an exception (Ctrl-C, a signal, a mistake in the recipe) ends the children
-    first: leaving waits for the threads, and they wait for the children."""
+    """Yield a pool of threads that wait for children. An exception in the block (Ctrl-C, a signal, an error in the recipe) first ends the
+    children, since leaving the block waits for the threads, and these wait for the children."""
     with ThreadPoolExecutor(max_workers=number) as pool:
         try:
             yield pool
@@ -57,14 +57,14 @@ def threads(number: int) -> Iterator[ThreadPoolExecutor]:
             raise
 
 
-# ---- Stop signals that the caller of a command has switched off.
+# ---- Stop signals that the caller of a command has disabled.
 
 # `nohup` ignores SIGHUP, and a shell without job control ignores SIGINT for a command in the background.
 _SWITCHED_OFF_BY_CALLERS = (signal.SIGHUP, signal.SIGINT)
 
 
 def heeded(numbers: Iterable[int]) -> list[signal.Signals]:
-    """Return the signals that this process may handle: all but those that were ignored when it started."""
+    """Return the signals that this process may handle: all except those that were ignored when it started."""
     return [
         signal.Signals(number)
         for number in numbers
@@ -74,12 +74,12 @@ def heeded(numbers: Iterable[int]) -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def stop_signals_raise() -> Iterator[None]:
-    """Raise FsdpTuneError (exit 143) on a scheduler's signal. The supervisor of ranks has handlers of its own.
+    """Raise FsdpTuneError (exit 143) on a scheduler's signal. The supervisor of ranks has its own handlers.
 
     Does nothing outside the main thread, where Python runs no signal handlers.
     """
 
-    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the signature of a handler
+    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  signature of a signal handler
         name = signal.Signals(number).name
         raise FsdpTuneError(Problem("stopped", f"stopped by {name} while no rank was running"), exit_code=ExitCode.PREEMPTED)
 

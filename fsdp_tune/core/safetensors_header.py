@@ -1,7 +1,7 @@
-"""The header of a safetensors file, distrusting every number in it: for ranks that load their part, and for merges.
+"""Read and validate the header of a safetensors file, for ranks that load their part and for merges.
 
 The format is https://github.com/huggingface/safetensors: eight bytes of length, a JSON object, and the tensors' bytes
-without a hole. What an element type is called in torch or numpy is the caller's business.
+without a hole. The caller maps element types to those of torch or numpy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 
 
 class DamagedHeader(ValueError):
-    """Its text says what is wrong; the caller knows the file."""
+    """The header is invalid; the message is the reason, and the caller adds the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class HeaderEntry:
 
 
 def read_header(read: Callable[[int, int], bytes], size_bytes: int, item_bytes: Mapping[str, int]) -> list[HeaderEntry]:
-    """The tensors of a file of `size_bytes`, in the order of their bytes. `read(offset, count)` gives its bytes.
+    """Return the tensors of a file of `size_bytes`, in the order of their bytes. `read(offset, count)` returns bytes of the file.
 
-    `item_bytes`: bytes of an element, by the name of its type; shapes of other types are not held against their bytes.
-    DamagedHeader for holes, overlaps, duplicates and wrong sizes.
+    `item_bytes` is the size of an element by the name of its type; sizes of other types are not checked.
+    Raises: DamagedHeader for holes, overlaps, duplicates and wrong sizes.
     """
     if size_bytes < 8:
         raise DamagedHeader("it is too short")
@@ -60,9 +60,9 @@ def _object(raw: bytes) -> dict[str, Any]:
     try:
         header: Any = json.loads(raw, object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
-        raise DamagedHeader(f"its header is no JSON object ({error})") from error
+        raise DamagedHeader(f"its header is not a JSON object ({error})") from error
     if not isinstance(header, dict):
-        raise DamagedHeader("its header is no JSON object")
+        raise DamagedHeader("its header is not a JSON object")
     return cast("dict[str, Any]", header)
 
 

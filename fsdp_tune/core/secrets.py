@@ -1,4 +1,4 @@
-"""Recognise secrets by the name of a variable and by the shape of a value, so that none is written to a file or a screen."""
+"""Recognise secrets by the name of a variable and by the shape of a value, so that they are not written to files or the screen."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ _WANDB_KEY = re.compile(r"[0-9a-f]{40}")
 
 
 def has_secret_name(name: str) -> bool:
-    """Whether a variable of this name holds a secret, whatever its value looks like."""
+    """Return whether a variable of this name holds a secret, regardless of its value."""
     return _NAME.search(name) is not None and name not in {"PWD", "OLDPWD"}
 
 
 def has_secret_shape(text: str) -> bool:
-    """Whether `text` contains a token, a private key, or a URL with a password or a signature."""
+    """Return whether `text` contains a token, a private key, or a URL with a password or a signature."""
     return any(pattern.search(text) for pattern in (_TOKEN, _PASSWORD_IN_URL, _IN_QUERY))
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable must not be written: by its name, or by the shape of its value."""
+    """Return whether a variable is secret, by its name or by the shape of its value."""
     return has_secret_name(name) or has_secret_shape(value) or _WANDB_KEY.fullmatch(value.strip()) is not None
 
 
 def mask_text(text: str) -> str:
-    """`text` with user names and passwords of URLs, signatures and tokens replaced."""
+    """Return `text` with user names and passwords of URLs, signatures and tokens replaced."""
     return _TOKEN.sub(MASK, _IN_QUERY.sub(rf"\1{MASK}", _IN_URL.sub(MASK, text)))
 
 
 def masked(name: str, value: str) -> str:
-    """The value of a variable as it may be written to a file or a screen."""
+    """Return the value of a variable with secrets replaced, for files and the screen."""
     return MASK if has_secret_name(name) or _WANDB_KEY.fullmatch(value.strip()) else mask_text(value)

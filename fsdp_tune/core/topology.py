@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that communicate, and over how many machines they are spread evenly."""
+    """A number of communicating ranks, spread evenly over a number of machines."""
 
     ranks: int
     machines: int

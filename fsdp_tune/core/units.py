@@ -11,25 +11,25 @@ _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
 def parse_bytes(text: str) -> int:
-    """`5GB` → 5_000_000_000, `512MiB` → 536_870_912. ValueError says what a size looks like."""
+    """Parse a size: `5GB` → 5_000_000_000, `512MiB` → 536_870_912. Raises: ValueError with the expected format."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"`{text}` is no size: write a number and a unit, such as 5GB or 512MiB")
+        raise ValueError(f"`{text}` is not a size: write a number and a unit, such as 5GB or 512MiB")
     size_bytes = round(float(match[1]) * _SIZE_UNITS[match[2].upper()])
     if size_bytes <= 0:
-        raise ValueError(f"`{text}` is no size: it must be more than zero")
+        raise ValueError(f"`{text}` is not a size: it must be more than zero")
     return size_bytes
 
 
 def parse_seconds(text: str) -> int:
-    """`11h30m` → 41_400. A bare number is refused, since it does not say whether minutes or hours are meant."""
+    """Parse a duration: `11h30m` → 41_400. Raises: ValueError, also for a number without unit."""
     match = _DURATION.fullmatch(text.strip())
     if match is None or not any(match.groups()):
-        raise ValueError(f"`{text}` is no duration: write it with units, such as 11h30m, 45m or 30s")
+        raise ValueError(f"`{text}` is not a duration: write it with units, such as 11h30m, 45m or 30s")
     days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
     total_seconds = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if total_seconds == 0:
-        raise ValueError(f"`{text}` is no duration: it must be more than zero")
+        raise ValueError(f"`{text}` is not a duration: it must be more than zero")
     return total_seconds
 
 
@@ -41,12 +41,12 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_figure(value: float) -> str:
-    """Three digits, and all of those before the point: `0.0123`, `1.23`, `1,235`."""
+    """Format with three significant digits, or all digits before the point: `0.0123`, `1.23`, `1,235`."""
     return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
 def format_seconds(seconds: float) -> str:
-    """`3723.4` → `1h02m03s`."""
+    """Format a duration: 3723.4 → `1h02m03s`."""
     whole = round(seconds)
     hours, rest = divmod(whole, 3600)
     minutes, rest_seconds = divmod(rest, 60)

@@ -1,4 +1,4 @@
-"""What asks the hub says the same when there is no way to it. What the hub itself answers: tests/faults/test_strangers.py."""
+"""Every function that queries the hub returns the same error without a network. Errors of the hub itself: tests/faults/test_strangers.py."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def test_without_a_network_nothing_is_said_of_a_variable_that_is_not_set(door: s
 @pytest.mark.parametrize("door", DOORS)
 def test_a_name_that_cannot_be_on_the_hub_is_told_as_one(door: str) -> None:
     problem = asked(door, "not a name")
-    assert "no name that a repository on the hub can have (ORG/NAME)" in problem.message
+    assert "not a valid name of a repository on the hub (ORG/NAME)" in problem.message
     assert DOORS[door][1] in (problem.hint or "")

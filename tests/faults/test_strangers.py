@@ -44,8 +44,8 @@ def test_hub_errors_are_distinguished_and_never_contain_the_token(tmp_path: Path
         assert {name: problem["code"] for name, problem in problems.items()} == {name: code or missing for name, code in ANSWERS.items()}, (
             door
         )
-        assert "the hub answers 429" in problems["busy"]["message"], door
-        assert "neither on this disk nor, for your account, on the hub" in problems["missing"]["message"], door
+        assert "the hub responds with 429" in problems["busy"]["message"], door
+        assert "neither on this disk nor accessible to your account on the hub" in problems["missing"]["message"], door
         assert "no such revision" in problems["unversioned"]["message"], door
         assert "/org/gated" in problems["gated"]["hint"], f"{door}: the page on which one asks for access"
     assert told["authorised_requests"] > 0, "the token was sent, and to this server alone"

@@ -105,7 +105,11 @@ def test_an_unknown_key_says_where_it_belongs(extra: str, place: str, message: s
             "`launch.hang_timeout` is `30`; it takes a duration with units, such as 11h30m or 45m",
             "give the unit: `30s`, `30m` or `30h`",
         ),
-        ('launch: {max_runtime: "30"}', "`launch.max_runtime`: `30` is no duration: write it with units, such as 11h30m, 45m or 30s", None),
+        (
+            'launch: {max_runtime: "30"}',
+            "`launch.max_runtime`: `30` is not a duration: write it with units, such as 11h30m, 45m or 30s",
+            None,
+        ),
         (
             "merge: {max_shard_size: 5}",
             "`merge.max_shard_size` is `5`; it takes a size with its unit, such as 5GB or 512MiB",

@@ -1,4 +1,4 @@
-"""Coming back: which checkpoint all ranks load, and what of the trainer's own state comes with it."""
+"""Resume: agree on a checkpoint over all ranks, and restore the state of model, optimizer, generators and schedule."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 
-# NFS keeps what it knows of a directory for up to a minute (`acdirmax`), and so that a name is not there.
+# NFS caches directories for up to a minute (`acdirmax`), including the absence of a name.
 VISIBLE_SECONDS = 90.0
 _POLL_SECONDS = 0.2
 
 
 def agreed_checkpoint(path: str | None, *, digests: bool, wait_seconds: float = 0.0) -> Checkpoint | None:
-    """The checkpoint that rank 0 decides on, verified by all ranks together (each hashes its share of the files).
+    """Return the checkpoint that rank 0 chooses, verified by all ranks together (each hashes a share of the files).
 
-    `wait_seconds`: how long a machine may take to see what another one has written.
+    `wait_seconds` is the time until files of another machine are visible.
     """
     if path is None:
         return None
@@ -55,18 +55,18 @@ def agreed_checkpoint(path: str | None, *, digests: bool, wait_seconds: float = 
     return chosen
 
 
-_WAYS_OUT = ("--resume auto takes the newest checkpoint that is whole", "--resume PATH takes another one")
+_WAYS_OUT = ("--resume auto uses the newest complete checkpoint", "--resume PATH uses another one")
 
 
 def _wait_until_visible(folder: Path, names: list[str], limit_seconds: float) -> None:
-    """Waits for every name, none of which was read off a listing; what is still missing then is told as damage."""
+    """Wait until every name exists, up to a limit. Names are not from a listing; missing files are reported as damage later."""
     deadline = time.monotonic() + limit_seconds
     while time.monotonic() < deadline and not all((folder / name).exists() for name in names):
         time.sleep(_POLL_SECONDS)
 
 
 def _rank_files(checkpoint: str) -> list[str]:
-    """The ranks' own files by rank, as the manifest has them: a directory may show some late, and some that are not of it."""
+    """Return the per-rank files from the manifest: a directory listing may be late, and may contain other files."""
     manifest = read_manifest(Path(checkpoint))
     return sorted(fnmatch.filter(manifest.files if manifest else (), live_state.RANK_FILES))
 
@@ -80,12 +80,12 @@ def restore_optimizer(live: Live, checkpoint: str) -> None:
 
 
 def restore_own(checkpoint: str) -> dict[str, Any]:
-    """What this rank alone knew: sums since the last line, loss scale. At another world size rank 0 takes all the sums."""
+    """Return this rank's own state: sums since the last line, loss scale. At another world size, rank 0 gets all sums."""
     files = _rank_files(checkpoint)
     if len(files) == dist.get_world_size():
         own: dict[str, Any] = torch.load(Path(checkpoint) / live_state.rank_file(dist.get_rank()), weights_only=True)["own"]
         return own
-    # The others need what is the same in all of them: on many ranks, all files on each of them are many.
+    # Other ranks need only the values that are equal in all files, so they read one; reading all on every rank would be slow.
     read = files if dist.get_rank() == 0 else files[:1]
     all_own = [torch.load(Path(checkpoint) / file, weights_only=True)["own"] for file in read]
     sums = [sum(values) for values in zip(*(own["sums"] for own in all_own), strict=True)]
@@ -93,7 +93,7 @@ def restore_own(checkpoint: str) -> dict[str, Any]:
 
 
 def restore_rng(checkpoint: str, seed: int, step: int, device_type: str) -> None:
-    """Puts this rank's generators back; at another world size each rank starts a stream of its own from seed, step and rank."""
+    """Restore this rank's generators; at another world size each rank starts its own stream from seed, step and rank."""
     if len(_rank_files(checkpoint)) == dist.get_world_size():
         state = torch.load(Path(checkpoint) / live_state.rank_file(dist.get_rank()), weights_only=True)
         live_state.set_rng_state(state["rng"], device_type)
@@ -102,11 +102,11 @@ def restore_rng(checkpoint: str, seed: int, step: int, device_type: str) -> None
 
 
 def restore_schedule(scheduler: Any, step: int) -> None:
-    """Puts a schedule at `step` of the recipe in force: the Trainer would load the old schedule's numbers (transformers#9099)."""
+    """Set a schedule to `step` of the current recipe. The Trainer would load the values of the old schedule (transformers#9099)."""
     if not hasattr(scheduler, "lr_lambdas"):
         raise failed_error(
             "schedule-not-a-function",
-            f"{type(scheduler).__name__} is no function of the step, so it cannot be resumed",
+            f"{type(scheduler).__name__} is not a function of the step, so it cannot be resumed",
             hint="choose a lr_scheduler_type such as cosine or linear",
         )
     scheduler.last_epoch = step
@@ -118,10 +118,10 @@ def restore_schedule(scheduler: Any, step: int) -> None:
 
 
 def trainer_state_json(trainer: Trainer) -> str:
-    """transformers' TrainerState as JSON, with the state of the callbacks that have one (early stopping)."""
+    """Return transformers' TrainerState as JSON, with the state of callbacks that have one (early stopping)."""
     stored: Any = trainer.state.stateful_callbacks or {}
     callbacks: dict[str, Any] = dict(stored)
-    # The control's flags (stop, save, log) are those of the saved moment: a run that is extended must not stop at once.
+    # Requests of the control (stop, save, log) must not be restored: an extended run would stop immediately.
     callbacks.pop("TrainerControl", None)
     for callback in trainer.callback_handler.callbacks:
         if type(callback).__name__ in callbacks:

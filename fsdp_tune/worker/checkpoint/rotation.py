@@ -1,4 +1,4 @@
-"""Which old checkpoints go, and what a crashed save left behind."""
+"""Delete old checkpoints and the leftovers of crashed saves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fsdp_tune.run.directory import RunDir, complete_checkpoints
 
 
 def rotate(run: RunDir, keep: int | None, *, protected: set[int]) -> list[Path]:
-    """Delete the oldest complete checkpoints of this run beyond `keep`; never a protected step, never what has no manifest of ours.
+    """Delete the oldest complete checkpoints of this run beyond `keep`, but no protected step and no directory without a manifest.
 
-    A checkpoint that a resume or a merge found damaged is neither counted nor deleted; no file is read to find that out.
+    A checkpoint that a resume or a merge marked as damaged is neither counted nor deleted; files are not read to check it.
 
-    Each is first renamed to a hidden name, so that a half-deleted directory is never visible. What a rotation before could
-    not delete is tried again.
+    Each is first renamed to a hidden name, so that a partly deleted directory is never visible. Directories that an earlier
+    rotation could not delete are deleted again.
     """
     if keep is None:
         return []
@@ -36,7 +36,7 @@ def rotate(run: RunDir, keep: int | None, *, protected: set[int]) -> list[Path]:
 
 
 def remove_leftovers(run: RunDir) -> list[Path]:
-    """Deletes stage directories that an earlier process of this run left; the run's lock says that none is alive."""
+    """Delete stage directories of earlier processes of this run. The caller holds the run's lock, so none of them lives."""
     gone: list[Path] = []
     for path in run.path.glob(f".checkpoint-*{STAGE_MARK}*"):
         shutil.rmtree(path, ignore_errors=True)

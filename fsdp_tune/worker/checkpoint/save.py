@@ -1,4 +1,4 @@
-"""Save checkpoints: staged, hashed while written, published by one rank when all have finished, in the background if the recipe says so.
+"""Save checkpoints: staged, hashed while written, published by rank 0 when all have finished, optionally in the background.
 
 Order: every rank writes its files into one hidden stage directory; all agree that all succeeded; rank 0 writes the
 manifest and renames. Until the rename there is no `checkpoint-N`.
@@ -37,7 +37,7 @@ from fsdp_tune.worker.checkpoint.storage import hashing_writer, reason_of, with_
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 
 TRAINER_STATE = "trainer_state.json"
-SAVE_HINT = "free space, or mend the file system of `output_dir`; checkpoints that were complete stay"
+SAVE_HINT = "free space, or fix the file system of `output_dir`; completed checkpoints are kept"
 
 
 @dataclass(slots=True)
@@ -46,12 +46,12 @@ class Saved:
 
     step: int
     stall_seconds: float
-    """How long training stood still."""
+    """Time during which training waited."""
     seconds: float = 0.0
     size_bytes: int = 0
     error: FsdpTuneError | None = None
     left: str | None = None
-    """Why old checkpoints could not be removed after it; the save itself is whole."""
+    """Why old checkpoints could not be removed afterwards; the save itself is complete."""
 
 
 @dataclass
@@ -68,19 +68,19 @@ class Checkpointer:
     heartbeat: HeartbeatWriter
     last_step: int | None = None
     longest_seconds: float = 0.0
-    """The slowest save of this launch, from its start to its end; the probe is one."""
+    """Duration of the slowest save of this launch, including the probe."""
     _group: Any = field(default=None)
     _thread: threading.Thread | None = None
     _pending: Saved | None = None
     _size_bytes: int = 0
-    """Of the last whole checkpoint, the probe's included; known on rank 0."""
+    """Size of the last complete checkpoint, including the probe; known on rank 0."""
 
     def __post_init__(self) -> None:
-        # Saves in the background must not share a group with the step's own collectives.
+        # Saves in the background must not share a group with the collectives of the step.
         self._group = untimed_group()
 
     def save(self, step: int, trainer: str, own: dict[str, Any], *, best_step: int | None) -> None:
-        """Save step `step`, after the save before it has ended. Every failure reaches `report`. `best_step` is not rotated out."""
+        """Save `step` after the previous save has ended. Failures are passed to `report`. `best_step` is protected from rotation."""
         with self.heartbeat.during("saving", step):
             self._save(step, trainer, own, best_step)
 
@@ -90,7 +90,7 @@ class Checkpointer:
         snapshot = self._snapshot(step, trainer, own, best_step)
         self._pending = Saved(step, 0.0)
         if self.asynchronous:
-            if not self.live.full:  # what rank 0 has gathered is a copy already
+            if not self.live.full:  # the tensors gathered on rank 0 are already copies
                 snapshot = in_host_memory(snapshot)
             self._write_in_background(snapshot, self._pending)
             self._pending.stall_seconds = time.monotonic() - started
@@ -101,7 +101,7 @@ class Checkpointer:
 
     @property
     def newest_step(self) -> int | None:
-        """Of the last save, also while it is still being written: the same on every rank at the same step."""
+        """Step of the last save, even if it is still being written; the same on every rank at the same step."""
         return self._pending.step if self._pending is not None else self.last_step
 
     def _snapshot(self, step: int, trainer: str, own: dict[str, Any], best_step: int | None = None) -> Snapshot:
@@ -110,12 +110,12 @@ class Checkpointer:
         return Snapshot(step, live_state.model_state(self.live), live_state.optimizer_state(self.live), rank, trainer, facts, best_step)
 
     def poll(self) -> None:
-        """Reports a background save that has succeeded; a failed one is reported by `wait`, where all ranks meet."""
+        """Report a background save that has succeeded. A failed one is reported by `wait`, which all ranks call."""
         if self._thread is not None and not self._thread.is_alive() and self._pending is not None and self._pending.error is None:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save in flight, if any, and report it. Its bytes are progress meanwhile, however long it takes."""
+        """Wait for the save in flight, if any, and report it. Written bytes count as progress in the heartbeat."""
         if self._thread is not None:
             with self.heartbeat.during("saving"):
                 self._thread.join()
@@ -124,13 +124,13 @@ class Checkpointer:
             saved, self._pending = self._pending, None
             if saved.error is None:
                 self.last_step = saved.step
-                # A background save holds up the training for its copy, and is written after that.
+                # A background save blocks training only for its copy, and is written afterwards.
                 self.longest_seconds = max(self.longest_seconds, saved.stall_seconds + (saved.seconds if self.asynchronous else 0.0))
             self.report(saved)
 
     def _write_in_background(self, snapshot: Snapshot, saved: Saved) -> None:
-        """A new thread's device is the first of the machine, whoever starts it; DCP waits for its stream, and with that every rank of
-        the machine would take memory there."""
+        """Write in a new thread. Its default device is the first of the machine; DCP synchronises with the current device's stream, so
+        without `set_device` every rank of the machine would allocate memory there."""
         module: Any = getattr(torch, self.device_type)
         index = None if self.device_type == "cpu" else module.current_device()
 
@@ -147,16 +147,16 @@ class Checkpointer:
         try:
             saved.size_bytes = self._size_bytes = self._write(snapshot, self.run.checkpoint(snapshot.step))
             saved.left = self._rotate(snapshot)
-        except Exception as error:  # noqa: BLE001  an error of the disk or of torch: it becomes the save's outcome
-            told = f"checkpoint-{snapshot.step} could not be written: {reason_of(error)}"
-            failure = error if isinstance(error, FsdpTuneError) else failed_error("save-failed", told, hint=SAVE_HINT)
+        except Exception as error:  # noqa: BLE001  any error of disk or torch is the outcome of the save
+            message = f"checkpoint-{snapshot.step} could not be written: {reason_of(error)}"
+            failure = error if isinstance(error, FsdpTuneError) else failed_error("save-failed", message, hint=SAVE_HINT)
             saved.error = with_free_space(failure, self.run.path, self._size_bytes)
         saved.seconds = time.monotonic() - started
 
     def probe(self, trainer: str, own: dict[str, Any]) -> float:
-        """Save once under a stage name, read the files back by digest and remove them, so that a save which cannot work fails now.
+        """Save once under a stage name, verify the files by digest and remove them, so that a save that cannot work fails early.
 
-        Returns: seconds.
+        Return its duration in seconds.
         """
         started = time.monotonic()
         snapshot = self._snapshot(0, trainer, own)
@@ -169,7 +169,7 @@ class Checkpointer:
                 raise failed_error(
                     "probe-read-back",
                     f"the test checkpoint cannot be read back: {bad[0]}",
-                    hint=f"is the file system of {self.run.path} sound?",
+                    hint=f"check the file system of {self.run.path}",
                 )
         finally:
             dist.barrier(group=self._group)
@@ -191,7 +191,7 @@ class Checkpointer:
         return manifest.size_bytes if manifest else 0
 
     def _rotate(self, snapshot: Snapshot) -> str | None:
-        """Remove old checkpoints; returns a sentence if the disk refuses."""
+        """Remove old checkpoints. Return the error message if that fails, else None."""
         protected = {snapshot.step, snapshot.best_step or -1}
         try:
             from_rank0(lambda: rotate(self.run, self.keep, protected=protected), "removing old checkpoints", self._group)
@@ -202,7 +202,7 @@ class Checkpointer:
         return None
 
     def _fill_stage(self, snapshot: Snapshot, stage: Path) -> Manifest | None:
-        """Writes all files of a checkpoint; the manifest, last, on rank 0 (returned there)."""
+        """Write all files of a checkpoint, then the manifest on rank 0. Return the manifest on rank 0, None elsewhere."""
         from_rank0(lambda: _empty_stage(stage), "making the stage directory", self._group)
         entries = all_or_none(lambda: self._write_files(snapshot, stage), f"writing checkpoint-{snapshot.step}", self._group)
         parts = gather(entries, self._group)
@@ -244,10 +244,10 @@ class Checkpointer:
         writer, files = hashing_writer(stage / directory)
         try:
             dcp.save(state, storage_writer=writer, process_group=self._group)
-        except CheckpointException as error:  # a BaseException, which no `except Exception` on the way would see
+        except CheckpointException as error:  # a BaseException, which no `except Exception` would catch
             rank, (cause, _) = next(iter(error.failures.items()))
-            told = f"rank {rank} could not write its part of {directory}: {reason_of(cause)}"
-            raise failed_error("save-failed", told, hint=SAVE_HINT) from error
+            message = f"rank {rank} could not write its part of {directory}: {reason_of(cause)}"
+            raise failed_error("save-failed", message, hint=SAVE_HINT) from error
         return {f"{directory}/{name}": entry for name, entry in files.entries.items()}
 
 
@@ -266,8 +266,8 @@ def _empty_stage(stage: Path) -> None:
     if not stage.parent.is_dir():
         raise failed_error(
             "run-directory-gone",
-            f"{stage.parent} is no longer there: the run directory was removed, renamed or replaced",
-            hint="put it back, and start again with `--resume auto`",
+            f"{stage.parent} no longer exists: the run directory was removed, renamed or replaced",
+            hint="restore it, and start again with `--resume auto`",
         )
     if stage.exists():
         DISK.rmtree(stage)
@@ -283,7 +283,7 @@ def trainer_state_facts(world_size: int, mesh: list[int], recipe_digest: str | N
     }
 
 
-# ---- What one checkpoint holds, and a copy of it that training can no longer change.
+# ---- The contents of one checkpoint, and a copy that training does not change.
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,16 +292,16 @@ class Snapshot:
     model: dict[str, Any]
     optimizer: dict[str, Any]
     rank: dict[str, Any]
-    """This rank's own: generators and sums."""
+    """This rank's own state: generators and sums."""
     trainer: str
     """trainer_state.json"""
     facts: dict[str, Any]
     best_step: int | None = None
-    """The best evaluated step when this one was taken. A later best has no checkpoint before this one is written."""
+    """The best evaluated step at the time of the snapshot. A later best step has no checkpoint before this one is written."""
 
 
 def in_host_memory(snapshot: Snapshot) -> Snapshot:
-    """The same with tensors of its own, detached from the live ones."""
+    """Return a copy of a snapshot in host memory, independent of the live tensors."""
     return replace(snapshot, model=_copy(snapshot.model), optimizer=_copy(snapshot.optimizer))
 
 
@@ -311,7 +311,7 @@ def _copy(value: Any) -> Any:
     if isinstance(value, DTensor):
         mesh, size, stride = _on_host(value.device_mesh), value.shape, value.stride()
         return DTensor.from_local(_copy(value.to_local()), mesh, value.placements, run_check=False, shape=size, stride=stride)
-    if is_traceable_wrapper_subclass(value):  # torchao's `to` ignores `copy`: what is in host memory would be shared
+    if is_traceable_wrapper_subclass(value):  # torchao's `to` ignores `copy`, so a tensor in host memory would be shared
         names, rest = value.__tensor_flatten__()
         inner = {name: getattr(value, name).detach().to("cpu", copy=True) for name in names}
         return type(value).__tensor_unflatten__(inner, rest, value.size(), value.stride())
@@ -322,8 +322,8 @@ def _copy(value: Any) -> Any:
 
 @functools.cache
 def _on_host(mesh: DeviceMesh) -> DeviceMesh:
-    """The same layout over the same ranks, for tensors in host memory. It says where shards belong and sends nothing: groups of its
-    own would be communicators on the devices, made in the middle of the training."""
+    """Return the same mesh for tensors in host memory. It only describes the layout, without process groups, which would create
+    communicators on the devices during training."""
     if mesh.device_type == "cpu":
         return mesh
     return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)

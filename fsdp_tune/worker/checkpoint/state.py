@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the live objects, and how it gets back into them, whatever the sharding then and now."""
+"""Convert the state of live objects to checkpoint contents and back, for any sharding at save and load."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ RANK_FILES = "rng_state_*.pth"
 
 
 def rank_file(rank: int) -> str:
-    """What belongs to one rank: its generators, its sums since the last line, the loss scale."""
+    """Return the name of a rank's own file: generators, sums since the last line, loss scale."""
     return f"rng_state_{rank}.pth"
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The objects that a checkpoint describes. `wrapped` is what the forward is called on."""
+    """The objects that a checkpoint describes. `wrapped` is the module to call."""
 
     wrapped: nn.Module
     optimizer: torch.optim.Optimizer | None
-    """None where only the model is meant."""
+    """None if only the model is used."""
     full: bool
-    """FULL_STATE_DICT: rank 0 writes whole tensors."""
+    """FULL_STATE_DICT: rank 0 writes full tensors."""
 
 
 def model_state(live: Live) -> dict[str, Any]:
-    """name → tensor (DTensor where sharded), each parameter once: tied names would be written twice."""
+    """Return tensors by name (DTensors if sharded), each parameter once, so that tied weights are not written twice."""
     state = {name: plain(value) for name, value in get_model_state_dict(live.wrapped).items()}
     tied = _tied_names(live.wrapped)
     unique = {name: value for name, value in state.items() if name not in tied}
@@ -65,7 +65,7 @@ def model_state(live: Live) -> dict[str, Any]:
 
 
 def gathered(state: dict[str, Any]) -> dict[str, Any]:
-    """Whole tensors in rank 0's memory, {} elsewhere; one tensor at a time, so that no device holds two of them."""
+    """Return full tensors in rank 0's host memory, {} on other ranks; one at a time, so that no device holds two of them."""
     whole: dict[str, Any] = {}
     for name, value in state.items():
         tensor = value.full_tensor() if isinstance(value, DTensor) else value
@@ -75,7 +75,7 @@ def gathered(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tied_names(model: nn.Module) -> set[str]:
-    """Names under which a parameter appears again. By name and not by address: an empty shard has no address."""
+    """Return the additional names of tied parameters. Compares names, since empty shards have no address."""
     first = {name for name, _ in model.named_parameters(remove_duplicate=True)}
     return {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False) if name not in first}
 
@@ -83,8 +83,8 @@ def _tied_names(model: nn.Module) -> set[str]:
 def optimizer_state(live: Live) -> dict[str, Any]:
     """Return the optimizer's tensors, as parameter → kind → tensor; collective. Learning rates and decay come from the recipe.
 
-    {} before the first update, and without parameters that were never updated. `get_optimizer_state_dict` would make the state
-    of an optimizer that has none by a step without gradients, and the first update would count as the second.
+    {} before the first update, and without parameters that were never updated: for an optimizer without state,
+    `get_optimizer_state_dict` would create it by a step without gradients, so that the first update would count as the second.
     """
     assert live.optimizer is not None
     if not any(gather(bool(live.optimizer.state))):
@@ -101,12 +101,12 @@ def optimizer_state(live: Live) -> dict[str, Any]:
 
 
 def flat(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Optimizer state with one level of keys, as a safetensors file holds it."""
+    """Return optimizer state with one level of keys, for a safetensors file."""
     return {f"{parameter}::{kind}": value for parameter, kinds in state.items() for kind, value in kinds.items()}
 
 
 def load_model(live: Live, directory: Path) -> None:
-    """Reads the model's tensors of a checkpoint into the live model, resharded on the way."""
+    """Load the model's tensors of a checkpoint into the live model, resharding them."""
     _read_model(live, directory)
     refresh_scales(live.wrapped)
 
@@ -126,17 +126,17 @@ def _read_whole(state: dict[str, Any], directory: Path) -> None:
         lost = sorted(state.keys() - set(file.keys()))
         if lost:
             raise failed_error(
-                "checkpoint-lacks-tensors", f"{directory}: the model needs `{lost[0]}` and {len(lost) - 1} more, which are not there"
+                "checkpoint-lacks-tensors", f"{directory}: {len(lost)} tensors of the model are missing, the first is `{lost[0]}`"
             )
         for name, target in state.items():
             if (shape := tuple(file.get_slice(name).get_shape())) != tuple(target.shape):
-                told = f"`{name}` is {shape}, the model has {tuple(target.shape)}"
-                raise failed_error("checkpoint-of-another-model", f"{directory}: {told}")
+                message = f"`{name}` is {shape}, the model has {tuple(target.shape)}"
+                raise failed_error("checkpoint-of-another-model", f"{directory}: {message}")
             _fill(target, file.get_tensor(name))
 
 
 def _check_names(state: dict[str, Any], directory: Path, prefix: str) -> None:
-    """DCP ignores what the model lacks and casts dtypes without a word; a checkpoint of another model must not load."""
+    """Check names, shapes and dtypes: DCP ignores unknown tensors and casts silently, so it would load another model's checkpoint."""
     metadata = RestrictedReader(directory).read_metadata()
     stored = dict(metadata.state_dict_metadata)
     wanted = {f"{prefix}.{name}": value for name, value in state.items()}
@@ -154,7 +154,7 @@ def _check_names(state: dict[str, Any], directory: Path, prefix: str) -> None:
 
 
 def load_optimizer(live: Live, directory: Path) -> None:
-    """Read the optimizer's tensors; the hyper-parameters of its groups stay those of the recipe in force.
+    """Load the optimizer's tensors; the hyperparameters of its groups stay those of the current recipe.
 
     A parameter without state in the checkpoint was never updated, and has none afterwards.
     """
@@ -180,9 +180,9 @@ def _of_parameters(state: dict[str, dict[str, Any]], names: set[str]) -> dict[st
 
 
 def _parameters_with_state(state: dict[str, dict[str, Any]], directory: Path) -> set[str]:
-    """The parameters of `state` for which sharded optimizer state is stored, as `optimizer.state.PARAMETER.KIND`."""
+    """Return the parameters of `state` that have sharded optimizer state, stored as `optimizer.state.PARAMETER.KIND`."""
     found: set[str] = set()
-    # Read before `dcp.load`, which would wrap an error of ours in a CheckpointException.
+    # Read before `dcp.load`, which would wrap an error of the reader in a CheckpointException.
     for key in RestrictedReader(directory / OPTIMIZER_DIRECTORY).read_metadata().state_dict_metadata:
         name = key.removeprefix("optimizer.state.")
         while name and name not in state:
@@ -202,21 +202,24 @@ def _load_sharded(state: dict[str, dict[str, Any]], directory: Path) -> None:
         raise failed_error(
             "optimizer-blocks-cut",
             f"{directory}: the optimizer's state is in blocks with a scale each, and {dist.get_world_size()} ranks would cut them",
-            ways_out=("resume on as many ranks as wrote it", "a `block_size` that divides a row fits any number of ranks, in a new run"),
+            ways_out=(
+                "resume on the original number of ranks",
+                "in a new run, set a `block_size` that divides a row, for any number of ranks",
+            ),
         ) from error
 
 
 @torch.no_grad()
 def _fill(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copies this rank's part of `whole` to where it belongs. One tensor after the other: the ranks of a machine together have no room
-    for a whole model each, and a device may have none for one."""
+    """Copy this rank's part of `whole` into `target`. Called for one tensor at a time: the host cannot hold a full model for each rank,
+    and a device may not hold one at all."""
     if isinstance(target, DTensor):
         whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
     local_part(target).copy_(local_part(whole))
 
 
 def rng_state(device_type: str) -> dict[str, Any]:
-    """Every generator that a step draws from, as tensors and plain numbers (loadable without running code)."""
+    """Return the state of every generator that a step uses, as tensors and numbers (loadable without running code)."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {

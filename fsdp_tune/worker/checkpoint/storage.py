@@ -1,4 +1,4 @@
-"""Where DCP meets the disk: bytes are hashed while they are written, and metadata is read without running its code."""
+"""Storage of DCP: bytes are hashed while they are written, and metadata is read without running code."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from fsdp_tune.run.pickles import Refused
 
 
 class HashingStream(io.RawIOBase):
-    """A file that is written from front to back, through `DISK`, and knows its digest. Seeking is refused."""
+    """A file that is written sequentially through `DISK`, with a running digest. It cannot seek."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._file = DISK.open(path)
         self._digester = Digester()
         self.refused: OSError | None = None
-        """What the disk said. torch.save, which writes through us from C++, tells only `unexpected pos`."""
+        """The error of a write. torch.save, which writes from C++, only reports `unexpected pos`."""
 
     def writable(self) -> bool:
         return True
@@ -74,7 +74,7 @@ class HashingStream(io.RawIOBase):
             if not self._file.closed:
                 DISK.fsync(self._file)
         finally:
-            # A disk that is full refuses again when Python flushes; the descriptor must go all the same.
+            # On a full disk Python's flush fails again; the descriptor must be closed regardless.
             try:
                 self._file.close()
             finally:
@@ -85,7 +85,7 @@ class HashingStream(io.RawIOBase):
 
 
 class HashingFileSystem(FileSystem):
-    """DCP's file system with the digests of what was written; `entries` maps file names as DCP finally calls them."""
+    """DCP's file system with digests of the written files; `entries` maps their final names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class HashingFileSystem(FileSystem):
 
 
 def hashing_writer(directory: Path) -> tuple[FileSystemWriter, HashingFileSystem]:
-    """A DCP writer for a new directory. One thread: the order of the file operations is then always the same."""
+    """Return a DCP writer for a new directory, with one thread, so that the order of file operations is deterministic."""
     writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
     files = HashingFileSystem()
     writer.fs = files
@@ -124,8 +124,8 @@ def hashing_writer(directory: Path) -> tuple[FileSystemWriter, HashingFileSystem
 class RestrictedReader(FileSystemReader):
     """DCP's reader for checkpoints of tensors, which cannot run code.
 
-    DCP unpickles every entry that is not a tensor without restriction (`DefaultLoadPlanner.load_bytes`), also where the live state has
-    a tensor of that name, so such entries are refused together with a `.metadata` that names other classes.
+    DCP unpickles every entry that is not a tensor without restriction (`DefaultLoadPlanner.load_bytes`), even if the live state has a
+    tensor of that name, so such entries are refused, as is a `.metadata` with other classes.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -155,7 +155,7 @@ def _add_tensor(metadata: Metadata, name: str, dtype: DType, shape: Shape, chunk
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileEntry:
-    """Writes CPU tensors in safetensors' format through `DISK`; the library's own writer bypasses Python and makes mode 0600."""
+    """Write CPU tensors in safetensors format through `DISK`; the library's own writer bypasses Python and creates mode 0600."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name, tensor in tensors.items():
@@ -180,7 +180,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata:
 
 
 def write_torch(path: Path, value: Any) -> FileEntry:
-    """`torch.save` through a Python file, so that it is hashed and can be made to fail."""
+    """Call `torch.save` on a Python file, so that the bytes are hashed and tests can inject failures."""
     stream = HashingStream(path)
     try:
         torch.save(value, cast(Any, stream))
@@ -194,12 +194,12 @@ def write_torch(path: Path, value: Any) -> FileEntry:
 
 
 def reason_of(error: BaseException) -> str:
-    """In the system's words where it is the system's error; the class and text of any other."""
+    """Return the system's text of an OSError; class and text of any other error."""
     return error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
 
 
 def with_free_space(error: FsdpTuneError, folder: Path, needed_bytes: int) -> FsdpTuneError:
-    """Where the disk is full, the same error with how much is free, and how much a checkpoint takes (0: not known)."""
+    """If the disk is full, add the free space and the size of a checkpoint (0: unknown) to an error."""
     problem = error.problems[0]
     if not any(os.strerror(number) in problem.message for number in (errno.ENOSPC, errno.EDQUOT)):
         return error

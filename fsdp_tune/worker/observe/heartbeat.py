@@ -81,7 +81,7 @@ class HeartbeatWriter:
             raise failed_error(
                 "run-directory-gone",
                 f"{self._path.parent} is gone: the run directory was removed, renamed or replaced",
-                hint="put it back, and start again with `--resume auto`",
+                hint="restore it, and start again with `--resume auto`",
             )
 
     def _record(self, phase: str, step: int | None) -> None:

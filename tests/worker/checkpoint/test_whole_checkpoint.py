@@ -35,7 +35,7 @@ def test_each_rank_gets_its_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stored", "code", "told"),
     [
-        ({"weight": WEIGHT}, "checkpoint-lacks-tensors", "the model needs `bias`"),
+        ({"weight": WEIGHT}, "checkpoint-lacks-tensors", "1 tensors of the model are missing, the first is `bias`"),
         ({"weight": torch.randn(1, 3), "bias": BIAS}, "checkpoint-of-another-model", "`weight` is (1, 3), the model has (5, 3)"),
     ],
 )
