@@ -1,4 +1,7 @@
-"""Every function that queries the hub returns the same error without a network. Errors of the hub itself: tests/faults/test_strangers.py."""
+"""Every function that queries the hub returns the same error without a network.
+
+Errors of the hub itself: tests/faults/test_strangers.py.
+"""
 
 from __future__ import annotations
 
