@@ -113,7 +113,7 @@ def test_the_merged_model_loads_and_computes_what_the_adapter_did(llama, tmp_pat
     ("base", "why"),
     [
         ("./nowhere", "there is no directory `./nowhere`"),
-        ("bad name", "no name that a repository on the hub can have"),
+        ("bad name", "not a valid name of a repository on the hub"),
         ("org/not-here", "is not in the local cache"),
     ],
 )
