@@ -206,7 +206,7 @@ def test_a_checkpoint_that_does_not_verify_is_found(run: RunDir) -> None:
     assert [each.split(":")[0] for each in lost_checkpoints(run, [], keep=2)] == ["half written"]
 
 
-def test_what_a_run_leaves_behind_is_found(run: RunDir) -> None:
+def test_leftovers_of_a_run_are_found(run: RunDir) -> None:
     assert leftovers(run, is_finished=True, seen=[]) == []
     (run.path / ".checkpoint-3.stage-1").mkdir()
     (run.logs / "rank-0000.heartbeat.tmp").touch()
@@ -397,7 +397,7 @@ def test_a_merge_of_a_run_that_had_finished_before_is_seen(run: RunDir) -> None:
     assert watcher.moment([COMMAND_0]).phases == {"merging"}
 
 
-def test_a_process_listens_to_what_it_handles_or_ignores() -> None:
+def test_a_process_listens_to_signals_that_it_handles_or_ignores() -> None:
     script = "import signal; signal.signal(signal.SIGTERM, print); signal.signal(signal.SIGHUP, signal.SIG_IGN); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None

@@ -50,7 +50,7 @@ def test_a_recipe_for_the_cpu_sees_no_accelerator() -> None:
     assert this_machine("cpu", {}).device is None
 
 
-def test_a_mac_is_no_place_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_on_macos_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "visible_devices", lambda _: [Device("mps", "Apple GPU")])
     assert this_machine("auto", {}).device is None
 

@@ -32,7 +32,7 @@ def asked(door: str, name: str) -> Problem:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_without_a_way_to_the_hub_what_was_wanted_is_told_with_the_ways_out(door: str) -> None:
+def test_without_the_hub_the_missing_resource_is_named_with_alternatives(door: str) -> None:
     problem = asked(door, "org/not-here")
     assert problem.code == "hub-unreachable"
     assert "`org/not-here` is not in the local cache, and HF_HUB_OFFLINE keeps this command off" in problem.message
@@ -42,7 +42,7 @@ def test_without_a_way_to_the_hub_what_was_wanted_is_told_with_the_ways_out(door
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_without_a_network_nothing_is_said_of_a_variable_that_is_not_set(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_no_unset_variable_is_blamed(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -58,7 +58,7 @@ def test_without_a_network_nothing_is_said_of_a_variable_that_is_not_set(door: s
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_name_that_cannot_be_on_the_hub_is_told_as_one(door: str) -> None:
+def test_a_name_that_the_hub_cannot_have_is_reported(door: str) -> None:
     problem = asked(door, "not a name")
     assert "not a valid name of a repository on the hub (ORG/NAME)" in problem.message
     assert DOORS[door][1] in (problem.hint or "")

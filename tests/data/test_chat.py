@@ -70,7 +70,7 @@ def test_ids_equal_those_of_the_full_conversation_at_inference() -> None:
     assert tokenised(chat, CHATML, encoder).ids == encoder.encode([whole])[0]
 
 
-def test_a_template_without_a_generation_prompt_trains_what_follows_the_question() -> None:
+def test_a_template_without_a_generation_prompt_trains_the_text_after_the_question() -> None:
     encoder = ByteEncoder()
     tokens = tokenised(conversation("a", "b", "c", "d"), LLAMA2, encoder)
     assert shown(tokens, encoder) == "<s>[INST] a [/INST][ b </s>]<s>[INST] c [/INST][ d </s>]"

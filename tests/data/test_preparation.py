@@ -124,7 +124,7 @@ def test_a_template_that_writes_the_beginning_of_sequence_itself_is_not_reported
     assert told(found) == {}
 
 
-def test_what_a_template_leaves_out_is_reported_once_with_counts(tmp_path: Path) -> None:
+def test_omissions_of_a_template_are_reported_once_with_counts(tmp_path: Path) -> None:
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     chats = [{"messages": [user | {"name": "Anna"}, answer]}, {"messages": [user, answer], "tools": [{"name": "f"}]}] * 2
     chats.append({"messages": [user, answer | {"train": True}, user]})

@@ -104,7 +104,7 @@ def test_the_content_of_equal_bytes_depends_on_how_they_are_read(tmp_path: Path)
     assert source(tmp_path / "rows.jsonl").content(digests) != source(tmp_path / "rows.txt").content(digests)
 
 
-def test_what_is_not_there_is_named_with_what_is(folder: Path) -> None:
+def test_missing_names_are_reported_with_the_existing_ones(folder: Path) -> None:
     assert problem(folder / "aa.jsonl").hint == "did you mean `a.jsonl`?"
     assert "no directory" in (problem(folder / "nowhere" / "x.jsonl").hint or "")
     assert problem(folder / "c*.jsonl").message == f"no file matches `{folder}/c*.jsonl`"

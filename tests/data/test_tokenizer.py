@@ -137,7 +137,7 @@ def test_a_token_that_is_not_there_gets_the_close_matches() -> None:
     assert "did you mean `<|endoftext|>`" in (found.hint or "")
 
 
-def test_the_recipes_template_is_put_into_the_tokenizer_that_is_saved(tmp_path: Path) -> None:
+def test_the_recipes_template_is_saved_with_the_tokenizer(tmp_path: Path) -> None:
     assert tokenizer_of(recipe(template="chatml")).chat_template == BUNDLED["chatml"]
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
     assert tokenizer_of(recipe(template=str(tmp_path / "mine.jinja"))).chat_template == "{{ messages }}"

@@ -66,7 +66,7 @@ def test_state_is_split_before_anything_else_where_it_is_largest(tmp_path: Path)
     assert found == ["fsdp.sharding_strategy", "fsdp.offload_params", "training.per_device_train_batch_size"]
 
 
-def test_what_is_set_already_is_not_proposed(tmp_path: Path) -> None:
+def test_keys_that_are_set_are_not_proposed(tmp_path: Path) -> None:
     keys = ("fsdp.activation_checkpointing=full", "training.per_device_train_batch_size=1", "precision.mixed_precision=bf16")
     found = ways(tmp_path, ACTIVATIONS, *keys)
     assert found == ["fsdp.activation_checkpointing_offload", "data.max_length", "fsdp.offload_params"]

@@ -39,7 +39,7 @@ def test_a_record_is_replayed_in_order_and_by_stream() -> None:
 
 @pytest.mark.skipif(IS_SMALL, reason="torch records its allocator on CUDA alone")
 @pytest.mark.parametrize("setting", ["expandable_segments:False", "expandable_segments:True"])
-def test_what_is_reserved_is_what_cuda_reserved(setting: str) -> None:
+def test_predicted_reserved_memory_is_that_of_cuda(setting: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu.snapshot"],
         env=os.environ | {"PYTORCH_ALLOC_CONF": setting},

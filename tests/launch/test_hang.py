@@ -87,7 +87,7 @@ def test_a_rank_that_waits_for_its_background_save_is_where_that_save_is() -> No
     assert str(stands_at(late)).startswith("fsdp_tune/core/atomic.py:7 in write")
 
 
-def test_a_save_in_the_background_is_not_what_a_rank_waits_in() -> None:
+def test_a_background_save_is_not_reported_as_the_wait_of_a_rank() -> None:
     saving = (frame(f"{TORCH}/distributed/distributed_c10d.py", "all_gather_object"), frame("/usr/lib/python3.11/threading.py", "run"))
     assert waits_in(parse(dump(saving, COMPUTES))) is None
 

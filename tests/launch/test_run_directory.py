@@ -96,7 +96,7 @@ def test_a_new_run_has_everything_a_rank_needs(fresh: RunDir, tmp_path: Path) ->
     assert {"accelerate.yaml", "environment.json", "data.json", "logs"} <= {path.name for path in fresh.path.iterdir()}
 
 
-def test_what_was_set_on_the_command_line_is_kept_with_the_recipe(fresh: RunDir, tmp_path: Path) -> None:
+def test_overrides_are_kept_with_the_recipe(fresh: RunDir, tmp_path: Path) -> None:
     write_run(fresh, files_of(fresh, resolved(tmp_path), overrides=("training.max_steps=7", "name=a\nevil: true")))
     text = fresh.recipe_yaml.read_text()
     assert "#   --set training.max_steps=7\n" in text

@@ -117,7 +117,7 @@ def test_the_merged_model_loads_and_computes_what_the_adapter_did(llama, tmp_pat
         ("org/not-here", "is not in the local cache"),
     ],
 )
-def test_a_base_that_cannot_be_had_is_told_with_the_file_that_names_it(base, why, tmp_path):
+def test_a_missing_base_is_reported_with_the_file_that_names_it(base, why, tmp_path):
     with pytest.raises(FsdpTuneError, match=re.escape(why)) as caught:
         fetch_model(base, named_in=tmp_path / "adapter_config.json")
     assert caught.value.exit_code == 2
@@ -161,7 +161,7 @@ def test_scaling_is_pefts(config, scaling, llama, tmp_path, merge):
 @pytest.mark.parametrize(
     ("saved_flag", "targets"), [(True, ("c_attn", "c_proj", "c_fc")), (False, ("c_attn", "c_proj", "c_fc", "lm_head"))]
 )
-def test_conv1d_weights_lie_the_other_way_round_the_square_ones_too(saved_flag, targets, tmp_path, merge):
+def test_conv1d_weights_are_transposed_also_where_they_are_square(saved_flag, targets, tmp_path, merge):
     """PEFT's flag tells the kind of the last layer that it wrapped; with a head among them it is wrong for all others."""
     model = exact(small_gpt2())
     adapter = factors(model, *targets)
@@ -380,7 +380,7 @@ def test_biases_are_exported_as_they_were_trained(bias, expected, tmp_path, merg
     assert all(".base_layer." in name for name in names if "c_attn" in name)
 
 
-def test_what_is_no_plain_lora_can_still_be_exported(llama, tmp_path, merge):
+def test_adapters_beyond_plain_lora_can_be_exported(llama, tmp_path, merge):
     state = adapter_state(factors(llama, "q_proj"), "default")
     state[f"{PREFIX}model.layers.0.self_attn.q_proj.lora_magnitude_vector.default.weight"] = values(32, seed=1)
     state[f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta.default"] = values(2, 32, seed=1)
@@ -414,7 +414,7 @@ def refused(tmp_path: Path) -> list[str]:
     ],
     ids=str,
 )
-def test_what_is_no_plain_lora_is_refused_by_name(change, named, llama, tmp_path, merge):
+def test_adapters_beyond_plain_lora_are_refused_by_name(change, named, llama, tmp_path, merge):
     base = base_directory(llama, tmp_path / "base")
     folder = adapter_directory(tmp_path / "a", adapter_state(factors(llama, "q_proj")), **change)
     with pytest.raises(FailedError, match=named) as caught:
@@ -483,7 +483,7 @@ def test_an_adapter_that_does_not_fit_is_one_error_and_nothing_written(kind, lla
     assert refused(tmp_path) == []
 
 
-def test_two_named_adapters_are_told_by_name(llama, tmp_path, merge):
+def test_two_named_adapters_are_reported_by_name(llama, tmp_path, merge):
     adapter = factors(llama, "q_proj")
     state = adapter_state(adapter, "default") | adapter_state(adapter, "reference")
     save_dcp({"model": state}, write_config(tmp_path / "c") / SHARDS)
@@ -507,7 +507,7 @@ def test_a_config_that_cannot_be_used_is_named(text, code, llama, tmp_path, merg
     assert (caught.value.problems[0].code, caught.value.problems[0].where.source) == (code, str(folder / "adapter_config.json"))
 
 
-def test_without_a_config_it_is_asked_for_and_can_be_given(llama, tmp_path, merge):
+def test_without_a_config_the_error_names_the_option_that_provides_one(llama, tmp_path, merge):
     adapter = factors(llama, "q_proj")
     save_dcp({"model": whole_state(llama, adapter)}, tmp_path / "c" / SHARDS)
     for options in ({}, {"adapter": True}):
@@ -521,7 +521,7 @@ def test_without_a_config_it_is_asked_for_and_can_be_given(llama, tmp_path, merg
         merge(tmp_path / "c", adapter_config=tmp_path)
 
 
-def test_without_a_base_the_ways_out_are_told(llama, tmp_path, merge):
+def test_without_a_base_the_alternatives_are_reported(llama, tmp_path, merge):
     folder = adapter_directory(tmp_path / "a", adapter_state(factors(llama, "q_proj")))
     with pytest.raises(FsdpTuneError, match="its config does not name the model") as caught:
         merge(folder)
@@ -543,7 +543,7 @@ def test_options_that_ask_for_the_impossible_are_refused(llama, tmp_path, merge)
         merge(run, adapter=True, average="last:2")
 
 
-def test_the_output_may_not_lie_in_the_base(llama, tmp_path, merge):
+def test_the_output_must_not_be_inside_the_base(llama, tmp_path, merge):
     base = base_directory(llama, tmp_path / "base")
     folder = adapter_directory(tmp_path / "a", adapter_state(factors(llama, "q_proj")))
     (base / "merge.json").write_text("{}")

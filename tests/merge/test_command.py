@@ -27,7 +27,7 @@ def invoke(*arguments: object):
     return CliRunner().invoke(app, ["merge-checkpoint", *map(str, arguments)])
 
 
-def test_it_says_what_was_merged_why_and_where(run):
+def test_the_result_reports_the_source_the_reason_and_the_output(run):
     result = invoke(run, "--dtype", "keep")
     assert result.exit_code == 0
     assert "the newest of 2 complete checkpoints" in result.stdout
@@ -106,7 +106,7 @@ def hub(monkeypatch) -> type[Hub]:
     return Hub
 
 
-def test_a_pushed_model_is_private_and_whole(run, hub):
+def test_a_pushed_model_is_private_and_complete(run, hub):
     result = invoke(run, "--push-to-hub", "me/model", "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout)["pushed"] == "https://hub/commit"
@@ -116,7 +116,7 @@ def test_a_pushed_model_is_private_and_whole(run, hub):
     ]
 
 
-def test_a_push_that_fails_leaves_the_model_and_says_how_to_go_on(run, hub, monkeypatch):
+def test_a_push_that_fails_keeps_the_model_and_prints_the_next_command(run, hub, monkeypatch):
     monkeypatch.setattr(hub, "error", OSError("no network"))
     result = invoke(run, "--push-to-hub", "me/model", "--json")
     document = json.loads(result.stdout)

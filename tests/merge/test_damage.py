@@ -207,7 +207,7 @@ BIN_DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", BIN_DAMAGE)
-def test_a_damaged_pickle_of_the_whole_model_is_refused(kind, place, tmp_path):
+def test_a_damaged_pickle_of_the_full_model_is_refused(kind, place, tmp_path):
     path = change(place / "bin" / "pytorch_model_fsdp.bin", BIN_DAMAGE[kind])
     error = fails(place / "bin", tmp_path)
     assert error.exit_code == 1
@@ -352,7 +352,7 @@ def test_a_checkpoint_that_is_not_complete_is_refused_and_can_be_forced(break_it
     assert all(same_bits(merged_tensors(tmp_path / "out")[name], STATE[name]) for name in STATE)
 
 
-def test_a_run_without_a_complete_checkpoint_says_why(place, tmp_path):
+def test_a_run_without_a_complete_checkpoint_is_explained(place, tmp_path):
     for step in (1, 2):
         (place / "run" / f"checkpoint-{step}" / "manifest.json").unlink()
     error = fails(place / "run", tmp_path)
@@ -363,7 +363,7 @@ def test_a_run_without_a_complete_checkpoint_says_why(place, tmp_path):
 @pytest.mark.parametrize(
     "make", ["absent", "empty directory", "text file", "rank files", "a rank's file", "an optimizer", "shards without metadata"]
 )
-def test_what_is_no_checkpoint_is_told_what_it_is(make, tmp_path):
+def test_a_directory_that_is_not_a_checkpoint_is_described(make, tmp_path):
     source = tmp_path / "thing"
     if make == "text file":
         source.write_text("hello")

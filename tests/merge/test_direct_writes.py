@@ -40,7 +40,7 @@ def opened_direct(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return opened
 
 
-def test_tensors_of_whole_pages_and_odd_ones_share_a_file(is_direct, tmp_path, monkeypatch):
+def test_tensors_of_full_pages_and_odd_ones_share_a_file(is_direct, tmp_path, monkeypatch):
     state = ODD | PAGES
     save_dcp({"model": state}, tmp_path / "c" / SHARDS)
     opened = opened_direct(monkeypatch)

@@ -76,7 +76,7 @@ def whole(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("broken", [kill, disk_full])
-def test_whatever_operation_is_the_last_the_output_is_absent_or_whole(run, broken):
+def test_after_any_last_operation_the_output_is_absent_or_complete(run, broken):
     output, codes = run / "merged", []
     for number in range(1, 200):
         shutil.rmtree(output, ignore_errors=True)
@@ -284,7 +284,7 @@ def test_an_error_in_a_thread_ends_the_merge_cleanly(run):
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-1", "recipe.json", "recipe.yaml"]
 
 
-def test_a_source_that_is_rotated_away_is_still_merged_whole(tmp_path):
+def test_a_source_that_is_rotated_away_is_still_merged_completely(tmp_path):
     """Every file is opened before the first byte is written, and what is open stays readable; most is read after that byte."""
     state = {f"layer.{index}.weight": torch.randn(50, 40) for index in range(30)}
     save_dcp({"model": state}, tmp_path / "source" / SHARDS, single_file_per_rank=False)

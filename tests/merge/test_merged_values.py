@@ -162,7 +162,7 @@ def test_a_checkpoint_of_ours_that_was_copied_elsewhere_is_still_checked(tmp_pat
         merge(tmp_path / "checkpoint-1", output=tmp_path / "other")
 
 
-def test_a_directory_of_checkpoints_of_another_tool_is_told_which_to_name(tmp_path, merge):
+def test_a_directory_of_checkpoints_of_another_tool_asks_for_one_of_them(tmp_path, merge):
     for step in (9, 10):
         save_dcp({"model": {"w": torch.ones(3)}}, tmp_path / "trainer" / f"checkpoint-{step}" / SHARDS)
     with pytest.raises(FsdpTuneError) as caught:

@@ -73,7 +73,7 @@ def test_weights_that_are_not_finite_are_counted_by_tensor(option, dtype, tmp_pa
     assert torch.equal(torch.isinf(kept), torch.isinf(bad))
 
 
-def test_what_fp16_cannot_hold_is_refused_and_bf16_can(tmp_path, merge):
+def test_values_beyond_fp16_are_refused_and_kept_in_bf16(tmp_path, merge):
     state = {"large": torch.tensor([1.0, 70000.0, -70000.0, 65504.0, 65519.0, 65520.0])}
     save_dcp({"model": state}, tmp_path / "c" / SHARDS)
     with pytest.raises(FsdpTuneError, match="`large` has values that are not finite: 3 too large") as caught:
@@ -82,14 +82,14 @@ def test_what_fp16_cannot_hold_is_refused_and_bf16_can(tmp_path, merge):
     assert torch.isfinite(merged_tensors(merge(tmp_path / "c", dtype="bf16").output)["large"]).all()
 
 
-def test_what_bf16_rounds_to_infinity_is_refused(tmp_path, merge):
+def test_values_that_bf16_rounds_to_infinity_are_refused(tmp_path, merge):
     save_dcp({"model": {"w": torch.tensor([torch.finfo(torch.float32).max])}}, tmp_path / "c" / SHARDS)
     with pytest.raises(FsdpTuneError, match="1 too large") as caught:
         merge(tmp_path / "c", dtype="bf16")
     assert "--dtype bf16" not in str(caught.value.problems[0].hint)
 
 
-def test_a_model_that_diverged_everywhere_is_told_in_a_screenful(tmp_path, merge):
+def test_a_model_that_diverged_everywhere_is_reported_briefly(tmp_path, merge):
     save_dcp({"model": {f"layer.{index:03d}": torch.tensor([float("nan")]) for index in range(100)}}, tmp_path / "c" / SHARDS)
     with pytest.raises(FsdpTuneError) as caught:
         merge(tmp_path / "c")

@@ -55,7 +55,7 @@ def models(draw):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(models(), st.sampled_from([1, 40, 200, 10**9]), st.integers(0, 2**20))
-def test_any_mesh_merges_to_the_whole_tensors(model, max_shard_bytes, seed):
+def test_any_mesh_merges_to_the_full_tensors(model, max_shard_bytes, seed):
     mesh_shape, tensors = model
     whole = {
         name: random_tensor(dtype, shape, seed + number, non_contiguous=strided)

@@ -96,7 +96,7 @@ def test_properties_of_older_torch_are_read(tmp_path, merge):
     assert_weights(merge(folder).output)
 
 
-def test_what_is_no_tensor_is_left_out_and_named(tmp_path, merge):
+def test_entries_that_are_not_tensors_are_left_out_and_named(tmp_path, merge):
     save_dcp({"model": {**WEIGHTS, "layers.0._extra_state": {"amax": 3}}}, tmp_path / SHARDS)
     result = merge(tmp_path / SHARDS)
     assert_weights(result.output)
@@ -167,7 +167,7 @@ def test_a_full_checkpoint_of_ours_is_merged(sharded, tmp_path, merge):
     assert (checkpoint / MANIFEST_NAME).is_file()
 
 
-def test_accelerates_pickle_of_the_whole_model_is_merged(tmp_path, merge):
+def test_accelerates_pickle_of_the_full_model_is_merged(tmp_path, merge):
     """As `accelerator.save_state` writes it: an OrderedDict with `_metadata`, tensors and parameters of every kind."""
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7))
     state = model.state_dict()
@@ -198,7 +198,7 @@ def test_accelerates_pickle_of_the_whole_model_is_merged(tmp_path, merge):
 
 @pytest.mark.parametrize("wrapper", [None, "model", "state_dict"])
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "last.ckpt", "ckpt-100.pt"])
-def test_what_torch_save_wrote_is_merged_by_any_name(name, wrapper, tmp_path, merge):
+def test_files_of_torch_save_are_merged_by_any_name(name, wrapper, tmp_path, merge):
     """Beside it lies what other trainers leave there, which is not read."""
     (tmp_path / "other").mkdir()
     path = tmp_path / "other" / name

@@ -52,7 +52,7 @@ def test_a_head_that_is_equal_but_not_tied_is_kept(tmp_path, merge):
     assert {HEAD, EMBEDDING} <= merged_tensors(output).keys()
 
 
-def test_a_tie_that_was_lost_is_told_and_both_are_kept(tmp_path, merge):
+def test_a_lost_tie_is_reported_and_both_tensors_are_kept(tmp_path, merge):
     model = small_gpt2()
     state = dict(model.state_dict())
     state[HEAD] = state[HEAD] + 1
@@ -120,7 +120,7 @@ def test_heads_and_embeddings_of_all_causal_models_are_known():
     assert unknown <= {"ProphetNetForCausalLM", "BltForCausalLM"}
 
 
-def test_layers_that_only_look_alike_are_no_pair():
+def test_layers_that_only_look_alike_are_not_paired():
     names = ["model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.o_proj.weight"]
     tensors = [SourceTensor(name, DTYPES["float32"], (8, 8), (), SourceFiles(Path())) for name in names]
     assert candidates(tensors) == {"lm_head.weight": "model.embed_tokens.weight"}
@@ -140,7 +140,7 @@ def test_another_model_as_base_is_refused(tmp_path, merge):
     assert not (tmp_path / "out").exists()
 
 
-def test_names_that_only_lie_one_level_deeper_are_explained(tmp_path, merge):
+def test_names_that_are_one_level_deeper_are_explained(tmp_path, merge):
     model = small_gpt2()
     save_dcp({"net": model.state_dict()}, tmp_path / "c" / SHARDS)
     with pytest.raises(FsdpTuneError, match="does not hold the parameters of this model") as caught:

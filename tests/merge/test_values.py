@@ -42,7 +42,7 @@ def test_conversion_rounds_as_torch_does(source, target):
 
 
 @pytest.mark.parametrize("name", [name for name, dtype in DTYPES.items() if is_checked(dtype) and name != "complex64"])
-def test_what_is_not_finite_is_found_wherever_it_is(name):
+def test_non_finite_values_are_found_anywhere(name):
     dtype = DTYPES[name]
     tensor = torch.ones(4099).to(getattr(torch, name))
     for bad in (float("nan"), float("inf"), float("-inf")):

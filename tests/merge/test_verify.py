@@ -39,7 +39,7 @@ def spoil_writes(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])
-def test_a_disk_that_lies_is_found(number, tmp_path, monkeypatch):
+def test_a_disk_that_returns_other_bytes_is_found(number, tmp_path, monkeypatch):
     """The first write asks whether the file takes direct ones, the second is the header, the others are tensors."""
     save_dcp({"model": STATE}, tmp_path / "c" / SHARDS)
     spoil_writes(monkeypatch, number)
@@ -86,7 +86,7 @@ def test_merge_json_lists_every_tensor_with_the_digest_of_its_bytes(tmp_path):
         assert record["tensors"][name]["shape"] == list(value.shape)
 
 
-def test_the_model_card_tells_data_recipe_and_last_values(tmp_path):
+def test_the_model_card_names_data_recipe_and_last_values(tmp_path):
     from fsdp_tune.recipe.schema import Data, DataSource, Launch, Model, Recipe
 
     recipe = Recipe(
@@ -171,7 +171,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-def test_what_transformers_dislikes_is_not_published(kind, merged_gpt2, monkeypatch):
+def test_an_output_that_transformers_refuses_is_not_published(kind, merged_gpt2, monkeypatch):
     monkeypatch.setattr(model_check.Child, "answer", lambda _: ANSWERS[kind])
     with pytest.raises(FsdpTuneError) as caught:
         model_check.load_and_run(merged_gpt2, allow_nonfinite=False)

@@ -138,7 +138,7 @@ def test_files_follow_the_umask_and_directories_their_parent(run, tmp_path):
     assert stat.S_IMODE(output.stat().st_mode) == 0o2755
 
 
-def test_a_relative_output_lies_where_the_command_is_run(run, tmp_path, monkeypatch):
+def test_a_relative_output_is_relative_to_the_working_directory(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = merge_checkpoint(run, MergeOptions(output=Path("here")))
     assert result.output == tmp_path / "here"

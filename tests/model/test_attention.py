@@ -74,7 +74,7 @@ def test_auto_selects_the_fastest_correct_kernel(given: dict[str, Any], kernel: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_flash_every_model_gets_what_transformers_would_give_it(family: str) -> None:
+def test_without_flash_every_model_gets_the_default_attention_of_transformers(family: str) -> None:
     recipe = recipe_of(family)
     model = build_empty(recipe)
     assert model.config._attn_implementation == choose_attention(recipe, model.config).value

@@ -130,7 +130,7 @@ def test_ignored_modules_that_train_are_refused_where_gradients_would_be_wrong()
         ({"ignored_modules": "embed_tokens"}, "ignored-modules-match-nothing"),
     ],
 )
-def test_what_matches_nothing_is_an_error_with_a_way_on(fsdp: dict, code: str) -> None:
+def test_a_pattern_without_a_match_is_an_error_with_alternatives(fsdp: dict, code: str) -> None:
     recipe = recipe_of("llama", fsdp=fsdp)
     with pytest.raises(FsdpTuneError) as caught:
         plan_units(recipe, build_empty(recipe))

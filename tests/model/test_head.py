@@ -76,7 +76,7 @@ def test_loss_and_gradients_are_those_of_the_logits(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", SHAPED)
-def test_what_a_model_does_to_its_logits_is_done(family: str) -> None:
+def test_transformations_of_logits_are_applied(family: str) -> None:
     fields, logits = SHAPED[family]
     recipe = chunked({"model_type": family, **fields})
     assert logits_of(build_empty(recipe)) == logits

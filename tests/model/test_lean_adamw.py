@@ -25,7 +25,7 @@ def nearest(values: torch.Tensor, _start: int, _key: tuple[int, int]) -> torch.T
 # ---- The rounding
 
 
-def test_what_bf16_holds_stays_and_what_is_not_finite_too() -> None:
+def test_values_that_bf16_holds_and_non_finite_ones_are_kept() -> None:
     exact = torch.randn(10_000).bfloat16().float()
     odd = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-40, float("nan")])
     every_nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # CUDA's own NaN would carry into a zero

@@ -83,7 +83,7 @@ def test_auto_selects_liger_where_supported(asked: Any, device: str, installed: 
         (False, "llama", {"loss": "liger"}, "liger-not-installed"),
     ],
 )
-def test_what_cannot_be_had_is_refused(installed: bool, family: str, kernels: dict[str, Any], code: str) -> None:
+def test_unavailable_models_and_data_are_refused(installed: bool, family: str, kernels: dict[str, Any], code: str) -> None:
     model = build_empty(recipe_of(family))
     with (
         patch.object(liger, "is_installed", lambda: installed),

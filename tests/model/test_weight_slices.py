@@ -98,7 +98,7 @@ def test_values_become_what_the_parameter_is(kind, tmp_path):
         assert torch.equal(getattr(model, name).data, value.to(kind)), name
 
 
-def test_what_the_files_do_not_hold_as_it_is_goes_another_way(tmp_path):
+def test_weights_stored_in_another_form_are_loaded_through_rank_0(tmp_path):
     weights = weights_of(tmp_path)
     assert fits(Holder(STATE), weights)
     assert not fits(Holder({**STATE, "more": torch.zeros(2)}), weights)

@@ -78,7 +78,7 @@ def test_streams_and_sizes_have_pools_of_their_own() -> None:
     assert allocator.reserved_bytes == 26 * MIB
 
 
-def test_full_card_gives_back_whole_free_segments_and_tries_again() -> None:
+def test_a_full_gpu_releases_free_segments_and_retries() -> None:
     allocator = plain(capacity=64 * MIB)
     allocator.free(allocator.allocate(40 * MIB))
     held = allocator.allocate(12 * MIB)  # of the freed 40

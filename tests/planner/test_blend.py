@@ -54,13 +54,13 @@ def test_a_slice_of_the_loss_stands_for_all_slices() -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 2, 16, 1024])
-def test_a_number_of_shards_lies_on_the_line_over_its_inverse(shards: int) -> None:
+def test_predictions_are_linear_in_the_inverse_of_the_shards(shards: int) -> None:
     made = at_shards(traced(1, shards=4), traced(1, shards=8), shards, world_size=shards, replicate_size=1)
     assert same(made, traced(1, shards=shards))
     assert (made.shapes.shard_size, made.shapes.world_size) == (shards, shards)
 
 
-def test_what_is_allocated_stays_allocated_far_from_both_traces() -> None:
+def test_predicted_allocations_hold_far_from_both_traces() -> None:
     """Shards of a few numbers are padded: a line through two of them would be below zero at one rank."""
     few, many = (Hand().hold(0, size).hold(1, -size).trace(shard_size=shards) for size, shards in ((16, 512), (32, 1024)))
     assert at_shards(few, many, 1, world_size=1, replicate_size=1).events["bytes"].tolist() == [1, -1]

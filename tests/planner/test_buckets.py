@@ -22,7 +22,7 @@ def test_a_bucket_closes_with_the_gradient_that_reaches_its_limit() -> None:
     assert joined["at"].tolist() == [2, 5, 6, 7, 8], "each begins when its last gradient is ready"
 
 
-def test_what_is_left_at_the_end_is_the_last_bucket() -> None:
+def test_the_remaining_parameters_are_the_last_bucket() -> None:
     assert in_buckets(*steps_of(MIB, BUCKET_BYTES - 1))["bytes"].tolist() == [MIB, BUCKET_BYTES - 1, 4]
 
 

@@ -42,14 +42,14 @@ def test_a_run_is_read_without_its_first_line(tmp_path: Path) -> None:
         ([60.0, 2.0, 2.0, 2.0], "NVIDIA A100-SXM4-40GB", {"device": "cpu"}, "ran on the CPU"),
     ],
 )
-def test_a_run_that_says_nothing_of_the_card_is_refused(
+def test_a_run_that_does_not_name_its_gpu_is_refused(
     tmp_path: Path, seconds: list[float], device: str, launch: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(FsdpTuneError, match=message):
         read_run(a_run(tmp_path / "run", seconds, device, **launch), A100)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FsdpTuneError, match="cannot be used for calibration"):
         read_run(tmp_path, A100)
 
@@ -65,7 +65,7 @@ def test_the_machines_own_speed_is_learnt_kept_and_used(tmp_path: Path) -> None:
     assert calibrated_efficiency(tmp_path, find_hardware("H200")) is None
 
 
-def test_a_damaged_file_of_what_was_learnt_is_told(tmp_path: Path) -> None:
+def test_a_damaged_calibration_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "calibration.json").write_text("{")
     with pytest.raises(FsdpTuneError, match="damaged"):
         calibrated_efficiency(tmp_path, A100)

@@ -27,7 +27,7 @@ def test_every_micro_batch_makes_the_same_global_batch() -> None:
         assert differences(other, recipe).keys() <= {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
 
 
-def test_a_token_budget_is_searched_as_its_longest_rows_and_told_in_tokens() -> None:
+def test_a_token_budget_is_searched_by_its_longest_rows_and_reported_in_tokens() -> None:
     recipe = resolved(gpus=8, global_batch=64, micro_batch=4, training={"per_device_train_batch_tokens": 512})
     smaller, same = changed(recipe, batch_changes(2, 4)), changed(recipe, batch_changes(4, 2))
     assert smaller is not None
@@ -40,7 +40,7 @@ def test_a_token_budget_is_searched_as_its_longest_rows_and_told_in_tokens() -> 
     assert kept.training == recipe.training
 
 
-def test_what_depends_on_a_change_is_resolved_again() -> None:
+def test_keys_that_depend_on_a_change_are_resolved_again() -> None:
     other = changed(resolved(gpus=16, machines=2), {"fsdp.sharding_strategy": "HYBRID_SHARD"})
     assert other is not None
     assert (other.parallelism.dp_replicate_size, other.parallelism.dp_shard_size) == (2, 8)
@@ -55,7 +55,7 @@ def test_what_depends_on_a_change_is_resolved_again() -> None:
         {"launch.num_processes": 9, "launch.num_machines": 2},  # does not divide
     ],
 )
-def test_a_recipe_that_train_would_refuse_is_no_candidate(changes: dict[str, object]) -> None:
+def test_a_recipe_that_train_would_refuse_is_not_a_candidate(changes: dict[str, object]) -> None:
     assert changed(resolved(), changes) is None
 
 

@@ -52,7 +52,7 @@ def test_a_sum_round_the_ring_crosses_machines_as_often_as_nccl_counts() -> None
     assert seconds("all_reduce", 100 * GIB, Group(16, 2)) == pytest.approx(ring + 2 * 15 / 16 * 100 * GIB / bus, abs=1e-9)
 
 
-def test_one_rank_has_nobody_to_talk_to() -> None:
+def test_one_rank_needs_no_communication() -> None:
     assert seconds("all_reduce", GIB, Group(1, 1)) == 0.0
     assert sent_bytes("all_gather", GIB, Group(1, 1)) == Volume(0, 0)
 
@@ -83,7 +83,7 @@ def test_an_unknown_link_makes_the_time_unknown() -> None:
         (1, 32, Group(1, 1), Group(32, 4)),  # NO_SHARD
     ],
 )
-def test_groups_of_the_mesh_lie_on_machines_as_ranks_are_counted(shard: int, replicate: int, shards: Group, copies: Group) -> None:
+def test_groups_of_the_mesh_follow_the_order_of_ranks_on_machines(shard: int, replicate: int, shards: Group, copies: Group) -> None:
     topology = Topology(replicate=replicate, shard=shard, machines=4)
     assert topology.group("shard") == shards
     assert topology.group("replicate") == copies

@@ -76,7 +76,7 @@ def test_an_unknown_gpu_is_refused_with_the_list_and_the_close_name(wrong: str, 
         (None, None),
     ],
 )
-def test_the_machines_own_card_is_known_by_its_whole_name(driver: str | None, name: str | None) -> None:
+def test_the_machines_own_gpu_is_found_by_its_full_name(driver: str | None, name: str | None) -> None:
     found = detect(driver)
     assert (found.name if found else None) == name
 
@@ -97,7 +97,7 @@ def test_no_peak_is_above_its_neighbour_of_half_the_width() -> None:
             assert low is None or high is None or high == pytest.approx(2 * low, rel=0.03), f"{gpu.name} {wide} {narrow}"
 
 
-def test_usable_memory_is_never_more_than_the_name_says() -> None:
+def test_usable_memory_is_at_most_that_of_the_name() -> None:
     for gpu in known_hardware().values():
         assert 0.9 * gpu.memory_gb * 1e9 <= gpu.usable_bytes <= gpu.memory_gb * GIB * 1.001, gpu.name
     assert find_hardware("RTX6000Ada").usable_bytes == 48e9, "nobody's figure: the least that 48 GB can mean"
@@ -135,7 +135,7 @@ def test_a_users_own_gpu_comes_from_a_file(tmp_path: Path) -> None:
         ("a: [", "cannot be read"),
     ],
 )
-def test_a_wrong_file_is_refused_with_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_file_is_refused_with_its_fault(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(FsdpTuneError) as caught:

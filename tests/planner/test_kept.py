@@ -32,7 +32,7 @@ def test_a_kept_plan_is_the_plan_without_its_timeline(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"recipe": "x", "unknown": 1}'])
-def test_a_file_that_is_no_plan_is_made_anew(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_plan_is_replaced(tmp_path: Path, text: str) -> None:
     (tmp_path / "key.json").write_text(text)
     assert kept_plan(tmp_path, "key", resolved()) is None
 

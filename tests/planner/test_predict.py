@@ -49,7 +49,7 @@ def test_an_assumption_about_the_host_is_named_where_the_host_works() -> None:
     assert not any("host memory bandwidth" in text for text in plan(resolved(), A100, step()).assumptions)
 
 
-def test_a_time_with_casts_to_fp8_is_told_to_be_an_upper_bound() -> None:
+def test_a_time_with_casts_to_fp8_is_reported_as_an_upper_bound() -> None:
     with_fp8 = Hand().hold(0, GIB).op("_scaled_mm", flops=1e12).trace()
     assert any("cast to fp8" in text for text in plan(resolved(), A100, with_fp8).assumptions)
     assert not any("cast to fp8" in text for text in plan(resolved(), A100, step()).assumptions)
@@ -61,7 +61,7 @@ def test_alternatives_have_the_same_keys_and_their_changes() -> None:
     assert (PROMISED - {"alternatives"}) | {"recipe_changes"} <= document["alternatives"][0].keys()
 
 
-def test_what_is_unknown_is_null_and_named() -> None:
+def test_unknown_figures_are_null_and_named() -> None:
     made = plan(resolved(), find_hardware("V100-32GB"), step())
     assert (made.step_seconds, made.tokens_per_second_per_device, made.mfu) == (None, None, None)
     assert made.communication_gib == {"within_machine": None, "between_machines": None}
@@ -77,7 +77,7 @@ def test_fits_is_yes_with_something_to_spare_and_no_only_when_it_is_sure(size_gi
     assert plan(resolved(), A100, step(size_gib - 2)).fits == answer
 
 
-def test_reserved_memory_beyond_the_card_and_its_error_is_no() -> None:
+def test_reserved_memory_beyond_the_gpu_and_the_error_does_not_fit() -> None:
     """Freed memory that the next allocation cannot use stays reserved: 27 of 20 GiB are allocated at the peak."""
     trace = Hand().hold(0, 13 * GIB).hold(0, -13 * GIB).hold(1, 20 * GIB).trace()
     found = fit_into(trace, int(23.5 * GIB), segments="plain")
@@ -117,7 +117,7 @@ def test_pinned_memory_is_counted_in_the_powers_of_two_that_torch_pins() -> None
     assert plan(resolved(), A100, moved.op("mm", flops=1e12).trace()).host_gib_per_machine["offloaded"] == 8 * (4 + 3 + 4)
 
 
-def test_a_merge_that_keeps_dtypes_is_as_large_as_what_is_stored() -> None:
+def test_a_merge_that_keeps_dtypes_has_the_size_of_the_checkpoint() -> None:
     half_frozen = step()
     half_frozen = replace(half_frozen, counts=replace(half_frozen.counts, trained_parameters=500, parameter_bytes=3000))
     assert plan(resolved(merge={"dtype": "keep"}), A100, half_frozen).disk_gib["merged"] == 3000 / GIB
@@ -125,7 +125,7 @@ def test_a_merge_that_keeps_dtypes_is_as_large_as_what_is_stored() -> None:
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 16), (1.5, 24), (0.1, 2), (2.01, 33)])
-def test_a_part_of_an_epoch_is_rounded_up_to_whole_steps_as_the_trainer_does(epochs: float, steps: int) -> None:
+def test_a_part_of_an_epoch_is_rounded_up_to_steps_as_the_trainer_does(epochs: float, steps: int) -> None:
     recipe = resolved(training={"max_steps": -1, "num_train_epochs": epochs})
     assert plan(recipe, A100, step(), rows=1000).run["steps"] == steps, "sixteen steps of 64 rows an epoch, the last one short"
 
@@ -138,7 +138,7 @@ def test_mfu_is_palms_formula() -> None:
 
 
 @pytest.mark.parametrize("active", [1000, 400, None])
-def test_the_mfu_counts_what_a_token_meets(active: int | None) -> None:
+def test_the_mfu_counts_the_parameters_that_a_token_uses(active: int | None) -> None:
     mixture = step()
     made = plan(resolved(), A100, replace(mixture, counts=replace(mixture.counts, active_parameters=active)))
     assert made.step_seconds is not None
@@ -165,7 +165,7 @@ def test_packed_examples_attend_each_to_itself() -> None:
     assert attended_length([]) == 0
 
 
-def test_the_page_is_whole_and_escapes_every_name() -> None:
+def test_the_page_is_complete_and_escapes_every_name() -> None:
     evil = '<script>alert("x")</script>'
     made = plan(resolved(), A100, step(), recipe_changes={"fsdp.sharding_strategy": evil})
     page = html_page(replace(made, recipe=evil, gpu=evil, alternatives=(made,), best_because=evil, assumptions=[evil], where=evil))
@@ -176,12 +176,12 @@ def test_the_page_is_whole_and_escapes_every_name() -> None:
     assert "<script" not in page
 
 
-def test_the_page_says_which_sizes_fit() -> None:
+def test_the_page_shows_which_sizes_fit() -> None:
     row = {"num_processes": 2, "fits": "no", "step_seconds": None, "tokens_per_second": None, "efficiency": None, "peak_reserved_gib": 99.0}
     assert '<td>2</td><td><span class="no">no</span></td>' in html_page(replace(plan(resolved(), A100, step()), scaling=(row,)))
 
 
-def test_the_page_tells_steps_apart_as_the_screen_does() -> None:
+def test_the_page_formats_steps_as_the_screen_does() -> None:
     made = replace(plan(resolved(), A100, step()), step_seconds=61.2)
     page = html_page(replace(made, alternatives=(made, replace(made, step_seconds=61.0), replace(made, step_seconds=1234.5))))
     assert all(f"<td>{seconds} s" in page for seconds in ("61.2", "61", "1,234"))
@@ -194,7 +194,7 @@ def test_changes_read_like_settings() -> None:
     )
 
 
-def test_every_plan_says_how_wrong_it_was() -> None:
+def test_every_plan_reports_its_errors() -> None:
     over: Plan = plan(resolved(gpus=16, machines=2), A100, step(world_size=16, shard_size=16))
     alone: Plan = plan(resolved(), A100, step())
     assert over.errors["step_seconds"] != alone.errors["step_seconds"]

@@ -35,21 +35,21 @@ def test_the_least_recomputation_that_fits_is_taken_and_no_more_is_traced(state_
     assert found.recipe.model_copy(update={"fsdp": OPEN.fsdp}) == OPEN, "nothing else is decided"
 
 
-def test_where_nothing_fits_the_leanest_is_taken_and_it_is_said() -> None:
+def test_where_nothing_fits_the_leanest_is_chosen_with_a_notice() -> None:
     found = decide(OPEN, A100, ModelTracer(1000).trace)
     assert found.recipe.fsdp.activation_checkpointing == "full"
     assert [notice.code for notice in found.notices] == ["recomputation-is-not-enough"]
 
 
 @pytest.mark.parametrize("kind", ["none", "selective", "full"])
-def test_what_the_recipe_says_is_kept_and_not_traced(kind: str) -> None:
+def test_a_value_in_the_recipe_is_kept_and_not_traced(kind: str) -> None:
     written = resolved(fsdp={"activation_checkpointing": kind})
     found = decide(written, A100, lambda _: pytest.fail("nothing is open"))
     assert (found.recipe, found.reasons, found.notices) == (written, {}, ())
 
 
 @pytest.mark.parametrize("error", [usage_error("trace-failed", "it refuses"), DepthError("it refuses")])
-def test_a_model_that_cannot_be_traced_is_recomputed_whole_and_it_is_said(error: Exception) -> None:
+def test_a_model_that_cannot_be_traced_recomputes_every_layer_with_a_notice(error: Exception) -> None:
     def refuse(_recipe: Recipe) -> Trace:
         raise error
 
@@ -59,7 +59,7 @@ def test_a_model_that_cannot_be_traced_is_recomputed_whole_and_it_is_said(error:
     assert "it refuses" in found.notices[0].message
 
 
-def test_memory_that_nobody_knows_recomputes_everything_and_traces_nothing() -> None:
+def test_unknown_memory_recomputes_everything_and_traces_nothing() -> None:
     found = decide(OPEN, None, lambda _: pytest.fail("there is nothing to compare with"))
     assert found.recipe.fsdp.activation_checkpointing == "full"
     assert "unknown" in found.notices[0].message

@@ -69,7 +69,7 @@ def ranked(state_gib: int, target: Target = "fastest", gpus: int = 8, hardware: 
     return rank_recipes(Search(hardware, tracer), recipe, tracer.trace(recipe), target), tracer
 
 
-def test_what_fits_is_ranked_by_time_and_what_does_not_comes_last() -> None:
+def test_recipes_that_fit_are_ranked_by_time_and_others_come_last() -> None:
     ranking, _ = ranked(80)
     answers = [each.plan.fits for each in ranking.ranked]
     assert answers == sorted(answers, key=["yes", "tight", "no"].index)
@@ -135,7 +135,7 @@ def test_a_layout_is_traced_once_whatever_micro_batches_are_tried() -> None:
     assert len({each.recipe.training.per_device_train_batch_size for each in ranking.ranked}) > 1
 
 
-def test_an_open_loss_is_tried_whole_and_in_slices() -> None:
+def test_an_undecided_loss_is_tried_with_full_logits_and_in_slices() -> None:
     recipe, tracer = resolved(kernels={"loss": "auto"}), ModelTracer(8)
     recipe = recipe.model_copy(update={"kernels": recipe.kernels.model_copy(update={"loss": "auto"})})
     rank_recipes(Search(A100, tracer), recipe, tracer.trace(recipe), "fastest")
@@ -145,7 +145,7 @@ def test_an_open_loss_is_tried_whole_and_in_slices() -> None:
 @pytest.mark.parametrize("target", ["fastest", "cheapest", "largest-context"])
 @pytest.mark.parametrize("loss", ["full", "auto"])
 @pytest.mark.parametrize("state_gib", [8, 1000])
-def test_the_recipe_that_was_asked_for_is_in_every_ranking_once_and_at_its_place(target: Target, loss: str, state_gib: int) -> None:
+def test_the_requested_recipe_is_in_every_ranking_once_at_its_rank(target: Target, loss: str, state_gib: int) -> None:
     recipe, tracer = resolved(kernels={"loss": loss}), ModelTracer(state_gib)
     ranking = rank_recipes(Search(A100, tracer), recipe, tracer.trace(recipe), target)
     own = [each for each in ranking.ranked if each.recipe == recipe]
@@ -178,7 +178,7 @@ def test_largest_context_doubles_the_rows_while_they_fit() -> None:
     assert (kept.recipe.data.max_length, kept.recipe.fsdp.activation_checkpointing) == (128 * 16, "full"), "an input is one GiB"
 
 
-def test_nothing_fits_is_said_and_the_smallest_hardware_that_does_is_found() -> None:
+def test_where_nothing_fits_the_smallest_sufficient_hardware_is_found() -> None:
     recipe, tracer = resolved(gpus=2), ModelTracer(150)
     search = Search(find_hardware("RTX4090"), tracer)
     ranking = rank_recipes(search, recipe, tracer.trace(recipe), "fastest")
@@ -209,7 +209,7 @@ def test_a_larger_card_for_fp8_has_fp8() -> None:
     assert found["gpu"] == "L40S", "an A100-40GB would be large enough"
 
 
-def test_the_scaling_table_has_whole_machines_and_the_recipe_itself() -> None:
+def test_the_scaling_table_has_full_machines_and_the_recipe_itself() -> None:
     tracer = ModelTracer(30)
     rows = scaling_table(Search(A100, tracer), resolved(gpus=12, machines=2, global_batch=60))
     assert [(row["num_processes"], row["num_machines"]) for row in rows] == [(1, 1), (2, 1), (4, 1), (12, 2)]

@@ -47,7 +47,7 @@ def test_a_peak_that_the_card_lacks_makes_the_time_unknown() -> None:
         step_time(Hand().op("mm", flops=1.0).trace(), find_hardware("V100-16GB"), 1, IDEAL)
 
 
-def test_what_other_streams_do_is_hidden_until_somebody_waits() -> None:
+def test_work_of_other_streams_is_hidden_until_a_wait() -> None:
     hidden = Hand().collective("all_gather", 100 * GIB).op("mm", flops=10 * FLOPS).trace()
     assert timed(hidden).step_seconds == pytest.approx(10.0)
     assert timed(hidden).exposed_seconds == pytest.approx(0.0)
@@ -76,7 +76,7 @@ def test_one_communicator_runs_one_collective_at_a_time() -> None:
     assert timed(both).step_seconds == pytest.approx(2 * GATHER)
 
 
-def test_hidden_communication_slows_the_compute_beside_it() -> None:
+def test_hidden_communication_slows_concurrent_compute() -> None:
     hidden = Hand().collective("all_gather", 100 * GIB).op("mm", flops=10 * FLOPS).trace()
     assert timed(hidden, replace(IDEAL, overlap_cost=0.5)).step_seconds == pytest.approx(10.0 + GATHER / 2)
 
@@ -103,7 +103,7 @@ def test_micro_batches_that_were_not_traced_take_as_long_as_the_second() -> None
     assert made.phases == pytest.approx({"forward": 9.0, "optimizer": 1.0})
 
 
-def test_a_trace_with_accumulation_stands_for_a_step_without() -> None:
+def test_one_trace_predicts_steps_with_and_without_accumulation() -> None:
     hand = Hand().op("mm", flops=FLOPS, micro=0).op("mm", flops=FLOPS, micro=1).op("mm", flops=FLOPS, micro=-1, phase="optimizer")
     assert timed(hand.trace(accumulation=1, traced_micro_batches=2)).step_seconds == pytest.approx(2.0)
 
@@ -112,7 +112,7 @@ SUM = collective_seconds("all_reduce", 100 * GIB, Group(8, 1), A100) or 0.0
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 5])
-def test_what_only_the_last_micro_batch_sends_is_sent_once_a_step(accumulation: int) -> None:
+def test_communication_of_the_last_micro_batch_counts_once_a_step(accumulation: int) -> None:
     """DDP sums its gradients over the ranks in the last micro-batch alone, however many there are."""
     hand = Hand().op("mm", flops=FLOPS, micro=0).op("mm", flops=FLOPS, micro=1)
     hand.wait(1, 0).collective("all_reduce", 100 * GIB, group="world", phase="backward", micro=1).wait(0, 1)

@@ -130,7 +130,7 @@ def test_a_kept_trace_starts_no_child(tmp_path: Path, monkeypatch: pytest.Monkey
     assert first is second
 
 
-def test_a_child_that_dies_is_told_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_dies_is_reported_with_its_last_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / f"{key(resolved())}.npz").write_bytes(b"no trace")
     monkeypatch.setattr(tracing, "COMMAND", ("/bin/sh", "-c", "echo no room left >&2; exit 3"))
     with Tracing(tmp_path) as asked:
@@ -162,7 +162,7 @@ def answering(script: str) -> tuple[str, ...]:
     return (sys.executable, "-c", head + script)
 
 
-def test_a_refusal_is_handed_over_and_the_child_asked_once_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_is_passed_on_and_the_child_is_queried_once_per_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "print(json.dumps({'job': job['job'], 'problems': [{'code': 'refused', 'message': str(job['job'])}]}), flush=True)"
     monkeypatch.setattr(tracing, "COMMAND", answering(script))
     with Tracing(tmp_path) as asked:
@@ -173,7 +173,7 @@ def test_a_refusal_is_handed_over_and_the_child_asked_once_a_recipe(tmp_path: Pa
         assert again is one
 
 
-def test_a_trace_that_was_promised_and_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_trace_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "COMMAND", answering("print(json.dumps({'job': job['job'], 'problems': []}), flush=True)"))
     with Tracing(tmp_path) as asked:
         (lost,) = asked([resolved()])

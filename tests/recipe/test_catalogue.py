@@ -74,7 +74,7 @@ def test_the_architecture_facts_give_the_known_number_of_parameters(name: str) -
     assert count(facts) == PARAMETERS[name]
 
 
-def test_the_embedded_recipe_is_as_large_as_it_says(tmp_path: Path) -> None:
+def test_the_embedded_recipe_has_the_stated_size(tmp_path: Path) -> None:
     from fsdp_tune.data.format.builtin import builtin_tokenizer
 
     config = resolved("gpt2_smoke", tmp_path).model.from_config
@@ -125,7 +125,7 @@ def test_a_source_is_a_path_or_a_name(tmp_path: Path, monkeypatch: pytest.Monkey
         ("zzzz", "`fsdp-tune recipes list` shows the catalogue; for a file give its path"),
     ],
 )
-def test_a_source_that_is_nothing_says_what_is_near(source: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_source_is_reported_with_close_matches(source: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FsdpTuneError) as caught:
         find_recipe(source)

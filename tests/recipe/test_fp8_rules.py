@@ -24,7 +24,7 @@ TENSORWISE = "precision: {mixed_precision: fp8, fp8_recipe: tensorwise}\n"
         TENSORWISE + "fsdp: {sharding_strategy: HYBRID_SHARD}\nkernels: {compile: true, loss: chunked}",
     ],
 )
-def test_what_works_is_taken(extra: str) -> None:
+def test_a_working_choice_is_accepted(extra: str) -> None:
     assert load_with(extra).recipe.compute_dtype == "bf16", "all but the converted layers computes in it"
 
 
@@ -36,7 +36,7 @@ def test_one_scale_for_a_weight_is_gathered_in_fp8(extra: str, wanted: bool) -> 
 
 
 @pytest.mark.parametrize(("extra", "wanted"), [(FP8, 16), (FP8 + "data: {pad_to_multiple_of: 8}", 8), ("", 8)])
-def test_tokens_come_by_sixteen_unless_the_recipe_says_otherwise(extra: str, wanted: int) -> None:
+def test_rows_are_padded_to_sixteen_tokens_by_default(extra: str, wanted: int) -> None:
     text = MINIMAL + extra if "data" not in extra else MINIMAL.replace("]}", "], pad_to_multiple_of: 8}") + FP8
     resolution = resolve(load(text).recipe, Machine("cuda", 1, 8, None), cwd=Path("/"))
     assert resolution.recipe.data.pad_to_multiple_of == wanted

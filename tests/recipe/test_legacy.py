@@ -58,7 +58,7 @@ def test_an_old_spelling_is_translated_with_one_notice(extra: str, key: str, val
     assert not told[0].strict
 
 
-def test_an_option_string_says_each_of_its_words() -> None:
+def test_optim_args_are_parsed_word_by_word() -> None:
     loaded = load_with('training: {fsdp: "shard_grad_op auto_wrap offload"}')
     assert (loaded.recipe.fsdp.sharding_strategy, loaded.recipe.fsdp.offload_params) == ("SHARD_GRAD_OP", True)
     assert len(loaded.notices) == 3
@@ -93,7 +93,7 @@ def test_the_trainers_fsdp_config_is_taken() -> None:
     assert loaded.recipe.fsdp.sharding_strategy == "FULL_SHARD"
 
 
-def test_accelerates_number_of_a_prefetch_is_no_depth() -> None:
+def test_accelerates_number_of_a_prefetch_is_not_a_depth() -> None:
     assert load_with("fsdp: {fsdp_backward_prefetch: 2, version: 1}").recipe.fsdp.backward_prefetch == "BACKWARD_POST"
     assert load_with("fsdp: {backward_prefetch: 2}").recipe.fsdp.backward_prefetch == 2
 
@@ -132,7 +132,7 @@ def test_an_old_and_a_new_spelling_that_agree_are_fine() -> None:
         ("training: {warmup_ratio: 3}", "a share of all steps", ""),
     ],
 )
-def test_what_has_no_counterpart_is_refused_with_the_way_out(extra: str, words: str, hint: str) -> None:
+def test_keys_without_a_counterpart_are_refused_with_the_alternative(extra: str, words: str, hint: str) -> None:
     problem = one_problem(problems_with(extra))
     assert words in problem.message
     assert hint in (problem.hint or "")

@@ -38,7 +38,7 @@ from tests.recipe.loading import MINIMAL, load, load_with, one_problem, problems
         ("model_: {}", "3:1", "unknown key `model_`", "did you mean `model`?"),
     ],
 )
-def test_an_unknown_key_says_where_it_belongs(extra: str, place: str, message: str, hint: str) -> None:
+def test_an_unknown_key_is_reported_with_its_section(extra: str, place: str, message: str, hint: str) -> None:
     problem = one_problem(problems_with(extra))
     assert (str(problem.where), problem.code, problem.message, problem.hint) == (f"recipe.yaml:{place}", "unknown-key", message, hint)
 
@@ -136,7 +136,7 @@ def test_an_unknown_key_says_where_it_belongs(extra: str, place: str, message: s
         ("training: {learning_rate:}", "`training.learning_rate` has no value; it takes a number, 0 or more", "write the value, or remove"),
     ],
 )
-def test_a_wrong_value_says_what_is_taken(extra: str, message: str, hint: str | None) -> None:
+def test_a_wrong_value_is_reported_with_the_accepted_values(extra: str, message: str, hint: str | None) -> None:
     text = extra if extra.startswith("data:") else f"data: {{train: [{{path: a}}]}}\n{extra}"
     problem = one_problem(problems(f"model: {{name_or_path: gpt2}}\n{text}\n"))
     assert problem.message.startswith(message)
@@ -217,7 +217,7 @@ launch: {hang_timeout: 30, env: {HF_TOKEN: x}}
 """
 
 
-def test_twelve_kinds_of_mistakes_are_told_at_once_by_line() -> None:
+def test_twelve_kinds_of_mistakes_are_reported_together_with_their_lines() -> None:
     found = problems(TWELVE)
     assert [(p.where.line, p.code) for p in found] == [
         (1, "wrong-value"),
@@ -243,7 +243,7 @@ def test_a_wrong_value_hides_no_contradiction_elsewhere_and_makes_none() -> None
     assert found[1].where.key == "training.warmup_steps"
 
 
-def test_what_is_missing_is_told_with_the_file_all_the_same() -> None:
+def test_missing_tensors_are_reported_with_their_file() -> None:
     found = problems("# a comment\nfsdp: {version: 2}\n")
     assert [(problem.code, str(problem.where), problem.where.key) for problem in found] == [
         ("no-data", "recipe.yaml:2:1", "data.train"),

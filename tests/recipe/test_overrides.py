@@ -36,7 +36,7 @@ def test_an_override_replaces_what_the_file_says() -> None:
     assert (recipe.training.seed, recipe.training.learning_rate) == (2, 1e-5)
 
 
-def test_a_mapping_is_replaced_whole_and_a_path_leads_into_it() -> None:
+def test_a_mapping_is_replaced_completely_and_a_path_sets_one_key_of_it() -> None:
     text = "lora: null\ntraining: {early_stopping: {patience: 5, threshold: 0.5}}\n"
     whole = load_with(text, "training.early_stopping={patience: 2}", "data.eval={rows: 9}").recipe
     assert whole.training.early_stopping is not None
@@ -91,7 +91,7 @@ def test_one_key_is_set_once(overrides: tuple[str, str]) -> None:
     assert "--set #1" in problem.message
 
 
-def test_file_and_overrides_are_told_together_the_file_first() -> None:
+def test_errors_of_file_and_overrides_are_reported_together_the_file_first() -> None:
     found = problems_with("fsdp: {versoin: 2}\n", "training.seed=x", "zzz=1")
     assert [str(problem.where) for problem in found] == ["recipe.yaml:3:8", "--set #1", "--set #2"]
 

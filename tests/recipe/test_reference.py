@@ -38,7 +38,7 @@ def test_a_source_takes_the_keys_of_the_contract() -> None:
     assert {key.path[-1] for key in all_keys() if key.path[:2] == ("data", "train") and len(key.path) == 3} == SOURCE_KEYS
 
 
-def test_every_key_says_what_it_means() -> None:
+def test_every_key_has_a_description() -> None:
     silent = [key.name for key in all_keys() if not key.field.description and not isinstance(default_of(key.field), Section)]
     assert silent == []
 
@@ -83,7 +83,7 @@ def test_the_trackers_are_those_of_the_installed_transformers() -> None:
     assert set(re.findall(r'"(\w+)":', table)) == set(TRACKERS)
 
 
-def test_every_owned_field_is_a_real_one_and_says_where_it_lives() -> None:
+def test_every_owned_field_exists_and_names_its_key() -> None:
     assert owned_names() <= set(TRAINING_FIELDS.fields)
     assert not owned_names() & set(Training.model_fields)
     assert all(owner_of(name) for name in owned_names())
@@ -101,7 +101,7 @@ def test_defaults_are_all_supported() -> None:
 
 
 @pytest.mark.parametrize("row", NOT_YET, ids=lambda row: row.key)
-def test_what_is_not_there_yet_is_a_key_whose_default_works(row: Any) -> None:
+def test_every_unsupported_key_has_a_default_that_works(row: Any) -> None:
     assert value_of(Recipe(), row.key) in row.works
 
 

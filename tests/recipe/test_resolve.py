@@ -146,12 +146,12 @@ def test_more_ranks_than_devices_are_refused_with_the_counts() -> None:
     assert resolved("launch: {num_processes: 8, num_machines: 2}").recipe.local_world_size == 4
 
 
-def test_what_the_number_of_devices_makes_impossible_is_told_with_lines() -> None:
+def test_contradictions_with_the_number_of_devices_name_their_lines() -> None:
     problem = refused("training: {global_batch_size: 6}")
     assert (problem.code, problem.where.line) == ("indivisible", 3)
 
 
-def test_a_tracker_that_is_not_installed_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_installed_is_reported_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     problem = refused("training: {report_to: [wandb]}")
     assert (problem.code, problem.where.line) == ("tracker-not-installed", 3)
@@ -191,7 +191,7 @@ def test_paths_become_absolute_and_hub_ids_stay(tmp_path: Path) -> None:
         ("model: {name_or_path: a}\ndata: {chat_template: t.jinja, train: [{path: b}]}", "`data.chat_template` is `t.jinja`"),
     ],
 )
-def test_what_can_only_be_a_path_must_exist(tmp_path: Path, text: str, words: str) -> None:
+def test_a_value_that_can_only_be_a_path_must_exist(tmp_path: Path, text: str, words: str) -> None:
     problem = refused("", cwd=tmp_path, text=text)
     assert problem.code == "not-found"
     assert words in problem.message
@@ -228,7 +228,7 @@ def test_a_run_is_not_written_where_it_would_harm(tmp_path: Path, output_dir: st
     assert words in problem.message
 
 
-def test_the_cache_is_where_the_desktop_standard_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_follows_the_xdg_standard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert resolved("").recipe.data.cache_dir == str(tmp_path / "fsdp-tune")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")

@@ -52,7 +52,7 @@ def test_plain_scalars_follow_yaml_1_2(text: str, value: object) -> None:
         ("1_0.5", "write 10.5"),
     ],
 )
-def test_what_two_yaml_versions_read_differently_carries_a_suspicion(text: str, remedy: str) -> None:
+def test_scalars_that_yaml_versions_read_differently_are_flagged(text: str, remedy: str) -> None:
     assert remedy in str(parse_plain(text)[1])
 
 

@@ -24,7 +24,7 @@ def test_the_numbers_are_those_of_torch() -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_what_a_live_run_must_look_like_is_the_same_strategy_told_by_hand(name: ShardingStrategy) -> None:
+def test_the_expected_live_state_matches_the_hand_written_strategy(name: ShardingStrategy) -> None:
     row, meaning = STRATEGIES[name], fsdp._MEANING[name]
     assert row.is_sharded == ("Shard(dim=0)" in meaning["placements"])
     assert row.is_hybrid == ("Replicate()" in meaning["placements"]) == (len(meaning["mesh"]) == 2)

@@ -108,7 +108,7 @@ def test_hostile_pickles_are_refused(kind, names):
         load(HOSTILE[kind], names)
 
 
-def test_what_is_refused_is_named():
+def test_refused_values_are_named():
     with pytest.raises(Refused, match=r"posix\.system.*nothing was run"):
         load(HOSTILE["os.system"], METADATA_NAMES)
 

@@ -26,7 +26,7 @@ def test_a_folder_of_tests_is_a_room_or_a_suite_and_is_documented(repository: Pa
     assert [folder for folder in sorted(folders) if f"| `{folder}` |" not in page] == []
 
 
-def test_a_test_file_named_after_a_module_lies_in_the_room_of_that_module(repository: Path) -> None:
+def test_a_test_file_named_after_a_module_is_in_the_room_of_that_module(repository: Path) -> None:
     rooms = rooms_of_modules(repository)
     misplaced = {}
     for path in (repository / "tests").glob("*/**/test_*.py"):

@@ -107,7 +107,7 @@ def test_kernels_of_gpus_are_rehearsed_without(tmp_path: Path) -> None:
     assert shrunk(recipe, tmp_path, device="cuda").document["kernels"]["compile"] is True
 
 
-def test_what_is_within_reach_is_used(tmp_path: Path) -> None:
+def test_reachable_hardware_is_used(tmp_path: Path) -> None:
     recipe = resolved({"data": {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl", "max_rows": 7}], "eval": {"fraction": 0.01}}})
     data = shrunk(recipe, tmp_path).document["data"]
     assert [(Path(source["path"]).name, source["max_rows"]) for source in data["train"]] == [("a.jsonl", 400), ("b.jsonl", 7)]

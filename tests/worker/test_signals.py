@@ -94,7 +94,7 @@ def test_an_outcome_is_written_whatever_the_last_loss_is(loss: float, tmp_path: 
     assert outcome["loss"] == outcome["nested"][0]["loss"] == (loss if loss == 1.5 else str(loss))
 
 
-def test_a_rank_keeps_ignoring_what_its_launcher_ignores() -> None:
+def test_a_rank_ignores_the_signals_that_its_launcher_ignores() -> None:
     import signal
 
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

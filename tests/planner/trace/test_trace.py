@@ -74,7 +74,7 @@ def no_optimizer() -> None:
 
 
 @pytest.mark.parametrize("change", [no_loss, no_layer, no_optimizer])
-def test_what_is_taken_out_of_the_step_is_missing_from_the_prediction(change: Any) -> None:
+def test_work_removed_from_the_step_is_missing_from_the_prediction(change: Any) -> None:
     assert peak(trace_of(wide(), change=change)) < peak(whole())
 
 

@@ -116,7 +116,7 @@ def test_background_save_does_not_hide_a_hanging_step(phase: str, ticking: Heart
     until(lambda: silent_seconds(run) > 0.5)
 
 
-def test_what_the_heartbeat_itself_writes_is_not_progress(
+def test_bytes_of_the_heartbeat_are_not_progress(
     ticking: HeartbeatWriter, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each write of the file takes a megabyte with it here, as many of them would in minutes."""

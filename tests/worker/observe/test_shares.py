@@ -101,7 +101,7 @@ def test_metrics_lines_have_the_time_not_spent_computing(bench: Bench) -> None:
 
 
 @pytest.mark.ranks
-def test_what_ddp_waits_inside_autograd_is_not_guessed(bench: Bench) -> None:
+def test_waits_of_ddp_inside_autograd_are_not_estimated(bench: Bench) -> None:
     lines = [line for line in runs.lines(bench.run(Case(strategy="NO_SHARD"))) if "loss" in line]
     assert {line["exposed_communication_seconds"] for line in lines} == {None}
     assert all(line["optimizer_seconds"] > 0 for line in lines)
