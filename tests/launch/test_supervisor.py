@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -195,6 +197,17 @@ def test_killed_rank_ends_the_others_and_is_named(plan_of: PlanOf, number: int) 
     assert ended.exit_code == ExitCode.LOST_RANK
     assert ended.problem is not None
     assert f"rank 1 was killed by {signal.Signals(number).name} at step 3" in ended.problem.message
+
+
+def test_a_disk_that_refuses_the_outcome_of_a_rank_is_named(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(supervise, "write_file", refuse)
+    ended, _ = drive(plan_of({"0": [["ignore-signals"], ["sleep", 60]], "1": [["exit", 1]]}))
+    assert ended.problem is not None
+    assert "rank 1 ended with exit code 1 before it could report: " in ended.problem.message
+    assert ended.problem.message.endswith("/logs cannot be written (No space left on device)")
 
 
 def test_a_rank_that_dies_before_it_can_report_shows_its_exception(plan_of: PlanOf) -> None:

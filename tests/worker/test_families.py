@@ -138,7 +138,7 @@ def test_hub_kernel_in_place_of_flash_attention_keeps_packed_examples_apart(benc
     runs.train(bench.pool, run, case.ranks, functools.partial(run_with_hub_kernel))
     document = json.loads(run.readback_json.read_text())
     assert document["attention"] == FLASH_STAND_IN
-    assert "in place of flash_attention_2" in document["kernels"]["model.attn_implementation"]["reason"]
+    assert "instead of flash_attention_2" in document["kernels"]["model.attn_implementation"]["reason"]
     assert document["packing_deviation"] <= 1e-5
     found = deviation(run, bench.reference("llama", packed=True))
     assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"

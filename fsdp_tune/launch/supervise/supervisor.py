@@ -8,6 +8,7 @@ failures itself and kills the other ranks after a short grace period.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import time
@@ -237,7 +238,21 @@ class Supervisor:
             stuck=self._stuck,
             elsewhere=self._elsewhere,
             last_step=max(watch.last_step, self._last_logged_step),
+            disk_refusal=_disk_refusal(self._run) if len(watch.outcomes) < len(self._plan.ranks) else None,
         )
+
+
+def _disk_refusal(run: RunDir) -> str | None:
+    """Return why the disk refuses a small file in the logs of a run; None if it accepts one, or if there are no logs."""
+    if not run.logs.is_dir():
+        return None
+    probe = run.logs / f"write-probe-{os.getpid()}"
+    try:
+        write_file(probe, "a rank left no outcome: can this directory be written?", private=True)
+        DISK.unlink(probe)
+    except OSError as error:
+        return f"{run.logs} cannot be written ({error.strerror})"
+    return None
 
 
 def _gone(run: RunDir) -> Problem:

@@ -58,6 +58,8 @@ class Seen:
     """The failure on another machine that ended the ranks here."""
     last_step: int = 0
     """The largest step in any heartbeat or metrics line; 0 before the first."""
+    disk_refusal: str | None = None
+    """Why the logs cannot be written, so that ranks may have left no outcome; None if they can."""
 
     @property
     def all_ended_well(self) -> bool:
@@ -152,7 +154,7 @@ def _death_problem(seen: Seen, death: Death) -> tuple[Problem, bool]:
         hint = f"{_MEMORY_HINT}; {_log_hint(log)}" if -code == signal.SIGKILL else _log_hint(log)
         return Problem("rank-killed", f"rank {death.rank} was killed by {name} at step {seen.last_step}", Where(), hint), True
     own = re.search(rf"^error: rank {death.rank}: (.+)$", seen.launcher_text, re.MULTILINE)
-    exception = own[1] if own else first_exception(seen.launcher_text)
+    exception = own[1] if own else seen.disk_refusal or first_exception(seen.launcher_text)
     how = "ended" if code is None else f"ended with exit code {code}"
     message = f"rank {death.rank} {how} before it could report" + (f": {exception}" if exception else "")
     return Problem("rank-died", message, hint=_log_hint(seen.launcher_log)), False
