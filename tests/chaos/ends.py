@@ -153,7 +153,7 @@ def _of_a_kill(target: Process, machine: int, *, late: bool, steps_left: int) ->
         case "rank":
             yield End(LOST, rf"rank {target.rank} was killed by SIGKILL")
         case "loader":
-            yield End(FAILED, r"a process of the data loader is gone .* is killed by signal: Killed")
+            yield End(FAILED, r"a process of the data loader is gone .* (is killed by signal: Killed|exited unexpectedly)")
             late = late or steps_left <= STEPS_READ_AHEAD
         case "agent":
             yield End(LOST, r"the launcher was killed by SIGKILL")

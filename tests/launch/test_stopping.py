@@ -12,7 +12,7 @@ from fsdp_tune.run.rank_files import Heartbeat
     ("phases", "step", "step_seconds", "line"),
     [
         (["backward", "forward"], 7, 10.0, "stopping after step 9 (2 more steps, about 20.0s) and saving a checkpoint there"),
-        (["training", "training"], 7, None, "stopping after step 9 (2 more steps) and saving a checkpoint there"),
+        (["training", "training"], 7, None, "saving a checkpoint within 2 more steps, then stopping"),
         (["forward", "forward"], 7, 0.1, "saving a checkpoint within 2 more steps, then stopping"),
         (
             ["evaluating", "evaluating"],

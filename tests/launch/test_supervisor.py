@@ -105,7 +105,7 @@ def test_a_signal_is_passed_on_and_the_ranks_save(plan_of: PlanOf, number: int, 
     assert ended.exit_code == code
     assert ended.problem is None
     assert ended.step == 7
-    assert any(isinstance(event, Message) and "stopping after step 9 (2 more steps) and saving" in event.text for event in events)
+    assert any(isinstance(event, Message) and "saving a checkpoint within 2 more steps" in event.text for event in events)
 
 
 @pytest.fixture

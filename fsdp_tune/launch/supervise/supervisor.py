@@ -285,7 +285,7 @@ STARTING_PHASES = frozenset({"starting", "importing", "loading the model", "read
 VOTE_STEPS = 2
 """Ranks vote after the step in progress and read the votes after the next one (`worker.agree.StopVote`)."""
 NAMED_SECONDS = 1.0
-"""The step of the stop is named if steps take longer than this: a heartbeat is up to a second old."""
+"""The step of the stop is named if steps are known to take longer than this: a heartbeat is up to a second old."""
 
 
 def stop_line(beats: Sequence[Heartbeat], total_steps: int | None, step_seconds: float | None) -> str:
@@ -297,7 +297,7 @@ def stop_line(beats: Sequence[Heartbeat], total_steps: int | None, step_seconds:
         return f"step {total_steps} is the last one; saving a checkpoint there, then stopping"
     phases = {beat.phase for beat in beats} & {"evaluating", "saving"}
     first = f"after the {'evaluation' if 'evaluating' in phases else 'save'} in progress, " if phases else ""
-    if step_seconds is not None and step_seconds < NAMED_SECONDS:
+    if step_seconds is None or step_seconds < NAMED_SECONDS:
         return f"{first}saving a checkpoint within {VOTE_STEPS} more steps, then stopping"
-    takes = f", about {format_seconds(VOTE_STEPS * step_seconds)}" if step_seconds is not None else ""
-    return f"{first}stopping after step {step + VOTE_STEPS} ({VOTE_STEPS} more steps{takes}) and saving a checkpoint there"
+    takes = format_seconds(VOTE_STEPS * step_seconds)
+    return f"{first}stopping after step {step + VOTE_STEPS} ({VOTE_STEPS} more steps, about {takes}) and saving a checkpoint there"
