@@ -119,7 +119,7 @@ def recorded(number: int, *, ended: bool = False, group: str = "0") -> dict[str,
     [
         ([standing(0), standing(1, state="stopped (SIGSTOP)"), standing(2, waits_in=None)], [1]),
         ([standing(0), standing(1, waits_in=None), standing(2)], [1]),
-        ([standing(0, waits_in=None), standing(1, waits_in=None)], []),
+        ([standing(0, waits_in=None), standing(1, waits_in=None)], [0, 1]),
         ([standing(0), standing(1)], []),
         ([standing(0, collective=recorded(57)), standing(1, collective=recorded(56, ended=True))], [1]),
         ([standing(0, collective=recorded(57)), standing(1, collective=recorded(57))], []),
@@ -153,6 +153,13 @@ def test_ranks_in_different_collectives_are_reported_with_sequence_numbers() -> 
 def test_network_is_suspected_if_no_rank_is_late() -> None:
     assert "a rank on another machine, or the network" in hang_problem([standing(0), standing(1)], 60.0, Path("x")).message
     assert hang_problem([], 60.0, Path("x")).message.endswith(": no rank had started")
+
+
+def test_ranks_that_wait_for_no_other_rank_are_named() -> None:
+    """Rank 0 waits on another machine, for the data of this one."""
+    stuck = standing(1, waits_in=None, at="connection.py:395 in _recv")
+    message = hang_problem([stuck], 33.2, Path("x")).message
+    assert message == "no progress for 33.2s: rank 1 (step 5, `training`, at connection.py:395 in _recv) is in no collective"
 
 
 def test_a_thousand_ranks_are_one_line() -> None:

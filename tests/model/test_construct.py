@@ -163,6 +163,13 @@ def test_frozen_parameter_next_to_a_trained_one_keeps_its_dtype() -> None:
     assert (layer.ln_1.weight.dtype, layer.ln_1.weight.requires_grad, layer.ln_1.bias.requires_grad) == (torch.float32, False, True)
 
 
+def test_frozen_norms_keep_their_dtype() -> None:
+    """Autocast passes an fp32 input to a norm as it is, and the CPU's layer norm takes no bf16 weight for it."""
+    recipe = recipe_of({"from_config": FAMILIES["gpt2"], "freeze": ["transformer.h.0.*"], "frozen_dtype": "bf16"})
+    layer = build_full(recipe).transformer.h[0]
+    assert (layer.ln_1.weight.dtype, layer.mlp.c_fc.weight.dtype) == (torch.float32, torch.bfloat16)
+
+
 @pytest.mark.parametrize(("patterns", "code"), [(["model.embd.*"], "freeze-matches-nothing"), (["*"], "nothing-to-train")])
 def test_freezing_nothing_or_all_is_an_error(patterns: list[str], code: str) -> None:
     recipe = recipe_of({**llama(), "freeze": patterns})

@@ -160,13 +160,14 @@ def _read_from(path: Path, start: int) -> str:
 def late_ranks(rank_states: Sequence[RankState]) -> list[RankState]:
     """Return the ranks that the others wait for; [] if they cannot be distinguished.
 
-    In order: ranks that cannot run; ranks that do not wait while others do; ranks that have entered the fewest collectives.
+    In order: ranks that cannot run; ranks that do not wait for others, all of them if none does (the others are on another machine);
+    ranks that have entered the fewest collectives.
     """
     held = [standing for standing in rank_states if standing.state is not None]
     if held:
         return held
     busy = [standing for standing in rank_states if standing.waits_in is None]
-    if 0 < len(busy) < len(rank_states):
+    if busy:
         return busy
     known = [standing.collective for standing in rank_states if standing.collective is not None]
     groups = {each["group"] for each in known if not each["ended"]}
@@ -184,7 +185,9 @@ def hang_problem(rank_states: Sequence[RankState], silent_seconds: float, report
     lead = f"no progress for {format_seconds(silent_seconds)}"
     if late:
         names = "; ".join(map(str, late[:4])) + (f" and {len(late) - 4} more" if len(late) > 4 else "")
-        message = f"{lead}: {names} {'is' if len(late) == 1 else 'are'} late{_waiting(rank_states, late)}"
+        verb = "is" if len(late) == 1 else "are"
+        is_busy = len(late) == len(rank_states) and all(standing.state is None for standing in late)
+        message = f"{lead}: {names} {verb} {'in no collective' if is_busy else 'late' + _waiting(rank_states, late)}"
     else:
         message = f"{lead}: {_all_wait(rank_states)}"
     hint = f"the stacks of every rank are in {report}; raise `launch.hang_timeout` to allow more time"

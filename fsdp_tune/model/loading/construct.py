@@ -271,6 +271,8 @@ def freeze(recipe: Recipe, model: nn.Module) -> None:
     """Stop training parameters that match `model.freeze`, and store them in `model.frozen_dtype`.
 
     A frozen parameter in the same module as a trained one keeps its dtype: kernels such as the CPU's layer norm need one dtype for both.
+    So do norms and biases: the autocast of NO_SHARD casts what a matrix multiplies and leaves an fp32 input of a norm as it is, and a
+    checkpoint has the same dtypes under every strategy.
     Parameters that the model's own code froze stay frozen, in their dtype.
     """
     names = [name for name, _ in model.named_parameters()]
@@ -287,7 +289,8 @@ def freeze(recipe: Recipe, model: nn.Module) -> None:
         owner = model.get_submodule(name.rpartition(".")[0])
         if not any(parameter.requires_grad for parameter in owner.parameters(recurse=False)):
             parameter = model.get_parameter(name)
-            parameter.data = parameter.data.to(frozen_dtype)
+            if parameter.ndim > 1:
+                parameter.data = parameter.data.to(frozen_dtype)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise usage_error("nothing-to-train", "model.freeze matches every parameter: nothing is left to train")
 

@@ -47,7 +47,8 @@ class Model(Section):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Storage dtype of trained parameters: fp32 master weights, or bf16: half the memory, small updates are lost (notice `pure-bf16`)."""
     frozen_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Storage dtype of frozen parameters, except in a module with trained ones (`dtype`); auto = the compute dtype, with FSDP1 `dtype`."""
+    """Storage dtype of frozen matrices; auto = the compute dtype, with FSDP1 `dtype`. Frozen norms and biases, and what is in a module
+    with trained parameters, are stored in `dtype`."""
     freeze: list[Text] = []
     """Name patterns of parameters that are not trained."""
     tokens: Tokens = Tokens()

@@ -3,9 +3,9 @@
 No Trainer, no Accelerate, no FSDP, no padding and no packing: each example goes through the model alone. The loss of a
 step is the sum of its token losses over the number of its supervised tokens, and for a mixture of experts with
 `output_router_logits` the mean of its examples' load-balancing losses, weighted by tokens; gradients of examples add up in
-fp32, whatever the weights are stored in; AdamW (Loshchilov & Hutter, arXiv:1711.05101) decays matrices only, and no
-bias of two dimensions; the gradient is clipped by its global norm; the learning rate warms up linearly and follows one of the
-schedules of `SCHEDULES`.
+fp32 (in float64 if the weights are), whatever the weights are stored in; AdamW (Loshchilov & Hutter, arXiv:1711.05101) decays
+matrices only, and no bias of two dimensions; the gradient is clipped by its global norm; the learning rate warms up linearly and
+follows one of the schedules of `SCHEDULES`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class LoopSettings:
     stored_dtype: torch.dtype = torch.float32
     """What weights are kept in between steps."""
     compute_dtype: torch.dtype = torch.float32
-    """bf16: each forward multiplies bf16 copies of the fp32 weights, the logits go to the loss in fp32, gradients add up in fp32."""
+    """bf16: each forward multiplies bf16 copies of the fp32 weights, the logits go to the loss in fp32, gradients add up in fp32.
+    float64, stored so too: shows how far rounding alone carries a run in fp32."""
     skipped: frozenset[int] = frozenset()
     """Steps, from 1, whose update is left out, as fp16's loss scale does when it is too large."""
 
@@ -167,9 +168,14 @@ def _accumulate(model: nn.Module, settings: LoopSettings, rows: list[Row]) -> tu
         total += float(loss.detach())
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                gradients[name] = gradients[name] + parameter.grad.float() if name in gradients else parameter.grad.float()
+                gradient = _at_least_fp32(parameter.grad)
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient
                 parameter.grad = None
     return total / targets, targets, gradients
+
+
+def _at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _losses(
@@ -179,7 +185,7 @@ def _losses(
     ids, labels = example
     weights = {name: p.to(compute_dtype) for name, p in model.named_parameters()}
     outputs = torch.func.functional_call(model, weights, kwargs={"input_ids": ids, "use_cache": False})
-    log_probabilities = torch.log_softmax(outputs.logits[0].float(), dim=-1)
+    log_probabilities = torch.log_softmax(_at_least_fp32(outputs.logits[0]), dim=-1)
     supervised = [at for at, label in enumerate(labels.tolist()) if at > 0 and label != -100]
     balance = getattr(outputs, "aux_loss", None)
     before = [at - 1 for at in supervised]
