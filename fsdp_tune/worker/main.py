@@ -30,6 +30,9 @@ from fsdp_tune.worker.signals import StoppedEarly, StopRequest, end_loader_proce
 if TYPE_CHECKING:
     from fsdp_tune.worker.trainer import FsdpTrainer
 
+OUTCOME_SECONDS = 5.0
+"""Time for which a rank tries to write its outcome to a disk that refuses it."""
+
 
 def run_rank(run: RunDir, recipe: Recipe, rank: Rank, say: Callable[[str], None], started: float) -> Outcome:
     """Train, and turn any end into an outcome. Writes the outcome file, and a traceback into the log of the rank."""
@@ -51,10 +54,26 @@ def run_rank(run: RunDir, recipe: Recipe, rank: Rank, say: Callable[[str], None]
     stop_request.end()
     end_loader_processes()
     heartbeat.close()
-    with contextlib.suppress(OSError, FsdpTuneError):  # the run directory may be gone; the exit code still has the outcome
+    with contextlib.suppress(OSError, FsdpTuneError):
         heartbeat.beat("finished" if outcome.exit_code == 0 else "failed")
-        outcome.write(run.rank_outcome(rank.index))
+    _write_outcome(run, outcome)
     return outcome
+
+
+def _write_outcome(run: RunDir, outcome: Outcome) -> None:
+    """Write the outcome file. A disk that refuses it may be full for a moment only, and the launcher knows no other reason of the end.
+
+    If it stays away, or the run directory is gone, the exit code still has the outcome.
+    """
+    deadline = time.monotonic() + OUTCOME_SECONDS
+    while run.logs.is_dir():
+        try:
+            outcome.write(run.rank_outcome(outcome.rank))
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.2)
 
 
 def _heartbeat(run: RunDir, recipe: Recipe, rank: Rank) -> HeartbeatWriter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.core.errors import ExitReason, Problem
+from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Outcome
 from fsdp_tune.worker import callbacks, signals
@@ -107,6 +108,21 @@ def test_a_rank_ignores_the_signals_that_its_launcher_ignores() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_outcome_is_written_once_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, original, refused = RunDir(tmp_path), Outcome.write, list[int]()
+    run.logs.mkdir()
+
+    def write(outcome: Outcome, path: Path) -> None:
+        if len(refused) < 2:
+            refused.append(errno.ENOSPC)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(outcome, path)
+
+    monkeypatch.setattr(Outcome, "write", write)
+    worker_main._write_outcome(run, Outcome(ExitCode.FAILED, ExitReason.FAILED, rank=1))
+    assert (len(refused), run.rank_outcome(1).is_file()) == (2, True)
 
 
 def test_a_signal_does_not_keep_an_outcome_from_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
