@@ -66,8 +66,7 @@ def write_rows(folder: Path, tokens: int, rows: int, vocabulary: int, examples: 
 
 def resolved(tree: dict[str, Any], file: Path, device: str, name: str | None) -> Any:
     """The recipe of a tree of keys, read and checked like a user's file. FsdpTuneError where it is refused."""
-    from fsdp_tune.core.cores import available_cores
-    from fsdp_tune.core.devices import Machine
+    from fsdp_tune.core.devices import Machine, available_cores
     from fsdp_tune.recipe.read.loader import load_recipe
     from fsdp_tune.recipe.resolve import resolve
 

@@ -63,7 +63,7 @@ class Contender:
         self.wall_seconds.append(max(wall for wall, _ in took) / steps)
         self.cpu_seconds.append(statistics.mean(cpu for _, cpu in took) / steps)
 
-    def last_words(self) -> str:
+    def log_tails(self) -> str:
         logs = [self.log, *sorted(self.log.parent.glob(f"{self.name}/logs/*.log"))]
         return "\n".join(path.read_text(errors="replace")[-2000:] for path in logs)
 
@@ -136,7 +136,7 @@ def meet(listener: Listener, contenders: list[Contender], world_size: int) -> No
             if any(process.poll() is not None for process in one.processes) or (
                 time.monotonic() > deadline and len(one.pipes) < world_size
             ):
-                raise SystemExit(f"{one.name} has {len(one.pipes)} of {world_size} ranks ready\n{one.last_words()}")
+                raise SystemExit(f"{one.name} has {len(one.pipes)} of {world_size} ranks ready\n{one.log_tails()}")
         if accepted < world_size * len(contenders) and wait([listener._listener._socket], 0.2):  # type: ignore[attr-defined]
             unknown.append(listener.accept())
             accepted += 1

@@ -1,4 +1,4 @@
-"""Detect the accelerators of this machine without importing torch: by NVML for NVIDIA, by device files for others.
+"""Detect the accelerators and cores of this machine without importing torch: by NVML for NVIDIA, by device files for others.
 
 Importing torch takes two seconds and may initialise CUDA, and the command line only needs a count and a name. `torch_facts`
 queries torch in a child process, for `env`, and if no accelerator is detected but the recipe needs one.
@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from fsdp_tune.core.cores import available_cores
 
 NVML_SUCCESS = 0
 TORCH_FACTS_SECONDS = 120.0
@@ -42,6 +40,11 @@ class Device:
     name: str
     uuid: str = ""
     memory_bytes: int | None = None
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use, limited by containers and `taskset`; on macOS, all cores."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def this_machine(wanted: str, environment: Mapping[str, str] | None = None) -> Machine:

@@ -69,7 +69,7 @@ def unreachable(what: str, name: str, key: str, *, is_data_set: bool = False, wh
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class HubResource:
     """A resource on the hub, with the parts of its error messages."""
 
     what: str
@@ -138,7 +138,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def snapshot(wanted: Wanted, files: Sequence[str], *, revision: str | None = None) -> Path:
+def snapshot(wanted: HubResource, files: Sequence[str], *, revision: str | None = None) -> Path:
     """Return the local directory of a repository's `files`, downloaded if the hub is reachable. Raises: usage error (exit 2)."""
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  its progress bar is untyped
 
@@ -154,7 +154,7 @@ def snapshot(wanted: Wanted, files: Sequence[str], *, revision: str | None = Non
 
 def download_model(name: str, revision: str) -> Path:
     """Return the local directory of the files of a model repository that training reads."""
-    return snapshot(Wanted("model", name, "model.name_or_path", "model-not-found"), MODEL_FILES, revision=revision)
+    return snapshot(HubResource("model", name, "model.name_or_path", "model-not-found"), MODEL_FILES, revision=revision)
 
 
 def cached_model_file(name: str, revision: str, file: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Child processes of a command. They end with the command, however it ends."""
+"""Child processes of a command. They end when the command ends, even if it is killed."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def end(child: subprocess.Popen[str]) -> None:
         child.wait()
 
 
-def last_words(child_code: int, errors: str) -> str:
+def describe_failure(exit_code: int, errors: str) -> str:
     """Describe how a child failed: the signal that killed it, or the last line of its error output."""
-    if child_code < 0:
-        return f"its process was killed by {signal.Signals(-child_code).name}"
+    if exit_code < 0:
+        return f"its process was killed by {signal.Signals(-exit_code).name}"
     lines = [line for line in errors.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else f"its process ended with exit code {child_code}"
+    return lines[-1].strip() if lines else f"its process ended with exit code {exit_code}"
 
 
 @contextlib.contextmanager
@@ -57,18 +57,16 @@ def threads(number: int) -> Iterator[ThreadPoolExecutor]:
             raise
 
 
-# ---- Stop signals that the caller of a command has disabled.
+# ---- Stop signals that the caller of a command made it ignore.
 
 # `nohup` ignores SIGHUP, and a shell without job control ignores SIGINT for a command in the background.
-_SWITCHED_OFF_BY_CALLERS = (signal.SIGHUP, signal.SIGINT)
+_IGNORED_BY_CALLERS = (signal.SIGHUP, signal.SIGINT)
 
 
-def heeded(numbers: Iterable[int]) -> list[signal.Signals]:
+def without_ignored(numbers: Iterable[int]) -> list[signal.Signals]:
     """Return the signals that this process may handle: all except those that were ignored when it started."""
     return [
-        signal.Signals(number)
-        for number in numbers
-        if number not in _SWITCHED_OFF_BY_CALLERS or signal.getsignal(number) is not signal.SIG_IGN
+        signal.Signals(number) for number in numbers if number not in _IGNORED_BY_CALLERS or signal.getsignal(number) is not signal.SIG_IGN
     ]
 
 
@@ -84,7 +82,7 @@ def stop_signals_raise() -> Iterator[None]:
         raise FsdpTuneError(Problem("stopped", f"stopped by {name} while no rank was running"), exit_code=ExitCode.PREEMPTED)
 
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, stop) for number in heeded((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)) if is_main}
+    before = {number: signal.signal(number, stop) for number in without_ignored((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)) if is_main}
     try:
         yield
     finally:

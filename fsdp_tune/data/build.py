@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_tune.core.atomic import write_file
-from fsdp_tune.core.cores import available_cores
+from fsdp_tune.core.devices import available_cores
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.progress import Bar
 from fsdp_tune.data.account import rows_named, set_account, source_accounts

@@ -1,1 +1,1 @@
-"""What this machine has, and what is known to go wrong with it."""
+"""Describe this machine, match known problems with it, and explain out-of-memory errors."""

@@ -1,4 +1,4 @@
-"""What this machine and this Python have: versions, memory, limits, and the files that would apply unasked. Torch-free."""
+"""Describe this machine and this Python: versions, memory, limits, and default config files of Accelerate. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from fsdp_tune import __version__
-from fsdp_tune.core.cores import available_cores
+from fsdp_tune.core.devices import available_cores
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "huggingface_hub", "peft", "bitsandbytes"),
@@ -27,7 +27,7 @@ _ACCELERATE_DEFAULTS = ("default_config.yaml", "default_config.json")
 
 
 def versions() -> dict[str, str | None]:
-    """Package → installed version, None where it is not installed; read from metadata, nothing is imported."""
+    """Return the installed version of each package, or None; read from metadata, without importing anything."""
     found: dict[str, str | None] = {"python": platform.python_version(), "fsdp-tune": __version__}
     for name in PACKAGES:
         try:
@@ -38,7 +38,7 @@ def versions() -> dict[str, str | None]:
 
 
 def host() -> dict[str, Any]:
-    """Sizes in bytes; None where this system does not say."""
+    """Return the facts of the machine, sizes in bytes; None if the system does not report one."""
     memory = _memory_info()
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return {
@@ -62,7 +62,7 @@ def _limit(value: int) -> int | None:
 
 
 def _memory_info() -> dict[str, int]:
-    """/proc/meminfo in bytes; {} on systems without it."""
+    """Return /proc/meminfo in bytes; {} on systems without it."""
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
@@ -71,7 +71,7 @@ def _memory_info() -> dict[str, int]:
 
 
 def _container_limit_bytes() -> int | None:
-    """The memory that the control group allows (cgroup v2, then v1); None for no limit."""
+    """Return the memory limit of the control group (cgroup v2, then v1); None if there is none."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(path).read_text(encoding="ascii").strip()
@@ -82,7 +82,7 @@ def _container_limit_bytes() -> int | None:
 
 
 def interconnect() -> dict[str, Any]:
-    """Network devices between machines: InfiniBand and RoCE ports with their state, and the other network interfaces."""
+    """Return the network devices: InfiniBand and RoCE ports with their state, and the names of all interfaces except loopback."""
     ports = {
         f"{port.parent.parent.name}/{port.name}": {
             "state": _word(port / "state"),
@@ -103,7 +103,7 @@ def _word(path: Path) -> str | None:
 
 
 def accelerate_default_config(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """The user's default accelerate config, which a bare `accelerate launch` adopts; None for none. Ours never does."""
+    """Return the default Accelerate config, which a bare `accelerate launch` uses and fsdp-tune ignores; None if there is none."""
     home = Path(environment.get("HOME", "~")).expanduser()
     cache = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
     folder = Path(environment.get("HF_HOME") or cache / "huggingface") / "accelerate"

@@ -1,4 +1,4 @@
-"""Combinations that are known to fail, hang or be slow, each with its remedy and where that is known from. Pure."""
+"""Combinations that are known to fail, hang or be slow, each with its remedy and its source. Pure."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     KnownBad(
         "short-grace",
         lambda facts: () < version_tuple(facts["versions"].get("torch"))[:2] < TIMEOUT_TORCH,
-        "torch before 2.12: torchrun kills ranks 30 s after a signal, whatever their save needs",
-        "use torch 2.12 or newer where a checkpoint takes longer to write",
+        "torch before 2.12: torchrun kills ranks 30 s after a signal, even during a save",
+        "use torch 2.12 or newer if a checkpoint takes longer to write",
         "torch 2.11: distributed/elastic/agent/server/api.py, run; 2.12 added TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
     ),
     KnownBad(
@@ -100,7 +100,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
             and any("RTX 40" in name for name in _device_names(facts))
             and () < version_tuple(facts.get("driver"))[:2] < P2P_DRIVER
         ),
-        "several RTX 40 cards with a driver before 550.40.07: P2P hangs or corrupts",
+        "several RTX 40 GPUs with a driver before 550.40.07: P2P transfers hang or corrupt data",
         "update the driver (accelerate sets NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 until then)",
         "accelerate: utils/environment.py, check_cuda_p2p_ib_support",
     ),
@@ -114,14 +114,14 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     KnownBad(
         "cpu-only-torch",
         lambda facts: _has_cuda(facts) and facts["torch"].get("device") is None and "error" not in facts["torch"],
-        "the machine has NVIDIA devices, and torch sees none: it is a CPU build, or the driver is too old for it",
+        "the machine has NVIDIA devices, but torch finds none: torch is a CPU build, or the driver is too old for it",
         "install the torch build that fits the driver: https://pytorch.org/get-started/locally",
         "torch.version.cuda against NVML",
     ),
     KnownBad(
         "small-shared-memory",
         lambda facts: (facts["host"].get("shared_memory_bytes") or GIB) < SMALL_SHARED_MEMORY_BYTES and _has_cuda(facts),
-        "/dev/shm is smaller than 1 GiB (Docker's default is 64 MiB): NCCL crashes when it starts, data loaders die",
+        "/dev/shm is smaller than 1 GiB (Docker's default is 64 MiB): NCCL crashes at start-up, and data loaders crash",
         "docker run --ipc=host, or --shm-size=16g",
         "https://github.com/pytorch/tutorials/pull/2475",
     ),
@@ -142,20 +142,20 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     KnownBad(
         "p2p-disabled",
         lambda facts: _variable(facts, "NCCL_P2P_DISABLE") == "1" and len(facts["devices"]) > 1,
-        "NCCL_P2P_DISABLE=1: devices of one machine talk through host memory, several times slower over NVLink",
+        "NCCL_P2P_DISABLE=1: devices of one machine communicate through host memory, several times slower than over NVLink",
         "unset NCCL_P2P_DISABLE",
         "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-p2p-disable",
     ),
     KnownBad(
         "foreign-accelerate-config",
         lambda facts: facts["accelerate_default_config"] is not None,
-        "a default accelerate config exists; a bare `accelerate launch` adopts it, `fsdp-tune train` does not",
-        "nothing to do; give `--config_file RUN/accelerate.yaml` when you start a run by hand",
+        "a default Accelerate config exists; a bare `accelerate launch` uses it, `fsdp-tune train` does not",
+        "nothing to do; pass `--config_file RUN/accelerate.yaml` if you start a run manually",
         "accelerate: commands/launch.py, _validate_launch_command",
     ),
 )
 
 
 def known_bad(facts: Facts) -> list[KnownBad]:
-    """The rows that apply here."""
+    """Return the rows that apply to these facts."""
     return [row for row in KNOWN_BAD if row.applies(facts)]

@@ -1,4 +1,4 @@
-"""After memory has run out: what was live, by component, and three changes of the recipe that would help. Pure."""
+"""Explain an out-of-memory error: live memory by component, and three changes to the recipe that would help. Pure."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from fsdp_tune.recipe.schema import Recipe
 WAYS = 3
 REST = "activations, gathered parameters and workspace"
 _UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
-# Memory that the allocator holds and cannot use: beyond this share of the device it is fragmentation that hurts.
+# If the allocator holds more than this share of the device without using it, fragmentation is the cause.
 _FRAGMENTED_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When memory ran out. Sizes in bytes; a size that nobody knows is not there."""
+    """The state when memory ran out. Sizes in bytes; unknown sizes are left out."""
 
     phase: str
     step: int
-    """The last step that was done."""
+    """The last completed step."""
     components: Mapping[str, int] = field(default_factory=dict[str, int])
-    """This rank's own: parameters, gradients, optimizer state."""
+    """Memory of this rank's parameters, gradients and optimizer state."""
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
-    """As in the allocator's message: requested, capacity, free, allocated, unused."""
+    """The sizes in the allocator's message: requested, capacity, free, allocated, unused."""
 
     @property
     def live(self) -> dict[str, int]:
-        """Every component, the largest first; what is allocated and belongs to none of them is the rest."""
+        """Memory by component, largest first; allocated memory that belongs to no component is `REST`."""
         rest = self.sizes.get("allocated", 0) - sum(self.components.values())
         everything = {**self.components, **({REST: rest} if rest > 0 else {})}
         return dict(sorted(((name, size) for name, size in everything.items() if size), key=lambda item: (-item[1], item[0])))
@@ -43,19 +43,19 @@ class Moment:
 
 
 def sizes_in(message: str) -> dict[str, int]:
-    """The sizes that torch's message names, in bytes."""
+    """Parse the sizes in torch's message, in bytes."""
     found = {name: pattern.search(message) for name, pattern in OUT_OF_MEMORY_SIZES.items()}
     return {name: round(float(match[1]) * _UNITS[match[2]]) for name, match in found.items() if match}
 
 
 def device_problem(recipe: Recipe, moment: Moment) -> Problem:
-    """Where device memory ran out, what was live, and the first three changes that apply."""
+    """Describe where device memory ran out, what was live, and the first three changes that apply."""
     sizes = moment.sizes
-    asked = f"{format_bytes(sizes['requested'])} more were requested" if "requested" in sizes else "no more could be had"
-    of = f" of a device with {format_bytes(sizes['capacity'])}" if "capacity" in sizes else ""
+    requested = f"{format_bytes(sizes['requested'])} requested" if "requested" in sizes else "an allocation failed"
+    of = f" on a device with {format_bytes(sizes['capacity'])}" if "capacity" in sizes else ""
     live = ", ".join(f"{name} {format_bytes(size)}" for name, size in moment.live.items())
     held = f"; {format_bytes(sizes['unused'])} held but not used" if sizes.get("unused") else ""
-    message = f"out of device memory in `{moment.phase}`: {asked}{of}"
+    message = f"out of device memory in `{moment.phase}`: {requested}{of}"
     if live or held:
         message += f"; live: {live or 'unknown'}{held}"
     ways = [way for _, way in zip(range(WAYS), device_ways(recipe, moment), strict=False)]
@@ -63,14 +63,14 @@ def device_problem(recipe: Recipe, moment: Moment) -> Problem:
 
 
 def device_ways(recipe: Recipe, moment: Moment) -> Iterator[str]:
-    """Changes of recipe keys, the one that costs least for what is largest first."""
+    """Yield changes to the recipe, starting with the cheapest one that shrinks the largest component."""
     sizes = moment.sizes
     if sizes.get("unused", 0) > max(sizes.get("requested", 0), _FRAGMENTED_SHARE * sizes.get("capacity", 0)):
-        yield "launch.env: {PYTORCH_ALLOC_CONF: 'expandable_segments:True'}: memory is held in pieces that are too small; costs nothing"
+        yield "launch.env: {PYTORCH_ALLOC_CONF: 'expandable_segments:True'}: free memory is fragmented; costs nothing"
     if moment.phase == "evaluating":
         yield from _less_evaluation(recipe)
     if moment.phase in ("saving", "probing a save") and recipe.fsdp.state_dict_type == "FULL_STATE_DICT":
-        yield "fsdp.state_dict_type: SHARDED_STATE_DICT: no rank gathers the whole model to save it"
+        yield "fsdp.state_dict_type: SHARDED_STATE_DICT: no rank gathers the full model to save it"
     largest = next(iter(moment.live), REST)
     first, second = (_less_activation, _less_state) if largest == REST else (_less_state, _less_activation)
     yield from first(recipe)
@@ -107,7 +107,7 @@ def _less_state(recipe: Recipe) -> Iterator[str]:
     if strategy != "FULL_SHARD" and recipe.world_size > 1:
         yield f"fsdp.sharding_strategy: FULL_SHARD (now {strategy}): parameters, gradients and moments are all split over the ranks"
     if not recipe.fsdp.sync_each_batch and (recipe.training.gradient_accumulation_steps or 1) > 1:
-        yield "fsdp.sync_each_batch: true (now false): no rank keeps whole gradients between micro-batches"
+        yield "fsdp.sync_each_batch: true (now false): no rank keeps unsharded gradients between micro-batches"
     if not recipe.fsdp.offload_params and strategy != "NO_SHARD":
         yield "fsdp.offload_params: true (now false): parameters, gradients and moments live in host memory; a step takes much longer"
 
@@ -144,20 +144,20 @@ def host_problem(recipe: Recipe, phase: str, host: Host, *, page_locked: bool = 
 
 
 def host_ways(recipe: Recipe, phase: str) -> Iterator[str]:
-    """Changes of recipe keys that spare host memory, what fits the phase first."""
+    """Yield changes to the recipe that save host memory, starting with those that fit the phase."""
     if phase in ("importing", "loading the model") and not recipe.fsdp.cpu_ram_efficient_loading and recipe.fsdp.version == 2:
         yield "fsdp.cpu_ram_efficient_loading: true (now false): one rank of the machine reads the weights, not each"
     if recipe.checkpoint.async_:
         yield "checkpoint.async: false (now true): no copy of this rank's state in host memory while it is written"
     workers = int((recipe.training.model_extra or {}).get("dataloader_num_workers", 0) or 0)
     if workers:
-        yield f"training.dataloader_num_workers: {workers // 2} (now {workers}): fewer processes beside each rank"
+        yield f"training.dataloader_num_workers: {workers // 2} (now {workers}): fewer processes per rank"
     if recipe.fsdp.offload_params:
         yield "fsdp.offload_params: false (now true): parameters, gradients and moments live on the device"
     if recipe.fsdp.activation_checkpointing_offload:
         yield "fsdp.activation_checkpointing_offload: false (now true): inputs of layers stay on the device"
     if recipe.fsdp.state_dict_type == "FULL_STATE_DICT":
-        yield "fsdp.state_dict_type: SHARDED_STATE_DICT (now FULL_STATE_DICT): no rank gathers the whole model to save it"
+        yield "fsdp.state_dict_type: SHARDED_STATE_DICT (now FULL_STATE_DICT): no rank gathers the full model to save it"
     yield f"launch.num_machines: {recipe.launch.num_machines + 1}: fewer ranks share a machine's memory"
     yield "a machine with more memory, or a higher limit where a container or scheduler sets one"
     yield "fewer other processes on the machine"

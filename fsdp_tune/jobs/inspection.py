@@ -108,7 +108,7 @@ def inspect_model(recipe: Recipe, *, offline: bool = False) -> Inspection:
 def _crashed(exit_code: int, errors: str) -> Problem:
     is_killed = exit_code < 0
     hint = "out of host memory? The kernel then kills a process: see `dmesg`" if is_killed else "`fsdp-tune env` shows the installation"
-    return Problem("model-not-inspected", f"the model could not be inspected: {children.last_words(exit_code, errors)}", hint=hint)
+    return Problem("model-not-inspected", f"the model could not be inspected: {children.describe_failure(exit_code, errors)}", hint=hint)
 
 
 def inspect_data(recipe: Recipe) -> Inspection:

@@ -23,7 +23,7 @@ from fsdp_tune.planner.search.candidates import devices_of_machine, differences
 from fsdp_tune.planner.search.scaling import forced_changes, machines_for
 from fsdp_tune.planner.search.search import Target
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
-from fsdp_tune.recipe.read.overrides import OptionSays
+from fsdp_tune.recipe.read.overrides import OptionOverride
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.rules import INPUTS
 from fsdp_tune.recipe.schema import Recipe
@@ -84,14 +84,14 @@ def _planned(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, allowe
     plain = loaded.recipe
     on_cpu = gpu is None and plain.launch.device == "cpu"
     hardware = None if on_cpu else find_hardware(gpu) if gpu is not None else _own_gpu()
-    options: list[OptionSays] = []
+    options: list[OptionOverride] = []
     forced: dict[str, str] = {}
     if num_gpus is not None:
         machine_devices = devices_of_machine(hardware) if hardware is not None else num_gpus
         options, forced = _on_other_ranks(loaded, num_gpus, machine_devices)
     written = _with_options(loaded, options)
     if hardware is not None and plain.launch.device != "cuda":  # GPUs are planned, whatever the recipe runs on here
-        options.append(OptionSays(f"plan for {hardware.name}", "launch.device=cuda"))
+        options.append(OptionOverride(f"plan for {hardware.name}", "launch.device=cuda"))
     resolution = resolve_recipe(_with_options(loaded, options), allowed, observer)
     observer.notices(resolution.notices)
     if hardware is None:
@@ -102,18 +102,18 @@ def _planned(loaded: LoadedRecipe, gpu: str | None, num_gpus: int | None, allowe
     return _Planned(resolution.recipe, hardware, written.recipe.model_dump(mode="json", by_alias=True, exclude_unset=True), forced)
 
 
-def _with_options(loaded: LoadedRecipe, options: list[OptionSays]) -> LoadedRecipe:
+def _with_options(loaded: LoadedRecipe, options: list[OptionOverride]) -> LoadedRecipe:
     return parse_recipe(loaded.text, loaded.path, loaded.overrides, name=loaded.recipe.name, options=options, unneeded=INPUTS)
 
 
-def _on_other_ranks(loaded: LoadedRecipe, num_gpus: int, machine_devices: int) -> tuple[list[OptionSays], dict[str, str]]:
+def _on_other_ranks(loaded: LoadedRecipe, num_gpus: int, machine_devices: int) -> tuple[list[OptionOverride], dict[str, str]]:
     """Return the keys that `--num-gpus` sets, and those that it forces. Keys given by `--set` are left to contradict."""
     machines = machines_for(num_gpus, machine_devices)
     given = {override.partition("=")[0].strip() for override in loaded.overrides}
     forced = {key: value for key, value in forced_changes(loaded.recipe, World(num_gpus, machines)).items() if key not in given}
     option = f"--num-gpus {num_gpus}"
     keys = {"launch.num_processes": num_gpus, "launch.num_machines": machines} | forced
-    options = [OptionSays(option, f"{key}={value if isinstance(value, str) else json.dumps(value)}") for key, value in keys.items()]
+    options = [OptionOverride(option, f"{key}={value if isinstance(value, str) else json.dumps(value)}") for key, value in keys.items()]
     instead = {key: json.dumps(value_of(loaded.recipe, key)) for key in forced}
     return options, {key: f"{json.dumps(value)} instead of {instead[key]}, for `{option}`" for key, value in forced.items()}
 

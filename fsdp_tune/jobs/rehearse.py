@@ -1,4 +1,4 @@
-"""Rehearse a recipe on CPU ranks with a scaled-down model, through everything that a real run goes through."""
+"""Rehearse a recipe on CPU ranks with a scaled-down model, through all stages of a real run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.session import Allowed, resolve_recipe, session
 from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.verify.rehearsal.scenes import Check, Rehearsal
-from fsdp_tune.verify.rehearsal.shrink import Reach, Small, small_recipe
-from fsdp_tune.verify.rehearsal.switches import comparable, parity_checks
+from fsdp_tune.verify.rehearsal.lifecycle_checks import Check, Rehearsal
+from fsdp_tune.verify.rehearsal.parity_checks import make_comparable, parity_checks
+from fsdp_tune.verify.rehearsal.scale_down import ReadableInputs, ScaledRecipe, scale_down_recipe
 
 STEPS = 24
 HYBRID_RANKS = 4
@@ -71,16 +71,16 @@ def rehearse(
         folder, checks = Path(tempfile.mkdtemp(prefix="fsdp-tune-rehearsal-")), list[Check]()
         try:
             small = _scale_down(wanted, folder, ranks, device, observer)
-            small = comparable(small) if parity else small
+            small = make_comparable(small) if parity else small
             for line in small.changes:
                 observer.message(f"  {line}")
             options = allowed.options()
-            scenes = (
+            results = (
                 Rehearsal(small.write(folder), folder, ranks, STEPS, options).checks()
                 if not parity
                 else parity_checks(small, folder, options)
             )
-            for check in scenes:
+            for check in results:
                 checks.append(check)
                 observer.message(f"{'ok  ' if check.passed else 'FAIL'}  {check.name}: {check.detail}  ({check.seconds:.0f} s)")
         finally:
@@ -90,8 +90,8 @@ def rehearse(
         return RehearsalResult(tuple(small.changes), tuple(checks), None if all_passed else folder)
 
 
-def _scale_down(recipe: Recipe, folder: Path, ranks: int, device: str, observer: Observer) -> Small:
-    """Inspect model and data as `validate` does, and replace what cannot be reached. Raises: FsdpTuneError for what is wrong in them."""
+def _scale_down(recipe: Recipe, folder: Path, ranks: int, device: str, observer: Observer) -> ScaledRecipe:
+    """Inspect model and data as `validate` does, and replace unreachable inputs. Raises: FsdpTuneError for their errors."""
     found = inspect(recipe)
     observer.notices(found.notices)
     if found.problems:
@@ -102,7 +102,7 @@ def _scale_down(recipe: Recipe, folder: Path, ranks: int, device: str, observer:
             f"{found.unchecked[0]}, and the package does not have its shape",
             hint="its config.json is enough: `--set model.name_or_path=null --set model.from_config=PATH`",
         )
-    reach = Reach(tokenizer=found.vocabulary_size is not None, data=found.is_data_reachable)
-    if reach.tokenizer and reach.data:
-        reach = replace(reach, tokens=length_with_targets(recipe, load_encoder(recipe), rows=FIRST_ROWS))
-    return small_recipe(recipe, found.model["config"], folder, ranks=ranks, device=device, steps=STEPS, reach=reach)
+    inputs = ReadableInputs(tokenizer=found.vocabulary_size is not None, data=found.is_data_reachable)
+    if inputs.tokenizer and inputs.data:
+        inputs = replace(inputs, tokens=length_with_targets(recipe, load_encoder(recipe), rows=FIRST_ROWS))
+    return scale_down_recipe(recipe, found.model["config"], folder, ranks=ranks, device=device, steps=STEPS, inputs=inputs)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import Where, failed_error, usage_error
-from fsdp_tune.core.hub import Wanted, snapshot
+from fsdp_tune.core.hub import HubResource, snapshot
 from fsdp_tune.merge.copy.layout import INDEX_NAME
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.recipe.paths import can_only_be_a_path
@@ -120,7 +120,7 @@ def _download(base: str, wanted: Sequence[str], *, revision: str | None = None, 
     where = Where(str(named_in)) if named_in is not None else Where()
     if can_only_be_a_path(base):
         raise usage_error("merge-base", f"there is no directory `{base}`", where=where, hint="pass the model's directory: `--base DIR`")
-    return snapshot(Wanted("model", base, "--base", "merge-base", where), wanted, revision=revision)
+    return snapshot(HubResource("model", base, "--base", "merge-base", where), wanted, revision=revision)
 
 
 def output_config(config: Mapping[str, Any], dtype: DType | None, changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def examples_alone(wrapped: nn.Module, batch: dict[str, torch.Tensor]) -> Iterat
         setattr(module, FUNCTION, original)
 
 
-def demand_known_balance(model: PreTrainedModel) -> None:
+def require_known_balance(model: PreTrainedModel) -> None:
     """Check the load-balancing loss. Raises: usage error if the configuration enables one that the model lacks or defines differently."""
     if not getattr(model.config, "output_router_logits", False):
         return

@@ -122,7 +122,7 @@ class Tracing:
         assert self._child.stdout is not None
         line = self._child.stdout.readline()
         if not line:
-            lost = self._last_words(self._child.wait())
+            lost = self._child_problem(self._child.wait())
             self._found |= {key: lost for key, _ in self._requested if key not in self._found}
             return
         answer = json.loads(line)
@@ -132,10 +132,10 @@ class Tracing:
             self._file(key).unlink(missing_ok=True)
         self.traced()
 
-    def _last_words(self, code: int) -> FsdpTuneError:
+    def _child_problem(self, code: int) -> FsdpTuneError:
         assert self._log is not None
         self._log.seek(0)
-        last = children.last_words(code, self._log.read())
+        last = children.describe_failure(code, self._log.read())
         return FsdpTuneError(
             Problem("trace-failed", f"the step could not be traced: {last}", hint="`fsdp-tune env` shows the installation")
         )

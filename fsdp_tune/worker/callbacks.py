@@ -16,7 +16,7 @@ from fsdp_tune.model.kernels.compiled import CompileClock, expected_graphs
 from fsdp_tune.model.shard.wrap import bare_class
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.records import ReadBack
-from fsdp_tune.worker.agree import StopVote, gather
+from fsdp_tune.worker.agreement import StopVote, gather
 from fsdp_tune.worker.checkpoint.restore import trainer_state_json
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.readback.fp8 import gathered_difference

@@ -114,7 +114,7 @@ def _train(
         continue_tracker_runs(run, recipe.training.report_to, os.environ, say)
     device_type = start_process_group(recipe, rank)
     heartbeat.beat("importing")
-    from fsdp_tune.worker.agree import check_same
+    from fsdp_tune.worker.agreement import check_same
     from fsdp_tune.worker.observe.step_progress import StepProgress
     from fsdp_tune.worker.setup import build_trainer, close, results, user_callbacks
 
@@ -134,7 +134,7 @@ def _train(
 
 
 def _outcome_of(error: BaseException, recipe: Recipe, heartbeat: HeartbeatWriter, trainer: FsdpTrainer | None) -> Outcome:
-    from fsdp_tune.worker.agree import RemoteError
+    from fsdp_tune.worker.agreement import RemoteError
     from fsdp_tune.worker.observe import out_of_memory as memory
 
     trace = "".join(traceback.format_exception(error))

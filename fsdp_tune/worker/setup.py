@@ -29,7 +29,7 @@ from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from, run_of
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
 from fsdp_tune.run.metrics_file import MetricsFile
-from fsdp_tune.worker.agree import all_or_none, from_rank0
+from fsdp_tune.worker.agreement import all_or_none, from_rank0
 from fsdp_tune.worker.callbacks import CompileReport, RunCallback
 from fsdp_tune.worker.checkpoint import state as live_state
 from fsdp_tune.worker.checkpoint.restore import VISIBLE_SECONDS, agreed_checkpoint

@@ -9,7 +9,7 @@ import time
 from types import FrameType
 
 from fsdp_tune.core.errors import EXIT_CODE_OF_REASON, ExitReason
-from fsdp_tune.core.processes import heeded
+from fsdp_tune.core.processes import without_ignored
 
 # Ordered: if ranks differ, the largest code wins.
 STOP_REASONS: dict[int, ExitReason] = {
@@ -73,7 +73,7 @@ class StopRequest:
         """How long before the deadline to vote for the stop; see `seconds_to_stop`."""
 
     def install(self) -> None:
-        for number in heeded(_REQUEST_OF_SIGNAL):
+        for number in without_ignored(_REQUEST_OF_SIGNAL):
             signal.signal(number, self._handle)
 
     def end(self) -> None:

@@ -42,7 +42,7 @@ def test_live_allocations_add_up_and_the_largest_is_first() -> None:
 def test_message_has_place_size_and_holders(tmp_path: Path) -> None:
     message = device_problem(resolved(tmp_path), ACTIVATIONS).message
     assert message == (
-        "out of device memory in `forward`: 2.00 GiB more were requested of a device with 80.00 GiB; "
+        "out of device memory in `forward`: 2.00 GiB requested on a device with 80.00 GiB; "
         f"live: {REST} 73.00 GiB, parameters 1.00 GiB; 1.00 GiB held but not used"
     )
 
@@ -88,7 +88,7 @@ def test_fragmentation_and_the_phase_come_first(tmp_path: Path) -> None:
 
 def test_unknown_moment_is_still_reported(tmp_path: Path) -> None:
     problem = device_problem(resolved(tmp_path), Moment("loading the model", 0))
-    assert problem.message == "out of device memory in `loading the model`: no more could be had"
+    assert problem.message == "out of device memory in `loading the model`: an allocation failed"
     assert len(problem.ways_out) == 3
 
 

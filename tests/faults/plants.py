@@ -110,7 +110,7 @@ PLANTS: tuple[Plant, ...] = (
     # signals and supervision
     plant(
         "each rank stops by its own request",
-        "worker.agree:StopVote.exchange",
+        "worker.agreement:StopVote.exchange",
         replace("self._tensor.item", "lambda: mine"),
         rows="F061 F068",
         by=(
@@ -222,7 +222,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant("an output that exists is replaced", "merge.destination:_check_existing", never("overwrite"), rows="F109"),
     # what is supervised
-    plant("ranks need not be alike", "worker.agree:check_same", never("first"), rows="F032"),
+    plant("ranks need not be alike", "worker.agreement:check_same", never("first"), rows="F032"),
     plant("the loader's processes take a stop for theirs", "worker.dataset:loader", value("worker_init_fn", "None"), rows="F062"),
     plant(
         "nothing is started again",
@@ -290,7 +290,7 @@ PLANTS: tuple[Plant, ...] = (
         rows="F023",
     ),
     plant("a closed port is a hub", "core.hub:hub_is_reachable", drop("socket.create_connection"), rows="F026"),
-    plant("a hub that is busy is one that cannot be reached", "core.hub:Wanted.problem", never("BROKEN_OFF status"), rows="F027"),
+    plant("a hub that is busy is one that cannot be reached", "core.hub:HubResource.problem", never("BROKEN_OFF status"), rows="F027"),
     plant(
         "templates are rendered outside the sandbox",
         "data.tokenise.tokenizer:TokenizerEncoder.render",

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
-from fsdp_tune.worker.agree import from_rank0
+from fsdp_tune.worker.agreement import from_rank0
 from fsdp_tune.worker.checkpoint import restore as resume
 from fsdp_tune.worker.checkpoint import state
 from fsdp_tune.worker.checkpoint.rotation import remove_leftovers

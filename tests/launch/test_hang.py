@@ -39,7 +39,7 @@ FSDP_WAIT = (
     frame(f"{TORCH}/nn/modules/module.py", "_call_impl"),
     *ENTRY,
 )
-VOTE = (frame("/x/fsdp_tune/worker/agree.py", "exchange"), frame("/x/fsdp_tune/worker/callbacks.py", "on_step_end"), *ENTRY)
+VOTE = (frame("/x/fsdp_tune/worker/agreement.py", "exchange"), frame("/x/fsdp_tune/worker/callbacks.py", "on_step_end"), *ENTRY)
 COMPUTES = (frame(f"{TORCH}/nn/modules/linear.py", "forward"), frame("/x/fsdp_tune/worker/trainer.py", "training_step", 150), *ENTRY)
 ENGINE = (frame(f"{TORCH}/autograd/graph.py", "_engine_run_backward"), frame("/x/fsdp_tune/worker/trainer.py", "_forward_backward"), *ENTRY)
 WRITES = (
@@ -96,7 +96,7 @@ def test_location_is_the_innermost_call_and_ours() -> None:
     assert stands_at(parse(dump(HEARTBEAT, COMPUTES))) == (
         f"{TORCH}/nn/modules/linear.py:7 in forward, called from fsdp_tune/worker/trainer.py:150 in training_step"
     )
-    assert stands_at(parse(dump(VOTE))) == "fsdp_tune/worker/agree.py:7 in exchange"
+    assert stands_at(parse(dump(VOTE))) == "fsdp_tune/worker/agreement.py:7 in exchange"
     assert stands_at([]) is None
 
 

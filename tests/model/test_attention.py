@@ -12,7 +12,7 @@ from transformers.masking_utils import flash_attention_mask
 
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.kernels.attention import choose_attention, has_variable_lengths, stands_for
-from fsdp_tune.model.kernels.choice import KernelChoice
+from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loss import micro_batch_loss, model_inputs
 from fsdp_tune.worker.dataset import Collator

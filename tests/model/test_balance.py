@@ -10,7 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.order.collate import example_ids
 from fsdp_tune.data.store import Row
-from fsdp_tune.model.balance import demand_known_balance, summed_balance
+from fsdp_tune.model.balance import require_known_balance, summed_balance
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.worker.dataset import Collator
@@ -62,11 +62,11 @@ def test_padding_has_its_own_index() -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss"])
 def test_known_balance_loss_is_replaced(family: str) -> None:
-    demand_known_balance(build_empty(recipe_of({"from_config": {**FAMILIES[family], "output_router_logits": True}})))
+    require_known_balance(build_empty(recipe_of({"from_config": {**FAMILIES[family], "output_router_logits": True}})))
 
 
 def test_balance_that_a_model_defines_in_its_own_way_is_refused() -> None:
     doge = {**{key: value for key, value in FAMILIES["llama"].items() if key != "model_type"}, "model_type": "doge", "is_moe": True}
     model = build_empty(recipe_of({"from_config": doge | {"output_router_logits": True}}))
     with pytest.raises(FsdpTuneError, match="DogeForCausalLM defines its load-balancing loss differently"):
-        demand_known_balance(model)
+        require_known_balance(model)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.kernels import float8
-from fsdp_tune.model.kernels.float8 import choose_fp8, convert_to_fp8, demand_gpu, fp8_notices, plan_fp8
+from fsdp_tune.model.kernels.float8 import choose_fp8, convert_to_fp8, fp8_notices, plan_fp8, require_gpu
 from fsdp_tune.model.kernels.float8_weights import gathered_in_fp8, is_fp8, refresh_scales
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.inspect import facts
@@ -107,13 +107,13 @@ def test_fp8_error_on_older_gpus_has_a_hint(capability: tuple[int, int], instead
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some card")
     if instead is None:
-        demand_gpu(fp8(), torch.device("cuda", 0))
+        require_gpu(fp8(), torch.device("cuda", 0))
         return
     with pytest.raises(FsdpTuneError, match=r"needs compute capability 8\.9") as caught:
-        demand_gpu(fp8(), torch.device("cuda", 0))
+        require_gpu(fp8(), torch.device("cuda", 0))
     assert caught.value.exit_code == 2
     assert caught.value.problems[0].hint == f"write `precision.mixed_precision: {instead}`"
-    demand_gpu(recipe_of(precision={"mixed_precision": "bf16"}), torch.device("cuda", 0))
+    require_gpu(recipe_of(precision={"mixed_precision": "bf16"}), torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(("multiple", "longest", "padded"), [(8, 64, True), (16, 64, False), (16, 60, True), (32, 64, False)])

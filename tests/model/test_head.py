@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.kernels import linear_loss
 from fsdp_tune.model.kernels.head import OpaqueHead, logits_of, loss_kernel_of
+from fsdp_tune.model.kernels.install import choose_loss, install_kernels
 from fsdp_tune.model.kernels.linear_loss import Logits
-from fsdp_tune.model.kernels.select import choose_loss, install_kernels
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.recipe.schema import Recipe

@@ -16,9 +16,9 @@ import torch
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.kernels import liger
-from fsdp_tune.model.kernels.liger import choose_liger, liger_summed_loss, modules_of_liger, put_liger_into
+from fsdp_tune.model.kernels.install import choose_kernels, choose_loss
+from fsdp_tune.model.kernels.liger import apply_liger, choose_liger, liger_summed_loss, modules_of_liger
 from fsdp_tune.model.kernels.linear_loss import Logits, LossOptions, summed_linear_loss
-from fsdp_tune.model.kernels.select import choose_kernels, choose_loss
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.recipe.schema import Recipe
 from tests.model.recipes import recipe_of
@@ -142,7 +142,7 @@ def test_model_with_liger_gives_the_same_gradients_and_leaves_the_next_model_alo
 
     true = run(plain)
     try:
-        put_liger_into(other)
+        apply_liger(other)
         assert modules_of_liger(other) == 3 * 2 + 1 + (2 * 2 if family == "qwen3" else 0), (
             "two norms and a gated MLP a layer, and the last norm"
         )

@@ -118,7 +118,7 @@ def run_with_kernels(path: str, *, backend: str = "aot_eager") -> dict[str, Any]
     compiled layers without the minute that the C++ compiler takes."""
     from unittest.mock import patch
 
-    import fsdp_tune.model.kernels.select  # noqa: F401  it copies the size of a slice as it is imported, which must be the true one
+    import fsdp_tune.model.kernels.install  # noqa: F401  it copies the size of a slice as it is imported, which must be the true one
 
     torch._dynamo.reset()  # ranks live on from case to case, and with them what was compiled
     slices = patch("fsdp_tune.model.kernels.linear_loss.SLICE_ELEMENTS", 13 * VOCABULARY)

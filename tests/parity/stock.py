@@ -90,7 +90,7 @@ def resumed_rate(model: str, folder: str) -> list[float]:
 
 
 def unsharded_bytes(wrapped: Any) -> int:
-    """Bytes of whole gradients that FSDP2 keeps at this moment."""
+    """Bytes of unsharded gradients that FSDP2 keeps at this moment."""
     from fsdp_tune.model.shard.wrap import fsdp_groups
 
     total = 0
@@ -102,7 +102,7 @@ def unsharded_bytes(wrapped: Any) -> int:
 
 
 def kept_unsharded(model: str, folder: str) -> int:
-    """Bytes of whole gradients between the first and the second micro-batch (DESIGN §7, 23)."""
+    """Bytes of unsharded gradients between the first and the second micro-batch (DESIGN §7, 23)."""
     from transformers import TrainerCallback
 
     seen: list[int] = []
@@ -118,7 +118,7 @@ def kept_unsharded(model: str, folder: str) -> int:
 
 
 def run_watching_gradients(path: str) -> dict[str, Any]:
-    """On a rank: our worker; writes the largest number of bytes of whole gradients that any micro-batch left."""
+    """On a rank: our worker; writes the largest number of bytes of unsharded gradients that any micro-batch left."""
     from unittest.mock import patch
 
     from fsdp_tune.worker.trainer import FsdpTrainer

@@ -166,7 +166,7 @@ def test_accumulation_keeps_unsharded_gradients(stock_run, bench: Bench, record_
     """§7, 23: the Trainer reduces only the last micro-batch."""
     kept = stock_run(stock.kept_unsharded)
     parameters = readback(bench, Case())["parameters"]
-    assert kept >= 4 * parameters, "whole gradients in fp32, on every rank"
+    assert kept >= 4 * parameters, "unsharded gradients in fp32, on every rank"
     case = Case(accumulation=4)
     ours = largest_unsharded(bench, case)
     assert ours == 0

@@ -9,12 +9,12 @@ import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.recipe.read.loader import LoadedRecipe, parse_recipe
-from fsdp_tune.recipe.read.overrides import OptionSays
+from fsdp_tune.recipe.read.overrides import OptionOverride
 
 MINIMAL = "model: {name_or_path: gpt2}\ndata: {train: [{path: some/set}]}\n"
 
 
-def load(text: str, *overrides: str, options: Sequence[OptionSays] = ()) -> LoadedRecipe:
+def load(text: str, *overrides: str, options: Sequence[OptionOverride] = ()) -> LoadedRecipe:
     return parse_recipe(text, Path("recipe.yaml"), overrides, options=options)
 
 
@@ -23,14 +23,14 @@ def load_with(extra: str, *overrides: str) -> LoadedRecipe:
     return load(MINIMAL + extra, *overrides)
 
 
-def problems(text: str, *overrides: str, options: Sequence[OptionSays] = ()) -> tuple[Problem, ...]:
+def problems(text: str, *overrides: str, options: Sequence[OptionOverride] = ()) -> tuple[Problem, ...]:
     with pytest.raises(FsdpTuneError) as caught:
         load(text, *overrides, options=options)
     assert caught.value.exit_code == 2
     return caught.value.problems
 
 
-def problems_with(extra: str, *overrides: str, options: Sequence[OptionSays] = ()) -> tuple[Problem, ...]:
+def problems_with(extra: str, *overrides: str, options: Sequence[OptionOverride] = ()) -> tuple[Problem, ...]:
     return problems(MINIMAL + extra, *overrides, options=options)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_tune.recipe.read.overrides import OptionSays
+from fsdp_tune.recipe.read.overrides import OptionOverride
 from tests.recipe.loading import load_with, one_problem, problems_with
 
 
@@ -97,7 +97,7 @@ def test_errors_of_file_and_overrides_are_reported_together_the_file_first() -> 
 
 
 def test_an_option_that_stands_for_a_key_is_named_as_it_was_given() -> None:
-    said = OptionSays("--num-gpus 3", "launch.num_processes=3")
+    said = OptionOverride("--num-gpus 3", "launch.num_processes=3")
     text = "parallelism: {dp_replicate_size: 2}\nfsdp: {sharding_strategy: HYBRID_SHARD}\n"
     found = problems_with(text, "training.seed=x", options=[said])
     assert {str(problem.where) for problem in found} == {"--set #1", "recipe.yaml:3:15"}

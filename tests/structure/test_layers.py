@@ -91,7 +91,7 @@ def module_name(path: Path, repository: Path) -> str:
 
 
 WORLD_SIZE_CALLERS = {
-    "worker/agree.py": "values of every rank",
+    "worker/agreement.py": "values of every rank",
     "worker/checkpoint/restore.py": "each rank has a file of its own, and verifies its share of all files",
     "worker/checkpoint/state.py": "a message",
     "worker/observe/step_progress.py": "compares all ranks",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, usage_error
-from fsdp_tune.core.hub import Wanted, hub_is_reachable
+from fsdp_tune.core.hub import HubResource, hub_is_reachable
 from fsdp_tune.recipe.paths import can_only_be_a_path
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -65,7 +65,7 @@ def _from_hub(name: str) -> str:
     from huggingface_hub import hf_hub_download  # pyright: ignore[reportUnknownVariableType]  its progress bar is untyped
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    wanted = Wanted("chat template of", name, KEY, "no-such-template", or_else=f" (bundled ones: {', '.join(BUNDLED)})")
+    wanted = HubResource("chat template of", name, KEY, "no-such-template", or_else=f" (bundled ones: {', '.join(BUNDLED)})")
     reachable = hub_is_reachable()
     found: dict[str, Path] = {}
     for file in ("chat_template.jinja", "tokenizer_config.json"):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
-from fsdp_tune.core.hub import Wanted, hub_is_reachable
+from fsdp_tune.core.hub import HubResource, hub_is_reachable
 from fsdp_tune.data.format.builtin import CHAT_TEMPLATE, EOS, MODEL_MAX_LENGTH, PAD, builtin_tokenizer, is_builtin
 from fsdp_tune.data.format.templates import resolve_template
 from fsdp_tune.data.tokenise.encoder import SpecialToken
@@ -174,7 +174,7 @@ def _directory(name: str) -> Path | None:
 
 
 def _load_problem(error: Exception, name: str, directory: Path | None) -> FsdpTuneError:
-    hub_problem = None if directory is not None else Wanted("tokenizer", name, KEY, "tokenizer-not-found").problem(error)
+    hub_problem = None if directory is not None else HubResource("tokenizer", name, KEY, "tokenizer-not-found").problem(error)
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return hub_problem or usage_error("tokenizer-unreadable", f"the tokenizer of `{name}` cannot be loaded: {first_line}")
 

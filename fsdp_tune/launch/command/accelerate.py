@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, failed_error, usage_error
-from fsdp_tune.core.processes import heeded
+from fsdp_tune.core.processes import without_ignored
 from fsdp_tune.core.secrets import mask_text, masked
 from fsdp_tune.launch.command.rank_environment import clean, masked_variables, recorded_variables
 from fsdp_tune.recipe.fsdp_arguments import environment as library_environment
@@ -208,7 +208,7 @@ def _allocator_settings(recipe: Recipe, inherited: Mapping[str, str]) -> dict[st
 def _settings(recipe: Recipe, run: RunDir, address: Address) -> dict[str, str]:
     settings = library_environment(recipe) | {
         "OMP_NUM_THREADS": str(recipe.launch.num_cpu_threads_per_process),
-        "PET_SIGNALS_TO_HANDLE": ",".join(number.name for number in heeded(SIGNALS_TO_HANDLE)),
+        "PET_SIGNALS_TO_HANDLE": ",".join(number.name for number in without_ignored(SIGNALS_TO_HANDLE)),
         "PYTHONSAFEPATH": "1",  # otherwise ranks import a `datasets.py` of the working directory instead of the library
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(AGENT_SHUTDOWN_SECONDS),
     }

@@ -12,7 +12,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<f
 _DEPTH = 12
 _PACKAGE = "fsdp_tune/"
 # Modules that pass work to a process group and wait for it. The vote on stopping waits in C++, directly below our own code.
-_WAITING_FILES = ("/torch/distributed/", "fsdp_tune/worker/agree.py")
+_WAITING_FILES = ("/torch/distributed/", "fsdp_tune/worker/agreement.py")
 _DCP = "/torch/distributed/checkpoint/"
 _CHECKPOINT_FILE = "fsdp_tune/worker/checkpoint/save.py"
 _NAMES = {"exchange": "the vote on stopping", "_engine_run_backward": "the backward"}

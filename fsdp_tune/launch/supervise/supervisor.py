@@ -22,7 +22,7 @@ import psutil
 from fsdp_tune.core.atomic import DISK, write_file
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
 from fsdp_tune.core.parent_death import ends_with_parent
-from fsdp_tune.core.processes import heeded
+from fsdp_tune.core.processes import without_ignored
 from fsdp_tune.core.units import format_seconds
 from fsdp_tune.launch.command.accelerate import LaunchPlan
 from fsdp_tune.launch.machines.coordination import Machines
@@ -154,7 +154,7 @@ class Supervisor:
         def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the signature of a handler
             self._signals.append((number, time.monotonic()))
 
-        before = {number: signal.signal(number, note) for number in heeded(FORWARDED)}
+        before = {number: signal.signal(number, note) for number in without_ignored(FORWARDED)}
         try:
             yield
         finally:
@@ -283,7 +283,7 @@ def _end_everything(launcher: subprocess.Popen[bytes], watch: RankWatch) -> list
 STARTING_PHASES = frozenset({"starting", "importing", "loading the model", "reading back"})
 """Phases in which a signal ends a rank at once."""
 VOTE_STEPS = 2
-"""Ranks vote after the step in progress and read the votes after the next one (`worker.agree.StopVote`)."""
+"""Ranks vote after the step in progress and read the votes after the next one (`worker.agreement.StopVote`)."""
 NAMED_SECONDS = 1.0
 """The step of the stop is named if steps are known to take longer than this: a heartbeat is up to a second old."""
 

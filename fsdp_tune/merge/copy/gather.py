@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from isal.isal_zlib import crc32  # six times as fast as zlib's, which took as long as the copy itself
 
-from fsdp_tune.merge.copy.geometry import Box, intersection
+from fsdp_tune.merge.copy.boxes import Box, intersection
 from fsdp_tune.merge.copy.values import Array
 from fsdp_tune.merge.formats.dcp import damaged_chunk, locate
 from fsdp_tune.merge.formats.tensors import Chunk, Extent, Shape, SourceTensor, is_row_major, row_major

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from fsdp_tune.core.errors import Notice
+from fsdp_tune.merge.copy.boxes import boxes
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES, TensorReader
-from fsdp_tune.merge.copy.geometry import boxes
 from fsdp_tune.merge.formats.contents import CheckpointTensors
 from fsdp_tune.merge.formats.tensors import SourceTensor
 

@@ -22,8 +22,8 @@ import xxhash
 
 from fsdp_tune.core.atomic import DISK
 from fsdp_tune.core.errors import Where, failed_error
+from fsdp_tune.merge.copy.boxes import Box, boxes
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES, TensorReader
-from fsdp_tune.merge.copy.geometry import Box, boxes
 from fsdp_tune.merge.copy.layout import INDEX_NAME, PAGE_BYTES, Layout, Placed
 from fsdp_tune.merge.copy.values import Array, NonFinite, all_finite, convert, count_non_finite, is_checked
 from fsdp_tune.merge.formats.contents import CheckpointTensors

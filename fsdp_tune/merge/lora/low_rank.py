@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from fsdp_tune.merge.copy.boxes import Box, boxes
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES, TensorReader
-from fsdp_tune.merge.copy.geometry import Box, boxes
 from fsdp_tune.merge.copy.values import Array
 from fsdp_tune.merge.formats.tensors import LowRank, SourceTensor
 

@@ -43,7 +43,7 @@ class Child:
         lines = output.splitlines()
         if self._process.returncode == 0 and lines:
             return json.loads(lines[-1])
-        return children.last_words(self._process.returncode, errors)
+        return children.describe_failure(self._process.returncode, errors)
 
 
 def compare_parameters(answer: dict[str, Any] | str, layout: Layout, tied: Mapping[str, str], folder: Path) -> list[Notice]:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from fsdp_tune.model.kernels.choice import WRITTEN, KernelChoice
+from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.kinds import is_flash_kernel
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdp_tune.model.kernels.choice import WRITTEN, KernelChoice
+from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.recipe.schema import Recipe
 

@@ -16,9 +16,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import Notice, usage_error
-from fsdp_tune.model.kernels.choice import KernelChoice
 from fsdp_tune.model.kernels.float8_weights import is_fp8
-from fsdp_tune.model.optim.torchao_adamw import demand_torchao
+from fsdp_tune.model.kernels.kernel_choice import KernelChoice
+from fsdp_tune.model.optim.torchao_adamw import require_torchao
 from fsdp_tune.model.shard.fsdp_units import decoder_layers, ignored_module_names, plan_units
 from fsdp_tune.planner.predict.mfu import EXPERT_COUNTS
 from fsdp_tune.recipe.rules.precision import FP8_MULTIPLE, computes_in_fp8, gathers_in_fp8
@@ -130,7 +130,7 @@ def choose_fp8(recipe: Recipe, model: PreTrainedModel) -> dict[str, KernelChoice
     """Return the choice by recipe key, in the format of `choose_kernels`; empty unless the recipe sets fp8."""
     if not computes_in_fp8(recipe):
         return {}
-    demand_torchao(f"{KEY}: fp8")
+    require_torchao(f"{KEY}: fp8")
     plan = plan_fp8(recipe, model)
     words = [f"{recipe.precision.fp8_recipe}: {len(plan.converted)} Linears of {plan.layers} layers"]
     words += [f"{count} left, {why}" for why, count in Counter(plan.left.values()).items()]
@@ -173,7 +173,7 @@ def fp8_notices(recipe: Recipe, model: PreTrainedModel, device_type: str) -> lis
     return found
 
 
-def demand_gpu(recipe: Recipe, device: torch.device) -> None:
+def require_gpu(recipe: Recipe, device: torch.device) -> None:
     """Check that this rank's GPU supports fp8. Raises: usage error (exit 2)."""
     if not computes_in_fp8(recipe) or device.type != "cuda":
         return

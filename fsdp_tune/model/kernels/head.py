@@ -123,7 +123,7 @@ def _forward_is(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None
             module.forward = before
 
 
-def put_loss_into_head(model: PreTrainedModel, logits: Logits, kernel: Kernel, name: str) -> None:
+def install_loss_in_head(model: PreTrainedModel, logits: Logits, kernel: Kernel, name: str) -> None:
     """Make `model(…, targets=…)` return (summed loss, auxiliary loss or None) without creating logits; without `targets` the model is
     unchanged. Call it before wrapping. `name` is the name of the kernel for the read-back."""
     head: Any = model.get_output_embeddings()

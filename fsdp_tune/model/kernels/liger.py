@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.data.store import IGNORE_INDEX
-from fsdp_tune.model.kernels.choice import WRITTEN, KernelChoice
+from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
 from fsdp_tune.model.kernels.linear_loss import LossOptions
 from fsdp_tune.recipe.schema import Recipe
 
@@ -34,7 +34,7 @@ def is_installed() -> bool:
     return importlib.util.find_spec(PACKAGE) is not None
 
 
-def demand_installed(key: str) -> None:
+def require_installed(key: str) -> None:
     """Check that the package that `key` needs is installed. Raises: usage error (exit 2)."""
     if not is_installed():
         raise usage_error("liger-not-installed", f"`{key}` needs the package liger-kernel, which is not installed", hint=f"`{_INSTALL}`")
@@ -46,7 +46,7 @@ def choose_liger(recipe: Recipe, model: PreTrainedModel, device_type: str) -> Ke
     if asked is False:
         return KernelChoice("false", WRITTEN)
     if asked is True:
-        demand_installed("kernels.liger: true")
+        require_installed("kernels.liger: true")
     if device_type != "cuda":
         return KernelChoice("false", f"Liger's kernels are for GPUs, and the device is {device_type}")
     if not is_installed():
@@ -66,7 +66,7 @@ def _functions() -> dict[str, Any]:
     return dict(MODEL_TYPE_TO_APPLY_LIGER_FN)
 
 
-def put_liger_into(model: PreTrainedModel) -> None:
+def apply_liger(model: PreTrainedModel) -> None:
     """Install Liger's kernels in a model. Call it before any other change to a `forward`."""
     apply = _functions()[str(model.config.model_type)]
     options = {name: off for name, off in _LOSSES_OFF.items() if name in inspect.signature(apply).parameters}

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.units import KIB
-from fsdp_tune.model.kernels.choice import KernelChoice
 from fsdp_tune.model.kernels.compiled import compile_layers
-from fsdp_tune.model.kernels.float8 import convert_to_fp8, demand_gpu
+from fsdp_tune.model.kernels.float8 import convert_to_fp8, require_gpu
 from fsdp_tune.model.kernels.float8_weights import refresh_scales
-from fsdp_tune.model.kernels.select import install_kernels
+from fsdp_tune.model.kernels.install import install_kernels
+from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.loading.construct import build_empty, build_full, build_with_buffers
 from fsdp_tune.model.loading.experts import active_parameters
 from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
@@ -77,7 +77,7 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
     weights and broadcasts them; `own`, each rank builds the full model (FSDP1, or `cpu_ram_efficient_loading: false`);
     `checkpoint`, the weights are loaded later from the shards of another run.
     """
-    demand_gpu(recipe, device)
+    require_gpu(recipe, device)
     before_kib = _peak_resident_kib()
     mesh = make_mesh(recipe, device.type)
     if not recipe.fsdp.cpu_ram_efficient_loading or recipe.fsdp.version == 1:

@@ -20,9 +20,9 @@ from fsdp_tune.recipe.schema import Recipe
 def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     """Return all facts of the model that do not need its weights. Problems are collected, not raised."""
     from fsdp_tune.model.kernels.float8 import choose_fp8, fp8_notices
-    from fsdp_tune.model.kernels.select import choose_kernels
+    from fsdp_tune.model.kernels.install import choose_kernels
     from fsdp_tune.model.loading.construct import build_empty, config_or_facts, embedding_rows, generation_config
-    from fsdp_tune.model.optim.torchao_adamw import demand_optimizer
+    from fsdp_tune.model.optim.torchao_adamw import require_optimizer
     from fsdp_tune.model.positions import max_positions
 
     problems: list[Problem] = []
@@ -47,7 +47,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
         more_problems, more_notices = _limits(recipe, model, found)
         problems, notices = problems + more_problems, notices + more_notices
         found |= _wrapping(recipe, model)
-        demand_optimizer(recipe)
+        require_optimizer(recipe)
         device = str(recipe.launch.device)
         chosen = choose_fp8(recipe, model) | choose_kernels(recipe, model, device)
         notices += fp8_notices(recipe, model, device)

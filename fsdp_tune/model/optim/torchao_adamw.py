@@ -25,7 +25,7 @@ SMALLEST = 4096
 _BLOCKS = {"OptimState8bit": "8-bit", "OptimState4bit": "4-bit"}
 
 
-def demand_torchao(what: str) -> None:
+def require_torchao(what: str) -> None:
     """Check that torchao is installed. Raises: usage error (exit 2)."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise usage_error(
@@ -33,9 +33,9 @@ def demand_torchao(what: str) -> None:
         )
 
 
-def demand_optimizer(recipe: Recipe) -> None:
+def require_optimizer(recipe: Recipe) -> None:
     if state_bits(recipe.training) is not None:
-        demand_torchao(f"training.optim: {optimizer_name(recipe.training)}")
+        require_torchao(f"training.optim: {optimizer_name(recipe.training)}")
 
 
 @functools.cache

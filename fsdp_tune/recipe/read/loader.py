@@ -15,7 +15,7 @@ from fsdp_tune.recipe.catalogue import find_recipe
 from fsdp_tune.recipe.findings import Finding, as_notice, as_problem
 from fsdp_tune.recipe.read.explain import check_free_mappings, check_training, explain
 from fsdp_tune.recipe.read.legacy import settle, take_aliases, translate
-from fsdp_tune.recipe.read.overrides import OptionSays, apply_overrides
+from fsdp_tune.recipe.read.overrides import OptionOverride, apply_overrides
 from fsdp_tune.recipe.read.yaml_text import read_text
 from fsdp_tune.recipe.read.yaml_tree import ListNode, MappingNode, Node, ScalarNode, compose, plain_value
 from fsdp_tune.recipe.rules import REMARKS, RULES
@@ -60,7 +60,7 @@ def parse_recipe(
     overrides: Sequence[str] = (),
     *,
     name: str | None = None,
-    options: Sequence[OptionSays] = (),
+    options: Sequence[OptionOverride] = (),
     unneeded: frozenset[str] = frozenset(),
 ) -> LoadedRecipe:
     """Check the text of a recipe as `load_recipe` does; errors cite `path`, and its stem is the default name."""

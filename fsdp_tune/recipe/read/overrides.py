@@ -21,7 +21,7 @@ Path = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class OptionSays:
+class OptionOverride:
     """A key that is set by an option other than `--set`."""
 
     option: str
@@ -30,7 +30,9 @@ class OptionSays:
     """The equivalent `--set` argument: `launch.num_processes=4`."""
 
 
-def apply_overrides(tree: MappingNode, overrides: Sequence[str], options: Sequence[OptionSays] = ()) -> tuple[list[Notice], list[Problem]]:
+def apply_overrides(
+    tree: MappingNode, overrides: Sequence[str], options: Sequence[OptionOverride] = ()
+) -> tuple[list[Notice], list[Problem]]:
     """Merge every `--set` into `tree`, in order, then every option. An invalid one is reported as a problem and skipped."""
     notices: list[Notice] = []
     problems: list[Problem] = []

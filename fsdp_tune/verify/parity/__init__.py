@@ -1,1 +1,1 @@
-"""What a run is held against: a plain loop on one device, and torch's own reading of a checkpoint. Nothing of the worker is in it."""
+"""References for a run: a plain loop on one device, and torch's own reader of checkpoints. They import nothing from the worker."""

@@ -1,4 +1,4 @@
-"""The trajectory that every run must follow: a plain PyTorch loop on one device, with nothing of the package but its data.
+"""The reference for every run: a plain PyTorch loop on one device, which uses nothing from the package except its data order and store.
 
 No Trainer, no Accelerate, no FSDP, no padding and no packing: each example goes through the model alone. The loss of a
 step is the sum of its token losses over the number of its supervised tokens, and for a mixture of experts with
@@ -53,12 +53,12 @@ class LoopSettings:
     schedule: str = "cosine"
     label_smoothing: float = 0.0
     frozen: tuple[str, ...] = ()
-    """Patterns of names that are not trained."""
+    """Patterns of parameter names that are not trained."""
     seed: int = 42
     shuffle: bool = True
     packed: bool = False
     stored_dtype: torch.dtype = torch.float32
-    """What weights are kept in between steps."""
+    """The dtype of weights between steps."""
     compute_dtype: torch.dtype = torch.float32
     """bf16: each forward multiplies bf16 copies of the fp32 weights, the logits go to the loss in fp32, gradients add up in fp32.
     float64, stored so too: shows how far rounding alone carries a run in fp32."""
@@ -74,13 +74,13 @@ class Trajectory:
     supervised_tokens: list[int] = field(default_factory=list)
     eval_loss: float = math.nan
     first_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Of the first step, after clipping, in fp32."""
+    """Gradients of the first step, after clipping, in fp32."""
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     final: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def train(settings: LoopSettings, model_directory: Path, train_rows: RowStore, *eval_rows: RowStore) -> Trajectory:
-    """Trains the model of a Hugging Face directory in fp32 on one thread."""
+    """Train the model of a Hugging Face directory, and return its trajectory. Deterministic on one thread."""
     model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=settings.stored_dtype).train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in settings.frozen))
@@ -128,7 +128,7 @@ def _copy(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _global_batches(settings: LoopSettings, rows: RowStore) -> Iterator[list[Row]]:
-    """The rows of each step, epoch after epoch; the last batch of an epoch has what is left."""
+    """Yield the rows of each step, epoch after epoch; the last batch of an epoch may be smaller."""
     lengths, size = rows.lengths, settings.global_batch_size
     for epoch in range(settings.steps):
         shuffled = epoch_order(
@@ -181,7 +181,7 @@ def _at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
 def _losses(
     model: nn.Module, compute_dtype: torch.dtype, example: Example, label_smoothing: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """The summed token loss of an example, and a mixture's load-balancing loss of it times the coefficient."""
+    """Return the summed token loss of an example, and its load-balancing loss times the coefficient (0 for a dense model)."""
     ids, labels = example
     weights = {name: p.to(compute_dtype) for name, p in model.named_parameters()}
     outputs = torch.func.functional_call(model, weights, kwargs={"input_ids": ids, "use_cache": False})
@@ -197,7 +197,7 @@ def _losses(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, compute_dtype: torch.dtype, stores: Iterable[RowStore]) -> float:
-    """Mean loss of all supervised tokens of some sets, each example alone."""
+    """Return the mean loss over all supervised tokens of the sets, computed one example at a time."""
     model.eval()
     examples = list(_examples([store[index] for store in stores for index in range(len(store))]))
     losses = [float(_losses(model, compute_dtype, example)[0]) for example in examples]

@@ -1,8 +1,8 @@
-"""The merged directory as a stranger loads it, against the checkpoint as torch's own reader reads it.
+"""Compare the merged directory, loaded with transformers alone, with the checkpoint, read with torch alone.
 
     python -m fsdp_tune.verify.parity.reload < {"run": RUN, "step": N}
 
-prints one JSON document. Nothing here goes through the merge: the checkpoint's tensors come by torch.distributed.checkpoint.
+prints one JSON document. No code of the merge is used: torch.distributed.checkpoint reads the checkpoint's tensors.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fsdp_tune.verify.parity.plain_loop import evaluate
 ROWS = 4
 FP32_TOLERANCE = 1e-5
 HALF_TOLERANCE = 2e-2
-"""Relative, of the eval loss: weights rounded to 8 bits of mantissa in another program than the one that trained them."""
+"""Relative difference of the eval loss, for weights rounded to 8 bits of mantissa and kernels other than those of the run."""
 
 
 def checkpoint_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The model's tensors of a checkpoint, whole, read by torch alone."""
+    """Return the full model tensors of a checkpoint, read by torch (or safetensors) alone."""
     if (file := checkpoint / "model.safetensors").exists():
         from safetensors.torch import load_file
 
@@ -46,7 +46,7 @@ def checkpoint_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def reload(run: RunDir, step: int) -> dict[str, Any]:
-    """Logits of a few rows through both models, and the eval loss of the merged one beside the run's own."""
+    """Compare the logits of a few rows between both models, and the merged model's eval loss with that of the run."""
     merged = AutoModelForCausalLM.from_pretrained(run.merged, dtype="auto").eval()
     AutoTokenizer.from_pretrained(run.merged)
     dtype = next(merged.parameters()).dtype
@@ -78,7 +78,7 @@ def reload(run: RunDir, step: int) -> dict[str, Any]:
 def main() -> None:
     request = json.load(sys.stdin)
     torch.set_num_threads(1)
-    with contextlib.redirect_stdout(sys.stderr):  # libraries talk; stdout carries one document
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must hold only the document
         document = reload(RunDir(Path(request["run"])), int(request["step"]))
     json.dump(document, sys.stdout)
 

@@ -1,4 +1,4 @@
-"""The reference's trajectory for a run that has been made: the same recipe, rows and first weights, on one device.
+"""Compute the reference trajectory for a finished run: the same recipe, rows and initial weights, on one device.
 
     python -m fsdp_tune.verify.parity.trajectory < {"run": RUN, "compute_dtype": "fp32", "skipped": []}
 
@@ -26,7 +26,7 @@ from fsdp_tune.verify.parity.plain_loop import LoopSettings, train
 
 
 def settings_of(recipe: Recipe, compute_dtype: torch.dtype, skipped: frozenset[int]) -> LoopSettings:
-    """Of a resolved recipe whose optimizer is AdamW and whose schedule is the cosine: what the reference knows."""
+    """Return the settings of the plain loop for a resolved recipe with AdamW and a cosine schedule."""
     training = recipe.training
     assert training.data_seed is not None, "the recipe is resolved"
     return LoopSettings(
@@ -63,7 +63,7 @@ def trajectory(run: RunDir, compute_dtype: torch.dtype, skipped: frozenset[int])
 def main() -> None:
     request = json.load(sys.stdin)
     torch.set_num_threads(1)
-    with contextlib.redirect_stdout(sys.stderr):  # libraries talk; stdout carries one document
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must hold only the document
         document = trajectory(RunDir(Path(request["run"])), TORCH_DTYPE[request["compute_dtype"]], frozenset(request["skipped"]))
     json.dump(document, sys.stdout)
 

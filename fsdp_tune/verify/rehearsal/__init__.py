@@ -1,1 +1,1 @@
-"""A recipe rehearsed on small ranks: the model shrunk, the code path that of the real run."""
+"""Rehearse a recipe with a scaled-down model on the code path of a real run."""

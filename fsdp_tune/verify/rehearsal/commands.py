@@ -1,4 +1,4 @@
-"""The commands of a rehearsal, as children: `fsdp-tune` itself, and the two scripts of `parity` that need torch."""
+"""Child processes of a rehearsal: `fsdp-tune` itself, and the two scripts in `verify/parity/` that need torch."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ FSDP_TUNE = (sys.executable, "-P", "-m", "fsdp_tune")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a child that ends with one JSON document said."""
+class ChildResult:
+    """The result of a child that prints one JSON document."""
 
     exit_code: int
     document: dict[str, Any]
     stderr: str
 
     @property
-    def why(self) -> str:
-        """Its first error; where it left none, its last line."""
+    def error(self) -> str:
+        """The exit code with the first error of the document, or the last line of stderr if the document has none."""
         errors: list[dict[str, str]] = self.document.get("errors") or []
-        lines = self.stderr.strip().splitlines() or ["it said nothing"]
-        said = errors[0]["message"] if errors else lines[-1]
-        return f"exit code {self.exit_code}: {said}"
+        lines = self.stderr.strip().splitlines() or ["no output"]
+        return f"exit code {self.exit_code}: {errors[0]['message'] if errors else lines[-1]}"
 
 
-def fsdp_tune(*arguments: str) -> Answer:
-    return ask((*FSDP_TUNE, *arguments, "--json"))
+def run_fsdp_tune(*arguments: str) -> ChildResult:
+    return run_child((*FSDP_TUNE, *arguments, "--json"))
 
 
-def torch_script(module: str, request: dict[str, Any]) -> Answer:
-    """`python -m fsdp_tune.verify.parity.MODULE`, with the request on its stdin."""
-    return ask((sys.executable, "-P", "-m", f"fsdp_tune.verify.parity.{module}"), json.dumps(request))
+def run_torch_script(module: str, request: dict[str, Any]) -> ChildResult:
+    """Run `python -m fsdp_tune.verify.parity.MODULE` with the request on its stdin."""
+    return run_child((sys.executable, "-P", "-m", f"fsdp_tune.verify.parity.{module}"), json.dumps(request))
 
 
-def ask(argv: Sequence[str], text: str = "") -> Answer:
+def run_child(argv: Sequence[str], text: str = "") -> ChildResult:
     return finish(_start(argv, subprocess.PIPE), text)
 
 
@@ -56,19 +55,19 @@ def _start(argv: Sequence[str], stdin: int) -> subprocess.Popen[str]:
     return children.start(argv, environment(), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def finish(child: subprocess.Popen[str], text: str | None = None) -> Answer:
-    """Waits for a child's end; a rehearsal that is interrupted meanwhile ends it."""
+def finish(child: subprocess.Popen[str], text: str | None = None) -> ChildResult:
+    """Wait for a child. The child is killed on a timeout, and if the rehearsal is interrupted."""
     try:
         stdout, stderr = child.communicate(text, timeout=CHILD_SECONDS)
     except subprocess.TimeoutExpired:
-        return Answer(1, {}, f"it took more than {CHILD_SECONDS:.0f} s")
+        return ChildResult(1, {}, f"it took more than {CHILD_SECONDS:.0f} s")
     finally:
         children.end(child)
-    return Answer(child.returncode, _document(stdout), stderr)
+    return ChildResult(child.returncode, _document(stdout), stderr)
 
 
 def environment() -> dict[str, str]:
-    """A rehearsal asks no hub: what it needs was looked for before."""
+    """Return the environment of children: offline, because everything they need was downloaded before."""
     return os.environ | {"HF_HUB_OFFLINE": "1"}
 
 

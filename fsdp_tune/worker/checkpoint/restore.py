@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.run.directory import Checkpoint, inspect_checkpoint
 from fsdp_tune.run.manifest import MANIFEST_NAME, damage, mark_damaged, read_manifest
-from fsdp_tune.worker.agree import from_rank0, gather
+from fsdp_tune.worker.agreement import from_rank0, gather
 from fsdp_tune.worker.checkpoint import state as live_state
 from fsdp_tune.worker.checkpoint.state import Live
 

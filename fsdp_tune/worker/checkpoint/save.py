@@ -29,7 +29,7 @@ from fsdp_tune.core.errors import FsdpTuneError, failed_error
 from fsdp_tune.model.shard.untimed_group import untimed_group
 from fsdp_tune.run.directory import CHECKPOINT_KIND, SHARD_FOLDER, RunDir
 from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, damage
-from fsdp_tune.worker.agree import all_or_none, from_rank0, gather
+from fsdp_tune.worker.agreement import all_or_none, from_rank0, gather
 from fsdp_tune.worker.checkpoint import state as live_state
 from fsdp_tune.worker.checkpoint.rotation import rotate
 from fsdp_tune.worker.checkpoint.state import Live

@@ -29,7 +29,7 @@ from fsdp_tune.model.kernels.float8_weights import plain, refresh_scales
 from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.model.step import plain_name
 from fsdp_tune.run.directory import SHARD_FOLDER
-from fsdp_tune.worker.agree import gather
+from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.checkpoint.storage import RestrictedReader
 
 OPTIMIZER_DIRECTORY = "optimizer_0"  # Accelerate's name, as SHARD_FOLDER is

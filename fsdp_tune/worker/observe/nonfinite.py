@@ -13,7 +13,7 @@ from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.model.shard.gathering import outside_step
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.worker.agree import gather
+from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.dataset import Batch
 
 

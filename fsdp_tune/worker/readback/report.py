@@ -34,7 +34,7 @@ from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.optimizers import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits
 from fsdp_tune.run.records import ReadBack
-from fsdp_tune.worker.agree import gather
+from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rank import time_limits_seconds
 from fsdp_tune.worker.readback.fp8 import fp8_differences, read_fp8
 

@@ -28,7 +28,7 @@ from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.model.step import plain_name
 from fsdp_tune.recipe.schema.optimizers import STOCHASTIC, optimizer_arguments
 from fsdp_tune.run.records import ReadBack
-from fsdp_tune.worker.agree import gather
+from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.readback.update_sample import UpdateSample
 
 if TYPE_CHECKING:

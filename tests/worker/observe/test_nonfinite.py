@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_tune.model.kernels.select import install_kernels
+from fsdp_tune.model.kernels.install import install_kernels
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.worker.dataset import Batch
 from fsdp_tune.worker.observe.nonfinite import first_bad_module

@@ -1,4 +1,4 @@
-"""`rehearse` as users run it, and what it says of a run that is not what it should be."""
+"""`rehearse` as users run it, and its message for each kind of faulty run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from fsdp_tune.core import processes as children
-from fsdp_tune.verify.rehearsal import scenes
-from fsdp_tune.verify.rehearsal.scenes import Rehearsal
+from fsdp_tune.verify.rehearsal import lifecycle_checks
+from fsdp_tune.verify.rehearsal.lifecycle_checks import Rehearsal
 from tests.cli.conftest import cli, document  # noqa: F401  a fixture
 
-PLAYED = [
+CHECKS = [
     "train",
     "kill a rank",
     "resume",
@@ -34,33 +34,33 @@ PLAYED = [
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
-    """The embedded recipe, played through; what it left is looked at by several tests."""
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
+    """A complete rehearsal of the embedded recipe; several tests inspect its files."""
     from fsdp_tune.core.devices import Machine
     from fsdp_tune.recipe.read.loader import load_recipe
     from fsdp_tune.recipe.resolve import resolve
-    from fsdp_tune.verify.rehearsal.shrink import Reach, small_recipe
+    from fsdp_tune.verify.rehearsal.scale_down import ReadableInputs, scale_down_recipe
 
     folder = tmp_path_factory.mktemp("rehearsal")
     recipe = resolve(load_recipe("gpt2_smoke").recipe, Machine(None, 0, 2, None), cwd=folder).recipe
     config = recipe.model.from_config
     assert isinstance(config, dict)
-    small = small_recipe(recipe, config, folder, ranks=2, device="cpu", steps=24, reach=Reach())
+    small = scale_down_recipe(recipe, config, folder, ranks=2, device="cpu", steps=24, inputs=ReadableInputs())
     rehearsal = Rehearsal(small.write(folder), folder, ranks=2, steps=24)
     checks = list(rehearsal.checks())
-    assert [(check.name, check.passed) for check in checks] == [(name, True) for name in PLAYED], checks
+    assert [(check.name, check.passed) for check in checks] == [(name, True) for name in CHECKS], checks
     return rehearsal
 
 
 @pytest.fixture
-def copy_of(played: Rehearsal, tmp_path: Path) -> Rehearsal:
-    shutil.copytree(played.folder, tmp_path / "copy")
-    return Rehearsal(played.recipe, tmp_path / "copy", played.ranks, played.steps)
+def copy_of(rehearsed: Rehearsal, tmp_path: Path) -> Rehearsal:
+    shutil.copytree(rehearsed.folder, tmp_path / "copy")
+    return Rehearsal(rehearsed.recipe, tmp_path / "copy", rehearsed.ranks, rehearsed.steps)
 
 
-def failure(scene: Callable[[], str]) -> str:
+def failure(check: Callable[[], str]) -> str:
     with pytest.raises(Exception, match=r".") as caught:
-        scene()
+        check()
     assert type(caught.value).__name__ == "_Failed"
     return str(caught.value)
 
@@ -76,7 +76,7 @@ def edit_line(rehearsal: Rehearsal, step: int, **changes: Any) -> None:
 @pytest.mark.ranks
 def test_a_curve_that_differs_in_the_last_digit_is_another(copy_of: Rehearsal) -> None:
     edit_line(copy_of, 17, loss=2.5)
-    assert failure(copy_of.compare_curves).startswith("step 17: loss is 2.5 after the resume, and ")
+    assert failure(copy_of.compare_curves).startswith("step 17: loss is 2.5 in the resumed run, ")
 
 
 @pytest.mark.e2e
@@ -86,7 +86,7 @@ def test_a_merged_tensor_that_is_off_is_seen_by_its_logits(copy_of: Rehearsal) -
     tensors = load_file(file)
     tensors["transformer.ln_f.weight"][3] += 0.01
     save_file(tensors, file, metadata={"format": "pt"})
-    assert "logits of the merged model are off those of the checkpoint" in failure(copy_of.reload)
+    assert "logits of the merged model differ from those of the checkpoint" in failure(copy_of.reload)
     assert "the merged weights differ" in failure(copy_of.compare_models)
 
 
@@ -95,7 +95,7 @@ def test_a_merged_tensor_that_is_off_is_seen_by_its_logits(copy_of: Rehearsal) -
 def test_a_wrong_evaluation_is_seen_by_the_reloaded_model(copy_of: Rehearsal) -> None:
     path = copy_of.killed.metrics_jsonl
     path.write_text(path.read_text() + json.dumps({"step": 24, "eval_loss": 2.0}) + "\n")
-    assert "and the run's was 2.000000" in failure(copy_of.reload)
+    assert "instead of the run's 2.000000" in failure(copy_of.reload)
 
 
 def test_a_mistake_in_the_recipe_is_found_before_anything_runs(cli, tmp_path: Path) -> None:  # noqa: F811
@@ -114,7 +114,7 @@ def test_a_model_out_of_reach_that_the_package_does_not_carry_is_refused(cli) ->
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("recipe", ["gpt2_smoke", "llama7b_full_shard"])
-@pytest.mark.parametrize("parity", [False, True], ids=["play", "parity"])
+@pytest.mark.parametrize("parity", [False, True], ids=["lifecycle", "parity"])
 def test_rehearsal_passes(recipe: str, parity: bool, cli) -> None:  # noqa: F811
     done = cli("rehearse", "--config", recipe, "--json", *(["--parity"] if parity else []))
     assert done.returncode == 0, done.stderr
@@ -130,7 +130,7 @@ def test_a_rehearsal_that_is_interrupted_ends_its_training(tmp_path: Path, monke
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(scenes, "start_training", lambda *_: training)
+    monkeypatch.setattr(lifecycle_checks, "start_training", lambda *_: training)
     monkeypatch.setattr(Rehearsal, "_wait_for_checkpoint", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Rehearsal(tmp_path / "recipe.yaml", tmp_path, ranks=2, steps=4).kill_a_rank()
@@ -138,10 +138,10 @@ def test_a_rehearsal_that_is_interrupted_ends_its_training(tmp_path: Path, monke
 
 
 def test_killed_rehearsal_ends_its_children(tmp_path: Path) -> None:
-    """The child writes its pid, then waits for ever; the kernel ends it with the process that asked."""
+    """The child writes its pid and sleeps; the kernel kills it when its parent is killed."""
     child = f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
-    asking = f"import sys; from fsdp_tune.verify.rehearsal.commands import ask; ask((sys.executable, '-c', {child!r}))"
-    rehearsal = subprocess.Popen([sys.executable, "-c", asking])
+    parent = f"import sys; from fsdp_tune.verify.rehearsal.commands import run_child; run_child((sys.executable, '-c', {child!r}))"
+    rehearsal = subprocess.Popen([sys.executable, "-c", parent])
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert rehearsal.poll() is None
         time.sleep(0.02)

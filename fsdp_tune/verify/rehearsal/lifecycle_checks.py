@@ -1,6 +1,6 @@
-"""What a rehearsal plays: train; kill a rank, resume, compare; merge; reload. Each scene ends in one line of the checklist.
+"""The checks of a rehearsal: train; kill a rank, resume and compare; merge; reload.
 
-Torch-free: the scenes are commands, run as a user runs them, and the files that they leave.
+Torch-free: the checks run commands as a user would, and read the files that these write.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp_tune.core.errors import ExitCode
 from fsdp_tune.run.directory import RunDir, complete_checkpoints, latest_checkpoint
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.run.rank_files import read_heartbeat
-from fsdp_tune.verify.rehearsal.commands import Answer, finish, fsdp_tune, start_training, torch_script
+from fsdp_tune.verify.rehearsal.commands import ChildResult, finish, run_fsdp_tune, run_torch_script, start_training
 
 POLL_SECONDS = 0.002
 WAIT_SECONDS = 600.0
@@ -38,32 +38,32 @@ class Check:
 
 
 class _Failed(Exception):
-    """Ends a scene, with what was found instead."""
+    """A check failed; the message is its detail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
     recipe: Path
-    """The small recipe."""
+    """The scaled-down recipe."""
     folder: Path
     ranks: int
     steps: int
     allowed: tuple[str, ...] = ()
-    """Options by which the command line lets the recipe run code; every `train` of the rehearsal gets them."""
+    """Options that allow the recipe to run code, such as `--trust-remote-code`; passed to every `train`."""
 
     @property
-    def whole(self) -> RunDir:
-        """The run that nobody disturbs."""
+    def uninterrupted(self) -> RunDir:
+        """The run that is not interrupted."""
         return RunDir(self.folder / "uninterrupted")
 
     @property
     def killed(self) -> RunDir:
-        """The run that loses a rank, and is resumed."""
+        """The run that loses a rank and is resumed."""
         return RunDir(self.folder / "killed")
 
     def checks(self) -> Iterator[Check]:
-        """Ends at the first scene that fails: those after it stand on what it left."""
-        scenes: tuple[tuple[str, Callable[[], str]], ...] = (
+        """Yield the checks in order, up to the first that fails: later ones need the files of earlier ones."""
+        checks: tuple[tuple[str, Callable[[], str]], ...] = (
             ("train", self.train),
             ("kill a rank", self.kill_a_rank),
             ("resume", self.resume),
@@ -72,47 +72,47 @@ class Rehearsal:
             ("merge-checkpoint", self.merge),
             ("reload with transformers", self.reload),
         )
-        for name, scene in scenes:
-            began = time.monotonic()
+        for name, check in checks:
+            started = time.monotonic()
             try:
-                passed, detail = True, scene()
+                passed, detail = True, check()
             except _Failed as error:
                 passed, detail = False, str(error)
-            yield Check(name, passed, detail, time.monotonic() - began)
+            yield Check(name, passed, detail, time.monotonic() - started)
             if not passed:
                 return
 
     def train(self) -> str:
-        answer = fsdp_tune("train", "--config", str(self.recipe), "--set", f"output_dir={self.whole.path}", *self.allowed)
-        _demand(answer)
-        losses = [line["loss"] for line in _loss_lines(self.whole)]
+        result = run_fsdp_tune("train", "--config", str(self.recipe), "--set", f"output_dir={self.uninterrupted.path}", *self.allowed)
+        _require_success(result)
+        losses = [line["loss"] for line in _loss_lines(self.uninterrupted)]
         if len(losses) != self.steps:
             raise _Failed(f"{len(losses)} of {self.steps} steps are in metrics.jsonl")
-        return f"{self.steps} steps on {self.ranks} ranks, loss {losses[0]:.3f} → {losses[-1]:.3f}; read back as the recipe says"
+        return f"{self.steps} steps on {self.ranks} ranks, loss {losses[0]:.3f} → {losses[-1]:.3f}; the live state matches the recipe"
 
     def kill_a_rank(self) -> str:
-        """SIGKILL to the last rank, once a checkpoint is complete."""
+        """Send SIGKILL to the last rank once a checkpoint is complete."""
         child = start_training(self.recipe, self.killed.path, self.allowed)
         try:
             victim = self._wait_for_checkpoint(child.poll)
             if victim is not None:
-                with contextlib.suppress(ProcessLookupError):  # the run ended meanwhile, and its exit code says so
+                with contextlib.suppress(ProcessLookupError):  # the run has just ended; its exit code is checked below
                     os.kill(victim, signal.SIGKILL)
-            answer = finish(child)
+            result = finish(child)
         finally:
             children.end(child)
-        if victim is None or answer.exit_code not in (ExitCode.FAILED, ExitCode.LOST_RANK):
-            raise _Failed(f"the run ended before a rank could be killed; {answer.why}")
+        if victim is None or result.exit_code not in (ExitCode.FAILED, ExitCode.LOST_RANK):
+            raise _Failed(f"the run ended before a rank could be killed; {result.error}")
         left = self._processes_left()
         if left:
-            raise _Failed(f"processes of the run are still there: {', '.join(map(str, left))}")
+            raise _Failed(f"processes of the run are still alive: {', '.join(map(str, left))}")
         checkpoint, _ = latest_checkpoint(self.killed, digests=True)
         if checkpoint is None:
             raise _Failed("no complete checkpoint is left")
-        return f"{answer.why}; no process left; {checkpoint.path.name} is complete"
+        return f"{result.error}; no process left; {checkpoint.path.name} is complete"
 
     def _wait_for_checkpoint(self, ended: Callable[[], int | None]) -> int | None:
-        """The process to kill; None where the run ended by itself."""
+        """Return the pid of the rank to kill; None if the run ended first."""
         until = time.monotonic() + WAIT_SECONDS
         while ended() is None and time.monotonic() < until:
             beat = read_heartbeat(self.killed, self.ranks - 1)
@@ -130,58 +130,60 @@ class Rehearsal:
             time.sleep(0.1)
 
     def resume(self) -> str:
-        answer = fsdp_tune(
+        result = run_fsdp_tune(
             "train", "--config", str(self.recipe), "--set", f"output_dir={self.killed.path}", "--resume", "auto", *self.allowed
         )
-        _demand(answer)
-        return f"finished at step {answer.document.get('steps')}"
+        _require_success(result)
+        return f"finished at step {result.document.get('steps')}"
 
     def compare_curves(self) -> str:
         keys = ("step", "loss", "grad_norm", "learning_rate", "tokens")
-        one, other = ([{key: line[key] for key in keys} for line in _loss_lines(run)] for run in (self.whole, self.killed))
-        for mine, theirs in zip(one, other, strict=False):
-            if mine != theirs:
-                key = next(key for key in keys if mine[key] != theirs[key])
-                raise _Failed(f"step {mine['step']}: {key} is {theirs[key]!r} after the resume, and {mine[key]!r} without")
-        if len(one) != len(other):
-            raise _Failed(f"{len(other)} lines after the resume, and {len(one)} without")
-        return f"loss, gradient norm, learning rate and tokens of all {len(one)} steps are bitwise the same"
+        expected, resumed = ([{key: line[key] for key in keys} for line in _loss_lines(run)] for run in (self.uninterrupted, self.killed))
+        for wanted, found in zip(expected, resumed, strict=False):
+            if wanted != found:
+                key = next(key for key in keys if wanted[key] != found[key])
+                raise _Failed(
+                    f"step {wanted['step']}: {key} is {found[key]!r} in the resumed run, {wanted[key]!r} in the uninterrupted one"
+                )
+        if len(expected) != len(resumed):
+            raise _Failed(f"metrics.jsonl has {len(resumed)} steps in the resumed run, {len(expected)} without interruption")
+        return f"loss, gradient norm, learning rate and tokens of all {len(expected)} steps are bitwise equal"
 
     def compare_models(self) -> str:
-        one, other = (_digests(run.merged) for run in (self.whole, self.killed))
+        one, other = (_digests(run.merged) for run in (self.uninterrupted, self.killed))
         if one != other or not one:
             raise _Failed(
                 f"the merged weights differ: {sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))}"
             )
-        return "the merged weights are the same bytes"
+        return "the merged weights are bitwise equal"
 
     def merge(self) -> str:
-        """An earlier checkpoint, by the command."""
+        """Merge an earlier checkpoint with `merge-checkpoint`."""
         checkpoints, _ = complete_checkpoints(self.killed)
-        output = self.folder / "merged-by-hand"
+        output = self.folder / "merged-manually"
         step = checkpoints[-1].step
-        answer = fsdp_tune("merge-checkpoint", str(self.killed.path), "--step", str(step), "--output", str(output), "--verify", "full")
-        _demand(answer)
+        result = run_fsdp_tune("merge-checkpoint", str(self.killed.path), "--step", str(step), "--output", str(output), "--verify", "full")
+        _require_success(result)
         return f"checkpoint-{step} merged and verified"
 
     def reload(self) -> str:
-        answer = torch_script("reload", {"run": str(self.killed.path), "step": self.steps})
-        _demand(answer)
-        found = answer.document
+        result = run_torch_script("reload", {"run": str(self.killed.path), "step": self.steps})
+        _require_success(result)
+        found = result.document
         if not found["logits_equal"]:
-            raise _Failed(f"logits of the merged model are off those of the checkpoint by {found['logits_difference']:.1e}")
-        words = f"logits on {found['rows']} rows are those of checkpoint-{self.steps}"
+            raise _Failed(f"logits of the merged model differ from those of the checkpoint by {found['logits_difference']:.1e}")
+        detail = f"logits on {found['rows']} rows equal those of checkpoint-{self.steps}"
         if found["eval_loss"] is None:
-            return words
+            return detail
         off = abs(found["eval_loss"] - found["run_eval_loss"]) / abs(found["run_eval_loss"])
         if off > found["tolerance"]:
-            raise _Failed(f"{words}, but its eval loss is {found['eval_loss']:.6f}, and the run's was {found['run_eval_loss']:.6f}")
-        return f"{words}; eval loss {found['eval_loss']:.6f}, in the run {found['run_eval_loss']:.6f}"
+            raise _Failed(f"{detail}, but the eval loss is {found['eval_loss']:.6f} instead of the run's {found['run_eval_loss']:.6f}")
+        return f"{detail}; eval loss {found['eval_loss']:.6f}, in the run {found['run_eval_loss']:.6f}"
 
 
-def _demand(answer: Answer) -> None:
-    if answer.exit_code != 0:
-        raise _Failed(answer.why)
+def _require_success(result: ChildResult) -> None:
+    if result.exit_code != 0:
+        raise _Failed(result.error)
 
 
 def _loss_lines(run: RunDir) -> list[dict[str, Any]]:

@@ -17,17 +17,17 @@ from fsdp_tune.recipe.catalogue import catalogue
 from fsdp_tune.recipe.read.loader import load_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.verify.rehearsal.shrink import (
+from fsdp_tune.verify.rehearsal.scale_down import (
     EXPERTS,
     HEADS,
     HIDDEN_SIZE,
     MAX_LENGTH_TOKENS,
-    Reach,
-    Small,
-    ignored_on_small_layers,
-    on_small_layers,
-    small_config,
-    small_recipe,
+    ReadableInputs,
+    ScaledRecipe,
+    map_layer_patterns,
+    map_layer_regex,
+    scale_down_config,
+    scale_down_recipe,
 )
 from tests.model.families import FAMILIES
 
@@ -41,15 +41,15 @@ def resolved(text: dict[str, Any]) -> Recipe:
     return resolve(Recipe.model_validate(base | text), MACHINE, cwd=Path("/tmp"), assume="cuda").recipe
 
 
-def shrunk(recipe: Recipe, tmp_path: Path, *, ranks: int = 2, reach: Reach | None = None, device: str = "cpu") -> Small:
-    return small_recipe(recipe, LLAMA, tmp_path, ranks=ranks, device=device, steps=24, reach=reach or Reach())
+def shrunk(recipe: Recipe, tmp_path: Path, *, ranks: int = 2, inputs: ReadableInputs | None = None, device: str = "cpu") -> ScaledRecipe:
+    return scale_down_recipe(recipe, LLAMA, tmp_path, ranks=ranks, device=device, steps=24, inputs=inputs or ReadableInputs())
 
 
 @pytest.mark.parametrize("facts", [*CARRIED.values(), *FAMILIES.values()], ids=[*CARRIED, *FAMILIES])
 def test_any_architecture_shrinks_to_one_that_transformers_builds(facts: dict[str, Any]) -> None:
     fields = dict(facts)
     config = AutoConfig.for_model(fields.pop("model_type"), **{name: value for name, value in fields.items() if name != "architectures"})
-    small = small_config(json.loads(config.to_json_string(use_diff=False)))
+    small = scale_down_config(json.loads(config.to_json_string(use_diff=False)))
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(small.pop("model_type"), **small))
     without_vocabulary = sum(p.numel() for p in model.parameters()) - 2 * model.config.vocab_size * HIDDEN_SIZE
     assert without_vocabulary < 3_000_000
@@ -65,7 +65,7 @@ def test_a_token_budget_is_rehearsed_as_one(tmp_path: Path) -> None:
 
 
 def test_ratios_of_heads_and_inner_size_stay() -> None:
-    small = small_config(CARRIED["meta-llama/Llama-2-70b-hf"])
+    small = scale_down_config(CARRIED["meta-llama/Llama-2-70b-hf"])
     assert (small["num_attention_heads"], small["num_key_value_heads"]) == (HEADS, 1)
     assert small["intermediate_size"] / small["hidden_size"] == pytest.approx(28672 / 8192, abs=0.13)
     assert small["vocab_size"] == 32000
@@ -73,13 +73,13 @@ def test_ratios_of_heads_and_inner_size_stay() -> None:
 
 def test_each_type_of_layer_is_kept_once_and_in_order() -> None:
     types = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 5 + ["full_attention"]
-    small = small_config({"num_hidden_layers": 12, "hidden_size": 512, "layer_types": types})
+    small = scale_down_config({"num_hidden_layers": 12, "hidden_size": 512, "layer_types": types})
     assert (small["num_hidden_layers"], small["layer_types"]) == (2, ["sliding_attention", "full_attention"])
 
 
 def test_experts_and_latent_ranks_shrink_and_null_stays_null() -> None:
     config = {"num_hidden_layers": 8, "hidden_size": 512, "num_local_experts": 64, "num_experts_per_tok": 8, "q_lora_rank": None}
-    small = small_config(config)
+    small = scale_down_config(config)
     assert (small["num_local_experts"], small["num_experts_per_tok"], small["q_lora_rank"]) == (EXPERTS, 2, None)
 
 
@@ -89,7 +89,9 @@ def test_every_recipe_of_the_catalogue_shrinks_to_a_valid_one(name: str, tmp_pat
     facts = CARRIED.get(str(recipe.model.name_or_path)) or recipe.model.from_config
     assert isinstance(facts, dict)
     ranks = 4 if recipe.is_hybrid else 2
-    small = small_recipe(recipe, facts, tmp_path, ranks=ranks, device="cpu", steps=24, reach=Reach(tokenizer=False, data=False))
+    small = scale_down_recipe(
+        recipe, facts, tmp_path, ranks=ranks, device="cpu", steps=24, inputs=ReadableInputs(tokenizer=False, data=False)
+    )
     loaded = load_recipe(str(small.write(tmp_path)))
     again = resolve(loaded.recipe, MACHINE, cwd=tmp_path).recipe
     assert again.fsdp.model_dump(exclude={"reshard_after_forward"}) == recipe.fsdp.model_dump(exclude={"reshard_after_forward"})
@@ -112,8 +114,8 @@ def test_reachable_hardware_is_used(tmp_path: Path) -> None:
     data = shrunk(recipe, tmp_path).document["data"]
     assert [(Path(source["path"]).name, source["max_rows"]) for source in data["train"]] == [("a.jsonl", 400), ("b.jsonl", 7)]
     assert data["eval"] == {"rows": 16}
-    without_tokenizer = shrunk(recipe, tmp_path, reach=Reach(tokenizer=False))
-    assert "data: the package's own, since that tokenizer reads nothing else" in without_tokenizer.changes
+    without_tokenizer = shrunk(recipe, tmp_path, inputs=ReadableInputs(tokenizer=False))
+    assert "data: builtin:arithmetic, since that tokenizer encodes nothing else" in without_tokenizer.changes
 
 
 def test_rows_that_fit_the_real_length_are_not_lost_to_the_small_one(tmp_path: Path) -> None:
@@ -133,7 +135,8 @@ def test_offload_that_cannot_be_rehearsed_is_reported(tmp_path: Path) -> None:
 def test_a_config_that_transformers_wrote_stays_one_in_the_small() -> None:
     """Else a field that no class declares would be refused as a typo."""
     assert (
-        small_config({"model_type": "qwen3_moe", "hidden_size": 64, "transformers_version": "5.23.0"})["transformers_version"] == "5.23.0"
+        scale_down_config({"model_type": "qwen3_moe", "hidden_size": 64, "transformers_version": "5.23.0"})["transformers_version"]
+        == "5.23.0"
     )
 
 
@@ -149,12 +152,12 @@ def test_a_config_that_transformers_wrote_stays_one_in_the_small() -> None:
     ],
 )
 def test_patterns_of_layers_name_layers_of_the_small_model(patterns: list[str], mapped: list[str]) -> None:
-    assert on_small_layers(patterns, 32, 2) == mapped
+    assert map_layer_patterns(patterns, 32, 2) == mapped
 
 
 def test_ignored_layers_are_those_that_are_frozen() -> None:
-    assert ignored_on_small_layers(r"model\.layers\.(9|10|20)\.mlp", 32, 2) == r"model\.layers\.(0|0|0)\.mlp"
-    assert ignored_on_small_layers(r".*\.layers\.\d{1,2}\.[a-z0-9]+", 32, 2) == r".*\.layers\.\d{1,2}\.[a-z0-9]+"
+    assert map_layer_regex(r"model\.layers\.(9|10|20)\.mlp", 32, 2) == r"model\.layers\.(0|0|0)\.mlp"
+    assert map_layer_regex(r".*\.layers\.\d{1,2}\.[a-z0-9]+", 32, 2) == r".*\.layers\.\d{1,2}\.[a-z0-9]+"
 
 
 def test_patterns_of_layers_are_mapped_and_listed(tmp_path: Path) -> None:
@@ -183,7 +186,7 @@ def test_rows_with_long_prompts_keep_trained_tokens(tmp_path: Path) -> None:
     encoder = load_encoder(recipe)
     tokens = length_with_targets(recipe, encoder, rows=200)
     assert MAX_LENGTH_TOKENS < tokens < 1024, "of three rows in the evaluation set none is given up"
-    small = shrunk(recipe, tmp_path, reach=Reach(tokens=tokens))
+    small = shrunk(recipe, tmp_path, inputs=ReadableInputs(tokens=tokens))
     length = small.document["data"]["max_length"]
     assert length % MAX_LENGTH_TOKENS == 0
     assert f"data.max_length: {length} instead of 1024, since prompts are longer than 128 tokens" in small.changes

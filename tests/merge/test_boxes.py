@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_tune.merge.copy.geometry import boxes, intersection
+from fsdp_tune.merge.copy.boxes import boxes, intersection
 from fsdp_tune.merge.formats.dcp import gap_or_overlap, without_replicas
 from fsdp_tune.merge.formats.tensors import Chunk, Extent, is_row_major
 

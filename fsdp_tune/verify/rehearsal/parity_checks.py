@@ -1,8 +1,7 @@
-"""`rehearse --parity`: the recipe once for each switch, each held against a plain PyTorch loop on one device.
+"""`rehearse --parity`: train the recipe once for each switch, and compare each run with a plain PyTorch loop on one device.
 
-Torch-free: the runs are `fsdp-tune train`, and the reference is a child. What keeps numbers from being comparable at all
-(dropout draws masks of its own on each rank) or what the reference does not know (other optimizers) is set the same for all,
-and said.
+Torch-free: the runs are `fsdp-tune train`, and the reference is a child process. Settings that make numbers incomparable (dropout
+draws different masks on each rank) or that the reference lacks (other optimizers) are replaced in all runs, and listed.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from typing import Any
 
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics
-from fsdp_tune.verify.rehearsal.commands import fsdp_tune, torch_script
-from fsdp_tune.verify.rehearsal.scenes import Check
-from fsdp_tune.verify.rehearsal.shrink import Small
+from fsdp_tune.verify.rehearsal.commands import run_fsdp_tune, run_torch_script
+from fsdp_tune.verify.rehearsal.lifecycle_checks import Check
+from fsdp_tune.verify.rehearsal.scale_down import ScaledRecipe
 
 STEPS = 12
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 3
 LOSS_TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-5
-"""Relative, in fp32: a hundred times what the order of additions makes of it."""
+"""Relative, in fp32: a hundred times the effect of another order of additions."""
 HALF_PRECISION_FACTOR = 2.0
-"""A run in bf16 or fp16 may scatter around fp32 up to this many times as far as one device in bf16 does."""
+"""A run in bf16 or fp16 may deviate from fp32 by this factor times the deviation of one device in bf16."""
 FP8_FACTOR = 50.0
-"""In the tests' tiny models fp8 scatters 5 to 20 times as far as bf16 does (docs/guide/precision.md)."""
+"""In the tests' tiny models fp8 deviates 5 to 20 times as far as bf16 (docs/guide/precision.md)."""
 
 Changes = dict[str, dict[str, Any]]
 
@@ -43,15 +42,15 @@ class Switch:
     precision: str = "no"
 
 
-def comparable(small: Small) -> Small:
-    """The small recipe without what has no counterpart on one device."""
-    result = Small(copy.deepcopy(small.document), list(small.changes))
+def make_comparable(small: ScaledRecipe) -> ScaledRecipe:
+    """Return the recipe without the settings that have no counterpart in the plain loop."""
+    result = ScaledRecipe(copy.deepcopy(small.document), list(small.changes))
     document = result.document
     config = document["model"]["from_config"]
     dropped = [name for name, value in config.items() if "drop" in name and isinstance(value, float) and value > 0.0]
     config |= dict.fromkeys(dropped, 0.0)
     if dropped:
-        result.changes.append(f"dropout: off ({', '.join(dropped)}), since each rank draws masks of its own")
+        result.changes.append(f"dropout: off ({', '.join(dropped)}), since each rank draws different masks")
     if document["model"].pop("freeze", None):
         result.changes.append("model.freeze: nothing, since the reference trains all parameters")
     document["data"]["shuffle"] = True
@@ -74,7 +73,7 @@ def comparable(small: Small) -> Small:
 
 
 def switches(document: dict[str, Any]) -> list[Switch]:
-    """The recipe as written, and once more for each switch of FSDP that can be turned alone on as many ranks."""
+    """Return the recipe as written, and one variant for each FSDP setting that can change alone on the same ranks."""
     fsdp = document.get("fsdp", {})
     strategy = fsdp.get("sharding_strategy", "FULL_SHARD")
     ranks = document["launch"]["num_processes"]
@@ -97,7 +96,7 @@ def switches(document: dict[str, Any]) -> list[Switch]:
 
 
 def _batches(document: dict[str, Any]) -> list[Switch]:
-    """The same global batch by other ways."""
+    """Return other splits of the same global batch."""
     training, ranks = document["training"], document["launch"]["num_processes"]
     micro_batch = training.get("per_device_train_batch_size", 1)
     accumulation = training.get("gradient_accumulation_steps", 1)
@@ -117,35 +116,35 @@ def _precision(document: dict[str, Any]) -> list[Switch]:
     return [] if written == "no" else [Switch(f"as written, in {written}", precision=written)]
 
 
-def parity_checks(base: Small, folder: Path, options: Sequence[str] = ()) -> Iterator[Check]:
-    """One check a switch, in the order of `switches`; a run that fails is a check that fails. `base` is a `comparable` recipe.
+def parity_checks(base: ScaledRecipe, folder: Path, options: Sequence[str] = ()) -> Iterator[Check]:
+    """Yield one check for each switch, in the order of `switches`. `base` comes from `make_comparable`; a failed run is a failed check.
 
     `options` are added to every `train`.
     """
     reference: dict[str, Any] | None = None
     for number, switch in enumerate(switches(base.document)):
-        began = time.monotonic()
+        started = time.monotonic()
         run = RunDir(folder / f"{number:02d}")
         why = _train(base, switch, run, options)
         if why is None and reference is None:
-            answer = torch_script("trajectory", {"run": str(run.path), "compute_dtype": "fp32", "skipped": []})
-            reference, why = answer.document, None if answer.exit_code == 0 else f"the reference: {answer.why}"
+            result = run_torch_script("trajectory", {"run": str(run.path), "compute_dtype": "fp32", "skipped": []})
+            reference, why = result.document, None if result.exit_code == 0 else f"the reference: {result.error}"
         if why is not None or reference is None:
-            yield Check(switch.name, passed=False, detail=str(why), seconds=time.monotonic() - began)
+            yield Check(switch.name, passed=False, detail=str(why), seconds=time.monotonic() - started)
             return
         factor = FP8_FACTOR if switch.precision == "fp8" else HALF_PRECISION_FACTOR
         passed, detail = _compared(run, reference) if switch.precision == "no" else _scattered(run, factor)
-        yield Check(switch.name, passed, detail, time.monotonic() - began)
+        yield Check(switch.name, passed, detail, time.monotonic() - started)
 
 
-def _train(base: Small, switch: Switch, run: RunDir, options: Sequence[str]) -> str | None:
-    """None, or why there are no numbers."""
+def _train(base: ScaledRecipe, switch: Switch, run: RunDir, options: Sequence[str]) -> str | None:
+    """Train one switch. Returns None, or why the run failed."""
     document: dict[str, Any] = copy.deepcopy(base.document) | {"output_dir": str(run.path), "name": run.name}
     document["precision"] = document.get("precision", {}) | {"mixed_precision": switch.precision}
     for section, keys in switch.changes.items():
         document[section] = document.get(section, {}) | keys
-    answer = fsdp_tune("train", "--config", str(Small(document).write(run.path.parent, f"{run.name}.yaml")), *options)
-    return None if answer.exit_code == 0 else answer.why
+    result = run_fsdp_tune("train", "--config", str(ScaledRecipe(document).write(run.path.parent, f"{run.name}.yaml")), *options)
+    return None if result.exit_code == 0 else result.error
 
 
 def _compared(run: RunDir, reference: dict[str, Any]) -> tuple[bool, str]:
@@ -153,7 +152,7 @@ def _compared(run: RunDir, reference: dict[str, Any]) -> tuple[bool, str]:
     lines = [line for line in written if "loss" in line]
     eval_loss = next((line["eval_loss"] for line in reversed(written) if "eval_loss" in line), None)
     if [line["supervised_tokens"] for line in lines] != reference["supervised_tokens"]:
-        return False, "the steps have other numbers of supervised tokens than on one device: other rows"
+        return False, "the steps have other numbers of supervised tokens than on one device, so they read other rows"
     loss = max(map(abs, _relative(lines, reference, "loss")))
     norm = max(map(abs, _relative(lines, reference, "grad_norm")))
     words = f"loss {loss:.1e}  gradient norm {norm:.1e}"
@@ -165,22 +164,22 @@ def _compared(run: RunDir, reference: dict[str, Any]) -> tuple[bool, str]:
 
 
 def _scattered(run: RunDir, factor: float) -> tuple[bool, str]:
-    """A run in fewer bits against fp32: at most `factor` times as far from it as one device in bf16 that skips the same steps."""
+    """Check that a low-precision run deviates from fp32 at most `factor` times as far as one device in bf16 that skips the same steps."""
     written = read_metrics(run)
     lines = [line for line in written if "loss" in line]
     skipped = sorted(line["step"] for line in written if line.get("event") == "loss_scale_backed_off")
     request = {"run": str(run.path), "skipped": skipped}
-    true, alone = (torch_script("trajectory", request | {"compute_dtype": dtype}) for dtype in ("fp32", "bf16"))
-    for answer in (true, alone):
-        if answer.exit_code != 0:
-            return False, f"the reference: {answer.why}"
+    true, alone = (run_torch_script("trajectory", request | {"compute_dtype": dtype}) for dtype in ("fp32", "bf16"))
+    for result in (true, alone):
+        if result.exit_code != 0:
+            return False, f"the reference: {result.error}"
     ours = _root_mean_square(_relative(lines, true.document, "loss"))
     theirs = _root_mean_square([a / b - 1.0 for a, b in zip(alone.document["loss"], true.document["loss"], strict=True)])
     return ours <= factor * theirs, f"loss {ours:.1e} around fp32 (root mean square); one device in bf16: {theirs:.1e}"
 
 
 def _relative(lines: list[dict[str, Any]], reference: dict[str, Any], key: str) -> list[float]:
-    """A step whose number is not finite is infinitely off."""
+    """Return relative deviations by step; infinity for a step whose value is not finite."""
     values = [float(line[key]) if line[key] is not None else math.inf for line in lines]
     return [value / true - 1.0 if math.isfinite(value) else math.inf for value, true in zip(values, reference[key], strict=True)]
 

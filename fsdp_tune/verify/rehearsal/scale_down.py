@@ -1,7 +1,7 @@
-"""A recipe made small enough for CPU ranks: the same architecture class with fewer and narrower layers, everything else as written.
+"""Scale a recipe down to CPU ranks: the same architecture class with fewer and narrower layers, and everything else unchanged.
 
-Pure: from the facts of the model (its `config.json`) and the resolved recipe to the document of another recipe. What had to
-change is said, so that nobody takes the rehearsal for more than it is.
+Pure: returns the document of another recipe, from the model's `config.json` and the resolved recipe. Every change is listed and
+printed, so that a user can see what was not rehearsed.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ HEAD_SIZE_KEYS = ("head_dim", "v_head_dim", "global_head_dim", "query_pre_attn_s
 LATENT_SIZES = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": HEAD_SIZE // 2, "qk_nope_head_dim": HEAD_SIZE // 2}
 
 
-def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config.json` with `LAYERS` layers of `HIDDEN_SIZE`; ratios (grouped queries, inner size) and everything else stay.
+def scale_down_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `config.json` with `LAYERS` layers of `HIDDEN_SIZE`. Ratios (grouped queries, inner size) and all other fields are kept.
 
-    The vocabulary stays too, so that the recipe's own tokenizer fits. Layer types that alternate are each kept once.
+    The vocabulary is also kept, so that the recipe's tokenizer fits. Of alternating layer types, one layer each is kept.
     """
     small = {name: value for name, value in config.items() if name not in NOT_COPIED}
     hidden, heads = _first(config, HIDDEN_KEYS), _first(config, HEAD_KEYS)
@@ -79,14 +79,14 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def _change(config: dict[str, Any], names: tuple[str, ...], new: Callable[[Any], Any]) -> None:
-    """Where a field is null the class has a rule of its own for it, and keeps it."""
+    """Replace the integer fields with these names. A null field stays null: the model class derives its value."""
     for name in names:
         if isinstance(config.get(name), int) and not isinstance(config[name], bool):
             config[name] = new(config[name])
 
 
 def _kept_layers(config: Mapping[str, Any]) -> list[int]:
-    """The first layer of each type, and as many more as make `LAYERS`; in the model's order."""
+    """Return the indexes of the first layer of each type, filled up to `LAYERS`, in the model's order."""
     types: list[str] = config.get("layer_types") or []
     count = _first(config, LAYER_KEYS) or LAYERS
     firsts = [types.index(kind) for kind in dict.fromkeys(types)]
@@ -95,24 +95,24 @@ def _kept_layers(config: Mapping[str, Any]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """What of the recipe's inputs this machine can read."""
+class ReadableInputs:
+    """Which inputs of the recipe can be read on this machine."""
 
     tokenizer: bool = True
     data: bool = True
     tokens: int = 0
-    """Tokens that rows of the recipe's own data need to keep a trained token (`data.preparation`)."""
+    """The row length at which the recipe's data keep trained tokens (`data.preparation.length_with_targets`)."""
 
 
 @dataclass(slots=True)
-class Small:
-    """The document of a rehearsal's recipe, and what is not as in the user's."""
+class ScaledRecipe:
+    """The document of a rehearsal's recipe, and its differences from the user's."""
 
     document: dict[str, Any]
     changes: list[str] = field(default_factory=list[str])
 
     def write(self, folder: Path, name: str = "rehearsal.yaml") -> Path:
-        """As a recipe that `train` takes, so that a person can take it too."""
+        """Write the document as a recipe that `fsdp-tune train` accepts."""
         import yaml
 
         path = folder / name
@@ -120,15 +120,17 @@ class Small:
         return path
 
 
-def small_recipe(recipe: Recipe, config: Mapping[str, Any], folder: Path, *, ranks: int, device: str, steps: int, reach: Reach) -> Small:
-    """Return the recipe of a rehearsal. `recipe` is resolved; the result is loaded and resolved again, as any recipe."""
-    small = Small(recipe.model_dump(mode="json", by_alias=True))
+def scale_down_recipe(
+    recipe: Recipe, config: Mapping[str, Any], folder: Path, *, ranks: int, device: str, steps: int, inputs: ReadableInputs
+) -> ScaledRecipe:
+    """Return the recipe of a rehearsal. `recipe` is resolved; the result is not, and is loaded like any other recipe."""
+    small = ScaledRecipe(recipe.model_dump(mode="json", by_alias=True))
     document = small.document
     document |= {"name": f"{recipe.name or 'recipe'}-rehearsal", "output_dir": str(folder / "run")}
-    _model(small, recipe, config, reach)
+    _model(small, recipe, config, inputs)
     if device == "cpu":
         _kernels(small)
-    _data(small, recipe, folder, reach)
+    _data(small, recipe, folder, inputs)
     _training(small, recipe, ranks, steps)
     _sharding(small, recipe, device)
     document["launch"] |= {
@@ -146,9 +148,9 @@ def small_recipe(recipe: Recipe, config: Mapping[str, Any], folder: Path, *, ran
     return small
 
 
-def _model(small: Small, recipe: Recipe, config: Mapping[str, Any], reach: Reach) -> None:
+def _model(small: ScaledRecipe, recipe: Recipe, config: Mapping[str, Any], inputs: ReadableInputs) -> None:
     model = small.document["model"]
-    shrunk = small_config(config)
+    shrunk = scale_down_config(config)
     model |= {
         "name_or_path": None,
         "revision": "main",
@@ -161,21 +163,21 @@ def _model(small: Small, recipe: Recipe, config: Mapping[str, Any], reach: Reach
         _patterns(small, recipe, of, to)
     wide, narrow = _first(config, HIDDEN_KEYS), _first(shrunk, HIDDEN_KEYS)
     small.changes.append(f"model: random weights, {to} of {of} layers, hidden size {narrow} instead of {wide}")
-    if not reach.tokenizer:
+    if not inputs.tokenizer:
         model |= {"tokenizer": "builtin:arithmetic", "tokenizer_revision": None, "tokens": {}}
-        small.changes.append(f"tokenizer: the package's own, since `{recipe.model.tokenizer}` is out of reach")
+        small.changes.append(f"tokenizer: builtin:arithmetic, since `{recipe.model.tokenizer}` cannot be read here")
     if is_flash_kernel(recipe.model.attn_implementation):
         model["attn_implementation"] = "auto"
         small.changes.append(f"attention: transformers' default, since {recipe.model.attn_implementation} needs a GPU")
 
 
-def _patterns(small: Small, recipe: Recipe, of: int, to: int) -> None:
-    """Map patterns that name layers to the layers of the small model; what changes is listed."""
+def _patterns(small: ScaledRecipe, recipe: Recipe, of: int, to: int) -> None:
+    """Map patterns that name layers to the layers of the small model, and list the changes."""
     fsdp, model = small.document["fsdp"], small.document["model"]
-    model["freeze"] = on_small_layers(recipe.model.freeze, of, to)
-    fsdp["modules_to_wrap"] = on_small_layers(recipe.fsdp.modules_to_wrap, of, to)
+    model["freeze"] = map_layer_patterns(recipe.model.freeze, of, to)
+    fsdp["modules_to_wrap"] = map_layer_patterns(recipe.fsdp.modules_to_wrap, of, to)
     if recipe.fsdp.ignored_modules is not None:
-        fsdp["ignored_modules"] = ignored_on_small_layers(recipe.fsdp.ignored_modules, of, to)
+        fsdp["ignored_modules"] = map_layer_regex(recipe.fsdp.ignored_modules, of, to)
     for key, old, new in (
         ("model.freeze", recipe.model.freeze, model["freeze"]),
         ("fsdp.modules_to_wrap", recipe.fsdp.modules_to_wrap, fsdp["modules_to_wrap"]),
@@ -186,10 +188,10 @@ def _patterns(small: Small, recipe: Recipe, of: int, to: int) -> None:
 
 
 _CPU_KERNELS = (("liger", True, "auto"), ("loss", "liger", "chunked"), ("compile", True, False))
-"""Key, what takes a GPU (or a C++ compiler and its minutes), and what is rehearsed."""
+"""Key, the value that needs a GPU (or minutes of a C++ compiler), and the value in the rehearsal."""
 
 
-def _kernels(small: Small) -> None:
+def _kernels(small: ScaledRecipe) -> None:
     kernels = small.document["kernels"]
     for key, value, instead in _CPU_KERNELS:
         if kernels[key] == value:
@@ -197,16 +199,16 @@ def _kernels(small: Small) -> None:
             small.changes.append(f"kernels.{key}: {str(instead).lower()} instead of {str(value).lower()} on the CPU")
 
 
-def _data(small: Small, recipe: Recipe, folder: Path, reach: Reach) -> None:
+def _data(small: ScaledRecipe, recipe: Recipe, folder: Path, inputs: ReadableInputs) -> None:
     data = small.document["data"]
     data |= {"cache_dir": str(folder / "cache"), "num_proc": "auto"}
-    if not (reach.data and reach.tokenizer):
+    if not (inputs.data and inputs.tokenizer):
         keep = {"max_length", "packing", "packing_strategy", "pad_to_multiple_of", "shuffle", "cache_dir"}
         small.document["data"] = data = {name: value for name, value in data.items() if name in keep}
         data["train"] = [{"path": "builtin:arithmetic", "split": "train", "max_rows": ROWS}]
         data["eval"] = [{"path": "builtin:arithmetic", "split": "test", "max_rows": EVAL_ROWS, "label": "held_out"}]
-        why = "that tokenizer reads nothing else" if reach.data else "not all of the recipe's is within reach"
-        small.changes.append(f"data: the package's own, since {why}")
+        why = "that tokenizer encodes nothing else" if inputs.data else "some of the recipe's data cannot be read here"
+        small.changes.append(f"data: builtin:arithmetic, since {why}")
     else:
         for source in data["train"]:
             source["max_rows"] = min(source["max_rows"] or ROWS, ROWS)
@@ -216,13 +218,13 @@ def _data(small: Small, recipe: Recipe, folder: Path, reach: Reach) -> None:
         elif data["eval"] is not None:
             for source in data["eval"]:
                 source["max_rows"] = min(source["max_rows"] or EVAL_ROWS, EVAL_ROWS)
-    shortest = MAX_LENGTH_TOKENS * max(1, -(-reach.tokens // MAX_LENGTH_TOKENS))
+    shortest = MAX_LENGTH_TOKENS * max(1, -(-inputs.tokens // MAX_LENGTH_TOKENS))
     if recipe.data.max_length > shortest:
         data["max_length"] = shortest
         why = f", since prompts are longer than {MAX_LENGTH_TOKENS} tokens" if shortest > MAX_LENGTH_TOKENS else ""
         small.changes.append(f"data.max_length: {shortest} instead of {recipe.data.max_length}{why}")
         if recipe.data.overlong in ("drop", "error") and "overlong" in data:
-            data["overlong"] = "truncate"  # rows that fit the real length must not be lost to the small one
+            data["overlong"] = "truncate"  # rows that fit the real length must not be dropped at the small one
             small.changes.append(f"data.overlong: truncate instead of {recipe.data.overlong}, which is for the real length")
 
 
@@ -233,7 +235,7 @@ _LISTED_TRAINING = (
 """Keys that a rehearsal sets itself and that its line on the batch does not show."""
 
 
-def _training(small: Small, recipe: Recipe, ranks: int, steps: int) -> None:
+def _training(small: ScaledRecipe, recipe: Recipe, ranks: int, steps: int) -> None:
     training = small.document["training"]
     training.pop("num_train_epochs", None)
     micro_batch = min(recipe.training.per_device_train_batch_size, MICRO_BATCH_SIZE)
@@ -266,15 +268,15 @@ def _training(small: Small, recipe: Recipe, ranks: int, steps: int) -> None:
             small.changes.append(f"training.{name}: {json.dumps(training[name])} instead of {json.dumps(written[name])}")
 
 
-def _sharding(small: Small, recipe: Recipe, device: str) -> None:
+def _sharding(small: ScaledRecipe, recipe: Recipe, device: str) -> None:
     fsdp = small.document["fsdp"]
     small.document["parallelism"] |= {"dp_replicate_size": "auto", "dp_shard_size": "auto"}
     if recipe.fsdp.activation_checkpointing == "auto":
-        small.changes.append("fsdp.activation_checkpointing: auto decides for the small model, which as a rule recomputes nothing")
+        small.changes.append("fsdp.activation_checkpointing: auto is resolved for the small model, which usually recomputes nothing")
     given = recipe.fsdp.reshard_after_forward
     fsdp["reshard_after_forward"] = None
     if isinstance(given, int) and not isinstance(given, bool):
-        small.changes.append("fsdp.reshard_after_forward: that of the strategy, since the number of ranks is another")
+        small.changes.append("fsdp.reshard_after_forward: the strategy's default, since the number of ranks differs")
     if recipe.fsdp.auto_wrap_policy == "SIZE_BASED_WRAP" and recipe.fsdp.min_num_params != "auto":
         fsdp["min_num_params"] = "auto"
         small.changes.append("fsdp.min_num_params: auto, since the layers are smaller")
@@ -287,14 +289,14 @@ def _sharding(small: Small, recipe: Recipe, device: str) -> None:
 
 
 _NUMBER_IN_REGEX = re.compile(r"(?<![\w{,\[-])\d+(?![\w},\]-])")
-"""A number of its own: no repetition and no range of characters."""
+"""A literal number, outside repetition counts and character ranges."""
 
 
-def on_small_layers(patterns: Sequence[str], of: int, to: int) -> list[str]:
-    """Return patterns of names (`model.layers.12.*`) for a model with `to` of `of` layers.
+def map_layer_patterns(patterns: Sequence[str], of: int, to: int) -> list[str]:
+    """Map patterns of names (`model.layers.12.*`) from a model of `of` layers to one of `to` layers.
 
-    A small layer stands for a block of layers. It is named if all layers of its block were; if no block is named in full, one small
-    layer is, so that every pattern still matches something and, unless all layers were named, some layer is not.
+    A small layer represents a block of layers, and is matched if all layers of its block were. If no block is matched entirely, one
+    small layer is, so that every pattern still matches a layer and, unless it matched all layers, leaves one out.
     """
     layers: dict[tuple[str, str], set[int]] = {}
     order: list[str | tuple[str, str]] = []
@@ -318,18 +320,18 @@ def on_small_layers(patterns: Sequence[str], of: int, to: int) -> list[str]:
 
 
 def _layers_of(pattern: str, of: int) -> tuple[str, str, set[int]] | None:
-    """Return what stands before and after the number of a layer, and the layers it matches; None if no number is named."""
+    """Return the parts before and after the layer index, and the matching indexes; None if the pattern has no layer index."""
     parts = pattern.split(".")
-    for place, part in enumerate(parts):
+    for position, part in enumerate(parts):
         if re.fullmatch(r"[\d*?\[\]!-]+", part) and any(character.isdigit() or character == "?" for character in part):
             found = {index for index in range(of) if fnmatch.fnmatchcase(str(index), part)}
             if found:
-                return ".".join(parts[:place]), ".".join(parts[place + 1 :]), found
+                return ".".join(parts[:position]), ".".join(parts[position + 1 :]), found
     return None
 
 
-def ignored_on_small_layers(regex: str, of: int, to: int) -> str:
-    """Return a regular expression of module names (`model\\.layers\\.(12|13)\\.mlp`) for a model with `to` of `of` layers."""
+def map_layer_regex(regex: str, of: int, to: int) -> str:
+    """Map a regular expression of module names (`model\\.layers\\.(12|13)\\.mlp`) from a model of `of` layers to one of `to` layers."""
     numbers = {int(text) for text in _NUMBER_IN_REGEX.findall(regex)} & set(range(of))
     if not numbers:
         return regex
@@ -338,7 +340,7 @@ def ignored_on_small_layers(regex: str, of: int, to: int) -> str:
 
 
 def _blocks(indexes: Iterable[int], of: int, to: int) -> list[int]:
-    """Return the small layers that stand for the given layers."""
+    """Return the small layers that represent the given layers."""
     given = set(indexes)
     blocks = {small: {index for index in range(of) if index * to // of == small} for small in range(to)}
     return [small for small, block in blocks.items() if block and block <= given] or [min(given) * to // of]

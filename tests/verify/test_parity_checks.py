@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.verify.rehearsal.shrink import Small
-from fsdp_tune.verify.rehearsal.switches import STEPS, _compared, comparable, switches
+from fsdp_tune.verify.rehearsal.parity_checks import STEPS, _compared, make_comparable, switches
+from fsdp_tune.verify.rehearsal.scale_down import ScaledRecipe
 
 WRITTEN: dict[str, Any] = {
     "model": {"from_config": {"model_type": "gpt2", "resid_pdrop": 0.1, "n_layer": 2}, "freeze": ["wte*"]},
@@ -24,7 +24,7 @@ REFERENCE = {"loss": [5.0, 4.0], "grad_norm": [1.0, 2.0], "supervised_tokens": [
 
 
 def test_each_switch_changes_one_thing() -> None:
-    names = [switch.name for switch in switches(comparable(Small(WRITTEN)).document)]
+    names = [switch.name for switch in switches(make_comparable(ScaledRecipe(WRITTEN)).document)]
     assert names == [
         "as written, in fp32",
         "sharding_strategy FULL_SHARD",
@@ -40,7 +40,7 @@ def test_each_switch_changes_one_thing() -> None:
 
 
 def test_settings_that_cannot_be_compared_are_set_and_reported() -> None:
-    small = comparable(Small(WRITTEN))
+    small = make_comparable(ScaledRecipe(WRITTEN))
     assert small.document["model"] == {"from_config": {"model_type": "gpt2", "resid_pdrop": 0.0, "n_layer": 2}}
     assert small.document["training"]["max_steps"] == STEPS
     assert small.document["training"]["weight_decay"] == 0.1

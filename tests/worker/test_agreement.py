@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdp_tune.core.errors import Problem, failed_error
-from fsdp_tune.worker.agree import RemoteError, StopVote, all_or_none, from_rank0, gather
+from fsdp_tune.worker.agreement import RemoteError, StopVote, all_or_none, from_rank0, gather
 from tests.ranks import RankPool
 
 

@@ -8,12 +8,12 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.units import format_bytes
-from fsdp_tune.model.balance import demand_known_balance
+from fsdp_tune.model.balance import require_known_balance
 from fsdp_tune.model.kernels.attention import live_attention
-from fsdp_tune.model.kernels.choice import WRITTEN, KernelChoice
 from fsdp_tune.model.kernels.compiled import choose_compile
-from fsdp_tune.model.kernels.head import OpaqueHead, logits_of, put_loss_into_head
-from fsdp_tune.model.kernels.liger import choose_liger, demand_installed, liger_summed_loss, put_liger_into
+from fsdp_tune.model.kernels.head import OpaqueHead, install_loss_in_head, logits_of
+from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
+from fsdp_tune.model.kernels.liger import apply_liger, choose_liger, liger_summed_loss, require_installed
 from fsdp_tune.model.kernels.linear_loss import SLICE_ELEMENTS, slice_tokens, summed_linear_loss
 from fsdp_tune.recipe.schema import Recipe
 
@@ -27,7 +27,7 @@ def choose_loss(recipe: Recipe, model: PreTrainedModel) -> KernelChoice:
     if asked == "full":
         return KernelChoice("full", WRITTEN)
     if asked == "liger":
-        demand_installed("kernels.loss: liger")
+        require_installed("kernels.loss: liger")
     training = recipe.training
     rows = training.per_device_train_batch_size
     of_evaluation = training.per_device_eval_batch_size if recipe.evaluates else None
@@ -60,7 +60,7 @@ def _head_rows(model: PreTrainedModel) -> int:
 
 def choose_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) -> dict[str, KernelChoice]:
     """Return the choices by recipe key, for the bare model and the device that it will run on."""
-    demand_known_balance(model)
+    require_known_balance(model)
     return {
         "model.attn_implementation": live_attention(recipe, model),
         "kernels.loss": choose_loss(recipe, model),
@@ -76,8 +76,8 @@ def install_kernels(recipe: Recipe, model: PreTrainedModel, device_type: str) ->
     """Install the chosen kernels in the bare model, and return the choices."""
     chosen = choose_kernels(recipe, model, device_type)
     if chosen["kernels.liger"].value == "true":
-        put_liger_into(model)
+        apply_liger(model)
     loss = chosen["kernels.loss"].value
     if loss != "full":
-        put_loss_into_head(model, logits_of(model), _LOSSES[loss], loss)
+        install_loss_in_head(model, logits_of(model), _LOSSES[loss], loss)
     return chosen
