@@ -98,7 +98,7 @@ def two_rows_and_then(what: str) -> Any:
     ("what", "reason"),
     [("ends", None), ("raises", "RuntimeError: it broke"), ("dies", "its process ended with code 7"), ("hangs", "its 1 s were up")],
 )
-def test_part_that_breaks_leaves_its_rows_and_the_reason(what: str, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_part_keeps_its_rows_and_the_reason(what: str, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     import gpu
     from gpu_parts import Part
 
@@ -137,7 +137,7 @@ def test_rows_are_full_and_learnable(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_every_part_plays_on_the_cpu(tmp_path: Path, repository: Path) -> None:
+def test_every_part_runs_on_the_cpu(tmp_path: Path, repository: Path) -> None:
     command = [sys.executable, str(repository / "benchmarks" / "gpu.py"), "--output", str(tmp_path), "--device", "cpu", "--tiny"]
     done = subprocess.run([*command, "--seconds", "900"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -100,13 +100,13 @@ def drawn(seed: int, number: int, machines: int = 1, never: str = "") -> list[Di
     return found
 
 
-def test_a_seed_draws_the_same_disturbances_again() -> None:
+def test_same_seed_draws_same_disturbances() -> None:
     assert drawn(3, 20) == drawn(3, 20)
     assert drawn(3, 20) != drawn(4, 20)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_phases_and_kinds_are_drawn_evenly(seed: int) -> None:
+def test_phases_and_kinds_are_drawn_uniformly(seed: int) -> None:
     phases = Counter(one.phase for one in drawn(seed, 2 * len(PHASES)))
     kinds = Counter(one.kind for one in drawn(seed, 2 * len(KINDS)))
     assert phases == dict.fromkeys(PHASES, 2)
@@ -114,7 +114,7 @@ def test_phases_and_kinds_are_drawn_evenly(seed: int) -> None:
     assert max(kinds.values()) <= 3
 
 
-def test_every_combination_is_drawn_before_any_repeats() -> None:
+def test_all_combinations_are_drawn_before_any_repeats() -> None:
     found = Counter((one.kind, one.phase) for one in drawn(5, len(PHASES) * len(KINDS)))
     assert found == {(kind, phase): 1 for phase in PHASES for kind in KINDS}
 
@@ -125,14 +125,14 @@ def test_all_processes_and_both_machines_are_disturbed() -> None:
     assert {one.target for one in found} == {"", COMMAND, AGENT, RANK, LOADER, CHILD}
 
 
-def test_a_phase_that_does_not_come_is_drawn_more_often_but_not_alone() -> None:
+def test_missed_phase_is_drawn_more_often_but_not_exclusively() -> None:
     phases = Counter(one.phase for one in drawn(0, 48, never="merging"))
     assert max(phases, key=phases.__getitem__) == "merging"
     assert set(phases) == set(PHASES)
     assert phases["merging"] < 12
 
 
-def test_steps_are_drawn_from_those_that_are_left() -> None:
+def test_steps_are_drawn_from_remaining_steps() -> None:
     dice = random.Random(0)
     found = [draw(dice, Tally(), setting(first_step=12)) for _ in range(100)]
     assert {one.step for one in found} == {0, 13, 14, 15}
@@ -140,7 +140,7 @@ def test_steps_are_drawn_from_those_that_are_left() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_all_disturbances_of_a_start_can_come(seed: int) -> None:
+def test_every_startup_disturbance_can_be_drawn(seed: int) -> None:
     """A harmful one may end the run, so it is the last one."""
     dice, tally = random.Random(seed), Tally()
     for _ in range(20):
@@ -154,7 +154,7 @@ def test_all_disturbances_of_a_start_can_come(seed: int) -> None:
     assert tally.count() > 20
 
 
-def test_a_short_stop_is_below_the_hang_timeout_and_a_long_one_above() -> None:
+def test_short_stop_is_below_hang_timeout_and_long_stop_above() -> None:
     stops = [one for one in drawn(0, 60) if "stop" in one.kind]
     assert all(one.seconds < HANG if one.kind == SHORT_STOP else one.seconds > HANG + 5 for one in stops)
 
@@ -163,13 +163,13 @@ def test_a_short_stop_is_below_the_hang_timeout_and_a_long_one_above() -> None:
 
 
 @pytest.mark.parametrize("steps", [range(1, 6), range(1, 8), range(2, 7)], ids=["lost", "twice", "begins late"])
-def test_steps_that_differ_are_found(steps: range, run: RunDir, reference: RunDir) -> None:
+def test_differing_steps_are_detected(steps: range, run: RunDir, reference: RunDir) -> None:
     write_steps(reference, range(1, 7))
     write_steps(run, steps)
     assert step_differences(run, reference)
 
 
-def test_a_last_digit_of_a_loss_or_an_evaluation_is_found(run: RunDir, reference: RunDir) -> None:
+def test_last_digit_difference_of_loss_or_eval_loss_is_detected(run: RunDir, reference: RunDir) -> None:
     write_steps(reference, range(1, 7))
     for key, value in (("loss", 1 / 6 + 2**-54), ("eval_loss", 2.0 + 2**-51)):
         write_steps(run, range(1, 7), **{key: value})
@@ -178,7 +178,7 @@ def test_a_last_digit_of_a_loss_or_an_evaluation_is_found(run: RunDir, reference
     assert step_differences(run, reference) == []
 
 
-def test_a_bit_of_a_merged_tensor_is_found(run: RunDir, reference: RunDir) -> None:
+def test_flipped_bit_in_merged_tensor_is_detected(run: RunDir, reference: RunDir) -> None:
     weights = {"a": torch.zeros(3), "b": torch.ones(2, dtype=torch.bfloat16)}
     assert merged_differences(run, reference) == ["there is no merged model"]
     for each in (run, reference):
@@ -191,7 +191,7 @@ def test_a_bit_of_a_merged_tensor_is_found(run: RunDir, reference: RunDir) -> No
     assert merged_differences(run, reference) == ["the merged model has other tensors: ['b']"]
 
 
-def test_a_reported_checkpoint_may_go_by_rotation_alone(run: RunDir) -> None:
+def test_reported_checkpoint_may_only_be_removed_by_rotation(run: RunDir) -> None:
     for step in (6, 9):
         write_checkpoint(run, step)
     assert lost_checkpoints(run, [3, 6, 9], keep=2) == []
@@ -201,12 +201,12 @@ def test_a_reported_checkpoint_may_go_by_rotation_alone(run: RunDir) -> None:
     assert lost_checkpoints(run, [6, 9], keep=2) == ["checkpoint-6 was reported as saved and is gone; there are [9]"]
 
 
-def test_a_checkpoint_that_does_not_verify_is_found(run: RunDir) -> None:
+def test_checkpoint_that_fails_verification_is_detected(run: RunDir) -> None:
     (write_checkpoint(run, 6) / "weights").write_bytes(bytes(99))
     assert [each.split(":")[0] for each in lost_checkpoints(run, [], keep=2)] == ["half written"]
 
 
-def test_leftovers_of_a_run_are_found(run: RunDir) -> None:
+def test_leftover_files_are_detected(run: RunDir) -> None:
     assert leftovers(run, is_finished=True, seen=[]) == []
     (run.path / ".checkpoint-3.stage-1").mkdir()
     (run.logs / "rank-0000.heartbeat.tmp").touch()
@@ -223,7 +223,7 @@ def test_leftovers_of_a_run_are_found(run: RunDir) -> None:
         shared.unlink()
 
 
-def test_an_open_port_is_found() -> None:
+def test_open_port_is_detected() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -288,7 +288,7 @@ def verdict(kind: str, target: str, attempt: Attempt, phase: str = "training") -
         pytest.param("SIGTERM", COMMAND, ended(143, text="Traceback (most recent call last):"), id="traceback"),
     ],
 )
-def test_an_end_that_is_not_promised_is_found(kind: str, target: str, attempt: Attempt) -> None:
+def test_undocumented_exit_is_a_violation(kind: str, target: str, attempt: Attempt) -> None:
     assert verdict(kind, target, attempt)
 
 
@@ -319,11 +319,11 @@ def test_an_end_that_is_not_promised_is_found(kind: str, target: str, attempt: A
         pytest.param(FULL_DISK, "", ended(1, text="error: metrics.jsonl: No space left on device"), id="full disk"),
     ],
 )
-def test_promised_end_is_not_a_violation(kind: str, target: str, attempt: Attempt) -> None:
+def test_documented_exit_is_not_a_violation(kind: str, target: str, attempt: Attempt) -> None:
     assert verdict(kind, target, attempt) == []
 
 
-def test_an_attempt_that_was_not_disturbed_must_finish() -> None:
+def test_undisturbed_attempt_must_finish() -> None:
     assert judge(None, Attempt([0], [""]), hang_seconds=HANG, last_step=LAST_STEP) == []
     assert judge(Disturbance(KILL, "training", RANK), Attempt([5], [KILLED_TEXT]), hang_seconds=HANG, last_step=LAST_STEP)
 
@@ -331,7 +331,7 @@ def test_an_attempt_that_was_not_disturbed_must_finish() -> None:
 # ------------------------------------------------------------------------------------------------ observation
 
 
-def test_processes_are_found_by_their_mark_also_without_their_parent(tmp_path: Path) -> None:
+def test_processes_are_found_by_marker_without_their_parent(tmp_path: Path) -> None:
     """The sleeper's parent ends at once, so that no walk over children would find it."""
     environment = {**os.environ, MARK: "token-of-a-test", MACHINE: "1", "RANK": "3"}
     subprocess.run(["/bin/sh", "-c", "sleep 30 >/dev/null 2>&1 &"], env=environment, check=True)
@@ -355,7 +355,7 @@ def write_beat(run: RunDir, rank: int, pid: int, phase: str, step: int, age_seco
 COMMAND_0, AGENT_0, RANK_0 = Process(1, 0, COMMAND, 0, None), Process(2, 1, AGENT, 0, None), Process(3, 2, RANK, 0, 0)
 
 
-def test_a_phase_is_read_from_heartbeats_of_live_ranks_stages_and_the_process_table(run: RunDir) -> None:
+def test_phase_is_read_from_live_heartbeats_stages_and_process_table(run: RunDir) -> None:
     watcher = Watcher(run, started_at=time.time() - 5, last_step=LAST_STEP)
 
     def phases(*processes: Process) -> set[str]:
@@ -378,7 +378,7 @@ def test_a_phase_is_read_from_heartbeats_of_live_ranks_stages_and_the_process_ta
     assert phases() == set()
 
 
-def test_a_phase_that_a_heartbeat_may_have_left_is_not_seen(run: RunDir) -> None:
+def test_phase_in_old_heartbeat_is_ignored(run: RunDir) -> None:
     watcher = Watcher(run, started_at=time.time(), last_step=LAST_STEP)
     write_beat(run, 0, 3, "evaluating", 5, age_seconds=STALE_SECONDS)
     assert watcher.moment([COMMAND_0, AGENT_0, RANK_0]).phases == set()
@@ -390,14 +390,14 @@ def test_a_phase_that_a_heartbeat_may_have_left_is_not_seen(run: RunDir) -> None
     assert (found.phases, found.step, found.phase_of_rank) == ({"evaluating"}, 5, {0: "evaluating"})
 
 
-def test_a_merge_of_a_run_that_had_finished_before_is_seen(run: RunDir) -> None:
+def test_merge_of_finished_run_is_detected(run: RunDir) -> None:
     watcher = Watcher(run, started_at=time.time(), last_step=LAST_STEP)
     assert watcher.moment([COMMAND_0]).phases == {"preparing"}
     (run.path / ".merged.stage-1").mkdir()
     assert watcher.moment([COMMAND_0]).phases == {"merging"}
 
 
-def test_a_process_listens_to_signals_that_it_handles_or_ignores() -> None:
+def test_handled_and_ignored_signals_count_as_listening() -> None:
     script = "import signal; signal.signal(signal.SIGTERM, print); signal.signal(signal.SIGHUP, signal.SIG_IGN); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
@@ -413,7 +413,7 @@ def tally_of(*hits: tuple[str, str, str]) -> Tally:
     return Tally(Counter(hits))
 
 
-def test_the_counts_of_one_number_of_machines_are_replaced_and_the_rest_of_the_page_stays() -> None:
+def test_page_update_replaces_counts_of_one_machine_number_only() -> None:
     tally = tally_of((KILL, "training", RANK), (CLOCK, "merging", ""))
     written = page.with_part("# Faults\n\nrows\n", 1, "Seed 1.", tally_of())
     written = page.with_part(written, 2, "Seed 2.", tally)
@@ -425,7 +425,7 @@ def test_the_counts_of_one_number_of_machines_are_replaced_and_the_rest_of_the_p
     assert page.with_part(written, 2, "Seed 2.", tally) == written
 
 
-def test_the_section_is_kept_when_the_rest_of_the_page_is_written_again() -> None:
+def test_section_survives_rewriting_the_page() -> None:
     section = page.section_of(page.with_part("# Old\n", 1, "Seed 1.", tally_of()))
     assert page.with_section("# New\n\nrows\n", section) == f"# New\n\nrows\n\n{section}"
     assert page.with_section("# New\n", page.section_of("# no section")) == "# New\n"
@@ -437,7 +437,7 @@ needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="the shim is 
 
 
 @needs_gcc
-def test_the_disk_breaks_below_its_directory_alone_and_while_a_process_runs(tmp_path: Path) -> None:
+def test_disk_shim_fails_only_in_its_directory_of_a_running_process(tmp_path: Path) -> None:
     """The process writes each time that it reads a line, and prints what came of it."""
     from tests.chaos.play import Stage
 
@@ -504,7 +504,7 @@ print(time.time(), 0.25 < time.monotonic() - started < 20)
 @needs_gcc
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_a_run_whose_rank_was_killed_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
+def test_run_with_killed_rank_equals_undisturbed_run(tmp_path: Path) -> None:
     chaos = Chaos(tmp_path, random.Random(0), machines=1)
     chaos.undisturbed()
     chaos.story([[Disturbance(KILL, "training", RANK, step=4)]])

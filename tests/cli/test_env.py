@@ -31,7 +31,7 @@ def with_change(path: str, value: Any) -> dict[str, Any]:
     return facts
 
 
-def test_a_good_machine_has_no_known_bad_combination() -> None:
+def test_good_machine_matches_no_known_bad_row() -> None:
     assert known_bad(GOOD) == []
     assert known_bad(with_change("versions.torch", "2.15.0+cu132")) == []
 
@@ -52,7 +52,7 @@ def test_a_good_machine_has_no_known_bad_combination() -> None:
         ("accelerate_default_config", {"path": "x"}, "foreign-accelerate-config"),
     ],
 )
-def test_each_combination_is_recognised(path: str, value: Any, code: str) -> None:
+def test_each_known_bad_row_matches_its_facts(path: str, value: Any, code: str) -> None:
     assert [row.code for row in known_bad(with_change(path, value))] == [code]
 
 
@@ -66,11 +66,11 @@ def test_old_drivers_matter_for_several_consumer_cards_only() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"), [("2.13.0+cpu", (2, 13, 0)), ("5.23.0.dev0", (5, 23, 0)), (None, ()), ("6.8.0-50-generic", (6, 8, 0))]
 )
-def test_versions_are_read_as_numbers(text: str | None, expected: tuple[int, ...]) -> None:
+def test_version_strings_are_parsed(text: str | None, expected: tuple[int, ...]) -> None:
     assert version_tuple(text) == expected
 
 
-def test_env_prints_what_a_bug_report_needs(cli: Cli) -> None:
+def test_env_prints_all_fields_of_a_bug_report(cli: Cli) -> None:
     done = cli("env", "--json", RANK="3", HF_TOKEN="hf_abcdefghijklmnopqrstuvwx", NCCL_DEBUG="INFO")
     assert done.returncode == 0
     facts = document(done)
@@ -90,14 +90,14 @@ def test_default_accelerate_config_is_found_in_its_directory(tmp_path: Path) -> 
     assert found == {"path": str(tmp_path / "accelerate" / "default_config.yaml"), "content": {"distributed_type": "DEEPSPEED"}}
 
 
-def test_the_host_is_described_without_torch() -> None:
+def test_host_facts_need_no_torch() -> None:
     described = host()
     assert described["usable_cores"] >= 1
     assert described["memory_bytes"] > 1 << 28
     assert versions()["fsdp-tune"]
 
 
-def test_status_of_another_directory_is_exit_2(cli: Cli, tmp_path: Path) -> None:
+def test_status_of_non_run_directory_exits_2(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "runs" / "one").mkdir(parents=True)
     (tmp_path / "runs" / "one" / "recipe.json").write_text("{}")
     for named, hint in (("runs", "the runs in it are one"), ("runs/one/checkpoint-3", "`fsdp-tune status runs/one`")):

@@ -41,14 +41,14 @@ RECIPE: dict[str, Any] = {
 
 
 @pytest.mark.slow
-def test_a_model_without_linears_is_refused_by_validate(cli: Cli) -> None:
+def test_model_without_linears_is_refused_by_validate(cli: Cli) -> None:
     done = cli("validate", "gpt2_smoke", "--set", "precision.mixed_precision=fp8", "--json")
     assert (done.returncode, [error["code"] for error in document(done)["errors"]]) == (2, ["fp8-nothing-to-convert"])
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_run_in_fp8_ends_with_a_plain_model(cli: Cli, tmp_path: Path) -> None:
+def test_fp8_run_saves_a_model_without_fp8_state(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "fp8.yaml").write_text(json.dumps(RECIPE))
     done = cli("train", "--config", "fp8.yaml", "--json")
     assert done.returncode == 0, done.stderr

@@ -31,7 +31,7 @@ def ended(
     return 0
 
 
-def test_an_error_is_a_line_with_its_place_and_a_hint_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_prints_location_and_hint_line(capsys: pytest.CaptureFixture[str]) -> None:
     code = ended(False, usage_error("unknown-key", "unknown key `x`", hint="did you mean `y`?", where=Where("recipe.yaml", 14, 3)))
     assert code == 2
     out, err = capsys.readouterr()
@@ -67,7 +67,7 @@ def test_json_sends_lines_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert "talk" in err
 
 
-def test_a_notice_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_notice_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     with command(False) as screen:
         screen.notices([Notice("n", "note"), Notice("n", "note")])
         screen.notices([Notice("n", "note")])
@@ -145,7 +145,7 @@ def test_closed_pipe_does_not_stop_a_command() -> None:
     assert (done.returncode, done.stderr) == (0, "end")
 
 
-def test_a_full_disk_behind_stdout_is_an_error() -> None:
+def test_full_disk_on_stdout_is_an_error() -> None:
     program = "from fsdp_tune.cli.app import main\nfrom fsdp_tune.cli.output import command\nwith command(True) as s: s.document({'a': 1})"
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -160,7 +160,7 @@ def test_text_that_the_terminal_cannot_encode_is_escaped() -> None:
     assert done.stdout == "\\u2192 \\u6f22\n"
 
 
-def test_a_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     Screen(json_output=False).table("Title", ["name", "n"], [["a", 1], ["longer", 22]])
     assert capsys.readouterr().out.splitlines() == ["Title", "  name    n", "  ──────  ──", "  a       1", "  longer  22"]
 
@@ -181,7 +181,7 @@ def test_log_file_has_lines_printed_before_it_was_opened(tmp_path: Path, capsys:
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_a_log_that_cannot_be_written_is_reported_once_and_stops_nothing(
+def test_unwritable_log_warns_once_and_does_not_stop_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:

@@ -142,7 +142,7 @@ def test_recipe_without_tokenizer_and_data_is_planned_and_ranked(tmp_path: Path)
     assert any(text.startswith("run.steps") for text in document["unknown"])
 
 
-def test_written_recipe_loads_whatever_the_search_reset(tmp_path: Path, recipe: str, fake: type[FakeTracing]) -> None:
+def test_recipe_written_by_search_loads(tmp_path: Path, recipe: str, fake: type[FakeTracing]) -> None:
     """Keys that belong to the user's strategy and batch must not stay next to another strategy and batch."""
     data = json.loads(Path(recipe).read_text())
     data["fsdp"] = {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": True}
@@ -161,7 +161,7 @@ def test_written_recipe_loads_whatever_the_search_reset(tmp_path: Path, recipe: 
 
 
 @pytest.mark.parametrize("options", [(), ("--exact",)])
-def test_exact_reaches_the_trace(recipe: str, fake: type[FakeTracing], options: tuple[str, ...]) -> None:
+def test_exact_option_is_passed_to_the_trace(recipe: str, fake: type[FakeTracing], options: tuple[str, ...]) -> None:
     planned(recipe, "--no-search", *options)
     assert fake.made[0].exact is bool(options)
 

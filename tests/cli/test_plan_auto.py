@@ -115,7 +115,7 @@ def test_cpu_budget_is_a_share_of_the_container_limit(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_a_real_run_trains_and_resumes_with_the_recomputation_that_it_chose(cli: Cli, tmp_path: Path) -> None:
+def test_run_resumes_with_its_chosen_recomputation(cli: Cli, tmp_path: Path) -> None:
     keys = (
         f"{KEY}=auto",
         "training.save_steps=1",

@@ -31,7 +31,7 @@ launch: {{device: cpu, num_processes: 1}}
     return path
 
 
-def test_the_account_and_marked_rows_are_shown(recipe: Path) -> None:
+def test_prepare_prints_account_and_marked_rows(recipe: Path) -> None:
     done = CliRunner().invoke(app, ["--config", str(recipe), "--show", "2"])
     assert done.exit_code == 0
     assert "889" in done.output
@@ -58,7 +58,7 @@ def test_control_characters_of_a_row_are_printed_escaped(recipe: Path, tmp_path:
     assert "clear \\x1b[2J⟦ now" in done.output
 
 
-def test_bad_data_end_in_exit_2_with_the_line(recipe: Path, tmp_path: Path) -> None:
+def test_bad_row_exits_2_with_its_line(recipe: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": \n')
     done = CliRunner().invoke(app, [str(recipe), "--set", f"data.train=[{{path: {rows}}}]", "--json"])

@@ -59,7 +59,7 @@ def test_unused_bar_leaves_no_line() -> None:
     assert shown_on_a_terminal(program).split("\n")[-1].strip("\r ") == ""
 
 
-def test_pipe_gets_a_line_for_long_work_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piped_output_has_lines_only_for_long_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(json_output=False)
     with screen.progress("tokenising", 100, "rows") as bar:
         bar.advance(50)
@@ -70,7 +70,7 @@ def test_pipe_gets_a_line_for_long_work_only(capsys: pytest.CaptureFixture[str],
     assert capsys.readouterr().out.startswith("tokenising: 50 of 100 rows (50 %)")
 
 
-def test_a_step_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(json_output=False)
     with screen.training():
         screen.metrics({"event": "train_started", "step": 0, "total_steps": 100})
@@ -102,7 +102,7 @@ LONG_RUN = (
 
 
 @pytest.mark.parametrize(("columns", "last"), [(60, "loss"), (80, "lr"), (120, "GiB"), (200, "optimizer")])
-def test_each_logged_step_stays_on_the_terminal_with_step_time_left_and_loss_first(columns: int, last: str) -> None:
+def test_logged_steps_stay_on_screen_with_step_time_left_and_loss_first(columns: int, last: str) -> None:
     shown = shown_on_a_terminal(LONG_RUN, columns)
     kept = [line for line in re.split(r"[\r\n]+", shown) if line.startswith("step ")]
     assert [re.match(r"step (\d+)/20000  1?\dh..m..s left  loss (2.5000|nan)", line) is not None for line in kept] == [True, True]
@@ -113,7 +113,7 @@ def test_each_logged_step_stays_on_the_terminal_with_step_time_left_and_loss_fir
     assert all(len(line) <= columns for line in bars)
 
 
-def test_the_time_left_of_a_resumed_run_counts_the_steps_of_this_start(capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_left_of_resumed_run_uses_steps_since_its_start(capsys: pytest.CaptureFixture[str]) -> None:
     with progress.SilentBar(Screen(json_output=False), "training", None, "steps") as bar:
         bar.start(90, 100)
         assert bar.seconds_left() is None
@@ -137,21 +137,21 @@ def test_kernels_line_names_the_chosen_kernels() -> None:
     assert kernels_line(KERNELS) == "kernels: attention sdpa, loss chunked, compile"
 
 
-def test_a_stopped_run_leaves_the_bar_at_its_last_step() -> None:
+def test_stopped_run_keeps_bar_at_last_step() -> None:
     program = LONG_RUN + "; screen.metrics({'event': 'stopping', 'step': 2007, 'time': 1.0, 'reason': 'interrupted'})"
     lines = re.split(r"[\r\n]+", shown_on_a_terminal(program, 80))
     assert "step 2007: stopping (interrupted)" in lines
     assert [line for line in lines if line.startswith("training")][-1].startswith("training  2,007/20,000 steps")
 
 
-def test_every_choice_is_shown_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_resolved_value_is_printed_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     show_decided(Screen(json_output=False), Resolution(resolved(), {"fsdp.reshard_after_forward": "FULL_SHARD"}, ()), KERNELS)
     shown = capsys.readouterr().out
     assert re.search(r"kernels.liger +false +Liger is for GPUs", shown)
     assert re.search(r"fsdp.reshard_after_forward +true +FULL_SHARD", shown)
 
 
-def test_the_last_column_of_a_table_is_wrapped_to_the_terminal() -> None:
+def test_last_column_of_a_table_is_wrapped_to_the_terminal() -> None:
     program = (
         "from fsdp_tune.cli.output import command\n"
         "with command(False) as screen: screen.table('t', ['key', 'because'], [['a.key', 'words ' * 30], ['b', 'short']])"
@@ -162,7 +162,7 @@ def test_the_last_column_of_a_table_is_wrapped_to_the_terminal() -> None:
     assert lines[4].startswith("         words")
 
 
-def test_a_table_wider_than_the_terminal_is_printed_as_records() -> None:
+def test_table_wider_than_the_terminal_is_printed_as_records() -> None:
     path = "/a/long-path/" + "x" * 50
     program = (
         "from fsdp_tune.cli.output import command\n"
@@ -180,7 +180,7 @@ def test_a_table_wider_than_the_terminal_is_printed_as_records() -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_the_account_of_prepared_data_fits_the_terminal(columns: int) -> None:
+def test_account_of_prepared_data_fits_the_terminal(columns: int) -> None:
     program = (
         "from types import SimpleNamespace\n"
         "from fsdp_tune.cli.output import command\n"

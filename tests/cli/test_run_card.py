@@ -60,7 +60,7 @@ def test_card_has_losses_tokens_time_and_memory(tmp_path: Path) -> None:
     assert shown[-2:] == ["  next          first command", "                second command"]
 
 
-def test_sizes_are_those_of_the_checkpoints_and_the_merged_model(tmp_path: Path) -> None:
+def test_card_shows_sizes_of_checkpoints_and_merged_model(tmp_path: Path) -> None:
     run = run_with(tmp_path, [])
     for folder, size in ((run.checkpoint(1), 1 << 20), (run.checkpoint(2), 1 << 20), (run.merged, 512 << 10)):
         folder.mkdir()
@@ -68,15 +68,15 @@ def test_sizes_are_those_of_the_checkpoints_and_the_merged_model(tmp_path: Path)
     assert card(run, {}, []) == ["  size on disk  2.50 MiB (2 checkpoints 2.00 MiB, merged 512.00 KiB)"]
 
 
-def test_a_run_without_checkpoints_has_none_in_its_sizes(tmp_path: Path) -> None:
+def test_card_of_run_without_checkpoints_omits_their_size(tmp_path: Path) -> None:
     assert card(run_with(tmp_path, []), {}, [])[0].endswith("(no checkpoint)")
 
 
-def test_a_run_directory_that_disappeared_leaves_a_card_without_sizes(tmp_path: Path) -> None:
+def test_card_of_deleted_run_directory_has_no_sizes(tmp_path: Path) -> None:
     assert card(RunDir(tmp_path / "gone"), {"tokens": 5}, []) == ["  tokens        5"]
 
 
-def test_the_next_commands_merge_what_is_not_merged_and_continue_for_longer(tmp_path: Path) -> None:
+def test_next_commands_merge_or_continue_the_run(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     by_epochs = commands_after(run, resolved(training={"max_steps": -1, "num_train_epochs": 1.5}), None)
     assert by_epochs == [f"fsdp-tune merge-checkpoint {run.path}", "fsdp-tune train … --resume auto --set training.num_train_epochs=3"]
@@ -85,7 +85,7 @@ def test_the_next_commands_merge_what_is_not_merged_and_continue_for_longer(tmp_
     assert merged[1] == "fsdp-tune train … --resume auto --set training.max_steps=100"
 
 
-def test_run_that_loads_the_best_merges_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_best_model_at_end_merges_best_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdp_tune.jobs import train
     from fsdp_tune.merge import merging
 

@@ -46,7 +46,7 @@ def test_every_catalogue_recipe_has_a_dry_run_without_gpus(cli: Cli, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_prints_recipe_command_and_environment(cli: Cli, tmp_path: Path) -> None:
+def test_dry_run_prints_recipe_command_and_environment(cli: Cli, tmp_path: Path) -> None:
     done = cli("train", *SHORT, "--dry-run", RANK="7")
     assert done.returncode == 0
     recipe = done.stdout[: done.stdout.index("# why")]
@@ -61,7 +61,7 @@ def test_a_dry_run_prints_recipe_command_and_environment(cli: Cli, tmp_path: Pat
     assert "removed: RANK" in done.stdout
 
 
-def test_a_full_dry_run_prints_every_key(cli: Cli) -> None:
+def test_full_dry_run_prints_every_key(cli: Cli) -> None:
     shown = cli("train", *SHORT, "--dry-run", "--full").stdout
     assert {"sync_each_batch:", "mixed_precision:", "hang_timeout:"} <= set(shown.split())
     assert "  optim: adamw_torch_fused\n" in shown
@@ -90,7 +90,7 @@ def test_arguments_after_two_dashes_reach_accelerate(cli: Cli) -> None:
     assert (refused.returncode, errors(refused)) == (2, ["launch-argument-owned"])
 
 
-def test_five_mistakes_are_five_errors_and_nothing_is_written(cli: Cli, tmp_path: Path) -> None:
+def test_five_errors_are_reported_and_nothing_is_written(cli: Cli, tmp_path: Path) -> None:
     wrong = ["training.max_stepz=1", "fsdp.sharding=FULL", "launch.device=tpu", "data.max_length=-1", "precision.mixed_precision=int4"]
     done = cli("train", *SHORT, *[word for each in wrong for word in ("--set", each)], "--json")
     assert done.returncode == 2
@@ -208,7 +208,7 @@ def test_run_ends_with_a_merged_model_and_its_files(cli: Cli, tmp_path: Path) ->
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_stopped_run_resumes_and_ends_like_an_uninterrupted_one(cli: Cli, tmp_path: Path) -> None:
+def test_stopped_run_resumes_and_equals_uninterrupted_run(cli: Cli, tmp_path: Path) -> None:
     whole = document(cli("train", *smoke(40, "whole"), "--json"))
     command = [sys.executable, "-m", "fsdp_tune", "train", *smoke(40), "--json"]
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -249,7 +249,7 @@ def test_token_budget_trains_and_resumes_inside_an_epoch(cli: Cli, tmp_path: Pat
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_printed_command_can_be_pasted(cli: Cli, tmp_path: Path) -> None:
+def test_printed_command_can_be_pasted(cli: Cli, tmp_path: Path) -> None:
     """In the card of a finished run and in the status of one that a signal stopped, from another directory."""
     done = cli("train", *SHORT)
     assert done.returncode == 0, done.stderr
@@ -298,7 +298,7 @@ def finish(): pass
 
 
 @pytest.mark.slow
-def test_a_resumed_run_continues_its_run_of_wandb(cli: Cli, tmp_path: Path) -> None:
+def test_resumed_run_continues_its_wandb_run(cli: Cli, tmp_path: Path) -> None:
     package = tmp_path / "packages" / "wandb"
     (package / "sdk" / "lib").mkdir(parents=True)
     (package / "__init__.py").write_text(WANDB)

@@ -26,7 +26,7 @@ def planned(size_gib: int) -> Plan:
     return plan(resolved(), find_hardware("A100-40GB"), Hand().hold(0, size_gib * GIB).op("mm", flops=1e12).trace())
 
 
-def test_a_cpu_run_is_not_planned_and_starts_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_run_is_not_planned_and_starts_no_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a child was started"))
     recipe = resolved(launch={"device": "cpu"})
     assert plan_here(recipe) == (Decided(recipe, {}), None, [])
@@ -61,7 +61,7 @@ def test_plan_is_compared_with_the_last_step(tmp_path: Path) -> None:
     assert predicted_and_measured(run, steps) == ["peak_allocated_gib: 11 GiB predicted, 10 measured (+10.0%)"]
 
 
-def test_start_without_a_plan_removes_an_earlier_one(tmp_path: Path) -> None:
+def test_unplanned_start_removes_stored_plan(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     keep_prediction(run, planned(10))
     assert json.loads(run.plan_json.read_text()) == {"version": 1} | json.loads(json.dumps(planned(10).as_dict()))

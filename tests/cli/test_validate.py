@@ -69,7 +69,7 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def test_five_mistakes_are_five_errors_with_lines_and_suggestions(tmp_path: Path) -> None:
+def test_five_errors_have_lines_and_suggestions(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(FIVE_MISTAKES)
     code, out, err = run("validate", "--config", str(path))
@@ -110,7 +110,7 @@ def test_errors_are_one_json_document_on_stdout(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fake_model")
-def test_a_valid_recipe_shows_what_was_decided_and_why(recipe: Path) -> None:
+def test_valid_recipe_prints_resolved_values_and_reasons(recipe: Path) -> None:
     code, out, err = run("validate", "--config", str(recipe), "--offline")
     assert (code, err) == (0, "")
     assert "batch: 1 sequence × 2 ranks × 1 accumulation = 2 sequences a step; × 2,048 = 4,096 tokens at most" in out
@@ -121,7 +121,7 @@ def test_a_valid_recipe_shows_what_was_decided_and_why(recipe: Path) -> None:
 
 
 @pytest.mark.usefixtures("fake_model")
-def test_a_valid_recipe_is_one_json_document(recipe: Path) -> None:
+def test_valid_recipe_is_one_json_document(recipe: Path) -> None:
     code, out, _ = run("validate", "--config", str(recipe), "--json", "--offline", "--set", "training.seed=9", "--name", "other")
     document = json.loads(out)
     assert code == 0
@@ -193,7 +193,7 @@ def test_unreachable_data_set_and_tokenizer_are_listed_as_unchecked(recipe: Path
     assert ["tokenizer" in document["unchecked"][0], "some/set" in document["unchecked"][1]] == [True, True]
 
 
-def test_a_tokenizer_larger_than_the_embedding_is_an_error(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_larger_than_embedding_is_an_error(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "INSPECT", inspector(recipe.parent, FACTS | {"embedding_rows": 300}))
     code, document = validated(recipe, SMALL)
     assert code == 2
@@ -230,7 +230,7 @@ def test_failed_inspection_is_reported_with_its_last_line(tmp_path: Path, output
     assert "last words" in found.problems[0].message
 
 
-def test_a_killed_inspection_is_reported_with_its_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_inspection_is_reported_with_its_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "killed.py"
     script.write_text("import os, sys\nsys.stderr.write('a warning\\n')\nsys.stderr.flush()\nos.kill(os.getpid(), 9)\n")
     monkeypatch.setattr(checks, "INSPECT", (sys.executable, str(script)))
@@ -249,7 +249,7 @@ def test_embedded_recipe_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_catalogue_is_listed_shown_and_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_catalogue_is_listed_shown_and_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, _ = run("recipes", "list")
     assert code == 0
@@ -275,7 +275,7 @@ def test_unknown_recipe_name_is_reported_with_the_closest(verb: str) -> None:
 
 
 @pytest.mark.parametrize("extra", [[], ["--json"]])
-def test_the_schema_is_json_on_stdout(extra: list[str]) -> None:
+def test_schema_is_json_on_stdout(extra: list[str]) -> None:
     code, out, _ = run("recipes", "schema", *extra)
     assert code == 0
     assert json.loads(out)["title"] == "fsdp-tune recipe"

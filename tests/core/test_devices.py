@@ -26,11 +26,11 @@ FOUR = [Device("cuda", "H100", f"GPU-{index}{index}ab", 80 << 30) for index in r
         ("none", []),
     ],
 )
-def test_visible_devices_are_read_as_cuda_reads_them(visible: str | None, expected: list[int]) -> None:
+def test_visible_devices_follow_cuda_semantics(visible: str | None, expected: list[int]) -> None:
     assert select(FOUR, visible) == [FOUR[index] for index in expected]
 
 
-def test_a_mig_slice_is_a_device() -> None:
+def test_mig_slice_counts_as_device() -> None:
     assert len(select(FOUR, "MIG-abc,MIG-def")) == 2
 
 
@@ -40,13 +40,13 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_the_machine_counts_only_what_is_visible() -> None:
+def test_machine_counts_only_visible_devices() -> None:
     machine = this_machine("auto", {"CUDA_VISIBLE_DEVICES": "0,2"})
     assert (machine.device, machine.device_count, machine.device_name) == ("cuda", 2, "H100")
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_a_recipe_for_the_cpu_sees_no_accelerator() -> None:
+def test_cpu_recipe_detects_no_accelerator() -> None:
     assert this_machine("cpu", {}).device is None
 
 
@@ -55,7 +55,7 @@ def test_training_on_macos_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert this_machine("auto", {}).device is None
 
 
-def test_torch_agrees_with_the_cheap_answer() -> None:
+def test_torch_confirms_detected_devices() -> None:
     facts = torch_facts()
     cheap = visible_devices({})
     assert facts["device"] == (cheap[0].kind if cheap else None)

@@ -32,7 +32,7 @@ def asked(door: str, name: str) -> Problem:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_without_the_hub_the_missing_resource_is_named_with_alternatives(door: str) -> None:
+def test_unreachable_hub_error_names_resource_and_alternatives(door: str) -> None:
     problem = asked(door, "org/not-here")
     assert problem.code == "hub-unreachable"
     assert "`org/not-here` is not in the local cache, and HF_HUB_OFFLINE keeps this command off" in problem.message
@@ -42,7 +42,7 @@ def test_without_the_hub_the_missing_resource_is_named_with_alternatives(door: s
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_without_a_network_no_unset_variable_is_blamed(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_error_does_not_mention_unset_variables(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -58,7 +58,7 @@ def test_without_a_network_no_unset_variable_is_blamed(door: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_name_that_the_hub_cannot_have_is_reported(door: str) -> None:
+def test_invalid_repository_name_is_reported(door: str) -> None:
     problem = asked(door, "not a name")
     assert "not a valid name of a repository on the hub (ORG/NAME)" in problem.message
     assert DOORS[door][1] in (problem.hint or "")

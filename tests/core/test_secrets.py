@@ -32,7 +32,7 @@ def test_masked_text_does_not_contain_the_secret_any_more(value: str) -> None:
 
 
 @given(st.text(alphabet="abcdefghijKLMNOP0123456789", min_size=24, max_size=40))
-def test_hub_tokens_are_masked_wherever_they_stand(tail: str) -> None:
+def test_hub_tokens_are_masked_anywhere_in_text(tail: str) -> None:
     assert tail not in mask_text(f"--x=hf_{tail} y")
 
 
@@ -55,12 +55,12 @@ def test_variable_with_the_name_of_a_secret_is_masked(name: str) -> None:
         ("HF_HOME", "/home/sk-user/hf_cache"),
     ],
 )
-def test_plain_setting_is_written_as_it_is(name: str, value: str) -> None:
+def test_plain_setting_is_not_masked(name: str, value: str) -> None:
     assert masked(name, value) == value
     assert not is_secret(name, value)
 
 
-def test_commit_is_a_secret_only_as_the_value_of_a_variable() -> None:
+def test_commit_hash_is_masked_only_as_variable_value() -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     assert not has_secret_shape(commit)
     assert masked("ANYTHING", commit) == "***"

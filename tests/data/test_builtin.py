@@ -26,7 +26,7 @@ def test_numbers_are_spelled_out() -> None:
     ]
 
 
-def test_every_sum_is_right_and_in_one_split() -> None:
+def test_builtin_sums_are_correct_and_in_one_split() -> None:
     number = {spelled_out(value): value for value in range(200)}
     train, test = builtin_rows(NAME, "train"), builtin_rows(NAME, "test")
     for row in (*train, *test):
@@ -36,12 +36,12 @@ def test_every_sum_is_right_and_in_one_split() -> None:
     assert (len(train), len(test)) == (889, 111)
 
 
-def test_the_rows_are_the_same_everywhere() -> None:
+def test_builtin_rows_have_a_fixed_digest() -> None:
     text = json.dumps([builtin_rows(NAME, "train"), builtin_rows(NAME, "test"), held_out_prompts()])
     assert hashlib.sha256(text.encode()).hexdigest() == "ec2a71db4e685086ad01e465eee8f48bc2613a38b7011dde7da9ccfdafeb0a89"
 
 
-def test_held_out_prompts_are_the_test_split() -> None:
+def test_held_out_prompts_equal_test_split() -> None:
     assert sorted(held_out_prompts()) == sorted((row["prompt"], row["completion"]) for row in builtin_rows(NAME, "test"))
     assert held_out_prompts(5) == held_out_prompts()[:5]
 
@@ -54,7 +54,7 @@ def test_each_task_word_is_one_token() -> None:
 
 
 @pytest.mark.parametrize("text", ["one plus two", " leading", "two  spaces\n\ttabs ", "wörld 😀", "seventh", "\u2028"])
-def test_any_text_survives_the_tokenizer(text: str) -> None:
+def test_tokenizer_round_trips_any_text(text: str) -> None:
     tokenizer = builtin_tokenizer(NAME)
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 

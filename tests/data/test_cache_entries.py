@@ -71,14 +71,14 @@ def test_clean_keeps_the_entry_of_a_live_run_and_removes_it_when_the_run_has_end
     assert not used(tmp_path, "a").reused
 
 
-def test_clean_keeps_the_entry_of_a_run_that_is_about_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clean_keeps_entry_of_starting_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_entries, "STARTING_SECONDS", 60.0)
     starting, prepared_only = used(tmp_path, "a", tmp_path / "run"), used(tmp_path, "b")
     assert removed(cache(tmp_path, "clean")) == [prepared_only.path]
     assert len(rows_of(starting)) == 9
 
 
-def test_clean_removes_by_age_and_a_dry_run_removes_nothing(tmp_path: Path) -> None:
+def test_clean_removes_by_age_and_dry_run_removes_nothing(tmp_path: Path) -> None:
     old, new = used(tmp_path, "a"), used(tmp_path, "b")
     (use,) = Path(old.path).parent.glob(f".{Path(old.path).name}.use-*")
     use.write_text(json.dumps(json.loads(use.read_text()) | {"time": time.time() - 40 * 86_400}))
@@ -89,7 +89,7 @@ def test_clean_removes_by_age_and_a_dry_run_removes_nothing(tmp_path: Path) -> N
     assert cache(tmp_path, "clean", "--older-than", "30", code=2)["errors"][0]["code"] == "usage"
 
 
-def test_clean_removes_what_killed_builders_left_and_keeps_what_is_being_built(tmp_path: Path) -> None:
+def test_clean_removes_abandoned_stages_and_keeps_live_ones(tmp_path: Path) -> None:
     store = Path(used(tmp_path, "a").path)
     stage = store.with_name(f".{store.name}.stage-123")
     store.rename(stage)
@@ -101,14 +101,14 @@ def test_clean_removes_what_killed_builders_left_and_keeps_what_is_being_built(t
     assert not stage.exists()
 
 
-def test_an_empty_cache_and_one_that_is_not_there(tmp_path: Path) -> None:
+def test_empty_and_missing_cache_are_listed(tmp_path: Path) -> None:
     assert cache(tmp_path, "list", code=2)["errors"][0]["code"] == "no-cache"
     (tmp_path / "cache").mkdir()
     assert cache(tmp_path, "list")["entries"] == []
     assert cache(tmp_path, "clean")["removed"] == []
 
 
-def test_clean_removes_nothing_that_is_not_an_entry(tmp_path: Path) -> None:
+def test_clean_keeps_files_that_are_not_entries(tmp_path: Path) -> None:
     """`data.cache_dir` may be a folder with other files in it; `data/` and `traces/` are common names."""
     entry = used(tmp_path, "a")
     trace = tmp_path / "cache" / "traces" / f"{'0' * 32}.npz"

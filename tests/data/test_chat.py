@@ -70,7 +70,7 @@ def test_ids_equal_those_of_the_full_conversation_at_inference() -> None:
     assert tokenised(chat, CHATML, encoder).ids == encoder.encode([whole])[0]
 
 
-def test_a_template_without_a_generation_prompt_trains_the_text_after_the_question() -> None:
+def test_template_without_a_generation_prompt_trains_the_text_after_the_question() -> None:
     encoder = ByteEncoder()
     tokens = tokenised(conversation("a", "b", "c", "d"), LLAMA2, encoder)
     assert shown(tokens, encoder) == "<s>[INST] a [/INST][ b </s>]<s>[INST] c [/INST][ d </s>]"
@@ -85,13 +85,13 @@ def test_end_of_sequence_is_added_once_where_the_template_ends_answers_otherwise
     assert not tokenised(conversation("a", "b"), CHATML, encoder, append_eos=False).eos_appended
 
 
-def test_nothing_that_a_generation_prompt_supplies_is_trained() -> None:
+def test_generation_prompt_tokens_are_not_trained() -> None:
     encoder = ByteEncoder(eos="<|im_end|>")
     tokens = tokenised(conversation("a", "b"), REASONING, encoder)
     assert shown(tokens, encoder).endswith("assistant\n<think>\n\n</think>\n\n[b<|im_end|>]\n")
 
 
-def test_a_template_that_rewrites_earlier_answers_trains_only_the_last() -> None:
+def test_template_that_rewrites_earlier_answers_trains_only_last_answer() -> None:
     encoder = ByteEncoder(eos="<|im_end|>")
     says = refused(conversation("a", "b", "c", "d"), REASONING, encoder)
     assert "not prefix-stable" in says
@@ -101,12 +101,12 @@ def test_a_template_that_rewrites_earlier_answers_trains_only_the_last() -> None
     assert shown(last, encoder).count("[") == 1
 
 
-def test_a_template_whose_prompt_is_not_the_beginning_of_the_answer_is_refused() -> None:
+def test_template_whose_prompt_is_not_a_prefix_of_the_answer_is_refused() -> None:
     template = CHATML.replace("assistant\n{% endif %}", "Assistant:{% endif %}")
     assert "not prefix-stable" in refused(conversation("a", "b"), template)
 
 
-def test_a_token_that_spans_prompt_and_answer_is_refused() -> None:
+def test_token_that_spans_prompt_and_answer_is_refused() -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     assert shown(tokenised(conversation("a", "b"), template, ByteEncoder()), ByteEncoder()) == "user: a</s>assistant:[ b</s>]"
     says = refused(conversation("a", "b"), template, ByteEncoder(merges=[": "]))
@@ -121,7 +121,7 @@ class LeadingSpaceEncoder(ByteEncoder):
         return super().encode([f" {text}" if text else "" for text in texts])
 
 
-def test_a_tokenizer_that_writes_a_space_before_each_text_is_checked_from_the_beginning() -> None:
+def test_space_adding_tokenizer_is_checked_from_first_character() -> None:
     encoder = LeadingSpaceEncoder()
     tokens = tokenised(conversation("a", "b", "c", "d"), LLAMA2, encoder)
     assert shown(tokens, encoder) == " <s>[INST] a [/INST][ b </s>]<s>[INST] c [/INST][ d </s>]"
@@ -142,17 +142,17 @@ def test_template_error_message_is_passed_on() -> None:
     assert "'nothing' is undefined" in refused(conversation("a", "b"), "{{ nothing.there }}")
 
 
-def test_a_template_that_differs_from_call_to_call_is_refused() -> None:
+def test_nondeterministic_template_is_refused() -> None:
     template = "{{ range(100000) | random }}" + CHATML
     assert "differently each time" in refused(conversation("a", "b"), template)
 
 
-def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
+def test_template_cannot_escape_its_sandbox() -> None:
     assert "unsafe" in refused(conversation("a", "b"), "{{ cycler.__init__.__globals__ }}")
     assert "Range too big" in refused(conversation("a", "b"), "{% for x in range(10**10) %}{% endfor %}")
 
 
-def test_the_time_of_other_processes_does_not_count_for_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_time_limit_counts_own_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
     class WaitingEncoder(ByteEncoder):
         def render(self, *given: Any, **named: Any) -> str:
             time.sleep(0.2)  # as a process that gets no CPU
@@ -162,7 +162,7 @@ def test_the_time_of_other_processes_does_not_count_for_a_template(monkeypatch: 
     assert tokenised(conversation("a", "b"), CHATML, WaitingEncoder()).ids
 
 
-def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_template_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_module, "TEMPLATE_SECONDS", 0.3)
     endless = "{% for x in range(99999) %}{% for y in range(99999) %}{% endfor %}{% endfor %}"
     began = time.monotonic()

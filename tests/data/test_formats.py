@@ -36,7 +36,7 @@ def refused(format_: str, row: dict[str, Any], **settings: Any) -> str:
         ("question answer", []),
     ],
 )
-def test_a_format_is_found_by_its_columns(columns: str, formats: list[str]) -> None:
+def test_format_is_found_by_its_columns(columns: str, formats: list[str]) -> None:
     assert matching_formats(columns.split()) == formats
 
 
@@ -58,11 +58,11 @@ def test_prompt_and_completion_are_joined_with_the_separator_on_the_untrained_si
 
 
 @pytest.mark.parametrize("completion", ["", " \n"])
-def test_an_empty_completion_is_refused(completion: str) -> None:
+def test_empty_completion_is_refused(completion: str) -> None:
     assert refused("prompt_completion", {"prompt": "a", "completion": completion}) == "the completion is empty"
 
 
-def test_a_column_that_one_row_lacks_is_named() -> None:
+def test_missing_column_of_one_row_is_named() -> None:
     assert refused("prompt_completion", {"completion": "b"}) == "it has no column `prompt`"
 
 
@@ -71,7 +71,7 @@ def test_conversational_prompt_and_completion_become_a_chat_that_trains_the_comp
     assert example("prompt_completion", row).trained == (False, False, False, True)
 
 
-def test_alpaca_is_stanfords_two_prompts_without_a_template() -> None:
+def test_alpaca_without_template_uses_stanford_prompts() -> None:
     with_input = example("alpaca", {"instruction": "Add {x}", "input": "{y}", "output": "z"})
     assert with_input.prompt.startswith("Below is an instruction that describes a task, paired with an input")
     assert with_input.prompt.endswith("### Instruction:\nAdd {x}\n\n### Input:\n{y}\n\n### Response:")
@@ -80,7 +80,7 @@ def test_alpaca_is_stanfords_two_prompts_without_a_template() -> None:
     assert "Input" not in without.prompt
 
 
-def test_alpaca_is_a_chat_where_a_template_is_in_force() -> None:
+def test_alpaca_with_template_is_a_chat() -> None:
     chat = example("alpaca", {"instruction": "Add", "input": "1 1", "output": "2"}, template="t")
     assert chat == Chat([{"role": "user", "content": "Add\n\n1 1"}, {"role": "assistant", "content": "2"}], (False, True))
 
@@ -93,7 +93,7 @@ def test_chat_trains_the_requested_turns(loss_on: str, trained: tuple[bool, ...]
 
 
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"train": False, "weight": 0}])
-def test_a_message_marked_as_not_trained_is_not_trained_and_the_mark_is_removed(mark: dict[str, Any]) -> None:
+def test_message_marked_untrained_is_masked_and_mark_removed(mark: dict[str, Any]) -> None:
     chat = example("messages", {"messages": [USER, ANSWER | mark, USER, ANSWER | {"weight": 1}]}, loss_on="assistant")
     assert chat.trained == (False, False, False, True)
     assert chat.messages == [USER, ANSWER, USER, ANSWER]
@@ -101,12 +101,12 @@ def test_a_message_marked_as_not_trained_is_not_trained_and_the_mark_is_removed(
     assert example("sharegpt", {"conversations": turns}, loss_on="assistant").trained == (False, False, True)
 
 
-def test_marks_exclude_answers_from_a_conversational_completion_too() -> None:
+def test_train_marks_apply_to_conversational_completions() -> None:
     row = {"prompt": [USER], "completion": [ANSWER | {"train": False}, USER, ANSWER]}
     assert example("prompt_completion", row).trained == (False, False, False, True)
 
 
-def test_a_mark_as_trained_on_a_message_that_is_not_trained_is_noted() -> None:
+def test_train_mark_on_untrained_message_gives_a_notice() -> None:
     chat = example("messages", {"messages": [USER | {"train": True}, ANSWER]}, loss_on="assistant")
     assert chat.trained == (False, True)
     assert chat.notes == (Note("mark-without-effect", "`user`"),)
@@ -120,11 +120,11 @@ def test_a_mark_as_trained_on_a_message_that_is_not_trained_is_noted() -> None:
         ({"train": True, "weight": 0}, "message 2: `train` and `weight` contradict each other"),
     ],
 )
-def test_marks_that_cannot_be_honoured_are_refused(mark: dict[str, Any], says: str) -> None:
+def test_invalid_train_marks_are_refused(mark: dict[str, Any], says: str) -> None:
     assert refused("messages", {"messages": [USER, ANSWER | mark]}, loss_on="assistant") == says
 
 
-def test_a_message_marked_as_not_trained_contradicts_loss_on_all() -> None:
+def test_train_mark_false_contradicts_loss_on_all() -> None:
     assert "`loss_on: all` trains every message" in refused("messages", {"messages": [USER, ANSWER | {"train": False}]}, loss_on="all")
 
 
@@ -153,17 +153,17 @@ def test_loss_on_all_keeps_the_turns_after_the_last_answer() -> None:
         ([{"role": "user", "content": [{"type": "image"}]}, ANSWER], "message 1: a part of its content is not text"),
     ],
 )
-def test_a_broken_conversation_is_refused_with_the_message(messages: Any, says: str) -> None:
+def test_broken_conversation_is_refused_with_the_message(messages: Any, says: str) -> None:
     assert says in refused("messages", {"messages": messages}, loss_on="assistant")
 
 
-def test_content_in_parts_is_joined_and_gaps_from_arrow_are_closed() -> None:
+def test_content_parts_are_joined_and_arrow_nulls_removed() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     chat = example("messages", {"messages": [{"role": "user", "content": parts, "tool_calls": None}, ANSWER]}, loss_on="assistant")
     assert chat.messages[0] == {"role": "user", "content": "ab"}
 
 
-def test_an_answer_may_be_a_tool_call_and_tools_may_be_json_text() -> None:
+def test_answer_may_be_a_tool_call_and_tools_may_be_json_text() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     chat = example("messages", {"messages": [USER, call], "tools": '[{"name": "f"}]'}, loss_on="assistant")
     assert chat.messages[1]["content"] == ""
@@ -180,7 +180,7 @@ def test_sharegpt_speakers_become_roles_and_a_system_column_comes_first() -> Non
     assert example("sharegpt", {"conversations": [USER, ANSWER]}, loss_on="assistant").messages == [USER, ANSWER]
 
 
-def test_a_sharegpt_function_call_is_an_answer_with_tool_calls() -> None:
+def test_sharegpt_function_call_is_an_answer_with_tool_calls() -> None:
     call = {"name": "weather", "arguments": {"city": "Rome", "unit": None}}
     turns = [
         {"from": "human", "value": "a?"},
@@ -198,12 +198,12 @@ def test_a_sharegpt_function_call_is_an_answer_with_tool_calls() -> None:
 
 
 @pytest.mark.parametrize("text", ["weather()", '{"arguments": {}}', "[]", "7"])
-def test_a_function_call_that_is_not_a_call_is_refused(text: str) -> None:
+def test_malformed_function_call_is_refused(text: str) -> None:
     turns = [{"from": "human", "value": "a?"}, {"from": "function_call", "value": text}]
     assert "message 2: a function call is JSON with `name` and `arguments`" in refused("sharegpt", {"conversations": turns})
 
 
-def test_roles_of_the_recipe_are_added_to_the_known_ones_and_win() -> None:
+def test_recipe_roles_extend_and_override_known_roles() -> None:
     settings = FormatSettings(
         "sharegpt", "assistant", None, "", append_eos=True, vocabulary_size=9, roles={"bing": "assistant", "tool": "user"}
     )
@@ -213,7 +213,7 @@ def test_roles_of_the_recipe_are_added_to_the_known_ones_and_win() -> None:
     assert settings.example({"messages": [USER, {"role": "model", "content": "b"}]}).messages == [USER, ANSWER]
 
 
-def test_a_system_column_that_contradicts_the_conversation_is_refused() -> None:
+def test_system_column_that_contradicts_the_conversation_is_refused() -> None:
     turns = [{"from": "system", "value": "be brief"}, {"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]
     assert len(example("sharegpt", {"system": "be brief", "conversations": turns}, loss_on="assistant").messages) == 3
     assert "differs from the first message" in refused("sharegpt", {"system": "be long", "conversations": turns}, loss_on="assistant")
@@ -250,5 +250,5 @@ def test_tokenized_rows_define_trained_tokens() -> None:
         ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "leave the padding out"),
     ],
 )
-def test_broken_token_rows_are_refused(row: dict[str, Any], says: str) -> None:
+def test_malformed_token_rows_are_refused(row: dict[str, Any], says: str) -> None:
     assert says in refused("tokenized", row)

@@ -40,7 +40,7 @@ lengths_and_capacity = st.integers(1, 40).flatmap(
 
 
 @given(lengths_and_capacity)
-def test_best_fit_splits_no_example_and_uses_no_more_rows_than_the_textbook_algorithm(case: tuple[list[int], int]) -> None:
+def test_best_fit_splits_no_example_and_needs_no_more_rows_than_textbook(case: tuple[list[int], int]) -> None:
     lengths, capacity = case
     segments = segments_of(lengths)
     packed = best_fit(segments, capacity)
@@ -59,7 +59,7 @@ def test_best_fit_decreasing_is_the_textbook_algorithm(case: tuple[list[int], in
     assert sorted((capacity - sizes).astype(int).tolist()) == textbook_rooms(lengths, capacity)
 
 
-def test_rows_are_closed_where_no_example_is_short() -> None:
+def test_long_examples_close_rows_early() -> None:
     """Best-fit decreasing alone fills 98.8, 99.4 and 99.7 % of these rows."""
     draw = np.random.default_rng(0)
     lengths = np.clip(draw.gamma(8.0, 19.0, 7_500).astype(np.int64), 40, 512)
@@ -91,7 +91,7 @@ def test_wrapped_never_joins_two_examples_into_one_segment(case: tuple[list[int]
         assert not any(end in ends for end in range(start + 1, start + length))
 
 
-def test_one_a_row_keeps_the_order() -> None:
+def test_one_example_per_row_keeps_order() -> None:
     packed = one_a_row(segments_of([3, 1, 2]))
     assert row_sizes(packed) == [3, 1, 2]
 
@@ -107,7 +107,7 @@ def test_many_examples_pack_within_seconds_and_tightly(capacity: int) -> None:
     assert lengths.sum() / ((len(packed.rows) - 1) * capacity) > 0.995
 
 
-def test_the_same_examples_always_give_the_same_rows() -> None:
+def test_packing_is_deterministic() -> None:
     segments = segments_of([5, 3, 5, 2, 7, 1, 1, 4])
     first, second = best_fit(segments, 8), best_fit(segments.copy(), 8)
     assert (first.segments == second.segments).all()

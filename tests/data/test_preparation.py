@@ -40,7 +40,7 @@ def shown(found: Prepared, encoder: ByteEncoder | None = None) -> list[str]:
 # --- what is trained ---
 
 
-def test_the_completion_and_the_end_are_trained_and_the_prompt_is_not(tmp_path: Path, pairs: Path) -> None:
+def test_completion_and_eos_are_trained_and_prompt_is_not(tmp_path: Path, pairs: Path) -> None:
     found = prepared(tmp_path, pairs)
     assert shown(found)[:2] == ["0+1 is[ 1</s>]", "1+1 is[ 2</s>]"]
     assert told(found) == {}
@@ -58,14 +58,14 @@ def test_bos_token_occurs_once_and_is_never_trained(tmp_path: Path) -> None:
     assert found.report["bos"] == {"once": 2, "more": 0, "examples": 2}
 
 
-def test_a_beginning_of_sequence_inside_a_text_is_counted(tmp_path: Path) -> None:
+def test_beginning_of_sequence_inside_a_text_is_counted(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "ab<s>c"}, {"text": "d"}])
     found = prepared(tmp_path, rows, encoder=ByteEncoder(adds_bos=True))
     assert found.report["bos"] == {"once": 1, "more": 1, "examples": 2}
     assert "bos-twice" in told(found)
 
 
-def test_the_end_of_sequence_is_never_doubled_and_can_be_left_out(tmp_path: Path) -> None:
+def test_end_of_sequence_is_never_doubled_and_can_be_left_out(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a ", "completion": "b</s>"}])
     assert shown(prepared(tmp_path, rows)) == ["a [b</s>]"]
     plain = write_jsonl(tmp_path / "plain.jsonl", [{"prompt": "a ", "completion": "b"}])
@@ -80,7 +80,7 @@ def test_tokenized_rows_are_unchanged_unless_eos_is_requested(tmp_path: Path) ->
     assert shown(prepared(tmp_path, rows, append_eos=True)) == ["a[b]c[</s>]"]
 
 
-def test_a_prompt_has_the_tokens_that_it_has_alone(tmp_path: Path) -> None:
+def test_prompt_tokens_do_not_depend_on_completion(tmp_path: Path) -> None:
     """`:` and a space would become one token across the border, which the model never sees when it is given the prompt."""
     encoder = ByteEncoder(merges=[": ", "ab"])
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "ab:", "completion": " ab"}, {"prompt": "ab", "completion": " ab"}])
@@ -116,7 +116,7 @@ def test_chats_ending_with_a_token_other_than_eos_are_reported(tmp_path: Path) -
     assert problems(tmp_path / "other", rows)[0].code == "no-chat-template"
 
 
-def test_a_template_that_writes_the_beginning_of_sequence_itself_is_not_reported(tmp_path: Path) -> None:
+def test_template_that_writes_the_beginning_of_sequence_itself_is_not_reported(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": turns * 2}])
     found = prepared(tmp_path, rows, encoder=ByteEncoder(template=CHATML, eos="<|im_end|>", bos="<|im_start|>"), max_length=200)
@@ -138,7 +138,7 @@ def test_omissions_of_a_template_are_reported_once_with_counts(tmp_path: Path) -
     assert found.report["notes"]["not-rendered"]["tools"] == {"rows": 2, "first": [f"{rows}:2", f"{rows}:4"]}
 
 
-def test_a_tool_call_that_the_template_ignores_names_its_row(tmp_path: Path) -> None:
+def test_ignored_tool_call_error_names_its_row(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "get_weather", "arguments": {}}}]}
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "a"}, call]}])
     first, _ = problems(tmp_path, rows, encoder=ByteEncoder(template=CHATML), max_length=200)
@@ -183,7 +183,7 @@ def test_tool_calls_have_the_same_tokens_from_json_lines_parquet_and_saved_sets(
 # --- what is left out ---
 
 
-def test_rows_that_train_nothing_are_left_out_with_their_numbers(tmp_path: Path) -> None:
+def test_rows_without_targets_are_dropped_and_listed(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": [1, 2], "labels": [-100, -100]}, {"input_ids": [1, 2]}, {"input_ids": [7]}])
     found = prepared(tmp_path, rows)
     assert found.train_rows == 1
@@ -191,7 +191,7 @@ def test_rows_that_train_nothing_are_left_out_with_their_numbers(tmp_path: Path)
     assert "2 of 3 rows" in told(found)["rows-untrained"]
 
 
-def test_training_on_nothing_is_an_error_with_the_counts(tmp_path: Path) -> None:
+def test_data_without_targets_is_an_error_with_counts(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": [1, 2], "labels": [-100, -100]}] * 3)
     (found,) = problems(tmp_path, rows)
     assert found.code == "no-supervised-tokens"
@@ -200,7 +200,7 @@ def test_training_on_nothing_is_an_error_with_the_counts(tmp_path: Path) -> None
     assert f"{rows}:1" in (found.hint or "")
 
 
-def test_completions_that_the_cut_removed_are_left_out_and_all_of_them_is_an_error(tmp_path: Path) -> None:
+def test_rows_truncated_to_no_targets_are_dropped_and_all_is_an_error(tmp_path: Path) -> None:
     long, short = {"prompt": "x" * 100, "completion": " y"}, {"prompt": "x", "completion": " y"}
     found = prepared(tmp_path, write_jsonl(tmp_path / "rows.jsonl", [short, long]), max_length=50)
     assert found.train_rows == 1
@@ -208,7 +208,7 @@ def test_completions_that_the_cut_removed_are_left_out_and_all_of_them_is_an_err
     assert problems(tmp_path / "other", write_jsonl(tmp_path / "long.jsonl", [long]), max_length=50)[0].code == "no-supervised-tokens"
 
 
-def test_cut_rows_are_counted_and_do_not_train_an_end(tmp_path: Path) -> None:
+def test_truncated_rows_are_counted_and_train_no_eos(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": " " + "b" * 30}])
     found = prepared(tmp_path, rows, max_length=10)
     assert shown(found) == ["a[ bbbbbbbb]"]
@@ -251,7 +251,7 @@ def test_skipped_rows_are_counted_and_listed_in_a_file(tmp_path: Path) -> None:
     assert "2 of 3 rows" in told(found)["bad-rows-skipped"]
 
 
-def test_a_file_without_a_good_row_names_the_bad_ones(tmp_path: Path) -> None:
+def test_file_without_valid_rows_lists_bad_rows(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{\n{\n")
     assert [found.where.line for found in problems(tmp_path, rows)] == [1, 2]
@@ -296,7 +296,7 @@ def test_two_formats_are_an_error_that_names_both(tmp_path: Path) -> None:
     assert shown(prepared(tmp_path, rows, format="text"))[0] == "c[</s>]"
 
 
-def test_no_format_and_a_format_without_its_columns(tmp_path: Path) -> None:
+def test_unknown_format_and_missing_columns_are_errors(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b"}])
     assert "rename_columns" in (problems(tmp_path, rows)[0].hint or "")
     assert "`prompt`, which the format prompt_completion needs" in problems(tmp_path, rows, format="prompt_completion")[0].message
@@ -306,7 +306,7 @@ def test_loss_on_must_fit_the_format(tmp_path: Path, pairs: Path) -> None:
     assert problems(tmp_path, pairs, loss_on="assistant")[0].code == "loss-on"
 
 
-def test_files_with_other_columns_are_named(tmp_path: Path) -> None:
+def test_files_with_differing_columns_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     write_jsonl(folder / "a.jsonl", PAIRS)
@@ -336,13 +336,13 @@ def test_held_out_rows_are_not_trained_and_do_not_depend_on_the_tokenizer(tmp_pa
     assert not held_out[0] & {origin for row in range(len(train)) for origin in train.origins(row)}
 
 
-def test_an_empty_split_is_an_error_with_the_counts(tmp_path: Path, pairs: Path) -> None:
+def test_empty_split_is_an_error_with_the_counts(tmp_path: Path, pairs: Path) -> None:
     (found,) = problems(tmp_path, pairs, eval={"fraction": 1e-9})
     assert found.code == "empty-split"
     assert "holds out 0 of 20 rows" in found.message
 
 
-def test_eval_sets_by_label_and_a_label_twice(tmp_path: Path, pairs: Path) -> None:
+def test_eval_sets_have_labels_and_duplicates_are_refused(tmp_path: Path, pairs: Path) -> None:
     entry = {"path": str(pairs), "max_rows": 3}
     found = prepared(tmp_path, pairs, eval=[entry | {"label": "b"}, entry | {"label": "a"}])
     assert list(found.evals) == ["b", "a"], "in the order of the recipe"
@@ -381,7 +381,7 @@ def test_wrapped_packing_counts_the_tokens_that_are_trained(tmp_path: Path, pair
     assert (account["cut_by_packing"] > 0) == (max_length < 1000)
 
 
-def test_each_source_is_accounted_with_rows_tokens_share_and_repeats(tmp_path: Path) -> None:
+def test_account_has_rows_tokens_share_and_repeats_of_each_source(tmp_path: Path) -> None:
     long = write_jsonl(tmp_path / "long.jsonl", [{"prompt": "x " * 20, "completion": f"{n}"} for n in range(3)])
     short = write_jsonl(tmp_path / "short.jsonl", [{"prompt": "", "completion": f"{n}"} for n in range(10)])
     found = prepared(tmp_path, {"path": str(long), "weight": 0.7}, {"path": str(short), "weight": 0.3})
@@ -399,7 +399,7 @@ def test_each_source_is_accounted_with_rows_tokens_share_and_repeats(tmp_path: P
     assert by_tokens.key != found.key
 
 
-def test_shares_of_tokens_are_those_after_the_cut(tmp_path: Path) -> None:
+def test_token_shares_are_measured_after_truncation(tmp_path: Path) -> None:
     long = write_jsonl(tmp_path / "long.jsonl", [{"prompt": "", "completion": "x" * 500}] * 4)
     short = write_jsonl(tmp_path / "short.jsonl", [{"prompt": "", "completion": "y" * 9}] * 40)
     entries = [{"path": str(path), "weight": 0.5} for path in (long, short)]
@@ -407,7 +407,7 @@ def test_shares_of_tokens_are_those_after_the_cut(tmp_path: Path) -> None:
     assert found.report["inputs"][0]["share"] == pytest.approx(0.5, abs=0.02)
 
 
-def test_eval_rows_that_are_also_trained_are_counted_and_named(tmp_path: Path, pairs: Path) -> None:
+def test_eval_rows_in_training_set_are_counted_and_named(tmp_path: Path, pairs: Path) -> None:
     rows = [PAIRS[3], {"prompt": "100+1 is", "completion": " 101"}, {"completion": PAIRS[7]["completion"], "prompt": PAIRS[7]["prompt"]}]
     other = write_jsonl(tmp_path / "eval.jsonl", rows)
     found = prepared(tmp_path, pairs, eval=[{"path": str(other), "label": "new", "loss_on": "all"}])
@@ -416,7 +416,7 @@ def test_eval_rows_that_are_also_trained_are_counted_and_named(tmp_path: Path, p
     assert "eval-rows-trained" not in told(prepared(tmp_path, pairs, eval={"rows": 5}))
 
 
-def test_the_split_depends_on_content_and_not_on_key_order_or_what_is_trained(tmp_path: Path) -> None:
+def test_split_depends_only_on_row_content(tmp_path: Path) -> None:
     chats = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}] for n in range(200)]
     reversed_keys = [[dict(reversed(message.items())) for message in chat] for chat in chats]
     null_keys = [[message | {"name": None} for message in chat] for chat in chats]
@@ -442,7 +442,7 @@ def _origins(path: str) -> list[tuple[str, int]]:
     return [origin for row in range(len(store)) for origin in store.origins(row)]
 
 
-def test_weights_draw_rows_of_a_source_again(tmp_path: Path, pairs: Path) -> None:
+def test_mixture_weights_repeat_rows(tmp_path: Path, pairs: Path) -> None:
     few = write_jsonl(tmp_path / "few.jsonl", [{"prompt": "x ", "completion": "y"}])
     found = prepared(tmp_path, {"path": str(pairs), "weight": 0.5}, {"path": str(few), "weight": 0.5})
     assert shown(found).count("x [y</s>]") == 20
@@ -462,7 +462,7 @@ def test_fewer_rows_than_a_global_batch_is_an_error_with_the_counts(tmp_path: Pa
 # --- the account ---
 
 
-def test_the_account_adds_up(tmp_path: Path, pairs: Path) -> None:
+def test_account_totals_match_rows(tmp_path: Path, pairs: Path) -> None:
     found = prepared(tmp_path, pairs)
     rows = rows_of(found)
     account = found.report["sets"]["train"]
@@ -479,7 +479,7 @@ def test_decoded_rows_show_what_is_trained(tmp_path: Path, pairs: Path) -> None:
     assert [example["where"] for (example,) in rows] == [f"{pairs}:{line}" for line in range(1, 21)]
 
 
-def test_prepared_data_travel_as_json(tmp_path: Path, pairs: Path) -> None:
+def test_prepared_data_round_trip_through_json(tmp_path: Path, pairs: Path) -> None:
     found = prepared(tmp_path, pairs, eval={"rows": 2})
     found.write(tmp_path / "data.json")
     again = Prepared.read(tmp_path / "data.json")

@@ -55,7 +55,7 @@ def problem(path: Path, kind: str = "lines") -> Problem:
     ],
     ids=["clean", "crlf", "bom", "no-last-newline", "blank-lines", "gzip"],
 )
-def test_a_file_gives_the_same_rows_however_its_lines_end(tmp_path: Path, contents: bytes) -> None:
+def test_rows_do_not_depend_on_line_endings(tmp_path: Path, contents: bytes) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(contents)
     assert good(path) == ROWS
@@ -84,7 +84,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line", BAD_LINES, ids=[reason for reason, _ in BAD_LINES.values()])
-def test_a_bad_line_is_named_with_its_column_and_the_rest_is_read(tmp_path: Path, line: str) -> None:
+def test_bad_line_is_reported_with_column_and_reading_continues(tmp_path: Path, line: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"a": 1}}\n{line}\n{{"a": 3}}\n')
     assert good(path) == [{"a": 1}, {"a": 3}]
@@ -95,19 +95,19 @@ def test_a_bad_line_is_named_with_its_column_and_the_rest_is_read(tmp_path: Path
     assert found.column == column
 
 
-def test_surrogate_pair_is_one_character(tmp_path: Path) -> None:
+def test_surrogate_pair_decodes_to_one_character(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "\\ud83d\\ude00"}\n')
     assert good(path) == [{"text": "😀"}]
 
 
-def test_a_line_that_is_not_utf8_is_named_with_its_column(tmp_path: Path) -> None:
+def test_line_that_is_not_utf8_is_named_with_its_column(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": 1}\n{"text": "\xc3\xa4 caf\xe9"}\n')
     assert bad(path) == [BadRow(2, "not UTF-8: byte 0xe9", 16)]
 
 
-def test_a_row_beyond_the_limit_is_skipped_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_beyond_the_limit_is_skipped_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdp_tune.data.read.readers.MAX_ROW_BYTES", 1000)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(gzip.compress(b'{"text": "' + b"x" * 5_000_000 + b'"}\n{"a": 1}\n'))
@@ -136,7 +136,7 @@ def test_rows_of_a_json_list_have_their_first_line_number(tmp_path: Path) -> Non
         ("[\n", 2, 1),
     ],
 )
-def test_a_broken_list_is_refused_at_its_line_and_column(tmp_path: Path, text: str, line: int, column: int) -> None:
+def test_broken_json_list_is_refused_with_line_and_column(tmp_path: Path, text: str, line: int, column: int) -> None:
     path = tmp_path / "rows.json"
     path.write_text(text)
     found = problem(path, "json")
@@ -161,7 +161,7 @@ def test_csv_reads_quotes_and_newlines_inside_fields(tmp_path: Path) -> None:
     assert read(path, "csv") == [(2, {"prompt": 'a "b"\nc', "completion": "d"}), (5, {"prompt": "e", "completion": "f"})]
 
 
-def test_csv_names_lines_that_do_not_fit(tmp_path: Path) -> None:
+def test_csv_lines_with_wrong_field_count_are_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(b'a,b\n1,2\n1,2,3\n"x" y,2\ncaf\xe9,2\n3,4\n')
     assert [(row.number, row.reason) for row in bad(path, "csv")] == [
@@ -180,7 +180,7 @@ def test_non_utf8_column_name_is_reported_once(tmp_path: Path) -> None:
     assert "the names of its columns are not UTF-8" in found.message
 
 
-def test_a_quote_that_is_never_closed_is_not_one_bad_row(tmp_path: Path) -> None:
+def test_unclosed_quote_is_one_error_with_its_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text('a,b\n1,2\n"open,5\n6,7\n8,9\n')
     found = problem(path, "csv")
@@ -214,7 +214,7 @@ def test_blank_lines_above_the_names_of_the_columns_are_skipped(tmp_path: Path, 
     assert problem(path, kind).where.line == 2
 
 
-def test_tsv_names_lines_that_do_not_fit(tmp_path: Path) -> None:
+def test_tsv_lines_with_wrong_field_count_are_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.tsv"
     path.write_bytes(b"a\tb\n1\t2\t3\ncaf\xe9\t2\n3\t4\n")
     assert [(row.number, row.reason) for row in bad(path, "tsv")] == [
@@ -240,7 +240,7 @@ class Batch:
         return [{"text": "x" * length} for length in self.lengths]
 
 
-def test_long_rows_become_python_objects_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_are_converted_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow_rows, "BATCH_BYTES", 10_000)
     lengths = [10] * 500 + [4_000] * 20 + [50_000, 10, 10]
     parts: list[list[int]] = []
@@ -272,7 +272,7 @@ def test_text_file_yields_one_row_per_non_blank_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format_", ["file", "stream"])
-def test_arrow_is_read_in_both_formats_and_refused_when_cut(tmp_path: Path, format_: str) -> None:
+def test_arrow_file_and_stream_are_read_and_truncation_refused(tmp_path: Path, format_: str) -> None:
     import pyarrow as pa
 
     path = tmp_path / "rows.arrow"
@@ -287,7 +287,7 @@ def test_arrow_is_read_in_both_formats_and_refused_when_cut(tmp_path: Path, form
     problem(path, "arrow")
 
 
-def test_parquet_names_the_row_group_that_is_damaged(tmp_path: Path) -> None:
+def test_damaged_parquet_row_group_is_named(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -314,13 +314,13 @@ def test_parquet_names_the_row_group_that_is_damaged(tmp_path: Path) -> None:
     ],
     ids=["cut-gzip", "broken-gzip", "zstd", "utf-16", "parquet"],
 )
-def test_a_file_that_is_something_else_is_refused_with_the_reason(tmp_path: Path, contents: bytes, says: str) -> None:
+def test_file_of_another_kind_is_refused_with_reason(tmp_path: Path, contents: bytes, says: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(contents)
     assert says in problem(path).message
 
 
-def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.mkdir()
     assert "directory" in problem(path).message.lower()

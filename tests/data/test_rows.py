@@ -40,7 +40,7 @@ def test_chunks_are_bounded_by_rows_and_by_bytes() -> None:
     assert len(chunks) < 20
 
 
-def test_the_bytes_of_nested_rows_and_of_ids_are_counted() -> None:
+def test_content_bytes_count_nested_rows_and_ids() -> None:
     chat = {"messages": [{"role": "user", "content": "x" * 5000}] * 10, "id": 3}
     assert 50_000 < content_bytes(chat) < 51_000
     assert content_bytes({"input_ids": list(range(1000)), "none": []}) > 8_000
@@ -62,7 +62,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 @pytest.mark.slow
-def test_the_peak_of_tokenising_does_not_grow_with_the_number_of_long_rows(tmp_path: Path) -> None:
+def test_tokenising_peak_memory_does_not_grow_with_long_rows(tmp_path: Path) -> None:
     """Rows of 1 MB, of which 1,000 once made a chunk; sixteen more of them took 460 MiB."""
     peaks: list[int] = []
     for rows in (4, 20):

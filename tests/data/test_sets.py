@@ -42,25 +42,25 @@ def test_split_cuts_into_pieces_and_loses_nothing_but_first_tokens() -> None:
     assert found.split == 1
 
 
-def test_a_piece_of_one_token_has_no_target_and_is_left_out() -> None:
+def test_one_token_piece_is_dropped() -> None:
     found = cut_at(4, examples_of(5), "split")
     assert found.segments.tolist() == [[0, 4]]
     assert found.emptied.tolist() == [], "the example itself is still trained"
 
 
-def test_drop_leaves_out_and_names() -> None:
+def test_drop_removes_and_lists_rows() -> None:
     found = cut_at(4, examples_of(3, 10), "drop")
     assert found.segments.tolist() == [[0, 3]]
     assert found.dropped.tolist() == [[0, 2]]
 
 
-def test_an_example_that_lost_its_trained_part_in_the_cut_is_left_out_and_named() -> None:
+def test_example_without_targets_after_truncation_is_dropped_and_listed() -> None:
     found = cut_at(4, examples_of(3, 10), "truncate", untrained=(3, 4, 5, 6, 7))
     assert found.segments.tolist() == [[0, 3]]
     assert found.emptied.tolist() == [[0, 2]]
 
 
-def test_error_names_the_rows_and_the_longest() -> None:
+def test_overlong_error_names_rows_and_longest() -> None:
     two = examples_of(3, 10, 4, 5)
     two.origins[3] = (1, 7)
     with pytest.raises(
@@ -73,7 +73,7 @@ def test_error_names_the_rows_and_the_longest() -> None:
     assert str(caught.value.problems[0].where) == "a.jsonl:2"
 
 
-def test_each_source_follows_its_own_rule() -> None:
+def test_overlong_is_applied_per_source() -> None:
     found = cut_at(4, examples_of(6, 6, sources=[0, 1]), "split", "drop")
     assert found.segments.tolist() == [[0, 4], [4, 2]]
 
@@ -81,7 +81,7 @@ def test_each_source_follows_its_own_rule() -> None:
 HASHES = np.random.default_rng(0).integers(0, 2**64, 10_000, dtype=np.uint64)
 
 
-def test_a_fraction_is_chosen_by_content_so_rows_can_be_added_and_moved() -> None:
+def test_held_out_fraction_depends_on_content_only() -> None:
     chosen = held_out(HASHES, EvalFraction(fraction=0.1))
     assert 0.08 < chosen.mean() < 0.12
     moved = np.random.default_rng(1).permutation(len(HASHES))
@@ -90,7 +90,7 @@ def test_a_fraction_is_chosen_by_content_so_rows_can_be_added_and_moved() -> Non
     assert (held_out(HASHES, EvalFraction(fraction=0.2)) >= chosen).all(), "a larger fraction keeps what was held out"
 
 
-def test_a_number_of_rows_is_met_and_equal_rows_stay_together() -> None:
+def test_held_out_row_count_is_exact_and_duplicates_stay_together() -> None:
     assert held_out(HASHES, EvalRows(rows=500)).sum() == 500
     twice = np.concatenate([HASHES, HASHES])
     chosen = held_out(twice, EvalRows(rows=500))
@@ -112,7 +112,7 @@ def test_without_weights_each_row_is_drawn_once() -> None:
     assert counts([10, 30], [None, None]) == [10, 30]
 
 
-def test_all_exhausted_repeats_the_source_that_is_too_small() -> None:
+def test_all_exhausted_repeats_smaller_source() -> None:
     assert counts([10, 30], [0.5, 0.5]) == [30, 30]
     assert counts([10, 30], [3.0, 1.0]) == [90, 30]
 
@@ -142,6 +142,6 @@ def test_every_row_is_drawn_before_any_repeats() -> None:
     assert times.sum() == 50
 
 
-def test_a_weight_for_some_sources_alone_is_refused() -> None:
+def test_weights_on_some_sources_only_are_refused() -> None:
     with pytest.raises(FsdpTuneError, match="others do not"):
         counts([10, 10], [1.0, None])

@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_file_a_directory_and_a_glob(folder: Path) -> None:
+def test_file_directory_and_glob_sources(folder: Path) -> None:
     assert texts(source(folder / "a.jsonl")) == ["a1", "a2"]
     assert texts(source(folder)) == ["a1", "a2", "b1"]
     assert texts(source(folder / "[b]*.jsonl")) == ["b1"]
@@ -71,7 +71,7 @@ def test_file_names_determine_the_splits_of_a_directory(tmp_path: Path) -> None:
     assert problem(tmp_path, split="test").hint == "its splits are: train, validation"
 
 
-def test_a_saved_data_set_and_its_splits(tmp_path: Path) -> None:
+def test_saved_data_set_has_splits(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     rows = datasets.Dataset.from_dict({"text": [f"row {index}" for index in range(5)]})
@@ -86,7 +86,7 @@ def test_a_saved_data_set_and_its_splits(tmp_path: Path) -> None:
     assert problem(tmp_path / "one").code == "data-unreadable"
 
 
-def test_the_content_of_a_data_set_without_files_is_that_of_its_rows(tmp_path: Path) -> None:
+def test_digest_of_in_memory_data_set_covers_rows(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     sets = [datasets.Dataset.from_dict({"text": [text]}) for text in ("one", "two")]
     first, second, again = (
@@ -97,7 +97,7 @@ def test_the_content_of_a_data_set_without_files_is_that_of_its_rows(tmp_path: P
     assert first != second
 
 
-def test_the_content_of_equal_bytes_depends_on_how_they_are_read(tmp_path: Path) -> None:
+def test_digest_depends_on_reader_options(tmp_path: Path) -> None:
     for name in ("rows.jsonl", "rows.txt"):
         (tmp_path / name).write_text('{"text": "a"}\n')
     digests = FileDigests(tmp_path / "cache")
@@ -128,7 +128,7 @@ def test_unknown_file_ending_is_refused_with_the_builder(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("option", [{"split": "test"}, {"name": "main"}, {"revision": "abc"}])
-def test_keys_of_hub_data_sets_mean_nothing_for_files(folder: Path, option: dict[str, str]) -> None:
+def test_hub_keys_are_refused_for_files(folder: Path, option: dict[str, str]) -> None:
     assert next(iter(option)) in problem(folder / "a.jsonl", **option).message
 
 
@@ -141,7 +141,7 @@ def test_unreachable_hub_id_error_names_the_resource_and_alternatives(monkeypatc
     assert "hf download --repo-type dataset tatsu-lab/alpaca" in found.ways_out[1]
 
 
-def test_offline_a_missing_configuration_of_a_cached_data_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_config_of_cached_data_set_is_named_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object, **__: object) -> None:
         raise ValueError("Couldn't find cache for openai/gsm8k for config 'socratic'\nAvailable configs in the cache: ['main']")
 
@@ -153,7 +153,7 @@ def test_offline_a_missing_configuration_of_a_cached_data_set_is_named(monkeypat
     assert "data.train[0].name" in (found.hint or "")
 
 
-def test_builtin_rows_and_unknown_ones() -> None:
+def test_builtin_sources_are_read_and_unknown_ones_refused() -> None:
     assert len(list(source("builtin:arithmetic", split="test").read())) == 111
     with pytest.raises(FsdpTuneError, match="there is no `builtin:poems`"):
         source("builtin:poems")
@@ -162,6 +162,6 @@ def test_builtin_rows_and_unknown_ones() -> None:
 
 
 @pytest.mark.parametrize("ending", [*KIND_OF_SUFFIX, *COMPRESSED, ".jsonl.gz"])
-def test_name_with_a_file_ending_is_never_looked_up_on_the_hub(ending):
+def test_missing_file_name_is_not_looked_up_on_the_hub(ending):
     assert can_only_be_a_path(f"rows{ending}")
     assert not can_only_be_a_path("owner/rows")

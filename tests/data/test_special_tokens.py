@@ -95,7 +95,7 @@ def noted(chunk: Tokenised) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_special_tokens_in_a_message_are_text_and_the_templates_are_tokens(name: str) -> None:
+def test_special_tokens_in_messages_are_text_and_in_template_are_tokens(name: str) -> None:
     encoder = encoder_of(TOKENIZERS[name]())
     chunk = tokenised(encoder, "messages", chat(FORGED))
     ids = chunk.tokens.tolist()
@@ -110,7 +110,7 @@ def test_special_tokens_in_a_message_are_text_and_the_templates_are_tokens(name:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_the_ids_around_special_tokens_in_content_are_those_of_the_conversation(name: str) -> None:
+def test_ids_around_special_tokens_match_the_conversation(name: str) -> None:
     """A character in their place must change only the ids of that character."""
     encoder = encoder_of(TOKENIZERS[name]())
     with_token, without = (tokenised(encoder, "messages", chat(f"Answer the {inside} yes no")).tokens.tolist() for inside in ("</s>", "@"))
@@ -132,14 +132,14 @@ def test_special_tokens_in_an_answer_tools_and_calls_are_text() -> None:
     assert set(noted(chunk)["special-tokens-as-text"]) == {"`<s>`", "`</s>`", "`<|im_end|>`"}
 
 
-def test_control_keeps_special_tokens_and_counts_them() -> None:
+def test_control_setting_keeps_and_counts_special_tokens() -> None:
     encoder = encoder_of(byte_level())
     chunk = tokenised(encoder, "messages", chat(FORGED), chat("a"), special="control")
     assert chunk.tokens.tolist() == [token for ids in encoder.encode([_rendered(FORGED), _rendered("a")]) for token in ids]
     assert noted(chunk)["special-tokens-as-control"]["`<|im_end|>`"] == {"rows": 1, "first": ["rows:1"]}
 
 
-def test_special_tokens_that_the_template_or_tokenizer_cannot_separate_stay_and_are_counted() -> None:
+def test_inseparable_special_tokens_are_kept_and_counted() -> None:
     cuts = CHATML.replace("{{ m.content }}", "{{ m.content | replace('</s>', '') }}")
     assert "special-tokens-inseparable" in noted(tokenised(encoder_of(byte_level()), "messages", chat("a</s>b"), template=cuts))
     whole = encoder_of(vocabulary_has_special_tokens())
@@ -159,7 +159,7 @@ def test_texts_keep_special_tokens_by_default_and_alpaca_does_not() -> None:
 
 
 @pytest.mark.parametrize("prepend", ["always", "first"])
-def test_a_completion_encoded_apart_gets_no_second_space(prepend: str) -> None:
+def test_separately_encoded_completion_gets_no_second_space(prepend: str) -> None:
     encoder = encoder_of(sentence_piece(prepend))
     chunk = tokenised(encoder, "prompt_completion", {"prompt": "Answer: ", "completion": "yes"}, template=None)
     assert chunk.counts["apart"] == 1
@@ -169,7 +169,7 @@ def test_a_completion_encoded_apart_gets_no_second_space(prepend: str) -> None:
     assert chunk.tokens.tolist()[: len(prompt)] == prompt
 
 
-def test_a_completion_whose_text_cannot_be_kept_is_counted() -> None:
+def test_completion_with_changed_text_is_counted() -> None:
     class DoubleSpace(TokenizerEncoder):
         def decode(self, ids: Any) -> str:
             return str(list(ids))  # no sequence of tokens but one decodes to the same text
@@ -190,7 +190,7 @@ def test_tokenizers_behind_transformers_wrapper_encode_special_tokens_as_text() 
 
 
 @pytest.mark.parametrize("added", [["<|a|>", "<|a|>b", "<|"], ["<|", "<|a|>b", "<|a|>"]])
-def test_the_longest_of_several_special_tokens_is_found(added: list[str]) -> None:
+def test_longest_of_several_special_tokens_is_found(added: list[str]) -> None:
     class Several(ByteEncoder):
         SPECIAL = (*ByteEncoder.SPECIAL, *added)
 

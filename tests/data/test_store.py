@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_packed_row_is_its_examples_and_never_trains_a_first_token(store: Path) -> None:
+def test_packed_row_concatenates_examples_and_masks_first_tokens(store: Path) -> None:
     row = RowStore(store / "train")[0]
     assert row.input_ids.tolist() == [30, 31, 32, 33, 10, 11, 12]
     assert row.labels.tolist() == [-100, 31, -100, 33, -100, 11, 12]
@@ -37,7 +37,7 @@ def test_a_packed_row_is_its_examples_and_never_trains_a_first_token(store: Path
     assert row.input_ids.dtype == row.labels.dtype == np.int32
 
 
-def test_rows_know_their_lengths_and_where_they_came_from(store: Path) -> None:
+def test_store_returns_row_lengths_and_origins(store: Path) -> None:
     rows = RowStore(store / "train")
     assert len(rows) == 2
     assert rows.lengths.tolist() == [7, 2]
@@ -47,7 +47,7 @@ def test_rows_know_their_lengths_and_where_they_came_from(store: Path) -> None:
         rows[2]
 
 
-def test_a_store_travels_to_another_process_as_its_path(store: Path) -> None:
+def test_store_pickles_as_its_path(store: Path) -> None:
     packed = pickle.dumps(RowStore(store / "train"))
     assert len(packed) < 500
     assert pickle.loads(packed)[1].input_ids.tolist() == [20, 21]
@@ -78,7 +78,7 @@ def row(*lengths: int, trained: bool = True) -> Row:
     return Row(ids, labels, lengths, 0)
 
 
-def test_a_batch_is_as_wide_as_its_longest_row_rounded_up() -> None:
+def test_batch_width_is_longest_row_rounded_up() -> None:
     batch = collate([row(5), row(9)], pad_token_id=0, multiple_of=8)
     assert set(batch) == {"input_ids", "labels"}
     assert batch["input_ids"].shape == (2, 16)
@@ -87,7 +87,7 @@ def test_a_batch_is_as_wide_as_its_longest_row_rounded_up() -> None:
     assert batch["input_ids"].dtype == batch["labels"].dtype == np.int64
 
 
-def test_the_width_never_exceeds_max_length() -> None:
+def test_width_never_exceeds_max_length() -> None:
     assert padded_width([row(9)], 8) == 16
     assert padded_width([row(9)], 8, max_length=10) == 10
 
@@ -110,7 +110,7 @@ def test_cumulative_lengths_cover_the_flattened_batch() -> None:
     assert cumulative_lengths([row(8)], 8).dtype == np.int32
 
 
-def test_no_rows_give_one_row_that_trains_nothing() -> None:
+def test_empty_batch_is_one_padding_row() -> None:
     batch = collate([], pad_token_id=3, multiple_of=8)
     assert batch["input_ids"].tolist() == [[3] * 8]
     assert batch["labels"].tolist() == [[IGNORE_INDEX] * 8]

@@ -34,13 +34,13 @@ def stores(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "cache" / "data").iterdir() if not path.name.endswith((".lock", ".json")))
 
 
-def test_the_same_data_are_prepared_once(tmp_path: Path, rows: Path) -> None:
+def test_identical_data_are_prepared_once(tmp_path: Path, rows: Path) -> None:
     first, second = prepared(tmp_path, rows), prepared(tmp_path, rows, num_proc=3, shuffle=False, pad_to_multiple_of=1)
     assert (first.reused, second.reused) == (False, True)
     assert first.path == second.path
 
 
-def test_a_file_that_moved_is_the_same_data(tmp_path: Path, rows: Path) -> None:
+def test_moved_file_reuses_cache_entry(tmp_path: Path, rows: Path) -> None:
     first = prepared(tmp_path, rows)
     moved = rows.rename(tmp_path / "moved.jsonl")
     assert prepared(tmp_path, moved).reused
@@ -60,18 +60,18 @@ def test_a_file_that_moved_is_the_same_data(tmp_path: Path, rows: Path) -> None:
     ],
     ids=str,
 )
-def test_whatever_changes_rows_changes_the_key(tmp_path: Path, rows: Path, change: dict[str, Any]) -> None:
+def test_cache_key_changes_with_every_row_changing_setting(tmp_path: Path, rows: Path, change: dict[str, Any]) -> None:
     assert prepared(tmp_path, rows).key != prepared(tmp_path, rows, **change).key
 
 
-def test_the_tokenizer_and_its_template_change_the_key(tmp_path: Path, rows: Path) -> None:
+def test_tokenizer_and_its_template_change_the_key(tmp_path: Path, rows: Path) -> None:
     keys = {
         prepared(tmp_path, rows, encoder=encoder).key for encoder in (ByteEncoder(), ByteEncoder(merges=["12"]), ByteEncoder(template="t"))
     }
     assert len(keys) == 3
 
 
-def test_another_eval_set_leaves_the_training_key_alone(tmp_path: Path, rows: Path) -> None:
+def test_eval_set_does_not_change_training_key(tmp_path: Path, rows: Path) -> None:
     """A resumed run may be evaluated on more; it must be trained on the same."""
     first = prepared(tmp_path, rows)
     second = prepared(tmp_path, rows, eval=[{"path": str(rows), "label": "more"}])
@@ -79,7 +79,7 @@ def test_another_eval_set_leaves_the_training_key_alone(tmp_path: Path, rows: Pa
     assert first.path != second.path
 
 
-def test_changed_file_is_prepared_again_and_old_data_are_kept_for_their_runs(tmp_path: Path, rows: Path) -> None:
+def test_changed_file_gets_new_entry_and_old_one_is_kept(tmp_path: Path, rows: Path) -> None:
     first = prepared(tmp_path, rows)
     before = rows.stat()
     rows.write_text(rows.read_text().replace("12", "21"))
@@ -97,7 +97,7 @@ def read_by_digest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_an_unchanged_file_is_hashed_once(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_file_is_hashed_once(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = read_by_digest(monkeypatch)
     monkeypatch.setattr(digests, "SETTLED_SECONDS", -10.0)
     first = prepared(tmp_path, rows)
@@ -109,7 +109,7 @@ def test_an_unchanged_file_is_hashed_once(tmp_path: Path, rows: Path, monkeypatc
 
 
 @pytest.mark.parametrize("how", ["in place", "replaced"])
-def test_a_change_that_keeps_size_and_modification_time_is_noticed(
+def test_change_that_keeps_size_and_modification_time_is_noticed(
     tmp_path: Path, rows: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(digests, "SETTLED_SECONDS", -10.0)
@@ -124,7 +124,7 @@ def test_a_change_that_keeps_size_and_modification_time_is_noticed(
     assert prepared(tmp_path, rows).key != first.key
 
 
-def test_a_file_written_just_before_it_is_hashed_is_hashed_again(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recently_written_file_is_hashed_again(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within one tick of the file system's clock a second write of the same size leaves the same times."""
     hashed = read_by_digest(monkeypatch)
     prepared(tmp_path, rows)
@@ -132,7 +132,7 @@ def test_a_file_written_just_before_it_is_hashed_is_hashed_again(tmp_path: Path,
     assert hashed == ["rows.jsonl"] * 2
 
 
-def test_damaged_memory_of_digests_costs_a_hash_and_nothing_else(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_digest_cache_only_costs_rehashing(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "SETTLED_SECONDS", -10.0)
     first = prepared(tmp_path, rows)
     (record,) = (tmp_path / "cache" / "digests").iterdir()
@@ -151,7 +151,7 @@ def test_verification_rebuilds_a_store_with_flipped_bits(tmp_path: Path, rows: P
     assert rows_of(again)[0].input_ids[0] == ord("0")
 
 
-def test_saved_data_sets_that_fit_into_memory_do_not_share_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_memory_data_sets_have_separate_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     monkeypatch.setattr("datasets.config.IN_MEMORY_MAX_SIZE", 1 << 30)
@@ -162,7 +162,7 @@ def test_saved_data_sets_that_fit_into_memory_do_not_share_an_entry(tmp_path: Pa
     assert rows_of(first)[0].input_ids.tolist() != rows_of(second)[0].input_ids.tolist()
 
 
-def test_a_file_that_is_written_to_while_it_is_read_is_refused(tmp_path: Path, rows: Path) -> None:
+def test_file_modified_while_read_is_refused(tmp_path: Path, rows: Path) -> None:
     class Writing(ByteEncoder):
         def encode(self, texts: list[str]) -> list[list[int]]:
             with open(rows, "a") as file:
@@ -174,7 +174,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_refused(tmp_path: Path, r
     assert stores(tmp_path) == []
 
 
-def test_a_damaged_store_is_built_again(tmp_path: Path, rows: Path) -> None:
+def test_damaged_store_is_built_again(tmp_path: Path, rows: Path) -> None:
     first = prepared(tmp_path, rows)
     with open(Path(first.path) / "tokens.int32", "ab") as file:
         file.write(b"x")
@@ -228,7 +228,7 @@ def failing_disks(monkeypatch: pytest.MonkeyPatch) -> Iterator[FailingDisk]:
             return
 
 
-def test_a_disk_that_fails_at_any_operation_leaves_no_half_store(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_failure_at_any_operation_leaves_no_partial_store(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = 0
     for _ in failing_disks(monkeypatch):
         try:
@@ -279,7 +279,7 @@ for fail_at in map(int, sys.argv[3:]):
 """
 
 
-def test_a_process_that_is_killed_at_any_operation_leaves_no_half_store_and_the_next_one_cleans_up(tmp_path: Path, rows: Path) -> None:
+def test_kill_at_any_operation_leaves_no_partial_store_and_is_cleaned_up(tmp_path: Path, rows: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), str(rows), *map(str, range(1, 200))],
         capture_output=True,
@@ -313,7 +313,7 @@ print(found.reused, found.train_rows)
 """
 
 
-def test_of_two_processes_at_once_one_builds_and_the_other_reuses(tmp_path: Path, rows: Path) -> None:
+def test_concurrent_processes_build_one_store(tmp_path: Path, rows: Path) -> None:
     start = time.time() + 2.0
     command = [sys.executable, "-c", RACING, str(tmp_path), str(rows), str(start)]
     racers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]

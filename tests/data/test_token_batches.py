@@ -32,7 +32,7 @@ def slots_of(lengths: Int64, budget: TokenBudget) -> int:
 
 
 @given(some_lengths, budgets, sizes)
-def test_each_row_is_in_one_micro_batch_that_keeps_the_budget(lengths: Int64, budget: TokenBudget, dp_size: int) -> None:
+def test_each_row_is_in_one_micro_batch_within_budget(lengths: Int64, budget: TokenBudget, dp_size: int) -> None:
     cut = token_micro_batches(lengths, budget, dp_size)
     assert all(len(ranks) == dp_size for ranks in cut), "every rank takes part in every micro-step"
     assert sorted(index for ranks in cut for taken in ranks for index in taken) == list(range(len(lengths)))
@@ -40,14 +40,14 @@ def test_each_row_is_in_one_micro_batch_that_keeps_the_budget(lengths: Int64, bu
 
 
 @given(some_lengths, budgets, sizes)
-def test_a_rank_has_no_rows_only_where_there_are_too_few(lengths: Int64, budget: TokenBudget, dp_size: int) -> None:
+def test_rank_is_empty_only_with_too_few_rows(lengths: Int64, budget: TokenBudget, dp_size: int) -> None:
     cut = token_micro_batches(lengths, budget, dp_size)
     empty = sum(1 for ranks in cut for taken in ranks if not len(taken))
     assert empty == max(0, len(cut) * dp_size - len(lengths))
 
 
 @given(some_lengths, budgets, sizes)
-def test_no_step_exceeds_the_memory_of_rows_of_the_greatest_length(lengths: Int64, budget: TokenBudget, dp_size: int) -> None:
+def test_micro_step_count_is_bounded_by_full_length_rows(lengths: Int64, budget: TokenBudget, dp_size: int) -> None:
     """The places of a step, the accumulation that is printed and the time that is planned rest on it."""
     assert len(token_micro_batches(lengths, budget, dp_size)) <= -(-len(lengths) // (budget.slots // MAX_LENGTH * dp_size))
 
@@ -63,21 +63,21 @@ def partitions(rows: list[int]) -> Iterator[list[list[int]]]:
 
 
 @given(st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=6), budgets, st.integers(1, 2))
-def test_no_way_to_cut_the_rows_needs_fewer_micro_steps(lengths: list[int], budget: TokenBudget, dp_size: int) -> None:
+def test_micro_step_count_is_minimal(lengths: list[int], budget: TokenBudget, dp_size: int) -> None:
     widths = dict(zip(lengths, budget.widths(np.array(lengths)), strict=True))
     fits = (parts for parts in partitions(lengths) if all(len(part) * widths[max(part)] <= budget.slots for part in parts))
     fewest = min(len(parts) for parts in fits)
     assert len(token_micro_batches(np.array(lengths), budget, dp_size)) == -(-fewest // dp_size)
 
 
-def test_the_cut_is_the_same_for_ever() -> None:
+def test_token_micro_batches_are_fixed_across_versions() -> None:
     """Ranks cut by themselves: with another answer on one of them the others would wait for it."""
     lengths = np.array([3, 40, 9, 9, 17, 31, 2, 40, 5, 12])
     cut = token_micro_batches(lengths, TokenBudget(80, 8, 40), 2)
     assert [[taken.tolist() for taken in ranks] for ranks in cut] == [[[1, 7], [5, 4]], [[9, 2, 3], [8, 0, 6]]]
 
 
-def test_a_row_beyond_the_budget_is_an_error_and_no_endless_loop() -> None:
+def test_row_beyond_budget_raises() -> None:
     with pytest.raises(ValueError, match="a row of 41 token slots exceeds the budget of 40"):
         token_micro_batches(np.array([41]), TokenBudget(40, 8, 40), 1)
 

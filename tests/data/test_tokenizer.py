@@ -53,7 +53,7 @@ def tokenised(chat: Chat, template: str, encoder: TokenizerEncoder) -> ChatToken
     return rendered.tokens(encoder.encode(rendered.pieces), encoder, append_eos=True)
 
 
-def test_the_builtin_tokenizer_is_an_ordinary_one_when_saved(tmp_path: Path) -> None:
+def test_saved_builtin_tokenizer_loads_with_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = tokenizer_of(recipe())
@@ -69,7 +69,7 @@ def test_the_builtin_tokenizer_is_an_ordinary_one_when_saved(tmp_path: Path) -> 
     assert again.apply_chat_template(chat, tokenize=False) == "<|user|>one plus one is<|end|><|assistant|>two<|endoftext|>"
 
 
-def test_the_builtin_template_trains_answers() -> None:
+def test_builtin_template_trains_answers() -> None:
     encoder = load_encoder(recipe())
     messages = [{"role": "user", "content": "one plus one is"}, {"role": "assistant", "content": " two"}]
     assert encoder.chat_template is not None
@@ -131,13 +131,13 @@ def test_tokens_are_added_and_can_be_end_and_padding() -> None:
     assert len(tokenizer("<|new|>").input_ids) == 1
 
 
-def test_a_token_that_is_not_there_gets_the_close_matches() -> None:
+def test_unknown_token_error_suggests_close_matches() -> None:
     found = problem(recipe(tokens={"eos": "<|endoftxt|>"}))
     assert found.code == "unknown-token"
     assert "did you mean `<|endoftext|>`" in (found.hint or "")
 
 
-def test_the_recipes_template_is_saved_with_the_tokenizer(tmp_path: Path) -> None:
+def test_recipes_template_is_saved_with_the_tokenizer(tmp_path: Path) -> None:
     assert tokenizer_of(recipe(template="chatml")).chat_template == BUNDLED["chatml"]
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
     assert tokenizer_of(recipe(template=str(tmp_path / "mine.jinja"))).chat_template == "{{ messages }}"
@@ -156,7 +156,7 @@ def test_bundled_templates_are_prefix_stable(template: str) -> None:
     assert trained.endswith("<|endoftext|>")
 
 
-def test_a_run_directory_gives_the_tokenizer_of_its_model(tmp_path: Path) -> None:
+def test_run_directory_gives_the_tokenizer_of_its_model(tmp_path: Path) -> None:
     saved(tmp_path / "run" / "model", eos_token="<|endoftext|>", pad_token="<|pad|>")
     (tmp_path / "run" / "checkpoint-5").mkdir()
     for path in (tmp_path / "run", tmp_path / "run" / "checkpoint-5"):
@@ -175,7 +175,7 @@ def test_missing_tokenizer_is_distinguished_from_unreachable_hub(tmp_path: Path)
     assert problem(recipe(tmp_path)).code == "tokenizer-unreadable"
 
 
-def test_no_network_is_known_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_network_is_detected_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -185,14 +185,14 @@ def test_no_network_is_known_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None
     assert not hub.hub_is_reachable.__wrapped__()
 
 
-def test_the_encoder_is_the_tokenizer_without_special_tokens_and_travels() -> None:
+def test_encoder_equals_tokenizer_without_special_tokens_and_pickles() -> None:
     encoder = pickle.loads(pickle.dumps(load_encoder(recipe())))
     texts = ["one plus two", "", "x<|endoftext|>"]
     assert encoder.encode(texts) == tokenizer_of(recipe())(texts, add_special_tokens=False)["input_ids"]
     assert encoder.digest == load_encoder(recipe()).digest
 
 
-def test_a_beginning_of_sequence_that_the_tokenizer_adds_is_its_prefix(tmp_path: Path) -> None:
+def test_bos_added_by_tokenizer_is_its_prefix(tmp_path: Path) -> None:
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 

@@ -51,7 +51,7 @@ def test_complete_template_gives_no_notes(template: str) -> None:
     )
 
 
-def test_arguments_as_json_text_are_found_raw_and_quoted() -> None:
+def test_json_text_arguments_are_found_raw_and_quoted() -> None:
     function = {"name": "get_weather", "arguments": json.dumps(ARGUMENTS)}
     call = CALL | {"tool_calls": [{"function": function}]}
     assert notes(AS_JSON, USER, call) == []
@@ -59,7 +59,7 @@ def test_arguments_as_json_text_are_found_raw_and_quoted() -> None:
 
 
 @pytest.mark.parametrize("trained", [True, None])
-def test_a_trained_tool_call_that_the_template_ignores_is_refused(trained: bool | None) -> None:
+def test_trained_tool_call_that_the_template_ignores_is_refused(trained: bool | None) -> None:
     assert refused(CHATML, USER, CALL, trained=trained) == "message 2: the chat template omits 'get_weather'"
     assert "omits 'city'" in refused(AS_NAME, USER, CALL, trained=trained)
 
@@ -74,12 +74,12 @@ def test_reasoning_that_the_template_cuts_from_a_trained_answer_is_refused() -> 
     assert "omits 'It is June" in refused(cut, USER, {"role": "assistant", "content": "It is June.</think>Sunny."})
 
 
-def test_an_answer_is_not_found_in_the_question() -> None:
+def test_text_of_the_question_is_not_taken_for_the_answer() -> None:
     silent = CHATML.replace("{{ m.content }}", "{% if m.role == 'user' %}{{ m.content }}{% endif %}")
     assert "omits 'Rome?'" in refused(silent, USER, {"role": "assistant", "content": "Rome?"})
 
 
-def test_a_part_of_the_answer_that_the_generation_prompt_supplies_is_rendered() -> None:
+def test_answer_part_in_generation_prompt_counts_as_rendered() -> None:
     thinking = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
@@ -87,7 +87,7 @@ def test_a_part_of_the_answer_that_the_generation_prompt_supplies_is_rendered() 
     assert notes(thinking, USER, {"role": "assistant", "content": "<think>June.</think>Sunny."}) == []
 
 
-def test_context_that_is_not_rendered_is_noted() -> None:
+def test_unrendered_context_gives_a_note() -> None:
     no_system = CHATML.replace("for m in messages", "for m in messages if m.role != 'system'")
     assert notes(no_system, {"role": "system", "content": "Be brief."}, USER, ANSWER) == ["content of `system` messages"]
     assert notes(CHATML, USER, CALL, trained=False) == ["tool calls of `assistant` messages"]

@@ -22,7 +22,7 @@ def ways(tmp_path: Path, moment: Moment, *overrides: str) -> list[str]:
     return [way.split(":")[0] for way in device_problem(resolved(tmp_path, *overrides), moment).ways_out]
 
 
-def test_torchs_message_is_read() -> None:
+def test_sizes_in_torch_message_are_parsed() -> None:
     assert sizes_in(CUDA_MESSAGE) == {
         "requested": 2 * GIB,
         "capacity": round(79.10 * GIB),
@@ -33,13 +33,13 @@ def test_torchs_message_is_read() -> None:
     assert sizes_in("CUDA error: out of memory") == {}
 
 
-def test_live_allocations_add_up_and_the_largest_is_first() -> None:
+def test_live_components_are_sorted_and_sum_to_allocated() -> None:
     assert MODEL_STATE.live == {"optimizer state": 30 * GIB, "gradients": 20 * GIB, "parameters": 20 * GIB, REST: 4 * GIB}
     assert ACTIVATIONS.live == {REST: 73 * GIB, "parameters": GIB}
     assert sum(MODEL_STATE.live.values()) == SIZES["allocated"]
 
 
-def test_message_has_place_size_and_holders(tmp_path: Path) -> None:
+def test_message_has_phase_size_and_components(tmp_path: Path) -> None:
     message = device_problem(resolved(tmp_path), ACTIVATIONS).message
     assert message == (
         "out of device memory in `forward`: 2.00 GiB requested on a device with 80.00 GiB; "
@@ -47,7 +47,7 @@ def test_message_has_place_size_and_holders(tmp_path: Path) -> None:
     )
 
 
-def test_activations_are_made_fewer_first(tmp_path: Path) -> None:
+def test_activation_changes_are_suggested_first(tmp_path: Path) -> None:
     assert ways(tmp_path, ACTIVATIONS, "training.per_device_train_batch_size=8", "precision.mixed_precision=no") == [
         "training.per_device_train_batch_size",
         "fsdp.activation_checkpointing",
@@ -55,29 +55,29 @@ def test_activations_are_made_fewer_first(tmp_path: Path) -> None:
     ]
 
 
-def test_of_a_token_budget_the_half_is_proposed(tmp_path: Path) -> None:
+def test_token_budget_suggestion_is_half(tmp_path: Path) -> None:
     keys = ("data.max_length=512", "training.global_batch_size=64", "training.per_device_train_batch_tokens=2560")
     assert ways(tmp_path, ACTIVATIONS, *keys)[0] == "training.per_device_train_batch_tokens"
     assert "training.per_device_train_batch_tokens: 1024 (now 2560)" in str(device_problem(resolved(tmp_path, *keys), ACTIVATIONS).ways_out)
 
 
-def test_state_is_split_before_anything_else_where_it_is_largest(tmp_path: Path) -> None:
+def test_sharding_is_suggested_first_if_state_is_largest(tmp_path: Path) -> None:
     found = ways(tmp_path, MODEL_STATE, "fsdp.sharding_strategy=SHARD_GRAD_OP", "training.per_device_train_batch_size=8")
     assert found == ["fsdp.sharding_strategy", "fsdp.offload_params", "training.per_device_train_batch_size"]
 
 
-def test_keys_that_are_set_are_not_proposed(tmp_path: Path) -> None:
+def test_keys_already_set_are_not_suggested(tmp_path: Path) -> None:
     keys = ("fsdp.activation_checkpointing=full", "training.per_device_train_batch_size=1", "precision.mixed_precision=bf16")
     found = ways(tmp_path, ACTIVATIONS, *keys)
     assert found == ["fsdp.activation_checkpointing_offload", "data.max_length", "fsdp.offload_params"]
 
 
-def test_there_are_always_three_ways(tmp_path: Path) -> None:
+def test_three_changes_are_always_suggested(tmp_path: Path) -> None:
     keys = ("fsdp.sharding_strategy=NO_SHARD", "fsdp.activation_checkpointing=full", "precision.mixed_precision=bf16", "data.max_length=1")
     assert len(ways(tmp_path, ACTIVATIONS, *keys[:3])) == 3
 
 
-def test_fragmentation_and_the_phase_come_first(tmp_path: Path) -> None:
+def test_fragmentation_and_phase_changes_come_first(tmp_path: Path) -> None:
     fragmented = Moment("forward", 3, {}, SIZES | {"unused": 20 * GIB})
     assert ways(tmp_path, fragmented)[0] == "launch.env"
     evaluating = Moment("evaluating", 3, {}, SIZES)
@@ -100,7 +100,7 @@ def test_unknown_moment_is_still_reported(tmp_path: Path) -> None:
         ("forward", ("checkpoint.async=false", "fsdp.offload_params=true"), "fsdp.offload_params"),
     ],
 )
-def test_host_memory_is_spared_by_what_fits_the_phase(tmp_path: Path, phase: str, overrides: tuple[str, ...], first: str) -> None:
+def test_host_suggestions_fit_the_phase(tmp_path: Path, phase: str, overrides: tuple[str, ...], first: str) -> None:
     problem = host_problem(resolved(tmp_path, *overrides), phase, Host(3 * GIB, GIB, 64 * GIB))
     assert problem.message == (
         f"out of host memory in `{phase}`: this rank has held up to 3.00 GiB, 1.00 GiB of the machine's 64.00 GiB are left"
@@ -116,7 +116,7 @@ def test_refused_page_locked_memory_is_named_first(tmp_path: Path) -> None:
     )
 
 
-def test_inputs_of_layers_go_to_the_host_where_all_layers_are_recomputed_and_stay_where_the_host_is_full(tmp_path: Path) -> None:
+def test_activation_offload_is_suggested_or_withdrawn_by_exhausted_memory(tmp_path: Path) -> None:
     full = ("fsdp.activation_checkpointing=full", "checkpoint.async=false")
     assert any(
         way.startswith("fsdp.activation_checkpointing_offload: true (now false)") for way in _less_activation(resolved(tmp_path, *full))

@@ -52,7 +52,7 @@ def flipped(raw: bytes, offset: int, bit: int) -> bytes:
     return bytes(changed)
 
 
-def test_every_flipped_bit_is_found(pristine: RunDir, count: Count) -> None:
+def test_every_flipped_bit_is_detected(pristine: RunDir, count: Count) -> None:
     """64 offsets of every file: the loaders of DCP, torch and safetensors say nothing to any of them."""
     draw, done = random.Random(0), 0
     checkpoint = pristine.checkpoint(ranks.SECOND)
@@ -91,7 +91,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_every_file_cut_emptied_filled_or_removed_is_found(kind: str, pristine: RunDir, count: Count) -> None:
+def test_every_truncated_emptied_or_removed_file_is_detected(kind: str, pristine: RunDir, count: Count) -> None:
     checkpoint = pristine.checkpoint(ranks.SECOND)
     names = files_of(checkpoint)
     for name in names:
@@ -112,7 +112,7 @@ def test_every_file_cut_emptied_filled_or_removed_is_found(kind: str, pristine: 
 
 
 @pytest.mark.parametrize("part", ["pytorch_model_fsdp_0", "optimizer_0", "rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"])
-def test_a_part_of_another_step_is_found(part: str, pristine: RunDir, tmp_path: Path) -> None:
+def test_file_of_another_step_is_detected(part: str, pristine: RunDir, tmp_path: Path) -> None:
     """Two halves that are whole by themselves, with all the right names and sizes."""
     run = RunDir(shutil.copytree(pristine.path, tmp_path / "run"))
     target, source = run.checkpoint(ranks.SECOND) / part, run.checkpoint(ranks.FIRST) / part
@@ -122,7 +122,7 @@ def test_a_part_of_another_step_is_found(part: str, pristine: RunDir, tmp_path: 
 
 
 @pytest.mark.parametrize("part", ["pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0", "rng_state_1.pth"])
-def test_file_replaced_by_a_link_is_found(part: str, pristine: RunDir, tmp_path: Path) -> None:
+def test_file_replaced_by_link_is_detected(part: str, pristine: RunDir, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(pristine.path, tmp_path / "run"))
     target = run.checkpoint(ranks.SECOND) / part
     moved = target.rename(tmp_path / "elsewhere")
@@ -164,7 +164,7 @@ MANIFESTS: dict[str, Callable[[dict], object]] = {
 
 
 @pytest.mark.parametrize("kind", MANIFESTS)
-def test_a_manifest_that_does_not_fit_makes_no_checkpoint(kind: str, pristine: RunDir, tmp_path: Path) -> None:
+def test_mismatched_manifest_is_not_a_checkpoint(kind: str, pristine: RunDir, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(pristine.path, tmp_path / "run"))
     manifest_edit(run, MANIFESTS[kind])
     expect_older(run, MANIFEST_NAME, kind)
@@ -172,7 +172,7 @@ def test_a_manifest_that_does_not_fit_makes_no_checkpoint(kind: str, pristine: R
 
 
 @pytest.mark.parametrize("fact", ["step", "world_size", "recipe_digest", "no digest"])
-def test_changed_digit_in_the_facts_of_a_manifest_is_found(fact: str, pristine: RunDir, tmp_path: Path) -> None:
+def test_changed_manifest_field_is_detected(fact: str, pristine: RunDir, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(pristine.path, tmp_path / "run"))
     path = run.checkpoint(ranks.SECOND) / MANIFEST_NAME
     document = json.loads(path.read_text())
@@ -204,7 +204,7 @@ EXTRAS = (
 )
 
 
-def test_files_that_came_later_are_neither_read_nor_in_the_way(pristine: RunDir, tmp_path: Path, forks: ForkServer) -> None:
+def test_extra_files_in_checkpoint_are_ignored(pristine: RunDir, tmp_path: Path, forks: ForkServer) -> None:
     """A stale shard among them, of a rank that this world does not have."""
     run = RunDir(shutil.copytree(pristine.path, tmp_path / "run"))
     for name in EXTRAS:
@@ -212,7 +212,7 @@ def test_files_that_came_later_are_neither_read_nor_in_the_way(pristine: RunDir,
     assert forks.values(2, ranks.come_back, [run.path]) == [[(ranks.SECOND, True)]] * 2
 
 
-def test_read_only_copy_without_times_resumes(pristine: RunDir, tmp_path: Path, forks: ForkServer) -> None:
+def test_read_only_copy_without_mtimes_resumes(pristine: RunDir, tmp_path: Path, forks: ForkServer) -> None:
     run = RunDir(tmp_path / "elsewhere" / "of another name")
     shutil.copytree(pristine.path, run.path, copy_function=shutil.copyfile)
     for path in run.checkpoint(ranks.SECOND).rglob("*"):
@@ -230,7 +230,7 @@ def test_lookalike_directory_is_not_a_checkpoint(name: str, pristine: RunDir, tm
 
 
 @pytest.mark.parametrize("kind", ["link", "link to itself", "file", "renamed"])
-def test_name_that_is_not_a_directory_of_its_step_is_reported(kind: str, pristine: RunDir, tmp_path: Path) -> None:
+def test_misnamed_checkpoint_directory_is_reported(kind: str, pristine: RunDir, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(pristine.path, tmp_path / "run"))
     late = run.checkpoint(30)
     if kind == "link":

@@ -123,7 +123,7 @@ def test_rotation_deletes_only_own_checkpoints_and_never_the_newest(protected: s
     assert (outside / "thesis").read_text() == "x"
 
 
-def test_leftovers_of_five_crashes_go_and_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_leftovers_are_removed_and_links_not_followed(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     make_checkpoint(run, 10)
     for pid in range(5):
@@ -173,7 +173,7 @@ def _cases(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_resumed_run_killed_while_its_files_are_renewed_can_be_resumed(every: int, tmp_path: Path, count: Count) -> None:
+def test_run_killed_while_updating_its_files_resumes(every: int, tmp_path: Path, count: Count) -> None:
     """Each file is the old or the new one, and the recipe that a rank would read is one of the two."""
     old = resolved(tmp_path)
     new = resolved(tmp_path, "training.logging_steps=3", "training.learning_rate=1.0e-4")

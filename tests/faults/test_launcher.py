@@ -50,7 +50,7 @@ def process_of(whole: list[psutil.Process], who: str) -> psutil.Process:
 
 
 @pytest.mark.parametrize("who", ["command", "accelerate"])
-def test_nothing_is_left_five_seconds_after_a_launcher_is_killed(who: str, tmp_path: Path) -> None:
+def test_no_process_survives_killed_launcher_for_five_seconds(who: str, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     command = start(tmp_path)
     whole: list[psutil.Process] = []

@@ -33,7 +33,7 @@ def outcome(run: RunDir, rank: int) -> dict[str, Any]:
     "what", ["NaN in a gradient", pytest.param("infinite gradient", marks=slow), pytest.param("infinite weight", marks=slow)]
 )
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=slow)])
-def test_nan_or_infinity_on_one_rank_stops_all_before_the_update(rank: int, what: str, training: Training) -> None:
+def test_nonfinite_gradient_on_one_rank_stops_all_before_the_update(rank: int, what: str, training: Training) -> None:
     run = training.new()
     training.attempt(run, sabotage=[(what, rank, 4)])
     for each in range(2):
@@ -69,7 +69,7 @@ def test_out_of_memory_error_names_rank_and_memory(rank: int, what: str, code: i
 
 @slow
 @pytest.mark.parametrize("what", ["loader raises", "loader dies"])
-def test_loader_that_fails_in_a_worker_ends_the_run(what: str, forks: ForkServer) -> None:
+def test_failing_loader_worker_ends_the_run(what: str, forks: ForkServer) -> None:
     training = Training(forks, changes={"training": {"dataloader_num_workers": 1}})
     run = training.new()
     ends = training.attempt(run, sabotage=[(what, 1, 0)])
@@ -87,7 +87,7 @@ def test_loader_that_fails_in_a_worker_ends_the_run(what: str, forks: ForkServer
 
 
 @slow
-def test_a_run_with_loader_processes_that_is_resumed_between_two_epochs_loses_nothing(forks: ForkServer) -> None:
+def test_resume_between_epochs_with_loader_workers_loses_no_rows(forks: ForkServer) -> None:
     training = Training(forks, changes={"training": {"dataloader_num_workers": 1}})
     run = training.new()
     training.attempt(run, [Happening(1, "forward", 8)])
@@ -97,7 +97,7 @@ def test_a_run_with_loader_processes_that_is_resumed_between_two_epochs_loses_no
 
 
 @pytest.mark.parametrize("step", [5, pytest.param(11, marks=slow), pytest.param(12, marks=slow)])
-def test_metrics_that_cannot_be_written_end_the_run_once_it_is_saved(step: int, training: Training) -> None:
+def test_unwritable_metrics_end_the_run_after_saving(step: int, training: Training) -> None:
     """The lines that are missing are in the checkpoint: the resumed run writes them. The first line of a step is that of the witness,
     before the ranks vote."""
     run = training.new()
@@ -115,7 +115,7 @@ def test_metrics_that_cannot_be_written_end_the_run_once_it_is_saved(step: int, 
 
 @slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_run_directory_that_goes_ends_the_run_and_is_not_made_again(rank: int, training: Training) -> None:
+def test_deleted_run_directory_ends_the_run_and_is_not_recreated(rank: int, training: Training) -> None:
     run = training.new()
     moved = RunDir(run.path.with_name(f"{run.path.name}-moved"))
     newest = {"resume_from": None}
@@ -170,7 +170,7 @@ def train_on(folder: Path, rows: set[int], world: int, forks: ForkServer, shuffl
     return run, forks.run(world, ranks.train, str(run.path))
 
 
-def test_rows_and_micro_batches_without_targets_train_as_on_one_rank(tmp_path: Path, forks: ForkServer) -> None:
+def test_rows_without_targets_match_one_rank(tmp_path: Path, forks: ForkServer) -> None:
     """Rows 0 to 3 are one rank's whole micro-batch of the first step; more are strewn about."""
     untrained = {0, 1, 2, 3, 20, 33, 35, 50}
     curves = []
@@ -185,7 +185,7 @@ def test_rows_and_micro_batches_without_targets_train_as_on_one_rank(tmp_path: P
 
 
 @slow
-def test_step_without_targets_is_an_error_and_not_a_loss_of_zero(tmp_path: Path, forks: ForkServer) -> None:
+def test_step_without_targets_is_an_error(tmp_path: Path, forks: ForkServer) -> None:
     run, _ = train_on(tmp_path, set(range(16, 32)), 2, forks, shuffle=False)
     assert {outcome(run, rank)["problem"]["code"] for rank in range(2)} == {"step-without-targets"}
     assert "step 2" in outcome(run, 0)["problem"]["message"]

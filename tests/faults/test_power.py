@@ -160,7 +160,7 @@ def test_power_cut_during_a_save_and_its_rotation_leaves_old_or_new(tmp_path: Pa
     count(power_cuts=cases)
 
 
-def test_power_cut_while_a_file_is_replaced_leaves_the_old_or_the_new(tmp_path: Path, count: Count) -> None:
+def test_power_cut_while_replacing_a_file_leaves_old_or_new(tmp_path: Path, count: Count) -> None:
     root = tmp_path / "folder"
     root.mkdir()
     (root / "file.json").write_text('"old"')
@@ -175,7 +175,7 @@ def test_power_cut_while_a_file_is_replaced_leaves_the_old_or_the_new(tmp_path: 
     count(power_cuts=every_crash(root, lambda: read_tree(before), log, tmp_path / "crashed", check))
 
 
-def test_power_cut_while_a_directory_is_made_leaves_none_or_all_of_it(tmp_path: Path, count: Count) -> None:
+def test_power_cut_while_publishing_a_directory_is_atomic(tmp_path: Path, count: Count) -> None:
     root = tmp_path / "folder"
     root.mkdir()
     with injected(None) as log, staged_directory(root / "made") as stage:

@@ -75,7 +75,7 @@ def points_of(operations: list[list[tuple[str, str]]], *, every_write: int, ever
     return [(rank, fault) for rank, log in enumerate(operations) for fault in kill_points(log, every_write, every)]
 
 
-def test_operations_of_a_save_are_always_the_same(tmp_path: Path, forks: ForkServer) -> None:
+def test_save_operations_are_deterministic(tmp_path: Path, forks: ForkServer) -> None:
     """Else the n-th would not be the same one twice."""
     cases = Cases(tmp_path, forks)
 

@@ -54,7 +54,7 @@ def damage(run: RunDir, what: str, dice: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_any_row_of_accidents_loses_nothing(seed: int, training: Training) -> None:
+def test_random_sequence_of_faults_loses_nothing(seed: int, training: Training) -> None:
     accidents, dice = draw(seed), random.Random(seed)
     print(f"seed {seed}: {accidents}")
     run = training.new()

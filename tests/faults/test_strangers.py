@@ -57,7 +57,7 @@ def test_hub_errors_are_distinguished_and_never_contain_the_token(tmp_path: Path
     ("template", "words"),
     [("{{ cycler.__init__.__globals__ }}", "unsafe"), ("{% for x in range(10**10) %}{% endfor %}", "Range too big")],
 )
-def test_a_template_is_rendered_in_the_sandbox(template: str, words: str) -> None:
+def test_template_is_rendered_in_sandbox(template: str, words: str) -> None:
     encoder = load_encoder(Recipe.model_validate({"model": {"tokenizer": "builtin:arithmetic"}}))
     with pytest.raises(Exception, match=words):
         encoder.render([{"role": "user", "content": "a"}], template, tools=None, generation_prompt=False)

@@ -23,12 +23,12 @@ def functions(file: str) -> frozenset[str]:
     return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
 
 
-def test_the_catalogue_is_complete_and_in_order() -> None:
+def test_fault_catalogue_is_complete_and_ordered() -> None:
     assert [row.id for row in ROWS] == [f"F{number:03d}" for number in range(1, 125)]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_a_row_has_tests_that_exist_or_a_reason(row: Row) -> None:
+def test_rows_have_existing_tests_or_a_reason(row: Row) -> None:
     assert row.cost in COSTS
     assert row.promise in PROMISES
     assert row.ends in (SURVIVED, REFUSED)
@@ -46,7 +46,7 @@ def test_plant_applies_and_changes_its_module(plant: Plant) -> None:
 
 
 @pytest.mark.parametrize("plant", [plant for plant in PLANTS if plant.by], ids=lambda plant: plant.name)
-def test_a_quick_test_of_a_plant_is_one_of_its_rows_tests_and_each_row_has_one(plant: Plant) -> None:
+def test_selected_tests_of_a_plant_cover_each_of_its_rows(plant: Plant) -> None:
     named = {test.split("[")[0] for test in plant.by}
     rows = [row for row in ROWS if row.id in plant.rows]
     assert named <= {test for row in rows for test in row.tests}
@@ -60,7 +60,7 @@ def test_every_promise_has_a_plant_and_every_plant_names_rows_with_tests() -> No
     assert planted == set(PROMISES)
 
 
-def test_the_page_of_the_scoreboard_is_its_record() -> None:
+def test_scoreboard_page_round_trips() -> None:
     """What is read back is what was written; rows that are run again replace theirs, and no other."""
     standings = {row.id: Standing(row.ends, 3, (f"a bug of {row.id}", "another")) if row.tests else Standing(MISSING) for row in ROWS}
     board = Board(["The whole catalogue: 60 minutes."], standings, Counter(kill_points_of_a_save=240, corruptions=1_100))

@@ -63,7 +63,7 @@ def test_rank_killed_in_any_phase_ends_the_others_and_the_run_resumes(rank: int,
 
 
 @slow
-def test_run_with_all_ranks_killed_at_once_resumes(training: Training) -> None:
+def test_run_with_all_ranks_killed_resumes(training: Training) -> None:
     run = training.new()
     ends = training.attempt(run, [Happening(0, "forward", 8), Happening(1, "forward", 8)])
     assert -signal.SIGKILL in {end.code for end in ends}
@@ -113,7 +113,7 @@ def test_stop_and_resume_at_any_step_continues_losses(step: int, training: Train
 
 @pytest.mark.parametrize(("number", "code"), cases([], [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)]))
 @pytest.mark.parametrize("phases", each([("fetch", "forward"), ("forward", "log"), ("log", "fetch"), ("reduce", "save")]))
-def test_signals_to_both_ranks_at_different_moments_stop_both_at_one_step(
+def test_signals_at_different_times_stop_both_ranks_at_one_step(
     number: int, code: int, phases: tuple[str, str], training: Training
 ) -> None:
     run = training.new()
@@ -129,7 +129,7 @@ def test_signals_to_both_ranks_at_different_moments_stop_both_at_one_step(
 
 @slow
 @pytest.mark.parametrize("step", [10, 11])
-def test_signal_at_the_last_steps_loses_no_final_checkpoint(step: int, training: Training) -> None:
+def test_signal_in_last_steps_keeps_final_checkpoint(step: int, training: Training) -> None:
     run = training.new()
     ends = training.attempt(run, [Happening(0, "forward", step, signal.SIGTERM)])
     assert outcomes(ends)[0] in ((0, "finished"), (143, "preempted"))
@@ -139,7 +139,7 @@ def test_signal_at_the_last_steps_loses_no_final_checkpoint(step: int, training:
 
 
 @pytest.mark.parametrize("number", cases([], [1, 3, 60, 150, 260, 330]))
-def test_signal_at_a_file_operation_of_a_save_is_obeyed_after_it(number: int, training: Training) -> None:
+def test_signal_during_a_save_stops_after_it(number: int, training: Training) -> None:
     run = training.new()
     fault = Fault(number, "before", inside=".checkpoint-3.", signal=signal.SIGTERM)
     ends = training.attempt(run, faults=[(0, fault)])
@@ -151,7 +151,7 @@ def test_signal_at_a_file_operation_of_a_save_is_obeyed_after_it(number: int, tr
 
 @slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_stop_whose_save_fails_is_exit_1_and_the_older_checkpoint_is_good(rank: int, training: Training) -> None:
+def test_failed_save_on_stop_exits_1_and_keeps_older_checkpoint(rank: int, training: Training) -> None:
     run = training.new()
     full = Fault(1, "error", errno.ENOSPC, sticky=True, inside=".checkpoint-8.")
     ends = training.attempt(run, [Happening(0, "forward", 6, signal.SIGUSR1)], [(rank, full)])
@@ -167,7 +167,7 @@ def test_stop_whose_save_fails_is_exit_1_and_the_older_checkpoint_is_good(rank: 
 
 @slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_disk_full_at_one_save_and_free_later(rank: int, training: Training) -> None:
+def test_save_succeeds_after_disk_space_is_freed(rank: int, training: Training) -> None:
     run = training.new()
     ends = training.attempt(run, faults=[(rank, Fault(1, "error", errno.ENOSPC, sticky=True, inside=".checkpoint-6."))])
     assert outcomes(ends) == [(0, "finished")] * 2
@@ -242,7 +242,7 @@ def test_two_resumes_on_other_numbers_of_ranks_follow_the_reference(worlds: tupl
     ],
     ids=["recomputation", "replicated", "full state dict"],
 )
-def test_killed_and_resumed_under_other_settings_is_as_if_never_killed(change: dict[str, Any], forks: ForkServer) -> None:
+def test_resume_with_other_sharding_equals_uninterrupted_run(change: dict[str, Any], forks: ForkServer) -> None:
     training = Training(forks, CASE, change)
     run = training.new()
     training.attempt(run, [Happening(0, "forward", 7)])
@@ -251,7 +251,7 @@ def test_killed_and_resumed_under_other_settings_is_as_if_never_killed(change: d
 
 
 @slow
-def test_recomputation_with_dropout_draws_the_same_masks_after_a_resume(training: Training, forks: ForkServer) -> None:
+def test_recomputation_draws_same_dropout_masks_after_resume(training: Training, forks: ForkServer) -> None:
     recomputed = Training(forks, CASE, {"fsdp": {"activation_checkpointing": "full"}})
     run = recomputed.new()
     recomputed.attempt(run, [Happening(0, "forward", 7)])
@@ -260,7 +260,7 @@ def test_recomputation_with_dropout_draws_the_same_masks_after_a_resume(training
 
 
 @pytest.mark.parametrize("world", [1, 4])
-def test_ranks_of_another_world_draw_from_streams_of_their_own(world: int, tmp_path: Path, forks: ForkServer) -> None:
+def test_ranks_of_another_world_size_have_own_random_streams(world: int, tmp_path: Path, forks: ForkServer) -> None:
     forks.values(2, ranks.save, tmp_path, ranks.FIRST)
     drawn = forks.values(world, ranks.drawn_after_coming_back, tmp_path / f"checkpoint-{ranks.FIRST}")
     assert len(set(drawn)) == world
@@ -268,7 +268,7 @@ def test_ranks_of_another_world_draw_from_streams_of_their_own(world: int, tmp_p
 
 
 @slow
-def test_many_saves_leave_no_file_thread_memory_or_stage_behind(tmp_path: Path, forks: ForkServer, count: Count) -> None:
+def test_repeated_saves_leak_nothing(tmp_path: Path, forks: ForkServer, count: Count) -> None:
     for early, late in forks.values(2, ranks.many_saves, tmp_path, 400, limit_seconds=400.0):
         assert late[0] <= early[0] + 2, "open files"
         assert late[1] <= early[1] + 1, "threads"

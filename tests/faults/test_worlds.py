@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("blind", [0, 1])
-def test_damage_that_one_rank_sees_is_seen_by_all(blind: int, tmp_path: Path, forks: ForkServer) -> None:
+def test_damage_found_by_one_rank_is_agreed_by_all(blind: int, tmp_path: Path, forks: ForkServer) -> None:
     forks.values(2, ranks.save, tmp_path, ranks.FIRST)
     told = forks.values(2, ranks.come_back_half_blind, tmp_path / f"checkpoint-{ranks.FIRST}", blind)
     assert told[0] == told[1]
@@ -33,7 +33,7 @@ def test_damage_that_one_rank_sees_is_seen_by_all(blind: int, tmp_path: Path, fo
     ids=["in listings, for ever", "by name, a second late", "by name, for ever"],
 )
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_machine_that_sees_a_checkpoint_late_waits_and_reads_what_its_manifest_names(
+def test_machine_waits_until_checkpoint_files_are_visible(
     late: int, seconds: float, by_name: bool, wait_seconds: float, ends: str, tmp_path: Path, forks: ForkServer
 ) -> None:
     forks.values(2, ranks.save, tmp_path, ranks.FIRST)
@@ -57,7 +57,7 @@ def test_full_and_sharded_checkpoints_load_into_each_other(world: int, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["a day back", "ten years on"])
-def test_clock_that_jumps_changes_no_number_and_no_order(how: str, training: Training) -> None:
+def test_clock_jump_changes_neither_numbers_nor_order(how: str, training: Training) -> None:
     run = training.new()
     ends = training.attempt(run, sabotage=[(how, 0, 0), (how, 1, 0)])
     assert [end.value["exit_reason"] for end in ends] == ["finished"] * 2
@@ -78,7 +78,7 @@ class RunsCode:
         return os.mkdir, (str(self.target),)
 
 
-def test_code_in_the_state_of_a_rank_is_not_run(tmp_path: Path, forks: ForkServer) -> None:
+def test_pickled_code_in_rank_state_is_not_run(tmp_path: Path, forks: ForkServer) -> None:
     """By somebody who wrote a manifest that fits."""
     run = tmp_path / "run"
     run.mkdir()

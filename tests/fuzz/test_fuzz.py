@@ -14,18 +14,18 @@ from tests.fuzz.space import NOT_DRAWN, draw, drawn_keys, keys, reason_not_drawn
 from tests.ranks import shared_pool
 
 
-def test_every_key_that_can_change_numbers_is_drawn_or_has_a_reason() -> None:
+def test_numeric_keys_are_drawn_or_excluded_with_a_reason() -> None:
     for name in keys():
         if reason_not_drawn(name) is None:
             assert len(values_of(name)) > 0, name
     assert len(drawn_keys()) >= 30
 
 
-def test_no_reason_outlives_its_key() -> None:
+def test_excluded_keys_still_exist() -> None:
     assert [name for name in NOT_DRAWN if name not in set(keys())] == []
 
 
-def test_draws_are_those_of_their_seed_and_reach_every_family_and_switch() -> None:
+def test_draws_are_seeded_and_cover_every_family_and_switch() -> None:
     assert str(draw(7)) == str(draw(7)) != str(draw(8))
     drawn = [draw(seed) for seed in range(300)]
     assert {one.family for one in drawn} == FAMILIES.keys()
@@ -33,7 +33,7 @@ def test_draws_are_those_of_their_seed_and_reach_every_family_and_switch() -> No
     assert 0.4 < sum(one.resumed is not None for one in drawn) / len(drawn) < 0.6
 
 
-def test_a_resumed_part_changes_only_what_may_change_freely() -> None:
+def test_resumed_trial_changes_only_free_keys() -> None:
     for seed in range(100):
         first = draw(seed)
         if first.resumed is None:
@@ -61,5 +61,5 @@ def test_three_hundred_drawn_recipes_follow_the_plain_loop(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("plant", PLANTS)
-def test_planted_bug_is_found_within_two_hundred_trials(tmp_path: Path, plant: str) -> None:
+def test_planted_bug_is_detected_within_200_trials(tmp_path: Path, plant: str) -> None:
     assert fuzz(range(200), tmp_path, shared_pool(), plant) == 0

@@ -20,7 +20,7 @@ def entry(action: str, address: int, size: int = 0, stream: int = 0) -> dict[str
     return {"action": action, "addr": address, "size": size, "stream": stream}
 
 
-def test_a_record_is_replayed_in_order_and_by_stream() -> None:
+def test_allocator_record_is_replayed_by_stream_in_order() -> None:
     """A block that is asked back and not yet free is not used again; another stream has memory of its own."""
     record = [
         entry("segment_alloc", 1, 20 * MIB),
@@ -39,7 +39,7 @@ def test_a_record_is_replayed_in_order_and_by_stream() -> None:
 
 @pytest.mark.skipif(IS_SMALL, reason="torch records its allocator on CUDA alone")
 @pytest.mark.parametrize("setting", ["expandable_segments:False", "expandable_segments:True"])
-def test_predicted_reserved_memory_is_that_of_cuda(setting: str) -> None:
+def test_predicted_reserved_memory_equals_cuda(setting: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu.snapshot"],
         env=os.environ | {"PYTORCH_ALLOC_CONF": setting},

@@ -59,7 +59,7 @@ def test_recomputation_with_dropout_has_the_same_gradients(recomputed: dict[str,
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_packed_examples_do_not_see_each_other(kernel: str, train: Train) -> None:
+def test_packed_examples_are_isolated(kernel: str, train: Train) -> None:
     """The run itself changes the first example of a packed row and looks at the second, in the kernel that it will train in."""
     if kernel == "flex_attention" and IS_SMALL:
         pytest.skip("torch has no backward pass of it on the CPU")

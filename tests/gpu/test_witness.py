@@ -16,7 +16,7 @@ STEPS = 4
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_every_step_is_witnessed(train: Train, dtype: str) -> None:
+def test_witness_compares_every_step(train: Train, dtype: str) -> None:
     run = train(
         model={"from_config": gpt2(small=IS_SMALL) | DRY, "dtype": dtype, "freeze": ["transformer.wpe.*"]},
         training={"max_steps": STEPS, "witness": 1, "gradient_accumulation_steps": 2},

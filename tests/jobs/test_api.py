@@ -38,14 +38,14 @@ def signatures() -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_signatures_are_the_frozen_ones(repository: Path, update_golden: bool) -> None:
+def test_public_signatures_match_golden_file(repository: Path, update_golden: bool) -> None:
     golden = repository / "tests" / "golden" / "surface_api.txt"
     if update_golden:
         golden.write_text(signatures(), encoding="utf-8")
     assert signatures() == golden.read_text(encoding="utf-8")
 
 
-def test_importing_the_package_loads_no_library() -> None:
+def test_importing_package_loads_no_third_party_library() -> None:
     program = (
         "import sys, fsdp_tune\n"
         "assert not {'pydantic', 'numpy', 'torch', 'typer'} & set(sys.modules)\n"
@@ -72,7 +72,7 @@ def test_train_outside_the_main_thread_is_refused() -> None:
     assert [problem.code for problem in errors[0].problems] == ["not-main-thread"]
 
 
-def test_errors_of_a_job_name_the_line_of_their_key(tmp_path: Path) -> None:
+def test_job_errors_have_line_of_their_key(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("model:\n  name_or_path: gpt2\n  trust_remote_code: true\ndata: {train: [{path: builtin:arithmetic}]}\n")
     with pytest.raises(fsdp_tune.FsdpTuneError) as caught:

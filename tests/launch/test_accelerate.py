@@ -46,13 +46,13 @@ def option(plan: LaunchPlan, name: str) -> str:
     return plan.argv[plan.argv.index(name) + 1]
 
 
-def test_the_same_interpreter_runs_the_launcher(tmp_path: Path) -> None:
+def test_launcher_runs_with_current_interpreter(tmp_path: Path) -> None:
     argv = plan(tmp_path, inherited={"PATH": "/nowhere"}).argv
     assert argv[:4] == (sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp")
     assert argv[-3:] == ("-m", "fsdp_tune.worker", str(tmp_path / "run"))
 
 
-def test_everything_is_explicit(tmp_path: Path) -> None:
+def test_launch_command_leaves_nothing_to_defaults(tmp_path: Path) -> None:
     made = plan(tmp_path)
     assert option(made, "--config_file") == str(tmp_path / "run" / "accelerate.yaml")
     expected = {
@@ -69,7 +69,7 @@ def test_everything_is_explicit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_use_fsdp_spawns_the_ranks_whatever_the_strategy(tmp_path: Path, strategy: str) -> None:
+def test_use_fsdp_is_passed_for_every_strategy(tmp_path: Path, strategy: str) -> None:
     argv = plan(tmp_path, f"fsdp.sharding_strategy={strategy}").argv
     assert "--use_fsdp" in argv
     assert "--cpu" not in argv
@@ -86,7 +86,7 @@ def test_one_machine_uses_c10d_on_loopback(tmp_path: Path) -> None:
 MACHINES = ("launch.num_machines=2", "launch.num_processes=8", "launch.main_process_ip=10.0.0.1")
 
 
-def test_several_machines_keep_their_order(tmp_path: Path) -> None:
+def test_machine_ranks_keep_their_order(tmp_path: Path) -> None:
     made = plan(tmp_path, *MACHINES, machine_rank=1)
     assert option(made, "--rdzv_backend") == "static"
     assert (option(made, "--machine_rank"), option(made, "--main_process_ip"), option(made, "--main_process_port")) == (
@@ -99,7 +99,7 @@ def test_several_machines_keep_their_order(tmp_path: Path) -> None:
     assert "PET_LOCAL_ADDR" not in made.settings
 
 
-def test_the_first_machine_is_found_in_the_scheduler_variables(tmp_path: Path) -> None:
+def test_first_machine_is_found_in_the_scheduler_variables(tmp_path: Path) -> None:
     without = MACHINES[:2]
     assert option(plan(tmp_path, *without, inherited={"MASTER_ADDR": "pod-0"}), "--main_process_ip") == "pod-0"
     assert option(plan(tmp_path, *without, inherited={"SLURM_LAUNCH_NODE_IPADDR": "10.1.1.1"}), "--main_process_ip") == "10.1.1.1"
@@ -137,19 +137,19 @@ def test_leftovers_of_another_job_are_removed_and_listed(tmp_path: Path) -> None
     assert written["inherited"] == {"NCCL_DEBUG": "INFO"}
 
 
-def test_a_task_of_a_running_slurm_step_keeps_its_variables() -> None:
+def test_slurm_step_keeps_its_variables() -> None:
     kept, removed = clean({"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "RANK": "0"})
     assert removed == ["RANK"]
     assert set(kept) == {"SLURM_STEP_ID", "SLURM_JOB_ID"}
 
 
-def test_signals_and_time_to_save_reach_the_agent(tmp_path: Path) -> None:
+def test_agent_gets_signals_and_shutdown_timeout(tmp_path: Path) -> None:
     settings = plan(tmp_path).settings
     assert "SIGUSR1" in settings["PET_SIGNALS_TO_HANDLE"].split(",")
     assert int(settings["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 600
 
 
-def test_a_signal_that_the_command_ignores_does_not_end_the_agent(tmp_path: Path) -> None:
+def test_ignored_signal_does_not_stop_the_agent(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         handled = plan(tmp_path).settings["PET_SIGNALS_TO_HANDLE"].split(",")
@@ -158,7 +158,7 @@ def test_a_signal_that_the_command_ignores_does_not_end_the_agent(tmp_path: Path
     assert handled == ["SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR1"]
 
 
-def test_variables_of_the_recipe_reach_the_ranks(tmp_path: Path) -> None:
+def test_recipe_variables_are_set_on_ranks(tmp_path: Path) -> None:
     made = plan(tmp_path, "launch.env={NCCL_SOCKET_IFNAME: ib0}")
     assert made.env["NCCL_SOCKET_IFNAME"] == "ib0"
     assert made.to_json()["environment"]["NCCL_SOCKET_IFNAME"] == "ib0"
@@ -177,7 +177,7 @@ def test_variable_that_the_launch_or_a_rank_sets_is_refused_in_a_recipe(tmp_path
         assert [problem.code for problem in caught.value.problems] == ["bad-variable"], name
 
 
-def test_compiled_kernels_are_not_read_from_a_directory_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_kernel_cache_is_outside_recipe_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """inductor unpickles what it finds there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     settings = plan(tmp_path, "kernels.compile=true", f"data.cache_dir={tmp_path / 'of the recipe'}").settings
@@ -196,7 +196,7 @@ def test_cpu_affinity_follows_the_recipe_not_the_shell(tmp_path: Path, asked: st
     "name",
     ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD", "HF_AUTH", "GITHUB_TOKEN", "KEY", "SLURM_JWT", "NCCL_PASS"],
 )
-def test_no_secret_is_written(tmp_path: Path, name: str) -> None:
+def test_secrets_are_not_written(tmp_path: Path, name: str) -> None:
     made = plan(tmp_path, inherited={name: "s3cret", "SLURM_STEP_ID": "0", "HF_ENDPOINT": "https://user:s3cret@hub"})
     assert made.env[name] == "s3cret"
     text = json.dumps(made.to_json()) + " ".join(made.quoted_argv())
@@ -215,7 +215,7 @@ def test_allowed_variables_are_recorded_in_launch_json(tmp_path: Path) -> None:
     assert made.to_json()["allowed_variables"] == ["PYTHONPATH"]
 
 
-def test_free_arguments_pass_and_keep_their_order(tmp_path: Path) -> None:
+def test_unowned_arguments_are_passed_in_order(tmp_path: Path) -> None:
     extra = ("--monitor-interval", "0.5", "--rdzv_conf=timeout=60", "--tee", "3", "--debug")
     argv = plan(tmp_path, extra=extra).argv
     start = argv.index("--monitor-interval")
@@ -255,7 +255,7 @@ def test_all_unknown_arguments_are_reported_with_close_matches() -> None:
     assert caught.value.problems[0].hint == "did you mean `--monitor_interval`?"
 
 
-def test_every_argument_of_the_installed_accelerate_is_free_or_owned() -> None:
+def test_accelerate_arguments_are_owned_or_passed() -> None:
     """Fails when accelerate gains an argument that nobody has decided on."""
     from accelerate.commands.launch import launch_command_parser
 
@@ -283,7 +283,7 @@ def test_used_port_is_refused_before_launch(tmp_path: Path) -> None:
     check_port(resolved(tmp_path))
 
 
-def test_lines_for_a_manual_start_name_ranks_and_directory(tmp_path: Path) -> None:
+def test_manual_commands_have_ranks_and_directory(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "a run")
     accelerate, torchrun = manual_commands(resolved(tmp_path), run)
     assert "--use_fsdp --num_processes 2 -m fsdp_tune.worker '" in accelerate
@@ -299,7 +299,7 @@ def test_lines_for_a_manual_start_name_ranks_and_directory(tmp_path: Path) -> No
         ((), {}, "IP", 29500),
     ],
 )
-def test_the_lines_to_start_several_machines_have_the_address_of_the_first(
+def test_manual_commands_have_address_of_first_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...], variables: dict[str, str], ip: str, port: int
 ) -> None:
     for name in ("MASTER_ADDR", "SLURM_LAUNCH_NODE_IPADDR"):

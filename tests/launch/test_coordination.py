@@ -89,7 +89,7 @@ def test_missing_machine_is_named(run: RunDir) -> None:
     assert missing.message.endswith("; missing: machine 1")
 
 
-def test_a_bad_end_elsewhere_ends_the_ranks_here(two: tuple[Machines, Machines]) -> None:
+def test_failure_on_another_machine_stops_local_ranks(two: tuple[Machines, Machines]) -> None:
     first, second = two
     start(first, second)
     assert first.trouble() is None
@@ -110,7 +110,7 @@ def test_success_on_another_machine_is_not_a_failure(two: tuple[Machines, Machin
     ("here", "there", "problem"),
     [(ECHO, KILLED, "rank-killed"), (KILLED, ECHO, "rank-killed"), (FAILED_THERE, KILLED, "rank-killed"), (ECHO, ECHO, "lost-rank")],
 )
-def test_the_verdict_is_the_failure_and_not_its_echo(two: tuple[Machines, Machines], here: Verdict, there: Verdict, problem: str) -> None:
+def test_verdict_is_the_original_failure(two: tuple[Machines, Machines], here: Verdict, there: Verdict, problem: str) -> None:
     first, second = two
     start(first, second)
     timer = threading.Timer(0.1, second.end, [there])
@@ -136,19 +136,19 @@ def test_ranks_that_wait_for_those_of_a_stopped_machine_are_stopped_too(
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_rank_that_lost_the_ranks_of_a_stopped_machine_is_stopped_too(number: int, run: RunDir) -> None:
+def test_rank_that_lost_the_ranks_of_a_stopped_machine_is_stopped_too(number: int, run: RunDir) -> None:
     """It lost its connection to them before it could agree on a step with them."""
     stopped = ended(ExitReason.PREEMPTED, step=0)
     judged = combined(ECHO, [stopped]) if number == 0 else _final(ECHO, stopped, run)
     assert (judged.exit_code, judged.reason, judged.problem) == (143, ExitReason.PREEMPTED, None)
 
 
-def test_an_out_of_memory_elsewhere_keeps_its_exit_code() -> None:
+def test_remote_out_of_memory_keeps_its_exit_code() -> None:
     oom = ended(ExitReason.OUT_OF_MEMORY, "device-out-of-memory")
     assert combined(ECHO, [oom]).exit_code == 3
 
 
-def test_the_others_follow_the_first_into_each_launch_and_to_the_end(two: tuple[Machines, Machines]) -> None:
+def test_machines_follow_first_machine_through_restarts(two: tuple[Machines, Machines]) -> None:
     first, second = two
     start(first, second)
     second.end(KILLED)
@@ -159,7 +159,7 @@ def test_the_others_follow_the_first_into_each_launch_and_to_the_end(two: tuple[
     assert final.reason is ExitReason.FINISHED
 
 
-def test_launches_and_lives_have_groups_of_their_own(run: RunDir) -> None:
+def test_launches_have_distinct_rendezvous_ids(run: RunDir) -> None:
     run.logs.mkdir()
     names: set[str] = set()
     for launches in (2, 1):
@@ -186,16 +186,14 @@ def killed_life(run: RunDir, monkeypatch: pytest.MonkeyPatch, *, owner_is_foreig
 
 
 @pytest.mark.parametrize("owner_is_foreign", [True, False], ids=["first machine elsewhere", "first machine here"])
-def test_a_machine_does_not_join_the_life_of_commands_that_were_killed(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, owner_is_foreign: bool
-) -> None:
+def test_machine_does_not_join_launch_of_killed_commands(run: RunDir, monkeypatch: pytest.MonkeyPatch, owner_is_foreign: bool) -> None:
     killed_life(run, monkeypatch, owner_is_foreign=owner_is_foreign)
     problem = pair(run)[1].join()
     assert problem is not None
     assert problem.code == "first-machine-missing"
 
 
-def test_the_first_machine_does_not_start_with_the_file_of_a_killed_one(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_machine_ignores_file_of_killed_command(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     killed_life(run, monkeypatch, owner_is_foreign=False)
     with locked(run):
         missing = pair(run, timeout_seconds=0.2)[0].gather(0)
@@ -203,7 +201,7 @@ def test_the_first_machine_does_not_start_with_the_file_of_a_killed_one(run: Run
         assert missing.code == "machines-missing"
 
 
-def test_both_machines_start_again_after_both_were_killed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_killed_machines_start_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     killed_life(run, monkeypatch, owner_is_foreign=True)
     monkeypatch.setattr(machines, "JOIN_SECONDS", 20.0)
     monkeypatch.setattr(ownership, "FOREIGN_SILENCE_SECONDS", 0.0)
@@ -218,7 +216,7 @@ def test_both_machines_start_again_after_both_were_killed(run: RunDir, monkeypat
     assert answers == [None, 0]
 
 
-def test_a_machine_whose_command_was_killed_joins_the_next_launch(two: tuple[Machines, Machines], run: RunDir) -> None:
+def test_machine_whose_command_was_killed_joins_the_next_launch(two: tuple[Machines, Machines], run: RunDir) -> None:
     first, second = two
     start(first, second)
     again = Machines(run, 1, 2, timeout_seconds=20.0)  # the file of its earlier command is still there
@@ -230,7 +228,7 @@ def test_a_machine_whose_command_was_killed_joins_the_next_launch(two: tuple[Mac
     assert answers == [None, 1]
 
 
-def test_a_machine_joins_also_where_the_first_one_moves_the_old_run_aside(two: tuple[Machines, Machines], run: RunDir) -> None:
+def test_machine_joins_when_first_moves_old_run_aside(two: tuple[Machines, Machines], run: RunDir) -> None:
     first, second = two
     answers: list[object] = []
     following = threading.Thread(target=lambda: answers.extend([second.join(), second.next_launch()]))
@@ -243,7 +241,7 @@ def test_a_machine_joins_also_where_the_first_one_moves_the_old_run_aside(two: t
     assert answers == [None, 0]
 
 
-def test_a_machine_that_fails_before_the_launch_ends_the_waiting_for_it(two: tuple[Machines, Machines]) -> None:
+def test_failed_machine_is_not_waited_for_before_launch(two: tuple[Machines, Machines]) -> None:
     first, second = two
     joining = threading.Thread(target=lambda: second.join() or second.end(ended(ExitReason.FAILED, "machines-differ")))
     joining.start()
@@ -253,7 +251,7 @@ def test_a_machine_that_fails_before_the_launch_ends_the_waiting_for_it(two: tup
     assert failure.message == "machine 1: machines-differ happened"
 
 
-def test_a_first_machine_that_is_gone_is_not_waited_for(run: RunDir) -> None:
+def test_dead_first_machine_is_not_waited_for(run: RunDir) -> None:
     run.logs.mkdir()
     with locked(run):
         first, second = pair(run)
@@ -262,7 +260,7 @@ def test_a_first_machine_that_is_gone_is_not_waited_for(run: RunDir) -> None:
     assert second.next_launch() is None
 
 
-def test_hang_is_examined_on_all_machines(two: tuple[Machines, Machines]) -> None:
+def test_hang_report_covers_all_machines(two: tuple[Machines, Machines]) -> None:
     first, second = two
     start(first, second)
     mine, theirs = RankState(0, 5, "training", waits_in="all_reduce"), RankState(1, 5, "backward", state="stopped (SIGSTOP)")

@@ -73,11 +73,11 @@ HOOK = (frame(f"{TORCH}/distributed/distributed_c10d.py", "reduce_scatter_tensor
         "no answer",
     ],
 )
-def test_the_collective_is_the_one_that_the_main_thread_waits_in(text: str, name: str | None) -> None:
+def test_reported_collective_is_that_of_main_thread(text: str, name: str | None) -> None:
     assert waits_in(parse(text)) == name
 
 
-def test_a_rank_that_waits_for_its_background_save_is_where_that_save_is() -> None:
+def test_rank_waiting_for_background_save_reports_its_location() -> None:
     checkpoint, threads = "/x/fsdp_tune/worker/checkpoint/save.py", "/usr/lib/python3.11/threading.py"
     joins = (frame(threads, "join"), frame(checkpoint, "wait"), frame("/x/fsdp_tune/worker/setup.py", "close"), *ENTRY)
     base = (frame(checkpoint, "_write_reporting"), frame(checkpoint, "write"), frame(threads, "_bootstrap"))
@@ -87,12 +87,12 @@ def test_a_rank_that_waits_for_its_background_save_is_where_that_save_is() -> No
     assert str(stands_at(late)).startswith("fsdp_tune/core/atomic.py:7 in write")
 
 
-def test_a_background_save_is_not_reported_as_the_wait_of_a_rank() -> None:
+def test_background_save_is_not_reported_as_the_wait_of_a_rank() -> None:
     saving = (frame(f"{TORCH}/distributed/distributed_c10d.py", "all_gather_object"), frame("/usr/lib/python3.11/threading.py", "run"))
     assert waits_in(parse(dump(saving, COMPUTES))) is None
 
 
-def test_location_is_the_innermost_call_and_ours() -> None:
+def test_location_has_innermost_call_and_own_code() -> None:
     assert stands_at(parse(dump(HEARTBEAT, COMPUTES))) == (
         f"{TORCH}/nn/modules/linear.py:7 in forward, called from fsdp_tune/worker/trainer.py:150 in training_step"
     )
@@ -150,7 +150,7 @@ def test_ranks_in_different_collectives_are_reported_with_sequence_numbers() -> 
     )
 
 
-def test_network_is_suspected_if_no_rank_is_late() -> None:
+def test_network_is_named_if_no_rank_is_late() -> None:
     assert "a rank on another machine, or the network" in hang_problem([standing(0), standing(1)], 60.0, Path("x")).message
     assert hang_problem([], 60.0, Path("x")).message.endswith(": no rank had started")
 
@@ -162,7 +162,7 @@ def test_ranks_that_wait_for_no_other_rank_are_named() -> None:
     assert message == "no progress for 33.2s: rank 1 (step 5, `training`, at connection.py:395 in _recv) is in no collective"
 
 
-def test_a_thousand_ranks_are_one_line() -> None:
+def test_thousand_ranks_are_summarised_on_one_line() -> None:
     message = hang_problem([standing(0, waits_in=None), *(standing(rank) for rank in range(1, 1000))], 60.0, Path("x")).message
     assert message.endswith("waiting for it: 999 ranks in all_reduce")
 

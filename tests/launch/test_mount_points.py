@@ -56,7 +56,7 @@ def tree(path: Path) -> dict[str, str]:
 WHOLE = {"first": "new", "last": "new", "sub/second": "new"}
 
 
-def test_volume_is_filled_and_replaced_in_place(volume: Path) -> None:
+def test_mount_point_is_filled_and_replaced_in_place(volume: Path) -> None:
     assert must_be_filled(volume)
     fill(volume, content="old")
     with pytest.raises(FileExistsError):
@@ -101,7 +101,7 @@ def killed_at(number: int, action: Callable[[], None]) -> int:
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_fill_killed_at_any_operation_leaves_everything_or_an_unfinished_mark(tmp_path: Path, *, replace: bool) -> None:
+def test_killed_fill_is_complete_or_marked_unfinished(tmp_path: Path, *, replace: bool) -> None:
     volume, real = tmp_path / "volume", tmp_path / "real"
     for number in range(1, 60):
         real.mkdir()
@@ -161,7 +161,7 @@ def test_volume_with_foreign_files_is_refused(volume: Path, tmp_path: Path) -> N
         decide(RunDir(volume), resolved(tmp_path), None, overwrite=False)
 
 
-def test_run_whose_writing_was_killed_in_a_volume_is_started_again(volume: Path, tmp_path: Path) -> None:
+def test_run_killed_while_written_into_a_volume_starts_again(volume: Path, tmp_path: Path) -> None:
     run, recipe = RunDir(volume), resolved(tmp_path)
     code = (
         "import os, sys; from fsdp_tune.core.atomic import *; from pathlib import Path\n"

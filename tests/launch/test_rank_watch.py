@@ -88,7 +88,7 @@ def ranks_of(run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Call
 
 
 @pytest.mark.parametrize(("phase", "count"), [*((phase, 2) for phase in PHASES), ("training", 64)])
-def test_a_stopped_rank_for_which_the_others_wait_is_a_hang_in_any_phase(phase: str, count: int, ranks_of: Callable[[int], Ranks]) -> None:
+def test_stopped_rank_is_a_hang_in_any_phase(phase: str, count: int, ranks_of: Callable[[int], Ranks]) -> None:
     ranks = ranks_of(count)
     watch = RankWatch(ranks.run, range(count), count)
     ranks.phase = phase
@@ -99,7 +99,7 @@ def test_a_stopped_rank_for_which_the_others_wait_is_a_hang_in_any_phase(phase: 
     assert LIMIT_SECONDS <= found + 1 <= LIMIT_SECONDS + 3
 
 
-def test_a_stopped_rank_is_a_hang_while_the_others_still_make_progress(ranks_of: Callable[[int], Ranks]) -> None:
+def test_stopped_rank_is_a_hang_while_the_others_still_make_progress(ranks_of: Callable[[int], Ranks]) -> None:
     ranks = ranks_of(8)
     watch = RankWatch(ranks.run, range(8), 8)
     ranks.hang_found_after(watch, 10, moves=ranks.progress)
@@ -109,14 +109,14 @@ def test_a_stopped_rank_is_a_hang_while_the_others_still_make_progress(ranks_of:
     assert LIMIT_SECONDS - 2 <= found <= LIMIT_SECONDS + 3
 
 
-def test_one_rank_that_makes_progress_excuses_those_that_wait_for_it(ranks_of: Callable[[int], Ranks]) -> None:
+def test_progress_of_one_rank_prevents_a_hang_report(ranks_of: Callable[[int], Ranks]) -> None:
     ranks = ranks_of(8)
     watch = RankWatch(ranks.run, range(8), 8)
     ranks.phase = "saving"
     assert ranks.hang_found_after(watch, 100, moves=lambda: ranks.progress(*range(1, 8))) is None
 
 
-def test_a_rank_of_another_machine_that_makes_progress_excuses_all_of_ours(ranks_of: Callable[[int], Ranks]) -> None:
+def test_progress_on_another_machine_prevents_a_hang_report(ranks_of: Callable[[int], Ranks]) -> None:
     ranks = ranks_of(4)
     watch = RankWatch(ranks.run, range(2), 4)
     assert ranks.hang_found_after(watch, 200, moves=lambda: ranks.progress(0, 1, 2)) is None
@@ -127,9 +127,7 @@ def test_a_rank_of_another_machine_that_makes_progress_excuses_all_of_ours(ranks
 
 
 @pytest.mark.parametrize(("count", "most_a_second"), [(2, 4), (8, 4), (64, 7)])
-def test_few_files_are_read_a_second_however_many_ranks_there_are(
-    count: int, most_a_second: float, ranks_of: Callable[[int], Ranks]
-) -> None:
+def test_file_reads_per_second_do_not_grow_with_ranks(count: int, most_a_second: float, ranks_of: Callable[[int], Ranks]) -> None:
     ranks = ranks_of(count)
     watch = RankWatch(ranks.run, range(count), count)
     ranks.hang_found_after(watch, 2, moves=ranks.progress)
@@ -139,7 +137,7 @@ def test_few_files_are_read_a_second_however_many_ranks_there_are(
     assert watch.last_step == 5
 
 
-def test_ranks_of_other_machines_are_read_only_in_silence_and_then_every_few_seconds(ranks_of: Callable[[int], Ranks]) -> None:
+def test_remote_ranks_are_polled_only_during_silence(ranks_of: Callable[[int], Ranks]) -> None:
     ranks = ranks_of(64)
     watch = RankWatch(ranks.run, range(8), 64)
     ranks.hang_found_after(watch, 10, moves=ranks.progress)

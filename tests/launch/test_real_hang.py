@@ -41,7 +41,7 @@ def hang_of(run: RunDir, accident: dict[str, Any]) -> tuple[Verdict, list[Event]
         ("saving", 3),
     ],
 )
-def test_a_rank_that_is_stopped_in_any_phase_is_named(phase: str, step: int, tmp_path: Path) -> None:
+def test_rank_stopped_in_any_phase_is_named(phase: str, step: int, tmp_path: Path) -> None:
     run = written(tmp_path, "run", steps=STEPS, **KEYS, **{"training.eval_strategy": "steps", "training.eval_steps": 2})
     ended, _, seconds = hang_of(run, {"rank": 1, "step": step, "phase": phase, "how": int(signal.SIGSTOP)})
     assert ended.problem is not None
@@ -51,7 +51,7 @@ def test_a_rank_that_is_stopped_in_any_phase_is_named(phase: str, step: int, tmp
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_last_save_that_moves_no_bytes_is_a_hang(asynchronous: bool, tmp_path: Path) -> None:
+def test_stalled_final_save_is_a_hang(asynchronous: bool, tmp_path: Path) -> None:
     """In the background, the training threads of both ranks wait for their save; only one of the saves stands still by itself."""
     run = written(tmp_path, "run", steps=STEPS, **KEYS, **{"checkpoint.async": asynchronous})
     ended, _, seconds = hang_of(run, {"rank": 1, "step": STEPS, "phase": "training", "how": "dead disk"})

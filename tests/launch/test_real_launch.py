@@ -83,7 +83,7 @@ def test_ranks_are_spawned_on_the_cpu_with_their_environment(
     assert not any("ACCELERATE_USE_DEEPSPEED" in environment for environment in found)
 
 
-def test_a_hostile_default_config_is_ignored(tmp_path: Path, run: RunDir, repository: Path) -> None:
+def test_conflicting_default_config_is_ignored(tmp_path: Path, run: RunDir, repository: Path) -> None:
     folder = Path(os.environ["HF_HOME"]) / "accelerate"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "default_config.yaml").write_text(yaml.safe_dump(HOSTILE_CONFIG))
@@ -106,12 +106,12 @@ def test_a_hostile_default_config_is_ignored(tmp_path: Path, run: RunDir, reposi
         pytest.param(signal.SIGINT, 130, id="INT", marks=pytest.mark.slow),
     ],
 )
-def test_the_agent_passes_signals_on_and_waits_for_the_save(tmp_path: Path, run: RunDir, repository: Path, number: int, code: int) -> None:
+def test_agent_passes_signals_on_and_waits_for_the_save(tmp_path: Path, run: RunDir, repository: Path, number: int, code: int) -> None:
     ended, _ = launch(tmp_path, run, repository, {"0": SAVES_SLOWLY, "1": SAVES_SLOWLY}, send=number)
     assert (ended.exit_code, ended.problem, ended.step) == (code, None, 7)
 
 
-def test_torchruns_report_of_a_killed_rank_is_parsed(tmp_path: Path, run: RunDir, repository: Path) -> None:
+def test_torchrun_report_of_killed_rank_is_parsed(tmp_path: Path, run: RunDir, repository: Path) -> None:
     stuck = [["ignore-signals"], ["beat", "training", 3], ["sleep", 60]]
     dies = [["beat", "training", 3], ["sleep", 0.5], ["die", int(signal.SIGKILL)]]
     ended, _ = launch(tmp_path, run, repository, {"0": stuck, "1": dies})
@@ -120,7 +120,7 @@ def test_torchruns_report_of_a_killed_rank_is_parsed(tmp_path: Path, run: RunDir
     assert ended.problem.message == "rank 1 was killed by SIGKILL at step 3"
 
 
-def test_error_of_a_rank_that_dies_at_import_replaces_torchruns_box(tmp_path: Path, run: RunDir, repository: Path) -> None:
+def test_import_error_of_a_rank_replaces_torchrun_report(tmp_path: Path, run: RunDir, repository: Path) -> None:
     ended, _ = launch(tmp_path, run, repository, {"0": [["sleep", 60]], "1": [["raise", "no such library"]]})
     assert ended.exit_code == 1
     assert ended.problem is not None
@@ -128,7 +128,7 @@ def test_error_of_a_rank_that_dies_at_import_replaces_torchruns_box(tmp_path: Pa
     assert "RuntimeError: no such library" in ended.problem.message
 
 
-def test_a_module_in_the_working_directory_does_not_shadow_a_library(
+def test_module_in_the_working_directory_does_not_shadow_a_library(
     tmp_path: Path, run: RunDir, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('shadowed')")

@@ -94,7 +94,7 @@ def restarted(run: RunDir) -> list[dict[str, Any]]:
     return [line for line in lines(run) if line.get("event") == "restarted"]
 
 
-def test_a_killed_rank_and_a_failed_one_leave_the_uninterrupted_run(tmp_path: Path) -> None:
+def test_restarts_after_kill_and_failure_equal_uninterrupted_run(tmp_path: Path) -> None:
     run = written(tmp_path, "run", steps=5, **{"checkpoint.async": False})
     shutil.copytree(run.path, tmp_path / "whole")
     whole = RunDir(tmp_path / "whole")
@@ -110,7 +110,7 @@ def test_a_killed_rank_and_a_failed_one_leave_the_uninterrupted_run(tmp_path: Pa
 
 
 @pytest.mark.slow  # five minutes: each launch imports the stack
-def test_twenty_kills_in_a_row_leave_the_uninterrupted_run(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_twenty_kills_equal_uninterrupted_run(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     steps = 24
     run = written(tmp_path, "run", steps=steps)
     shutil.copytree(run.path, tmp_path / "whole")
@@ -142,7 +142,7 @@ def test_hanging_rank_is_named_and_the_run_restarts(tmp_path: Path, how: int | s
 
 
 @pytest.mark.slow
-def test_the_same_step_three_times_ends_the_run_with_its_rows(tmp_path: Path) -> None:
+def test_three_failures_at_one_step_end_the_run_and_name_rows(tmp_path: Path) -> None:
     run = written(tmp_path, "run", steps=6)
     accident = {"rank": 1, "step": 3, "how": "raise"}
     ended, _ = launch(run, accident, accident, accident)
@@ -170,7 +170,7 @@ def test_run_out_of_host_memory_restarts_and_out_of_device_memory_does_not(tmp_p
 
 
 @pytest.mark.slow
-def test_a_run_under_nohup_survives_a_hangup(tmp_path: Path) -> None:
+def test_run_under_nohup_survives_a_hangup(tmp_path: Path) -> None:
     """SIGHUP and SIGINT, which the caller ignores, to the command, the launcher and the ranks."""
 
     def ignore() -> None:
@@ -225,7 +225,7 @@ class TwoMachines:
 
 
 @pytest.mark.slow
-def test_a_rank_killed_on_one_of_two_machines_restarts_both(tmp_path: Path) -> None:
+def test_rank_killed_on_one_of_two_machines_restarts_both(tmp_path: Path) -> None:
     machines = TwoMachines(tmp_path, **{"launch.max_restarts": 2, "training.save_steps": 2, "training.max_steps": 60})
     both = [machines.start(machine) for machine in (1, 0)]
     os.kill(machines.wait_for_step(8).pid, signal.SIGKILL)

@@ -58,7 +58,7 @@ def ended(reason: ExitReason, code: str | None) -> Verdict:
         (ended(ExitReason.LOST_RANK, "rank-killed"), [signal.SIGTERM], False),
     ],
 )
-def test_only_what_may_not_happen_again_is_restarted(what: Verdict, signals: Sequence[int], again: bool) -> None:
+def test_only_transient_failures_are_restarted(what: Verdict, signals: Sequence[int], again: bool) -> None:
     assert is_transient(what, signals) is again
 
 
@@ -84,24 +84,24 @@ def test_restarts_are_counted() -> None:
     assert stop.message == "rank 1 was killed by SIGKILL; all 2 restarts (`launch.max_restarts`) are used up"
 
 
-def test_without_restarts_the_problem_stays_as_it_is() -> None:
+def test_problem_is_unchanged_without_restarts() -> None:
     assert decide(failures((1, 0)), 0, no_rows) == KILLED
 
 
-def test_the_third_failure_in_one_step_ends_the_run_with_the_rows_of_that_step() -> None:
+def test_third_failure_at_one_step_ends_run_and_names_rows() -> None:
     stop = decide(failures((1, 0), (3, 2), (3, 2), (3, 2)), 9, lambda step: f"rows of step {step}")
     assert isinstance(stop, Problem)
     assert stop.code == "fails-each-time"
     assert "step 4 failed 3 times in a row; the rows of that step: rows of step 4;" in stop.message
 
 
-def test_three_failures_without_progress_end_the_run_wherever_they_were() -> None:
+def test_three_failures_without_progress_end_the_run() -> None:
     stop = decide(failures((3, 2), (2, 2), (3, 2)), 9, no_rows)
     assert isinstance(stop, Problem)
     assert "3 launches in a row did not get beyond step 3" in stop.message
 
 
-def test_two_failures_in_the_start_up_end_the_run() -> None:
+def test_two_startup_failures_end_the_run() -> None:
     stop = decide([*failures((6, 4)), *failures((4, 4), has_trained=False)], 9, no_rows)
     assert isinstance(stop, Problem)
     assert "2 launches in a row did not get beyond the start-up" in stop.message
@@ -149,7 +149,7 @@ def test_killed_rank_restarts_the_run_with_a_message_and_a_metrics_event(attempt
     assert json.loads((run.path / "resume.json").read_text()) == {"version": 1, "resume_from": None, "digests_checked": True}
 
 
-def test_a_hang_is_started_again(attempt: Any) -> None:
+def test_hang_is_restarted(attempt: Any) -> None:
     hangs_once = [["stacks"], ["beat", "training", 2], ["log", {"event": "train_started", "step": 0}], ["once", "slept", "sleep", 60]]
     end, events = attempt({"0": [*hangs_once, ["outcome", FINISHED]]}, "launch.hang_timeout=1s")
     assert end.exit_code == 0
@@ -169,7 +169,7 @@ def test_repeated_failure_before_training_is_restarted_once(attempt: Any, run: R
 @pytest.mark.parametrize(
     ("code", "reason"), [(2, "failed"), (3, "out_of_memory"), (4, "non_finite"), (130, "interrupted"), (143, "preempted")]
 )
-def test_no_restart_if_it_cannot_help_or_is_disabled(attempt: Any, run: RunDir, code: int, reason: str) -> None:
+def test_deterministic_failure_is_not_restarted(attempt: Any, run: RunDir, code: int, reason: str) -> None:
     outcome = {"exit_code": code, "exit_reason": reason, "problem": {"code": "x", "message": "x"} if code < 100 else None}
     end, events = attempt({"0": [["beat", "training", 1], ["outcome", outcome], ["exit", code]]})
     assert end.exit_code == code

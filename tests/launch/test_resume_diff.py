@@ -31,7 +31,7 @@ def changes(tmp_path: Path, *overrides: str) -> dict[str, OnResume]:
     return {change.key: change.kind for change in compare(resolved(tmp_path), resolved(tmp_path, *overrides))}
 
 
-def test_the_same_recipe_has_no_change(tmp_path: Path) -> None:
+def test_same_recipe_has_no_change(tmp_path: Path) -> None:
     assert changes(tmp_path) == {}
 
 
@@ -49,7 +49,7 @@ def test_the_same_recipe_has_no_change(tmp_path: Path) -> None:
         *("training.dataloader_num_workers=2", "training.report_to=[]", "output_dir=elsewhere", "name=other", "data.cache_dir=/tmp/x"),
     ],
 )
-def test_how_a_run_is_executed_and_observed_is_free(tmp_path: Path, override: str) -> None:
+def test_execution_and_logging_keys_may_change_on_resume(tmp_path: Path, override: str) -> None:
     assert set(changes(tmp_path, override).values()) <= {OnResume.FREE}
 
 
@@ -102,13 +102,13 @@ def test_all_refused_keys_are_reported_at_once(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 2
 
 
-def test_another_split_of_the_same_global_batch_is_free(tmp_path: Path) -> None:
+def test_same_global_batch_may_be_split_differently_on_resume(tmp_path: Path) -> None:
     found = changes(tmp_path, "training.per_device_train_batch_size=1", "launch.num_processes=4")
     assert found
     assert set(found.values()) == {OnResume.FREE}
 
 
-def test_a_token_budget_is_another_split(tmp_path: Path) -> None:
+def test_token_budget_may_change_on_resume(tmp_path: Path) -> None:
     keys = ("training.per_device_train_batch_tokens=4096", "data.max_length=2048")
     found = changes(tmp_path, *keys)
     assert {kind for key, kind in found.items() if key.startswith("training.")} <= {OnResume.FREE}
@@ -127,12 +127,12 @@ def test_optimizer_and_seeds_are_the_training_fields_that_cannot_change() -> Non
 EVAL_SETS = 'data.eval=[{path: "builtin:arithmetic", split: test}]'
 
 
-def test_eval_sets_of_their_own_may_be_added_and_removed(tmp_path: Path) -> None:
+def test_separate_eval_sets_may_change_on_resume(tmp_path: Path) -> None:
     without, with_sets = resolved(tmp_path), resolved(tmp_path, EVAL_SETS)
     assert check(compare(without, with_sets)) == []
     assert check(compare(with_sets, without)) == []
 
 
-def test_rows_held_out_of_training_may_not_be_released(tmp_path: Path) -> None:
+def test_held_out_rows_may_not_change_on_resume(tmp_path: Path) -> None:
     with pytest.raises(FsdpTuneError, match=r"data\.eval"):
         check(compare(resolved(tmp_path, "data.eval={rows: 5}"), resolved(tmp_path, EVAL_SETS)))

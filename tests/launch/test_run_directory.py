@@ -84,7 +84,7 @@ def used(run: RunDir, tmp_path: Path, *overrides: str) -> Recipe:
     return recipe
 
 
-def test_a_new_run_has_everything_a_rank_needs(fresh: RunDir, tmp_path: Path) -> None:
+def test_new_run_has_all_files_for_ranks(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     assert fresh.recipe_yaml.read_text() == BASE
     assert Recipe.model_validate_json(fresh.recipe_json.read_bytes()) == recipe
@@ -103,7 +103,7 @@ def test_overrides_are_kept_with_the_recipe(fresh: RunDir, tmp_path: Path) -> No
     assert "\nevil" not in text
 
 
-def test_a_run_whose_model_cannot_be_saved_leaves_nothing(fresh: RunDir, tmp_path: Path) -> None:
+def test_run_whose_model_cannot_be_saved_leaves_nothing(fresh: RunDir, tmp_path: Path) -> None:
     def fail(_: Path) -> None:
         raise OSError(28, "No space left on device")
 
@@ -177,14 +177,14 @@ def test_epochs_that_end_before_the_checkpoint_are_refused(fresh: RunDir, tmp_pa
         refuse_beyond_end(start, 20)
 
 
-def test_an_empty_directory_is_filled(fresh: RunDir, tmp_path: Path) -> None:
+def test_empty_directory_is_used(fresh: RunDir, tmp_path: Path) -> None:
     fresh.path.mkdir(parents=True)
     assert decide(fresh, resolved(tmp_path), "auto", overwrite=False).is_new
     used(fresh, tmp_path)
     assert fresh.is_used
 
 
-def test_a_live_run_is_not_touched(fresh: RunDir, tmp_path: Path) -> None:
+def test_live_run_is_refused(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     with locked(fresh):
         for resume, overwrite in ((None, False), ("auto", False), (None, True)):
@@ -192,7 +192,7 @@ def test_a_live_run_is_not_touched(fresh: RunDir, tmp_path: Path) -> None:
                 decide(fresh, recipe, resume, overwrite=overwrite)
 
 
-def test_a_new_run_is_never_open_to_everybody(fresh: RunDir, tmp_path: Path) -> None:
+def test_new_run_is_not_world_accessible(fresh: RunDir, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         used(fresh, tmp_path)
@@ -225,7 +225,7 @@ def test_token_in_a_comment_or_an_override_is_not_copied_into_the_run(fresh: Run
     assert "# log in with ***" in text
 
 
-def test_a_run_that_everybody_may_write_into_is_refused(fresh: RunDir, tmp_path: Path) -> None:
+def test_world_writable_run_is_refused(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     fresh.path.chmod(0o777)
     with pytest.raises(FsdpTuneError, match="is writable by every user") as caught:
@@ -256,7 +256,7 @@ def test_resume_decision_expires_when_another_command_resumes(fresh: RunDir, tmp
 
 
 @pytest.mark.parametrize("use", ["command", "ranks started manually"])
-def test_a_run_that_came_and_went_while_checkpoints_were_hashed_is_noticed(
+def test_run_finished_during_checkpoint_hashing_is_detected(
     fresh: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: str
 ) -> None:
     recipe = used(fresh, tmp_path)
@@ -278,7 +278,7 @@ def test_a_run_that_came_and_went_while_checkpoints_were_hashed_is_noticed(
     assert caught.value.exit_code == 2
 
 
-def test_a_run_that_came_into_use_meanwhile_is_not_moved_aside(fresh: RunDir, tmp_path: Path) -> None:
+def test_run_started_meanwhile_is_not_moved_aside(fresh: RunDir, tmp_path: Path) -> None:
     used(fresh, tmp_path)
     with locked(fresh), pytest.raises(FsdpTuneError, match=f"in use by pid {os.getpid()}"):
         move_aside(fresh)
@@ -311,14 +311,14 @@ def test_manually_started_ranks_lock_their_run(fresh: RunDir, tmp_path: Path, ma
 
 
 @pytest.mark.usefixtures("manual_commands")
-def test_status_sees_a_live_rank_through_a_link(fresh: RunDir, tmp_path: Path) -> None:
+def test_status_finds_live_rank_through_a_link(fresh: RunDir, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(fresh.path)
     for path in (tmp_path / "link", fresh.path):
         facts = run_status(RunDir(path))
         assert (facts["state"], facts["ranks"][0]["state"]) == ("running", "live")
 
 
-def test_status_believes_in_the_ranks_of_another_machine(fresh: RunDir, tmp_path: Path) -> None:
+def test_status_trusts_heartbeats_of_other_machines(fresh: RunDir, tmp_path: Path) -> None:
     used(fresh, tmp_path, "launch.num_machines=2", "launch.main_process_ip=10.0.0.1")
     (fresh.logs / "machine-00.json").write_text(json.dumps({"life": "a", "host": socket.gethostname()}))
     (fresh.logs / "machine-01.json").write_text(json.dumps({"life": "a", "host": "elsewhere"}))
@@ -329,7 +329,7 @@ def test_status_believes_in_the_ranks_of_another_machine(fresh: RunDir, tmp_path
         assert [rank["state"] for rank in run_status(fresh)["ranks"]] == ["gone", "live elsewhere"]
 
 
-def test_auto_resumes_the_newest_complete_checkpoint_and_names_damaged_ones(fresh: RunDir, tmp_path: Path) -> None:
+def test_resume_auto_uses_newest_complete_checkpoint_and_names_damaged_ones(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     checkpoint(fresh, 9)
     good = checkpoint(fresh, 10)
@@ -344,7 +344,7 @@ def test_auto_resumes_the_newest_complete_checkpoint_and_names_damaged_ones(fres
     assert "checkpoint-30" in told
 
 
-def test_auto_without_a_checkpoint_starts_at_step_0_in_the_same_directory(fresh: RunDir, tmp_path: Path) -> None:
+def test_resume_auto_without_checkpoint_starts_at_step_0(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     start = decide(fresh, recipe, "auto", overwrite=False)
     assert (start.checkpoint, start.is_new, start.is_finished) == (None, False, False)
@@ -361,7 +361,7 @@ def test_finished_run_has_nothing_to_do_unless_more_steps_are_requested(fresh: R
     assert [change.key for change in longer.trajectory_changes] == ["training.max_steps"]
 
 
-def test_a_finished_run_that_is_continued_and_killed_before_its_ranks_start_is_not_finished(fresh: RunDir, tmp_path: Path) -> None:
+def test_continued_run_killed_before_start_is_not_finished(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     checkpoint(fresh, 100)
     finish(fresh, 100)
@@ -371,7 +371,7 @@ def test_a_finished_run_that_is_continued_and_killed_before_its_ranks_start_is_n
     assert recipe.training != longer.training
 
 
-def test_a_finished_run_whose_last_checkpoint_is_damaged_is_finished_again_from_the_one_before(fresh: RunDir, tmp_path: Path) -> None:
+def test_finished_run_with_damaged_last_checkpoint_resumes_from_previous(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     checkpoint(fresh, 90)
     checkpoint(fresh, 100, damaged=True)
@@ -380,9 +380,7 @@ def test_a_finished_run_whose_last_checkpoint_is_damaged_is_finished_again_from_
     assert (start.step, start.is_finished) == (90, False)
 
 
-def test_a_directory_that_cannot_be_written_is_refused_unless_nothing_is_to_be_done(
-    fresh: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_only_run_is_refused_unless_finished(fresh: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = used(fresh, tmp_path)
     asked: list[Path] = []
     monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path))  # root may write everywhere
@@ -395,7 +393,7 @@ def test_a_directory_that_cannot_be_written_is_refused_unless_nothing_is_to_be_d
     assert decide(fresh, recipe, "auto", overwrite=False).is_finished
 
 
-def test_a_refused_change_stops_before_anything_is_written(fresh: RunDir, tmp_path: Path) -> None:
+def test_refused_change_writes_nothing(fresh: RunDir, tmp_path: Path) -> None:
     used(fresh, tmp_path)
     before = sorted((path.name, path.stat().st_mtime_ns) for path in fresh.path.iterdir())
     with pytest.raises(FsdpTuneError, match=r"training\.seed"):
@@ -403,7 +401,7 @@ def test_a_refused_change_stops_before_anything_is_written(fresh: RunDir, tmp_pa
     assert sorted((path.name, path.stat().st_mtime_ns) for path in fresh.path.iterdir()) == before
 
 
-def test_an_explicit_checkpoint_goes_into_its_own_run_or_a_new_one(fresh: RunDir, tmp_path: Path) -> None:
+def test_explicit_checkpoint_resumes_its_run_or_starts_a_new_one(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     path = checkpoint(fresh, 10)
     assert not decide(fresh, recipe, str(path), overwrite=False).is_new
@@ -435,7 +433,7 @@ def test_path_that_is_not_a_checkpoint_is_refused_naming_the_newest(fresh: RunDi
     assert ("there is no such directory" in caught.value.problems[0].message) == (what == "missing")
 
 
-def test_overwrite_and_resume_contradict(fresh: RunDir, tmp_path: Path) -> None:
+def test_overwrite_and_resume_are_exclusive(fresh: RunDir, tmp_path: Path) -> None:
     with pytest.raises(FsdpTuneError, match="pass only one"):
         decide(fresh, resolved(tmp_path), "auto", overwrite=True)
 
@@ -459,7 +457,7 @@ def test_on_resume_the_earlier_files_go_into_history_and_the_changes_into_the_me
     assert (fresh.history / "002" / "recipe.yaml").read_text().startswith("# second")
 
 
-def test_data_that_have_changed_are_refused_on_resume(fresh: RunDir, tmp_path: Path) -> None:
+def test_changed_data_are_refused_on_resume(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     start = decide(fresh, recipe, "auto", overwrite=False)
     check_data(start, "k1")
@@ -467,14 +465,14 @@ def test_data_that_have_changed_are_refused_on_resume(fresh: RunDir, tmp_path: P
         check_data(start, "k2")
 
 
-def test_a_run_directory_of_another_version_is_named(fresh: RunDir, tmp_path: Path) -> None:
+def test_run_directory_of_another_version_is_named(fresh: RunDir, tmp_path: Path) -> None:
     used(fresh, tmp_path)
     fresh.recipe_json.write_text('{"recipe_version": 9}')
     with pytest.raises(FsdpTuneError, match="cannot be read as a recipe of this version"):
         decide(fresh, resolved(tmp_path), "auto", overwrite=False)
 
 
-def test_other_machine_waits_for_the_first_with_a_limit(fresh: RunDir, tmp_path: Path) -> None:
+def test_other_machine_waits_for_first_until_timeout(fresh: RunDir, tmp_path: Path) -> None:
     recipe = used(fresh, tmp_path)
     with pytest.raises(FsdpTuneError, match="has not started this recipe") as caught:
         wait_for_run(fresh, recipe, timeout_seconds=0.05, poll_seconds=0.01)
@@ -486,7 +484,7 @@ def test_other_machine_waits_for_the_first_with_a_limit(fresh: RunDir, tmp_path:
             wait_for_run(fresh, resolved(tmp_path, "training.max_steps=5"), timeout_seconds=0.05, poll_seconds=0.01)
 
 
-def test_another_machine_does_not_wait_where_the_run_has_finished(fresh: RunDir, tmp_path: Path) -> None:
+def test_other_machine_does_not_wait_for_finished_run(fresh: RunDir, tmp_path: Path) -> None:
     """The first machine has nothing to do then, and never owns the directory."""
     recipe = used(fresh, tmp_path)
     last = checkpoint(fresh, 100)
@@ -557,7 +555,7 @@ def test_status_reports_how_killed_ranks_ended(fresh: RunDir, tmp_path: Path) ->
     assert f"merge-checkpoint {fresh.path} --overwrite" in run_status(fresh)["ways_on"][1]
 
 
-def test_status_does_not_take_a_reused_pid_for_a_rank(fresh: RunDir, tmp_path: Path) -> None:
+def test_status_ignores_reused_pid(fresh: RunDir, tmp_path: Path) -> None:
     used(fresh, tmp_path)
     fresh.rank_heartbeat(0).write_text(
         json.dumps(

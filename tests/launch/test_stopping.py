@@ -26,6 +26,6 @@ from fsdp_tune.run.rank_files import Heartbeat
         ([], 0, 10.0, "stopping; no step has been trained in this launch, so there is nothing to save"),
     ],
 )
-def test_the_step_at_which_a_run_stops_is_named_at_once(phases: list[str], step: int, step_seconds: float | None, line: str) -> None:
+def test_stop_message_names_the_last_step(phases: list[str], step: int, step_seconds: float | None, line: str) -> None:
     beats = [Heartbeat(rank, 1, step - rank, phase, 0.0, 0.0, 0.0) for rank, phase in enumerate(phases)]
     assert stop_line(beats, 20, step_seconds) == line

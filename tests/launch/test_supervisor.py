@@ -87,7 +87,7 @@ def test_lines_of_an_earlier_launch_are_not_shown_again(plan_of: PlanOf, run: Ru
     assert [event.line for event in events if isinstance(event, Logged)] == [{"step": 2}]
 
 
-def test_an_outcome_of_an_earlier_launch_does_not_count(plan_of: PlanOf, run: RunDir) -> None:
+def test_outcome_of_an_earlier_launch_does_not_count(plan_of: PlanOf, run: RunDir) -> None:
     drive(plan_of({"0": [["outcome", FINISHED]]}))
     ended, _ = drive(plan_of({"0": [["exit", 3]]}))
     assert ended.problem is not None
@@ -99,7 +99,7 @@ def test_an_outcome_of_an_earlier_launch_does_not_count(plan_of: PlanOf, run: Ru
     [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)],
     ids=["TERM", "USR1", "HUP", "INT"],
 )
-def test_a_signal_is_passed_on_and_the_ranks_save(plan_of: PlanOf, number: int, code: int) -> None:
+def test_signal_is_passed_on_and_the_ranks_save(plan_of: PlanOf, number: int, code: int) -> None:
     waiting = [["beat", "training", 7], ["listen"], ["sleep", 1.0], ["log", {"step": 7}], ["wait-for-signal"]]
     ended, events = drive(plan_of({"0": waiting, "1": waiting}), act=signals(number))
     assert ended.exit_code == code
@@ -118,7 +118,7 @@ def ignoring() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ignoring")
-def test_a_signal_that_was_ignored_at_the_start_stays_ignored(plan_of: PlanOf) -> None:
+def test_signal_that_was_ignored_at_the_start_stays_ignored(plan_of: PlanOf) -> None:
     acts = [["beat", "training", 7], ["log", {"step": 7}], ["sleep", 1.0], ["outcome", FINISHED]]
     with stop_signals_raise():
         ended, _ = drive(plan_of({"0": acts}), act=signals(signal.SIGHUP, signal.SIGINT))
@@ -129,13 +129,13 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(plan_of: PlanOf) -
     assert ended.exit_code == 143
 
 
-def test_a_signal_that_arrives_twice_at_once_is_one(plan_of: PlanOf) -> None:
+def test_duplicate_signal_counts_once(plan_of: PlanOf) -> None:
     waiting = [["beat", "training", 7], ["listen"], ["log", {"step": 7}], ["wait-for-signal"]]
     ended, _ = drive(plan_of({"0": waiting}), act=signals(signal.SIGTERM, signal.SIGTERM, apart=0.02))
     assert ended.exit_code == 143
 
 
-def test_second_signal_stops_at_once_and_is_not_a_success(plan_of: PlanOf) -> None:
+def test_second_signal_stops_immediately_and_fails(plan_of: PlanOf) -> None:
     slow = [["ignore-signals"], ["beat", "saving", 7], ["log", {"step": 7}], ["sleep", 60]]
     start = time.monotonic()
     ended, _ = drive(plan_of({"0": slow, "1": slow}), act=signals(signal.SIGINT, signal.SIGINT, apart=0.5))
@@ -145,7 +145,7 @@ def test_second_signal_stops_at_once_and_is_not_a_success(plan_of: PlanOf) -> No
     assert time.monotonic() - start < 5
 
 
-def test_a_signal_before_the_ranks_listen_ends_by_its_own_code(plan_of: PlanOf) -> None:
+def test_signal_before_handlers_exits_with_its_code(plan_of: PlanOf) -> None:
     ended, _ = drive(plan_of({"0": [["log", {"event": "x"}], ["sleep", 60]], "1": [["sleep", 60]]}), act=signals(signal.SIGTERM))
     assert (ended.exit_code, ended.problem) == (143, None)
 
@@ -156,7 +156,7 @@ def test_ranks_killed_while_saving_are_a_failure(plan_of: PlanOf) -> None:
     assert ended.problem is not None
 
 
-def test_a_save_that_fails_after_a_signal_is_exit_1(plan_of: PlanOf) -> None:
+def test_save_that_fails_after_a_signal_is_exit_1(plan_of: PlanOf) -> None:
     problem = {"code": "disk-full", "message": "disk full"}
     failing = [
         ["ignore-signals"],
@@ -171,7 +171,7 @@ def test_a_save_that_fails_after_a_signal_is_exit_1(plan_of: PlanOf) -> None:
     assert ended.problem.code == "disk-full"
 
 
-def test_the_first_failing_rank_is_the_one_shown(plan_of: PlanOf) -> None:
+def test_first_failing_rank_is_reported(plan_of: PlanOf) -> None:
     problem = {"code": "out-of-memory", "message": "out of memory", "hint": "use less"}
     first = [
         ["beat", "training", 4],
@@ -199,7 +199,7 @@ def test_killed_rank_ends_the_others_and_is_named(plan_of: PlanOf, number: int) 
     assert f"rank 1 was killed by {signal.Signals(number).name} at step 3" in ended.problem.message
 
 
-def test_a_disk_that_refuses_the_outcome_of_a_rank_is_named(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_that_refuses_the_outcome_of_a_rank_is_named(plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -210,7 +210,7 @@ def test_a_disk_that_refuses_the_outcome_of_a_rank_is_named(plan_of: PlanOf, mon
     assert ended.problem.message.endswith("/logs cannot be written (No space left on device)")
 
 
-def test_a_rank_that_dies_before_it_can_report_shows_its_exception(plan_of: PlanOf) -> None:
+def test_rank_that_dies_early_shows_its_exception(plan_of: PlanOf) -> None:
     ended, _ = drive(plan_of({"0": [["ignore-signals"], ["sleep", 60]], "1": [["raise", "no such library"]]}))
     assert ended.exit_code == ExitCode.FAILED
     assert ended.problem is not None
@@ -263,7 +263,7 @@ def test_stopped_rank_is_late_and_its_location_is_reported(plan_of: PlanOf, run:
     assert all("fake_worker.py" in text for text in stacks[1:])
 
 
-def test_a_stopped_launcher_is_named_where_its_ranks_wait(plan_of: PlanOf) -> None:
+def test_stopped_launcher_is_named_as_cause(plan_of: PlanOf) -> None:
     """torchrun's agent serves the store through which ranks find each other."""
     before = set(psutil.Process().children())
 
@@ -278,7 +278,7 @@ def test_a_stopped_launcher_is_named_where_its_ranks_wait(plan_of: PlanOf) -> No
     assert "rank 0 (step 0, `importing`, its launcher is stopped (SIGSTOP)" in ended.problem.message
 
 
-def test_a_rank_that_cannot_dump_its_stacks_is_not_killed_by_the_question(plan_of: PlanOf) -> None:
+def test_stack_request_does_not_kill_rank_without_handler(plan_of: PlanOf) -> None:
     """SIGUSR2 ends a process without a handler; a rank that is stuck before it has one is named all the same."""
     ended, _ = drive(plan_of({"0": [["sleep", 60]], "1": [["sleep", 60]]}), hang_timeout_seconds=6.0)
     assert ended.problem is not None
@@ -286,7 +286,7 @@ def test_a_rank_that_cannot_dump_its_stacks_is_not_killed_by_the_question(plan_o
     assert "before its first heartbeat" in ended.problem.message
 
 
-def test_ranks_that_wait_for_a_slow_one_do_not_hang(plan_of: PlanOf) -> None:
+def test_waiting_for_slow_rank_is_not_a_hang(plan_of: PlanOf) -> None:
     slow = [act for _ in range(20) for act in (["beat", "saving", 5], ["sleep", 0.35])]
     ended, _ = drive(
         plan_of({"0": [["beat", "saving", 5], ["sleep", 7.4], ["outcome", FINISHED]], "1": [*slow, ["outcome", FINISHED]]}),
@@ -295,7 +295,7 @@ def test_ranks_that_wait_for_a_slow_one_do_not_hang(plan_of: PlanOf) -> None:
     assert (ended.exit_code, ended.problem) == (0, None)
 
 
-def test_a_rank_that_hangs_in_its_own_clean_up_does_not_hold_the_run(plan_of: PlanOf) -> None:
+def test_rank_hanging_in_cleanup_does_not_block_the_run(plan_of: PlanOf) -> None:
     start = time.monotonic()
     ended, _ = drive(plan_of({"0": [["outcome", FINISHED], ["ignore-signals"], ["sleep", 20]]}))
     assert (ended.exit_code, ended.problem) == (0, None)
@@ -312,7 +312,7 @@ def test_vanished_run_directory_is_reported_and_not_recreated(plan_of: PlanOf, r
     assert elsewhere.exists()
 
 
-def test_a_launcher_that_fails_shows_why(plan_of: PlanOf, run: RunDir) -> None:
+def test_failed_launcher_shows_its_error(plan_of: PlanOf, run: RunDir) -> None:
     plan = plan_of({"0": []})
     program = "import sys; sys.exit('accelerate: error: unrecognized arguments: --x')"
     broken = LaunchPlan((sys.executable, "-c", program), plan.env, {}, (), run, range(1), 0, 1)
@@ -322,7 +322,7 @@ def test_a_launcher_that_fails_shows_why(plan_of: PlanOf, run: RunDir) -> None:
     assert "unrecognized arguments: --x" in ended.problem.message
 
 
-def test_nothing_survives_a_launcher_killed_outright(plan_of: PlanOf) -> None:
+def test_no_process_survives_killed_launcher(plan_of: PlanOf) -> None:
     plan = plan_of({"0": [["beat", "training", 1], ["log", {"step": 1}], ["ignore-signals"], ["sleep", 60]]})
 
     before = set(psutil.Process().children())
@@ -337,7 +337,7 @@ def test_nothing_survives_a_launcher_killed_outright(plan_of: PlanOf) -> None:
     assert ended.problem.message == "the launcher was killed by SIGKILL"
 
 
-def test_nothing_survives_a_supervisor_killed_outright(plan_of: PlanOf, run: RunDir, repository: Path) -> None:
+def test_no_process_survives_killed_supervisor(plan_of: PlanOf, run: RunDir, repository: Path) -> None:
     plan_of({"0": [["beat", "training", 1], ["ignore-signals"], ["sleep", 60]]})
     program = f"""
 import os, sys
@@ -361,7 +361,7 @@ for _ in Supervisor(plan, hang_timeout_seconds=60).events(): pass
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
-def test_the_surface_giving_up_in_the_middle_ends_the_ranks(plan_of: PlanOf) -> None:
+def test_closing_the_events_ends_the_ranks(plan_of: PlanOf) -> None:
     plan = plan_of({"0": [["beat", "training", 1], ["log", {"step": 1}], ["ignore-signals"], ["sleep", 60]]})
     before = children()
     events = Supervisor(plan, hang_timeout_seconds=60).events()

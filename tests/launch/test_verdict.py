@@ -97,25 +97,25 @@ BOTH_SAVED = end(0, ExitReason.PREEMPTED, 143), end(1, ExitReason.PREEMPTED, 143
         (seen(good(0)), 1, "failed", "launcher-failed"),
     ],
 )
-def test_how_a_launch_ended(what: Seen, code: int, reason: str, problem: str | None) -> None:
+def test_verdict_follows_from_rank_outcomes(what: Seen, code: int, reason: str, problem: str | None) -> None:
     ended = judge(what)
     assert (ended.exit_code, ended.reason.value, ended.problem.code if ended.problem else None) == (code, reason, problem)
 
 
-def test_a_failure_names_rank_step_and_log() -> None:
+def test_failure_names_rank_step_and_log() -> None:
     problem = judge(seen(OOM, LOST)).problem
     assert problem is not None
     assert problem.message == "oom happened (rank 1, step 9)"
     assert problem.hint == "the log is /r/logs/rank-0001.log"
 
 
-def test_a_mistake_in_the_input_is_not_blamed_on_a_rank() -> None:
+def test_input_error_is_not_attributed_to_a_rank() -> None:
     problem = judge(seen(end(0, ExitReason.FAILED, ExitCode.USAGE, code_name="bad-input"))).problem
     assert problem is not None
     assert problem.message == "bad-input happened"
 
 
-def test_a_kill_is_named_and_memory_is_suspected() -> None:
+def test_kill_is_named_and_memory_suggested() -> None:
     problem = judge(seen(deaths=[Death(1, 3.0)], launcher_text=KILLED_BY_9, last_step=12)).problem
     assert problem is not None
     assert problem.message == "rank 1 was killed by SIGKILL at step 12"
@@ -123,19 +123,19 @@ def test_a_kill_is_named_and_memory_is_suspected() -> None:
 
 
 @pytest.mark.parametrize("deaths", [[Death(0, 1.0), Death(1, 1.0)], [Death(0, 1.0)]], ids=["both seen", "only the other seen"])
-def test_a_rank_that_the_agent_ended_for_another_is_not_blamed(deaths: list[Death]) -> None:
+def test_rank_ended_by_the_agent_is_not_blamed(deaths: list[Death]) -> None:
     problem = judge(seen(deaths=deaths, launcher_text=BOX, launcher_code=1)).problem
     assert problem is not None
     assert problem.message.startswith("rank 1 ended with exit code 1")
 
 
-def test_a_rank_that_could_not_write_its_outcome_is_reported_by_its_line_in_the_launchers_log() -> None:
+def test_rank_without_outcome_is_reported_from_launcher_log() -> None:
     text = f"error: rank 1: metrics.jsonl: Read-only file system\n{BOX}"
     problem = judge(seen(launcher_text=text, launcher_code=1)).problem
     assert problem is not None
     assert problem.message == "rank 1 ended with exit code 1 before it could report: metrics.jsonl: Read-only file system"
 
 
-def test_the_first_exception_is_the_ranks_own_and_not_torchruns_box() -> None:
+def test_first_exception_is_of_the_rank_not_torchrun() -> None:
     assert first_exception(BOX) == "ModuleNotFoundError: No module named 'nothing'"
     assert first_exception("nothing here") is None

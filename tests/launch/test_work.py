@@ -49,7 +49,7 @@ def meanwhile(run: RunDir, seconds: float, *, works: bool) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_a_restart_is_waited_for_while_the_first_machine_counts(works: bool, run: RunDir) -> None:
+def test_restart_wait_continues_while_first_machine_works(works: bool, run: RunDir) -> None:
     run.logs.mkdir()
     with locked(run):
         first, second = (Machines(run, machine, 2, timeout_seconds=20.0) for machine in (0, 1))
@@ -73,7 +73,7 @@ def test_a_restart_is_waited_for_while_the_first_machine_counts(works: bool, run
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_joining_waits_while_the_first_machine_counts(works: bool, run: RunDir) -> None:
+def test_join_wait_continues_while_first_machine_works(works: bool, run: RunDir) -> None:
     run.logs.mkdir()
     problems: list[Problem | None] = []
     second = Machines(run, 1, 2, timeout_seconds=20.0)
@@ -87,7 +87,7 @@ def test_joining_waits_while_the_first_machine_counts(works: bool, run: RunDir) 
     assert problems[0].code == "first-machine-missing"
 
 
-def test_a_count_that_a_killed_command_left_is_not_work(run: RunDir) -> None:
+def test_stale_work_counter_is_ignored(run: RunDir) -> None:
     counter = WorkCounter(run, 2)
     counter.advance(5)
     watch = WorkWatch(run)
@@ -98,7 +98,7 @@ def test_a_count_that_a_killed_command_left_is_not_work(run: RunDir) -> None:
     assert watch.silent_seconds() < 0.1
 
 
-def test_the_count_is_next_to_the_run_and_goes_with_the_work(run: RunDir) -> None:
+def test_work_counter_is_removed_when_done(run: RunDir) -> None:
     """A new run has no directory yet, and one must not be made for it."""
     run.path.rmdir()
     with WorkCounter(run, 2) as counter:

@@ -58,7 +58,7 @@ def sharded_peft_model(folder: Path, state: dict[str, torch.Tensor]) -> Path:
 
 
 @pytest.mark.parametrize("source", ["whole model", "whole model, base beside", "adapter shards", "adapter pickle", "adapter directory"])
-def test_the_adapter_is_added_to_its_base(source, llama, tmp_path, merge):
+def test_adapter_is_added_to_base_weights(source, llama, tmp_path, merge):
     adapter = factors(llama, *LINEAR)
     base = base_directory(llama, tmp_path / "base")
     folder = write_config(tmp_path / "c", base_model_name_or_path=str(base))
@@ -84,7 +84,7 @@ def test_the_adapter_is_added_to_its_base(source, llama, tmp_path, merge):
     assert record["adapter"]["base"] == (str(base) if source.startswith("adapter") else None)
 
 
-def test_a_run_of_a_peft_model_is_merged_and_exported(llama, tmp_path, merge):
+def test_run_of_a_peft_model_is_merged_and_exported(llama, tmp_path, merge):
     adapter = factors(llama, *LINEAR)
     run = make_run(tmp_path / "run", {5: whole_state(llama, adapter)}, model=model_directory(llama, tmp_path / "m"))
     write_config(run / "model", base_model_name_or_path="org/base")
@@ -94,7 +94,7 @@ def test_a_run_of_a_peft_model_is_merged_and_exported(llama, tmp_path, merge):
     assert_tensors(run / "adapter", adapter_state(adapter))
 
 
-def test_the_merged_model_loads_and_computes_what_the_adapter_did(llama, tmp_path, merge):
+def test_merged_model_computes_like_the_adapted_one(llama, tmp_path, merge):
     adapter = factors(llama, *LINEAR)
     base = base_directory(llama, tmp_path / "base")
     folder = adapter_directory(tmp_path / "a", adapter_state(adapter), base_model_name_or_path=str(base))
@@ -117,7 +117,7 @@ def test_the_merged_model_loads_and_computes_what_the_adapter_did(llama, tmp_pat
         ("org/not-here", "is not in the local cache"),
     ],
 )
-def test_a_missing_base_is_reported_with_the_file_that_names_it(base, why, tmp_path):
+def test_missing_base_is_reported_with_the_file_that_names_it(base, why, tmp_path):
     with pytest.raises(FsdpTuneError, match=re.escape(why)) as caught:
         fetch_model(base, named_in=tmp_path / "adapter_config.json")
     assert caught.value.exit_code == 2
@@ -125,7 +125,7 @@ def test_a_missing_base_is_reported_with_the_file_that_names_it(base, why, tmp_p
     assert "`--base" in " ".join([str(caught.value.problems[0].hint), *caught.value.problems[0].ways_out])
 
 
-def test_a_base_in_the_cache_of_the_hub_is_read_through_its_links(llama, tmp_path, merge):
+def test_base_in_the_cache_of_the_hub_is_read_through_its_links(llama, tmp_path, merge):
     blobs = base_directory(llama, tmp_path / "models--org--base" / "blobs")
     snapshot = tmp_path / "models--org--base" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -151,7 +151,7 @@ def test_a_base_in_the_cache_of_the_hub_is_read_through_its_links(llama, tmp_pat
     ],
     ids=str,
 )
-def test_scaling_is_pefts(config, scaling, llama, tmp_path, merge):
+def test_scaling_equals_peft(config, scaling, llama, tmp_path, merge):
     adapter = factors(llama, "q_proj")
     base = base_directory(llama, tmp_path / "base")
     folder = adapter_directory(tmp_path / "a", adapter_state(adapter), **config)
@@ -173,7 +173,7 @@ def test_conv1d_weights_are_transposed_also_where_they_are_square(saved_flag, ta
             assert same_bits(merged[name], tensor), name
 
 
-def test_one_square_conv1d_alone_follows_the_flag(tmp_path, merge):
+def test_single_square_conv1d_follows_fan_in_fan_out(tmp_path, merge):
     model = exact(small_gpt2())
     adapter = factors(model, "attn.c_proj")
     base = base_directory(model, tmp_path / "base")
@@ -186,7 +186,7 @@ def test_one_square_conv1d_alone_follows_the_flag(tmp_path, merge):
 
 @pytest.mark.parametrize("option", ["keep", "bf16", "fp32"])
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_sum_is_rounded_once(kind, option, tmp_path, merge):
+def test_adapter_sum_is_rounded_once(kind, option, tmp_path, merge):
     """Weights and factors of a 16-bit model: added in fp32, not in their own type as PEFT does it."""
     torch.manual_seed(1)
     base = {"w.weight": torch.randn(70, 50).to(kind), "other.weight": torch.randn(3).to(kind)}
@@ -206,7 +206,7 @@ def key(side: str) -> str:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shape", [(1, 700), (700, 1), (97, 31), (5, 3000), (256, 64)])
-def test_slabs_and_boxes_of_any_size_fit_together(shape, transposed, tmp_path, merge, monkeypatch):
+def test_delta_slabs_match_boxes_of_any_size(shape, transposed, tmp_path, merge, monkeypatch):
     """Buffers of 1 KiB and slabs of 4 KiB: rows longer than a buffer, slabs of many boxes, a last one that is cut short."""
     for module in (gather, write, low_rank):
         monkeypatch.setattr(module, "BUFFER_BYTES", 1024)
@@ -226,7 +226,7 @@ def test_slabs_and_boxes_of_any_size_fit_together(shape, transposed, tmp_path, m
     assert same_bits(merged_tensors(merge(tmp_path / "c").output)["w.weight"], weight + delta)
 
 
-def test_large_factors_wait_for_each_other(tmp_path, merge, monkeypatch):
+def test_large_factors_respect_memory_budget(tmp_path, merge, monkeypatch):
     """More layers than the budget holds at once, each larger than all of it."""
     monkeypatch.setattr(low_rank.Budget.__init__, "__defaults__", None)
     monkeypatch.setattr(write, "HELD_BYTES", 16)
@@ -240,7 +240,7 @@ def test_large_factors_wait_for_each_other(tmp_path, merge, monkeypatch):
     assert_tensors(merge(tmp_path / "c").output, expected | {"n.weight": values(3, seed=0)})
 
 
-def test_the_average_of_merged_checkpoints_is_the_mean_of_their_sums(llama, tmp_path, merge):
+def test_average_of_merged_checkpoints_is_the_mean_of_their_sums(llama, tmp_path, merge):
     first, second = (
         factors(llama, "q_proj"),
         {name: {part: -3 * value for part, value in parts.items()} for name, parts in factors(llama, "q_proj").items()},
@@ -256,7 +256,7 @@ def test_the_average_of_merged_checkpoints_is_the_mean_of_their_sums(llama, tmp_
 # --------------------------------------------------------------------- what stands beside the factors: embeddings, heads, biases
 
 
-def test_an_embedding_alone_leaves_the_tied_head_as_it_was(tmp_path, merge):
+def test_adapted_embedding_leaves_tied_head_unchanged(tmp_path, merge):
     model = exact(small_gpt2())
     adapter = factors(model, "wte")
     base = base_directory(model, tmp_path / "base")
@@ -281,7 +281,7 @@ def test_embeddings_that_were_tied_in_training_stay_tied(tmp_path, merge):
 
 
 @pytest.mark.parametrize("source", ["whole model", "adapter directory"])
-def test_modules_to_save_take_the_place_of_the_base(source, llama, tmp_path, merge):
+def test_modules_to_save_replace_base_weights(source, llama, tmp_path, merge):
     adapter, head = factors(llama, "q_proj"), values(61, 32, seed=7)
     base = base_directory(llama, tmp_path / "base")
     if source == "whole model":
@@ -293,7 +293,7 @@ def test_modules_to_save_take_the_place_of_the_base(source, llama, tmp_path, mer
     assert_tensors(merge(folder, base=str(base)).output, added(llama, adapter) | {"lm_head.weight": head})
 
 
-def test_a_vocabulary_that_has_grown_is_in_the_config(llama, tmp_path, merge):
+def test_grown_vocabulary_is_in_config(llama, tmp_path, merge):
     adapter, embedding, head = factors(llama, "q_proj"), values(65, 32, seed=7), values(65, 32, seed=8)
     base = base_directory(llama, tmp_path / "base")
     grown = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
@@ -320,7 +320,7 @@ def test_trained_biases_replace_and_biases_of_factors_are_added(tmp_path, merge)
     assert_tensors(merge(folder, base=str(base)).output, expected)
 
 
-def test_a_base_without_the_models_prefix_keeps_its_own_names(tmp_path, merge):
+def test_base_without_model_prefix_keeps_its_names(tmp_path, merge):
     """GPT-2 on the hub is `h.0.attn…`, and its module `transformer.h.0.attn…`."""
     model = exact(small_gpt2())
     adapter = factors(model, "c_attn")
@@ -341,7 +341,7 @@ def test_a_base_without_the_models_prefix_keeps_its_own_names(tmp_path, merge):
 
 
 @pytest.mark.parametrize("source", ["whole model", "adapter shards"])
-def test_the_export_is_the_directory_that_peft_reads(source, llama, tmp_path, merge):
+def test_export_loads_with_peft(source, llama, tmp_path, merge):
     adapter, head = factors(llama, *LINEAR, "embed_tokens"), values(61, 32, seed=7)
     folder = write_config(tmp_path / "c", modules_to_save=["lm_head"], inference_mode=False, auto_mapping={"kept": 1})
     state = whole_state(llama, adapter, saved={"lm_head": {"weight": head}})
@@ -359,7 +359,7 @@ def test_the_export_is_the_directory_that_peft_reads(source, llama, tmp_path, me
     assert 'library_name: "peft"' in card
 
 
-def test_an_export_merges_to_the_same_model_again(llama, tmp_path, merge):
+def test_exported_adapter_merges_to_same_model(llama, tmp_path, merge):
     adapter, head = factors(llama, *LINEAR), values(61, 32, seed=7)
     base = base_directory(llama, tmp_path / "base")
     folder = write_config(tmp_path / "c", modules_to_save=["lm_head"], base_model_name_or_path=str(base))
@@ -423,7 +423,7 @@ def test_adapters_beyond_plain_lora_are_refused_by_name(change, named, llama, tm
     assert refused(tmp_path) == []
 
 
-def test_an_initialisation_that_changed_the_base_is_fine_where_the_changed_base_is_there(llama, tmp_path, merge):
+def test_changed_base_initialisation_merges_with_the_changed_base(llama, tmp_path, merge):
     adapter = factors(llama, "q_proj")
     folder = write_config(tmp_path / "c", init_lora_weights="pissa")
     save_dcp({"model": whole_state(llama, adapter)}, folder / SHARDS)
@@ -473,7 +473,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_an_adapter_that_does_not_fit_is_one_error_and_nothing_written(kind, llama, tmp_path, merge):
+def test_mismatched_adapter_is_one_error_and_writes_nothing(kind, llama, tmp_path, merge):
     base = base_directory(llama, tmp_path / "base")
     folder = adapter_directory(tmp_path / "a", broken(kind, adapter_state(factors(llama, "q_proj", "k_proj"))))
     with pytest.raises(FailedError) as caught:
@@ -498,7 +498,7 @@ def test_two_named_adapters_are_reported_by_name(llama, tmp_path, merge):
     + [(f'{{"peft_type": "LORA", "r": 4, "lora_alpha": {alpha}}}', "merge-adapter-config") for alpha in ("null", '"8"', "NaN", "true")]
     + [('{"peft_type": "LORA", "r": 4, "alpha_pattern": {"(": 1}}', "merge-adapter-config")],
 )
-def test_a_config_that_cannot_be_used_is_named(text, code, llama, tmp_path, merge):
+def test_invalid_adapter_config_is_named(text, code, llama, tmp_path, merge):
     base = base_directory(llama, tmp_path / "base")
     folder = adapter_directory(tmp_path / "a", adapter_state(factors(llama, "q_proj")))
     (folder / "adapter_config.json").write_text(text)
@@ -531,7 +531,7 @@ def test_without_a_base_the_alternatives_are_reported(llama, tmp_path, merge):
         merge(folder, base=str(empty))
 
 
-def test_options_that_ask_for_the_impossible_are_refused(llama, tmp_path, merge):
+def test_contradictory_merge_options_are_refused(llama, tmp_path, merge):
     run = make_run(tmp_path / "plain", {1: llama.state_dict(), 2: llama.state_dict()})
     for options in ({"adapter": True}, {"adapter_config": tmp_path}):
         with pytest.raises(FsdpTuneError, match="holds no LoRA adapter"):
@@ -543,7 +543,7 @@ def test_options_that_ask_for_the_impossible_are_refused(llama, tmp_path, merge)
         merge(run, adapter=True, average="last:2")
 
 
-def test_the_output_must_not_be_inside_the_base(llama, tmp_path, merge):
+def test_output_must_not_be_inside_the_base(llama, tmp_path, merge):
     base = base_directory(llama, tmp_path / "base")
     folder = adapter_directory(tmp_path / "a", adapter_state(factors(llama, "q_proj")))
     (base / "merge.json").write_text("{}")
@@ -552,7 +552,7 @@ def test_the_output_must_not_be_inside_the_base(llama, tmp_path, merge):
             merge(folder, base=str(base), output=output, overwrite=True)
 
 
-def test_half_an_adapter_is_refused_even_if_incomplete_is_allowed(llama, tmp_path, merge):
+def test_incomplete_adapter_is_refused_with_allow_incomplete(llama, tmp_path, merge):
     folder = write_config(tmp_path / "c")
     sharded_peft_model(folder / SHARDS, whole_state(llama, factors(llama, "q_proj")))
     (folder / SHARDS / "__2_0.distcp").unlink()
@@ -561,7 +561,7 @@ def test_half_an_adapter_is_refused_even_if_incomplete_is_allowed(llama, tmp_pat
 
 
 @pytest.mark.parametrize("part", ["lora_A", "lora_B", "base_layer"])
-def test_a_flipped_bit_in_a_factor_is_found(part, llama, tmp_path, merge):
+def test_flipped_bit_in_a_factor_is_found(part, llama, tmp_path, merge):
     """By the checksum of the archive, whichever way the factor is read: whole, or with the rows."""
     state = whole_state(llama, factors(llama, "q_proj"))
     name = next(name for name in state if part in name)

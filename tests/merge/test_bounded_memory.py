@@ -56,7 +56,7 @@ def test_tensors_larger_than_the_bound_are_merged_within_it(dtype, large, tmp_pa
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("keep", marks=pytest.mark.slow), "fp32"])
-def test_an_adapter_is_added_within_the_bound(dtype, tmp_path):
+def test_adapter_is_added_within_the_bound(dtype, tmp_path):
     """A weight of 224 MiB, and the long factor of a rank that needs 28 MiB."""
     rows, columns, rank = 4096, 28_672, 256
     state = {
@@ -77,7 +77,7 @@ def test_an_adapter_is_added_within_the_bound(dtype, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sparse_checkpoint_of_twelve_gigabytes_is_merged_within_the_bound(tmp_path):
+def test_sparse_checkpoint_of_twelve_gigabytes_is_merged_within_the_bound(tmp_path):
     """Every tensor larger than a shard, and the chunks of 64 ranks in the table of contents."""
     write_sparse_checkpoint(tmp_path / "c" / SHARDS, tensors=24, chunks=64, size_bytes=12 << 30)
     report = merge_in_child(tmp_path / "c", output=str(tmp_path / "out"), dtype="bf16", verify="none", max_shard_bytes=10**8)
@@ -88,7 +88,7 @@ def test_a_sparse_checkpoint_of_twelve_gigabytes_is_merged_within_the_bound(tmp_
 
 
 @pytest.mark.slow
-def test_the_table_of_contents_of_many_ranks_stays_within_the_bound(tmp_path):
+def test_metadata_of_many_ranks_stays_within_memory_bound(tmp_path):
     """150 tensors × 256 ranks: what grows are the objects of the table, about 1.1 KiB a slice, not the buffers."""
     write_sparse_checkpoint(tmp_path / "c" / SHARDS, tensors=150, chunks=256, size_bytes=150 * 256 * 16 * 4, columns=16)
     report = merge_in_child(tmp_path / "c", output=str(tmp_path / "out"), dtype="keep")

@@ -31,7 +31,7 @@ def test_boxes_tile_a_tensor_in_order_and_fit(shape, most):
     assert at == math.prod(shape)
 
 
-def test_nothing_has_no_boxes_and_a_scalar_has_one():
+def test_empty_tensor_has_no_boxes_and_scalar_has_one():
     assert list(boxes((3, 0, 2), 10)) == []
     assert [box.elements for box in boxes((), 10)] == [1]
 
@@ -53,7 +53,7 @@ def covered_shapes(draw):
 
 @settings(max_examples=150, deadline=None)
 @given(covered_shapes(), st.integers(1, 30))
-def test_the_parts_of_all_chunks_fill_every_box_once(covered, most):
+def test_chunk_intersections_cover_each_box_once(covered, most):
     shape, chunks = covered
     count = np.zeros(shape, int)
     for box in boxes(shape, most):
@@ -69,7 +69,7 @@ def test_the_parts_of_all_chunks_fill_every_box_once(covered, most):
 
 @settings(max_examples=150, deadline=None)
 @given(covered_shapes(), st.data())
-def test_gaps_and_overlaps_are_found(covered, data):
+def test_gaps_and_overlaps_are_detected(covered, data):
     shape, chunks = covered
     assert gap_or_overlap(shape, chunks) is None
     victim = data.draw(st.sampled_from(chunks))

@@ -27,7 +27,7 @@ def invoke(*arguments: object):
     return CliRunner().invoke(app, ["merge-checkpoint", *map(str, arguments)])
 
 
-def test_the_result_reports_the_source_the_reason_and_the_output(run):
+def test_result_has_source_reason_and_output(run):
     result = invoke(run, "--dtype", "keep")
     assert result.exit_code == 0
     assert "the newest of 2 complete checkpoints" in result.stdout
@@ -35,7 +35,7 @@ def test_the_result_reports_the_source_the_reason_and_the_output(run):
     assert str(run / "merged") in result.stdout
 
 
-def test_json_is_one_document_and_all_talk_goes_to_stderr(run):
+def test_json_is_one_document_and_messages_go_to_stderr(run):
     result = invoke(run, "--json", "--step", 5, "--dtype", "bf16")
     document = json.loads(result.stdout)
     assert document["merged"] == str(run / "merged")
@@ -61,7 +61,7 @@ def test_errors_are_in_the_document_with_their_exit_code(run, tmp_path):
     assert (result.exit_code, json.loads(result.stdout)["errors"][0]["code"]) == (1, "merge-incomplete-checkpoint")
 
 
-def test_options_reach_the_engine(run, tmp_path):
+def test_command_options_are_passed_to_merge(run, tmp_path):
     result = invoke(
         run, "--output", tmp_path / "out", "--dtype", "fp16", "--max-shard-size", "1KB", "--verify", "none", "--average", "last:2"
     )
@@ -71,7 +71,7 @@ def test_options_reach_the_engine(run, tmp_path):
     assert invoke(run, "--output", tmp_path / "out", "--overwrite").exit_code == 0
 
 
-def test_the_command_itself_never_imports_torch(run):
+def test_command_itself_never_imports_torch(run):
     show = "print(sorted({'torch', 'transformers'} & set(sys.modules)), file=sys.stderr)"
     code = f"import sys; from fsdp_tune.cli.app import app\ntry: app()\nfinally: {show}"
     done = subprocess.run([sys.executable, "-c", code, "merge-checkpoint", str(run)], capture_output=True, text=True, check=True)
@@ -106,7 +106,7 @@ def hub(monkeypatch) -> type[Hub]:
     return Hub
 
 
-def test_a_pushed_model_is_private_and_complete(run, hub):
+def test_pushed_model_is_private_and_complete(run, hub):
     result = invoke(run, "--push-to-hub", "me/model", "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout)["pushed"] == "https://hub/commit"
@@ -116,7 +116,7 @@ def test_a_pushed_model_is_private_and_complete(run, hub):
     ]
 
 
-def test_a_push_that_fails_keeps_the_model_and_prints_the_next_command(run, hub, monkeypatch):
+def test_failed_push_keeps_model_and_prints_next_command(run, hub, monkeypatch):
     monkeypatch.setattr(hub, "error", OSError("no network"))
     result = invoke(run, "--push-to-hub", "me/model", "--json")
     document = json.loads(result.stdout)
@@ -126,7 +126,7 @@ def test_a_push_that_fails_keeps_the_model_and_prints_the_next_command(run, hub,
     assert (run / "merged" / "model.safetensors").is_file()
 
 
-def test_an_adapter_is_merged_or_exported_by_one_word(tmp_path):
+def test_adapter_option_selects_merge_or_export(tmp_path):
     state = {f"base_model.model.w.lora_{side}.default.weight": torch.ones(4, 4) for side in "AB"}
     state |= {"base_model.model.w.base_layer.weight": torch.ones(4, 4), "base_model.model.n.weight": torch.ones(2)}
     save_dcp({"model": state}, write_config(tmp_path / "c") / SHARDS)

@@ -163,7 +163,7 @@ METADATA_DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", METADATA_DAMAGE)
-def test_a_damaged_table_of_contents_is_refused(kind, place, tmp_path):
+def test_damaged_table_of_contents_is_refused(kind, place, tmp_path):
     change(place / "bare" / SHARDS / ".metadata", METADATA_DAMAGE[kind])
     error = fails(place / "bare", tmp_path)
     assert error.exit_code == 1
@@ -207,7 +207,7 @@ BIN_DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", BIN_DAMAGE)
-def test_a_damaged_pickle_of_the_full_model_is_refused(kind, place, tmp_path):
+def test_damaged_pickle_of_the_full_model_is_refused(kind, place, tmp_path):
     path = change(place / "bin" / "pytorch_model_fsdp.bin", BIN_DAMAGE[kind])
     error = fails(place / "bin", tmp_path)
     assert error.exit_code == 1
@@ -251,7 +251,7 @@ SAFETENSORS_DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", SAFETENSORS_DAMAGE)
-def test_a_damaged_safetensors_file_is_refused(kind, place, tmp_path):
+def test_damaged_safetensors_file_is_refused(kind, place, tmp_path):
     path = change(place / "full" / "model.safetensors", SAFETENSORS_DAMAGE[kind])
     error = fails(place / "full", tmp_path)
     assert (error.exit_code, error.problems[0].where.source) == (1, str(path))
@@ -269,7 +269,7 @@ INDEX_DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", INDEX_DAMAGE)
-def test_a_damaged_index_is_refused(kind, place, tmp_path):
+def test_damaged_index_is_refused(kind, place, tmp_path):
     (place / "full" / "model.safetensors.index.json").write_text(json.dumps(INDEX_DAMAGE[kind]))
     assert fails(place / "full", tmp_path).exit_code == 1
 
@@ -289,7 +289,7 @@ SHARD_DAMAGE = {
 
 @pytest.mark.parametrize("kind", SHARD_DAMAGE)
 @pytest.mark.parametrize("owner", ["bare", "run/checkpoint-2"])
-def test_a_damaged_shard_is_named(kind, owner, place, tmp_path):
+def test_damaged_shard_is_named(kind, owner, place, tmp_path):
     shard = max((place / owner / SHARDS).glob("*.distcp"), key=lambda path: path.stat().st_size)
     SHARD_DAMAGE[kind](shard)
     error = fails(place / owner, tmp_path)
@@ -298,7 +298,7 @@ def test_a_damaged_shard_is_named(kind, owner, place, tmp_path):
     assert any("--step" in f"{problem.hint}{problem.ways_out}" or "link" in problem.message for problem in error.problems)
 
 
-def test_the_corpus_holds_the_forty_corruptions_that_are_promised():
+def test_corpus_has_forty_corruptions():
     kinds = [METADATA_DAMAGE, BIN_DAMAGE, SAFETENSORS_DAMAGE, INDEX_DAMAGE, SHARD_DAMAGE]
     assert sum(map(len, kinds)) >= 40
 
@@ -308,7 +308,7 @@ def swap(first: Path, second: Path) -> None:
     shutil.copyfile(second, first)
 
 
-def test_a_shard_of_another_step_is_refused(place, tmp_path):
+def test_shard_of_another_step_is_refused(place, tmp_path):
     for name in ("__0_0.distcp", ".metadata"):
         copy = place / f"copy-{name}"
         shutil.copytree(place / "run", copy)
@@ -318,7 +318,7 @@ def test_a_shard_of_another_step_is_refused(place, tmp_path):
         assert name in str(error.problems[0].where)
 
 
-def test_a_missing_rank_is_named_and_allow_incomplete_leaves_its_tensors_out(place, tmp_path):
+def test_missing_rank_is_named_and_allow_incomplete_omits_its_tensors(place, tmp_path):
     folder = place / "bare" / SHARDS
     (folder / "__0_1.distcp").unlink()
     assert "__0_1.distcp" in fails(place / "bare", tmp_path).problems[0].message
@@ -332,7 +332,7 @@ def test_a_missing_rank_is_named_and_allow_incomplete_leaves_its_tensors_out(pla
 
 
 @pytest.mark.parametrize("break_it", ["no manifest", "torn manifest", "manifest of another step", "file missing"])
-def test_a_checkpoint_that_is_not_complete_is_refused_and_can_be_forced(break_it, place, tmp_path):
+def test_checkpoint_that_is_not_complete_is_refused_and_can_be_forced(break_it, place, tmp_path):
     checkpoint = place / "run" / "checkpoint-2"
     manifest = checkpoint / "manifest.json"
     if break_it == "no manifest":
@@ -352,7 +352,7 @@ def test_a_checkpoint_that_is_not_complete_is_refused_and_can_be_forced(break_it
     assert all(same_bits(merged_tensors(tmp_path / "out")[name], STATE[name]) for name in STATE)
 
 
-def test_a_run_without_a_complete_checkpoint_is_explained(place, tmp_path):
+def test_run_without_a_complete_checkpoint_is_explained(place, tmp_path):
     for step in (1, 2):
         (place / "run" / f"checkpoint-{step}" / "manifest.json").unlink()
     error = fails(place / "run", tmp_path)
@@ -363,7 +363,7 @@ def test_a_run_without_a_complete_checkpoint_is_explained(place, tmp_path):
 @pytest.mark.parametrize(
     "make", ["absent", "empty directory", "text file", "rank files", "a rank's file", "an optimizer", "shards without metadata"]
 )
-def test_a_directory_that_is_not_a_checkpoint_is_described(make, tmp_path):
+def test_directory_that_is_not_a_checkpoint_is_described(make, tmp_path):
     source = tmp_path / "thing"
     if make == "text file":
         source.write_text("hello")
@@ -395,7 +395,7 @@ def weights(tensors: dict[str, torch.Tensor], *, names: bool) -> list[tuple[str,
 
 
 @pytest.mark.parametrize("owner", ["bare", "run/checkpoint-2", "bin", "full"])
-def test_any_flipped_byte_is_found_or_harmless(owner, place, tmp_path):
+def test_any_flipped_byte_is_detected_or_harmless(owner, place, tmp_path):
     """Bytes that no tensor depends on (padding, time stamps) may differ; a value that differs is never written unseen.
 
     safetensors files of another tool carry no checksum at all, so there only the header can be guarded.

@@ -19,7 +19,7 @@ DEMO = ("--set", "training.max_steps=4", "--set", "training.save_steps=2", "--se
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_the_demos_merged_directory_is_save_pretrained_of_the_gathered_model(state_dict_type, tmp_path):
+def test_demo_merge_equals_save_pretrained_of_gathered_model(state_dict_type, tmp_path):
     command = [sys.executable, "-m", "fsdp_tune", "train", "--config", "gpt2_smoke", *DEMO]
     command += ["--set", f"output_dir={tmp_path}/run", "--set", f"fsdp.state_dict_type={state_dict_type}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)

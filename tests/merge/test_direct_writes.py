@@ -65,7 +65,7 @@ def change_write(monkeypatch: pytest.MonkeyPatch, number: int, changed) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
-def test_lost_block_is_found(number, is_direct, tmp_path, monkeypatch):
+def test_lost_block_is_detected(number, is_direct, tmp_path, monkeypatch):
     save_dcp({"model": {"a": torch.randn(64, 1024)}}, tmp_path / "c" / SHARDS)
     change_write(monkeypatch, FIRST_TENSOR + number - (not is_direct), lambda original, disk, handle, data: handle.seek(len(data), 1))
     with pytest.raises(FsdpTuneError, match="reads back otherwise"):
@@ -73,7 +73,7 @@ def test_lost_block_is_found(number, is_direct, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_block_in_a_wrong_place_is_found(is_direct, tmp_path, monkeypatch):
+def test_misplaced_block_is_detected(is_direct, tmp_path, monkeypatch):
     def shifted(original, disk: Disk, handle, data) -> None:
         handle.seek(PAGE_BYTES, 1)
         original(disk, handle, data)

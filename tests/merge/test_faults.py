@@ -94,7 +94,7 @@ def test_after_any_last_operation_the_output_is_absent_or_complete(run, broken):
     assert not list(run.glob(".merged*"))
 
 
-def test_a_killed_replacement_keeps_the_old_or_has_the_new(run):
+def test_killed_replacement_keeps_the_old_or_has_the_new(run):
     output = run / "merged"
     merge_checkpoint(run, MergeOptions(dtype="keep"))
     old = contents(output)
@@ -118,7 +118,7 @@ def test_a_killed_replacement_keeps_the_old_or_has_the_new(run):
     assert number > 15
 
 
-def test_an_old_output_that_was_caught_between_two_renames_comes_back(run):
+def test_output_interrupted_between_renames_is_restored(run):
     merge_checkpoint(run, MergeOptions(dtype="keep"))
     old = contents(run / "merged")
     (run / "merged").rename(run / ".merged.old.stage-4000000")
@@ -144,7 +144,7 @@ def leave_stage(run: Path, number: int, *, age_seconds: float = 0.0, **owner: ob
 ELSEWHERE = {"host": "elsewhere", "kernel": "another"}
 
 
-def test_the_stage_of_a_living_merge_is_left_alone(run):
+def test_stage_of_live_merge_is_kept(run):
     """On this machine by its process, on another one until 300 s after its last sign of life."""
     live = [leave_stage(run, 1), leave_stage(run, 2, age_seconds=200, **ELSEWHERE)]
     dead = [leave_stage(run, 3, started="1"), leave_stage(run, 4, age_seconds=400, **ELSEWHERE), run / ".merged.stage-5"]
@@ -155,7 +155,7 @@ def test_the_stage_of_a_living_merge_is_left_alone(run):
     assert sum("unfinished output" in notice.message for notice in result.notices) == len(dead)
 
 
-def test_the_old_output_that_a_living_merge_is_replacing_is_left_alone(run):
+def test_old_output_of_live_merge_is_kept(run):
     merge_checkpoint(run, OPTIONS)
     stage = leave_stage(run, 1, **ELSEWHERE)
     aside = run / ".merged.old.stage-1"
@@ -165,7 +165,7 @@ def test_the_old_output_that_a_living_merge_is_replacing_is_left_alone(run):
     assert stage.exists()
 
 
-def test_a_merge_shows_that_it_lives_until_its_output_is_in_place(run, monkeypatch):
+def test_merge_holds_its_lock_until_output_is_published(run, monkeypatch):
     seen: list[bool] = []
     rename = Disk.rename
 
@@ -180,7 +180,7 @@ def test_a_merge_shows_that_it_lives_until_its_output_is_in_place(run, monkeypat
 
 
 @pytest.mark.parametrize("limit_bytes", [1, 100, *range(1_000, 23_000, 1_000)])
-def test_a_file_size_limit_ends_in_one_error_and_nothing_left(run, limit_bytes):
+def test_file_size_limit_ends_in_one_error_and_nothing_left(run, limit_bytes):
     def limited() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
@@ -200,7 +200,7 @@ def test_too_little_space_is_refused_before_a_byte_is_written(run, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
-def test_a_read_only_place_is_one_error(run, monkeypatch, number):
+def test_read_only_destination_is_one_error(run, monkeypatch, number):
     def refuse(self: Disk, path: Path) -> None:
         raise OSError(number, os.strerror(number), str(path))
 
@@ -234,7 +234,7 @@ def test_merge_into_a_mount_point_is_written_in_place_and_replaced(run, volume):
     assert not [path.name for path in volume.iterdir() if path.name.startswith(".") or "-of-" in path.name]
 
 
-def test_space_is_measured_where_the_bytes_go(run, volume):
+def test_free_space_is_measured_at_the_destination(run, volume):
     subprocess.run(["mount", "-o", "remount,size=16k", str(volume)], check=True)
     with pytest.raises(FsdpTuneError, match=r"needs .* are free"):
         merge_checkpoint(run, MergeOptions(output=volume, dtype="keep"))
@@ -250,7 +250,7 @@ def test_output_that_cannot_be_written_is_refused_before_anything_is_read(run, v
         assert caught.value.exit_code == 1
 
 
-def test_an_output_below_a_file_is_one_error(run, tmp_path):
+def test_output_below_a_file_is_one_error(run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FsdpTuneError, match="cannot be written"):
         merge_checkpoint(run, MergeOptions(output=tmp_path / "file" / "out"))
@@ -275,7 +275,7 @@ class Interrupting:
         action()
 
 
-def test_an_error_in_a_thread_ends_the_merge_cleanly(run):
+def test_thread_error_ends_merge_cleanly(run):
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -284,7 +284,7 @@ def test_an_error_in_a_thread_ends_the_merge_cleanly(run):
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-1", "recipe.json", "recipe.yaml"]
 
 
-def test_a_source_that_is_rotated_away_is_still_merged_completely(tmp_path):
+def test_source_rotated_during_merge_is_merged_completely(tmp_path):
     """Every file is opened before the first byte is written, and what is open stays readable; most is read after that byte."""
     state = {f"layer.{index}.weight": torch.randn(50, 40) for index in range(30)}
     save_dcp({"model": state}, tmp_path / "source" / SHARDS, single_file_per_rank=False)
@@ -318,7 +318,7 @@ def test_checkpoint_that_its_run_deletes_during_the_merge_is_reported_as_rotated
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
 
 
-def test_a_source_of_too_many_files_that_is_rotated_away_is_one_error(tmp_path, monkeypatch):
+def test_source_of_too_many_files_that_is_rotated_away_is_one_error(tmp_path, monkeypatch):
     monkeypatch.setitem(SourceFiles.__init__.__kwdefaults__, "limit", 2)
     state = {f"layer.{index}.weight": torch.randn(50, 40) for index in range(30)}
     save_dcp({"model": state}, tmp_path / "source" / SHARDS, single_file_per_rank=False)
@@ -330,7 +330,7 @@ def test_a_source_of_too_many_files_that_is_rotated_away_is_one_error(tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_source_of_more_files_than_may_be_open_is_merged(tmp_path, monkeypatch):
+def test_source_of_more_files_than_may_be_open_is_merged(tmp_path, monkeypatch):
     monkeypatch.setitem(SourceFiles.__init__.__kwdefaults__, "limit", 2)
     save_dcp({"model": STATE}, tmp_path / "source" / SHARDS, single_file_per_rank=False)
     merge_checkpoint(tmp_path / "source", MergeOptions(output=tmp_path / "out"))
@@ -338,7 +338,7 @@ def test_a_source_of_more_files_than_may_be_open_is_merged(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_leaves_nothing_that_looks_like_a_model(tmp_path, number):
+def test_signal_leaves_no_partial_model(tmp_path, number):
     torch.manual_seed(0)
     state = {f"layer.{index}.weight": torch.randn(1024, 1024) for index in range(40)}
     save_dcp({"model": state}, tmp_path / "source" / SHARDS)
@@ -372,7 +372,7 @@ if "fsdp_tune.merge.verify.loaded" in sys.orig_argv:
 """
 
 
-def test_the_process_that_loads_the_output_ends_with_a_killed_merge(tmp_path):
+def test_process_that_loads_the_output_ends_with_a_killed_merge(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SLOW_CHILD)
     env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{tmp_path}"}
     with subprocess.Popen([sys.executable, "-c", CHECKING, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True) as merge:

@@ -42,7 +42,7 @@ def model_directory(model: transformers.PreTrainedModel, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("make", [small_gpt2, small_llama])
-def test_a_run_becomes_the_directory_that_save_pretrained_writes(make, tmp_path, merge):
+def test_merged_run_equals_save_pretrained(make, tmp_path, merge):
     model = make()
     run = make_run(tmp_path / "run", {10: model.state_dict()}, model=model_directory(model, tmp_path / "m"))
     result = merge(run, output=None, dtype="keep")
@@ -75,7 +75,7 @@ def test_run_and_checkpoint_and_shards_give_the_same_weights(tmp_path, merge):
         assert all(same_bits(first[name], other[name]) for name in first)
 
 
-def test_the_newest_complete_checkpoint_is_taken_and_the_reason_given(tmp_path, merge):
+def test_newest_complete_checkpoint_is_selected_with_reason(tmp_path, merge):
     run = make_run(tmp_path / "run", {step: {"w": torch.full((4,), float(step))} for step in (9, 10, 11)})
     (run / "checkpoint-11" / "manifest.json").unlink()
     result = merge(run)
@@ -85,7 +85,7 @@ def test_the_newest_complete_checkpoint_is_taken_and_the_reason_given(tmp_path, 
     assert merged_tensors(result.output)["w"][0] == 10
 
 
-def test_a_step_can_be_chosen(tmp_path, merge):
+def test_step_option_selects_checkpoint(tmp_path, merge):
     run = make_run(tmp_path / "run", {step: {"w": torch.full((4,), float(step))} for step in (1, 2)})
     assert merged_tensors(merge(run, step=1).output)["w"][0] == 1
     with pytest.raises(FsdpTuneError, match="no checkpoint of step 7") as caught:
@@ -93,7 +93,7 @@ def test_a_step_can_be_chosen(tmp_path, merge):
     assert caught.value.exit_code == 2
 
 
-def test_the_best_is_the_lowest_evaluation_loss_of_a_saved_step(tmp_path, merge):
+def test_best_selects_lowest_eval_loss_of_saved_steps(tmp_path, merge):
     run = make_run(tmp_path / "run", {step: {"w": torch.full((4,), float(step))} for step in (1, 2, 3)})
     lines = [{"step": 1, "eval_loss": 2.0}, {"step": 2, "eval_loss": 1.5}, {"step": 3, "eval_loss": 1.75}, {"step": 4, "eval_loss": 0.1}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "eval_')
@@ -102,7 +102,7 @@ def test_the_best_is_the_lowest_evaluation_loss_of_a_saved_step(tmp_path, merge)
     assert "1.5" in result.reason
 
 
-def test_the_best_follows_the_trainers_own_metric_where_it_has_one(tmp_path, merge):
+def test_best_follows_metric_for_best_model(tmp_path, merge):
     run = make_run(tmp_path / "run", {step: {"w": torch.full((4,), float(step))} for step in (1, 2)})
     (run / "checkpoint-2" / "manifest.json").unlink()
     (run / "checkpoint-2" / "trainer_state.json").write_text(json.dumps({"best_global_step": 1, "best_metric": 0.9}))
@@ -110,7 +110,7 @@ def test_the_best_follows_the_trainers_own_metric_where_it_has_one(tmp_path, mer
     assert merge(run, best=True).step == 1
 
 
-def test_the_recipe_decides_dtype_and_shard_size_and_options_win(tmp_path, merge):
+def test_recipe_sets_dtype_and_shard_size_and_options_override(tmp_path, merge):
     recipe = Recipe(merge=Merge(dtype="bf16", max_shard_size="100B"))
     run = make_run(tmp_path / "run", {1: {"a": torch.randn(16), "b": torch.randn(16)}}, recipe=recipe)
     result = merge(run, output=None)
@@ -122,7 +122,7 @@ def test_the_recipe_decides_dtype_and_shard_size_and_options_win(tmp_path, merge
     assert {"model-00001-of-00002.safetensors", "model.safetensors.index.json"} <= set(result.files)
 
 
-def test_a_checkpoint_of_another_tool_needs_an_output_and_gives_bare_weights(tmp_path, merge):
+def test_foreign_checkpoint_needs_output_and_writes_weights_only(tmp_path, merge):
     save_dcp({"model": {"w": torch.ones(3)}}, tmp_path / "other" / SHARDS)
     with pytest.raises(FsdpTuneError, match="`--output` has no default"):
         merge(tmp_path / "other", output=None)
@@ -139,7 +139,7 @@ def test_base_gives_config_and_tokenizer(tmp_path, merge):
     assert AutoModelForCausalLM.from_pretrained(result.output).dtype == torch.bfloat16
 
 
-def test_a_failed_merge_leaves_nothing_and_a_flipped_bit_is_named(tmp_path, merge):
+def test_failed_merge_leaves_no_output_and_names_flipped_bit(tmp_path, merge):
     run = make_run(tmp_path / "run", {1: {"w": torch.randn(1000)}})
     shard = next((run / "checkpoint-1" / SHARDS).glob("*.distcp"))
     data = bytearray(shard.read_bytes())
@@ -152,7 +152,7 @@ def test_a_failed_merge_leaves_nothing_and_a_flipped_bit_is_named(tmp_path, merg
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_checkpoint_of_ours_that_was_copied_elsewhere_is_still_checked(tmp_path, merge):
+def test_copied_run_checkpoint_is_still_verified(tmp_path, merge):
     run = make_run(tmp_path / "run", {1: {"w": torch.randn(1000)}})
     (run / "checkpoint-1").rename(tmp_path / "checkpoint-1")
     merge(tmp_path / "checkpoint-1")
@@ -162,7 +162,7 @@ def test_a_checkpoint_of_ours_that_was_copied_elsewhere_is_still_checked(tmp_pat
         merge(tmp_path / "checkpoint-1", output=tmp_path / "other")
 
 
-def test_a_directory_of_checkpoints_of_another_tool_asks_for_one_of_them(tmp_path, merge):
+def test_directory_of_foreign_checkpoints_is_refused_with_candidates(tmp_path, merge):
     for step in (9, 10):
         save_dcp({"model": {"w": torch.ones(3)}}, tmp_path / "trainer" / f"checkpoint-{step}" / SHARDS)
     with pytest.raises(FsdpTuneError) as caught:
@@ -171,7 +171,7 @@ def test_a_directory_of_checkpoints_of_another_tool_asks_for_one_of_them(tmp_pat
     assert merge(tmp_path / "trainer" / "checkpoint-10").step == 10
 
 
-def test_the_directory_of_another_tool_gives_its_config_and_tokenizer(tmp_path, merge):
+def test_foreign_directory_provides_config_and_tokenizer(tmp_path, merge):
     """What Trainer leaves beside `pytorch_model_fsdp_0` is used without being asked for."""
     model = small_gpt2()
     save_dcp({"model": model.state_dict()}, model_directory(model, tmp_path / "checkpoint-7") / SHARDS)

@@ -28,7 +28,7 @@ STATE = {
 
 
 @pytest.mark.parametrize("option", ["keep", *KINDS])
-def test_floats_follow_the_option_and_everything_else_stays(option, tmp_path, merge):
+def test_dtype_option_converts_floats_only(option, tmp_path, merge):
     save_dcp({"model": STATE}, tmp_path / SHARDS)
     merged = merged_tensors(merge(tmp_path / SHARDS, dtype=option).output)
     for name, value in STATE.items():
@@ -36,7 +36,7 @@ def test_floats_follow_the_option_and_everything_else_stays(option, tmp_path, me
         assert same_bits(merged[name], value.to(KINDS[option]) if floats and option != "keep" else value), name
 
 
-def test_the_config_agrees_with_the_weights(tmp_path, merge):
+def test_config_agrees_with_the_weights(tmp_path, merge):
     (tmp_path / "base").mkdir()
     config = {"model_type": "x", "torch_dtype": "float64", "dtype": "float64", "text_config": {"torch_dtype": "float64", "a": 1}}
     (tmp_path / "base" / "config.json").write_text(json.dumps(config))
@@ -73,7 +73,7 @@ def test_weights_that_are_not_finite_are_counted_by_tensor(option, dtype, tmp_pa
     assert torch.equal(torch.isinf(kept), torch.isinf(bad))
 
 
-def test_values_beyond_fp16_are_refused_and_kept_in_bf16(tmp_path, merge):
+def test_values_beyond_fp16_are_refused_but_fit_bf16(tmp_path, merge):
     state = {"large": torch.tensor([1.0, 70000.0, -70000.0, 65504.0, 65519.0, 65520.0])}
     save_dcp({"model": state}, tmp_path / "c" / SHARDS)
     with pytest.raises(FsdpTuneError, match="`large` has values that are not finite: 3 too large") as caught:
@@ -89,7 +89,7 @@ def test_values_that_bf16_rounds_to_infinity_are_refused(tmp_path, merge):
     assert "--dtype bf16" not in str(caught.value.problems[0].hint)
 
 
-def test_a_model_that_diverged_everywhere_is_reported_briefly(tmp_path, merge):
+def test_model_that_diverged_everywhere_is_reported_briefly(tmp_path, merge):
     save_dcp({"model": {f"layer.{index:03d}": torch.tensor([float("nan")]) for index in range(100)}}, tmp_path / "c" / SHARDS)
     with pytest.raises(FsdpTuneError) as caught:
         merge(tmp_path / "c")
@@ -115,7 +115,7 @@ def states(count: int) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("option", ["keep", "bf16"])
-def test_the_average_is_the_mean_of_float64(option, tmp_path, merge):
+def test_average_is_computed_in_float64(option, tmp_path, merge):
     saved = states(4)
     run = make_run(tmp_path / "run", dict(zip((10, 20, 30, 40), saved, strict=True)))
     result = merge(run, average="last:3", dtype=option)
@@ -143,28 +143,28 @@ def test_tensors_larger_than_a_buffer_are_averaged(kind, tmp_path, merge):
 
 
 @pytest.mark.parametrize("text", ["last:1", "last:9", "last:x", "10", "10,11", "10,10", "first:2", ""])
-def test_averages_that_cannot_be_made_are_refused(text, tmp_path, merge):
+def test_invalid_averages_are_refused(text, tmp_path, merge):
     run = make_run(tmp_path / "run", dict(zip((10, 20), states(2), strict=True)))
     with pytest.raises(FsdpTuneError) as caught:
         merge(run, average=text)
     assert caught.value.exit_code == 2
 
 
-def test_checkpoints_of_different_models_have_no_average(tmp_path, merge):
+def test_averaging_different_models_is_refused(tmp_path, merge):
     first, second = states(2)
     run = make_run(tmp_path / "run", {1: first, 2: {**second, "scalar": torch.zeros(2)}})
     with pytest.raises(FsdpTuneError, match="`scalar` is not the same tensor"):
         merge(run, average="last:2")
 
 
-def test_integers_that_differ_have_no_average(tmp_path, merge):
+def test_averaging_different_integers_is_refused(tmp_path, merge):
     first, second = states(2)
     run = make_run(tmp_path / "run", {1: first, 2: {**second, "steps": torch.arange(5) + 1}})
     with pytest.raises(FsdpTuneError, match="`steps` is int64, which has no mean"):
         merge(run, average="last:2")
 
 
-def test_a_flipped_bit_in_any_of_the_averaged_checkpoints_is_found(tmp_path, merge):
+def test_flipped_bit_in_any_of_the_averaged_checkpoints_is_found(tmp_path, merge):
     run = make_run(tmp_path / "run", dict(zip((10, 20, 30), states(3), strict=True)))
     shard = next((run / "checkpoint-10" / SHARDS).glob("*.distcp"))
     data = bytearray(shard.read_bytes())
@@ -176,7 +176,7 @@ def test_a_flipped_bit_in_any_of_the_averaged_checkpoints_is_found(tmp_path, mer
     assert merge(run, average="last:2").tensors == 5
 
 
-def test_a_choice_of_checkpoint_needs_a_run_and_is_one(tmp_path, merge):
+def test_checkpoint_selection_needs_a_run_and_is_exclusive(tmp_path, merge):
     run = make_run(tmp_path / "run", dict(zip((10, 20), states(2), strict=True)))
     finish_checkpoint(run / "checkpoint-10", 10)
     for options in ({"step": 10, "best": True}, {"best": True, "average": "last:2"}):

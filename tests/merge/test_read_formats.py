@@ -59,7 +59,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_model_is_found_among_everything_that_was_saved(layout, tmp_path, merge):
+def test_model_tensors_are_found_in_full_checkpoint(layout, tmp_path, merge):
     save_dcp(LAYOUTS[layout], tmp_path / "checkpoint")
     assert_weights(merge(tmp_path / "checkpoint").output)
 
@@ -96,7 +96,7 @@ def test_properties_of_older_torch_are_read(tmp_path, merge):
     assert_weights(merge(folder).output)
 
 
-def test_entries_that_are_not_tensors_are_left_out_and_named(tmp_path, merge):
+def test_non_tensor_entries_are_skipped_and_named(tmp_path, merge):
     save_dcp({"model": {**WEIGHTS, "layers.0._extra_state": {"amax": 3}}}, tmp_path / SHARDS)
     result = merge(tmp_path / SHARDS)
     assert_weights(result.output)
@@ -143,7 +143,7 @@ def test_fsdp1_shards_on_a_mesh_merge_to_the_model(world_size, tmp_path, merge):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_full_checkpoint_of_ours_is_merged(sharded, tmp_path, merge):
+def test_full_checkpoint_of_ours_is_merged(sharded, tmp_path, merge):
     run = make_run(tmp_path / "run", {})
     checkpoint = run / "checkpoint-5"
     checkpoint.mkdir()
@@ -245,7 +245,7 @@ def test_replicas_are_read_once(tmp_path, merge, monkeypatch):
     assert read_bytes < 20_000
 
 
-def test_real_hsdp_ranks_write_what_merges(tmp_path, merge):
+def test_checkpoint_of_hsdp_ranks_merges(tmp_path, merge):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     def state_of(rank: int):
@@ -261,7 +261,7 @@ def test_real_hsdp_ranks_write_what_merges(tmp_path, merge):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
-def test_real_processes_over_gloo_write_what_merges(kind, tmp_path, merge):
+def test_checkpoint_of_gloo_ranks_merges(kind, tmp_path, merge):
     """Three, so that shards are uneven; forked, since importing torch three times takes longer than all the rest."""
     multiprocessing.start_processes(_gloo_rank, (kind, str(tmp_path)), nprocs=3, start_method="fork")
     weights = fsdp1_weights() if kind == "fsdp1" else dict(small_gpt2().state_dict())

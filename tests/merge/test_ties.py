@@ -31,7 +31,7 @@ def set_config(folder: Path, **fields: object) -> Path:
 
 
 @pytest.mark.parametrize("stated", [True, "absent"])
-def test_a_tied_head_is_written_once_and_restored(stated, tmp_path, merge):
+def test_tied_head_is_written_once_and_restored(stated, tmp_path, merge):
     model = small_gpt2()
     base = set_config(model_directory(model, tmp_path / "base"), tie_word_embeddings=stated)
     output = merge(make_run(tmp_path / "run", {1: model.state_dict()}, model=base), dtype="keep").output
@@ -43,7 +43,7 @@ def test_a_tied_head_is_written_once_and_restored(stated, tmp_path, merge):
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
-def test_a_head_that_is_equal_but_not_tied_is_kept(tmp_path, merge):
+def test_head_that_is_equal_but_not_tied_is_kept(tmp_path, merge):
     model = small_gpt2(tied=False)
     with torch.no_grad():
         model.lm_head.weight.copy_(model.transformer.wte.weight)
@@ -52,7 +52,7 @@ def test_a_head_that_is_equal_but_not_tied_is_kept(tmp_path, merge):
     assert {HEAD, EMBEDDING} <= merged_tensors(output).keys()
 
 
-def test_a_lost_tie_is_reported_and_both_tensors_are_kept(tmp_path, merge):
+def test_lost_tie_is_reported_and_both_tensors_are_kept(tmp_path, merge):
     model = small_gpt2()
     state = dict(model.state_dict())
     state[HEAD] = state[HEAD] + 1
@@ -64,7 +64,7 @@ def test_a_lost_tie_is_reported_and_both_tensors_are_kept(tmp_path, merge):
     assert torch.equal(loaded.transformer.wte.weight, state[EMBEDDING])
 
 
-def test_a_tied_pair_of_which_only_one_was_saved_loads(tmp_path, merge):
+def test_tied_pair_with_one_saved_tensor_loads(tmp_path, merge):
     model = small_gpt2()
     for number, gone in enumerate((HEAD, EMBEDDING)):
         state = {name: value for name, value in model.state_dict().items() if name != gone}
@@ -75,7 +75,7 @@ def test_a_tied_pair_of_which_only_one_was_saved_loads(tmp_path, merge):
         assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
-def test_without_a_config_nothing_is_left_out(tmp_path, merge):
+def test_missing_config_keeps_all_tensors(tmp_path, merge):
     save_dcp({"model": small_gpt2().state_dict()}, tmp_path / "c" / SHARDS)
     assert {HEAD, EMBEDDING} <= merged_tensors(merge(tmp_path / "c").output).keys()
 
@@ -89,7 +89,7 @@ def test_tied_weights_of_a_pickle_share_their_storage_and_are_written_once(tmp_p
     assert torch.equal(merged[EMBEDDING], model.transformer.wte.weight)
 
 
-def test_the_config_of_the_text_model_counts():
+def test_tie_setting_falls_back_to_text_config():
     assert tie_setting({"text_config": {"tie_word_embeddings": False}}) is False
     assert tie_setting({"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}}) is True
     assert tie_setting({}) is None
@@ -120,13 +120,13 @@ def test_heads_and_embeddings_of_all_causal_models_are_known():
     assert unknown <= {"ProphetNetForCausalLM", "BltForCausalLM"}
 
 
-def test_layers_that_only_look_alike_are_not_paired():
+def test_similarly_named_layers_are_not_paired():
     names = ["model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.o_proj.weight"]
     tensors = [SourceTensor(name, DTYPES["float32"], (8, 8), (), SourceFiles(Path())) for name in names]
     assert candidates(tensors) == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-def test_an_untied_model_of_a_run_keeps_its_head(tmp_path, merge):
+def test_untied_model_of_a_run_keeps_its_head(tmp_path, merge):
     model = small_llama()
     run = make_run(tmp_path / "run", {1: model.state_dict()}, model=model_directory(model, tmp_path / "m"))
     assert "lm_head.weight" in merged_tensors(merge(run).output)
@@ -140,7 +140,7 @@ def test_another_model_as_base_is_refused(tmp_path, merge):
     assert not (tmp_path / "out").exists()
 
 
-def test_names_that_are_one_level_deeper_are_explained(tmp_path, merge):
+def test_parameter_names_with_extra_prefix_are_explained(tmp_path, merge):
     model = small_gpt2()
     save_dcp({"net": model.state_dict()}, tmp_path / "c" / SHARDS)
     with pytest.raises(FsdpTuneError, match="does not hold the parameters of this model") as caught:

@@ -59,7 +59,7 @@ def test_non_finite_values_are_found_anywhere(name):
 
 
 @pytest.mark.parametrize("name", FLOATS)
-def test_the_largest_finite_value_is_finite(name):
+def test_largest_finite_value_is_finite(name):
     info = torch.finfo(getattr(torch, name))
     values = (
         torch.tensor([info.max, info.min, info.tiny, 0.0], dtype=getattr(torch, name)).view(torch.uint8).numpy().view(DTYPES[name].numpy)

@@ -39,7 +39,7 @@ def spoil_writes(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])
-def test_a_disk_that_returns_other_bytes_is_found(number, tmp_path, monkeypatch):
+def test_disk_returning_other_bytes_is_detected(number, tmp_path, monkeypatch):
     """The first write asks whether the file takes direct ones, the second is the header, the others are tensors."""
     save_dcp({"model": STATE}, tmp_path / "c" / SHARDS)
     spoil_writes(monkeypatch, number)
@@ -49,7 +49,7 @@ def test_a_disk_that_returns_other_bytes_is_found(number, tmp_path, monkeypatch)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_full_reads_the_disk_once_more(tmp_path, monkeypatch):
+def test_verify_full_reads_output_again(tmp_path, monkeypatch):
     """A bit that flips after the tensor was read back is found by `full` alone."""
     from fsdp_tune.merge import merging as run
 
@@ -86,7 +86,7 @@ def test_merge_json_lists_every_tensor_with_the_digest_of_its_bytes(tmp_path):
         assert record["tensors"][name]["shape"] == list(value.shape)
 
 
-def test_the_model_card_names_data_recipe_and_last_values(tmp_path):
+def test_model_card_names_data_recipe_and_last_values(tmp_path):
     from fsdp_tune.recipe.schema import Data, DataSource, Launch, Model, Recipe
 
     recipe = Recipe(
@@ -146,17 +146,17 @@ def merged_gpt2(tmp_path_factory) -> Path:
     return output
 
 
-def test_a_sound_output_loads_without_a_word(merged_gpt2):
+def test_valid_output_loads_without_warning(merged_gpt2):
     answer = loaded.main("forward", merged_gpt2)
     assert answer == {"where": "weights", "report": {}, "finite": True, "shape": [1, 8, 61]}
 
 
-def test_a_model_too_large_for_the_memory_is_checked_by_shapes(merged_gpt2, monkeypatch):
+def test_model_too_large_for_the_memory_is_checked_by_shapes(merged_gpt2, monkeypatch):
     monkeypatch.setattr(loaded, "available_bytes", lambda: 1000)
     assert loaded.main("forward", merged_gpt2) == {"where": "shapes", "report": {}, "finite": None, "shape": [1, 8, 61]}
 
 
-def test_the_parameter_list_is_the_models_own(merged_gpt2):
+def test_parameter_list_comes_from_the_model(merged_gpt2):
     answer = loaded.main("names", merged_gpt2)
     model = small_gpt2()
     assert answer["parameters"] == {name: list(value.shape) for name, value in model.state_dict().items()}
@@ -171,21 +171,21 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-def test_an_output_that_transformers_refuses_is_not_published(kind, merged_gpt2, monkeypatch):
+def test_output_that_transformers_refuses_is_not_published(kind, merged_gpt2, monkeypatch):
     monkeypatch.setattr(model_check.Child, "answer", lambda _: ANSWERS[kind])
     with pytest.raises(FsdpTuneError) as caught:
         model_check.load_and_run(merged_gpt2, allow_nonfinite=False)
     assert caught.value.exit_code == 1
 
 
-def test_a_killed_check_is_reported_with_its_signal(merged_gpt2):
+def test_killed_check_is_reported_with_its_signal(merged_gpt2):
     with model_check.Child("forward", merged_gpt2) as child:
         os.kill(child._process.pid, signal.SIGTERM)
         assert child.answer() == "its process was killed by SIGTERM"
 
 
 @pytest.mark.e2e
-def test_full_through_the_children(tmp_path, monkeypatch):
+def test_verify_full_runs_in_child_processes(tmp_path, monkeypatch):
     """Another tool's checkpoint with a base: the parameter list is compared beside the copy, and the output loaded after it."""
     model = small_llama()
     save_dcp({"model": model.state_dict()}, tmp_path / "c" / SHARDS)

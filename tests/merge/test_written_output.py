@@ -40,7 +40,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_the_source_is_never_written_to(place, overwrite, run, tmp_path):
+def test_source_is_not_modified(place, overwrite, run, tmp_path):
     before = contents(tmp_path)
     with pytest.raises(FsdpTuneError) as caught:
         merge_checkpoint(run, MergeOptions(output=run / PLACES[place], overwrite=overwrite))
@@ -48,7 +48,7 @@ def test_the_source_is_never_written_to(place, overwrite, run, tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_a_link_to_the_source_is_the_source(run, tmp_path):
+def test_output_linking_to_source_is_refused(run, tmp_path):
     (tmp_path / "link").symlink_to(run / "checkpoint-2")
     before = contents(run)
     for output in (tmp_path / "link", tmp_path / "link" / "out"):
@@ -58,7 +58,7 @@ def test_a_link_to_the_source_is_the_source(run, tmp_path):
     assert contents(run) == before
 
 
-def test_base_is_never_replaced(run, tmp_path):
+def test_output_equal_to_base_is_refused(run, tmp_path):
     """Its weights are not in the output: only config and tokenizer are taken from it."""
     base = tmp_path / "base"
     merge_checkpoint(run, MergeOptions(output=base))
@@ -70,7 +70,7 @@ def test_base_is_never_replaced(run, tmp_path):
     assert (base / "model.safetensors").read_bytes() == before
 
 
-def test_a_file_is_merged_into_a_directory_next_to_it(tmp_path):
+def test_file_is_merged_into_a_directory_next_to_it(tmp_path):
     torch.save({"w": torch.ones(2, 3)}, tmp_path / "model.pt")
     merged = merge_checkpoint(tmp_path / "model.pt", MergeOptions(output=tmp_path / "merged"))
     assert torch.equal(merged_tensors(merged.output)["w"], torch.ones(2, 3))
@@ -79,7 +79,7 @@ def test_a_file_is_merged_into_a_directory_next_to_it(tmp_path):
     assert caught.value.problems[0].code == "merge-output-is-input"
 
 
-def test_an_existing_output_is_refused_with_the_ways_out(run, tmp_path):
+def test_existing_output_is_refused_with_alternatives(run, tmp_path):
     merge_checkpoint(run, MergeOptions(output=tmp_path / "out"))
     before = contents(tmp_path / "out")
     with pytest.raises(FsdpTuneError) as caught:
@@ -89,7 +89,7 @@ def test_an_existing_output_is_refused_with_the_ways_out(run, tmp_path):
     assert contents(tmp_path / "out") == before
 
 
-def test_overwrite_replaces_what_a_merge_wrote_and_nothing_else(run, tmp_path):
+def test_overwrite_replaces_only_merge_output(run, tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("years")
     with pytest.raises(FsdpTuneError, match=r"no merge\.json"):
@@ -100,7 +100,7 @@ def test_overwrite_replaces_what_a_merge_wrote_and_nothing_else(run, tmp_path):
     assert merged_tensors(tmp_path / "out")["w"].dtype == torch.float32
 
 
-def test_a_failed_overwrite_keeps_the_old_output(run, tmp_path):
+def test_failed_overwrite_keeps_the_old_output(run, tmp_path):
     merge_checkpoint(run, MergeOptions(output=tmp_path / "out"))
     before = contents(tmp_path / "out")
     shard = next((run / "checkpoint-2" / SHARDS).glob("*.distcp"))
@@ -111,12 +111,12 @@ def test_a_failed_overwrite_keeps_the_old_output(run, tmp_path):
     assert contents(tmp_path / "out") == before
 
 
-def test_an_empty_directory_may_be_filled(run, tmp_path):
+def test_empty_directory_may_be_filled(run, tmp_path):
     (tmp_path / "out").mkdir()
     assert merged_tensors(merge_checkpoint(run, MergeOptions(output=tmp_path / "out")).output)
 
 
-def test_a_file_or_a_link_in_the_way_is_refused(run, tmp_path):
+def test_file_or_link_at_output_is_refused(run, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for name in ("file", "dangling"):
@@ -138,7 +138,7 @@ def test_files_follow_the_umask_and_directories_their_parent(run, tmp_path):
     assert stat.S_IMODE(output.stat().st_mode) == 0o2755
 
 
-def test_a_relative_output_is_relative_to_the_working_directory(run, tmp_path, monkeypatch):
+def test_relative_output_is_relative_to_the_working_directory(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = merge_checkpoint(run, MergeOptions(output=Path("here")))
     assert result.output == tmp_path / "here"
@@ -152,7 +152,7 @@ def test_nothing_outside_the_output_changes(run, tmp_path):
     assert after == before
 
 
-def test_a_checkpoint_of_another_tool_in_a_directory_of_its_own(tmp_path):
+def test_output_inside_foreign_checkpoint_is_refused(tmp_path):
     save_dcp({"model": STATE}, tmp_path / "step-500")
     with pytest.raises(FsdpTuneError) as caught:
         merge_checkpoint(tmp_path / "step-500", MergeOptions(output=tmp_path / "step-500" / "merged"))

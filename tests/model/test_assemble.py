@@ -16,7 +16,7 @@ from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of
 
 
-def test_offloaded_parameters_stay_and_what_fsdp_does_not_fetch_is_on_the_device() -> None:
+def test_offload_keeps_unsharded_tensors_on_device() -> None:
     frozen = {"from_config": FAMILIES["llama"], "freeze": ["model.norm.*"]}
     recipe = recipe_of(frozen, fsdp={"offload_params": True, "ignored_modules": r"model\.norm"})
     model = build_full(recipe)

@@ -122,7 +122,7 @@ def test_lengths_go_with_packed_batches_only(tmp_path: Any) -> None:
         (None, False),
     ],
 )
-def test_which_kernels_separate_examples_by_lengths(kernel: str | None, variable: bool) -> None:
+def test_kernels_with_variable_lengths_are_known(kernel: str | None, variable: bool) -> None:
     assert has_variable_lengths(kernel) is variable
 
 

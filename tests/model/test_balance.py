@@ -39,12 +39,12 @@ def router_gradient(batches: list[list[Row | None]]) -> torch.Tensor:
     [[[row(64, seed=1)], [row(8, seed=2)]], [[row(8, seed=2), row(64, seed=1)]], [[row(64, seed=1)], [row(8, seed=2)], [None]]],
     ids=["alone", "other order", "with a batch of padding"],
 )
-def test_gradient_of_the_router_does_not_depend_on_batching(batches: list[list[Row | None]]) -> None:
+def test_router_gradient_does_not_depend_on_batching(batches: list[list[Row | None]]) -> None:
     together = router_gradient([[row(64, seed=1), row(8, seed=2)]])
     assert float((router_gradient(batches) - together).norm() / together.norm()) <= 1e-5
 
 
-def test_sum_is_that_of_transformers_function_over_the_examples() -> None:
+def test_balance_equals_transformers_function_per_example() -> None:
     rows = [row(5, 9), row(3)]
     width = 16
     ids, lengths = (torch.from_numpy(array) for array in example_ids(rows, width))
@@ -54,7 +54,7 @@ def test_sum_is_that_of_transformers_function_over_the_examples() -> None:
     assert float(summed_balance(logits, 4, 2, ids.reshape(-1), lengths)) == pytest.approx(wanted, rel=1e-6)
 
 
-def test_padding_has_its_own_index() -> None:
+def test_padding_has_separate_example_id() -> None:
     ids, lengths = example_ids([row(2, 1), row(1)], 4)
     assert ids.tolist() == [[0, 0, 1, 3], [2, 3, 3, 3]]
     assert lengths.tolist() == [2, 1, 1]
@@ -65,7 +65,7 @@ def test_known_balance_loss_is_replaced(family: str) -> None:
     require_known_balance(build_empty(recipe_of({"from_config": {**FAMILIES[family], "output_router_logits": True}})))
 
 
-def test_balance_that_a_model_defines_in_its_own_way_is_refused() -> None:
+def test_unknown_balance_loss_is_refused() -> None:
     doge = {**{key: value for key, value in FAMILIES["llama"].items() if key != "model_type"}, "model_type": "doge", "is_moe": True}
     model = build_empty(recipe_of({"from_config": doge | {"output_router_logits": True}}))
     with pytest.raises(FsdpTuneError, match="DogeForCausalLM defines its load-balancing loss differently"):

@@ -99,7 +99,7 @@ def test_audited_layers_are_compiled_as_well() -> None:
 
 
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="so torch is up to 2.13; 2.15 compiles")
-def test_a_mode_that_does_not_keep_the_compiler_out_spoils_it_for_good() -> None:
+def test_dispatch_mode_without_disable_prevents_compilation() -> None:
     """Why `DtypeAudit` keeps the compiler out."""
 
     class Plain(TorchDispatchMode):
@@ -114,7 +114,7 @@ def test_a_mode_that_does_not_keep_the_compiler_out_spoils_it_for_good() -> None
     assert clock.graphs == 0
 
 
-def test_compiling_is_an_event_and_no_part_of_a_step() -> None:
+def test_compile_time_is_an_event_outside_step_time() -> None:
     events: list[dict[str, Any]] = []
     left_out: list[float] = []
     said: list[str] = []
@@ -149,7 +149,7 @@ def layers_of(family: str, **overrides: Any) -> list[torch.nn.Module]:
     return [layer for _, layer in decoder_layers(build_empty(recipe))]
 
 
-def test_layers_of_two_kinds_make_twice_the_graphs() -> None:
+def test_two_layer_kinds_compile_twice_the_graphs() -> None:
     every_second = {"activation_checkpointing": "full", "activation_checkpointing_every": 2}
     assert expected_graphs(recipe_of("llama", fsdp=every_second), layers_of("llama")) == 2 * GRAPHS_OF_A_LAYER
     mixed = layers_of("gemma3_text", layer_types=["sliding_attention", "full_attention"])
@@ -157,7 +157,7 @@ def test_layers_of_two_kinds_make_twice_the_graphs() -> None:
     assert expected_graphs(recipe_of("llama"), layers_of("llama")) == GRAPHS_OF_A_LAYER
 
 
-def test_limit_of_graphs_follows_from_the_kinds_of_layers() -> None:
+def test_recompile_limit_follows_from_layer_kinds() -> None:
     recipe = recipe_of("llama")
     with torch._dynamo.config.patch(recompile_limit=2):
         compile_layers(recipe, build_empty(recipe))

@@ -64,7 +64,7 @@ def test_undeclared_config_field_that_models_read_is_accepted() -> None:
     assert model_config(recipe_of({"from_config": QWEN3_MOE})).head_dim == 32
 
 
-def test_a_file_that_transformers_wrote_may_hold_what_its_class_does_not_declare(tmp_path: Path) -> None:
+def test_config_written_by_transformers_may_have_undeclared_fields(tmp_path: Path) -> None:
     """Qwen3-30B-A3B's config.json, for one."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps(QWEN3_MOE | {"max_window_layers": 48, "transformers_version": "4.51.0"}))
@@ -99,12 +99,12 @@ def test_missing_model_error_has_a_hint(tmp_path: Path) -> None:
     assert problem.ways_out
 
 
-def test_overrides_reach_the_model_and_caching_is_off() -> None:
+def test_config_overrides_are_applied_and_cache_is_off() -> None:
     config = model_config(recipe_of({**llama(), "config_overrides": {"attention_dropout": 0.25}}))
     assert (config.attention_dropout, config.use_cache) == (0.25, False)
 
 
-def test_generating_keeps_its_cache_although_training_has_none() -> None:
+def test_generation_config_keeps_cache() -> None:
     recipe = recipe_of(llama())
     assert generation_config(recipe, model_config(recipe)).use_cache is True
 
@@ -114,13 +114,13 @@ def test_attribute_map_names_are_accepted() -> None:
     assert (config.n_embd, config.n_layer) == (32, 3)
 
 
-def test_same_seed_gives_the_same_weights_and_another_others() -> None:
+def test_seed_determines_weights() -> None:
     one, same, other = (build_full(recipe_of(training={"seed": seed})) for seed in (1, 1, 2))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
 
 
-def test_empty_model_has_names_and_shapes_and_no_memory() -> None:
+def test_empty_model_is_on_meta_device() -> None:
     empty, full = build_empty(recipe_of("gpt2")), build_full(recipe_of("gpt2"))
     assert {p.device.type for p in empty.parameters()} == {"meta"}
     assert [(n, p.shape, p.dtype) for n, p in empty.named_parameters()] == [(n, p.shape, p.dtype) for n, p in full.named_parameters()]
@@ -171,12 +171,12 @@ def test_frozen_norms_keep_their_dtype() -> None:
 
 
 @pytest.mark.parametrize(("patterns", "code"), [(["model.embd.*"], "freeze-matches-nothing"), (["*"], "nothing-to-train")])
-def test_freezing_nothing_or_all_is_an_error(patterns: list[str], code: str) -> None:
+def test_freezing_none_or_all_parameters_is_an_error(patterns: list[str], code: str) -> None:
     recipe = recipe_of({**llama(), "freeze": patterns})
     assert codes(lambda: build_empty(recipe)) == [code]
 
 
-def test_weights_in_another_dtype_become_masters_in_fp32(tmp_path: Path) -> None:
+def test_low_precision_weights_are_upcast_to_fp32(tmp_path: Path) -> None:
     source = make_model("llama", tmp_path)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
@@ -186,7 +186,7 @@ def test_weights_in_another_dtype_become_masters_in_fp32(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", sorted(json.loads(resources.files("fsdp_tune.recipe").joinpath("architectures.json").read_bytes())))
-def test_packaged_facts_make_a_configuration(name: str) -> None:
+def test_packaged_architecture_builds_a_config(name: str) -> None:
     """Some are written as before transformers 5, with `rope_theta` beside `rope_scaling`."""
     facts = architecture(name)
     assert facts is not None

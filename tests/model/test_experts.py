@@ -38,7 +38,7 @@ def test_shared_expert_counts_fully() -> None:
     assert active == sum(sizes.values()) - routed // 2, "two of four"
 
 
-def test_unknown_expert_count_is_not_guessed() -> None:
+def test_unknown_expert_count_returns_none() -> None:
     assert active_parameters(PreTrainedConfig(num_local_experts=4), [("layers.0.experts.up", torch.empty(4, 2, 2))]) is None
 
 
@@ -62,7 +62,7 @@ _NAMED = {
 
 
 @pytest.mark.parametrize("family", _NAMED)
-def test_more_experts_add_only_their_share_of_the_router(family: str) -> None:
+def test_more_experts_add_only_router_parameters(family: str) -> None:
     count, chosen, other = _NAMED[family]
     sizes = {n: AutoConfig.for_model(family, **_SIZES, **other, **{count: n, chosen: 2}, pad_token_id=0) for n in (4, 8)}
     few, many = parameters_with_experts(sizes[4], sizes[8])
@@ -71,7 +71,7 @@ def test_more_experts_add_only_their_share_of_the_router(family: str) -> None:
     assert 0 < many - few <= 4 * 2 * (2 * 32 + 1), "in each of 2 layers a row of each router, and its correction"
 
 
-def test_experts_that_the_configuration_does_not_count_are_not_guessed() -> None:
+def test_experts_missing_from_config_return_none() -> None:
     stacked = [("blocks.0.ffn.experts.mlp.w1", torch.empty(8, 32, device="meta"))]
     assert active_parameters(PreTrainedConfig(ffn_config={"moe_num_experts": 4}), stacked) is None
     assert active_parameters(PreTrainedConfig(num_experts=4, num_experts_per_tok=2), stacked) is None

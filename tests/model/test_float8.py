@@ -42,7 +42,7 @@ def last_names(names: Any) -> set[str]:
         ("phi", {"q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"}, {}),
     ],
 )
-def test_linears_of_the_layers_are_converted_and_no_others(family: str, converted: set[str], left: dict[str, str]) -> None:
+def test_only_layer_linears_are_converted_to_fp8(family: str, converted: set[str], left: dict[str, str]) -> None:
     recipe = fp8(family)
     model = build_empty(recipe)
     plan = plan_fp8(recipe, model)
@@ -55,7 +55,7 @@ def test_linears_of_the_layers_are_converted_and_no_others(family: str, converte
     assert plan_fp8(recipe, model) == plan, "it is asked again of what is converted"
 
 
-def test_small_linears_stay_and_are_counted_with_their_reason() -> None:
+def test_small_linears_are_kept_and_counted() -> None:
     config = {"model_type": "llama", "vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 10}
     recipe = fp8({"from_config": config | {"num_key_value_heads": 1, "intermediate_size": 48}})  # type: ignore[arg-type]
     reason = choose_fp8(recipe, build_empty(recipe))["precision.mixed_precision"].reason
@@ -70,7 +70,7 @@ def test_weights_whose_rows_do_not_divide_are_gathered_in_bf16(ranks: int, words
     assert choose_fp8(recipe, build_empty(recipe))["precision.mixed_precision"].reason.endswith(words)
 
 
-def test_a_model_without_linears_is_refused_before_a_rank_starts() -> None:
+def test_model_without_linears_is_refused_before_a_rank_starts() -> None:
     found = facts(fp8("gpt2", data={"train": [{"path": "hand-made"}], "max_length": 64}))["problems"]
     assert [problem["code"] for problem in found] == ["fp8-nothing-to-convert"]
     assert "Conv1D" in found[0]["message"]
@@ -124,7 +124,7 @@ def test_operands_are_padded_only_if_tokens_are_not_multiples(multiple: int, lon
 
 
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
-def test_a_converted_linear_multiplies_fp8_values(scaling: str) -> None:
+def test_converted_linear_multiplies_in_fp8(scaling: str) -> None:
     """By hand: each operand times its scale, rounded to e4m3, divided by it, and multiplied in fp32."""
     recipe = fp8(scaling=scaling, fsdp={"sharding_strategy": "NO_SHARD"})
     model = build_full(recipe)
@@ -169,5 +169,5 @@ def scales_of_both(_: int) -> None:
     assert torch.equal(ours, theirs)
 
 
-def test_scales_are_those_of_torchao_to_the_bit() -> None:
+def test_scales_equal_torchao_bitwise() -> None:
     run_ranks(2, scales_of_both)

@@ -53,7 +53,7 @@ def test_no_parameter_is_in_two_units_and_no_unit_is_empty(family: str, policy: 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi", "mixtral"])
 @pytest.mark.parametrize("minimum", [1, 500, 3000, 9000, 10**9])
-def test_size_wrap_leaves_no_unit_below_the_minimum_and_steps_over_containers(family: str, minimum: int) -> None:
+def test_size_wrap_respects_minimum_and_skips_containers(family: str, minimum: int) -> None:
     recipe = recipe_of(family, fsdp={"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": minimum})
     model = build_empty(recipe)
     names = [name for (name,) in plan_units(recipe, model).groups]
@@ -82,7 +82,7 @@ def test_size_wrap_defaults_to_half_a_layer() -> None:
     assert minimum_unit_parameters(recipe, model) == sum(p.numel() for p in model.get_submodule("model.layers.0").parameters()) // 2
 
 
-def test_names_are_patterns_of_one_part_each() -> None:
+def test_patterns_match_one_name_part_each() -> None:
     patterns = ["model.layers.*", "lm_head", "model.layers.*.mlp"]
     recipe = recipe_of("llama", fsdp={"auto_wrap_policy": "MODULE_NAMES_WRAP", "modules_to_wrap": patterns})
     groups = [name for (name,) in plan_units(recipe, build_empty(recipe)).groups]
@@ -90,7 +90,7 @@ def test_names_are_patterns_of_one_part_each() -> None:
     assert groups.index("model.layers.0.mlp") < groups.index("model.layers.0"), "a child must be wrapped before its parent"
 
 
-def test_no_wrap_leaves_the_root_alone() -> None:
+def test_no_wrap_has_only_the_root_unit() -> None:
     recipe = recipe_of("llama", fsdp={"auto_wrap_policy": "NO_WRAP"})
     assert plan_units(recipe, build_empty(recipe)).groups == ()
 
@@ -130,7 +130,7 @@ def test_ignored_modules_that_train_are_refused_where_gradients_would_be_wrong()
         ({"ignored_modules": "embed_tokens"}, "ignored-modules-match-nothing"),
     ],
 )
-def test_a_pattern_without_a_match_is_an_error_with_alternatives(fsdp: dict, code: str) -> None:
+def test_pattern_without_a_match_is_an_error_with_alternatives(fsdp: dict, code: str) -> None:
     recipe = recipe_of("llama", fsdp=fsdp)
     with pytest.raises(FsdpTuneError) as caught:
         plan_units(recipe, build_empty(recipe))

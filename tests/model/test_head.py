@@ -71,7 +71,7 @@ def assert_same(one: nn.Module, other: nn.Module, smoothing: float = 0.0) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradients_are_those_of_the_logits(family: str) -> None:
+def test_head_loss_equals_loss_of_logits(family: str) -> None:
     assert_same(*with_and_without(chunked(family)), smoothing=0.1)
 
 
@@ -102,7 +102,7 @@ def test_head_with_bias_and_resized_vocabulary() -> None:
     assert_same(plain, other)
 
 
-def test_without_targets_a_model_gives_its_logits() -> None:
+def test_forward_without_labels_returns_logits() -> None:
     plain, other = with_and_without(chunked("gemma"))
     with torch.no_grad():
         assert torch.equal(plain(batch()["input_ids"]).logits, other(batch()["input_ids"]).logits)
@@ -173,7 +173,7 @@ def strange(change: Any) -> Any:
     ],
     ids=["centred", "moved", "clamped", "shifted", "last only", "padded"],
 )
-def test_a_forward_that_does_more_is_left_alone(change: Any) -> None:
+def test_model_with_custom_forward_is_unchanged(change: Any) -> None:
     model = strange(change)
     with pytest.raises(OpaqueHead):
         logits_of(model)
@@ -230,7 +230,7 @@ def test_auto_keeps_logits_of_unknown_models_and_reports_why() -> None:
         choose_loss(chunked("llama", data=long), model)
 
 
-def test_reported_loss_kernel_is_the_one_that_runs() -> None:
+def test_reported_loss_kernel_is_live() -> None:
     recipe = chunked("gpt2")
     model = build_full(recipe)
     assert loss_kernel_of(model) == "full"

@@ -113,7 +113,7 @@ def model_of(family: str, **model: Any) -> tuple[nn.Module, nn.Module]:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
 @pytest.mark.parametrize("every", [1, 2])
-def test_gradients_hold_however_late_the_copies_are(family: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_correct_with_late_host_copies(family: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, moved = model_of(family, activation_checkpointing_every=every)
     _, expected = gradients(plain)
     device = LateDevice(monkeypatch)
@@ -125,7 +125,7 @@ def test_gradients_hold_however_late_the_copies_are(family: str, every: int, mon
     assert device.sizes == {"out": [hidden] * 2 * moves, "back": [hidden] * 2 * moves}, "all but the uppermost layer's, no mask, and once"
 
 
-def test_an_input_that_needs_no_gradient_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_without_gradient_is_not_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under LoRA that of the first layer; its random state is then to be kept all the same."""
     plain, moved = model_of("gpt2")
     for model in (plain, moved):
@@ -138,7 +138,7 @@ def test_an_input_that_needs_no_gradient_stays(monkeypatch: pytest.MonkeyPatch) 
     assert len(device.sizes["out"]) == LAYERS - 2
 
 
-def test_few_inputs_are_on_the_device() -> None:
+def test_few_inputs_stay_on_device() -> None:
     """In the forward that of the layer at work, in the backward beside it the one that comes."""
     _, model = model_of("llama")
     inputs: dict[int, weakref.ref[Any]] = {}
@@ -169,7 +169,7 @@ def test_few_inputs_are_on_the_device() -> None:
     assert not any(each() is not None for each in fetched)
 
 
-def test_a_forward_without_a_backward_leaves_nothing_behind() -> None:
+def test_forward_without_backward_frees_host_copies() -> None:
     _, model = model_of("llama")
     ids = torch.arange(60).view(3, 20)
     model.train()

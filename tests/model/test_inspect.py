@@ -51,7 +51,7 @@ def codes(model: str | dict[str, Any], max_length: int) -> tuple[list[str], list
 
 
 @pytest.mark.parametrize("model", ["gpt2", OPT], ids=["gpt2", "opt"])
-def test_a_row_beyond_the_table_of_positions_is_refused(model: str | dict[str, Any]) -> None:
+def test_row_beyond_the_table_of_positions_is_refused(model: str | dict[str, Any]) -> None:
     assert codes(model, 128) == ([], [])
     assert codes(model, 129) == (["max-length-beyond-positions"], [])
 
@@ -84,7 +84,7 @@ def test_frequencies_fixed_beyond_the_original_positions_are_reported() -> None:
     assert notices[64] == []
 
 
-def test_model_without_a_limit_of_positions_has_none() -> None:
+def test_unlimited_positions_are_none() -> None:
     xlnet = {"model_type": "xlnet", "vocab_size": 257, "d_model": 32, "n_layer": 2, "n_head": 4}
     document = document_of(xlnet)
     assert document["max_positions"] is None

@@ -25,7 +25,7 @@ def nearest(values: torch.Tensor, _start: int, _key: tuple[int, int]) -> torch.T
 # ---- The rounding
 
 
-def test_values_that_bf16_holds_and_non_finite_ones_are_kept() -> None:
+def test_stochastic_rounding_keeps_exact_and_nonfinite_values() -> None:
     exact = torch.randn(10_000).bfloat16().float()
     odd = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-40, float("nan")])
     every_nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # CUDA's own NaN would carry into a zero
@@ -37,7 +37,7 @@ def test_values_that_bf16_holds_and_non_finite_ones_are_kept() -> None:
         assert round_stochastically(every_nan, 0, key).isnan().all()
 
 
-def test_a_value_goes_to_one_of_its_two_neighbours_and_its_mean_stays() -> None:
+def test_stochastic_rounding_is_unbiased() -> None:
     for value in (1.001, -1.001, 0.3, 3e-39):
         below = torch.tensor(value).view(torch.int32).bitwise_and(-0x10000).view(torch.float32)
         above = below.view(torch.int32).add(0x10000).view(torch.float32)
@@ -93,7 +93,7 @@ def lean(model: nn.Module, state_dtype: torch.dtype, **options: Any) -> LeanAdam
 
 
 @pytest.mark.parametrize("piece", [1 << 24, 128])  # whole vectors: a tail is computed without fused multiply-add
-def test_in_fp32_it_is_torchs_own_to_the_bit(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lean_adamw_in_fp32_equals_torch_bitwise(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lean_adamw, "PIECE", piece)
     ours, theirs = linear(), linear()
     trained(ours, lean(ours, torch.float32), 5)
@@ -141,7 +141,7 @@ def test_bf16_second_moment_decays_only_with_stochastic_rounding(monkeypatch: py
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_state_keeps_its_dtype_and_its_bits_through_a_state_dict(stored: torch.dtype) -> None:
+def test_state_dict_keeps_dtype_and_bits(stored: torch.dtype) -> None:
     """torch's own load_state_dict casts moments to the parameter's dtype."""
     kept_in = torch.bfloat16 if stored == torch.float32 else torch.float32
     model = linear(stored)
@@ -157,7 +157,7 @@ def test_state_keeps_its_dtype_and_its_bits_through_a_state_dict(stored: torch.d
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-def test_the_recipe_decides() -> None:
+def test_recipe_selects_optimizer_and_state_dtype() -> None:
     def built(text: str | None, dtype: str = "fp32", **training: Any) -> Any:
         model = linear(torch.bfloat16 if dtype == "bf16" else torch.float32)
         return build_optimizer(recipe_of(model={"dtype": dtype}, training={"optim_args": text, **training}), model, frozenset())

@@ -95,7 +95,7 @@ def test_unavailable_models_and_data_are_refused(installed: bool, family: str, k
     assert raised.value.problems[0].hint
 
 
-def test_every_kernel_is_chosen_with_a_reason() -> None:
+def test_kernel_choices_have_reasons() -> None:
     chosen = choose_kernels(recipe_with(loss="full"), build_empty(recipe_of("llama")), "cpu")
     assert {key: choice.value for key, choice in chosen.items()} == {
         "model.attn_implementation": "sdpa",
@@ -113,7 +113,7 @@ def test_every_kernel_is_chosen_with_a_reason() -> None:
     "options", [LossOptions(), LossOptions(Logits(0.25, softcap=5.0), label_smoothing=0.1, gradient_scale=0.01)], ids=str
 )
 @pytest.mark.parametrize("bias", [True, False])
-def test_loss_of_liger_is_ours(options: LossOptions, bias: bool) -> None:
+def test_liger_loss_equals_own_loss(options: LossOptions, bias: bool) -> None:
     draw = torch.Generator().manual_seed(0)
     leaves = [torch.randn(*shape, generator=draw).requires_grad_() for shape in ((40, 16), (53, 16), *([(53,)] if bias else []))]
     targets = torch.randint(0, 53, (40,), generator=draw)
@@ -127,7 +127,7 @@ def test_loss_of_liger_is_ours(options: LossOptions, bias: bool) -> None:
 
 @INTERPRETED
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
-def test_model_with_liger_gives_the_same_gradients_and_leaves_the_next_model_alone(family: str) -> None:
+def test_liger_keeps_gradients_and_does_not_affect_next_model(family: str) -> None:
     recipe = recipe_of(family)
     plain = build_full(recipe).train()
     other = copy.deepcopy(plain)

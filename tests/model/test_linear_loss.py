@@ -47,7 +47,7 @@ def relative(found: torch.Tensor, true: torch.Tensor) -> float:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("tokens_at_a_time", [1, 7, TOKENS, 1000])
 @pytest.mark.parametrize("bias", [True, False])
-def test_loss_and_gradients_are_those_of_all_logits(options: LossOptions, tokens_at_a_time: int, bias: bool) -> None:
+def test_chunked_loss_and_gradients_equal_full_logits(options: LossOptions, tokens_at_a_time: int, bias: bool) -> None:
     *leaves, targets = inputs(bias=bias)
     trained = [leaf for leaf in leaves if leaf is not None]
     true = all_at_once(*leaves, targets, options)
@@ -62,7 +62,7 @@ def test_loss_and_gradients_are_those_of_all_logits(options: LossOptions, tokens
 @pytest.mark.parametrize(
     "frozen", [set(each) for each in itertools.chain(itertools.combinations(range(3), 1), itertools.combinations(range(3), 2))]
 )
-def test_only_what_is_trained_gets_a_gradient(frozen: set[int]) -> None:
+def test_frozen_inputs_get_no_gradient(frozen: set[int]) -> None:
     *leaves, targets = inputs()
     for index in frozen:
         leaves[index].requires_grad_(False)
@@ -71,7 +71,7 @@ def test_only_what_is_trained_gets_a_gradient(frozen: set[int]) -> None:
     assert {index for index, leaf in enumerate(leaves) if leaf.grad is None} == frozen
 
 
-def test_without_gradients_there_is_the_loss_alone() -> None:
+def test_no_grad_returns_loss_only() -> None:
     *leaves, targets = inputs()
     with torch.no_grad():
         loss = summed_linear_loss(*leaves, targets, LossOptions())
@@ -79,7 +79,7 @@ def test_without_gradients_there_is_the_loss_alone() -> None:
     assert float(loss) == pytest.approx(float(all_at_once(*leaves, targets, LossOptions()).detach()), rel=1e-6)
 
 
-def test_no_supervised_token_gives_zero_and_a_gradient_of_zero() -> None:
+def test_no_supervised_token_gives_zero_loss_and_gradient() -> None:
     *leaves, targets = inputs()
     loss = summed_linear_loss(*leaves, torch.full_like(targets, IGNORE_INDEX), LossOptions(label_smoothing=0.1))
     loss.backward()
@@ -113,7 +113,7 @@ def of_low_precision(dtype: torch.dtype, options: LossOptions) -> dict[str, tupl
 
 
 @pytest.mark.parametrize("options", [LossOptions(), LossOptions(gradient_scale=1e-4)], ids=str)
-def test_bf16_is_as_exact_as_with_all_logits(options: LossOptions) -> None:
+def test_chunked_bf16_is_as_accurate_as_full_logits(options: LossOptions) -> None:
     found = of_low_precision(torch.bfloat16, options)
     assert found["slices"][0] <= 1e-3, "the logits are bf16, the loss is not"
     assert all(mine <= 1.5 * full for mine, full in zip(found["slices"][1], found["full"][1], strict=True))
@@ -137,7 +137,7 @@ def test_autocast_decides_the_dtype_of_the_products() -> None:
     assert 1e-5 < max(relative(one, other) for one, other in zip(gradients, wanted, strict=True)) <= 1e-2
 
 
-def test_gradients_can_be_requested_once() -> None:
+def test_second_backward_raises() -> None:
     *leaves, targets = inputs()
     loss = summed_linear_loss(*leaves, targets, LossOptions())
     loss.backward(retain_graph=True)
@@ -154,7 +154,7 @@ def test_slices_are_multiples_of_tiles_up_to_512_mib(tokens: int, vocabulary: in
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it")
-def test_torch_rounds_the_loss_of_its_own_to_bf16() -> None:
+def test_torch_linear_loss_rounds_to_bf16() -> None:
     """The reason why it is not used (torch 2.13). When this fails, look again."""
     hidden, weight, _, targets = inputs(torch.bfloat16)
     loss = F.linear_cross_entropy(hidden, weight, targets, reduction="sum", options=torch.nn.LinearCrossEntropyOptions())

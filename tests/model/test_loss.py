@@ -40,7 +40,7 @@ def test_summed_loss_equals_a_manual_sum(rows: list[list[int]]) -> None:
     assert int(supervised_tokens(labels)) == count
 
 
-def test_no_supervised_token_gives_zero_and_a_gradient_of_zero() -> None:
+def test_no_supervised_token_gives_zero_loss_and_gradient() -> None:
     logits = torch.randn(2, 5, 7, requires_grad=True)
     loss = summed_token_loss(logits, torch.full((2, 5), IGNORE_INDEX))
     loss.backward()

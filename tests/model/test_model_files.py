@@ -36,14 +36,14 @@ class FakeTokenizer:
 @pytest.mark.parametrize(
     ("config", "eos"), [({}, 7), ({"eos_token_id": 50256}, 7), ({"eos_token_id": [1, 7]}, [1, 7]), ({"eos_token_id": [1, 2]}, 7)]
 )
-def test_a_model_stops_at_the_token_it_was_trained_on(config: dict[str, Any], eos: Any) -> None:
+def test_generation_config_stops_at_trained_eos(config: dict[str, Any], eos: Any) -> None:
     changed = with_special_tokens(config, FakeTokenizer(), NAMES)
     assert changed["eos_token_id"] == eos
     assert changed["pad_token_id"] == 8
     assert "bos_token_id" not in changed
 
 
-def test_an_id_beyond_the_vocabulary_is_dropped_where_the_tokenizer_has_none() -> None:
+def test_id_beyond_the_vocabulary_is_dropped_where_the_tokenizer_has_none() -> None:
     assert with_special_tokens({"bos_token_id": 50256}, FakeTokenizer(), NAMES)["bos_token_id"] is None
     assert with_special_tokens({"bos_token_id": 5}, FakeTokenizer(), NAMES)["bos_token_id"] == 5
 
@@ -89,12 +89,12 @@ def test_model_that_computes_with_its_padding_id_loads_with_the_logits_it_was_tr
     assert torch.equal(loaded(input_ids=ids).logits, trained(input_ids=ids).logits)
 
 
-def test_a_grown_embedding_is_in_the_config(tmp_path: Path) -> None:
+def test_grown_embedding_is_in_the_config(tmp_path: Path) -> None:
     save_model_files(tmp_path, FACTS | {"embedding_rows": 5}, FakeTokenizer())
     assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 9
 
 
-def test_a_vocabulary_beyond_the_embedding_is_refused_with_both_sizes() -> None:
+def test_vocabulary_beyond_the_embedding_is_refused_with_both_sizes() -> None:
     with pytest.raises(FsdpTuneError, match=r"1,001 tokens.*1,000 rows") as caught:
         check_vocabulary({"embedding_rows": 1000}, Model(), 1001)
     assert caught.value.exit_code == 2

@@ -22,7 +22,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_is_the_trainers(name: str | None, tmp_path: Path) -> None:
+def test_optimizer_equals_that_of_trainer(name: str | None, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"learning_rate": 3e-4, "adam_beta1": 0.8, "adam_epsilon": 1e-6}
     fields |= {"optim": name, "optim_args": ARGUMENTS.get(name)} if name else {}
     recipe = recipe_of(training=fields)

@@ -53,7 +53,7 @@ def logits_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ISOLATED)
-def test_logits_of_a_packed_example_are_those_of_it_alone(family: str, kernel: str, packed: RowStore) -> None:
+def test_packed_logits_equal_unpacked_logits(family: str, kernel: str, packed: RowStore) -> None:
     model = build_full(recipe_of({"from_config": FAMILIES[family], "attn_implementation": kernel})).eval()
     assert model.config._attn_implementation == kernel
     rows = [packed[0], packed[5], packed[9]]  # rows of several examples, padded to one width
@@ -69,7 +69,7 @@ def test_logits_of_a_packed_example_are_those_of_it_alone(family: str, kernel: s
 
 
 @pytest.mark.parametrize("rows", [[0], [0, 5, 9]])
-def test_host_lengths_equal_those_of_transformers(rows: list[int], packed: RowStore) -> None:
+def test_host_lengths_equal_transformers(rows: list[int], packed: RowStore) -> None:
     find = masking_utils.find_packed_sequence_indices
     batch = batch_of([packed[row] for row in rows])
     positions = batch.tensors["position_ids"]
@@ -84,7 +84,7 @@ def test_host_lengths_equal_those_of_transformers(rows: list[int], packed: RowSt
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
-def test_loss_and_gradient_of_a_packed_row_are_the_sum_over_its_examples(family: str, packed: RowStore) -> None:
+def test_packed_row_loss_and_gradient_are_sums_over_examples(family: str, packed: RowStore) -> None:
     model = build_full(recipe_of({"from_config": FAMILIES[family], "config_overrides": NO_DROPOUT.get(family, {})})).train()
 
     def gradient(batches: list[Batch]) -> tuple[float, torch.Tensor]:
@@ -120,7 +120,7 @@ def refusals(family: str) -> list[str]:
 
 
 @pytest.mark.parametrize("family", ISOLATED)
-def test_isolated_families_may_be_packed(family: str) -> None:
+def test_families_with_isolation_may_be_packed(family: str) -> None:
     assert refusals(family) == []
 
 
@@ -139,7 +139,7 @@ def leak(family: str, kernel: str, row: Row) -> float:
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ISOLATED)
-def test_changing_one_example_changes_no_bit_of_the_next(family: str, kernel: str, packed: RowStore) -> None:
+def test_packed_examples_are_bitwise_independent(family: str, kernel: str, packed: RowStore) -> None:
     assert leak(family, kernel, packed[9]) == 0.0
 
 
@@ -149,7 +149,7 @@ def measured(model: dict[str, Any], rows: list[Row]) -> Deviations:
 
 
 @pytest.mark.parametrize("family", ["opt", "falcon", "lfm2", "gpt_oss"])
-def test_model_that_ignores_where_examples_end_is_caught(family: str, packed: RowStore) -> None:
+def test_model_that_ignores_example_boundaries_is_refused(family: str, packed: RowStore) -> None:
     """They take position ids, so that nothing but their logits shows it. gpt_oss has no mask from position ids upstream either."""
     found = measured(FAMILIES[family], rows_to_check(packed, 2))
     assert found.packed is not None
@@ -157,7 +157,7 @@ def test_model_that_ignores_where_examples_end_is_caught(family: str, packed: Ro
 
 
 @pytest.mark.parametrize("family", ISOLATED)
-def test_model_that_keeps_examples_apart_passes(family: str, packed: RowStore) -> None:
+def test_model_that_isolates_examples_passes(family: str, packed: RowStore) -> None:
     found = measured(FAMILIES[family], rows_to_check(packed, 3))
     assert found.packed is not None
     assert max(found.packed, found.later) <= ALLOWED["fp32"]
@@ -181,14 +181,14 @@ SEES_LATER: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", SEES_LATER)
-def test_model_that_sees_later_tokens_is_caught(family: str, unpacked: RowStore) -> None:
+def test_noncausal_model_is_refused(family: str, unpacked: RowStore) -> None:
     found = measured(SEES_LATER[family], rows_to_check(unpacked, 1))
     assert found.later > ALLOWED["fp32"]
     assert found.packed is None
 
 
 @pytest.mark.parametrize("model", [{**_BERT, "is_decoder": True}, {**_XLM, "causal": True}, FAMILIES["opt"], FAMILIES["gpt_oss"]])
-def test_model_that_sees_earlier_tokens_alone_passes(model: dict[str, Any], unpacked: RowStore) -> None:
+def test_causal_model_passes(model: dict[str, Any], unpacked: RowStore) -> None:
     assert measured(model, rows_to_check(unpacked, 2)) == Deviations(0.0, None)
 
 
@@ -230,7 +230,7 @@ def test_no_rows_to_check_where_every_row_is_one_token() -> None:
 
 
 @pytest.mark.parametrize("variable_lengths", [True, False])
-def test_flash_kernel_that_reads_position_ids_of_single_rows_is_caught(variable_lengths: bool, packed: RowStore) -> None:
+def test_flash_kernel_that_reads_position_ids_of_single_rows_is_refused(variable_lengths: bool, packed: RowStore) -> None:
     """As transformers' flash path does where nothing gives it `cu_seq_lens`."""
     recipe = recipe_of({"from_config": FAMILIES["llama"]})
     with flash_stand_in():

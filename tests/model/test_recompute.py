@@ -45,7 +45,7 @@ def gradients(model: nn.Module) -> tuple[float, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gemma", "mixtral", "gpt_neox"])
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_gradients_are_those_without_recomputation(family: str, way: dict[str, Any]) -> None:
+def test_recomputation_keeps_gradients(family: str, way: dict[str, Any]) -> None:
     dropout = {"attention_dropout": 0.1} if family in ("llama", "qwen3", "gemma", "mixtral") else {}
     recipe = recipe_of({"from_config": FAMILIES[family], "config_overrides": dropout}, fsdp=way)
     plain = build_full(recipe)
@@ -59,7 +59,7 @@ def test_gradients_are_those_without_recomputation(family: str, way: dict[str, A
 
 
 @pytest.mark.parametrize(("way", "forwards"), [("none", [1, 1, 1]), ("full", [2, 2, 2]), ("every", [2, 1, 2])], ids=str)
-def test_each_chosen_layer_runs_again_and_only_it(way: str, forwards: list[int]) -> None:
+def test_only_selected_layers_are_recomputed(way: str, forwards: list[int]) -> None:
     fsdp = {"activation_checkpointing": "none" if way == "none" else "full", "activation_checkpointing_every": 2 if way == "every" else 1}
     recipe = recipe_of({"from_config": {**FAMILIES["llama"], "num_hidden_layers": 3}}, fsdp=fsdp)
     model = build_full(recipe)
@@ -91,7 +91,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_selective_recomputation_keeps_attention_and_half_of_the_products() -> None:
+def test_selective_recomputation_saves_attention_and_every_second_matmul() -> None:
     """Full recomputation runs every matrix product of the forward again, the selective one every second, and no attention."""
 
     def operators(way: str) -> dict[str, int]:
@@ -165,7 +165,7 @@ def test_evaluation_does_not_recompute() -> None:
 
 
 @pytest.mark.parametrize("policy", ["TRANSFORMER_BASED_WRAP", "NO_WRAP", "SIZE_BASED_WRAP"])
-def test_layers_are_recomputed_whatever_the_wrap(policy: str) -> None:
+def test_recomputation_does_not_depend_on_wrapping(policy: str) -> None:
     recipe = recipe_of("gpt_neox", fsdp={"auto_wrap_policy": policy, "activation_checkpointing": "full"})
     layers = checkpointed_layers(recipe, build_full(recipe))
     assert [name for name, _ in layers] == ["gpt_neox.layers.0", "gpt_neox.layers.1"]

@@ -52,7 +52,7 @@ def logits_of_short_row(model: PreTrainedModel, *, next_to: int) -> torch.Tensor
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_row_is_computed_equally_next_to_short_and_long_rows(name: str) -> None:
+def test_rotary_result_does_not_depend_on_other_rows(name: str) -> None:
     model = build_full(recipe(name, 64))
     alone, batched, alone_again = (logits_of_short_row(model, next_to=length) for length in (8, 64, 8))
     assert torch.allclose(alone, batched, atol=1e-5)
@@ -77,7 +77,7 @@ def test_ranks_that_read_their_slices_get_the_same_frequencies(name: str) -> Non
     assert all(torch.equal(buffer, buffers[key]) for key, buffer in whole.named_buffers())
 
 
-def test_frequencies_that_no_batch_changes_are_left_alone() -> None:
+def test_static_rotary_frequencies_are_unchanged() -> None:
     model = build_full(recipe_of("llama"))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     fix_rotary_frequencies(model, 1 << 20)

@@ -26,7 +26,7 @@ def with_gradients(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32)
     return parameters
 
 
-def test_norm_of_plain_gradients_is_torchs() -> None:
+def test_norm_of_plain_gradients_equals_torch() -> None:
     parameters = with_gradients((3, 5), (7,), (2, 2, 2))
     assert float(total_norm(parameters)) == pytest.approx(float(nn.utils.get_total_norm([p.grad for p in parameters])), rel=1e-6)
 
@@ -83,7 +83,7 @@ def test_norm_of_mixed_meshes_equals_that_of_full_tensors(pool: RankPool) -> Non
 
 
 @given(st.floats(1e-6, 1e6), st.floats(1e-3, 1e3))
-def test_clipping_is_torchs(norm: float, max_norm: float) -> None:
+def test_clipping_equals_torch(norm: float, max_norm: float) -> None:
     [parameter] = with_gradients((4,))
     parameter.grad *= norm / float(parameter.grad.norm())
     clipped = nn.Parameter(parameter.detach().clone())
@@ -93,7 +93,7 @@ def test_clipping_is_torchs(norm: float, max_norm: float) -> None:
     assert torch.allclose(parameter.grad, clipped.grad, rtol=1e-5)
 
 
-def test_scaling_reaches_every_dtype_and_leaves_what_has_no_gradient() -> None:
+def test_gradient_scaling_covers_every_dtype() -> None:
     parameters = [*with_gradients((2, 2)), *with_gradients((3,), dtype=torch.bfloat16), nn.Parameter(torch.zeros(2))]
     before = [p.grad.clone() for p in parameters[:2]]
     scale_gradients(parameters, 0.5)
@@ -154,7 +154,7 @@ def test_frozen_parameters_are_in_no_group() -> None:
     assert not any(id(p) in grouped for p in model.model.layers[0].parameters())
 
 
-def test_scale_backs_off_grows_and_travels() -> None:
+def test_loss_scale_backs_off_grows_and_round_trips() -> None:
     scale = LossScale(scale=8.0)
     scale.update(finite=False)
     scale.update(finite=False)
@@ -183,7 +183,7 @@ def test_only_plain_ddp_needs_autocast(strategy: str, mixed: str, computes: str)
     assert product.dtype == getattr(torch, computes)
 
 
-def test_norm_of_many_numbers_is_exact_where_torchs_own_is_off() -> None:
+def test_norm_is_more_accurate_than_torch_for_many_values() -> None:
     """torch adds up a norm on CPU in fp32 from end to end; the day it does not, `_pieces` can go."""
     parameter = nn.Parameter(torch.zeros(1 << 23, 1))
     parameter.grad = torch.randn(1 << 23, 1, generator=torch.Generator().manual_seed(0))

@@ -67,7 +67,7 @@ def weights_of(folder: Path, state: dict[str, torch.Tensor] = STATE, *, files: i
     [((3,), [Shard(0)]), ((2,), [Shard(1)]), ((2, 2), [Replicate(), Shard(0)]), ((2, 2), [Shard(0), Shard(1)]), ((4,), [Replicate()])],
     ids=str,
 )
-def test_every_rank_reads_its_own_part(mesh_shape, placements, buffer_bytes, tmp_path, monkeypatch):
+def test_each_rank_reads_its_own_slice(mesh_shape, placements, buffer_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr(slices, "BUFFER_BYTES", buffer_bytes)
     weights = weights_of(tmp_path, files=3)
 
@@ -90,7 +90,7 @@ def test_every_rank_reads_its_own_part(mesh_shape, placements, buffer_bytes, tmp
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])
-def test_values_become_what_the_parameter_is(kind, tmp_path):
+def test_weights_are_cast_to_parameter_dtype(kind, tmp_path):
     weights = weights_of(tmp_path)
     model = Holder({name: torch.empty(value.shape, dtype=kind) for name, value in STATE.items()})
     read_slices(model, weights)
@@ -136,7 +136,7 @@ def test_damaged_files_are_named(kind, tmp_path):
     assert (problem.code, problem.where.source) == ("model-weights-damaged", str(path))
 
 
-def test_a_file_that_shrinks_meanwhile_is_named(tmp_path):
+def test_file_truncated_during_load_is_named(tmp_path):
     weights = weights_of(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-5])

@@ -35,7 +35,7 @@ SEEN_BY: dict[str, Case] = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", BREAKS)
-def test_planted_bug_is_seen(name: str, bench: Bench, record_property) -> None:
+def test_planted_bug_is_detected(name: str, bench: Bench, record_property) -> None:
     case = SEEN_BY[name]
     true = runs.trajectory(bench.run(DROPOUT)) if case.architecture == DROPOUT.architecture else bench.reference(packed=case.packed)
     try:

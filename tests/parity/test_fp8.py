@@ -80,7 +80,7 @@ def test_stacked_experts_stay_in_bf16(case: Case, bench: Bench) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_frozen_weights_are_gathered_in_fp8_too_and_stay(bench: Bench) -> None:
+def test_frozen_weights_are_gathered_in_fp8_and_unchanged(bench: Bench) -> None:
     """They are stored in bf16, beside trained ones in fp32."""
     changes = runs.merged(TENSORWISE.recipe(str(bench.model("llama-16"))), {"model": {"freeze": ["model.layers.0.*"]}})
     run = runs.write_run(bench.new_folder(), changes, bench.store)
@@ -94,7 +94,7 @@ def test_frozen_weights_are_gathered_in_fp8_too_and_stay(bench: Bench) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", [TENSORWISE, slow(ROWWISE)], ids=str)
-def test_resumed_run_is_bitwise_the_uninterrupted_one(case: Case, bench: Bench) -> None:
+def test_resumed_run_is_bitwise_equal_to_uninterrupted_run(case: Case, bench: Bench) -> None:
     assert bits(replace(case, resumed="same"), bench) == bits(case, bench)
 
 
@@ -115,7 +115,7 @@ def test_readback_reports_fp8_compute_and_communication(bench: Bench) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", [TENSORWISE, slow(replace(TENSORWISE, fsdp=(("state_dict_type", "FULL_STATE_DICT"),)))], ids=str)
-def test_checkpoints_are_those_of_a_plain_model(case: Case, bench: Bench) -> None:
+def test_fp8_checkpoint_equals_that_of_a_plain_model(case: Case, bench: Bench) -> None:
     """Names, shapes and fp32 values; `merge-checkpoint` and any other run read them."""
     saved = runs.saved_parameters(bench.run(case), runs.STEPS)
     initial = runs.trajectory(bench.run(case)).initial

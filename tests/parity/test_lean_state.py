@@ -40,7 +40,7 @@ def slow(case: Case) -> object:
     ],
     ids=str,
 )
-def test_bf16_state_scatters_less_than_computing_in_bf16(case: Case, bench: Bench, record_property) -> None:
+def test_bf16_state_deviates_less_than_bf16_compute(case: Case, bench: Bench, record_property) -> None:
     """Measured: a tenth of it in the loss, a third in the parameters."""
     found, limit = spread_of(case, bench), of_bf16(case, bench)
     record_property("parity", found.row(SECTION, case, limit))
@@ -72,7 +72,7 @@ def test_stochastically_rounded_bf16_weights_follow_fp32_weights(case: Case, ben
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_bf16_weights_rounded_to_the_nearest_scatter_four_times_as_far(architecture: str, bench: Bench, record_property) -> None:
+def test_nearest_rounding_deviates_four_times_as_far(architecture: str, bench: Bench, record_property) -> None:
     """What rounding by chance is for; measured: eighteen times, and nine."""
     nearest = Case(architecture, stored="bf16")
     lost, kept = spread_of(nearest, bench), spread_of(replace(ROUNDED, architecture=architecture), bench)
@@ -111,14 +111,14 @@ def test_readback_reports_the_dtype_of_the_state(case: Case, kinds: list[str], b
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", [ROUNDED, EIGHT_BITS, slow(BF16_STATE), slow(FOUR_BITS)], ids=str)
-def test_resumed_run_is_bitwise_the_uninterrupted_one(case: Case, bench: Bench) -> None:
+def test_resumed_run_is_bitwise_equal_to_uninterrupted_run(case: Case, bench: Bench) -> None:
     assert bits(replace(case, resumed="same"), bench) == bits(case, bench)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_blocks_that_divide_a_row_are_read_on_other_ranks(ranks: int, bench: Bench) -> None:
+def test_blocks_that_divide_a_row_load_on_other_world_sizes(ranks: int, bench: Bench) -> None:
     case = replace(EIGHT_BITS, ranks=ranks, resumed="other", training=(*EIGHT_BITS.training, ("optim_args", "block_size=64")))
     found = spread(runs.trajectory(bench.run(case)), runs.trajectory(bench.run(case.donor())))
     assert found.loss <= 2e-3, found
@@ -126,6 +126,6 @@ def test_blocks_that_divide_a_row_are_read_on_other_ranks(ranks: int, bench: Ben
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_blocks_that_other_ranks_would_cut_are_refused_by_name(bench: Bench) -> None:
+def test_blocks_cut_by_another_world_size_are_refused_by_name(bench: Bench) -> None:
     with pytest.raises(AssertionError, match="2 ranks would cut them"):
         bench.run(replace(EIGHT_BITS, ranks=2, resumed="other"))

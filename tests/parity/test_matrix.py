@@ -69,7 +69,7 @@ BALANCED = [
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", [*(pytest.param(case, id=str(case)) for case in BALANCED[:2]), *(slow(case) for case in BALANCED[2:])])
-def test_balance_of_experts_is_that_of_each_example_alone(case: Case, bench: Bench, record_property) -> None:
+def test_balance_loss_is_computed_per_example(case: Case, bench: Bench, record_property) -> None:
     """Whatever is padded, packed or batched together, on any number of ranks."""
     found = deviation(bench.run(case), bench.reference(case.architecture, packed=case.packed))
     record_property("parity", found.row("load-balancing loss", case))
@@ -90,7 +90,7 @@ MACHINE_CODE = [
 @pytest.mark.ranks
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("case", MACHINE_CODE, ids=str)
-def test_machine_code_follows_the_reference(case: Case, bench: Bench, record_property) -> None:
+def test_compiled_run_follows_the_reference(case: Case, bench: Bench, record_property) -> None:
     run = bench.fresh_run(case, functools.partial(runs.run_with_kernels, backend="inductor"))
     found = deviation(run, bench.reference(case.architecture, packed=case.packed))
     record_property("parity", found.row("compiled by inductor", case))
@@ -117,7 +117,7 @@ HALF_PRECISION_FAST = (HALF_PRECISION[0], HALF_PRECISION[-2])
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=str(case), marks=[] if case in HALF_PRECISION_FAST else pytest.mark.slow) for case in HALF_PRECISION]
 )
-def test_half_precision_run_is_as_near_to_fp32_as_one_device_in_bf16(case: Case, precision: str, bench: Bench, record_property) -> None:
+def test_half_precision_run_is_as_close_to_fp32_as_one_device(case: Case, precision: str, bench: Bench, record_property) -> None:
     """Loss and gradient norm of the steps and the parameters, root mean square, against fp32. fp16 rounds eight times finer
     than bf16, but Adam turns the sign of a gradient near zero into a whole step, so it gets the same limit."""
     case = replace(case, precision=precision)
@@ -168,7 +168,7 @@ def test_same_recipe_twice_is_bitwise_equal(bench: Bench) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # two matrices, and one that is tied
-def test_resized_embedding_trains_like_one_of_that_size(architecture: str, bench: Bench, record_property) -> None:
+def test_resized_embedding_trains_like_a_native_one(architecture: str, bench: Bench, record_property) -> None:
     small = bench.model(architecture, vocabulary=VOCABULARY - 6)
     grown = resized(small, bench.folder / "models" / f"{architecture}-grown", VOCABULARY, seed=42)
     case = Case(architecture)
@@ -181,7 +181,7 @@ def test_resized_embedding_trains_like_one_of_that_size(architecture: str, bench
 
 
 @pytest.mark.ranks
-def test_weights_drawn_from_the_seed_are_those_of_one_process(bench: Bench) -> None:
+def test_seeded_weights_equal_those_of_one_process(bench: Bench) -> None:
     from tests.parity.architectures import ARCHITECTURES, make_model
 
     case = Case(ranks=4)
@@ -192,11 +192,11 @@ def test_weights_drawn_from_the_seed_are_those_of_one_process(bench: Bench) -> N
     assert deviation(run, bench.reference("llama", model=model)).is_within_fp32
 
 
-def test_deviation_of_what_is_not_finite_is_infinite() -> None:
+def test_deviation_of_nonfinite_value_is_infinite() -> None:
     assert relative(math.nan, 1.0) == math.inf
 
 
-def test_matrix_holds_every_value_of_every_switch() -> None:
+def test_matrix_covers_every_value_of_every_switch() -> None:
     from tests.parity.cases import _SWITCHES
 
     for name, values in _SWITCHES.items():

@@ -62,7 +62,7 @@ def test_resume_on_the_same_ranks_is_bitwise_equal(case: Case, bench: Bench) -> 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_metrics_line_that_spans_the_checkpoint_is_complete(ranks: int, bench: Bench) -> None:
+def test_metrics_line_spanning_a_checkpoint_is_complete(ranks: int, bench: Bench) -> None:
     """Lines every 4 steps, a save at 10: what the first run summed of steps 9 and 10 comes with it, on any number of ranks."""
     lines = {"training": {"logging_steps": 4}}
     recipe = runs.merged(Case().recipe(str(bench.model("llama"))), lines)
@@ -99,7 +99,7 @@ def stop_after(path: str, step: int, rank: int) -> dict[str, Any]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("signalled", [0, 1])
-def test_signal_to_one_rank_saves_on_all_at_one_step_and_the_curve_continues(signalled: int, bench: Bench) -> None:
+def test_signal_to_one_rank_saves_on_all_and_resume_continues(signalled: int, bench: Bench) -> None:
     case = replace(DROPOUT, accumulation=4)
     whole = bench.run(case)
     run = runs.write_run(bench.new_folder(), case.recipe(str(bench.model(case.architecture))), bench.store)
@@ -116,7 +116,7 @@ def test_signal_to_one_rank_saves_on_all_at_one_step_and_the_curve_continues(sig
 
 
 @pytest.mark.ranks
-def test_run_that_stops_or_ends_inside_an_epoch_logs_and_evaluates_in_turn(bench: Bench) -> None:
+def test_stop_inside_an_epoch_keeps_log_and_eval_schedule(bench: Bench) -> None:
     """The Trainer calls the end of the epoch a step's end where it leaves the epoch early."""
     by_epoch = {"max_steps": -1, "num_train_epochs": 1.5, "eval_strategy": "epoch", "logging_strategy": "epoch", "warmup_steps": 0}
     recipe = runs.merged(Case().recipe(str(bench.model("llama"))), {"training": by_epoch})
@@ -142,7 +142,7 @@ def damage_file(run: RunDir, pattern: str) -> Path:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("pattern", ["pytorch_model_fsdp_0/*.distcp", "optimizer_0/.metadata", "rng_state_1.pth", "trainer_state.json"])
-def test_one_flipped_bit_is_found_before_anything_is_loaded(pattern: str, bench: Bench) -> None:
+def test_flipped_bit_is_detected_before_loading(pattern: str, bench: Bench) -> None:
     run = resumed(bench, Case(), bench.run(Case()))
     path = damage_file(run, pattern)
     outcomes = bench.pool.run(2, functools.partial(runs.run_worker, str(run.path)))
@@ -193,7 +193,7 @@ def test_more_steps_continue_a_finished_run(bench: Bench) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_weights_of_a_run_start_another(ranks: int, bench: Bench) -> None:
+def test_checkpoint_weights_initialise_another_run(ranks: int, bench: Bench) -> None:
     """`model.name_or_path: RUN/checkpoint-N`: the first loss is that of the source's next step on the same rows."""
     source = bench.run(Case())
     source_model = source.path / "model"

@@ -45,7 +45,7 @@ def readback(bench: Bench, case: Case) -> dict[str, Any]:
     return json.loads(bench.run(case).readback_json.read_text())
 
 
-def test_recomputation_draws_another_dropout_mask(stock_run, bench: Bench, record_property) -> None:
+def test_stock_recomputation_draws_another_dropout_mask(stock_run, bench: Bench, record_property) -> None:
     """§7, 3: Accelerate's FSDP2 path wraps with preserve_rng_state=False."""
     layer = fsdp2(transformer_layer_cls_to_wrap=["GPT2Block"])
     plain = stock_run(stock.train, "gpt2-dropout", fsdp_config=layer)[0]
@@ -133,7 +133,7 @@ def test_hybrid_sharding_is_not_on_fsdp2(stock_run, bench: Bench, record_propert
     record_property("parity", {"section": SECTION, "case": "hybrid_shard", "stock": "ValueError", "here": "mesh 2 × 2"})
 
 
-def test_fp16_on_cpu_is_silently_nothing(stock_run, bench: Bench, record_property) -> None:
+def test_stock_fp16_on_cpu_is_silently_ignored(stock_run, bench: Bench, record_property) -> None:
     """§7, 19."""
     assert stock_run(stock.scaler) == ("None", False)
     lines = runs.loss_lines(bench.run(Case(precision="fp16")))
@@ -144,7 +144,7 @@ def test_fp16_on_cpu_is_silently_nothing(stock_run, bench: Bench, record_propert
     )
 
 
-def test_resume_ignores_a_new_learning_rate(stock_run, bench: Bench, record_property) -> None:
+def test_stock_resume_ignores_a_new_learning_rate(stock_run, bench: Bench, record_property) -> None:
     """§7, 22: transformers#9099."""
     rates = stock_run(stock.resumed_rate)
     assert rates == [1e-3] * 4, "the second half was asked for 1e-2"

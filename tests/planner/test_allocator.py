@@ -78,7 +78,7 @@ def test_streams_and_sizes_have_pools_of_their_own() -> None:
     assert allocator.reserved_bytes == 26 * MIB
 
 
-def test_a_full_gpu_releases_free_segments_and_retries() -> None:
+def test_full_gpu_releases_free_segments_and_retries() -> None:
     allocator = plain(capacity=64 * MIB)
     allocator.free(allocator.allocate(40 * MIB))
     held = allocator.allocate(12 * MIB)  # of the freed 40
@@ -92,7 +92,7 @@ def test_a_full_gpu_releases_free_segments_and_retries() -> None:
     assert allocator.reserved_bytes == 60 * MIB
 
 
-def test_expandable_segments_do_not_fragment_as_plain_ones_do() -> None:
+def test_expandable_segments_fragment_less() -> None:
     """A hole of 10 and one of 20 that lie side by side take 30; as plain segments they cannot."""
     reserved: dict[bool, int] = {}
     for expandable in (False, True):
@@ -115,7 +115,7 @@ def test_expandable_segment_grows_by_whole_pages() -> None:
     assert allocator.reserved_bytes == 42 * MIB
 
 
-def test_full_card_takes_pages_out_of_free_blocks_and_puts_them_elsewhere() -> None:
+def test_full_gpu_remaps_pages_of_free_blocks() -> None:
     allocator = CachingAllocator(expandable=True, capacity_bytes=100 * MIB)
     first = allocator.allocate(60 * MIB, stream=0)
     allocator.allocate(20 * MIB, stream=0)
@@ -127,7 +127,7 @@ def test_full_card_takes_pages_out_of_free_blocks_and_puts_them_elsewhere() -> N
 
 
 @given(st.integers(0, 10**6), st.booleans(), st.booleans())
-def test_books_balance_whatever_is_allocated_and_freed(seed: int, expandable: bool, limited: bool) -> None:
+def test_allocator_totals_stay_consistent(seed: int, expandable: bool, limited: bool) -> None:
     chance = random.Random(seed)
     allocator = CachingAllocator(expandable=expandable, capacity_bytes=300 * MIB if limited else None)
     blocks: list[object] = []

@@ -26,18 +26,18 @@ def same(left: Trace, right: Trace) -> bool:
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 16])
-def test_any_micro_batch_follows_from_one_that_is_a_prime(micro_batch: int) -> None:
+def test_any_micro_batch_is_derived_from_a_prime_trace(micro_batch: int) -> None:
     made = at_micro_batch(traced(prime_for(traced(1))), micro_batch, 4)
     assert same(made, traced(micro_batch))
     assert (made.shapes.micro_batch, made.shapes.accumulation) == (micro_batch, 4)
 
 
-def test_a_prime_that_divides_a_size_of_the_model_is_not_taken() -> None:
+def test_primes_dividing_a_model_size_are_skipped() -> None:
     usual = prime_for(traced(1))
     assert prime_for(Hand().hold(0, 4 * usual).trace()) != usual
 
 
-def test_a_slice_of_the_loss_stands_for_all_slices() -> None:
+def test_one_loss_slice_represents_all_slices() -> None:
     """In memory one at a time; in work as many as the tokens make, the constant part (the weight's gradient) each time."""
     prime = prime_for(traced(1))
     hand = Hand().hold(0, 10 * slice_for(prime)).hold(1, 4 * prime)
@@ -66,7 +66,7 @@ def test_predicted_allocations_hold_far_from_both_traces() -> None:
     assert at_shards(few, many, 1, world_size=1, replicate_size=1).events["bytes"].tolist() == [1, -1]
 
 
-def test_traces_of_two_programs_are_not_blended() -> None:
+def test_traces_of_different_programs_are_refused() -> None:
     assert not alike(traced(1), traced(2, other=True))
     with pytest.raises(ValueError, match="two programs"):
         blend(traced(1), traced(2, other=True), 1.0, traced(1).shapes)

@@ -16,16 +16,16 @@ def steps_of(*sizes: int, **shapes: int) -> tuple[Trace, Records]:
     return trace, trace.collectives
 
 
-def test_a_bucket_closes_with_the_gradient_that_reaches_its_limit() -> None:
+def test_bucket_closes_at_its_size_limit() -> None:
     joined = in_buckets(*steps_of(MIB // 2, MIB // 2, 10 * MIB, 14 * MIB, 2 * MIB, 64 * MIB, MIB))
     assert joined["bytes"].tolist() == [FIRST_BUCKET_BYTES, 26 * MIB, 64 * MIB, MIB, 4], "the norm's sum is no gradient's"
     assert joined["at"].tolist() == [2, 5, 6, 7, 8], "each begins when its last gradient is ready"
 
 
-def test_the_remaining_parameters_are_the_last_bucket() -> None:
+def test_remaining_parameters_are_the_last_bucket() -> None:
     assert in_buckets(*steps_of(MIB, BUCKET_BYTES - 1))["bytes"].tolist() == [MIB, BUCKET_BYTES - 1, 4]
 
 
-def test_sums_of_a_sharded_run_are_left_as_they_are() -> None:
+def test_sharded_collectives_are_not_bucketed() -> None:
     trace, collectives = steps_of(100, 200, shard_size=2, replicate_size=4)
     assert in_buckets(trace, collectives)["bytes"].tolist() == [100, 200, 4]

@@ -29,7 +29,7 @@ def a_run(path: Path, seconds: list[float], name: str = "NVIDIA A100-SXM4-40GB",
     return path
 
 
-def test_a_run_is_read_without_its_first_line(tmp_path: Path) -> None:
+def test_run_is_read_without_its_first_line(tmp_path: Path) -> None:
     measured = read_run(a_run(tmp_path / "run", [60.0, 2.0, 2.2, 2.1]), A100)
     assert (measured.step_seconds, measured.steps) == (2.1, 4)
 
@@ -42,19 +42,19 @@ def test_a_run_is_read_without_its_first_line(tmp_path: Path) -> None:
         ([60.0, 2.0, 2.0, 2.0], "NVIDIA A100-SXM4-40GB", {"device": "cpu"}, "ran on the CPU"),
     ],
 )
-def test_a_run_that_does_not_name_its_gpu_is_refused(
+def test_run_that_does_not_name_its_gpu_is_refused(
     tmp_path: Path, seconds: list[float], device: str, launch: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(FsdpTuneError, match=message):
         read_run(a_run(tmp_path / "run", seconds, device, **launch), A100)
 
 
-def test_a_directory_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
+def test_directory_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FsdpTuneError, match="cannot be used for calibration"):
         read_run(tmp_path, A100)
 
 
-def test_the_machines_own_speed_is_learnt_kept_and_used(tmp_path: Path) -> None:
+def test_calibration_is_learned_stored_and_used(tmp_path: Path) -> None:
     trace = Hand().op("mm", flops=1e15).collective("all_gather", 2**30).trace()
     before = step_time(trace, A100, 1).step_seconds
     measured = Measured(resolved(), before * 1.5, 100)
@@ -65,7 +65,7 @@ def test_the_machines_own_speed_is_learnt_kept_and_used(tmp_path: Path) -> None:
     assert calibrated_efficiency(tmp_path, find_hardware("H200")) is None
 
 
-def test_a_damaged_calibration_file_is_reported(tmp_path: Path) -> None:
+def test_damaged_calibration_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "calibration.json").write_text("{")
     with pytest.raises(FsdpTuneError, match="damaged"):
         calibrated_efficiency(tmp_path, A100)

@@ -27,7 +27,7 @@ def test_every_micro_batch_makes_the_same_global_batch() -> None:
         assert differences(other, recipe).keys() <= {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
 
 
-def test_a_token_budget_is_searched_by_its_longest_rows_and_reported_in_tokens() -> None:
+def test_token_budget_is_searched_by_its_longest_rows_and_reported_in_tokens() -> None:
     recipe = resolved(gpus=8, global_batch=64, micro_batch=4, training={"per_device_train_batch_tokens": 512})
     smaller, same = changed(recipe, batch_changes(2, 4)), changed(recipe, batch_changes(4, 2))
     assert smaller is not None
@@ -55,7 +55,7 @@ def test_keys_that_depend_on_a_change_are_resolved_again() -> None:
         {"launch.num_processes": 9, "launch.num_machines": 2},  # does not divide
     ],
 )
-def test_a_recipe_that_train_would_refuse_is_not_a_candidate(changes: dict[str, object]) -> None:
+def test_recipe_that_train_would_refuse_is_not_a_candidate(changes: dict[str, object]) -> None:
     assert changed(resolved(), changes) is None
 
 
@@ -67,26 +67,26 @@ def test_hybrid_layouts_are_tried_over_machines_only() -> None:
     assert {layout["fsdp.sharding_strategy"] for layout in layouts(resolved(gpus=1), offload="nothing")} == {"FULL_SHARD"}
 
 
-def test_coarse_units_give_way_to_decoder_layers() -> None:
+def test_coarse_units_are_replaced_by_decoder_layers() -> None:
     coarse = resolved(fsdp={"auto_wrap_policy": "NO_WRAP"})
     assert all(layout["fsdp.auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP" for layout in layouts(coarse, offload="nothing"))
 
 
-def test_the_least_state_is_sixteen_bytes_a_parameter_over_the_shards() -> None:
+def test_minimum_state_is_sixteen_bytes_per_parameter_over_shards() -> None:
     assert least_state_bytes(resolved(gpus=8), 1000, 1000) == 16 * 1000 / 8
     assert least_state_bytes(resolved(gpus=8, fsdp={"sharding_strategy": "NO_SHARD"}), 1000, 1000) == 16 * 1000
     assert least_state_bytes(resolved(gpus=8, model={"dtype": "bf16"}), 1000, 1000) == 8 * 1000 / 8
     assert least_state_bytes(resolved(gpus=8, fsdp={"offload_params": True}), 1000, 1000) == 0
 
 
-def test_the_least_state_is_that_of_the_optimizer_and_of_what_is_trained() -> None:
+def test_minimum_state_depends_on_optimizer_and_trained_parameters() -> None:
     assert least_state_bytes(resolved(training={"optim": "sgd"}), 1000, 1000) == 8 * 1000 / 8
     blocks = 4 + 4 + 2 * (1 + 4 / 256)
     assert least_state_bytes(resolved(training={"optim": "adamw_torch_8bit"}), 1000, 1000) == blocks * 1000 / 8
     assert least_state_bytes(resolved(), 1000, 100) == (16 * 100 + 2 * 900) / 8, "what is frozen is kept in the compute dtype"
 
 
-def test_a_machine_holds_no_fewer_ranks_than_the_recipe_has_on_it() -> None:
+def test_machine_holds_no_fewer_ranks_than_the_recipe_has_on_it() -> None:
     card = find_hardware("A100-40GB")
     assert ranks_of_machine(resolved(gpus=4), card) == 8, "as the vendor's machine"
     assert ranks_of_machine(resolved(gpus=16, global_batch=64), card) == 16

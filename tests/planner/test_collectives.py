@@ -21,17 +21,17 @@ def seconds(kind: str, size: float, group: Group) -> float:
     return found
 
 
-def test_a_large_all_gather_runs_at_the_bus_bandwidth_that_nccl_tests_report() -> None:
+def test_large_all_gather_runs_at_the_bus_bandwidth_that_nccl_tests_report() -> None:
     """nccl-tests on 8 × A100 SXM: 235 to 240 GB/s of bus bandwidth, size / seconds × (n − 1) / n."""
     assert GIB / seconds("all_gather", GIB, EIGHT) * 7 / 8 == pytest.approx(237e9, rel=0.05)
 
 
-def test_an_all_reduce_costs_an_all_gather_and_a_reduce_scatter_at_most() -> None:
+def test_all_reduce_costs_an_all_gather_and_a_reduce_scatter_at_most() -> None:
     both = seconds("all_gather", GIB, EIGHT) + seconds("reduce_scatter", GIB, EIGHT)
     assert seconds("all_reduce", GIB, EIGHT) <= both * 1.001
 
 
-def test_a_small_sum_over_many_machines_goes_up_a_tree() -> None:
+def test_small_multi_machine_all_reduce_uses_a_tree() -> None:
     """A ring of 512 ranks would take 1,022 hops."""
     many = Group(512, 64)
     assert seconds("all_reduce", 8, many) < 150e-6 < seconds("all_gather", 8, many)
@@ -44,7 +44,7 @@ def test_time_grows_with_size_and_with_ranks() -> None:
     assert ranks == sorted(ranks)
 
 
-def test_a_sum_round_the_ring_crosses_machines_as_often_as_nccl_counts() -> None:
+def test_ring_all_reduce_crosses_machines_as_nccl_counts() -> None:
     """`nInterSteps` of NCCL 2.20: 2 × machines of the 2 × (ranks − 1) steps; Simple carries what is large."""
     ring = 8.4e-6 + 26 * 3.4e-6 + 4 * 14e-6
     bus = bus_bytes_per_second(Group(16, 2), A100)
@@ -57,7 +57,7 @@ def test_one_rank_needs_no_communication() -> None:
     assert sent_bytes("all_gather", GIB, Group(1, 1)) == Volume(0, 0)
 
 
-def test_the_slowest_link_of_the_ring_decides() -> None:
+def test_slowest_link_of_the_ring_decides() -> None:
     inside, over = bus_bytes_per_second(EIGHT, A100), bus_bytes_per_second(Group(16, 2), A100)
     assert inside is not None
     assert over is not None
@@ -66,7 +66,7 @@ def test_the_slowest_link_of_the_ring_decides() -> None:
     assert single == pytest.approx(over / 8), "one rank of each machine brings one network card"
 
 
-def test_an_unknown_link_makes_the_time_unknown() -> None:
+def test_unknown_link_makes_the_time_unknown() -> None:
     cards = find_hardware("RTX4090")
     assert collective_seconds("all_gather", GIB, Group(2, 1), cards) is not None, "PCIe"
     assert collective_seconds("all_gather", GIB, Group(16, 2), cards) is None, "no vendor's machine has a network for it"

@@ -32,14 +32,14 @@ NAMES = [
 ]
 
 
-def test_the_table_has_every_promised_gpu_and_each_has_its_source() -> None:
+def test_table_has_every_promised_gpu_and_each_has_its_source() -> None:
     table = known_hardware()
     assert list(table) == NAMES
     assert [name for name, gpu in table.items() if not gpu.source or not gpu.device_names] == []
 
 
 @pytest.mark.parametrize("spelling", ["a100-40gb", "A100 40GB", "a10040gb", "A100_40gb", "NVIDIA A100-SXM4-40GB"])
-def test_case_spaces_and_hyphens_do_not_count(spelling: str) -> None:
+def test_gpu_names_ignore_case_spaces_and_hyphens(spelling: str) -> None:
     assert find_hardware(spelling).name == "A100-40GB"
 
 
@@ -53,7 +53,7 @@ def test_case_spaces_and_hyphens_do_not_count(spelling: str) -> None:
         ("", "Known:"),
     ],
 )
-def test_an_unknown_gpu_is_refused_with_the_list_and_the_close_name(wrong: str, meant: str) -> None:
+def test_unknown_gpu_is_refused_with_the_list_and_the_close_name(wrong: str, meant: str) -> None:
     with pytest.raises(FsdpTuneError) as caught:
         find_hardware(wrong)
     problem = caught.value.problems[0]
@@ -76,12 +76,12 @@ def test_an_unknown_gpu_is_refused_with_the_list_and_the_close_name(wrong: str, 
         (None, None),
     ],
 )
-def test_the_machines_own_gpu_is_found_by_its_full_name(driver: str | None, name: str | None) -> None:
+def test_machines_own_gpu_is_found_by_its_full_name(driver: str | None, name: str | None) -> None:
     found = detect(driver)
     assert (found.name if found else None) == name
 
 
-def test_peaks_are_dense_and_what_a_card_cannot_is_unknown() -> None:
+def test_peaks_are_dense_and_unsupported_dtypes_unknown() -> None:
     """Vendors' headline figures are with sparsity: twice these."""
     assert find_hardware("H100-SXM").peak_flops("bf16") == pytest.approx(989.4e12)
     assert find_hardware("L4").peak_flops("fp8") == pytest.approx(242.5e12)
@@ -103,7 +103,7 @@ def test_usable_memory_is_at_most_that_of_the_name() -> None:
     assert find_hardware("RTX6000Ada").usable_bytes == 48e9, "nobody's figure: the least that 48 GB can mean"
 
 
-def test_a_measured_multiplication_is_below_the_peak() -> None:
+def test_measured_multiplication_is_below_the_peak() -> None:
     for gpu in known_hardware().values():
         assert gpu.matmul_tflops is None or gpu.matmul_tflops < (gpu.bf16_tflops or 0), gpu.name
 
@@ -114,7 +114,7 @@ def test_links_are_one_direction() -> None:
     assert find_hardware("RTX3090").machine_link_bytes_per_second == 32e9, "a bridge is not taken for granted"
 
 
-def test_a_users_own_gpu_comes_from_a_file(tmp_path: Path) -> None:
+def test_user_defined_gpu_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "h100_96.yaml"
     path.write_text(
         "{memory_gb: 96, usable_gib: 95.04, bandwidth_gb_s: 3350, bf16_tflops: 989.4, network_gb_s: 50, devices_per_machine: 8}"
@@ -135,7 +135,7 @@ def test_a_users_own_gpu_comes_from_a_file(tmp_path: Path) -> None:
         ("a: [", "cannot be read"),
     ],
 )
-def test_a_wrong_file_is_refused_with_its_fault(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_hardware_file_is_refused_with_reason(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(FsdpTuneError) as caught:
@@ -144,6 +144,6 @@ def test_a_wrong_file_is_refused_with_its_fault(tmp_path: Path, text: str, messa
     assert {problem.code for problem in caught.value.problems} == {"wrong-gpu-file"}
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_missing_hardware_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FsdpTuneError, match="cannot be read"):
         find_hardware(str(tmp_path / "none.yaml"))

@@ -22,7 +22,7 @@ def made() -> Plan:
     return plan(resolved(), A100, Hand().hold(0, 10 * GIB).op("mm", flops=1e12).trace())
 
 
-def test_a_kept_plan_is_the_plan_without_its_timeline(tmp_path: Path) -> None:
+def test_cached_plan_equals_plan_without_timeline(tmp_path: Path) -> None:
     keep_plan(tmp_path, "key", made())
     assert kept_plan(tmp_path, "key", resolved()) == replace(made(), memory=None)
     renamed = resolved().model_copy(update={"name": "other"})
@@ -32,12 +32,12 @@ def test_a_kept_plan_is_the_plan_without_its_timeline(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"recipe": "x", "unknown": 1}'])
-def test_a_file_that_is_not_a_plan_is_replaced(tmp_path: Path, text: str) -> None:
+def test_invalid_cached_plan_is_replaced(tmp_path: Path, text: str) -> None:
     (tmp_path / "key.json").write_text(text)
     assert kept_plan(tmp_path, "key", resolved()) is None
 
 
-def test_the_key_changes_with_whatever_the_plan_depends_on() -> None:
+def test_key_changes_with_whatever_the_plan_depends_on() -> None:
     base = plan_key(resolved(), A100, None, "trace")
     assert plan_key(resolved().model_copy(update={"output_dir": "/elsewhere", "name": "other"}), A100, None, "trace") == base
     others = [
@@ -48,7 +48,7 @@ def test_the_key_changes_with_whatever_the_plan_depends_on() -> None:
     assert len({base, *others}) == 4
 
 
-def test_second_session_reads_the_kept_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_session_reads_cached_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = resolved(data={"cache_dir": str(tmp_path)})
     calls: list[int] = []
 

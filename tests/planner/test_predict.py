@@ -31,7 +31,7 @@ def step(size_gib: float = 10, **shapes: Any) -> Trace:
     return hand.hold(1, -size).trace(**shapes)
 
 
-def test_the_document_has_what_is_promised_and_is_json() -> None:
+def test_plan_document_is_json_with_documented_fields() -> None:
     made = plan(resolved(), A100, step())
     document = json.loads(json.dumps(made.as_dict(), allow_nan=False))
     assert document.keys() >= PROMISED
@@ -43,13 +43,13 @@ def test_the_document_has_what_is_promised_and_is_json() -> None:
     assert set(document["errors"]) == {"peak_allocated_gib", "peak_reserved_gib", "step_seconds"}
 
 
-def test_an_assumption_about_the_host_is_named_where_the_host_works() -> None:
+def test_host_assumption_is_listed_with_host_work() -> None:
     on_host = Hand().hold(0, GIB).op("mm", flops=1e12).op("host _fused_adamw_", moved=10**9).trace()
     assert any("host memory bandwidth" in text for text in plan(resolved(), A100, on_host).assumptions)
     assert not any("host memory bandwidth" in text for text in plan(resolved(), A100, step()).assumptions)
 
 
-def test_a_time_with_casts_to_fp8_is_reported_as_an_upper_bound() -> None:
+def test_time_with_casts_to_fp8_is_reported_as_an_upper_bound() -> None:
     with_fp8 = Hand().hold(0, GIB).op("_scaled_mm", flops=1e12).trace()
     assert any("cast to fp8" in text for text in plan(resolved(), A100, with_fp8).assumptions)
     assert not any("cast to fp8" in text for text in plan(resolved(), A100, step()).assumptions)
@@ -73,7 +73,7 @@ def test_unknown_figures_are_null_and_named() -> None:
 @pytest.mark.parametrize(
     ("size_gib", "answer"), [(10, "yes"), (33, "yes"), (36, "tight"), (38, "tight"), (41, "tight"), (42, "no"), (100, "no")]
 )
-def test_fits_is_yes_with_something_to_spare_and_no_only_when_it_is_sure(size_gib: float, answer: str) -> None:
+def test_fits_is_yes_with_margin_and_no_only_when_certain(size_gib: float, answer: str) -> None:
     assert plan(resolved(), A100, step(size_gib - 2)).fits == answer
 
 
@@ -85,7 +85,7 @@ def test_reserved_memory_beyond_the_gpu_and_the_error_does_not_fit() -> None:
     assert found.answer == "no"
 
 
-def test_deleting_something_from_the_step_changes_the_prediction() -> None:
+def test_removing_work_from_the_step_changes_the_prediction() -> None:
     whole = Hand().hold(0, GIB).hold(1, GIB, kind="optimizer state").op("mm", flops=1e12).op("_fused_adamw_", moved=10**9)
     without = Hand().hold(0, GIB).op("mm", flops=1e12)
     full, less = plan(resolved(), A100, whole.trace()), plan(resolved(), A100, without.trace())
@@ -117,7 +117,7 @@ def test_pinned_memory_is_counted_in_the_powers_of_two_that_torch_pins() -> None
     assert plan(resolved(), A100, moved.op("mm", flops=1e12).trace()).host_gib_per_machine["offloaded"] == 8 * (4 + 3 + 4)
 
 
-def test_a_merge_that_keeps_dtypes_has_the_size_of_the_checkpoint() -> None:
+def test_merge_that_keeps_dtypes_has_the_size_of_the_checkpoint() -> None:
     half_frozen = step()
     half_frozen = replace(half_frozen, counts=replace(half_frozen.counts, trained_parameters=500, parameter_bytes=3000))
     assert plan(resolved(merge={"dtype": "keep"}), A100, half_frozen).disk_gib["merged"] == 3000 / GIB
@@ -125,12 +125,12 @@ def test_a_merge_that_keeps_dtypes_has_the_size_of_the_checkpoint() -> None:
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 16), (1.5, 24), (0.1, 2), (2.01, 33)])
-def test_a_part_of_an_epoch_is_rounded_up_to_steps_as_the_trainer_does(epochs: float, steps: int) -> None:
+def test_part_of_an_epoch_is_rounded_up_to_steps_as_the_trainer_does(epochs: float, steps: int) -> None:
     recipe = resolved(training={"max_steps": -1, "num_train_epochs": epochs})
     assert plan(recipe, A100, step(), rows=1000).run["steps"] == steps, "sixteen steps of 64 rows an epoch, the last one short"
 
 
-def test_mfu_is_palms_formula() -> None:
+def test_mfu_follows_palm_formula() -> None:
     model = ModelDimensions(active_parameters=7_000_000_000, layers=32, heads=32, head_dim=128)
     assert flops_per_token(model, 4096) == 6 * 7e9 + 12 * 32 * 32 * 128 * 4096
     assert mfu(model, 4096, 3000, None) is None
@@ -138,7 +138,7 @@ def test_mfu_is_palms_formula() -> None:
 
 
 @pytest.mark.parametrize("active", [1000, 400, None])
-def test_the_mfu_counts_the_parameters_that_a_token_uses(active: int | None) -> None:
+def test_mfu_counts_the_parameters_that_a_token_uses(active: int | None) -> None:
     mixture = step()
     made = plan(resolved(), A100, replace(mixture, counts=replace(mixture.counts, active_parameters=active)))
     assert made.step_seconds is not None
@@ -165,7 +165,7 @@ def test_packed_examples_attend_each_to_itself() -> None:
     assert attended_length([]) == 0
 
 
-def test_the_page_is_complete_and_escapes_every_name() -> None:
+def test_page_is_complete_and_escapes_every_name() -> None:
     evil = '<script>alert("x")</script>'
     made = plan(resolved(), A100, step(), recipe_changes={"fsdp.sharding_strategy": evil})
     page = html_page(replace(made, recipe=evil, gpu=evil, alternatives=(made,), best_because=evil, assumptions=[evil], where=evil))
@@ -176,18 +176,18 @@ def test_the_page_is_complete_and_escapes_every_name() -> None:
     assert "<script" not in page
 
 
-def test_the_page_shows_which_sizes_fit() -> None:
+def test_page_shows_which_sizes_fit() -> None:
     row = {"num_processes": 2, "fits": "no", "step_seconds": None, "tokens_per_second": None, "efficiency": None, "peak_reserved_gib": 99.0}
     assert '<td>2</td><td><span class="no">no</span></td>' in html_page(replace(plan(resolved(), A100, step()), scaling=(row,)))
 
 
-def test_the_page_formats_steps_as_the_screen_does() -> None:
+def test_page_formats_steps_as_the_screen_does() -> None:
     made = replace(plan(resolved(), A100, step()), step_seconds=61.2)
     page = html_page(replace(made, alternatives=(made, replace(made, step_seconds=61.0), replace(made, step_seconds=1234.5))))
     assert all(f"<td>{seconds} s" in page for seconds in ("61.2", "61", "1,234"))
 
 
-def test_changes_read_like_settings() -> None:
+def test_changes_are_written_as_settings() -> None:
     assert describe_changes({}) == "your recipe, unchanged"
     assert describe_changes({"fsdp.offload_params": True, "training.per_device_train_batch_size": 4}) == (
         "offload_params true, per_device_train_batch_size 4"

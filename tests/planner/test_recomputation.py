@@ -19,7 +19,7 @@ OPEN = resolved(fsdp={"activation_checkpointing": "auto"})
 
 
 @pytest.mark.parametrize(("state_gib", "kind", "traced"), [(80, "none", 1), (240, "selective", 2), (270, "full", 3)])
-def test_the_least_recomputation_that_fits_is_taken_and_no_more_is_traced(state_gib: int, kind: str, traced: int) -> None:
+def test_least_recomputation_that_fits_is_taken_and_no_more_is_traced(state_gib: int, kind: str, traced: int) -> None:
     tracer = ModelTracer(state_gib)
     seen: list[str] = []
 
@@ -35,21 +35,21 @@ def test_the_least_recomputation_that_fits_is_taken_and_no_more_is_traced(state_
     assert found.recipe.model_copy(update={"fsdp": OPEN.fsdp}) == OPEN, "nothing else is decided"
 
 
-def test_where_nothing_fits_the_leanest_is_chosen_with_a_notice() -> None:
+def test_smallest_option_is_chosen_with_notice_if_nothing_fits() -> None:
     found = decide(OPEN, A100, ModelTracer(1000).trace)
     assert found.recipe.fsdp.activation_checkpointing == "full"
     assert [notice.code for notice in found.notices] == ["recomputation-is-not-enough"]
 
 
 @pytest.mark.parametrize("kind", ["none", "selective", "full"])
-def test_a_value_in_the_recipe_is_kept_and_not_traced(kind: str) -> None:
+def test_value_in_the_recipe_is_kept_and_not_traced(kind: str) -> None:
     written = resolved(fsdp={"activation_checkpointing": kind})
     found = decide(written, A100, lambda _: pytest.fail("nothing is open"))
     assert (found.recipe, found.reasons, found.notices) == (written, {}, ())
 
 
 @pytest.mark.parametrize("error", [usage_error("trace-failed", "it refuses"), DepthError("it refuses")])
-def test_a_model_that_cannot_be_traced_recomputes_every_layer_with_a_notice(error: Exception) -> None:
+def test_model_that_cannot_be_traced_recomputes_every_layer_with_a_notice(error: Exception) -> None:
     def refuse(_recipe: Recipe) -> Trace:
         raise error
 
@@ -65,5 +65,5 @@ def test_unknown_memory_recomputes_everything_and_traces_nothing() -> None:
     assert "unknown" in found.notices[0].message
 
 
-def test_a_budget_of_bytes_decides_like_a_card() -> None:
+def test_byte_budget_decides_like_a_gpu() -> None:
     assert decide(OPEN, MemoryBudget("half of it", 20 * GIB), ModelTracer(80).trace).recipe.fsdp.activation_checkpointing == "selective"

@@ -90,7 +90,7 @@ def test_recomputation_is_taken_where_nothing_fits_without_it() -> None:
     assert "with activation checkpointing selective it is tight at best (SHARD_GRAD_OP, " in ranking.because
 
 
-def test_the_reason_of_the_first_claims_nothing_that_the_ranking_denies() -> None:
+def test_reason_of_first_agrees_with_ranking() -> None:
     ranking, _ = ranked(80, hardware=replace(A100, bf16_tflops=None))
     assert ranking.because is not None
     assert "the smallest (the speed of A100-40GB is unknown) of" in ranking.because
@@ -109,7 +109,7 @@ def test_offload_is_tried_only_where_nothing_fits_without() -> None:
     assert ranking.ranked[0].plan.recipe_changes["fsdp.offload_params"] is True
 
 
-def test_inputs_go_to_the_host_before_the_state_does() -> None:
+def test_activations_are_offloaded_before_state() -> None:
     """At 35 GiB of state a GPU one sequence is too many with everything recomputed; without its inputs there is room."""
     ranking, tracer = ranked(280)
     first = ranking.ranked[0]
@@ -128,14 +128,14 @@ def test_micro_batches_end_with_the_first_that_does_not_fit() -> None:
     assert len({each.recipe.fsdp.sharding_strategy for each in shown}) == len(shown)
 
 
-def test_a_layout_is_traced_once_whatever_micro_batches_are_tried() -> None:
+def test_layout_is_traced_once_for_all_micro_batches() -> None:
     ranking, tracer = ranked(8)
     assert len(tracer.seen) == 9 * 2, "with whole logits and in slices"
     assert len({recipe.training.per_device_train_batch_size for recipe in tracer.seen}) == 1
     assert len({each.recipe.training.per_device_train_batch_size for each in ranking.ranked}) > 1
 
 
-def test_an_undecided_loss_is_tried_with_full_logits_and_in_slices() -> None:
+def test_undecided_loss_is_tried_with_full_logits_and_in_slices() -> None:
     recipe, tracer = resolved(kernels={"loss": "auto"}), ModelTracer(8)
     recipe = recipe.model_copy(update={"kernels": recipe.kernels.model_copy(update={"loss": "auto"})})
     rank_recipes(Search(A100, tracer), recipe, tracer.trace(recipe), "fastest")
@@ -145,7 +145,7 @@ def test_an_undecided_loss_is_tried_with_full_logits_and_in_slices() -> None:
 @pytest.mark.parametrize("target", ["fastest", "cheapest", "largest-context"])
 @pytest.mark.parametrize("loss", ["full", "auto"])
 @pytest.mark.parametrize("state_gib", [8, 1000])
-def test_the_requested_recipe_is_in_every_ranking_once_at_its_rank(target: Target, loss: str, state_gib: int) -> None:
+def test_requested_recipe_is_in_every_ranking_once_at_its_rank(target: Target, loss: str, state_gib: int) -> None:
     recipe, tracer = resolved(kernels={"loss": loss}), ModelTracer(state_gib)
     ranking = rank_recipes(Search(A100, tracer), recipe, tracer.trace(recipe), target)
     own = [each for each in ranking.ranked if each.recipe == recipe]
@@ -188,28 +188,28 @@ def test_where_nothing_fits_the_smallest_sufficient_hardware_is_found() -> None:
     assert (found["gpu"], found["num_processes"]) == ("GH200", 2), "76 GiB a GPU: less than 80 GB with something to spare is not enough"
 
 
-def test_more_of_the_same_card_where_no_card_is_large_enough() -> None:
+def test_more_gpus_are_proposed_if_no_gpu_is_large_enough() -> None:
     recipe, tracer = resolved(gpus=2), ModelTracer(1500)
     found = smallest_hardware(Search(find_hardware("H200"), tracer), recipe, ())
     assert found is not None
     assert (found["gpu"], found["num_processes"]) == ("H200", 16)
 
 
-def test_more_cards_train_the_same_global_batch() -> None:
+def test_more_gpus_keep_the_global_batch() -> None:
     recipe, tracer = resolved(gpus=2), ModelTracer(1500)
     found = smallest_hardware(Search(find_hardware("H200"), tracer), recipe, ())
     assert found is not None
     assert found["recipe_changes"]["training.gradient_accumulation_steps"] == 64 // 16
 
 
-def test_a_larger_card_for_fp8_has_fp8() -> None:
+def test_proposed_gpu_for_fp8_supports_fp8() -> None:
     recipe, tracer = resolved(gpus=2, precision={"mixed_precision": "fp8"}), ModelTracer(55)
     found = smallest_hardware(Search(find_hardware("L4"), tracer), recipe, ())
     assert found is not None
     assert found["gpu"] == "L40S", "an A100-40GB would be large enough"
 
 
-def test_the_scaling_table_has_full_machines_and_the_recipe_itself() -> None:
+def test_scaling_table_has_full_machines_and_the_recipe_itself() -> None:
     tracer = ModelTracer(30)
     rows = scaling_table(Search(A100, tracer), resolved(gpus=12, machines=2, global_batch=60))
     assert [(row["num_processes"], row["num_machines"]) for row in rows] == [(1, 1), (2, 1), (4, 1), (12, 2)]
@@ -217,7 +217,7 @@ def test_the_scaling_table_has_full_machines_and_the_recipe_itself() -> None:
     assert next(row["num_machines"] for row in rows if row["num_processes"] == 16) == 1, "sixteen on one machine, as the recipe says"
 
 
-def test_the_scaling_table_of_many_ranks_is_drawn_between_them_and_the_fewest() -> None:
+def test_scaling_of_many_ranks_is_interpolated() -> None:
     tracer = ModelTracer(300)
     scaling_table(Search(A100, tracer), resolved(gpus=512, machines=64, global_batch=512))
     assert {recipe.world_size for recipe in tracer.seen} == {2, 512}
@@ -237,7 +237,7 @@ def test_shards_of_experts_are_traced_at_every_size() -> None:
     assert {recipe.world_size for recipe in tracer.seen} == {row["num_processes"] for row in rows} == {1 << power for power in range(11)}
 
 
-def test_an_unknown_time_still_ranks_what_fits() -> None:
+def test_unknown_time_still_ranks_what_fits() -> None:
     volta = find_hardware("V100-32GB")
     ranking, _ = ranked(80, hardware=volta)
     assert ranking.ranked[0].plan.step_seconds is None
@@ -246,7 +246,7 @@ def test_an_unknown_time_still_ranks_what_fits() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_the_scaling_table_goes_to_1024_and_loses_efficiency_only(strategy: str) -> None:
+def test_scaling_table_goes_to_1024_and_loses_efficiency_only(strategy: str) -> None:
     tracer = ModelTracer(30)
     rows = scaling_table(Search(A100, tracer), resolved(fsdp={"sharding_strategy": strategy}))
     assert [row["num_processes"] for row in rows] == [1 << power for power in range(11)]

@@ -25,7 +25,7 @@ def timed(trace: Trace, efficiency: Efficiency = IDEAL, machines: int = 1) -> St
     return step_time(trace, A100, machines, efficiency)
 
 
-def test_an_operation_takes_the_longer_of_multiplying_and_moving() -> None:
+def test_operation_time_is_max_of_compute_and_memory() -> None:
     moving = int(A100.bandwidth_bytes_per_second)
     assert timed(Hand().op("mm", flops=FLOPS, moved=moving // 4).trace()).step_seconds == pytest.approx(1.0)
     assert timed(Hand().op("mm", flops=FLOPS / 4, moved=moving).trace()).step_seconds == pytest.approx(1.0)
@@ -42,12 +42,12 @@ def test_flash_attention_does_half_of_what_is_counted() -> None:
     assert timed(plain, replace(IDEAL, attention_forward=0.5)).step_seconds == pytest.approx(1.0)
 
 
-def test_a_peak_that_the_card_lacks_makes_the_time_unknown() -> None:
+def test_missing_peak_makes_time_unknown() -> None:
     with pytest.raises(UnknownFigure, match="V100-16GB has no known peak in bf16"):
         step_time(Hand().op("mm", flops=1.0).trace(), find_hardware("V100-16GB"), 1, IDEAL)
 
 
-def test_work_of_other_streams_is_hidden_until_a_wait() -> None:
+def test_other_streams_overlap_until_a_wait() -> None:
     hidden = Hand().collective("all_gather", 100 * GIB).op("mm", flops=10 * FLOPS).trace()
     assert timed(hidden).step_seconds == pytest.approx(10.0)
     assert timed(hidden).exposed_seconds == pytest.approx(0.0)
@@ -64,7 +64,7 @@ def test_prefetching_hides_all_but_the_first_gather() -> None:
     assert timed(hand.trace()).exposed_seconds == pytest.approx(GATHER)
 
 
-def test_a_wait_is_for_what_was_issued_before_it() -> None:
+def test_wait_covers_earlier_work_only() -> None:
     hand = Hand().collective("all_gather", 100 * GIB).wait(0, 1)
     early = hand.rows["waits"][0]
     hand.rows["waits"][0] = early | {"until": 1}  # an event recorded before the gather

@@ -23,7 +23,7 @@ def key(recipe: Recipe) -> str:
     return trace_key(recipe, exact=False, vocabulary=None)
 
 
-def test_a_trace_is_named_by_what_it_depends_on() -> None:
+def test_trace_is_named_by_what_it_depends_on() -> None:
     base = key(resolved())
     assert base == key(resolved(training={"learning_rate": 1.0e-3, "save_steps": 7}, merge={"at_end": False}))
     assert base != key(resolved(micro_batch=2))
@@ -58,7 +58,7 @@ def test_unknown_training_field_is_in_the_name_of_a_trace() -> None:
     assert key(resolved().model_copy(update={"training": training})) != key(resolved())
 
 
-def test_another_config_in_a_run_is_another_trace(tmp_path: Path) -> None:
+def test_trace_key_changes_with_config_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "recipe.json").write_text("{}")
     (tmp_path / "model").mkdir()
     config = tmp_path / "model" / "config.json"
@@ -71,7 +71,7 @@ def test_another_config_in_a_run_is_another_trace(tmp_path: Path) -> None:
     assert key(recipe) != before
 
 
-def test_another_commit_in_the_hub_cache_is_another_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_key_changes_with_hub_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--org--model"
     recipe = with_value(with_value(resolved(), "model.from_config", None), "model.name_or_path", "org/model")
@@ -87,7 +87,7 @@ def test_another_commit_in_the_hub_cache_is_another_trace(tmp_path: Path, monkey
     assert key(with_value(recipe, "model.revision", "1111")) not in names, "the revision is a key of its own"
 
 
-def test_another_version_of_any_installed_package_is_another_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_key_changes_with_package_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     names = []
     for version in ("0.1", "0.2"):
@@ -100,7 +100,7 @@ def test_another_version_of_any_installed_package_is_another_trace(tmp_path: Pat
     assert names[0] != names[1]
 
 
-def test_trace_of_a_config_that_changed_meanwhile_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_of_changed_config_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "config.json"
     config.write_text("{}")
     Hand().op("mm", flops=1.0).trace().save(tmp_path / "traced.npz")
@@ -112,7 +112,7 @@ def test_trace_of_a_config_that_changed_meanwhile_is_not_kept(tmp_path: Path, mo
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_another_config_at_the_same_path_is_another_trace(tmp_path: Path) -> None:
+def test_trace_key_changes_with_config_content(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "llama", "hidden_size": 64}')
     recipe = resolved(model={"from_config": str(config)})
@@ -121,7 +121,7 @@ def test_another_config_at_the_same_path_is_another_trace(tmp_path: Path) -> Non
     assert key(recipe) != before
 
 
-def test_a_kept_trace_starts_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_trace_starts_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "COMMAND", ("/nowhere/python",))
     Hand().op("mm", flops=1.0).trace().save(tmp_path / f"{key(resolved())}.npz")
     with Tracing(tmp_path) as asked:
@@ -130,7 +130,7 @@ def test_a_kept_trace_starts_no_child(tmp_path: Path, monkeypatch: pytest.Monkey
     assert first is second
 
 
-def test_a_child_that_dies_is_reported_with_its_last_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_that_dies_is_reported_with_its_last_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / f"{key(resolved())}.npz").write_bytes(b"no trace")
     monkeypatch.setattr(tracing, "COMMAND", ("/bin/sh", "-c", "echo no room left >&2; exit 3"))
     with Tracing(tmp_path) as asked:
@@ -141,7 +141,7 @@ def test_a_child_that_dies_is_reported_with_its_last_output(tmp_path: Path, monk
 
 
 @pytest.mark.slow
-def test_a_model_that_is_refused_stops_no_other(tmp_path: Path) -> None:
+def test_refused_model_does_not_stop_others(tmp_path: Path) -> None:
     small = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 384}
     good = resolved(gpus=2, model={"from_config": small | {"num_attention_heads": 4}})
     bad = resolved(gpus=2, model={"from_config": {"model_type": "no such architecture"}})
@@ -162,7 +162,7 @@ def answering(script: str) -> tuple[str, ...]:
     return (sys.executable, "-c", head + script)
 
 
-def test_a_refusal_is_passed_on_and_the_child_is_queried_once_per_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_is_passed_on_and_the_child_is_queried_once_per_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "print(json.dumps({'job': job['job'], 'problems': [{'code': 'refused', 'message': str(job['job'])}]}), flush=True)"
     monkeypatch.setattr(tracing, "COMMAND", answering(script))
     with Tracing(tmp_path) as asked:
@@ -173,7 +173,7 @@ def test_a_refusal_is_passed_on_and_the_child_is_queried_once_per_recipe(tmp_pat
         assert again is one
 
 
-def test_a_missing_trace_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_trace_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "COMMAND", answering("print(json.dumps({'job': job['job'], 'problems': []}), flush=True)"))
     with Tracing(tmp_path) as asked:
         (lost,) = asked([resolved()])

@@ -21,7 +21,7 @@ from fsdp_tune.recipe.world import WORLD_RULES, World
         ({}, {"sharding_strategy": "HYBRID_SHARD_ZERO2"}, 1, {"fsdp.sharding_strategy": "SHARD_GRAD_OP"}),
     ],
 )
-def test_only_what_must_change_changes(training: dict[str, Any], fsdp: dict[str, Any], ranks: int, forced: dict[str, Any]) -> None:
+def test_only_dependent_keys_change(training: dict[str, Any], fsdp: dict[str, Any], ranks: int, forced: dict[str, Any]) -> None:
     document: dict[str, Any] = {"training": training, "fsdp": fsdp}
     world = World(ranks, 1)
     found = forced_changes(Recipe.model_validate(document), world)

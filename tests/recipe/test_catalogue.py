@@ -38,12 +38,12 @@ def resolved(name: str, tmp_path: Path) -> Recipe:
     return resolve(loaded.recipe, BARE, cwd=tmp_path, assume="cuda", positions=loaded.positions).recipe
 
 
-def test_the_catalogue_has_what_was_promised() -> None:
+def test_catalogue_has_documented_recipes() -> None:
     assert set(catalogue()) == PROMISED
 
 
 @pytest.mark.parametrize("name", sorted(PROMISED))
-def test_a_recipe_of_the_catalogue_resolves_without_a_word(name: str, tmp_path: Path) -> None:
+def test_catalogue_recipes_resolve_without_notice(name: str, tmp_path: Path) -> None:
     recipe = resolved(name, tmp_path)
     assert recipe.name == name
     assert recipe.output_dir == str(tmp_path / "runs" / name)
@@ -51,7 +51,7 @@ def test_a_recipe_of_the_catalogue_resolves_without_a_word(name: str, tmp_path: 
 
 
 @pytest.mark.parametrize("name", sorted(PROMISED - {"gpt2_smoke"}))
-def test_its_model_is_known_without_network_and_its_state_is_as_the_comment_says(name: str, tmp_path: Path) -> None:
+def test_catalogue_model_is_packaged_and_comment_matches_its_state(name: str, tmp_path: Path) -> None:
     """`Sharded state: … = 12.6 GiB` is 16 bytes a parameter over the ranks of a shard group (offload: over the machine)."""
     recipe = resolved(name, tmp_path)
     assert recipe.model.name_or_path is not None
@@ -68,13 +68,13 @@ def test_its_model_is_known_without_network_and_its_state_is_as_the_comment_says
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
-def test_the_architecture_facts_give_the_known_number_of_parameters(name: str) -> None:
+def test_architecture_facts_give_the_known_number_of_parameters(name: str) -> None:
     facts = architecture(name)
     assert facts is not None
     assert count(facts) == PARAMETERS[name]
 
 
-def test_the_embedded_recipe_has_the_stated_size(tmp_path: Path) -> None:
+def test_embedded_recipe_has_the_stated_size(tmp_path: Path) -> None:
     from fsdp_tune.data.format.builtin import builtin_tokenizer
 
     config = resolved("gpt2_smoke", tmp_path).model.from_config
@@ -101,11 +101,11 @@ def count(facts: dict[str, object]) -> int:
     return layers * layer + width + vocabulary * width * (1 if facts["tie_word_embeddings"] else 2)
 
 
-def test_a_model_that_is_not_carried_is_none() -> None:
+def test_unpackaged_model_returns_none() -> None:
     assert architecture("nobody/nothing") is None
 
 
-def test_a_source_is_a_path_or_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_argument_is_a_path_or_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_recipe("gpt2_smoke") == catalogue()["gpt2_smoke"]
     (tmp_path / "gpt2_smoke").mkdir()  # a run of that name
@@ -125,7 +125,7 @@ def test_a_source_is_a_path_or_a_name(tmp_path: Path, monkeypatch: pytest.Monkey
         ("zzzz", "`fsdp-tune recipes list` shows the catalogue; for a file give its path"),
     ],
 )
-def test_a_missing_source_is_reported_with_close_matches(source: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_source_is_reported_with_close_matches(source: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FsdpTuneError) as caught:
         find_recipe(source)

@@ -109,7 +109,7 @@ def test_name_of_two_distributions_is_ambiguous(recipe: Path, monkeypatch: pytes
     assert {code for code, _ in problems(recipe)} == {"ambiguous-extension"}
 
 
-def test_rows_of_a_loader_are_rows_like_any_others(recipe: Path) -> None:
+def test_loader_rows_are_handled_like_file_rows(recipe: Path) -> None:
     loaded = fsdp_tune.load_recipe(recipe, [f"data.cache_dir={recipe.parent}/cache"])
     done = fsdp_tune.prepare(loaded, show=1, allowed=ALLOWED)
     assert done.data.report["sets"]["train"]["rows"] == 50

@@ -24,14 +24,14 @@ TENSORWISE = "precision: {mixed_precision: fp8, fp8_recipe: tensorwise}\n"
         TENSORWISE + "fsdp: {sharding_strategy: HYBRID_SHARD}\nkernels: {compile: true, loss: chunked}",
     ],
 )
-def test_a_working_choice_is_accepted(extra: str) -> None:
+def test_valid_fp8_recipe_is_accepted(extra: str) -> None:
     assert load_with(extra).recipe.compute_dtype == "bf16", "all but the converted layers computes in it"
 
 
 @pytest.mark.parametrize(
     ("extra", "wanted"), [(TENSORWISE, True), (FP8, False), (TENSORWISE + "fsdp: {sharding_strategy: NO_SHARD}", False), ("", False)]
 )
-def test_one_scale_for_a_weight_is_gathered_in_fp8(extra: str, wanted: bool) -> None:
+def test_tensorwise_scale_gathers_in_fp8(extra: str, wanted: bool) -> None:
     assert gathers_in_fp8(load_with(extra).recipe) is wanted
 
 

@@ -59,7 +59,7 @@ def outcome(raw: bytes, overrides: list[str]) -> Recipe | FsdpTuneError:
 @example("? ")
 @example("model: {<<: {name_or_path: a}}")
 @example("!")
-def test_any_text_is_answered(text: str) -> None:
+def test_any_text_loads_or_is_reported(text: str) -> None:
     outcome(text.encode(), [])
 
 
@@ -67,13 +67,13 @@ def test_any_text_is_answered(text: str) -> None:
 @given(st.binary(max_size=60))
 @example(b"\xff\xfea\x00")
 @example(b"a: \xed\xa0\x80")
-def test_any_bytes_are_answered(raw: bytes) -> None:
+def test_any_bytes_load_or_are_reported(raw: bytes) -> None:
     outcome(raw, [])
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(KEYS), VALUES), max_size=6))
-def test_any_values_of_known_keys_are_answered(pairs: list[tuple[str, str]]) -> None:
+def test_any_values_of_known_keys_load_or_are_reported(pairs: list[tuple[str, str]]) -> None:
     outcome(b"model: {name_or_path: a}\ndata: {train: [{path: b}]}\n", [f"{key}={value}" for key, value in pairs])
 
 
@@ -81,5 +81,5 @@ def test_any_values_of_known_keys_are_answered(pairs: list[tuple[str, str]]) -> 
 @given(st.lists(st.text(max_size=20), max_size=3))
 @example(["training.seed=\\"])
 @example(["=", "a=&b", "a=*b", 'a="\\UFFFFFFFF"'])
-def test_any_override_is_answered(overrides: list[str]) -> None:
+def test_any_override_loads_or_is_reported(overrides: list[str]) -> None:
     outcome(b"model: {name_or_path: a}\ndata: {train: [{path: b}]}\n", overrides)

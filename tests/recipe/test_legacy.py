@@ -48,7 +48,7 @@ from tests.recipe.loading import load_with, one_problem, problems_with
         ("training: {torch_dtype: bfloat16}", "model.dtype", "bf16", "is now `model.dtype: bfloat16`"),
     ],
 )
-def test_an_old_spelling_is_translated_with_one_notice(extra: str, key: str, value: object, notice: str) -> None:
+def test_old_spelling_is_translated_with_one_notice(extra: str, key: str, value: object, notice: str) -> None:
     loaded = load_with(extra)
     told = [each for each in loaded.notices if each.code == "old-spelling"]
     assert value_of(loaded.recipe, key) == value
@@ -81,19 +81,19 @@ fsdp_config:
 """
 
 
-def test_the_config_that_accelerate_writes_is_taken_as_it_is() -> None:
+def test_accelerate_config_is_translated() -> None:
     fsdp = load_with(ACCELERATE).recipe.fsdp
     assert (fsdp.version, fsdp.sharding_strategy, fsdp.offload_params, fsdp.activation_checkpointing) == (1, "FULL_SHARD", True, "full")
     assert fsdp.transformer_layer_cls_to_wrap == "LlamaDecoderLayer"
 
 
-def test_the_trainers_fsdp_config_is_taken() -> None:
+def test_trainer_fsdp_config_is_translated() -> None:
     loaded = load_with("training: {fsdp_config: {cpu_offload: true, min_num_params: 0, version: 2, reshard_after_forward: true}}")
     assert loaded.recipe.fsdp.offload_params is True
     assert loaded.recipe.fsdp.sharding_strategy == "FULL_SHARD"
 
 
-def test_accelerates_number_of_a_prefetch_is_not_a_depth() -> None:
+def test_accelerate_prefetch_flag_is_not_a_depth() -> None:
     assert load_with("fsdp: {fsdp_backward_prefetch: 2, version: 1}").recipe.fsdp.backward_prefetch == "BACKWARD_POST"
     assert load_with("fsdp: {backward_prefetch: 2}").recipe.fsdp.backward_prefetch == 2
 
@@ -109,11 +109,11 @@ def test_accelerates_number_of_a_prefetch_is_not_a_depth() -> None:
         "fsdp: {sharding_strategy: FULL_SHARD, reshard_after_forward: SHARD_GRAD_OP}",
     ],
 )
-def test_an_old_and_a_new_spelling_that_disagree_are_an_error(extra: str) -> None:
+def test_old_and_a_new_spelling_that_disagree_are_an_error(extra: str) -> None:
     assert one_problem(problems_with(extra)).code == "two-spellings"
 
 
-def test_an_old_and_a_new_spelling_that_agree_are_fine() -> None:
+def test_old_and_a_new_spelling_that_agree_are_fine() -> None:
     assert load_with("fsdp: {offload_params: true, cpu_offload: true}").recipe.fsdp.offload_params is True
 
 
@@ -138,7 +138,7 @@ def test_keys_without_a_counterpart_are_refused_with_the_alternative(extra: str,
     assert hint in (problem.hint or "")
 
 
-def test_an_override_by_an_old_name_wins_over_the_file() -> None:
+def test_override_by_an_old_name_wins_over_the_file() -> None:
     loaded = load_with(
         "fsdp: {offload_params: false, sharding_strategy: FULL_SHARD}",
         "training.gradient_checkpointing=true",
@@ -147,7 +147,7 @@ def test_an_override_by_an_old_name_wins_over_the_file() -> None:
     assert (loaded.recipe.fsdp.offload_params, loaded.recipe.fsdp.activation_checkpointing) == (True, "full")
 
 
-def test_an_override_that_contradicts_the_file_is_not_taken_for_an_old_spelling() -> None:
+def test_contradicting_override_is_not_an_alias() -> None:
     problem = one_problem(problems_with("fsdp: {sharding_strategy: FULL_SHARD}", "fsdp.reshard_after_forward=false"))
     assert problem.code == "contradiction"
     assert "line 3" in problem.message

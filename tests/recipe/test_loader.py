@@ -38,7 +38,7 @@ from tests.recipe.loading import MINIMAL, load, load_with, one_problem, problems
         ("model_: {}", "3:1", "unknown key `model_`", "did you mean `model`?"),
     ],
 )
-def test_an_unknown_key_is_reported_with_its_section(extra: str, place: str, message: str, hint: str) -> None:
+def test_unknown_key_is_reported_with_its_section(extra: str, place: str, message: str, hint: str) -> None:
     problem = one_problem(problems_with(extra))
     assert (str(problem.where), problem.code, problem.message, problem.hint) == (f"recipe.yaml:{place}", "unknown-key", message, hint)
 
@@ -136,7 +136,7 @@ def test_an_unknown_key_is_reported_with_its_section(extra: str, place: str, mes
         ("training: {learning_rate:}", "`training.learning_rate` has no value; it takes a number, 0 or more", "write the value, or remove"),
     ],
 )
-def test_a_wrong_value_is_reported_with_the_accepted_values(extra: str, message: str, hint: str | None) -> None:
+def test_wrong_value_is_reported_with_the_accepted_values(extra: str, message: str, hint: str | None) -> None:
     text = extra if extra.startswith("data:") else f"data: {{train: [{{path: a}}]}}\n{extra}"
     problem = one_problem(problems(f"model: {{name_or_path: gpt2}}\n{text}\n"))
     assert problem.message.startswith(message)
@@ -156,7 +156,7 @@ def test_a_wrong_value_is_reported_with_the_accepted_values(extra: str, message:
         ("training: {eval_strategy: no}", "eval_strategy", "no"),
     ],
 )
-def test_values_keep_their_meaning(extra: str, key: str, value: object) -> None:
+def test_yaml_values_keep_their_types(extra: str, key: str, value: object) -> None:
     assert getattr(load_with(extra).recipe.training, key) == value
 
 
@@ -165,7 +165,7 @@ def test_no_mixed_precision_has_several_spellings(spelling: str) -> None:
     assert load_with(f"precision: {{mixed_precision: {spelling}}}").recipe.precision.mixed_precision == "no"
 
 
-def test_dtypes_are_taken_by_torch_names_too() -> None:
+def test_torch_dtype_names_are_accepted() -> None:
     recipe = load_with("merge: {dtype: bfloat16}\nprecision: {reduce_dtype: float32}").recipe
     assert (recipe.merge.dtype, recipe.precision.reduce_dtype) == ("bf16", "fp32")
 
@@ -177,20 +177,20 @@ def test_activation_checkpointing_takes_a_boolean(spelling: str, value: str) -> 
     assert loaded.notices == ()
 
 
-def test_variables_for_ranks_are_the_text_of_the_file() -> None:
+def test_environment_values_keep_their_text() -> None:
     assert load_with("launch: {env: {A: 1, B: 0x10, C: 1.50, D: x}}").recipe.launch.env == {"A": "1", "B": "0x10", "C": "1.50", "D": "x"}
 
 
-def test_an_empty_section_is_the_defaults() -> None:
+def test_empty_section_means_defaults() -> None:
     assert load_with("fsdp:\n# offload_params: true\nmerge:\n").recipe.fsdp.offload_params is False
 
 
-def test_where_text_is_wanted_a_number_keeps_its_text() -> None:
+def test_number_for_text_key_keeps_its_text() -> None:
     text = "model: {name_or_path: gpt2, revision: 0123456}\ndata: {train: [{path: a}]}\n"
     assert load(text).recipe.model.revision == "0123456"
 
 
-def test_doubt_below_a_free_mapping_is_an_error() -> None:
+def test_ambiguous_scalar_in_free_mapping_is_an_error() -> None:
     text = "model: {from_config: {model_type: gpt2, n_embd: 0123, x: no}, tokenizer: t}\ndata: {train: [{path: a}]}\n"
     found = problems(text)
     assert [(p.code, p.where.key) for p in found] == [
@@ -237,7 +237,7 @@ def test_twelve_kinds_of_mistakes_are_reported_together_with_their_lines() -> No
     ]
 
 
-def test_a_wrong_value_hides_no_contradiction_elsewhere_and_makes_none() -> None:
+def test_wrong_value_does_not_affect_other_rules() -> None:
     found = problems_with("fsdp: {sharding_strategy: NO_SHARD, offload_params: maybe}\ntraining: {max_steps: 5, warmup_steps: 5}\n")
     assert [p.code for p in found] == ["wrong-value", "contradiction"]
     assert found[1].where.key == "training.warmup_steps"
@@ -251,13 +251,13 @@ def test_missing_tensors_are_reported_with_their_file() -> None:
     ]
 
 
-def test_an_error_shows_no_terminal_escapes_and_no_novel() -> None:
+def test_long_values_are_escaped_and_shortened_in_errors() -> None:
     problem = one_problem(problems_with('fsdp: {offload_params: "\\e[31m' + "x" * 500 + '"}'))
     assert "\x1b" not in problem.message
     assert len(problem.message) < 200
 
 
-def test_the_name_is_the_stem_the_key_or_the_option(tmp_path: Path) -> None:
+def test_run_name_is_file_stem_key_or_option(tmp_path: Path) -> None:
     path = tmp_path / "my_run.yaml"
     path.write_text(MINIMAL)
     assert load_recipe(str(path)).recipe.name == "my_run"
@@ -269,7 +269,7 @@ def test_the_name_is_the_stem_the_key_or_the_option(tmp_path: Path) -> None:
     assert str(caught.value.problems[0].where) == "--name"
 
 
-def test_positions_lead_to_every_written_key() -> None:
+def test_every_written_key_has_a_position() -> None:
     loaded = load("model:\n  name_or_path: gpt2\ndata:\n  train:\n    - path: a\n    - {path: b, label: x}\n", "fsdp.offload_params=true")
     places = {key: str(where) for key, where in loaded.positions.items()}
     assert places["model.name_or_path"] == "recipe.yaml:2:3"
@@ -277,12 +277,12 @@ def test_positions_lead_to_every_written_key() -> None:
     assert places["fsdp.offload_params"] == "--set #1"
 
 
-def test_the_text_and_the_overrides_are_kept_as_they_are(tmp_path: Path) -> None:
+def test_text_and_the_overrides_are_kept_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(MINIMAL + "# comment\n")
     loaded = load_recipe(str(path), ["training.seed=7"])
     assert (loaded.text, loaded.overrides, loaded.recipe.training.seed) == (MINIMAL + "# comment\n", ("training.seed=7",), 7)
 
 
-def test_a_json_recipe_loads_too() -> None:
+def test_json_recipe_loads_too() -> None:
     assert parse_recipe('{"model": {"name_or_path": "gpt2"}, "data": {"train": [{"path": "a"}]}}', Path("r.json")).recipe.name == "r"

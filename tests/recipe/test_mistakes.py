@@ -109,7 +109,7 @@ def test_url_and_time_are_not_keys_without_a_space() -> None:
 
 
 @pytest.mark.parametrize(("name", "synonym"), SYNONYMS.items())
-def test_synonym_leads_to_a_key_of_the_recipe_and_is_none_itself(name: str, synonym: object) -> None:
+def test_synonyms_map_to_recipe_keys(name: str, synonym: object) -> None:
     keys = {key.name for key in all_keys()} | {f"training.{field}" for field in TRAINING_FIELDS.fields if owner_of(field) is None}
     assert SYNONYMS[name].key in keys
     assert name not in {key.split(".")[-1] for key in keys}

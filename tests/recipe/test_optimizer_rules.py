@@ -37,12 +37,12 @@ def test_invalid_optimizer_argument_is_refused_with_its_line(extra: str, words: 
 
 
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "HYBRID_SHARD"])
-def test_torchaos_rounding_would_let_copies_drift(strategy: str) -> None:
+def test_torchao_stochastic_rounding_is_refused_with_replicas(strategy: str) -> None:
     extra = f'training: {{optim: adamw_torch_8bit, optim_args: "bf16_stochastic_round=true"}}\nfsdp: {{sharding_strategy: {strategy}}}'
     assert "would drift apart" in refused(extra, "bf16").message  # type: ignore[attr-defined]
 
 
-def test_words_become_values() -> None:
+def test_optimizer_argument_words_are_parsed() -> None:
     def training(extra: str) -> object:
         return load_with(f"training: {{{extra}}}").recipe.training
 

@@ -23,20 +23,20 @@ from tests.recipe.loading import load_with, one_problem, problems_with
         (" training.seed = 7 ", "training.seed", 7),
     ],
 )
-def test_a_value_is_read_as_in_the_file(override: str, key: str, value: object) -> None:
+def test_override_value_is_parsed_like_the_file(override: str, key: str, value: object) -> None:
     found: object = load_with("", override).recipe
     for part in key.split("."):
         found = getattr(found, part)
     assert found == value
 
 
-def test_an_override_replaces_what_the_file_says() -> None:
+def test_override_replaces_what_the_file_says() -> None:
     extra = "training: {seed: 1, learning_rate: 1e-5}\n"
     recipe = load_with(extra, "training.seed=2").recipe
     assert (recipe.training.seed, recipe.training.learning_rate) == (2, 1e-5)
 
 
-def test_a_mapping_is_replaced_completely_and_a_path_sets_one_key_of_it() -> None:
+def test_mapping_is_replaced_completely_and_a_path_sets_one_key_of_it() -> None:
     text = "lora: null\ntraining: {early_stopping: {patience: 5, threshold: 0.5}}\n"
     whole = load_with(text, "training.early_stopping={patience: 2}", "data.eval={rows: 9}").recipe
     assert whole.training.early_stopping is not None
@@ -70,7 +70,7 @@ def test_null_resets_to_the_default() -> None:
         ("fsdp.fsdp_state_dict_type=LOCAL_STATE_DICT", "no-counterpart", "LOCAL_STATE_DICT"),
     ],
 )
-def test_a_mistake_names_the_override(override: str, code: str, words: str) -> None:
+def test_mistake_names_the_override(override: str, code: str, words: str) -> None:
     problem = one_problem(problems_with("", "training.seed=1", override))
     assert (problem.code, problem.where.source, problem.where.line) == (code, "--set #2", None)
     assert words in problem.message
@@ -85,7 +85,7 @@ def test_a_mistake_names_the_override(override: str, code: str, words: str) -> N
         ("fsdp.offload_params=true", "fsdp.cpu_offload=false"),
     ],
 )
-def test_one_key_is_set_once(overrides: tuple[str, str]) -> None:
+def test_duplicate_override_is_refused(overrides: tuple[str, str]) -> None:
     problem = one_problem(problems_with("", *overrides))
     assert (problem.code, problem.where.source) == ("duplicate-key", "--set #2")
     assert "--set #1" in problem.message
@@ -96,7 +96,7 @@ def test_errors_of_file_and_overrides_are_reported_together_the_file_first() -> 
     assert [str(problem.where) for problem in found] == ["recipe.yaml:3:8", "--set #1", "--set #2"]
 
 
-def test_an_option_that_stands_for_a_key_is_named_as_it_was_given() -> None:
+def test_option_is_named_as_typed() -> None:
     said = OptionOverride("--num-gpus 3", "launch.num_processes=3")
     text = "parallelism: {dp_replicate_size: 2}\nfsdp: {sharding_strategy: HYBRID_SHARD}\n"
     found = problems_with(text, "training.seed=x", options=[said])

@@ -30,11 +30,11 @@ SOURCE_KEYS = {
 }
 
 
-def test_every_default_is_the_contract() -> None:
+def test_defaults_match_contract() -> None:
     assert Recipe().model_dump(by_alias=True) == CONTRACT
 
 
-def test_a_source_takes_the_keys_of_the_contract() -> None:
+def test_source_keys_match_contract() -> None:
     assert {key.path[-1] for key in all_keys() if key.path[:2] == ("data", "train") and len(key.path) == 3} == SOURCE_KEYS
 
 
@@ -43,7 +43,7 @@ def test_every_key_has_a_description() -> None:
     assert silent == []
 
 
-def test_a_resolved_recipe_survives_json() -> None:
+def test_resolved_recipe_round_trips_through_json() -> None:
     recipe = Recipe.model_validate({"data": {"eval": {"rows": 5}}, "training": {"max_steps": 7}, "checkpoint": {"async": False}})
     again = Recipe.model_validate_json(recipe.model_dump_json(by_alias=True))
     assert again == recipe
@@ -51,7 +51,7 @@ def test_a_resolved_recipe_survives_json() -> None:
     assert training_value(again.training, "max_steps") == 7
 
 
-def test_the_generated_reference_is_yaml_of_the_defaults() -> None:
+def test_generated_reference_is_yaml_of_the_defaults() -> None:
     document = yaml.safe_load(reference_yaml())
     document["training"]["learning_rate"] = float(document["training"]["learning_rate"])
     assert document == CONTRACT
@@ -64,7 +64,7 @@ def test_generated_files_are_current(repository: Path) -> None:
     assert generator["TABLE"].read_text() == generator["training_table"](None)
 
 
-def test_the_table_lists_the_fields_of_the_installed_transformers() -> None:
+def test_table_lists_the_fields_of_the_installed_transformers() -> None:
     installed = importlib.metadata.version("transformers")
     if installed not in TRAINING_FIELDS.versions:
         pytest.skip(f"the table knows transformers {TRAINING_FIELDS.versions}, not {installed}")
@@ -74,7 +74,7 @@ def test_the_table_lists_the_fields_of_the_installed_transformers() -> None:
     assert {name for name, field in TRAINING_FIELDS.fields.items() if installed in field.versions} == fields
 
 
-def test_the_trackers_are_those_of_the_installed_transformers() -> None:
+def test_trackers_are_those_of_the_installed_transformers() -> None:
     spec = importlib.util.find_spec("transformers")
     assert spec is not None
     assert spec.origin is not None
@@ -89,7 +89,7 @@ def test_every_owned_field_exists_and_names_its_key() -> None:
     assert all(owner_of(name) for name in owned_names())
 
 
-def test_a_field_of_one_version_only_names_that_version() -> None:
+def test_field_of_one_version_only_names_that_version() -> None:
     assert version_gap("activation_checkpointing", "5.17.0") == "transformers 5.17.0 has no such field; it is in 5.23.0"
     assert version_gap("activation_checkpointing", "5.23.0") is None
     assert version_gap("weight_decay", "5.17.0") is None
@@ -105,7 +105,7 @@ def test_every_unsupported_key_has_a_default_that_works(row: Any) -> None:
     assert value_of(Recipe(), row.key) in row.works
 
 
-def test_the_schema_for_editors_takes_what_the_loader_takes() -> None:
+def test_json_schema_accepts_what_the_loader_accepts() -> None:
     schema = json_schema()
     definitions = schema["$defs"]
     assert schema["additionalProperties"] is False

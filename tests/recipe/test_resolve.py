@@ -68,7 +68,7 @@ def refused(
         ("", "data.eval_packing", False, "data.packing"),
     ],
 )
-def test_an_open_value_is_decided_with_its_reason(extra: str, key: str, value: object, reason: str) -> None:
+def test_auto_value_is_resolved_with_reason(extra: str, key: str, value: object, reason: str) -> None:
     resolution = resolved(extra)
     assert value_of(resolution.recipe, key) == value
     assert resolution.reasons[key] == reason
@@ -84,13 +84,13 @@ def test_an_open_value_is_decided_with_its_reason(extra: str, key: str, value: o
         ("eval_strategy: no", "no", None),
     ],
 )
-def test_evaluation_goes_with_saving(save: str, eval_strategy: str, eval_steps: int | None) -> None:
+def test_eval_schedule_follows_save_schedule(save: str, eval_strategy: str, eval_steps: int | None) -> None:
     text = f"model: {{name_or_path: a}}\ndata: {{train: [{{path: b}}], eval: {{rows: 5}}}}\ntraining: {{{save}}}\n"
     training = resolved("", text=text).recipe.training
     assert (training.eval_strategy, training_value(training, "eval_steps")) == (eval_strategy, eval_steps)
 
 
-def test_nothing_is_left_open_that_resolve_decides() -> None:
+def test_resolve_leaves_no_auto_value() -> None:
     """What stays auto is decided by those who see the rows, the model or the network."""
     text = "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 5}}\n"
     dump = resolved("", text=text).recipe.model_dump(by_alias=True)
@@ -111,19 +111,19 @@ def test_nothing_is_left_open_that_resolve_decides() -> None:
     ]
 
 
-def test_a_resolved_recipe_is_read_back_the_same() -> None:
+def test_resolved_recipe_loads_unchanged() -> None:
     recipe = resolved("training: {max_steps: 5, save_steps: 0.5}\nfsdp: {modules_to_wrap: [a], auto_wrap_policy: MODULE_NAMES_WRAP}").recipe
     again = Recipe.model_validate_json(recipe.model_dump_json(by_alias=True))
     assert again == recipe
     assert (again.world_size, again.local_world_size, again.compute_dtype, again.is_sharded) == (4, 4, "bf16", True)
 
 
-def test_resolving_twice_changes_nothing() -> None:
+def test_resolve_is_idempotent() -> None:
     recipe = resolved("training: {global_batch_size: 16}").recipe
     assert resolve(recipe, FOUR_GPUS, cwd=Path("/elsewhere")).recipe == recipe
 
 
-def test_the_cpu_is_never_chosen_silently() -> None:
+def test_cpu_is_never_chosen_silently() -> None:
     problem = refused("", BARE)
     assert problem.code == "no-device"
     assert problem.ways_out == ("--set launch.device=cpu to train on the CPU",)
@@ -131,7 +131,7 @@ def test_the_cpu_is_never_chosen_silently() -> None:
     assert refused("launch: {device: xpu}", FOUR_GPUS).message == "`launch.device: xpu` is not on this machine: it shows cuda"
 
 
-def test_a_device_may_be_assumed_where_nothing_starts() -> None:
+def test_device_may_be_assumed_without_launch() -> None:
     resolution = resolved("", BARE, assume="cuda")
     assert (resolution.recipe.launch.device, resolution.recipe.launch.num_processes) == ("cuda", ASSUMED_DEVICES)
     assert [notice.code for notice in resolution.notices] == ["assumed-devices"]
@@ -151,7 +151,7 @@ def test_contradictions_with_the_number_of_devices_name_their_lines() -> None:
     assert (problem.code, problem.where.line) == ("indivisible", 3)
 
 
-def test_a_tracker_that_is_not_installed_is_reported_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracker_that_is_not_installed_is_reported_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     problem = refused("training: {report_to: [wandb]}")
     assert (problem.code, problem.where.line) == ("tracker-not-installed", 3)
@@ -191,7 +191,7 @@ def test_paths_become_absolute_and_hub_ids_stay(tmp_path: Path) -> None:
         ("model: {name_or_path: a}\ndata: {chat_template: t.jinja, train: [{path: b}]}", "`data.chat_template` is `t.jinja`"),
     ],
 )
-def test_a_value_that_can_only_be_a_path_must_exist(tmp_path: Path, text: str, words: str) -> None:
+def test_value_that_can_only_be_a_path_must_exist(tmp_path: Path, text: str, words: str) -> None:
     problem = refused("", cwd=tmp_path, text=text)
     assert problem.code == "not-found"
     assert words in problem.message
@@ -212,7 +212,7 @@ def test_a_value_that_can_only_be_a_path_must_exist(tmp_path: Path, text: str, w
         ("{tmp}/rows", "contains the data or model"),
     ],
 )
-def test_a_run_is_not_written_where_it_would_harm(tmp_path: Path, output_dir: str, words: str) -> None:
+def test_harmful_output_directory_is_refused(tmp_path: Path, output_dir: str, words: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "set").mkdir()
     (tmp_path / "parent" / "set").mkdir(parents=True)
@@ -228,7 +228,7 @@ def test_a_run_is_not_written_where_it_would_harm(tmp_path: Path, output_dir: st
     assert words in problem.message
 
 
-def test_the_cache_follows_the_xdg_standard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_follows_the_xdg_standard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert resolved("").recipe.data.cache_dir == str(tmp_path / "fsdp-tune")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")

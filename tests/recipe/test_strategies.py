@@ -17,14 +17,14 @@ def test_each_name_that_a_recipe_takes_has_its_row() -> None:
     assert sorted(STRATEGIES) == sorted(get_args(ShardingStrategy))
 
 
-def test_the_numbers_are_those_of_torch() -> None:
+def test_strategy_numbers_equal_torch() -> None:
     from torch.distributed.fsdp import ShardingStrategy as Torch
 
     assert {name: row.number for name, row in STRATEGIES.items()} == {member.name.lstrip("_"): member.value for member in Torch}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_the_expected_live_state_matches_the_hand_written_strategy(name: ShardingStrategy) -> None:
+def test_expected_live_state_matches_the_hand_written_strategy(name: ShardingStrategy) -> None:
     row, meaning = STRATEGIES[name], fsdp._MEANING[name]
     assert row.is_sharded == ("Shard(dim=0)" in meaning["placements"])
     assert row.is_hybrid == ("Replicate()" in meaning["placements"]) == (len(meaning["mesh"]) == 2)
@@ -35,7 +35,7 @@ def test_the_expected_live_state_matches_the_hand_written_strategy(name: Shardin
     assert (recipe.is_sharded, recipe.is_hybrid, recipe.reshards_after_forward) == (row.is_sharded, row.is_hybrid, row.reshards)
 
 
-def test_the_read_back_does_not_know_the_table() -> None:
+def test_readback_does_not_import_the_strategy_table() -> None:
     """Made from it, the expectation would follow a wrong row, and the run with it."""
     tree = ast.parse(inspect.getsource(fsdp))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

@@ -27,7 +27,7 @@ EIGHT_GPUS = Machine("cuda", 8, 64, "H100")
         ("FULL_SHARD", 1, 1, (1, 1)),
     ],
 )
-def test_the_mesh_follows_from_strategy_and_machines(strategy: str, ranks: int, machines: int, sizes: tuple[int, int]) -> None:
+def test_mesh_follows_from_strategy_and_machines(strategy: str, ranks: int, machines: int, sizes: tuple[int, int]) -> None:
     text = f"fsdp: {{sharding_strategy: {strategy}}}\nlaunch: {{num_processes: {ranks}, num_machines: {machines}, device: cpu}}"
     parallelism = resolve(load_with(text).recipe, EIGHT_GPUS, cwd=Path("/")).recipe.parallelism
     assert (parallelism.dp_replicate_size, parallelism.dp_shard_size) == sizes
@@ -40,7 +40,7 @@ def test_one_size_gives_the_other(given: str, sizes: tuple[int, int]) -> None:
     assert (parallelism.dp_replicate_size, parallelism.dp_shard_size) == sizes
 
 
-def test_two_copies_on_one_machine_are_noticed() -> None:
+def test_replicas_on_one_machine_give_a_notice() -> None:
     loaded = load_with("fsdp: {sharding_strategy: HYBRID_SHARD}\nlaunch: {num_processes: 4, device: cpu}")
     notice = one_problem(resolve(loaded.recipe, EIGHT_GPUS, cwd=Path("/"), positions=loaded.positions).notices)  # type: ignore[arg-type]
     assert (notice.code, notice.where.line) == ("hybrid-on-one-machine", 3)
@@ -123,18 +123,18 @@ def test_sums_in_fp32_may_have_any_number_of_micro_batches(extra: str) -> None:
     load_with(f"training: {{gradient_accumulation_steps: 64}}\n{extra}\nlaunch: {{num_processes: 4}}")
 
 
-def test_a_part_of_the_ranks_may_keep_the_weights() -> None:
+def test_reshard_after_forward_accepts_a_group_size() -> None:
     assert load_with("fsdp: {reshard_after_forward: 8}\nlaunch: {num_processes: 16}").recipe.fsdp.reshard_after_forward == 8
 
 
-def test_an_indivisible_batch_names_sizes_that_work() -> None:
+def test_indivisible_batch_names_sizes_that_work() -> None:
     text = "training: {global_batch_size: 12, per_device_train_batch_size: 2}\nlaunch: {num_processes: 4}"
     assert one_problem(problems_with(text)).hint == "use a global batch of 8 or 16, or `per_device_train_batch_size: 1`"
     huge = "training: {global_batch_size: 3, per_device_train_batch_size: 1000000000}\nlaunch: {num_processes: 4}"
     assert "a global batch of 4000000000" in str(one_problem(problems_with(huge)).hint)
 
 
-def test_the_arithmetic_is_one_line() -> None:
+def test_batch_arithmetic_is_one_line() -> None:
     text = "data: {train: [{path: a}], max_length: 4096}\ntraining: {global_batch_size: 128, per_device_train_batch_size: 2}\n"
     from tests.recipe.loading import load
 
@@ -147,7 +147,7 @@ def test_the_arithmetic_is_one_line() -> None:
 BUDGET = "training: {global_batch_size: 30, per_device_train_batch_tokens: 8192}\nlaunch: {num_processes: 4, device: cpu}"
 
 
-def test_a_token_budget_cuts_the_global_batch_on_any_number_of_ranks() -> None:
+def test_token_budget_cuts_the_global_batch_on_any_number_of_ranks() -> None:
     recipe = resolve(load_with(BUDGET).recipe, EIGHT_GPUS, cwd=Path("/")).recipe
     assert recipe.global_batch_size == 30, "it need not divide by the ranks"
     assert batch_arithmetic(recipe) == (
@@ -155,7 +155,7 @@ def test_a_token_budget_cuts_the_global_batch_on_any_number_of_ranks() -> None:
     )
 
 
-def test_a_resolved_token_budget_resolves_to_itself() -> None:
+def test_resolved_token_budget_resolves_to_itself() -> None:
     """The ranks, `plan` and `rehearse` read it again, with everything written."""
     once = resolve(load_with(BUDGET).recipe, EIGHT_GPUS, cwd=Path("/")).recipe
     assert resolve(once, EIGHT_GPUS, cwd=Path("/")).recipe == once

@@ -29,7 +29,7 @@ each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda docume
 
 
 @each_document
-def test_a_document_reads_what_it_wrote(document: Document, tmp_path: Path) -> None:
+def test_document_reads_what_it_wrote(document: Document, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     assert type(document).read(path) is None
     document.write(path)
@@ -38,7 +38,7 @@ def test_a_document_reads_what_it_wrote(document: Document, tmp_path: Path) -> N
 
 
 @each_document
-def test_a_document_without_a_version_is_of_version_1(document: Document, tmp_path: Path) -> None:
+def test_document_without_a_version_is_of_version_1(document: Document, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     content = document.content()
     assert content.pop("version") == 1
@@ -47,7 +47,7 @@ def test_a_document_without_a_version_is_of_version_1(document: Document, tmp_pa
 
 
 @each_document
-def test_a_newer_or_damaged_document_is_refused(document: Document, tmp_path: Path) -> None:
+def test_newer_or_damaged_document_is_refused(document: Document, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     text = json.dumps(document.content())
     refused = {
@@ -79,14 +79,14 @@ def test_a_newer_or_damaged_document_is_refused(document: Document, tmp_path: Pa
         (Verdict, {"exit_code": 0}),
     ],
 )
-def test_a_document_with_other_fields_is_damaged(kind: type[Document], content: dict[str, object], tmp_path: Path) -> None:
+def test_document_with_other_fields_is_damaged(kind: type[Document], content: dict[str, object], tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_text(json.dumps(content))
     with pytest.raises(FsdpTuneError, match="is damaged"):
         kind.read(path)
 
 
-def test_an_unreadable_file_of_a_rank_stops_no_supervisor(tmp_path: Path) -> None:
+def test_unreadable_rank_file_does_not_stop_supervisor(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.logs.mkdir()
     assert (read_heartbeat(run, 3), read_outcome(run, 3)) == (None, None)
@@ -101,7 +101,7 @@ def test_an_unreadable_file_of_a_rank_stops_no_supervisor(tmp_path: Path) -> Non
     assert "newer fsdp-tune" in outcome.problem.message
 
 
-def test_a_completed_read_back_keeps_its_other_fields_and_warnings(tmp_path: Path) -> None:
+def test_completed_read_back_keeps_its_other_fields_and_warnings(tmp_path: Path) -> None:
     path = tmp_path / "readback.json"
     ReadBack.complete(path, ran_in={})
     assert not path.exists()

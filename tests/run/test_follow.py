@@ -32,7 +32,7 @@ def test_line_is_yielded_once_and_only_when_complete(tmp_path: Path) -> None:
     assert follower.read() == []
 
 
-def test_lines_from_before_are_not_new(tmp_path: Path) -> None:
+def test_earlier_lines_are_not_yielded(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     write(path, 1, 2)
     follower = Follower(path)
@@ -42,7 +42,7 @@ def test_lines_from_before_are_not_new(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("seen_in_between", [True, False])
-def test_after_the_file_was_cut_back_only_lines_behind_the_cut_are_new(tmp_path: Path, in_place: bool, seen_in_between: bool) -> None:
+def test_truncated_file_yields_lines_after_the_cut(tmp_path: Path, in_place: bool, seen_in_between: bool) -> None:
     path = tmp_path / "m.jsonl"
     write(path, *range(1, 9))
     follower = Follower(path)
@@ -59,7 +59,7 @@ def test_after_the_file_was_cut_back_only_lines_behind_the_cut_are_new(tmp_path:
     assert steps(follower.read()) == [5]
 
 
-def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
+def test_incomplete_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     follower = Follower(path)
     append(path, '{"step": 1\n[1]\n{"step": 2}\n')

@@ -29,11 +29,11 @@ def typed(run: RunDir, *words: str, cwd: Path | None = None) -> RunDir:
         (["a.yaml", "--set", "data.train=[{path: x.jsonl}]"], "train a.yaml --set 'data.train=[{path: x.jsonl}]' --resume auto"),
     ],
 )
-def test_a_run_is_resumed_by_the_typed_arguments(words: list[str], resumed: str, tmp_path: Path) -> None:
+def test_run_is_resumed_by_the_typed_arguments(words: list[str], resumed: str, tmp_path: Path) -> None:
     assert train_command(typed(RunDir(tmp_path), *words), "--resume", "auto") == f"fsdp-tune {resumed}"
 
 
-def test_an_override_replaces_only_that_of_the_same_key(tmp_path: Path) -> None:
+def test_stored_override_is_replaced_by_same_key(tmp_path: Path) -> None:
     run = typed(RunDir(tmp_path), "a.yaml", "--set", "training.max_steps=5", "--set=training.save_steps=2", "--set", "training.seed=7")
     longer = train_command(run, "--resume", "auto", "--set", "training.max_steps=10")
     assert longer == "fsdp-tune train a.yaml --set=training.save_steps=2 --set training.seed=7 --resume auto --set training.max_steps=10"
@@ -45,14 +45,14 @@ def test_other_machines_get_the_same_command_with_their_number(tmp_path: Path) -
     assert train_command(run, "--machine-rank", "N") == "fsdp-tune train a.yaml --resume auto --machine-rank N"
 
 
-def test_a_command_typed_elsewhere_changes_the_directory(tmp_path: Path) -> None:
+def test_command_from_another_directory_includes_cd(tmp_path: Path) -> None:
     elsewhere = tmp_path / "a b"
     run = typed(RunDir(tmp_path), "a.yaml", cwd=elsewhere)
     assert train_command(run, "--resume", "auto") == f"cd {shlex.quote(str(elsewhere))} && fsdp-tune train a.yaml --resume auto"
 
 
 @pytest.mark.parametrize("content", [None, "{}", '{"argv": ["python"]}', "damaged", '{"version": 99}'])
-def test_unknown_arguments_are_an_ellipsis(content: str | None, tmp_path: Path) -> None:
+def test_missing_command_line_is_an_ellipsis(content: str | None, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     if content is not None:
         run.launch_json.write_text(content)

@@ -107,7 +107,7 @@ def test_reused_pid_is_not_the_owner(run: RunDir, lockless: int | None) -> None:
 
 
 @FILE_SYSTEMS
-def test_an_owner_on_another_machine_is_live_until_300_seconds_after_its_last_sign(run: RunDir, lockless: int | None) -> None:
+def test_owner_on_another_machine_is_live_until_300_seconds_after_its_last_sign(run: RunDir, lockless: int | None) -> None:
     foreign(run, age_seconds=200.0)
     assert live_owner(run.lock) is not None
     with pytest.raises(FsdpTuneError, match="pid 1 on elsewhere") as caught, locked(run):
@@ -166,7 +166,7 @@ def test_no_two_claims_share_an_id(run: RunDir) -> None:
     assert first.claim != second.claim != ""
 
 
-def test_query_acquires_no_lock(run: RunDir) -> None:
+def test_lock_query_does_not_acquire(run: RunDir) -> None:
     ended = threading.Event()
 
     def ask() -> None:
@@ -233,7 +233,7 @@ def test_without_file_locks_one_process_replaces_a_dead_owner(run: RunDir, monke
         assert list(run.path.iterdir()) == []
 
 
-def test_a_takeover_that_was_killed_is_finished_later(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_takeover_is_completed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 

@@ -33,13 +33,13 @@ PLAIN = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(PLAIN, st.sampled_from([2, 3, 4, 5]))
-def test_plain_data_reads_as_pickle_reads_it(value, protocol):
+def test_plain_data_equal_pickle(value, protocol):
     assert load(pickle.dumps(value, protocol), {}) == value
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
-def test_noise_is_refused_or_is_data(noise):
+def test_random_bytes_are_refused_or_plain_data(noise):
     with contextlib.suppress(Refused):
         load(b"\x80\x04" + noise, METADATA_NAMES)
 
@@ -126,14 +126,14 @@ def test_refused_values_are_named():
     ],
     ids=["BINUNICODE", "BINUNICODE8", "BINBYTES8", "BYTEARRAY8", "BINBYTES", "LONG4", "BINSTRING"],
 )
-def test_one_opcode_cannot_take_memory(bomb):
+def test_single_opcode_cannot_exhaust_memory(bomb):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(Refused):
         load(opcode(bomb), METADATA_NAMES)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10
 
 
-def test_a_huge_memo_index_costs_nothing():
+def test_huge_memo_index_allocates_nothing():
     assert load(opcode(b"K\x07r" + struct.pack("<I", 2**32 - 1)), {}) == 7
 
 
@@ -173,7 +173,7 @@ def test_every_record_keeps_the_fields_that_torch_wrote(tmp_path):
     same(ours, theirs)
 
 
-def test_a_truncated_pickle_is_refused_at_every_length():
+def test_truncated_pickle_is_refused_at_every_length():
     stream = io.BytesIO()
     pickle.dump({"a": [1, 2.5, ("x", None)], "b": {"c": 2**70}}, stream)
     raw = stream.getvalue()

@@ -79,12 +79,12 @@ def found(repository: Path) -> set[str]:
     return dead(package, [text for text in texts if not text.startswith("#!/bin/")])
 
 
-def test_everything_is_named_somewhere(repository: Path) -> None:
+def test_every_definition_is_used(repository: Path) -> None:
     excused = {name for names in CALLED_BY.values() for name in names}
     assert sorted(name for name in found(repository) - excused if not TRAINER_EVENT.fullmatch(name)) == []
 
 
-def test_no_excuse_outlives_what_it_excuses(repository: Path) -> None:
+def test_every_exemption_is_needed(repository: Path) -> None:
     names = {name for path in modules(repository) for name in defined(ast.parse(path.read_text(encoding="utf-8")))}
     assert [name for excused in CALLED_BY.values() for name in excused if name not in names] == []
 

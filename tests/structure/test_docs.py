@@ -109,7 +109,7 @@ def test_commands_in_blocks_exist_with_their_options(page: Path) -> None:
             parse(command)
 
 
-def test_a_command_that_does_not_exist_is_detected() -> None:
+def test_command_that_does_not_exist_is_detected() -> None:
     with pytest.raises(typer.TyperException):
         parse("fsdp-tune train --config recipe.yaml --no-such-option")
 
@@ -240,7 +240,7 @@ def runnable(page: Path) -> list[str]:
     return [command for command in commands_in(page) if not command.startswith(tuple(NOT_RUN))]
 
 
-def test_every_reason_not_to_run_a_command_is_used() -> None:
+def test_every_skipped_command_exists() -> None:
     commands = [command for page in USED for command in commands_in(page)]
     assert [start for start in NOT_RUN if not any(command.startswith(start) for command in commands)] == []
 
@@ -275,7 +275,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("page", [page for page in USED if runnable(page) and page.stem not in ("README", "quickstart")], ids=name_of)
-def test_commands_of_a_guide_page_succeed(page: Path, trained: Path, tmp_path: Path) -> None:
+def test_guide_commands_succeed(page: Path, trained: Path, tmp_path: Path) -> None:
     folder = new_folder(tmp_path)
     shutil.copytree(trained, folder, dirs_exist_ok=True)
     run_commands(page, folder)
@@ -289,7 +289,7 @@ def test_commands_of_the_quickstart_succeed_in_an_empty_directory(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_a_finished_run_has_only_documented_files_and_fields(trained: Path) -> None:
+def test_finished_run_has_only_documented_files_and_fields(trained: Path) -> None:
     page = text_of(ROOT / "docs" / "reference" / "run-directory.md")
     patterns = [re.sub(r"NNNN|NN|N", r"\\d+", re.escape(path)) for path in re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)]
     run = trained / "runs" / "recipe"

@@ -46,16 +46,16 @@ def test_codes_are_kebab_case(repository: Path) -> None:
     assert {code: place for code, place in all_codes(repository).items() if CODE.fullmatch(code) is None} == {}
 
 
-def test_every_code_has_its_page(repository: Path) -> None:
+def test_every_code_has_an_error_section(repository: Path) -> None:
     documented = set(headings(repository))
     assert {code: place for code, place in all_codes(repository).items() if code not in documented} == {}
 
 
-def test_every_page_has_its_code(repository: Path) -> None:
+def test_every_error_section_has_a_code(repository: Path) -> None:
     codes = all_codes(repository)
     assert [heading for heading in headings(repository) if heading not in codes] == []
 
 
-def test_no_page_is_there_twice(repository: Path) -> None:
+def test_error_sections_are_unique(repository: Path) -> None:
     found = headings(repository)
     assert len(found) == len(set(found))

@@ -25,7 +25,7 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 @pytest.mark.slow
-def test_imports_point_one_way(repository: Path) -> None:
+def test_imports_follow_layers(repository: Path) -> None:
     """scripts/check runs the same; here it shows that the contract fits the tree of a checkout that is only tested."""
     linter = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run([str(linter), "--no-cache"], cwd=repository, capture_output=True, text=True, check=False)
@@ -43,20 +43,20 @@ def test_folders_are_short(repository: Path) -> None:
     assert {name: count for name, count in entries.items() if count > FOLDER_ENTRIES} == {}
 
 
-def test_a_file_name_occurs_once(repository: Path) -> None:
+def test_file_name_occurs_once(repository: Path) -> None:
     package = repository / "fsdp_tune"
     own = [path for path in modules(repository) if package / "cli" not in path.parents and package / "recipe" / "rules" not in path.parents]
     names = Counter(path.name for path in own if path.stem not in ("__init__", "__main__"))
     assert {name: count for name, count in names.items() if count > 1} == {}
 
 
-def test_a_class_name_occurs_once(repository: Path) -> None:
+def test_class_name_occurs_once(repository: Path) -> None:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in modules(repository)]
     names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
     assert {name: count for name, count in names.items() if count > 1} == {}
 
 
-def test_a_small_module_has_several_importers(repository: Path) -> None:
+def test_small_module_has_several_importers(repository: Path) -> None:
     """A module that only one other uses is a part of it. Verbs, rules of a section and children started by argv aside."""
     package = repository / "fsdp_tune"
     imported = Counter(name for path in modules(repository) for name in set(imports(path)))
@@ -76,7 +76,7 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_no_imports_run_in_a_circle(repository: Path) -> None:
+def test_imports_have_no_cycles(repository: Path) -> None:
     """Imports inside functions and under TYPE_CHECKING count: whoever reads one file of a circle has to read all of them."""
     files = {module_name(path, repository): path for path in modules(repository)}
     del files["fsdp_tune"]  # the front door of scripts; modules import only the version from it
@@ -100,7 +100,7 @@ WORLD_SIZE_CALLERS = {
 }
 
 
-def test_sizes_come_from_the_topology(repository: Path) -> None:
+def test_world_sizes_come_from_topology(repository: Path) -> None:
     """The number of ranks is not the number of ranks that read different rows: data, losses and plans use `core.topology`."""
     package = repository / "fsdp_tune"
     found = {str(path.relative_to(package)) for path in modules(repository) if "get_world_size(" in path.read_text(encoding="utf-8")}
@@ -131,7 +131,7 @@ def test_no_module_is_named_utils(repository: Path) -> None:
     assert [path for path in modules(repository) if path.name in forbidden] == []
 
 
-def test_nothing_is_left_for_later(repository: Path) -> None:
+def test_no_todo_or_stub_is_left(repository: Path) -> None:
     marks = ("TO" + "DO", "FIX" + "ME", "X" + "XX", "NotImplemented" + "Error")
     found = [
         f"{path.relative_to(repository)}:{number}"
@@ -142,7 +142,7 @@ def test_nothing_is_left_for_later(repository: Path) -> None:
     assert found == []
 
 
-def test_only_the_surface_prints(repository: Path) -> None:
+def test_only_cli_prints(repository: Path) -> None:
     """`print` below the surface would break `--json`; ranks say plain lines through the stream that they were given."""
     allowed = {"fsdp_tune/worker/__main__.py", "fsdp_tune/model/loading/inspect.py", "fsdp_tune/merge/verify/loaded.py"}
     found = {

@@ -50,7 +50,7 @@ def surface() -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_the_command_line_is_the_frozen_one(repository: Path, update_golden: bool) -> None:
+def test_command_line_matches_golden_file(repository: Path, update_golden: bool) -> None:
     """Compared both ways: what is added shows as well as what is gone."""
     golden = repository / "tests" / "golden" / "surface_cli.txt"
     if update_golden:
@@ -77,7 +77,7 @@ def test_help_is_light_and_has_an_example(path: tuple[str, ...], tmp_path: Path)
 @pytest.mark.parametrize(
     "arguments", [["--bogus"], ["train", "--bogus"], ["train", "--set"], ["bogus"], ["train", "a", "b"], ["recipes"], []]
 )
-def test_usage_errors_are_ours_in_text_and_json(arguments: list[str]) -> None:
+def test_usage_errors_use_own_format_in_text_and_json(arguments: list[str]) -> None:
     for extra in ([], ["--json"]):
         done = subprocess.run(
             [sys.executable, "-m", "fsdp_tune", *arguments[:1], *extra, *arguments[1:]], capture_output=True, text=True, check=False
@@ -105,7 +105,7 @@ def test_start_up_costs_at_most_twice_its_libraries() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_offered(shell: str) -> None:
+def test_shell_completion_is_available(shell: str) -> None:
     environment = {**os.environ, "_FSDP_TUNE_COMPLETE": f"source_{shell}"}
     program = "import sys; sys.argv = ['fsdp-tune']; from fsdp_tune.cli.app import main; main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)

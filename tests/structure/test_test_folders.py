@@ -18,7 +18,7 @@ def rooms_of_modules(repository: Path) -> dict[str, set[str]]:
     return rooms
 
 
-def test_a_folder_of_tests_is_a_room_or_a_suite_and_is_documented(repository: Path) -> None:
+def test_test_folders_mirror_package_and_are_documented(repository: Path) -> None:
     folders = {path.relative_to(repository / "tests").parts[0] for path in (repository / "tests").glob("*/**/test_*.py")}
     rooms = {room for rooms in rooms_of_modules(repository).values() for room in rooms}
     assert folders - rooms == SUITES
@@ -26,7 +26,7 @@ def test_a_folder_of_tests_is_a_room_or_a_suite_and_is_documented(repository: Pa
     assert [folder for folder in sorted(folders) if f"| `{folder}` |" not in page] == []
 
 
-def test_a_test_file_named_after_a_module_is_in_the_room_of_that_module(repository: Path) -> None:
+def test_test_files_are_in_the_folder_of_their_module(repository: Path) -> None:
     rooms = rooms_of_modules(repository)
     misplaced = {}
     for path in (repository / "tests").glob("*/**/test_*.py"):

@@ -74,14 +74,14 @@ def edit_line(rehearsal: Rehearsal, step: int, **changes: Any) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.ranks
-def test_a_curve_that_differs_in_the_last_digit_is_another(copy_of: Rehearsal) -> None:
+def test_loss_difference_fails_the_curve_check(copy_of: Rehearsal) -> None:
     edit_line(copy_of, 17, loss=2.5)
     assert failure(copy_of.compare_curves).startswith("step 17: loss is 2.5 in the resumed run, ")
 
 
 @pytest.mark.e2e
 @pytest.mark.ranks
-def test_a_merged_tensor_that_is_off_is_seen_by_its_logits(copy_of: Rehearsal) -> None:
+def test_changed_merged_tensor_fails_the_logits_check(copy_of: Rehearsal) -> None:
     file = copy_of.killed.merged / "model.safetensors"
     tensors = load_file(file)
     tensors["transformer.ln_f.weight"][3] += 0.01
@@ -92,13 +92,13 @@ def test_a_merged_tensor_that_is_off_is_seen_by_its_logits(copy_of: Rehearsal) -
 
 @pytest.mark.e2e
 @pytest.mark.ranks
-def test_a_wrong_evaluation_is_seen_by_the_reloaded_model(copy_of: Rehearsal) -> None:
+def test_wrong_eval_loss_fails_the_reload_check(copy_of: Rehearsal) -> None:
     path = copy_of.killed.metrics_jsonl
     path.write_text(path.read_text() + json.dumps({"step": 24, "eval_loss": 2.0}) + "\n")
     assert "instead of the run's 2.000000" in failure(copy_of.reload)
 
 
-def test_a_mistake_in_the_recipe_is_found_before_anything_runs(cli, tmp_path: Path) -> None:  # noqa: F811
+def test_recipe_error_is_reported_before_any_run(cli, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": 3}\n')
     done = cli("rehearse", "gpt2_smoke", "--set", f"data.train=[{{path: {tmp_path}/rows.jsonl}}]", "--set", "data.eval=null", "--json")
     assert done.returncode == 2
@@ -106,7 +106,7 @@ def test_a_mistake_in_the_recipe_is_found_before_anything_runs(cli, tmp_path: Pa
 
 
 @pytest.mark.e2e
-def test_a_model_out_of_reach_that_the_package_does_not_carry_is_refused(cli) -> None:  # noqa: F811
+def test_unreachable_unpackaged_model_is_refused(cli) -> None:  # noqa: F811
     done = cli("rehearse", "llama7b_full_shard", "--set", "model.name_or_path=nobody/nothing", "--json")
     assert (done.returncode, [error["code"] for error in document(done)["errors"]]) == (2, ["model-unreachable"])
 
@@ -124,7 +124,7 @@ def test_rehearsal_passes(recipe: str, parity: bool, cli) -> None:  # noqa: F811
     assert found["folder"] is None
 
 
-def test_a_rehearsal_that_is_interrupted_ends_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_rehearsal_ends_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = children.start((sys.executable, "-c", "import time; time.sleep(60)"), os.environ)
 
     def interrupted(*_: object) -> None:

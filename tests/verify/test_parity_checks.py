@@ -23,7 +23,7 @@ WRITTEN: dict[str, Any] = {
 REFERENCE = {"loss": [5.0, 4.0], "grad_norm": [1.0, 2.0], "supervised_tokens": [10, 12], "eval_loss": 3.0}
 
 
-def test_each_switch_changes_one_thing() -> None:
+def test_each_switch_changes_one_setting() -> None:
     names = [switch.name for switch in switches(make_comparable(ScaledRecipe(WRITTEN)).document)]
     assert names == [
         "as written, in fp32",
@@ -39,7 +39,7 @@ def test_each_switch_changes_one_thing() -> None:
     ]
 
 
-def test_settings_that_cannot_be_compared_are_set_and_reported() -> None:
+def test_incomparable_settings_are_replaced_and_listed() -> None:
     small = make_comparable(ScaledRecipe(WRITTEN))
     assert small.document["model"] == {"from_config": {"model_type": "gpt2", "resid_pdrop": 0.0, "n_layer": 2}}
     assert small.document["training"]["max_steps"] == STEPS
@@ -57,7 +57,7 @@ def run_with(tmp_path: Path, **changes: Any) -> RunDir:
     return RunDir(tmp_path)
 
 
-def test_equal_numbers_pass(tmp_path: Path) -> None:
+def test_equal_values_pass(tmp_path: Path) -> None:
     assert _compared(run_with(tmp_path, loss=[5.0, 4.0 * (1 + 1e-7)]), REFERENCE)[0]
 
 
@@ -73,5 +73,5 @@ def test_equal_numbers_pass(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_one_wrong_number_fails(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_one_wrong_value_fails(changes: dict[str, Any], tmp_path: Path) -> None:
     assert not _compared(run_with(tmp_path, **changes), REFERENCE)[0]

@@ -46,7 +46,7 @@ def shrunk(recipe: Recipe, tmp_path: Path, *, ranks: int = 2, inputs: ReadableIn
 
 
 @pytest.mark.parametrize("facts", [*CARRIED.values(), *FAMILIES.values()], ids=[*CARRIED, *FAMILIES])
-def test_any_architecture_shrinks_to_one_that_transformers_builds(facts: dict[str, Any]) -> None:
+def test_scaled_down_config_builds_for_any_architecture(facts: dict[str, Any]) -> None:
     fields = dict(facts)
     config = AutoConfig.for_model(fields.pop("model_type"), **{name: value for name, value in fields.items() if name != "architectures"})
     small = scale_down_config(json.loads(config.to_json_string(use_diff=False)))
@@ -56,7 +56,7 @@ def test_any_architecture_shrinks_to_one_that_transformers_builds(facts: dict[st
     assert type(model).__name__ == (facts.get("architectures") or [type(model).__name__])[0]
 
 
-def test_a_token_budget_is_rehearsed_as_one(tmp_path: Path) -> None:
+def test_token_budget_is_kept(tmp_path: Path) -> None:
     recipe = resolved({"training": {"global_batch_size": 64, "per_device_train_batch_tokens": 8192}})
     training = shrunk(recipe, tmp_path).document["training"]
     assert (training["per_device_train_batch_tokens"], training["global_batch_size"]) == (2 * MAX_LENGTH_TOKENS, 2 * 2 * 2)
@@ -64,7 +64,7 @@ def test_a_token_budget_is_rehearsed_as_one(tmp_path: Path) -> None:
     assert resolve(small, MACHINE, cwd=tmp_path, assume="cuda").recipe.training.gradient_accumulation_steps == 2
 
 
-def test_ratios_of_heads_and_inner_size_stay() -> None:
+def test_head_and_inner_size_ratios_are_kept() -> None:
     small = scale_down_config(CARRIED["meta-llama/Llama-2-70b-hf"])
     assert (small["num_attention_heads"], small["num_key_value_heads"]) == (HEADS, 1)
     assert small["intermediate_size"] / small["hidden_size"] == pytest.approx(28672 / 8192, abs=0.13)
@@ -77,14 +77,14 @@ def test_each_type_of_layer_is_kept_once_and_in_order() -> None:
     assert (small["num_hidden_layers"], small["layer_types"]) == (2, ["sliding_attention", "full_attention"])
 
 
-def test_experts_and_latent_ranks_shrink_and_null_stays_null() -> None:
+def test_experts_and_latent_ranks_scale_down_and_null_is_kept() -> None:
     config = {"num_hidden_layers": 8, "hidden_size": 512, "num_local_experts": 64, "num_experts_per_tok": 8, "q_lora_rank": None}
     small = scale_down_config(config)
     assert (small["num_local_experts"], small["num_experts_per_tok"], small["q_lora_rank"]) == (EXPERTS, 2, None)
 
 
 @pytest.mark.parametrize("name", sorted(catalogue()))
-def test_every_recipe_of_the_catalogue_shrinks_to_a_valid_one(name: str, tmp_path: Path) -> None:
+def test_catalogue_recipes_scale_down_to_valid_recipes(name: str, tmp_path: Path) -> None:
     recipe = resolve(load_recipe(name).recipe, MACHINE, cwd=tmp_path, assume="cuda").recipe
     facts = CARRIED.get(str(recipe.model.name_or_path)) or recipe.model.from_config
     assert isinstance(facts, dict)
@@ -100,7 +100,7 @@ def test_every_recipe_of_the_catalogue_shrinks_to_a_valid_one(name: str, tmp_pat
     assert (again.world_size, again.launch.device, again.launch.num_machines) == (ranks, "cpu", 1)
 
 
-def test_kernels_of_gpus_are_rehearsed_without(tmp_path: Path) -> None:
+def test_gpu_kernels_are_replaced_on_cpu(tmp_path: Path) -> None:
     recipe = resolved({"kernels": {"liger": True, "loss": "liger", "compile": True}})
     small = shrunk(recipe, tmp_path)
     assert small.document["kernels"] == {"loss": "chunked"}, "the others are at their defaults again"
@@ -118,7 +118,7 @@ def test_reachable_hardware_is_used(tmp_path: Path) -> None:
     assert "data: builtin:arithmetic, since that tokenizer encodes nothing else" in without_tokenizer.changes
 
 
-def test_rows_that_fit_the_real_length_are_not_lost_to_the_small_one(tmp_path: Path) -> None:
+def test_rows_that_fit_the_real_length_are_not_dropped(tmp_path: Path) -> None:
     recipe = resolved({"data": {"train": [{"path": "a.jsonl"}], "max_length": 4096, "overlong": "drop"}})
     small = shrunk(recipe, tmp_path)
     assert (small.document["data"]["max_length"], small.document["data"]["overlong"]) == (128, "truncate")
@@ -132,7 +132,7 @@ def test_offload_that_cannot_be_rehearsed_is_reported(tmp_path: Path) -> None:
     assert any("NOT rehearsed" in line for line in small.changes)
 
 
-def test_a_config_that_transformers_wrote_stays_one_in_the_small() -> None:
+def test_transformers_version_of_config_is_kept() -> None:
     """Else a field that no class declares would be refused as a typo."""
     assert (
         scale_down_config({"model_type": "qwen3_moe", "hidden_size": 64, "transformers_version": "5.23.0"})["transformers_version"]
@@ -151,16 +151,16 @@ def test_a_config_that_transformers_wrote_stays_one_in_the_small() -> None:
         (["model.layers.?.*", "model.layers.[12]?.*", "model.layers.3?.*"], ["model.layers.0.*", "model.layers.1.*"]),
     ],
 )
-def test_patterns_of_layers_name_layers_of_the_small_model(patterns: list[str], mapped: list[str]) -> None:
+def test_layer_patterns_match_layers_of_the_small_model(patterns: list[str], mapped: list[str]) -> None:
     assert map_layer_patterns(patterns, 32, 2) == mapped
 
 
-def test_ignored_layers_are_those_that_are_frozen() -> None:
+def test_ignored_layers_match_frozen_layers() -> None:
     assert map_layer_regex(r"model\.layers\.(9|10|20)\.mlp", 32, 2) == r"model\.layers\.(0|0|0)\.mlp"
     assert map_layer_regex(r".*\.layers\.\d{1,2}\.[a-z0-9]+", 32, 2) == r".*\.layers\.\d{1,2}\.[a-z0-9]+"
 
 
-def test_patterns_of_layers_are_mapped_and_listed(tmp_path: Path) -> None:
+def test_mapped_layer_patterns_are_listed(tmp_path: Path) -> None:
     small = shrunk(
         resolved({"model": {"from_config": LLAMA, "tokenizer": "builtin:arithmetic", "freeze": ["model.layers.31.*"]}}), tmp_path
     )
@@ -196,7 +196,7 @@ def test_rows_with_long_prompts_keep_trained_tokens(tmp_path: Path) -> None:
     assert min(account["supervised_tokens_per_example"]["min"] for account in sets.values()) >= 1
 
 
-def test_one_long_prompt_of_many_does_not_lengthen_a_rehearsal(tmp_path: Path) -> None:
+def test_single_long_prompt_does_not_raise_max_length(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": "1+1=" * (500 if number == 7 else 1), "completion": "2"}) + "\n" for number in range(40)))
     recipe = resolved({"data": {"train": [{"path": str(rows)}], "max_length": 4096}})

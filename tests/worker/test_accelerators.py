@@ -138,7 +138,7 @@ def test_rank_without_a_device_names_what_torch_sees(count: int, way_out: str) -
 # Numbers on their way to the host
 
 
-def test_number_is_read_after_it_has_arrived_and_without_waiting_for_later_work() -> None:
+def test_async_scalar_waits_only_for_its_own_copy() -> None:
     with late_cuda() as queue:
         landing = AsyncScalar(CUDA)
         landing.send(torch.tensor(3.0))
@@ -149,7 +149,7 @@ def test_number_is_read_after_it_has_arrived_and_without_waiting_for_later_work(
         assert landing.read() == float("inf")
 
 
-def test_bad_step_on_a_late_device_is_reported_once_with_its_own_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_nonfinite_step_is_reported_once_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     with late_cuda():
         monkeypatch.setattr(gradients, "AsyncScalar", lambda _: AsyncScalar(CUDA))
         bench = Bench()
@@ -166,7 +166,7 @@ def test_bad_step_on_a_late_device_is_reported_once_with_its_own_number(monkeypa
 # Times
 
 
-def test_times_are_those_of_the_device_and_not_of_the_host() -> None:
+def test_step_shares_use_device_time() -> None:
     with late_cuda() as queue:
         watch = Stopwatch(CUDA)
         begin = watch.now()
@@ -197,7 +197,7 @@ def test_shares_of_a_step_add_no_wait_for_the_device() -> None:
 # Generators
 
 
-def test_dropout_on_the_device_continues_where_the_checkpoint_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_dropout_continues_from_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.Generator().manual_seed(7)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: device.get_state())
     monkeypatch.setattr(torch.cuda, "set_rng_state", device.set_state)
@@ -279,7 +279,7 @@ def test_empty_recorder_of_nccl_names_nothing(recorder: dict[str, Any], run: Run
 
 
 @pytest.mark.parametrize("device", ["xpu", "npu"])
-def test_device_without_a_recorder_does_not_get_gloos(device: str, recorder: dict[str, Any], run: RunDir) -> None:
+def test_device_without_flight_recorder_reports_none(device: str, recorder: dict[str, Any], run: RunDir) -> None:
     assert flight.dump(run, 0, device) is None
 
 
@@ -330,7 +330,7 @@ FULL, ROOMY = 12 * MIB, 30 * GIB
         (ValueError("CUDA error: out of memory"), FULL, None),
     ],
 )
-def test_failed_allocation_is_of_the_device_or_of_the_host(
+def test_failed_allocation_is_classified_as_device_or_host(
     error: BaseException, free_bytes: int | None, where: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: free_bytes is not None)
@@ -339,7 +339,7 @@ def test_failed_allocation_is_of_the_device_or_of_the_host(
     assert memory.is_host_out_of_memory(error) is (where == "host")
 
 
-def test_allocation_that_pins_is_of_the_host_on_a_full_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_allocation_failure_is_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `padded_sharded_param.pin_memory()` of FSDP2's offload: the innermost line of Python shows which memory was refused."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (FULL, 80 * GIB))
@@ -352,7 +352,7 @@ def test_allocation_that_pins_is_of_the_host_on_a_full_device_too(monkeypatch: p
     assert memory.is_device_out_of_memory(error.with_traceback(allocating.tb))
 
 
-def test_driver_that_fails_leaves_the_failure_with_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_driver_query_classifies_as_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error: out of memory")
 

@@ -28,7 +28,7 @@ def act_failing_on(bad: int | None, kind: str) -> tuple[str, str]:
 
 
 @pytest.mark.ranks
-def test_all_act_or_all_raise(pool: RankPool) -> None:
+def test_action_on_all_ranks_returns_or_raises_everywhere(pool: RankPool) -> None:
     assert pool.run(3, act_failing_on, None, "") == [("value", f"value of {rank}") for rank in range(3)]
     remote = ("remote", "disk-full: writing failed on rank 1: no room left")
     assert pool.run(3, act_failing_on, 1, "ours") == [remote, ("FailedError", "no room left"), remote]
@@ -53,7 +53,7 @@ def decide(fails: bool) -> object:
 
 
 @pytest.mark.ranks
-def test_rank_0_decides_for_all_and_its_failure_is_everybody_s(pool: RankPool) -> None:
+def test_rank_0_result_or_failure_is_broadcast(pool: RankPool) -> None:
     assert pool.run(2, decide, False) == [{"chosen": 7}, {"chosen": 7}]
     assert pool.run(2, decide, True) == ["code", "code"]
 

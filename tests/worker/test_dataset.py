@@ -73,7 +73,7 @@ def test_rows_of_all_ranks_are_those_of_the_step(rows: int, epoch: int) -> None:
         assert sorted(sampler.rows_of_all_ranks(step)) == found
 
 
-def test_epochs_have_orders_of_their_own_that_do_not_change() -> None:
+def test_epochs_have_different_reproducible_orders() -> None:
     [sampler] = samplers(40, (1, 8, 1))
     orders = []
     for epoch in (0, 1, 0):
@@ -95,7 +95,7 @@ def by_tokens(rows: int, ranks: int) -> list[MicroBatches]:
 
 
 @given(rows=st.integers(1, 60), ranks=st.integers(1, 5), epoch=st.integers(0, 2))
-def test_token_budget_matches_row_steps_and_keeps_ranks_in_step(rows: int, ranks: int, epoch: int) -> None:
+def test_token_budget_has_equal_micro_steps_on_all_ranks(rows: int, ranks: int, epoch: int) -> None:
     each = by_tokens(rows, ranks)
     for sampler in each:
         sampler.set_epoch(epoch)
@@ -129,7 +129,7 @@ def row(length: int, row_id: int = 0) -> Row:
     return Row(ids, labels, (length,), row_id)
 
 
-def test_filler_is_padding_without_targets() -> None:
+def test_filler_batch_is_padding_without_targets() -> None:
     batch = Collator(pad_token_id=9, multiple_of=8)([None])
     assert (batch.row_ids, batch.tokens, batch.supervised_tokens) == ((), 0, 0)
     assert batch.tensors["input_ids"].tolist() == [[9] * 8]
@@ -161,7 +161,7 @@ def test_loader_yields_batches_in_sampler_order(workers: int, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_empty_slot_passes_the_loader_as_nothing(workers: int, tmp_path) -> None:
+def test_empty_slot_yields_nothing_batch(workers: int, tmp_path) -> None:
     from fsdp_tune.data.store import RowStore
     from fsdp_tune.worker.dataset import loader
     from tests.parity.store import make_store
@@ -173,7 +173,7 @@ def test_empty_slot_passes_the_loader_as_nothing(workers: int, tmp_path) -> None
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_draws_nothing_from_the_generator_of_dropout(workers: int, tmp_path) -> None:
+def test_loader_does_not_advance_dropout_generator(workers: int, tmp_path) -> None:
     """With processes it would draw once per launch, so that a run resumed between two epochs had other masks than one that was not."""
     from fsdp_tune.data.store import RowStore
     from fsdp_tune.worker.dataset import loader

@@ -77,7 +77,7 @@ def test_layers_of_several_classes_are_all_recomputed(bench: Bench) -> None:
 
 
 @pytest.mark.ranks
-def test_balance_of_a_mixture_whose_decoder_is_a_unit_is_that_of_any_wrapping(bench: Bench) -> None:
+def test_balance_loss_does_not_depend_on_wrapping(bench: Bench) -> None:
     model = FAMILIES["mixtral"] | {"output_router_logits": True}
     by_size, as_one = (finished(bench, model, auto_wrap_policy=policy)[1] for policy in ("SIZE_BASED_WRAP", "NO_WRAP"))
     assert by_size == [pytest.approx(step, rel=1e-5) for step in as_one]
@@ -109,14 +109,14 @@ def test_loss_under_dynamic_rope_does_not_depend_on_the_micro_batch(bench: Bench
 
 
 @pytest.mark.ranks
-def test_parameters_tied_across_units_are_trained_as_without_sharding(bench: Bench) -> None:
+def test_tied_parameters_across_units_train_as_unsharded(bench: Bench) -> None:
     model = BERT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     sharded, whole = (finished(bench, model, sharding_strategy=strategy)[1] for strategy in ("FULL_SHARD", "NO_SHARD"))
     assert sharded == [pytest.approx(step, rel=1e-5) for step in whole]
 
 
 @pytest.mark.ranks
-def test_model_that_sees_later_tokens_is_refused_before_the_first_step(bench: Bench) -> None:
+def test_noncausal_model_is_refused_before_first_step(bench: Bench) -> None:
     run, outcomes = run_of(bench, BERT | {"is_decoder": False})
     assert {outcome["exit_reason"] for outcome in outcomes} == {"failed"}
     assert outcomes[0]["problem"]["code"] == "model-not-causal"

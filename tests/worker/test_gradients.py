@@ -50,7 +50,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("worst", [float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", [AdamW, torch.optim.AdamW], ids=["decided on the device", "asked at once"])
-def test_step_that_is_not_finite_might_as_well_not_have_been(worst: float, kind: type[torch.optim.Optimizer]) -> None:
+def test_nonfinite_step_leaves_state_unchanged(worst: float, kind: type[torch.optim.Optimizer]) -> None:
     bench, spared = Bench(kind), Bench(kind)
     for each in (bench, spared):
         each.step()
@@ -67,7 +67,7 @@ def test_step_that_is_not_finite_might_as_well_not_have_been(worst: float, kind:
     assert (bench.gate.facts(), spared.gate.facts()) == ({"skipped_steps": 1}, {})
 
 
-def test_first_step_of_all_may_be_the_bad_one() -> None:
+def test_nonfinite_first_step_is_handled() -> None:
     bench = Bench()
     weights = [parameter.clone() for parameter in bench.model.parameters()]
     bench.step(float("nan"))
@@ -76,7 +76,7 @@ def test_first_step_of_all_may_be_the_bad_one() -> None:
     assert all(bool(torch.isfinite(tensor).all()) for tensor in bench.everything())
 
 
-def test_run_that_stops_names_the_bad_step_and_its_own_rows_before_the_next_is_applied() -> None:
+def test_nonfinite_error_names_step_and_rows_before_next_update() -> None:
     bench = Bench(skip=False)
     bench.step()
     before = bench.everything()
@@ -87,7 +87,7 @@ def test_run_that_stops_names_the_bad_step_and_its_own_rows_before_the_next_is_a
     assert same(bench.everything(), before)
 
 
-def test_step_is_settled_before_it_is_logged_evaluated_or_saved() -> None:
+def test_gradient_check_completes_before_log_eval_or_save() -> None:
     bench = Bench(skip=False)
     bench.step(float("inf"))
     with pytest.raises(FsdpTuneError, match="step 1: the gradient norm is inf"):

@@ -47,7 +47,7 @@ def test_environment_that_does_not_fit_the_run_is_refused_with_alternatives(
     assert problem.ways_out
 
 
-def test_log_that_is_a_link_to_a_foreign_file_is_not_written(tmp_path: Path) -> None:
+def test_linked_log_file_is_not_written(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.logs.mkdir(parents=True)
     (tmp_path / "theirs").write_text("untouched")
@@ -87,7 +87,7 @@ def test_flight_recorder_is_on_and_has_the_last_collective(tmp_path: Path) -> No
     assert (RunDir(tmp_path).flight_recorder / "rank_0").stat().st_size > 0
 
 
-def test_hundreds_of_ranks_have_room_for_their_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_file_limit_is_raised_for_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
     for limits in ((1024, 1 << 20), (1024, 2048), (1024, resource.RLIM_INFINITY), (1 << 19, 1 << 20)):

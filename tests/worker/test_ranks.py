@@ -70,7 +70,7 @@ def test_failure_names_the_rank_and_the_pool_stays_usable(pool: RankPool) -> Non
 
 
 @pytest.mark.ranks
-def test_nothing_of_a_case_reaches_the_next(pool: RankPool) -> None:
+def test_test_cases_do_not_share_state(pool: RankPool) -> None:
     pool.run(2, leave_traces)
     assert pool.run(2, traces) == [(False, "torch.float32", False)] * 2
 

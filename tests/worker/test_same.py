@@ -32,7 +32,7 @@ def check_with(path: str, odd_rank: int | None, what: str, value: str) -> str | 
 
 
 @pytest.mark.ranks
-def test_ranks_that_differ_are_named_with_what_they_have(pool: RankPool, tmp_path: Path) -> None:
+def test_differing_ranks_are_named_with_versions(pool: RankPool, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.recipe_json.write_text("{}")
     run.data_json.write_text("{}")
@@ -64,7 +64,7 @@ def read_on_after(path: str, number: int) -> list[int]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["TERM", "USR1"])
-def test_a_stop_signal_does_not_end_the_loaders_processes(bench: Bench, number: int) -> None:
+def test_stop_signal_does_not_end_the_loaders_processes(bench: Bench, number: int) -> None:
     """torchrun's agent signals a rank's whole process group."""
     (rows,) = bench.pool.run(1, read_on_after, str(bench.store / "train"), int(number))
     assert rows == list(range(len(rows)))

@@ -44,7 +44,7 @@ class Vote:
     [(20.0, 2.0, 0.0, 25.0, True), (6.0, 6.0, 20.0, 5.0, True), (1.0, 10.0, 0.0, 0.0, False)],
     ids=["a slow first save, probed", "slow steps and evaluations", "slow steps, no probe"],
 )
-def test_a_run_has_saved_before_max_runtime_is_over(
+def test_run_saves_before_max_runtime(
     max_runtime_seconds: float,
     first_step: float,
     step: float,
@@ -86,7 +86,7 @@ def test_a_run_has_saved_before_max_runtime_is_over(
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), 1.5])
-def test_an_outcome_is_written_whatever_the_last_loss_is(loss: float, tmp_path: Path) -> None:
+def test_outcome_is_written_with_nonfinite_loss(loss: float, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.logs.mkdir()
     Outcome(0, ExitReason.FINISHED, facts={"loss": loss, "nested": [{"loss": loss}]}, step=7).write(run.rank_outcome(0))
@@ -95,7 +95,7 @@ def test_an_outcome_is_written_whatever_the_last_loss_is(loss: float, tmp_path: 
     assert outcome["loss"] == outcome["nested"][0]["loss"] == (loss if loss == 1.5 else str(loss))
 
 
-def test_a_rank_ignores_the_signals_that_its_launcher_ignores() -> None:
+def test_rank_inherits_ignored_signals() -> None:
     import signal
 
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -125,7 +125,7 @@ def test_outcome_is_written_once_a_full_disk_has_room_again(tmp_path: Path, monk
     assert (len(refused), run.rank_outcome(1).is_file()) == (2, True)
 
 
-def test_a_signal_does_not_keep_an_outcome_from_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_does_not_prevent_writing_the_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent ends the ranks that are left as soon as one has failed, and another may be writing its own failure then."""
     import os
     import signal
@@ -180,7 +180,7 @@ sys.exit(main.run_rank(RunDir(Path(sys.argv[1])), recipe, Rank(0, 0, 1), print, 
 """
 
 
-def test_a_failed_rank_whose_log_is_full_writes_its_outcome_and_exits_although_a_loader_process_ignores_signals(tmp_path: Path) -> None:
+def test_failed_rank_with_full_log_writes_outcome_and_exits(tmp_path: Path) -> None:
     import subprocess
     import sys
 
@@ -207,7 +207,7 @@ sys.exit(entry.main([sys.argv[1]]))
 """
 
 
-def test_a_rank_that_cannot_write_its_outcome_reports_its_problem_in_the_launchers_log(tmp_path: Path) -> None:
+def test_unwritable_outcome_is_reported_in_launcher_log(tmp_path: Path) -> None:
     import subprocess
     import sys
 

@@ -44,7 +44,7 @@ def test_recipe_that_does_not_evaluate_traces_none() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_few_layers_stand_for_all_in_an_evaluation(strategy: str) -> None:
+def test_few_layers_represent_all_in_evaluation(strategy: str) -> None:
     recipe = evaluating(16, layers=9)
     recipe = recipe_of(
         {"from_config": recipe.model.from_config},

@@ -49,7 +49,7 @@ def gathers(trace: Trace) -> Counter[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
-def test_layers_multiply_and_travel_as_the_recipe_says(scaling: str) -> None:
+def test_fp8_layers_compute_and_gather_in_recipe_dtypes(scaling: str) -> None:
     plain, converted = traced({"mixed_precision": "bf16"}), traced({"mixed_precision": "fp8", "fp8_recipe": scaling})
     in_layers = 2 * 3 * 2 * OF_LAYER * 2048  # layers; forward and two of the backward; multiply and add; tokens
     assert products(converted)["_scaled_mm", "fp8"] == in_layers
@@ -65,7 +65,7 @@ def test_layers_multiply_and_travel_as_the_recipe_says(scaling: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("sections", [{}, {"fsdp": {"activation_checkpointing": "selective"}}], ids=["kept", "selective"])
-def test_few_layers_stand_for_all(scaling: str, sections: dict[str, Any]) -> None:
+def test_few_layers_represent_all(scaling: str, sections: dict[str, Any]) -> None:
     precision = {"mixed_precision": "fp8", "fp8_recipe": scaling}
     exact, shallow = traced(precision, 9, exact=True, **sections), traced(precision, 9, **sections)
     spliced = full_depth(shallow)

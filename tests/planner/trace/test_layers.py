@@ -49,7 +49,7 @@ def random_freeze(seed: int, layers: int) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_dropped_layers_equal_the_layers_that_stand_for_them(seed: int) -> None:
+def test_dropped_layers_equal_their_representatives(seed: int) -> None:
     layers = 24
     found, signatures = chosen(deep(layers, model={"freeze": random_freeze(seed, layers)}))
     if found is None:
@@ -59,7 +59,7 @@ def test_dropped_layers_equal_the_layers_that_stand_for_them(seed: int) -> None:
     assert found.dropped.stop + 2 * found.period <= layers, "two stretches stay behind the dropped layers"
 
 
-def test_random_freezes_leave_something_to_drop() -> None:
+def test_random_freezes_still_drop_layers() -> None:
     found = [chosen(deep(24, model={"freeze": random_freeze(seed, 24)}))[0] for seed in range(20)]
     assert sum(each is not None for each in found) > 10
 
@@ -73,14 +73,14 @@ def test_random_freezes_leave_something_to_drop() -> None:
         ("gpt2", {"n_layer": 28, "scale_attn_by_inverse_layer_idx": True}, 1),
     ],
 )
-def test_period_follows_from_the_layers(family: str, config: dict[str, Any], period: int) -> None:
+def test_layer_period_is_detected(family: str, config: dict[str, Any], period: int) -> None:
     found, signatures = chosen(deep(28, family=family, config=config))
     assert found is not None
     assert found.period == period
     assert len(signatures) == 28
 
 
-def test_layers_of_their_own_are_traced() -> None:
+def test_unique_layers_are_traced() -> None:
     found, _ = chosen(deep(24, family="qwen2_moe", config={"mlp_only_layers": [20]}))
     assert found is not None
     assert 20 not in found.dropped

@@ -71,7 +71,7 @@ def run_watched(path: str) -> dict[str, Any]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
-def test_trace_holds_what_the_live_worker_holds(name: str, bench: Bench) -> None:
+def test_trace_memory_equals_live_worker(name: str, bench: Bench) -> None:
     case = CASES[name]
     changes = runs.merged(
         case.recipe(str(bench.model(case.architecture))), {"training": {"max_steps": 2, "save_steps": 2}, "data": {"max_length": 128}}

@@ -93,7 +93,7 @@ def size(sizes: Counter[int]) -> int:
         ("rmsprop", "momentum=0.9, centered=true"),
     ],
 )
-def test_optimizer_state_is_the_optimizers(optim: str, optim_args: str | None) -> None:
+def test_traced_optimizer_state_equals_the_optimizer(optim: str, optim_args: str | None) -> None:
     recipe = recipe_of("llama", training={"optim": optim, "optim_args": optim_args})
     trace = trace_of(recipe)
     after = before(trace, "zero_grad")
@@ -126,7 +126,7 @@ def test_optimizer_state_is_the_optimizers(optim: str, optim_args: str | None) -
         ),
     ],
 )
-def test_few_layers_stand_for_all(layers: int, sections: dict[str, Any]) -> None:
+def test_few_layers_represent_all(layers: int, sections: dict[str, Any]) -> None:
     """Every allocation of the spliced trace is that of the run with all layers: same order, sizes, kinds, streams and lifetimes."""
     recipe = deep(layers, **sections)
     exact, shallow = trace_of(recipe, exact=True), trace_of(recipe)
@@ -145,7 +145,7 @@ def test_few_layers_stand_for_all(layers: int, sections: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_few_layers_stand_for_all_under_ddp(accumulation: int) -> None:
+def test_few_layers_represent_all_under_ddp(accumulation: int) -> None:
     """Everything that is sent, bucket by bucket, and the peaks."""
     training = {"gradient_accumulation_steps": accumulation}
     recipe = deep(fsdp={"sharding_strategy": "NO_SHARD"}, training=training)
@@ -195,7 +195,7 @@ def short_slices() -> None:
     linear_loss.SLICE_ELEMENTS = 1 << 15
 
 
-def test_a_loss_in_slices_at_every_micro_batch_follows_from_one_slice() -> None:
+def test_loss_in_slices_at_every_micro_batch_follows_from_one_slice() -> None:
     """The same peaks, multiplications and kernels as that of a step with all its slices; what is moved but for the last, shorter one."""
     sections = {"kernels": {"loss": "chunked"}}
     one = trace_of(deep(2, training=_batches(1), **sections), change=short_slices)
@@ -233,7 +233,7 @@ def _lifetimes(trace: Trace) -> list[tuple[int, int]]:
     return sorted(lives)
 
 
-def test_trace_survives_its_file() -> None:
+def test_trace_round_trips_through_file() -> None:
     again = Trace.from_bytes(whole().to_bytes())
     assert np.array_equal(again.events, whole().events)
     assert (again.units, again.counts, again.shapes, again.facts) == (whole().units, whole().counts, whole().shapes, whole().facts)
@@ -245,14 +245,14 @@ def test_components_add_up_to_the_peak() -> None:
     assert set(memory.components) <= {*KINDS, "rounding"}
 
 
-def test_card_that_is_too_small_is_out_of_memory_where_it_fills_up() -> None:
+def test_too_small_gpu_runs_out_of_memory_at_its_peak() -> None:
     memory = peak_memory(whole())
     assert memory.out_of_memory is None
     full = peak_memory(whole(), capacity_bytes=memory.peak_reserved_bytes - 1, segments="plain")
     assert full.out_of_memory is not None or full.retries
 
 
-def test_copies_of_inputs_to_the_host_hide_behind_a_layer_where_the_link_is_fast_enough() -> None:
+def test_activation_offload_overlaps_with_a_fast_link() -> None:
     """Nothing waits where a layer computes longer than its input travels; where it does not, all that travels is waited for."""
     model = {"from_config": FAMILIES["llama"] | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}}
     data = {"train": [{"path": "x"}], "max_length": 2048}

@@ -41,7 +41,7 @@ def steps(run: RunDir) -> list[int]:
     ("keep", "protected", "left"),
     [(2, set(), [50, 40]), (1, {10}, [50, 10]), (0, set(), [50]), (None, set(), [50, 40, 30, 20, 10]), (9, set(), [50, 40, 30, 20, 10])],
 )
-def test_rotation_keeps_the_newest_and_what_is_protected(run: RunDir, keep: int | None, protected: set[int], left: list[int]) -> None:
+def test_rotation_keeps_newest_and_protected_checkpoints(run: RunDir, keep: int | None, protected: set[int], left: list[int]) -> None:
     for step in (10, 20, 30, 40, 50):
         complete(run, step)
     gone = rotate(run, keep, protected=protected)
@@ -50,7 +50,7 @@ def test_rotation_keeps_the_newest_and_what_is_protected(run: RunDir, keep: int 
     assert not [path for path in run.path.iterdir() if path.name.startswith(".")], "nothing half deleted"
 
 
-def test_rotation_touches_only_complete_checkpoints_of_its_own(run: RunDir) -> None:
+def test_rotation_deletes_only_own_complete_checkpoints(run: RunDir) -> None:
     for step in (10, 20, 30):
         complete(run, step)
     other_kind = complete(run, 5, kind="something else")
@@ -71,7 +71,7 @@ def test_rotation_touches_only_complete_checkpoints_of_its_own(run: RunDir) -> N
     assert file.is_file()
 
 
-def test_leftovers_of_a_crash_go_and_nothing_else(run: RunDir) -> None:
+def test_only_crash_leftovers_are_removed(run: RunDir) -> None:
     from fsdp_tune.core.atomic import STAGE_MARK
 
     complete(run, 10)
@@ -151,7 +151,7 @@ def run_recording_rotations(path: str) -> list[list[int]]:
 
 
 @pytest.mark.ranks
-def test_background_save_holds_the_step_that_it_names(bench: Bench) -> None:
+def test_background_save_has_the_state_of_its_step(bench: Bench) -> None:
     """Steps go on while a save is written: it must be that of a run which waits."""
     case = Case()
     waiting = runs.write_run(

@@ -16,7 +16,7 @@ from fsdp_tune.worker.checkpoint.state import rank_file
 from tests.merge.ranks import run_ranks
 
 
-def test_one_rank_reads_all_files_and_the_others_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_verifies_all_files_and_others_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All files on each of hundreds of ranks are as many requests to one file system at once."""
     for rank in range(3):
         torch.save({"own": {"sums": [1.0, 10.0, float(rank)], "loss_scale": None, "unwritten": []}}, tmp_path / rank_file(rank))

@@ -59,7 +59,7 @@ def test_background_thread_works_on_the_device_of_its_rank(monkeypatch: pytest.M
     assert chosen == [("save-1", 3), ("save-1", -1)]
 
 
-def test_a_step_counts_as_saved_while_it_is_being_written() -> None:
+def test_step_counts_as_saved_during_write() -> None:
     """The end of an epoch asks for the checkpoint of the last step again, and would write it twice."""
     saver = Checkpointer.__new__(Checkpointer)
     saver.last_step, saver._pending = 10, None

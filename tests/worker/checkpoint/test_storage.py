@@ -44,7 +44,7 @@ def test_metadata_cannot_run_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["builtins.eval", "os.system", "torch.load", "builtins.getattr", "torch.serialization.load"])
-def test_metadata_may_name_only_what_it_is_made_of(name: str, tmp_path: Path) -> None:
+def test_metadata_allows_only_listed_classes(name: str, tmp_path: Path) -> None:
     module, attribute = name.rsplit(".", 1)
     (tmp_path / ".metadata").write_bytes(b"c" + module.encode() + b"\n" + attribute.encode() + b"\n.")
     with pytest.raises(FailedError, match=attribute):
@@ -52,7 +52,7 @@ def test_metadata_may_name_only_what_it_is_made_of(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("raw", [b"", b"\x80", b"not a pickle", pickle.dumps([1, 2])], ids=repr)
-def test_damaged_metadata_is_an_error_of_ours(raw: bytes, tmp_path: Path) -> None:
+def test_damaged_metadata_raises_package_error(raw: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(raw)
     with pytest.raises(FailedError):
         RestrictedReader(tmp_path).read_metadata()
@@ -94,7 +94,7 @@ def test_stream_has_the_digest_of_written_bytes(tmp_path_factory: pytest.TempPat
     assert stream.entry() == digest_file(path)
 
 
-def test_safetensors_file_is_what_the_library_reads(tmp_path: Path) -> None:
+def test_written_safetensors_file_loads(tmp_path: Path) -> None:
     names = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
     tensors = {name: torch.arange(-3, 3).to(getattr(torch, name)).view(2, 3) for name in names}
     tensors |= {"empty": torch.zeros(0, 4), "scalar": torch.tensor(2.5), "strided": torch.arange(6.0).view(2, 3).t()}

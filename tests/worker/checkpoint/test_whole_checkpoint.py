@@ -19,7 +19,7 @@ from tests.merge.ranks import run_ranks
 WEIGHT, BIAS = torch.randn(5, 3), torch.randn(5)
 
 
-def test_each_rank_gets_its_part(tmp_path: Path) -> None:
+def test_each_rank_gets_its_shard(tmp_path: Path) -> None:
     save_file({"weight": WEIGHT, "bias": BIAS}, tmp_path / FULL_MODEL_FILE)
 
     def rank_main(rank: int) -> None:
@@ -39,7 +39,7 @@ def test_each_rank_gets_its_part(tmp_path: Path) -> None:
         ({"weight": torch.randn(1, 3), "bias": BIAS}, "checkpoint-of-another-model", "`weight` is (1, 3), the model has (5, 3)"),
     ],
 )
-def test_a_file_of_another_model_is_refused(stored: dict[str, torch.Tensor], code: str, told: str, tmp_path: Path) -> None:
+def test_file_of_another_model_is_refused(stored: dict[str, torch.Tensor], code: str, told: str, tmp_path: Path) -> None:
     """A row that is one would be copied to all rows."""
     save_file(stored, tmp_path / FULL_MODEL_FILE)
     with pytest.raises(FailedError, match=re.escape(told)) as caught:

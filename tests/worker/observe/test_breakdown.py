@@ -49,7 +49,7 @@ def test_collective_time_counts_only_if_not_overlapped() -> None:
     assert seconds(found["rest"]) == [0, 0, 0, 0, 0, 0]
 
 
-def test_on_a_host_the_calls_that_wait_count_and_what_runs_inside_them_does_not() -> None:
+def test_host_waits_exclude_work_inside_them() -> None:
     trace = [
         event("user_annotation", "fsdp-tune::step", 0, 200),
         event("user_annotation", "fsdp-tune::forward", 0, 80),
@@ -72,7 +72,7 @@ def test_on_a_host_the_calls_that_wait_count_and_what_runs_inside_them_does_not(
     assert seconds(found["rest"]) == [30, 0, 0, 0, 10, 20]
 
 
-def test_intervals_obey_the_laws_of_sets() -> None:
+def test_interval_operations_follow_set_laws() -> None:
     luck = random.Random(0)
     for _ in range(300):
         one, other = (union((at, at + luck.randint(1, 9)) for at in luck.choices(range(60), k=luck.randint(0, 8))) for _ in range(2))
@@ -94,7 +94,7 @@ def run_profiled(path: str) -> dict[str, Any]:
 
 @pytest.mark.ranks
 @pytest.mark.e2e
-def test_profile_records_requested_steps_on_every_rank_and_changes_no_number(bench: Bench) -> None:
+def test_profile_records_requested_steps_without_changing_numbers(bench: Bench) -> None:
     run = bench.fresh_run(Case(accumulation=4), run_profiled)
     folder = run.path / "profile" / "steps-3-4"
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -112,7 +112,7 @@ def test_profile_records_requested_steps_on_every_rank_and_changes_no_number(ben
     assert [line["loss"] for line in runs.lines(run) if "loss" in line] == [line["loss"] for line in runs.lines(plain) if "loss" in line]
 
 
-def test_the_steps_are_read_as_they_are_written_and_from_the_run(tmp_path: Path) -> None:
+def test_profile_steps_round_trip(tmp_path: Path) -> None:
     assert parse_profile("steps=10:13") == ProfiledSteps(10, 13)
     assert parse_profile("steps=7") == ProfiledSteps(7, 7)
     run = RunDir(tmp_path)

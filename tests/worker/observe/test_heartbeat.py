@@ -54,7 +54,7 @@ def ticking(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeartbeatW
     beat.close()
 
 
-def test_a_rank_that_waits_stays_alive_and_does_not_get_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_rank_is_alive_without_progress(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "INTERVAL_SECONDS", 0.05)
     monkeypatch.setattr(heartbeats, "SAMPLE_SECONDS", 0.01)
     beat = HeartbeatWriter(run, 0)
@@ -82,7 +82,7 @@ def test_marks_inside_a_step_write_no_file(run: RunDir) -> None:
     assert run.rank_heartbeat(0).stat().st_ino == identity
 
 
-def test_silence_is_noticed_by_the_rank_itself(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_detects_its_own_silence(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "INTERVAL_SECONDS", 0.02)
     monkeypatch.setattr(heartbeats, "SAMPLE_SECONDS", 0.01)
     told = threading.Event()
@@ -140,7 +140,7 @@ def test_waiting_for_a_background_save_is_its_own_phase(run: RunDir) -> None:
     assert beat.phase == "training"
 
 
-def test_a_new_step_is_written_at_once(ticking: HeartbeatWriter, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_step_is_written_at_once(ticking: HeartbeatWriter, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     ticking.beat("training", 1)
     until(lambda: content(run)["step"] == 1)
     monkeypatch.setattr(heartbeats, "INTERVAL_SECONDS", 20.0)
@@ -149,7 +149,7 @@ def test_a_new_step_is_written_at_once(ticking: HeartbeatWriter, run: RunDir, mo
     until(lambda: content(run)["step"] == 2)
 
 
-def test_a_run_directory_that_is_gone_ends_the_rank(tmp_path: Path) -> None:
+def test_deleted_run_directory_ends_the_rank(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.logs.mkdir(parents=True)
     beat = HeartbeatWriter(run, 0)
@@ -190,7 +190,7 @@ def test_innermost_calls_distinguish_waiting_from_working(path: str, depth: int,
     assert is_waiting(stand_in(path, depth)) is waits
 
 
-def test_the_slowest_is_compared_with_the_median_of_the_others() -> None:
+def test_slowest_is_compared_with_the_median_of_the_others() -> None:
     found = slowest([2.0, 8.0, 2.0, 2.2], steps=3)
     assert (found.rank, found.ratio, found.behind_seconds) == (1, 4.0, 2.0)
     assert slowest([1.0, 1.0], steps=1).ratio == 1.0
@@ -198,7 +198,7 @@ def test_the_slowest_is_compared_with_the_median_of_the_others() -> None:
 
 
 @pytest.mark.parametrize(("behind_seconds", "told"), [(0.02, 0), (0.2, 1)])
-def test_a_rank_is_slow_only_where_the_others_wait_for_long_enough_to_be_noticed(run: RunDir, behind_seconds: float, told: int) -> None:
+def test_slow_rank_needs_a_minimum_wait_of_others(run: RunDir, behind_seconds: float, told: int) -> None:
     metrics = MetricsFile(run, resume_step=None, enabled=True)
     progress = StepProgress(HeartbeatWriter(run, 0), metrics)
     progress._tell(Slowest(1, 2.5, behind_seconds), 10)
@@ -226,7 +226,7 @@ def run_with_a_slow_rank(path: str) -> dict[str, Any]:
 
 @pytest.mark.ranks
 @pytest.mark.e2e
-def test_a_slow_rank_is_an_event_and_stops_nothing(bench: Bench) -> None:
+def test_slow_rank_is_logged_as_event(bench: Bench) -> None:
     run = bench.fresh_run(Case(), run_with_a_slow_rank)
     events = [line for line in runs.lines(run) if line.get("event") == "slow_rank"]
     assert events, "nobody was told"

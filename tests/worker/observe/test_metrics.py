@@ -62,7 +62,7 @@ def test_line_is_on_disk_before_the_file_is_closed(run: RunDir) -> None:
     metrics.close()
 
 
-def test_lines_that_a_disk_refused_are_kept_and_come_back_once(run: RunDir) -> None:
+def test_lines_refused_by_the_disk_are_written_once_later(run: RunDir) -> None:
     metrics = MetricsFile(run, resume_step=None, enabled=True)
     metrics.write({"step": 1, "loss": 1.0})
     with patch("fsdp_tune.run.metrics_file._write_all", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
@@ -124,7 +124,7 @@ def sum_over_ranks() -> tuple[dict[str, float], list[float]]:
 
 
 @pytest.mark.ranks
-def test_sums_are_over_all_ranks_and_travel_in_a_checkpoint(pool: RankPool) -> None:
+def test_sums_cover_all_ranks_and_are_checkpointed(pool: RankPool) -> None:
     answers = pool.run(2, sum_over_ranks)
     for reduced, _ in answers:
         assert (reduced["loss_sum"], reduced["tokens"], reduced["supervised_tokens"]) == (1.5 + 2.5 + 0.5, 21.0, 8.0)
@@ -143,7 +143,7 @@ def two_lines() -> list[dict[str, Any]]:
 
 
 @pytest.mark.ranks
-def test_each_line_holds_what_came_since_the_last(pool: RankPool) -> None:
+def test_metrics_line_covers_steps_since_the_last(pool: RankPool) -> None:
     for first, second in pool.run(2, two_lines):
         assert (first["loss"], first["supervised_tokens"], first["tokens"]) == (2.0, 6, 32)
         assert (second["loss"], second["supervised_tokens"], second["tokens"]) == (2.0, 6, 64)
@@ -159,7 +159,7 @@ def line_with_mfu() -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-def test_the_mfu_of_a_line_counts_packed_examples_each_by_itself(pool: RankPool) -> None:
+def test_mfu_of_a_line_counts_packed_examples_each_by_itself(pool: RankPool) -> None:
     for line in pool.run(2, line_with_mfu):
         flops_per_token = 6 * 1000 + 12 * 2 * 4 * 8 * 5.2
         assert line["mfu"] == pytest.approx(flops_per_token * line["tokens_per_second_per_device"] / 1e6)
@@ -172,5 +172,5 @@ def test_mfu_counts_active_parameters(active: int | None) -> None:
     assert (size.active_parameters if size else None) == active
 
 
-def test_the_cpu_has_no_known_peak() -> None:
+def test_cpu_has_no_known_peak() -> None:
     assert device_peak_flops(torch.device("cpu")) is None

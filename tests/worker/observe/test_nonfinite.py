@@ -14,7 +14,7 @@ from fsdp_tune.worker.observe.nonfinite import first_bad_module
 from tests.model.recipes import recipe_of
 
 
-def test_the_search_makes_no_logits_where_the_step_makes_none() -> None:
+def test_nonfinite_search_respects_chunked_loss() -> None:
     recipe = recipe_of("llama", kernels={"loss": "chunked"})
     model = build_full(recipe)
     install_kernels(recipe, model, "cpu")

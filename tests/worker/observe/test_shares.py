@@ -60,7 +60,7 @@ def step(shares: StepShares, number: int, work: Any) -> None:
     shares.on_step_end(args, state, control)  # type: ignore[arg-type]
 
 
-def test_only_a_step_that_is_logged_is_measured_and_the_calls_do_what_they_did() -> None:
+def test_only_logged_steps_are_timed() -> None:
     group = Group()
     with patch("fsdp_tune.model.shard.wrap.FSDPModule", Unit):
         # The norm and the head are one unit: two modules, one group.

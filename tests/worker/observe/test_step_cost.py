@@ -85,7 +85,7 @@ def questions(bench: Bench, accumulation: int, plant: str = "", *, packed: bool 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("packed", [False, True])
-def test_questions_to_the_device_do_not_grow_with_accumulation(bench: Bench, packed: bool) -> None:
+def test_device_synchronisations_do_not_grow_with_accumulation(bench: Bench, packed: bool) -> None:
     once, four_times = (questions(bench, accumulation, packed=packed) for accumulation in (1, 4))
     assert once == four_times
     assert "__bool__" not in once, "whether the norm is finite is asked a step later, of host memory"
@@ -93,5 +93,5 @@ def test_questions_to_the_device_do_not_grow_with_accumulation(bench: Bench, pac
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("plant", ["item", "cpu"])
-def test_a_question_in_a_micro_batch_is_seen(bench: Bench, plant: str) -> None:
+def test_synchronisation_in_a_micro_batch_is_detected(bench: Bench, plant: str) -> None:
     assert questions(bench, 4, plant)[plant] >= 4

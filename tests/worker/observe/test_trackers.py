@@ -44,7 +44,7 @@ def guarded() -> tuple[Recorder, Guarded, list[str]]:
     return recorder, Guarded(recorder, told.append, 0.3), told
 
 
-def test_every_event_of_a_tracker_reaches_it_in_order_and_in_one_thread() -> None:
+def test_tracker_events_arrive_in_order_in_one_thread() -> None:
     recorder, guard, told = guarded()
     assert guard.on_log(1) == "control"  # type: ignore[attr-defined]
     guard.on_save(1)  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ def test_every_event_of_a_tracker_reaches_it_in_order_and_in_one_thread() -> Non
     assert told == []
 
 
-def test_a_tracker_that_raises_gets_nothing_more() -> None:
+def test_failing_tracker_is_disabled() -> None:
     recorder, guard, told = guarded()
     guard.on_log(3)  # type: ignore[attr-defined]
     guard.on_log(2)  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ def test_a_tracker_that_raises_gets_nothing_more() -> None:
     assert len(recorder.seen) == 1
 
 
-def test_a_tracker_that_hangs_is_left_behind() -> None:
+def test_hanging_tracker_is_abandoned() -> None:
     recorder, guard, told = guarded()
     assert guard.on_log(4) is None  # type: ignore[attr-defined]
     guard.on_log(2)  # type: ignore[attr-defined]
@@ -126,7 +126,7 @@ def test_wandb_continues_its_run_when_a_run_is_resumed_and_writes_into_its_direc
     assert started_wandb(RunDir(other), monkeypatch)[0] != first[0]
 
 
-def test_variables_that_the_user_sets_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_variables_take_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir(tmp_path)
     first, *_ = started_wandb(run, monkeypatch)
     assert started_wandb(run, monkeypatch, WANDB_RESUME="never") == (None, "never", str(tmp_path))
@@ -156,7 +156,7 @@ def test_mlflow_continues_the_run_that_its_server_named(tmp_path: Path, monkeypa
     assert environment == {"MLFLOW_RUN_ID": "from-the-server"}
 
 
-def test_each_tracker_has_its_own_run_and_others_get_no_variables(tmp_path: Path) -> None:
+def test_each_tracker_continues_its_own_run(tmp_path: Path) -> None:
     environment: dict[str, str] = {}
     continue_tracker_runs(RunDir(tmp_path), ["tensorboard", "trackio"], environment, said_nothing)
     assert (environment, list(tmp_path.iterdir())) == ({}, [])
@@ -172,7 +172,7 @@ def test_each_tracker_has_its_own_run_and_others_get_no_variables(tmp_path: Path
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"wandb": 1}', '{"wandb": "id"'])
-def test_ids_that_cannot_be_read_are_reported_and_replaced(tmp_path: Path, text: str) -> None:
+def test_unreadable_run_ids_are_reported_and_replaced(tmp_path: Path, text: str) -> None:
     run, said = RunDir(tmp_path), list[str]()
     run.trackers_json.write_text(text)
     continue_tracker_runs(run, ["wandb"], {}, said.append)

@@ -34,14 +34,14 @@ def meaning_of(document: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("strategy", MEANING)
-def test_expectation_is_what_the_strategy_means(strategy: str) -> None:
+def test_expected_state_matches_strategy(strategy: str) -> None:
     recipe = recipe_of(ranks=4, fsdp={"sharding_strategy": strategy})
     assert meaning_of(expected(recipe)) == MEANING[strategy]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", MEANING)
-def test_live_run_is_what_the_strategy_means(strategy: str, bench: Bench) -> None:
+def test_live_state_matches_strategy(strategy: str, bench: Bench) -> None:
     document = json.loads(bench.run(Case(strategy=strategy, ranks=4)).readback_json.read_text())
     assert meaning_of(document) == MEANING[strategy]
     assert document["differences"] == []
@@ -60,7 +60,7 @@ def test_hybrid_fsdp1_has_two_replicas_and_follows_the_plain_loop(strategy: str,
 
 
 @pytest.mark.ranks
-def test_prefetch_of_more_units_than_the_model_has_starts(bench: Bench) -> None:
+def test_prefetch_is_capped_at_unit_count(bench: Bench) -> None:
     document = json.loads(bench.run(Case(fsdp=(("forward_prefetch", 9), ("backward_prefetch", 9)))).readback_json.read_text())
     units = document["prefetching_units"]
     assert (document["forward_prefetch"], document["backward_prefetch"]) == (units - 1, units - 1)
@@ -84,7 +84,7 @@ def test_readback_reports_the_plugins_actual_fields(version: int, offload: bool,
     assert document["offload_params"] is offload
 
 
-def test_expectation_does_not_come_from_what_made_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expected_state_does_not_use_settings_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong table in the resolver must not be able to cancel itself in the read-back."""
     original = Recipe.reshards_after_forward
     monkeypatch.setattr(Recipe, "reshards_after_forward", property(lambda recipe: not original.fget(recipe)))  # type: ignore[attr-defined]
@@ -134,7 +134,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
-def test_sabotaged_run_is_stopped(name: str, bench: Bench) -> None:
+def test_run_with_wrong_live_state_is_stopped(name: str, bench: Bench) -> None:
     fields, keys, message = CASES[name]
     case = Case(**fields)
     run = runs.write_run(bench.new_folder(), runs.merged(case.recipe(str(bench.model("llama"))), keys), bench.store)
@@ -148,5 +148,5 @@ def test_sabotaged_run_is_stopped(name: str, bench: Bench) -> None:
     assert not list(run.path.glob("checkpoint-*"))
 
 
-def test_every_sabotage_has_a_case() -> None:
+def test_every_sabotage_is_tested() -> None:
     assert CASES.keys() == SABOTAGE.keys()

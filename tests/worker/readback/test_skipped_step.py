@@ -115,7 +115,7 @@ def train_with_nan_at_first(path: str) -> dict[str, Any]:
     [{"optim_args": "state_dtype=bf16"}, pytest.param({"optim": "sgd", "optim_args": "momentum=0.9"}, marks=pytest.mark.slow)],
     ids=str,
 )
-def test_save_before_the_first_update_leaves_the_optimizer_as_it_is(optimizer: dict[str, str], bench: Bench) -> None:
+def test_save_before_first_update_keeps_optimizer_state(optimizer: dict[str, str], bench: Bench) -> None:
     """torch makes state for a checkpoint by a step without gradients, which would count."""
 
     def new_run(*, save_steps: int, probes: bool) -> RunDir:

@@ -58,7 +58,7 @@ def test_largest_gradient_of_a_shard_is_sampled() -> None:
 
 
 @pytest.mark.parametrize("case", ["no gradient", "zero gradient", "unused rows", "empty shard", "lr of 0"])
-def test_values_without_an_update_are_not_checked(case: str) -> None:
+def test_skipped_updates_are_not_checked(case: str) -> None:
     bench = Bench(weight_decay=0.0, lr=0.0 if case == "lr of 0" else 1e-3)
     embedding, idle = bench.model[0].weight, bench.model[2].weight
     if case == "no gradient":
@@ -74,7 +74,7 @@ def test_values_without_an_update_are_not_checked(case: str) -> None:
     assert bench.unchanged() == []
 
 
-def test_momentum_that_a_rounded_gradient_cancels_changes_nothing() -> None:
+def test_cancelled_momentum_may_change_nothing() -> None:
     bench = Bench(dtype=torch.bfloat16, lr=1.0, weight_decay=0.0)
     bench.optimizer.register_step_pre_hook(round_gradients)
     bench.unchanged()

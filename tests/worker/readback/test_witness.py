@@ -41,7 +41,7 @@ def test_generators_are_compared_on_host_and_device() -> None:
     assert generator_differences([facts(weights_seed=1), other]) == [], "rank 0 alone draws"
 
 
-def test_ranks_read_the_rows_of_the_global_batch_each_once() -> None:
+def test_ranks_read_each_row_of_global_batch_once() -> None:
     def found(*rows: list[int]) -> list[str]:
         return row_differences([facts(rows=each) for each in rows], [4, 7, 2, 9])
 
@@ -51,7 +51,7 @@ def test_ranks_read_the_rows_of_the_global_batch_each_once() -> None:
     assert found([9, 2], [4]) == ["row 7 of the global batch is read by no rank"]
 
 
-def test_copies_are_compared_among_the_ranks_that_hold_them() -> None:
+def test_replicas_are_compared_among_their_ranks() -> None:
     sums = [{"all": {"b": 1}, f"shard {rank % 2}": {"w": rank % 2, "v": 5}} for rank in range(4)]
     assert copy_differences(sums) == []
     sums[3]["shard 1"]["w"] = 7
@@ -63,7 +63,7 @@ def test_copies_are_compared_among_the_ranks_that_hold_them() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
-def test_checksum_sees_a_change_of_one_value(dtype: torch.dtype) -> None:
+def test_checksum_detects_one_changed_value(dtype: torch.dtype) -> None:
     values = torch.zeros(1000).to(dtype)
     [before] = checksums({"x": values, "empty": torch.zeros(0, 3)}).values()
     values[817] = True if dtype == torch.bool else torch.tensor(2.0).to(dtype)
@@ -71,13 +71,13 @@ def test_checksum_sees_a_change_of_one_value(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("count", [64, 1021, 4096])
-def test_checksum_sees_equal_values_that_all_change(count: int) -> None:
+def test_checksum_detects_equal_changes(count: int) -> None:
     """The weights of a norm, which weight decay shrinks alike."""
     assert checksums({"x": torch.ones(count)}) != checksums({"x": torch.full((count,), 0.9)})
     assert checksums({"x": torch.zeros(count // 64, 64)}) != checksums({"x": torch.full((count // 64, 64), 0.5)})
 
 
-def test_checksum_sees_pieces_in_another_order() -> None:
+def test_checksum_detects_reordered_pieces() -> None:
     rows = torch.arange(4096.0).view(4, 1024)
     assert checksums({"x": rows}) != checksums({"x": rows[[1, 0, 2, 3]]})
 
@@ -298,7 +298,7 @@ def test_generators_of_ranks_differ_on_a_fresh_start_and_on_resume(resumed: str,
 
 
 @pytest.mark.ranks
-def test_first_update_is_witnessed_after_warmup_and_only_then(bench: Bench) -> None:
+def test_first_update_is_compared_once_after_warmup(bench: Bench) -> None:
     case = Case("gpt2")
     keys = {"training": {"witness": "first", "max_steps": 4, "eval_strategy": "no"}}
     run = runs.write_run(bench.new_folder(), runs.merged(case.recipe(str(bench.model("gpt2"))), keys), bench.store)
