@@ -1,4 +1,4 @@
-"""fsdp-tune: fine-tune causal language models with PyTorch FSDP, and know that the run is what the recipe says."""
+"""fsdp-tune: fine-tune causal language models with PyTorch FSDP, and verify that the live run matches the recipe."""
 
 from __future__ import annotations
 

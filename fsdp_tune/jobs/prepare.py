@@ -21,7 +21,7 @@ class Preparation:
     data: Prepared
     """Where the sets are, and the account of rows and tokens."""
     rows: list[list[dict[str, Any]]]
-    """The rows that `show` asked for, each a list of decoded examples."""
+    """The rows requested by `show`, each a list of decoded examples."""
 
 
 def prepare(

@@ -69,7 +69,7 @@ class TrainOptions:
     profile: ProfiledSteps | None = None
     """Steps that are recorded into RUN/profile."""
     ignore_plan: bool = False
-    """Start even if the plan says that the recipe cannot fit."""
+    """Start even if the plan predicts that the recipe does not fit."""
     verify_data: bool = False
     """Hash all data files instead of trusting sizes and times."""
     allowed: Allowed = Allowed()

@@ -90,10 +90,10 @@ class RunCallback(TrainerCallback):
         trainer.checkpointer.poll()
         slowest = max(self._step_seconds, default=seconds)
         self._stop_request.reserve_seconds = seconds_to_stop(slowest, self._evaluation_seconds, trainer.checkpointer.longest_seconds)
-        told = self._vote.exchange(self._stop_request.code() if trainer.parts.metrics.failure is None else SAVE_AND_FAIL)
+        code = self._vote.exchange(self._stop_request.code() if trainer.parts.metrics.failure is None else SAVE_AND_FAIL)
         last = state.global_step >= state.max_steps
-        if told and not last:
-            self.stopped = STOP_REASONS[told]
+        if code and not last:
+            self.stopped = STOP_REASONS[code]
             control.should_training_stop = True
             control.should_save = True
             # No line but a regular one: the sums travel in the checkpoint, so the resumed run writes the lines of an

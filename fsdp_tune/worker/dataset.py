@@ -6,7 +6,7 @@ without labels, because every rank must take part in the collectives; the filler
 
 Under a token budget the micro-batches of a step are as many as its rows need. The Trainer counts in steps of a fixed number, for
 resumption, epochs and the end of a step; so a step keeps that number of places, and those that are not needed are empty: the loader
-gives `NOTHING` for them, which nobody computes. How many there are follows from the rows alone, so every rank has the same.
+yields `NOTHING` for them, which is skipped. How many there are follows from the rows alone, so every rank has the same.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ NOTHING = Batch({}, (), 0, 0)
 class UnreadableRow(FailedError):
     """A row that cannot be read or made a batch."""
 
-    def __init__(self, told: str) -> None:
+    def __init__(self, message: str) -> None:
         # torch rebuilds an error of a loader process from the text of its traceback.
-        message = told.rsplit(f"{type(self).__name__}: ", 1)[-1].strip()
+        message = message.rsplit(f"{type(self).__name__}: ", 1)[-1].strip()
         super().__init__(Problem("row-unreadable", message, hint="the prepared data may be incomplete: `fsdp-tune prepare` rebuilds them"))
 
 

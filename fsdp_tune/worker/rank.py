@@ -68,7 +68,7 @@ def read_rank(recipe: Recipe, run: RunDir) -> Rank:
 def set_environment(recipe: Recipe, run: RunDir) -> None:
     """Remove variables that a launcher or shell left for the libraries, and set those of the recipe, before they are imported.
 
-    `accelerate launch --use_fsdp` exports `FSDP_CPU_RAM_EFFICIENT_LOADING=true` and others unless told (DESIGN §7, 21).
+    `accelerate launch --use_fsdp` exports `FSDP_CPU_RAM_EFFICIENT_LOADING=true` and other variables by default.
     """
     for name in [name for name in os.environ if name.startswith(OWNED_PREFIXES)]:
         del os.environ[name]
@@ -149,10 +149,10 @@ def _backends(group: Any) -> list[Any]:
 
 
 def configure_accelerate(recipe: Recipe) -> None:
-    """Prepares Accelerate's state for FSDP on any device.
+    """Prepare Accelerate's state for FSDP on any device.
 
-    Accelerate takes its FSDP branch only for the `MULTI_<accelerator>` types; on CPU ranks it would train with DDP and say
-    nothing (DESIGN §7, 2). A PartialState made beforehand is its documented way to be told otherwise.
+    Accelerate takes its FSDP branch only for the `MULTI_<accelerator>` types; on CPU ranks it would silently train with
+    DDP. Creating a PartialState first is the documented way to override this.
     """
     from accelerate import PartialState
     from accelerate.utils import DistributedType

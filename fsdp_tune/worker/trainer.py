@@ -1,7 +1,7 @@
-"""transformers.Trainer, overridden where DESIGN §7 says that it is wrong or slow, and nowhere else.
+"""transformers.Trainer, overridden only where it is wrong or slow (docs/evidence/numerics.md, Faults of the stack).
 
-Its loop, callbacks, schedules and early stopping are kept. Ours are: how the model is prepared (it arrives wrapped),
-the batches, the loss, the gradient norm, evaluation, what is logged, and checkpoints.
+Its loop, callbacks, schedules and early stopping are kept. Overridden are: preparing the model (it is already
+wrapped), the batches, the loss, the gradient norm, evaluation, logging, and checkpoints.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ MISSING, NOT_RUN, WRONG, STUCK = "missing", "not run", "wrong", "stuck"
 
 HEAD = """# Faults, as measured
 
-Written by `scripts/test-faults --write`, on CPU ranks over gloo. Each row of the catalogue (`tests/faults/table.py`) does one thing
-to the tool and runs the tests for what must hold then. *Survived*: the run ends as if nothing had happened, or with the
+Written by `scripts/test-faults --write`, on CPU ranks over gloo. Each row of the catalogue (`tests/faults/table.py`) injects one fault
+and runs the tests of the promised behaviour. *Survived*: the run ends as if nothing had happened, or with the
 documented stop. *Refused clearly*: one error with its reason and exit code, and nothing changed. *Wrong*: a test failed.
-*Stuck*: a test did not end. A planted bug (`tests/faults/plants.py`) is one function changed in a copy of the tool; the tests of its rows
-must then fail; otherwise they prove nothing.
+*Stuck*: a test did not end. A planted bug (`tests/faults/plants.py`) changes one function in a copy of the package; the tests of its rows
+must then fail, or they prove nothing.
 """
 _ROW = re.compile(r"\| (F\d{3}) \| .* \| ([a-z ]+) \| (\d*) \| (.*) \|")
 _COUNT = re.compile(r"- ([a-z ]+): ([\d,]+)")
@@ -65,7 +65,7 @@ class Board:
             ids = [row.id for row in ROWS if row.promise == number and self.standings[row.id].state != MISSING]
             parts.append(f"{number}. {promise}: {', '.join(ids)}")
         for name, rows in GROUPS.items():
-            parts += ["", f"## {name}", "", "| | what is done | | cases | planted bug |", "|---|---|---|---|---|"]
+            parts += ["", f"## {name}", "", "| | injected fault | | cases | planted bug |", "|---|---|---|---|---|"]
             for row in rows:
                 one = self.standings[row.id]
                 cells = [row.id, row.injection, one.state, str(one.cases or ""), "; ".join(one.planted)]

@@ -17,7 +17,7 @@ class Plant:
 
 
 @contextlib.contextmanager
-def _units_stay_gathered() -> Iterator[None]:
+def _leave_units_gathered() -> Iterator[None]:
     """The forward that looks for a NaN leaves units gathered: the next step computes with the weights before the update."""
     import torch
 
@@ -32,7 +32,7 @@ def _units_stay_gathered() -> Iterator[None]:
         yield
 
 
-def _balance_of_the_padded_batch() -> AbstractContextManager[Any]:
+def _count_padding_in_balance() -> AbstractContextManager[Any]:
     """The load-balancing loss of a micro-batch is the model's own, which counts padding."""
     from fsdp_tune.worker import trainer
 
@@ -46,13 +46,13 @@ def _balance_of_the_padded_batch() -> AbstractContextManager[Any]:
     return patch.object(trainer, "forward_backward", without_examples)
 
 
-def _sums_in_bf16() -> AbstractContextManager[Any]:
+def _accumulate_in_bf16() -> AbstractContextManager[Any]:
     """Micro-batches add up in the dtype of the weights, as FSDP2 does by itself."""
     return patch("fsdp_tune.model.optim.optimizer.sums_need_fp32", lambda _: False)
 
 
 @contextlib.contextmanager
-def _hub_kernel_is_unknown() -> Iterator[None]:
+def _ignore_hub_kernel() -> Iterator[None]:
     """Only kernels named `flash_attention…` get the lengths of packed examples; the check before the first step passes, as with one row."""
     from fsdp_tune.worker import callbacks, setup
     from fsdp_tune.worker.readback.isolation import Deviations
@@ -63,8 +63,8 @@ def _hub_kernel_is_unknown() -> Iterator[None]:
 
 
 PLANTS: dict[str, Plant] = {
-    "units stay gathered": Plant("after a step that is skipped", _units_stay_gathered),
-    "hub kernel is unknown": Plant("packed examples see each other", _hub_kernel_is_unknown),
-    "balance counts padding": Plant("a mixture's auxiliary loss", _balance_of_the_padded_batch),
-    "sums in bf16": Plant("gradients of bf16 weights over micro-batches", _sums_in_bf16),
+    "units left gathered": Plant("after a step that is skipped", _leave_units_gathered),
+    "hub kernel not recognised": Plant("packed examples not isolated", _ignore_hub_kernel),
+    "balance counts padding": Plant("a mixture's auxiliary loss", _count_padding_in_balance),
+    "sums in bf16": Plant("gradients of bf16 weights over micro-batches", _accumulate_in_bf16),
 }

@@ -1,4 +1,4 @@
-"""Bugs planted by hand, each of the kind that a stack has had: the parity check must see every one of them."""
+"""Planted bugs, each of a kind that such software has had: the parity check must detect every one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.parity.runs import run_worker
 
 
 def run_broken(path: str, name: str) -> dict[str, Any]:
-    """On a rank: the worker with one bug. The checks before step 1 are disabled, so that the numbers must show it."""
+    """Run the worker on a rank with one bug. The checks before step 1 are disabled, so that the numbers must show the bug."""
     no_differences = patch("fsdp_tune.worker.readback.report.differences", lambda *arguments: [])
     no_isolation_check = patch("fsdp_tune.worker.callbacks.RunCallback._check_what_tokens_see", lambda callback: None)
     with no_differences, no_isolation_check, BREAKS[name]():
@@ -20,7 +20,7 @@ def run_broken(path: str, name: str) -> dict[str, Any]:
 
 
 @contextmanager
-def mean_of_each_rank() -> Iterator[None]:
+def average_loss_per_rank() -> Iterator[None]:
     """Each rank divides by its own tokens, and the ranks' means are averaged (transformers#34191)."""
     import torch.distributed as dist
 
@@ -38,7 +38,7 @@ def mean_of_each_rank() -> Iterator[None]:
 
 
 @contextmanager
-def mean_of_each_micro_batch() -> Iterator[None]:
+def average_loss_per_micro_batch() -> Iterator[None]:
     import torch.distributed as dist
 
     from fsdp_tune.worker.trainer import FsdpTrainer
@@ -55,8 +55,8 @@ def mean_of_each_micro_batch() -> Iterator[None]:
 
 
 @contextmanager
-def recomputation_forgets_the_random_state() -> Iterator[None]:
-    """What Accelerate's FSDP2 path does (DESIGN §7, 3)."""
+def recompute_without_rng_state() -> Iterator[None]:
+    """Recompute as Accelerate's FSDP2 path does."""
     from torch.utils.checkpoint import checkpoint
 
     def forgetful(*arguments: Any, preserve_rng_state: bool, **options: Any) -> Any:
@@ -67,7 +67,7 @@ def recomputation_forgets_the_random_state() -> Iterator[None]:
 
 
 @contextmanager
-def packed_examples_see_each_other() -> Iterator[None]:
+def drop_position_ids() -> Iterator[None]:
     from fsdp_tune.data.order.collate import collate
 
     def without_positions(*arguments: Any, **options: Any) -> Any:
@@ -78,7 +78,7 @@ def packed_examples_see_each_other() -> Iterator[None]:
 
 
 @contextmanager
-def gradients_summed_in_bf16() -> Iterator[None]:
+def reduce_gradients_in_bf16() -> Iterator[None]:
     import torch
 
     from fsdp_tune.model.shard import wrap
@@ -95,8 +95,8 @@ def gradients_summed_in_bf16() -> Iterator[None]:
 
 
 @contextmanager
-def loss_computed_in_bf16() -> Iterator[None]:
-    """What Accelerate's `output_dtype` does (DESIGN §7, 4)."""
+def compute_loss_in_bf16() -> Iterator[None]:
+    """Round logits to bf16, as Accelerate's `output_dtype` does."""
     from fsdp_tune.model import loss
 
     original = loss.summed_token_loss
@@ -109,7 +109,7 @@ def loss_computed_in_bf16() -> Iterator[None]:
 
 
 @contextmanager
-def replicas_never_meet() -> Iterator[None]:
+def skip_replica_reduction() -> Iterator[None]:
     from fsdp_tune.worker.trainer import FsdpTrainer
 
     original = FsdpTrainer._reduce_between_replicas
@@ -134,18 +134,18 @@ def _repeated_rows(rows: int, *, data_rank: int, data_size: int, micro_batch: in
 
 
 BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "mean of each rank": mean_of_each_rank,
-    "mean of each micro-batch": mean_of_each_micro_batch,
-    "mean of each micro-batch of a budget": mean_of_each_micro_batch,
-    "recomputation forgets the random state": recomputation_forgets_the_random_state,
-    "packed examples see each other": packed_examples_see_each_other,
-    "gradients summed in bf16": gradients_summed_in_bf16,
-    "loss computed in bf16": loss_computed_in_bf16,
-    "replicas never meet": replicas_never_meet,
+    "loss averaged per rank": average_loss_per_rank,
+    "loss averaged per micro-batch": average_loss_per_micro_batch,
+    "loss averaged per micro-batch of a token budget": average_loss_per_micro_batch,
+    "recomputation without preserved RNG state": recompute_without_rng_state,
+    "packed examples not isolated": drop_position_ids,
+    "gradients summed in bf16": reduce_gradients_in_bf16,
+    "loss computed in bf16": compute_loss_in_bf16,
+    "replicas not synchronised": skip_replica_reduction,
     "weight decay on norms": _replaced("fsdp_tune.model.step.decays", lambda name, parameter: True),
     "no weight decay": _replaced("fsdp_tune.model.step.decays", lambda name, parameter: False),
     "no clipping": _replaced("fsdp_tune.worker.gradients.clip_factor", _no_clipping),
-    "optimizer starts anew on resume": _replaced("fsdp_tune.worker.trainer.restore_optimizer", lambda live, path: None),
-    "schedule starts anew on resume": _replaced("fsdp_tune.worker.trainer.restore_schedule", lambda scheduler, step: None),
+    "optimizer state not restored on resume": _replaced("fsdp_tune.worker.trainer.restore_optimizer", lambda live, path: None),
+    "schedule not restored on resume": _replaced("fsdp_tune.worker.trainer.restore_schedule", lambda scheduler, step: None),
     "evaluation repeats rows": _replaced("fsdp_tune.worker.evaluate.eval_batches", _repeated_rows),
 }

@@ -15,7 +15,7 @@ def rows(count: int = 32) -> list[dict[str, Any]]:
 
 
 def make_trainer(model: str, folder: str, *, configured: bool = True, **options: Any) -> Any:
-    """`configured` marks Accelerate's state so that it takes its FSDP branch on CPU (DESIGN §7, 2)."""
+    """Build a stock Trainer. `configured` sets Accelerate's state so that it takes its FSDP branch on CPU."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -102,7 +102,7 @@ def unsharded_bytes(wrapped: Any) -> int:
 
 
 def kept_unsharded(model: str, folder: str) -> int:
-    """Bytes of unsharded gradients between the first and the second micro-batch (DESIGN §7, 23)."""
+    """Return the bytes of unsharded gradients between the first and the second micro-batch."""
     from transformers import TrainerCallback
 
     seen: list[int] = []

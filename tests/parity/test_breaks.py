@@ -16,19 +16,19 @@ from tests.parity.test_matrix import DROPOUT
 from tests.ranks import RanksFailed
 
 SEEN_BY: dict[str, Case] = {
-    "mean of each rank": Case(),
-    "mean of each micro-batch": Case(accumulation=4),
-    "mean of each micro-batch of a budget": Case(tokens=64),
-    "recomputation forgets the random state": replace(DROPOUT, recomputation="full"),
-    "packed examples see each other": Case(packed=True),
+    "loss averaged per rank": Case(),
+    "loss averaged per micro-batch": Case(accumulation=4),
+    "loss averaged per micro-batch of a token budget": Case(tokens=64),
+    "recomputation without preserved RNG state": replace(DROPOUT, recomputation="full"),
+    "packed examples not isolated": Case(packed=True),
     "gradients summed in bf16": Case(),
     "loss computed in bf16": Case(),
-    "replicas never meet": Case(ranks=4, strategy="HYBRID_SHARD"),
+    "replicas not synchronised": Case(ranks=4, strategy="HYBRID_SHARD"),
     "weight decay on norms": Case(),
     "no weight decay": Case(),
     "no clipping": Case(),
-    "optimizer starts anew on resume": Case(resumed="same"),
-    "schedule starts anew on resume": Case(resumed="same"),
+    "optimizer state not restored on resume": Case(resumed="same"),
+    "schedule not restored on resume": Case(resumed="same"),
     "evaluation repeats rows": Case(),
 }
 
@@ -45,7 +45,7 @@ def test_planted_bug_is_detected(name: str, bench: Bench, record_property) -> No
     except AssertionError as error:  # the trajectory is not complete, or the worker's own checks have stopped the run
         text = str(error).strip()
         assert "Traceback" not in text or "FsdpTuneError" in text, text
-        record_property("parity", {"section": "bugs planted by hand", "case": name, "seen as": text.splitlines()[-1]})
+        record_property("parity", {"section": "planted bugs", "case": name, "seen as": text.splitlines()[-1]})
         return
-    record_property("parity", found.row("bugs planted by hand", name))
+    record_property("parity", found.row("planted bugs", name))
     assert not found.is_within_fp32, found

@@ -21,7 +21,7 @@ from tests.parity.cases import Case
 
 ROWWISE = Case("llama-16", precision="fp8 rowwise")
 TENSORWISE = Case("llama-16", precision="fp8 tensorwise")
-SECTION = "fp8 in the decoder layers against fp32, beside one device that computes in bf16"
+SECTION = "fp8 in the decoder layers against fp32, compared with one device computing in bf16"
 
 
 def slow(case: Case, *more: object) -> object:

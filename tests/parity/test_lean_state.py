@@ -20,7 +20,7 @@ ROUNDED = Case(stored="bf16", training=(("optim_args", "bf16_stochastic_round=tr
 EIGHT_BITS = Case("llama-64", training=(("optim", "adamw_torch_8bit"),))
 FOUR_BITS = Case("llama-64", training=(("optim", "adamw_torch_4bit"), ("optim_args", "block_size=128")))
 WITHOUT_EMBEDDING = replace(EIGHT_BITS, strategy="NO_SHARD")
-SECTION = "fewer bits of state or weights against fp32, beside one device that computes in bf16"
+SECTION = "low-precision state or weights against fp32, compared with one device computing in bf16"
 
 
 def slow(case: Case) -> object:

@@ -1,5 +1,7 @@
-"""The faults of the stack (DESIGN §7), each on the stock path and on ours. A test that fails here may be good news:
-upstream has fixed the fault, and our way around it can go."""
+"""Faults of the stack (docs/evidence/numerics.md), each on the stock path and in fsdp-tune.
+
+If a test of the stock path fails, upstream may have fixed the fault, and the workaround can be removed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tests.parity.cases import Case
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
-SECTION = "the stack's own faults, on its stock path and here"
+SECTION = "faults of the stack: stock path against fsdp-tune"
 
 
 @pytest.fixture

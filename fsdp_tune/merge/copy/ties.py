@@ -1,6 +1,6 @@
 """Tied weights: sharded checkpoints may store the embedding twice, ordinary model directories once.
 
-transformers ties the output head to the input embedding where `tie_word_embeddings` says so, and restores the head from
+transformers ties the output head to the input embedding if `tie_word_embeddings` is true, and restores the head from
 the embedding when the file holds only that. A head is left out only if it is equal, byte for byte, to the embedding.
 """
 

@@ -78,7 +78,7 @@ def locate(tensor: SourceTensor, chunk: Chunk) -> Extent:
             raise Refused("it holds no tensor")
         if stored.dtype != tensor.dtype or stored.sizes != chunk.sizes:
             raise Refused(
-                f"it holds {stored.dtype.name} {list(stored.sizes)}, and the table of contents says {tensor.dtype.name} {list(chunk.sizes)}"
+                f"it holds {stored.dtype.name} {list(stored.sizes)}, but the table of contents has {tensor.dtype.name} {list(chunk.sizes)}"
             )
         return extent(archive, stored)
     except Refused as refused:

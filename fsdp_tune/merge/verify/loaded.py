@@ -62,7 +62,7 @@ def _from_config(folder: Path) -> Any:
 
 
 def load_and_run(folder: Path) -> dict[str, Any]:
-    """{"where": "weights" or "shapes", "report": what transformers says about the keys, "finite": of the logits, None for shapes}."""
+    """{"where": "weights" or "shapes", "report": the loading report of transformers, "finite": of the logits, None for shapes}."""
     import torch
     import transformers
 

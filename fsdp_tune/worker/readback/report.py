@@ -1,6 +1,6 @@
 """Read wrapping, dtypes and mesh from the live objects of every rank and compare them with the recipe.
 
-`fsdp.expected` says what the recipe means, independently of the code that made the settings. Any difference from it,
+`fsdp.expected` returns the live state that the recipe requires, independently of the code that makes the settings. Any difference from it,
 or between ranks, stops the run before step 1.
 """
 

@@ -1,4 +1,4 @@
-"""A run that is not what its recipe says stops before it trains, and says which value is wrong."""
+"""A run whose live state differs from its recipe stops before it trains and names the wrong value."""
 
 from __future__ import annotations
 
