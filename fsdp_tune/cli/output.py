@@ -86,7 +86,7 @@ class Screen(Terminal, Observer):
 
 @contextmanager
 def command(json_output: bool) -> Iterator[Screen]:
-    """The error boundary of every command. Whatever happens inside, the process ends with a documented exit code."""
+    """Run a command inside its error boundary: every exception becomes a documented exit code."""
     screen = Screen(json_output=json_output)
     try:
         with stop_signals_raise():

@@ -1,4 +1,4 @@
-"""What `train` prints: the inputs before the start, a line for each logged step, and how the run ended."""
+"""Output of `train`: the inputs before the start, a line for each logged step, and a summary at the end."""
 
 from __future__ import annotations
 

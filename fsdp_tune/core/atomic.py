@@ -152,9 +152,9 @@ def publish(stage: Path, final: Path, *, replace: bool = False) -> None:
         DISK.fsync_dir(final.parent)
 
 
-def staging_place(final: Path, *, last: str | None) -> Path:
+def staging_path(final: Path, *, last: str | None) -> Path:
     """Return the stage that `staged_directory` uses in this process."""
-    fills = last is not None and must_be_filled(final)
+    fills = last is not None and needs_filling(final)
     return final / stage_path(final).name if fills else stage_path(final)
 
 
@@ -163,9 +163,9 @@ def staged_directory(final: Path, *, replace: bool = False, last: str | None = N
     """Yield an empty stage directory; publish it if the block succeeds, remove it otherwise.
 
     `last` is the name of the file without which `final` counts as absent. If given, a directory that cannot be replaced by a rename
-    (see `must_be_filled`) is filled instead: staged inside, then moved entry by entry, `last` at the end.
+    (see `needs_filling`) is filled instead: staged inside, then moved entry by entry, `last` at the end.
     """
-    stage = staging_place(final, last=last)
+    stage = staging_path(final, last=last)
     fills = stage.parent == final
     if stage.exists():
         DISK.rmtree(stage)
@@ -184,7 +184,7 @@ def staged_directory(final: Path, *, replace: bool = False, last: str | None = N
         raise
 
 
-def must_be_filled(path: Path) -> bool:
+def needs_filling(path: Path) -> bool:
     """Return whether a directory exists that a rename cannot replace: a mount point, a link, or one in a read-only parent."""
     return path.is_dir() and (path.is_symlink() or is_mount_point(path) or not os.access(path.parent, os.W_OK | os.X_OK))
 

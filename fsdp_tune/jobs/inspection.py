@@ -33,7 +33,7 @@ _UNREACHABLE = re.compile(
 
 @dataclass(slots=True)
 class Inspection:
-    """What was found in the model, in the data, or in both."""
+    """Findings in the model, in the data, or in both."""
 
     model: dict[str, Any] = field(default_factory=dict[str, Any])
     """The document of `fsdp_tune.model.loading.inspect`, without problems and notices; empty if the model could not be built."""

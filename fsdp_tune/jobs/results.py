@@ -1,4 +1,4 @@
-"""What a training checked before its start, and how it ended."""
+"""Results of `train`: the inputs checked before the start, and how the run ended."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True)
 class TrainingInputs:
-    """What was checked before a run is written."""
+    """The inputs that are checked before a run is written."""
 
     resolution: Resolution
     """With the keys decided that were left to a plan."""

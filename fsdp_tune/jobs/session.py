@@ -21,7 +21,7 @@ from fsdp_tune.recipe.schema import Recipe
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a recipe may run beyond this package. A recipe alone runs nothing."""
+    """Code outside this package that a recipe may run. A recipe alone runs none."""
 
     remote_code: bool = False
     """Code from the repositories of the model and of a hub kernel (`--trust-remote-code`)."""

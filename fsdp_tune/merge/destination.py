@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fsdp_tune.core.atomic import DISK, STAGE_MARK, must_be_filled, occupants, stage_lock, stages_inside, staging_place, undo_fill
+from fsdp_tune.core.atomic import DISK, STAGE_MARK, needs_filling, occupants, stage_lock, stages_inside, staging_path, undo_fill
 from fsdp_tune.core.errors import Notice, Where, failed_error, usage_error
 from fsdp_tune.core.ownership import announced, is_abandoned
 from fsdp_tune.core.units import format_bytes
@@ -119,7 +119,7 @@ def _check_writable(target: Path) -> None:
 
 def _nearest(target: Path) -> Path:
     """Return the existing directory under which the output is written."""
-    folder = target if must_be_filled(target) else target.parent
+    folder = target if needs_filling(target) else target.parent
     while not folder.exists():
         folder = folder.parent
     return folder
@@ -183,7 +183,7 @@ def _siblings(target: Path, mark: str) -> list[Path]:
 
 
 def _lock_of(aside: Path, target: Path) -> Path:
-    """The lock file of the merge that moved an old output aside: both names have the same suffix."""
+    """Return the lock file of the merge that moved an old output aside; both names have the same suffix."""
     suffix = aside.name.rpartition(STAGE_MARK)[2]
     return stage_lock(target.with_name(f".{target.name}{STAGE_MARK}{suffix}"))
 
@@ -191,7 +191,7 @@ def _lock_of(aside: Path, target: Path) -> Path:
 @contextmanager
 def stage_owned(target: Path) -> Iterator[None]:
     """Show other merges that the stage of this one is in use, until its output is in place."""
-    lock = stage_lock(staging_place(target, last=RECORD_NAME))
+    lock = stage_lock(staging_path(target, last=RECORD_NAME))
     DISK.mkdir(lock.parent)
     with announced(lock):
         yield

@@ -183,7 +183,7 @@ def _one_step(run: RunDir, choice: CheckpointChoice, complete: list[Checkpoint],
     path = run.checkpoint(choice.step)
     for checkpoint in complete:
         if checkpoint.step == choice.step:
-            return Selection((_weights(checkpoint),), "its step was asked for", run)
+            return Selection((_weights(checkpoint),), "its step was requested", run)
     for item in rejected:
         if item.path == path and not choice.allow_incomplete:
             raise incomplete(path, item.reason)
@@ -194,7 +194,7 @@ def _one_step(run: RunDir, choice: CheckpointChoice, complete: list[Checkpoint],
             "merge-no-such-step", f"the run has no checkpoint of step {choice.step} (complete: {steps})", where=Where(str(run.path))
         )
     weights, notices = _accept(path, found, allow_incomplete=choice.allow_incomplete)
-    return Selection((weights,), "its step was asked for", run, notices)
+    return Selection((weights,), "its step was requested", run, notices)
 
 
 def _averaged(run: RunDir, text: str, complete: list[Checkpoint]) -> list[Checkpoint]:

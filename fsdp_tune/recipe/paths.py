@@ -30,14 +30,14 @@ def output_directory(recipe: Recipe, cwd: Path) -> tuple[Path, list[Finding]]:
     filled = OUTPUT_FIELDS.sub(lambda found: values[found[1]], recipe.output_dir)
     path = Path(cwd, filled)
     resolved = path.resolve()
-    return resolved, [_finding(message, hint) for message, hint in _objections(recipe, resolved, cwd)]
+    return resolved, [_finding(message, hint) for message, hint in _path_problems(recipe, resolved, cwd)]
 
 
 def _finding(message: str, hint: str) -> Finding:
     return Finding("bad-output-dir", ("output_dir",), f"`output_dir` {message}", hint)
 
 
-def _objections(recipe: Recipe, path: Path, cwd: Path) -> list[tuple[str, str]]:
+def _path_problems(recipe: Recipe, path: Path, cwd: Path) -> list[tuple[str, str]]:
     elsewhere = "name a new directory, such as `runs/{name}`"
     if path == Path(path.anchor):
         return [("is the root of the file system", elsewhere)]

@@ -79,7 +79,7 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class AllowedGlobal:
-    """What stands in for a global name: a `value`, a function called with data (`call`), or a class of `Record`s with `fields`."""
+    """The replacement of a global name: a `value`, a function called with data (`call`), or a class of `Record`s with `fields`."""
 
     name: str
     value: Any = None

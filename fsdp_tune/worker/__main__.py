@@ -1,4 +1,4 @@
-"""Entry point of a rank. What must happen before torch is imported happens here."""
+"""Entry point of a rank, with the steps that must precede the import of torch."""
 
 from __future__ import annotations
 

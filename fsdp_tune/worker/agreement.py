@@ -1,4 +1,4 @@
-"""Agreement between ranks: no rank acts alone on what only it observed."""
+"""Collective decisions: results, failures and stop requests of any rank reach all ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class RemoteError(FailedError):
-    """Another rank failed in a common act; its message is carried to every rank."""
+    """Another rank failed in a collective action; its message is passed to every rank."""
 
 
 def all_or_none(act: Callable[[], T], what: str, group: dist.ProcessGroup | None = None) -> T:
-    """Runs `act` on every rank; if it fails on any, every rank raises with the first failure's message."""
+    """Run `act` on every rank. If it fails on any, every rank raises with the message of the first failure."""
     result: T | None = None
     failure: BaseException | None = None
     try:
@@ -50,7 +50,7 @@ def _problem(error: BaseException) -> Problem:
 
 
 def from_rank0(act: Callable[[], T], what: str, group: dist.ProcessGroup | None = None) -> T:
-    """Runs `act` on rank 0 alone and gives its result to all; a failure is raised on every rank."""
+    """Run `act` on rank 0 and broadcast its result; a failure is raised on every rank."""
     value = all_or_none(lambda: act() if dist.get_rank() == 0 else None, what, group)
     box = [value]
     dist.broadcast_object_list(box, src=0, group=group)
@@ -58,7 +58,7 @@ def from_rank0(act: Callable[[], T], what: str, group: dist.ProcessGroup | None 
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, by rank."""
+    """Return every rank's value, by rank."""
     values: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values  # type: ignore[return-value]
@@ -90,13 +90,13 @@ class StopVote:
             self._work = None
 
 
-# ---- Whether all ranks run the same thing: the same code on the same recipe and data. Asked before any of them loads a model.
+# ---- Check that all ranks run the same code on the same recipe and data, before any of them loads a model.
 
 PACKAGES = ("fsdp-tune", "torch", "transformers", "accelerate", "safetensors", "tokenizers", "numpy")
 
 
 def identity(run: RunDir) -> dict[str, str]:
-    """What must be equal on every rank: versions, and the digests of the files that it reads."""
+    """Return the values that must be equal on all ranks: versions, and digests of the files that ranks read."""
     files = {path.name: path.read_bytes() for path in (run.recipe_json, run.data_json)}
     digests = {name: hashlib.sha256(content).hexdigest()[:12] for name, content in files.items()}
     return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}, **digests}

@@ -107,7 +107,7 @@ class RunCallback(TrainerCallback):
         self._step_began = time.monotonic()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The Trainer also calls this when it leaves an epoch early; the step has done its work by then."""
+        """Cancel the requests of a stopped or finished run: the Trainer also calls this when it leaves an epoch early."""
         if control.should_training_stop or state.global_step >= state.max_steps:
             control.should_log = control.should_evaluate = control.should_save = False
 
@@ -176,7 +176,7 @@ def _table(document: dict[str, Any]) -> list[str]:
 
 
 def startup_seconds(heartbeat: HeartbeatWriter) -> dict[str, float]:
-    """Seconds of this rank's phases in their order, beginning with the process that launched it.
+    """Return the seconds of this rank's start-up phases in order, from the start of its launcher.
 
     That process is `accelerate launch`, or whatever else started the rank; what came before it is the command's own.
     """

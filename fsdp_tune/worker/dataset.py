@@ -163,26 +163,26 @@ class MicroBatches(BatchSampler):
         return self._data_size * self.micro_batch * self._accumulation
 
     def digest(self, epoch: int = 0) -> str:
-        """Names the order of an epoch: equal on every rank and on every world size with the same global batch."""
+        """Return a digest of an epoch's order, equal on every rank and for every world size with the same global batch."""
         return hashlib.blake2b(np.ascontiguousarray(self._order(epoch), dtype=np.int64).tobytes(), digest_size=8).hexdigest()
 
     def rows_of_step(self, step: int) -> list[int]:
-        """Rows of this rank in step `step` of the present epoch, which counts from 0."""
+        """Return this rank's rows in step `step` (from 0) of the current epoch."""
         batches = list(self)[step * self._accumulation : (step + 1) * self._accumulation]
         return [row for batch in batches for row in batch if row != FILLER]
 
     @property
     def steps(self) -> int:
-        """Of an epoch."""
+        """Steps of an epoch."""
         return math.ceil(len(self) / self._accumulation)
 
     def rows_of_all_ranks(self, step: int) -> list[int]:
-        """Return the rows that all ranks together read after `step` steps, in the global batch of the present epoch."""
+        """Return the rows that all ranks together read after `step` steps, in the global batch of the current epoch."""
         start = step % self.steps * self.global_batch
         return [int(row) for row in self._order(self.epoch)[start : start + self.global_batch]]
 
     def epochs_after(self, step: int) -> float:
-        """Epochs trained after `step` steps: rows over the rows of an epoch, the same on any number of ranks."""
+        """Return the epochs trained after `step` steps (rows over rows per epoch), the same on any number of ranks."""
         epochs, steps = divmod(step, self.steps)
         return epochs + steps * self.global_batch / self._rows
 
@@ -247,7 +247,7 @@ def loader_died(error: BaseException, sampler: MicroBatches, store: RowStore, st
 
 
 def eval_batches(rows: int, *, data_rank: int, data_size: int, micro_batch: int) -> list[list[int]]:
-    """Every row once over all ranks, and the same number of batches on each: fillers, never repeated rows."""
+    """Split rows over the ranks, each row once, with as many batches on each rank: fillers instead of repeated rows."""
     count = math.ceil(rows / (data_size * micro_batch))
     mine = list(range(data_rank, rows, data_size))
     batches = [mine[start : start + micro_batch] for start in range(0, len(mine), micro_batch)]

@@ -1,9 +1,9 @@
-"""Between backward and optimizer: the norm over all ranks, clipping, the fp16 scale, and the refusal of NaN and infinity.
+"""Between backward and optimizer: the norm over all ranks, clipping, the fp16 scale, and the check for NaN and infinity.
 
-Whether a norm is finite is known on the device first. To ask for it would have the host wait in every step until the device's queue is
-empty, and the device then wait for the host. Torch's fused AdamW takes the answer on the device (`found_inf`, made for GradScaler) and
-leaves parameters and state as they are; the host learns it a step later, when the number has long arrived, or before anything tells or
-keeps that step. What cannot be done so is asked at once: fp16, whose scale must be known before the next forward, and other optimizers.
+Whether a norm is finite is known on the device first. Reading it in every step would make the host wait until the device's queue is
+empty, and then the device wait for the host. Torch's fused AdamW reads `found_inf` (made for GradScaler) on the device and leaves
+parameters and state unchanged if it is set. The host reads the norm a step later, when the copy has finished, or before the step is logged,
+evaluated or saved. The norm is read at once for fp16, whose scale must be known before the next forward, and for other optimizers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FP16_SKIPS_IN_A_ROW = 20
 
 
 class AsyncScalar:
-    """A number on its way from the device to the host."""
+    """A number that is being copied from the device to the host."""
 
     def __init__(self, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
@@ -50,8 +50,8 @@ class AsyncScalar:
 
 
 @dataclass(frozen=True, slots=True)
-class Unsettled:
-    """A step that the device has decided on and the host has not heard of yet."""
+class PendingStep:
+    """A step whose norm the host has not read yet."""
 
     step: int
     batches: list[Batch]
@@ -59,7 +59,7 @@ class Unsettled:
 
 @dataclass
 class GradientGate:
-    """Lets a step through to the optimizer or not; every rank decides the same, from the one norm of all gradients."""
+    """Decide whether a step is applied. Every rank decides the same, from the global gradient norm."""
 
     wrapped: nn.Module
     scale: LossScale | None
@@ -70,7 +70,7 @@ class GradientGate:
     norm: torch.Tensor | None = None
     """Gradient norm of the last step, before clipping."""
     skipped_steps: int = 0
-    _unsettled: Unsettled | None = None
+    _pending: PendingStep | None = None
     _async_norm: AsyncScalar | None = None
 
     @functools.cached_property
@@ -79,12 +79,12 @@ class GradientGate:
         return [p for p in self.wrapped.parameters() if p.requires_grad]
 
     def pass_or_skip(self, step: int, max_norm: float | None, optimizer: Any, batches: list[Batch]) -> torch.Tensor:
-        """Clips in place and returns the norm before clipping, the fp16 scale taken out.
+        """Clip gradients in place and return the norm before clipping, without the fp16 scale.
 
         A norm that is not finite never reaches the parameters: the step is skipped (fp16's own back-off, or
-        `on_nonfinite: skip`) or the run ends with FailedError (exit 4), here, in the next step, or by `settle`.
+        `on_nonfinite: skip`) or the run ends with FailedError (exit 4), here, in the next step, or in `check_pending`.
         """
-        self.settle()
+        self.check_pending()
         parameters = [p for p in self._trained if p.grad is not None]
         norm = total_norm(parameters, flat_shard_group(self.wrapped))
         factor = 1.0
@@ -92,11 +92,11 @@ class GradientGate:
             factor = 1.0 / self.scale.scale
             norm = norm * factor
         self.norm = norm
-        if self.scale is None and leaves_bad_steps_out(optimizer) and norm.device.type in ("cpu", "cuda"):
+        if self.scale is None and supports_found_inf(optimizer) and norm.device.type in ("cpu", "cuda"):
             optimizer.found_inf = torch.isfinite(norm).logical_not().float()
             self._async_norm = self._async_norm or AsyncScalar(norm.device)
             self._async_norm.send(norm)
-            self._unsettled = Unsettled(step, batches)
+            self._pending = PendingStep(step, batches)
         elif not bool(torch.isfinite(norm)):
             self._refuse(step, float(norm), batches)
             for parameter in self._trained:  # without gradients an optimizer changes nothing
@@ -110,19 +110,19 @@ class GradientGate:
             self.scale.update(finite=True)
         return norm
 
-    def settle(self) -> None:
+    def check_pending(self) -> None:
         """Read the result of the last step; call it before that step is logged, evaluated or saved. Raises: FailedError as above."""
-        last, self._unsettled = self._unsettled, None
+        last, self._pending = self._pending, None
         if last is not None and self._async_norm is not None and not math.isfinite(norm := self._async_norm.read()):
             self._refuse(last.step, norm, last.batches)
 
     def facts(self) -> dict[str, float]:
-        """For a line of the metrics."""
+        """Return fields for a metrics line."""
         scale = {"loss_scale": self.scale.scale} if self.scale is not None else {}
         return scale | ({"skipped_steps": self.skipped_steps} if self.skipped_steps else {})
 
     def _refuse(self, step: int, norm: float, batches: list[Batch]) -> None:
-        """Collective."""
+        """Record a non-finite step, and raise unless it is skipped. Collective."""
         if self.scale is not None:
             self.scale.update(finite=False)
             self.metrics.event("loss_scale_backed_off", step, loss_scale=self.scale.scale)
@@ -137,8 +137,8 @@ class GradientGate:
         self.skipped_steps += 1
 
 
-def leaves_bad_steps_out(optimizer: Any) -> bool:
-    """Return whether `optimizer.found_inf` takes effect: in the fused kernels of torch, which our class of this name always uses."""
+def supports_found_inf(optimizer: Any) -> bool:
+    """Return whether `optimizer.found_inf` takes effect: in torch's fused kernels, which this package's AdamW always uses."""
     return isinstance(optimizer, AdamW)
 
 

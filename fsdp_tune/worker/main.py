@@ -91,7 +91,7 @@ def _heartbeat(run: RunDir, recipe: Recipe, rank: Rank) -> HeartbeatWriter:
 
 
 def _deadline(run: RunDir, recipe: Recipe, started: float) -> float | None:
-    """When `launch.max_runtime` ends, counted from the start of the launcher; on the monotonic clock, which is never adjusted."""
+    """Return the monotonic time at which `launch.max_runtime` ends, counted from the start of the launcher."""
     if recipe.launch.max_runtime is None:
         return None
     launched = LaunchRecord.read(run.launch_json) or LaunchRecord()

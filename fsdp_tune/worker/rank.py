@@ -78,7 +78,7 @@ def set_environment(recipe: Recipe, run: RunDir) -> None:
 
 
 def redirect_output(run: RunDir, rank: int) -> IO[str]:
-    """Sends this process's stdout and stderr, C++ included, to its log; returns the launcher's stdout for plain lines."""
+    """Redirect stdout and stderr of this process, C++ included, to its log. Returns the launcher's stdout."""
     run.logs.mkdir(parents=True, exist_ok=True)
     log = os.open(run.rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, PRIVATE_MODE)
     screen = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
@@ -90,7 +90,7 @@ def redirect_output(run: RunDir, rank: int) -> IO[str]:
     return screen
 
 
-def make_room_for_connections(world_size: int) -> None:
+def raise_open_file_limit(world_size: int) -> None:
     """Raise the limit of open files: gloo connects each rank with all others for each group, hundreds of ranks exceed the usual 1,024."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES + GLOO_GROUPS * world_size
@@ -107,7 +107,7 @@ def start_process_group(recipe: Recipe, rank: Rank) -> str:
     import torch
     import torch.distributed as dist
 
-    make_room_for_connections(rank.world_size)
+    raise_open_file_limit(rank.world_size)
     device_type = recipe.launch.device
     timeout = timedelta(seconds=parse_seconds(recipe.launch.hang_timeout) + COLLECTIVE_MARGIN_SECONDS)
     if device_type == "cpu":

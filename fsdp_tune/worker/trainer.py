@@ -50,7 +50,7 @@ from fsdp_tune.worker.readback.audit import DtypeAudit, warnings_of
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the trainer needs in addition to TrainingArguments."""
+    """Inputs of the trainer in addition to TrainingArguments."""
 
     recipe: Recipe
     loaded: Loaded
@@ -226,7 +226,7 @@ class FsdpTrainer(Trainer):
         tr_loss.zero_()  # the Trainer's own sum; ours is weighted by tokens
         self.parts.heartbeat.beat("training", step)
         if self.control.should_log or self.control.should_evaluate:
-            self.gate.settle()
+            self.gate.check_pending()
         if self.control.should_log and step > self._globalstep_last_logged:
             self._globalstep_last_logged = step
             self._log_line(step, None if grad_norm is None else float(grad_norm), kwargs.get("learning_rate"))
@@ -279,7 +279,7 @@ class FsdpTrainer(Trainer):
 
     def own_state(self) -> dict[str, Any]:
         """Return the state of this rank for its file in a checkpoint; called last before a save."""
-        self.gate.settle()
+        self.gate.check_pending()
         scale = self.parts.scale.state_dict() if self.parts.scale else None
         return {"sums": self.lines.sums.state(), "loss_scale": scale, "unwritten": list(self.parts.metrics.unwritten)}
 

@@ -133,7 +133,7 @@ class Chaos:
 
     def summary(self) -> str:
         """Return what was done, in one sentence."""
-        machines = "one machine" if self.machines == 1 else f"{self.machines} commands that play machines"
+        machines = "one machine" if self.machines == 1 else f"{self.machines} commands as machines"
         return (
             f"{self.stories} runs on {machines}, {self.attempts} starts, {self.tally.count()} disturbances, "
             f"{len(self.violations)} violations."
@@ -144,7 +144,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/test-chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="start no other run after so long (10)")
     parser.add_argument("--seed", type=int, default=0, help="of the disturbances (0)")
-    parser.add_argument("--machines", type=int, choices=(1, 2), default=1, help="2: two commands play two machines with one rank each")
+    parser.add_argument("--machines", type=int, choices=(1, 2), default=1, help="2: two commands simulate two machines with one rank each")
     parser.add_argument("--write", action="store_true", help="write the counts into docs/evidence/faults.md")
     options = parser.parse_args()
     # By way of the clean-up that ends the run in progress. Handlers are not inherited as ignored signals are, by `nohup` or a shell's `&`:

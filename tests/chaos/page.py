@@ -50,7 +50,7 @@ def _parts(section: str) -> dict[int, str]:
 
 
 def _title(machines: int) -> str:
-    return "One machine" if machines == 1 else "Two commands that play two machines"
+    return "One machine" if machines == 1 else "Two commands as two machines"
 
 
 _ABOUT = """`scripts/test-chaos` starts `fsdp-tune train` on two CPU ranks and waits for a phase that a seed has drawn. Then it

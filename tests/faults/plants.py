@@ -125,7 +125,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("duplicate signal treated as a second one", "worker.signals", value("ECHO_SECONDS", "0.0"), rows="F063"),
     plant("tracker error ends the run", "worker.observe.trackers:Guarded._serve", catch("ZeroDivisionError"), rows="F069"),
     # numbers
-    plant("nonfinite gradients applied", "worker.gradients:GradientGate.settle", never("math.isfinite"), rows="F049 F050"),
+    plant("nonfinite gradients applied", "worker.gradients:GradientGate.check_pending", never("math.isfinite"), rows="F049 F050"),
     plant(
         "step without targets has loss 0",
         "worker.trainer:FsdpTrainer.get_batch_samples",
@@ -177,7 +177,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("duplicate keys in a row accepted", "data.read.json_rows:_unique", never("pairs"), rows="F015"),
     plant("row size not limited", "data.read.readers:_lines", never("len MAX_ROW_BYTES"), rows="F017 F020"),
     plant("CSV rows with a wrong field count accepted", "data.read.readers:_csv_row", never("fields header"), rows="F018"),
-    plant("directory written in place", "core.atomic:staging_place", result("_ if fills else final"), rows="F029 F102"),
+    plant("directory written in place", "core.atomic:staging_path", result("_ if fills else final"), rows="F029 F102"),
     plant("data changed during reading accepted", "data.build:build_store", drop("data-changing"), rows="F028"),
     plant("too few rows accepted", "data.preparation:_refuse_few_rows", condition("rows wanted", "rows < 1"), rows="F019"),
     # launch
@@ -324,7 +324,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("SIGUSR1 not forwarded by the agent", "launch.command.accelerate", replace("signal.SIGUSR1", "signal.SIGQUIT"), rows="F059"),
     plant(
         "lingering rank not ended",
-        "launch.supervise.supervisor:Supervisor._end_what_must_end",
+        "launch.supervise.supervisor:Supervisor._end_if_needed",
         drop("watch.lingering"),
         rows="F067",
     ),

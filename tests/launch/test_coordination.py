@@ -73,7 +73,7 @@ def test_single_machine_neither_announces_nor_waits(run: RunDir) -> None:
     alone = Machines(run, 0, 1, timeout_seconds=0.0)
     assert alone.gather(0) is None
     alone.end(KILLED)
-    assert (alone.verdict(KILLED), alone.trouble(), alone.share([RankState(0)], 1.0)) == (KILLED, None, [RankState(0)])
+    assert (alone.verdict(KILLED), alone.failure_elsewhere(), alone.share([RankState(0)], 1.0)) == (KILLED, None, [RankState(0)])
     assert alone.environment() == {}
     assert not alone.is_poll_due()
     assert list(run.logs.iterdir()) == []
@@ -92,18 +92,18 @@ def test_missing_machine_is_named(run: RunDir) -> None:
 def test_failure_on_another_machine_stops_local_ranks(two: tuple[Machines, Machines]) -> None:
     first, second = two
     start(first, second)
-    assert first.trouble() is None
+    assert first.failure_elsewhere() is None
     second.end(KILLED)
-    trouble = first.trouble()
-    assert trouble is not None
-    assert (trouble.code, trouble.message) == ("machine-failed", "machine 1: rank-killed happened")
+    failure = first.failure_elsewhere()
+    assert failure is not None
+    assert (failure.code, failure.message) == ("machine-failed", "machine 1: rank-killed happened")
 
 
 def test_success_on_another_machine_is_not_a_failure(two: tuple[Machines, Machines]) -> None:
     first, second = two
     start(first, second)
     second.end(FINISHED)
-    assert first.trouble() is None
+    assert first.failure_elsewhere() is None
 
 
 @pytest.mark.parametrize(
@@ -264,13 +264,13 @@ def test_hang_report_covers_all_machines(two: tuple[Machines, Machines]) -> None
     first, second = two
     start(first, second)
     mine, theirs = RankState(0, 5, "training", waits_in="all_reduce"), RankState(1, 5, "backward", state="stopped (SIGSTOP)")
-    assert second.silence_elsewhere() is None
+    assert second.silent_seconds_elsewhere() is None
     answers: list[list[RankState]] = []
     asking = threading.Thread(target=lambda: answers.append(first.share([mine], 60.0)))
     asking.start()
-    while second.silence_elsewhere() is None:
+    while second.silent_seconds_elsewhere() is None:
         pass
-    assert second.silence_elsewhere() == 60.0
+    assert second.silent_seconds_elsewhere() == 60.0
     assert second.share([theirs], 60.0) == [mine, theirs]
     asking.join()
     assert answers == [[mine, theirs]]

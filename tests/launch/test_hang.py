@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.launch.supervise.hang import RankState, hang_problem, late_ranks, report_text
-from fsdp_tune.launch.supervise.stacks import main_thread, parse, stands_at, waits_in
+from fsdp_tune.launch.supervise.stacks import find_location, main_thread, parse, waits_in
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 ENTRY = ('  File "<frozen runpy>", line 88 in _run_code', '  File "<frozen runpy>", line 198 in _run_module_as_main')
@@ -84,7 +84,7 @@ def test_rank_waiting_for_background_save_reports_its_location() -> None:
     writes, waits = ((*top, *base) for top in ((frame("/x/fsdp_tune/core/atomic.py", "write"),), ALL_REDUCE[:2]))
     late, waiting = parse(dump(HEARTBEAT, writes, joins)), parse(dump(HEARTBEAT, waits, joins))
     assert (waits_in(late), waits_in(waiting)) == (None, "all_reduce")
-    assert str(stands_at(late)).startswith("fsdp_tune/core/atomic.py:7 in write")
+    assert str(find_location(late)).startswith("fsdp_tune/core/atomic.py:7 in write")
 
 
 def test_background_save_is_not_reported_as_the_wait_of_a_rank() -> None:
@@ -93,11 +93,11 @@ def test_background_save_is_not_reported_as_the_wait_of_a_rank() -> None:
 
 
 def test_location_has_innermost_call_and_own_code() -> None:
-    assert stands_at(parse(dump(HEARTBEAT, COMPUTES))) == (
+    assert find_location(parse(dump(HEARTBEAT, COMPUTES))) == (
         f"{TORCH}/nn/modules/linear.py:7 in forward, called from fsdp_tune/worker/trainer.py:150 in training_step"
     )
-    assert stands_at(parse(dump(VOTE))) == "fsdp_tune/worker/agreement.py:7 in exchange"
-    assert stands_at([]) is None
+    assert find_location(parse(dump(VOTE))) == "fsdp_tune/worker/agreement.py:7 in exchange"
+    assert find_location([]) is None
 
 
 def test_other_log_lines_are_not_stacks() -> None:

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from fsdp_tune.core import atomic
-from fsdp_tune.core.atomic import Disk, is_mount_point, must_be_filled, occupants, staged_directory, stages_inside, undo_fill
+from fsdp_tune.core.atomic import Disk, is_mount_point, needs_filling, occupants, staged_directory, stages_inside, undo_fill
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.launch.command.resume import decide
 from fsdp_tune.launch.command.run_files import write_run
@@ -57,7 +57,7 @@ WHOLE = {"first": "new", "last": "new", "sub/second": "new"}
 
 
 def test_mount_point_is_filled_and_replaced_in_place(volume: Path) -> None:
-    assert must_be_filled(volume)
+    assert needs_filling(volume)
     fill(volume, content="old")
     with pytest.raises(FileExistsError):
         fill(volume)

@@ -200,7 +200,7 @@ if "PLAYED_HOST" in os.environ:
 
 
 class TwoMachines:
-    """Two commands that play two machines sharing a directory: each sees another host name, so it trusts no pid of the other."""
+    """Two commands as two machines sharing a directory: each sees another host name, so it trusts no pid of the other."""
 
     def __init__(self, folder: Path, **keys: Any) -> None:
         self.folder, self.run = folder, RunDir(folder / "run")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_tune.core.errors import ExitCode, ExitReason, Problem
-from fsdp_tune.launch.supervise.verdict import Death, Seen, first_exception, judge
+from fsdp_tune.launch.supervise.verdict import Death, LaunchObservation, first_exception, judge
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Outcome
 
@@ -39,8 +39,8 @@ def good(rank: int) -> Outcome:
     return end(rank, ExitReason.FINISHED, 0)
 
 
-def seen(*outcomes: Outcome, **more: Any) -> Seen:
-    base = Seen(
+def seen(*outcomes: Outcome, **more: Any) -> LaunchObservation:
+    base = LaunchObservation(
         RUN,
         range(2),
         launcher_code=0,
@@ -97,7 +97,7 @@ BOTH_SAVED = end(0, ExitReason.PREEMPTED, 143), end(1, ExitReason.PREEMPTED, 143
         (seen(good(0)), 1, "failed", "launcher-failed"),
     ],
 )
-def test_verdict_follows_from_rank_outcomes(what: Seen, code: int, reason: str, problem: str | None) -> None:
+def test_verdict_follows_from_rank_outcomes(what: LaunchObservation, code: int, reason: str, problem: str | None) -> None:
     ended = judge(what)
     assert (ended.exit_code, ended.reason.value, ended.problem.code if ended.problem else None) == (code, reason, problem)
 

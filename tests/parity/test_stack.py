@@ -160,7 +160,7 @@ def test_stock_resume_ignores_a_new_learning_rate(stock_run, bench: Bench, recor
         assert math.isclose(after["learning_rate"], 10 * before["learning_rate"], rel_tol=1e-12)
     record_property(
         "parity",
-        {"section": SECTION, "case": "resume with ten times the learning rate", "stock": "the old rate", "here": "the rate asked for"},
+        {"section": SECTION, "case": "resume with ten times the learning rate", "stock": "the old rate", "here": "the new rate"},
     )
 
 

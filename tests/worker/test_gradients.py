@@ -60,7 +60,7 @@ def test_nonfinite_step_leaves_state_unchanged(worst: float, kind: type[torch.op
     spared.count += 1
     for each in (bench, spared):
         each.step()
-        each.gate.settle()
+        each.gate.check_pending()
     assert same(bench.everything(), spared.everything())
     assert not same(bench.everything(), before)
     assert bench.events == [("step_skipped", 2)]
@@ -91,8 +91,8 @@ def test_gradient_check_completes_before_log_eval_or_save() -> None:
     bench = Bench(skip=False)
     bench.step(float("inf"))
     with pytest.raises(FsdpTuneError, match="step 1: the gradient norm is inf"):
-        bench.gate.settle()
-    bench.gate.settle()  # told once
+        bench.gate.check_pending()
+    bench.gate.check_pending()  # told once
 
 
 def test_fp16_reads_the_norm_at_once_for_its_scale() -> None:

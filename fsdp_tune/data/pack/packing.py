@@ -55,25 +55,25 @@ def best_fit(segments: Int64, capacity: int) -> PackedRows:
 def _decreasing(runs: list[tuple[int, int]], capacity: int, examples: int) -> tuple[int, Int64]:
     """Pack by best-fit decreasing. Return the number of rows, and the row of each example, the longest example first."""
     row_of = np.empty(examples, np.int64)
-    rooms = _Rooms(capacity)
+    open_rows = _OpenRows(capacity)
     at = 0
     for length, count in runs:
         end = at + count
         while at < end:
-            at = rooms.place(length, end - at, row_of, at)
-    return rooms.opened, row_of
+            at = open_rows.place(length, end - at, row_of, at)
+    return open_rows.opened, row_of
 
 
 def _closed(runs: list[tuple[int, int]], capacity: int, examples: int) -> tuple[int, Int64]:
     """Pack row by row, and close each row with examples that leave no room. Return the same values as `_decreasing`."""
     row_of = np.empty(examples, np.int64)
-    waiting = _Waiting(runs, capacity)
+    unplaced = _Unplaced(runs, capacity)
     row = 0
-    while waiting.longest:
+    while unplaced.longest:
         room = capacity
-        while chosen := waiting.choose(room):
+        while chosen := unplaced.choose(room):
             for length in chosen:
-                row_of[waiting.take(length)] = row
+                row_of[unplaced.take(length)] = row
             room -= sum(chosen)
         row += 1
     return row, row_of
@@ -94,7 +94,7 @@ def wrapped(segments: Int64, capacity: int) -> PackedRows:
     return PackedRows(pieces, rows.astype(np.int64), np.stack([source, pieces[:, 0]], axis=1)[follows_a_cut])
 
 
-class _Rooms:
+class _OpenRows:
     """Open rows, grouped by the room that they have left. Two bit-mask operations find the smallest sufficient room."""
 
     def __init__(self, capacity: int) -> None:
@@ -156,7 +156,7 @@ class _Rooms:
             self._top |= 1 << block
 
 
-class _Waiting:
+class _Unplaced:
     """Examples that are not placed yet, by length. A mask of lengths and its mirror image find pairs of lengths with a given sum."""
 
     def __init__(self, runs: list[tuple[int, int]], capacity: int) -> None:

@@ -312,7 +312,7 @@ OWNER: dict[str, str] = {
 
 
 def check_extra(extra: Sequence[str]) -> tuple[str, ...]:
-    """The arguments as given, when all are free; FsdpTuneError with one problem for each that is not."""
+    """Return the arguments unchanged. Raises: FsdpTuneError with one problem for each argument that the recipe sets."""
     problems: list[Problem] = []
     words = list(extra)
     while words:

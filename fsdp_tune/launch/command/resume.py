@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.core.atomic import DISK, must_be_filled, occupants
+from fsdp_tune.core.atomic import DISK, needs_filling, occupants
 from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.ownership import is_abandoned, read_owner
 from fsdp_tune.launch.machines.work import WorkWatch
@@ -135,7 +135,7 @@ def _refuse_read_only(run: RunDir) -> None:
 
 def _refuse_open_directory(run: RunDir) -> None:
     """Refuse a world-writable directory: other users could replace files, or link them elsewhere."""
-    stays_as_it_is = run.is_used or must_be_filled(run.path)
+    stays_as_it_is = run.is_used or needs_filling(run.path)
     if stays_as_it_is and run.path.stat().st_mode & stat.S_IWOTH:
         raise usage_error(
             "run-directory-open",
@@ -163,7 +163,7 @@ def _fresh(run: RunDir, *, overwrite: bool) -> Start:
                 "--overwrite moves it aside and starts over",
             ),
         )
-    if run.is_used and must_be_filled(run.path):
+    if run.is_used and needs_filling(run.path):
         raise usage_error(
             "bad-output-dir",
             f"{run.path} is a mount point, a link, or in a directory that cannot be written: the run in it cannot be moved aside",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from fsdp_tune.core.atomic import DISK, must_be_filled, staged_directory, stages_inside, undo_fill, write_file
+from fsdp_tune.core.atomic import DISK, needs_filling, staged_directory, stages_inside, undo_fill, write_file
 from fsdp_tune.core.errors import usage_error
 from fsdp_tune.core.secrets import mask_text
 from fsdp_tune.launch.command.accelerate import LaunchPlan
@@ -59,7 +59,7 @@ def write_run(run: RunDir, files: RunFiles) -> None:
 def _write_new(run: RunDir, files: RunFiles) -> None:
     try:
         with ExitStack() as stack:
-            if must_be_filled(run.path):  # there is no final rename that would fail if another command was faster
+            if needs_filling(run.path):  # there is no final rename that would fail if another command was faster
                 stack.enter_context(locked(run))
                 for leftover in stages_inside(run.path):
                     undo_fill(run.path, leftover)

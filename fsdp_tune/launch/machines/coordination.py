@@ -99,7 +99,7 @@ class Machines:
         while True:
             self._admit()
             present = [report.machine for report in self._read_others()]
-            failure = self.trouble()
+            failure = self.failure_elsewhere()
             if failure is not None or len(present) == len(self.others):
                 break
             if time.monotonic() - started > self._timeout_seconds:
@@ -145,7 +145,7 @@ class Machines:
         self._polled_at = time.monotonic()
         return True
 
-    def trouble(self) -> Problem | None:
+    def failure_elsewhere(self) -> Problem | None:
         """Return the failure of another machine, which ends the ranks here too."""
         for report in self._read_others():
             if report.ended is not None and report.ended.problem is not None:
@@ -166,7 +166,7 @@ class Machines:
         hint = f"start `{command}` on each of them, with the same recipe; all must see the run directory"
         return Problem("machines-missing", message, hint=hint)
 
-    def silence_elsewhere(self) -> float | None:
+    def silent_seconds_elsewhere(self) -> float | None:
         """Return the seconds without progress if another machine has detected a hang and waits for the rank_states of this one."""
         return max((report.silent_seconds for report in self._read_others() if report.rank_states), default=None)
 

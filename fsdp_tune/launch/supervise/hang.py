@@ -15,7 +15,7 @@ import psutil
 
 from fsdp_tune.core.errors import Problem
 from fsdp_tune.core.units import format_seconds
-from fsdp_tune.launch.supervise.stacks import parse, stands_at, waits_in
+from fsdp_tune.launch.supervise.stacks import find_location, parse, waits_in
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.rank_files import Heartbeat
 
@@ -81,7 +81,7 @@ def collect_rank_states(
                 phase=beat.phase if beat else None,
                 state=process_state,
                 waits_in=waits_in(stacks),
-                at=stands_at(stacks),
+                at=find_location(stacks),
                 collective=beat.collective if beat else None,
             )
         )

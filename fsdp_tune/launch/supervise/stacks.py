@@ -74,21 +74,21 @@ def waits_in(stacks: Sequence[Stack]) -> str | None:
 
 def _collective(stack: Stack) -> str | None:
     inner = stack[:_DEPTH]
-    if not any(_hands_over(frame) for frame in inner[:4]):
+    if not any(_waits_for_group(frame) for frame in inner[:4]):
         return None
     for frame in inner:
         if frame.file.endswith("distributed/distributed_c10d.py") and not frame.function.startswith("_") and frame.function != "wait":
             return frame.function
-    first = next(frame for frame in inner if _hands_over(frame))
+    first = next(frame for frame in inner if _waits_for_group(frame))
     return _NAMES.get(first.function, first.function)
 
 
-def _hands_over(frame: Frame) -> bool:
+def _waits_for_group(frame: Frame) -> bool:
     """Return whether a frame belongs to a module that waits for a process group. DCP modules read and write files instead."""
     return any(mark in frame.file for mark in _WAITING_FILES) and _DCP not in frame.file
 
 
-def stands_at(stacks: Sequence[Stack]) -> str | None:
+def find_location(stacks: Sequence[Stack]) -> str | None:
     """Return the innermost call of the main thread, and the innermost call in this package if that is another one."""
     main = main_thread(stacks)
     if not main:

@@ -29,7 +29,7 @@ from fsdp_tune.launch.machines.coordination import Machines
 from fsdp_tune.launch.supervise.hang import hang_problem, report_text, with_launcher_state
 from fsdp_tune.launch.supervise.process_tree import is_alive, kill_for_good
 from fsdp_tune.launch.supervise.rank_watch import RankWatch
-from fsdp_tune.launch.supervise.verdict import Seen, judge
+from fsdp_tune.launch.supervise.verdict import LaunchObservation, judge
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.follow import Follower
 from fsdp_tune.run.rank_files import Heartbeat, Verdict, clear
@@ -108,16 +108,16 @@ class Supervisor:
                     if time.monotonic() - self._metrics_read_at >= METRICS_SECONDS:
                         yield from self._logged(metrics)
                     watch.poll(launcher.pid)
-                    yield from self._end_what_must_end(launcher, watch)
+                    yield from self._end_if_needed(launcher, watch)
             finally:
-                left = _end_everything(launcher, watch)
+                left = _kill_remaining(launcher, watch)
         watch.read_all()
         yield from self._logged(metrics)
         if left:
             yield Message(f"these processes survive SIGKILL (they wait for a disk or a driver): {', '.join(map(str, left))}")
-        ended = judge(self._seen(watch, launcher.returncode, log_start))
+        ended = judge(self._observe(watch, launcher.returncode, log_start))
         if not run.logs.is_dir():
-            ended = replace(ended, exit_code=ExitCode.FAILED, reason=ExitReason.FAILED, problem=_gone(run))
+            ended = replace(ended, exit_code=ExitCode.FAILED, reason=ExitReason.FAILED, problem=_directory_problem(run))
         elif is_first_machine:
             ended.write(run.outcome_json)
         yield ended
@@ -176,12 +176,12 @@ class Supervisor:
             self._gave_up_saving = True
             yield Message(f"{signal.Signals(last).name}: stopping at once")
 
-    def _end_what_must_end(self, launcher: subprocess.Popen[bytes], watch: RankWatch) -> Iterator[Event]:
+    def _end_if_needed(self, launcher: subprocess.Popen[bytes], watch: RankWatch) -> Iterator[Event]:
         now = time.monotonic()
         silent_seconds = watch.silence(self._hang_seconds) if self._stuck is None else None
         if self._machines.is_poll_due():
-            silent_seconds = silent_seconds or self._machines.silence_elsewhere()
-            self._elsewhere = self._machines.trouble()
+            silent_seconds = silent_seconds or self._machines.silent_seconds_elsewhere()
+            self._elsewhere = self._machines.failure_elsewhere()
             if self._elsewhere is not None and watch.failed_at is None:
                 watch.failed_at = now
             # In training, the ranks agree on the step where they stop.
@@ -192,7 +192,7 @@ class Supervisor:
             yield Message("no progress: collecting the stacks of every rank")
             self._stuck = self._report_hang(launcher, watch, silent_seconds)
         if self._gave_up_saving or self._stuck is not None:
-            _end_everything(launcher, watch)
+            _kill_remaining(launcher, watch)
             return
         if watch.failed_at is not None and now - watch.failed_at > GRACE_SECONDS and (alive := watch.alive):
             yield Message(
@@ -201,7 +201,7 @@ class Supervisor:
             watch.expects_deaths = True
             kill_for_good(alive)  # the agent, which waits for them, then ends too
         if self._elsewhere is not None and now - (watch.failed_at or now) > GRACE_SECONDS:
-            _end_everything(launcher, watch)  # its ranks may not have started: it waits for the other machines
+            _kill_remaining(launcher, watch)  # its ranks may not have started: it waits for the other machines
             return
         kill_for_good(watch.lingering(LINGER_SECONDS))
         limit_seconds = LINGER_SECONDS if self._plan.has_all_ranks else OTHER_MACHINES_SECONDS
@@ -218,14 +218,14 @@ class Supervisor:
         write_file(path, report_text(rank_states, texts, problem), private=True)
         return problem
 
-    def _seen(self, watch: RankWatch, launcher_code: int, log_start: int) -> Seen:
+    def _observe(self, watch: RankWatch, launcher_code: int, log_start: int) -> LaunchObservation:
         try:
             with open(self._plan.launcher_log, "rb") as file:
                 file.seek(log_start)
                 text = file.read().decode("utf-8", "replace")
         except FileNotFoundError:  # the run directory is gone, which is reported instead
             text = ""
-        return Seen(
+        return LaunchObservation(
             run=self._run,
             ranks=self._plan.ranks,
             launcher_code=launcher_code,
@@ -255,7 +255,7 @@ def _disk_refusal(run: RunDir) -> str | None:
     return None
 
 
-def _gone(run: RunDir) -> Problem:
+def _directory_problem(run: RunDir) -> Problem:
     message = f"{run.path} is gone: the run directory was removed, renamed or replaced"
     return Problem("run-directory-gone", message, hint="restore it, then start again with `--resume auto`")
 
@@ -265,7 +265,7 @@ def _step_of(line: dict[str, Any]) -> int:
     return step if isinstance(step, int) else 0
 
 
-def _end_everything(launcher: subprocess.Popen[bytes], watch: RankWatch) -> list[int]:
+def _kill_remaining(launcher: subprocess.Popen[bytes], watch: RankWatch) -> list[int]:
     """Kill the remaining processes of this launch, also if the caller stopped iterating. Returns the pids that do not die."""
     watch.expects_deaths = True
     processes = watch.alive

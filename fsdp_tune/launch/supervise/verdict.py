@@ -38,8 +38,8 @@ class Death:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What the supervisor observed of a launch."""
+class LaunchObservation:
+    """The supervisor's observations of a launch."""
 
     run: RunDir
     ranks: range
@@ -66,7 +66,7 @@ class Seen:
         return len(self.outcomes) == len(self.ranks) and all(outcome.exit_code in GOOD_CODES for outcome in self.outcomes.values())
 
 
-def judge(seen: Seen) -> Verdict:
+def judge(seen: LaunchObservation) -> Verdict:
     """Judge by, in order: second signal, hang, failure elsewhere, first failure, stop by signal or clock, finished, no outcome."""
     step = max([seen.last_step, *(outcome.step for outcome in seen.outcomes.values())])
     first = seen.outcomes.get(seen.ranks.start)
@@ -102,7 +102,7 @@ def _ended(reason: ExitReason, step: int, problem: Problem | None, first: Outcom
     return Verdict(EXIT_CODE_OF_REASON[reason], reason, step, problem, first)
 
 
-def _first_failure(seen: Seen) -> Outcome | Death | None:
+def _first_failure(seen: LaunchObservation) -> Outcome | Death | None:
     """Return the earliest failure. Ranks that only lost their peers, or that the agent ended because of another, sort after it."""
     reported = {seen.ranks.start + int(local_rank) for _, local_rank, _ in _AGENT_REPORT.findall(seen.launcher_text)}
     bad: list[Outcome | Death] = [outcome for outcome in seen.outcomes.values() if outcome.exit_code not in GOOD_CODES]
@@ -120,7 +120,7 @@ def _first_failure(seen: Seen) -> Outcome | Death | None:
     return min(bad, key=order, default=None)
 
 
-def _stop_before(seen: Seen, failure: Outcome | Death) -> ExitReason | None:
+def _stop_before(seen: LaunchObservation, failure: Outcome | Death) -> ExitReason | None:
     """Return why a rank had stopped before `failure`, which then is the end of a rank that waited for it; None if none had stopped.
 
     Before training a rank leaves at the first signal. Others may wait for it in code that runs no handler: they lose their peer, or
@@ -131,7 +131,7 @@ def _stop_before(seen: Seen, failure: Outcome | Death) -> ExitReason | None:
     return min(before, key=lambda outcome: outcome.time).reason if before and is_echo else None
 
 
-def _failed(seen: Seen, failure: Outcome | Death, step: int, first: Outcome | None) -> Verdict:
+def _failed(seen: LaunchObservation, failure: Outcome | Death, step: int, first: Outcome | None) -> Verdict:
     if isinstance(failure, Death):
         problem, is_signal = _death_problem(seen, failure)
         reason = ExitReason.LOST_RANK if is_signal else ExitReason.FAILED
@@ -145,7 +145,7 @@ def _failed(seen: Seen, failure: Outcome | Death, step: int, first: Outcome | No
     return Verdict(code, failure.reason, step, replace(bare, message=message, hint="; ".join(hints)), first)
 
 
-def _death_problem(seen: Seen, death: Death) -> tuple[Problem, bool]:
+def _death_problem(seen: LaunchObservation, death: Death) -> tuple[Problem, bool]:
     """Return the problem of a rank without an outcome, and whether a signal ended it."""
     code = _exit_code_of(seen, death.rank)
     log = seen.run.rank_log(death.rank)
@@ -160,7 +160,7 @@ def _death_problem(seen: Seen, death: Death) -> tuple[Problem, bool]:
     return Problem("rank-died", message, hint=_log_hint(seen.launcher_log)), False
 
 
-def _exit_code_of(seen: Seen, rank: int) -> int | None:
+def _exit_code_of(seen: LaunchObservation, rank: int) -> int | None:
     """Return the exit code of a rank that the agent reported, or None."""
     for code, local_rank, _ in _AGENT_REPORT.findall(seen.launcher_text):
         if int(local_rank) == rank - seen.ranks.start:
@@ -168,7 +168,7 @@ def _exit_code_of(seen: Seen, rank: int) -> int | None:
     return None
 
 
-def _launcher_problem(seen: Seen) -> Problem:
+def _launcher_problem(seen: LaunchObservation) -> Problem:
     exception = first_exception(seen.launcher_text)
     tail = f": {exception}" if exception else ""
     missing = sorted(set(seen.ranks) - set(seen.outcomes))

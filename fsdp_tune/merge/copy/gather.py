@@ -82,7 +82,7 @@ class TensorReader:
         for part in self._parts:
             if part.crc32 is not None:
                 self._compare(part.extent, part.crc32)
-            self._files.give_back(part.extent.file, part.extent.storage_start, part.extent.storage_bytes)
+            self._files.drop_cached(part.extent.file, part.extent.storage_start, part.extent.storage_bytes)
 
     def _compare(self, extent: Extent, crc: int) -> None:
         if crc != extent.crc32:
@@ -93,7 +93,7 @@ class TensorReader:
         return self._files.root / extent.file
 
     def _read_run(self, part: _OpenChunk, start: Shape, sizes: Shape, wanted: Array) -> None:
-        """A box is contiguous in a row-major chunk too: one read, straight into place where the chunk spans whole rows."""
+        """Read a box that is contiguous in a row-major chunk: one read, directly into place if the chunk spans full rows."""
         extent, count_bytes = part.extent, math.prod(sizes) * self._item_bytes
         steps = row_major(part.chunk.sizes)
         at = extent.first_byte + sum(a * b for a, b in zip(start, steps, strict=True)) * self._item_bytes

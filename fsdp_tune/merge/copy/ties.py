@@ -43,7 +43,7 @@ def is_embedding(name: str) -> bool:
 
 
 def embedding_of(tensors: Mapping[str, SourceTensor]) -> SourceTensor | None:
-    """The first input embedding of a model."""
+    """Return the first input embedding of a model."""
     return next((tensor for name, tensor in tensors.items() if is_embedding(name) and len(tensor.shape) == 2), None)
 
 

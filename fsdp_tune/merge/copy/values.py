@@ -33,7 +33,7 @@ class NonFinite:
 
 
 def all_finite(values: Array, scratch: Array) -> bool:
-    """Whether every element is finite. `scratch`: at least as many bytes as `values`, clobbered."""
+    """Return whether every element is finite. `scratch` has at least as many bytes as `values` and is overwritten."""
     name = values.dtype.name
     if name in _LARGEST_FINITE_BITS:
         bits = values.view(np.uint16)

@@ -201,7 +201,7 @@ def read_pickle(archive: Archive) -> Any:
 
 @lru_cache(maxsize=1024)
 def _one_tensor(data: bytes) -> Any:
-    """Slices of one shape are described by the same bytes on every rank. The result is shared and must not be modified."""
+    """Parse the pickle of one tensor. Cached, since slices of one shape have the same bytes on every rank: do not modify the result."""
     return load(data, NAMES, persistent=_storage)
 
 

@@ -98,7 +98,7 @@ def damaged_chunk(path: Path, name: str, offset: int, why: str) -> FsdpTuneError
 
 
 def without_replicas(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
-    """One of each (offsets, sizes): under HSDP every replica may have written its own. Empty chunks are left out."""
+    """Keep one chunk for each (offsets, sizes), since under HSDP every replica may have written it, and drop empty chunks."""
     kept: dict[tuple[Shape, Shape], Chunk] = {}
     for chunk in chunks:
         if chunk.elements:

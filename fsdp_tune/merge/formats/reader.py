@@ -55,7 +55,7 @@ class SourceFiles:
         if len(buffer) >= READ_AHEAD_FROM_BYTES:
             advise(file.number, offset + done, done, "WILLNEED")
 
-    def give_back(self, name: str, offset: int, count: int) -> None:
+    def drop_cached(self, name: str, offset: int, count: int) -> None:
         """Drop pages from the page cache that were read for this merge alone."""
         file = self._open(name)
         if file.was_cold:
@@ -96,7 +96,7 @@ class _File:
 
 
 def is_cold(descriptor: int) -> bool:
-    """Whether most of a file is not in the page cache; False where the system cannot tell.
+    """Return whether most of a file is not in the page cache; False if the system cannot report it.
 
     Reads at random positions, since the kernel fetches a page that was missing and a second call must not find it.
     """
@@ -120,7 +120,7 @@ def advise(descriptor: int, offset: int, count: int, advice: str) -> None:
 
 
 def _owned_by(root: Path) -> Path:
-    """Where links may lead: a snapshot in the hub's cache links to the blobs of its repository (REPOSITORY/snapshots/REVISION)."""
+    """Return the directory that links may point into: a snapshot in the hub's cache links to the blobs of its repository."""
     repository = root.parent.parent
     return repository if root.parent.name == "snapshots" and (repository / "blobs").is_dir() else root
 

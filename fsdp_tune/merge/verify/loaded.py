@@ -79,7 +79,7 @@ def load_and_run(folder: Path) -> dict[str, Any]:
 
 
 def _run_on_shapes(folder: Path) -> list[int]:
-    """The forward pass without a byte of weights. Fake tensors, not meta: the masks of transformers ask for values of the latter."""
+    """Run the forward pass on fake tensors, without weights. Meta tensors do not work: transformers' masks read values."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

@@ -1,4 +1,4 @@
-"""What a profiled step was made of, from its Chrome trace: computing, waiting for collectives, and standing idle, by phase."""
+"""Break a profiled step down by phase, from its Chrome trace: compute, collectives and idle time."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _device_work(events: Sequence[dict[str, Any]]) -> tuple[dict[str, list[Inter
 
 
 def _host_work(events: Sequence[dict[str, Any]]) -> tuple[dict[str, list[Interval]], list[Interval]]:
-    """Calls that a thread waits in: c10d's operators, and FSDP2's own reduction, which waits inside."""
+    """Return intervals of collectives (c10d's operators, and FSDP2's reduction, which waits inside) and of compute."""
     collectives: dict[str, list[Interval]] = {kind: [] for kind in COLLECTIVES}
     threads = {event["tid"] for event in events if str(event["name"]).startswith(PHASE_PREFIX)}
     compute: list[Interval] = []
@@ -141,7 +141,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Of two unions."""
+    """Return the intersection of two unions of intervals."""
     found: list[Interval] = []
     i = j = 0
     while i < len(one) and j < len(other):

@@ -28,7 +28,7 @@ def environment(run: RunDir) -> dict[str, str]:
 
 
 def dump(run: RunDir, rank: int, device_type: str) -> dict[str, Any] | None:
-    """Writes the recorder's file of this rank, and returns the collective that it is in, or else the last that it was in.
+    """Write this rank's flight-recorder file. Returns the collective in progress, or else the last one.
 
     `name`, `number` in its `group`, whether it has `ended`, and the last number `entered` in each group. None where torch
     has no recorder (a device without one) or nothing was recorded.

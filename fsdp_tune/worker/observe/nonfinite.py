@@ -49,7 +49,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def describe(recipe: Recipe, loaded: Loaded, batches: list[Batch], store: RowStore, device: torch.device) -> str:
-    """One sentence for all ranks: the module, the rank and the rows, or that only the backward is not finite."""
+    """Return one sentence for all ranks: module, rank and rows, or that only the backward pass is not finite."""
     mine: list[str] = []
     for number, batch in enumerate(batches):
         module = first_bad_module(recipe, loaded, batch, device)

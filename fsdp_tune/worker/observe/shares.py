@@ -39,7 +39,7 @@ class Stopwatch:
         return moment
 
     def seconds(self, begin: Moment, end: Moment) -> float:
-        """The device must have passed `end`."""
+        """Return the measured seconds. The device must have passed `end`."""
         if not isinstance(begin, torch.cuda.Event):
             assert isinstance(end, float)
             return end - begin

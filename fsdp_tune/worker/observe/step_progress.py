@@ -33,7 +33,7 @@ class Slowest:
 
 
 def slowest(working_seconds: list[float], steps: int) -> Slowest:
-    """The rank that works longest, from each rank's time at work over the same `steps`. The others wait for it."""
+    """Return the rank with the longest working time over the same `steps`, for which the others wait."""
     rank = max(range(len(working_seconds)), key=lambda each: working_seconds[each])
     others = statistics.median(seconds for other, seconds in enumerate(working_seconds) if other != rank)
     ratio = working_seconds[rank] / others if others > 0 else float("inf")
@@ -41,10 +41,10 @@ def slowest(working_seconds: list[float], steps: int) -> Slowest:
 
 
 class StepProgress(TrainerCallback):
-    """Marks the parts of a step, and compares the ranks' working time when a line is logged.
+    """Mark the parts of a step, and compare the ranks' working time when a line is logged.
 
-    Only time that a host spends outside torch.distributed can be told apart: slow data, a busy CPU, a slow disk, a
-    process that sleeps. A GPU that computes slowly makes every host wait for its own device, and is not seen here.
+    Only time that a host spends outside torch.distributed can be attributed to a rank: slow data, a busy CPU, a slow disk, a
+    process that sleeps. A GPU that computes slowly makes every host wait for its own device, and is not detected here.
     """
 
     def __init__(self, heartbeat: HeartbeatWriter, metrics: MetricsFile) -> None:

@@ -87,7 +87,7 @@ def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def warnings_of(recipe: Recipe, report: dict[str, dict[str, int]]) -> list[str]:
-    """What in the trace loses precision that a recipe's reader may not expect."""
+    """Return warnings for operations in the trace that lose precision unexpectedly."""
     found: list[str] = []
     if recipe.model.dtype == "bf16" and not rounds_stochastically(recipe):
         found.append("master weights are bf16: updates smaller than about 1/256 of a weight are lost (model.dtype: fp32 keeps them)")

@@ -1,4 +1,4 @@
-"""What computes and travels in fp8, read from the live modules and held against the recipe."""
+"""Read from the live modules what computes and is gathered in fp8, and compare it with the recipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FP8, _BF16 = "float8_e4m3fn", "bfloat16"
 
 
 def read_fp8(loaded: Loaded) -> dict[str, Any]:
-    """Of this rank's model: how many Linears are torchao's, how they are set, and how many weights are gathered in fp8."""
+    """Return the number of torchao's Linears in this rank's model, their settings, and the weights gathered in fp8."""
     converted: list[Any] = [module for module in loaded.model.modules() if is_fp8(module)]
     return {
         "linears": len(converted),
@@ -63,7 +63,7 @@ def _settings(recipe: Recipe, loaded: Loaded, found: dict[str, Any]) -> list[str
 
 
 def _to_gather(recipe: Recipe, loaded: Loaded) -> list[Any]:
-    """One scale for the full weight, and equally many rows on each rank."""
+    """Return the modules whose weight is gathered in fp8: one scale for the full weight, and as many rows on each rank."""
     if recipe.precision.fp8_recipe != "tensorwise" or not recipe.is_sharded:
         return []
     shards = recipe.topology.shard
@@ -76,7 +76,7 @@ def _to_gather(recipe: Recipe, loaded: Loaded) -> list[Any]:
 
 
 def _owners_by_unit(loaded: Loaded) -> list[list[nn.Module]]:
-    """Of each unit, the modules that its parameters belong to."""
+    """Return, for each unit, the modules that own its parameters."""
     return [[parameter._module_info.module for parameter in group.fsdp_params] for group in fsdp_groups(loaded.model)]
 
 

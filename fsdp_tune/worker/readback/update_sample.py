@@ -60,7 +60,7 @@ class UpdateSample:
 
     @torch.no_grad()
     def unchanged(self) -> list[str]:
-        """Names of the parameters that have a value which the step had to change and did not."""
+        """Return the names of parameters with a value that the step should have changed and did not."""
         found: list[str] = []
         for (index, dtype, _), every in self._groups.items():
             by_step: dict[float, list[_Sampled]] = defaultdict(list)
@@ -107,13 +107,13 @@ def _sample(name: str, parameter: nn.Parameter, state: Mapping[str, Any]) -> _Sa
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor as a vector; a view, since shards are contiguous."""
+    """Return this rank's part of a tensor as a flat view; shards are contiguous."""
     flat: torch.Tensor = local_part(tensor).detach().reshape(-1)
     return flat
 
 
 def _steps(every: list[_Sampled]) -> list[float]:
-    """How many steps each parameter has had; one transfer from the device for all of them."""
+    """Return the number of steps of each parameter, with one transfer from the device."""
     counted = [sampled.state["step"].reshape(()).float() for sampled in every if "step" in sampled.state]
     numbers = iter(torch.stack(counted).tolist() if counted else ())
     return [next(numbers) if "step" in sampled.state else 0.0 for sampled in every]
@@ -122,7 +122,7 @@ def _steps(every: list[_Sampled]) -> list[float]:
 def _repeated(
     kind: type[torch.optim.Optimizer], options: dict[str, Any], before: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """What torch's own optimizer makes of these values in fp64."""
+    """Return the values after a step of torch's optimizer in fp64."""
     plain: Any = next((each for each in kind.__mro__ if each.__module__.startswith("torch.optim.") and each.__bases__ != (object,)), None)
     if plain is None or plain is torch.optim.Optimizer:
         plain = torch.optim.AdamW  # torchao's are AdamW with another state

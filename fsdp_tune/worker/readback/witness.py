@@ -157,7 +157,7 @@ class Witness(TrainerCallback):
         return checksums({name: parameter for name, parameter in self._parameters() if not parameter.requires_grad})
 
     def _copies(self, *, all_buffers: bool) -> dict[str, Any]:
-        """Digests of what other ranks hold too; `_checksums` keeps what they are made of, by the ranks that must have the same.
+        """Return digests of replicated tensors; `_checksums` keeps their parts, by the ranks that must have equal copies.
 
         Buffers that are in no checkpoint may follow the length of a rank's rows (dynamic RoPE), so that after a step they may differ.
         """
@@ -204,7 +204,7 @@ class Witness(TrainerCallback):
 
 
 def generator_differences(every: list[dict[str, Any]]) -> list[str]:
-    """Ranks must draw different dropout masks, and have drawn initial weights from the same seed."""
+    """Compare the generators of ranks: dropout masks must differ, and the seed of the initial weights must not."""
     found: list[str] = []
     for kind in every[0]["generators"]:
         by_state: dict[str, list[int]] = defaultdict(list)
@@ -218,7 +218,7 @@ def generator_differences(every: list[dict[str, Any]]) -> list[str]:
 
 
 def row_differences(every: list[dict[str, Any]], expected: Iterable[int]) -> list[str]:
-    """The rows of all ranks together are those of the step's global batch, each once."""
+    """Check that the ranks together read the rows of the step's global batch, each once."""
     wanted = sorted(expected)
     if sorted(row for facts in every for row in facts["rows"]) == wanted:
         return []
@@ -235,7 +235,7 @@ def row_differences(every: list[dict[str, Any]], expected: Iterable[int]) -> lis
 
 
 def copy_differences(every: list[dict[str, dict[str, int]]]) -> list[str]:
-    """Names of tensors that differ between ranks that must hold the same, from each rank's checksums."""
+    """Return a message for each tensor that differs between ranks that must have equal copies, from each rank's checksums."""
     found: list[str] = []
     for key in dict.fromkeys(key for sums in every for key in sums):
         holders = [(rank, sums[key]) for rank, sums in enumerate(every) if key in sums]
@@ -292,7 +292,7 @@ def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _checksum(flat: torch.Tensor) -> torch.Tensor:
-    """A scalar int64 that depends on each value and, beyond `CHECKSUM_PIECE` values, on its position.
+    """Return a scalar int64 that depends on each value and, beyond `CHECKSUM_PIECE` values, on its position.
 
     `torch.hash_tensor` is the XOR of all values: of an even number of equal ones (a norm's weights, a bias) it is always zero. So it is
     taken over pieces of an odd length, which are then added with a weight each.
@@ -318,7 +318,7 @@ def _digest(content: str | bytes) -> str:
 
 
 def _persistent_buffers(model: nn.Module) -> set[str]:
-    """Names of the buffers that a checkpoint holds."""
+    """Return the names of the buffers that a checkpoint contains."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
