@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from fsdp_tune.run.directory import RunDir
-from fsdp_tune.worker import agree as same
+from fsdp_tune.worker import agreement as same
 from tests.parity.bench import Bench
 from tests.ranks import RankPool
 

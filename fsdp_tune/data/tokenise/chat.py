@@ -146,7 +146,7 @@ def _unstable(index: int, whole: str, prefix: str) -> str:
     at = next((at for at, (left, right) in enumerate(zip(whole, prefix, strict=False)) if left != right), min(len(whole), len(prefix)))
     return (
         f"the chat template is not prefix-stable: up to message {index + 1} it renders {prefix[at : at + 30]!r} "
-        f"where the whole conversation has {whole[at : at + 30]!r} (`loss_on: last_assistant` trains only the last answer)"
+        f"where the full conversation has {whole[at : at + 30]!r} (`loss_on: last_assistant` trains only the last answer)"
     )
 
 

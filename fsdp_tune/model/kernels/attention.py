@@ -20,9 +20,9 @@ _HOPPER = (9, 0)
 
 def choose_attention(recipe: Recipe, config: PreTrainedConfig) -> KernelChoice:
     """Choose FlashAttention 3, else 2, if installed and suitable for the model; else SDPA, if the model supports it; else eager."""
-    asked = recipe.model.attn_implementation
-    if asked != "auto":
-        return KernelChoice(asked, WRITTEN)
+    requested = recipe.model.attn_implementation
+    if requested != "auto":
+        return KernelChoice(requested, WRITTEN)
     found: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)  # type: ignore[attr-defined]
     model_class: Any = found[0] if isinstance(found, tuple) else found
     against = _against_flash(recipe, config, model_class)

@@ -23,10 +23,10 @@ def choose_loss(recipe: Recipe, model: PreTrainedModel) -> KernelChoice:
 
     Raises: usage error if the recipe sets a chunked loss that the model's forward does not allow.
     """
-    asked = recipe.kernels.loss
-    if asked == "full":
+    requested = recipe.kernels.loss
+    if requested == "full":
         return KernelChoice("full", WRITTEN)
-    if asked == "liger":
+    if requested == "liger":
         require_installed("kernels.loss: liger")
     training = recipe.training
     rows = training.per_device_train_batch_size
@@ -34,22 +34,22 @@ def choose_loss(recipe: Recipe, model: PreTrainedModel) -> KernelChoice:
     what = "tokens of an evaluation" if of_evaluation is not None and of_evaluation > rows else "tokens"
     tokens = max(rows, of_evaluation or 0) * recipe.data.max_length
     vocabulary = _head_rows(model)
-    if asked == "auto" and tokens * vocabulary <= SLICE_ELEMENTS:
+    if requested == "auto" and tokens * vocabulary <= SLICE_ELEMENTS:
         size, limit = format_bytes(4 * tokens * vocabulary), format_bytes(4 * SLICE_ELEMENTS)
         return KernelChoice("full", f"{tokens:,} {what} × {vocabulary:,} logits are {size} in fp32, {limit} are one slice")
     try:
         logits_of(model)
     except OpaqueHead as opaque:
-        if asked == "auto":
+        if requested == "auto":
             return KernelChoice("full", str(opaque))
         raise usage_error(
-            "loss-not-chunkable", f"`kernels.loss: {asked}`: {opaque}", hint="leave `kernels.loss` at auto, or write `full`"
+            "loss-not-chunkable", f"`kernels.loss: {requested}`: {opaque}", hint="leave `kernels.loss` at auto, or write `full`"
         ) from opaque
-    if asked == "auto":
+    if requested == "auto":
         part = slice_tokens(tokens, vocabulary)
         size = format_bytes(4 * tokens * vocabulary)
         return KernelChoice("chunked", f"{tokens:,} {what} × {vocabulary:,} logits would be {size} in fp32; {part:,} tokens at a time")
-    return KernelChoice(asked, WRITTEN)
+    return KernelChoice(requested, WRITTEN)
 
 
 def _head_rows(model: PreTrainedModel) -> int:

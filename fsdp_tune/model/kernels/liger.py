@@ -42,10 +42,10 @@ def require_installed(key: str) -> None:
 
 def choose_liger(recipe: Recipe, model: PreTrainedModel, device_type: str) -> KernelChoice:
     """Choose `kernels.liger`, as `true` or `false`. Raises: usage error if the recipe sets `true` and it is impossible."""
-    asked = recipe.kernels.liger
-    if asked is False:
+    requested = recipe.kernels.liger
+    if requested is False:
         return KernelChoice("false", WRITTEN)
-    if asked is True:
+    if requested is True:
         require_installed("kernels.liger: true")
     if device_type != "cuda":
         return KernelChoice("false", f"Liger's kernels are for GPUs, and the device is {device_type}")
@@ -53,11 +53,11 @@ def choose_liger(recipe: Recipe, model: PreTrainedModel, device_type: str) -> Ke
         return KernelChoice("false", f"the package liger-kernel is not installed (`{_INSTALL}`)")
     model_type = str(model.config.model_type)
     if model_type not in _functions():
-        if asked is True:
+        if requested is True:
             message = f"`kernels.liger: true`: Liger has no kernels for models of type `{model_type}`"
             raise usage_error("liger-lacks-model", message, hint="leave `kernels.liger` at auto, or write false")
         return KernelChoice("false", f"Liger has no kernels for models of type `{model_type}`")
-    return KernelChoice("true", WRITTEN if asked is True else "liger-kernel is installed and supports this model")
+    return KernelChoice("true", WRITTEN if requested is True else "liger-kernel is installed and supports this model")
 
 
 def _functions() -> dict[str, Any]:
