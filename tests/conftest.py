@@ -59,7 +59,7 @@ def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 
 @pytest.fixture(autouse=True)
 def loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that reaches for the network fails at once and says where to."""
+    """Fail a test immediately if it connects to the network, naming the address."""
     connect = socket.socket.connect
 
     def guarded(self: socket.socket, address: object) -> None:

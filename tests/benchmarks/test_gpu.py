@@ -1,4 +1,4 @@
-"""The command for one GPU: its report from rows made by hand, its parts cut off and broken, and (slow) all of it played on the CPU."""
+"""`benchmarks/gpu.py`: its report from hand-written rows, failing and slow parts, and (slow) a full run on the CPU."""
 
 from __future__ import annotations
 

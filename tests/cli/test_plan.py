@@ -21,7 +21,7 @@ STATE_GIB = 80
 
 
 class FakeTracing(ModelTracer):
-    """Traces of a model of a given size, in the place of the child; says how it was made and what it was asked."""
+    """Replaces the tracing child: returns traces of a model of a given size, and records its arguments and requests."""
 
     made: list[FakeTracing]
     state_gib = STATE_GIB

@@ -1,4 +1,4 @@
-"""A command that is stopped while another process looks at the model, or while it merges, ends at once and leaves nothing."""
+"""A command stopped while a child inspects the model, or during a merge, ends at once and leaves nothing."""
 
 from __future__ import annotations
 

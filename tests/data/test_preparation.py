@@ -372,7 +372,7 @@ def test_wrapped_packing_cuts_and_fills(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("max_length", [4, 5, 7, 1000])
 def test_wrapped_packing_counts_the_tokens_that_are_trained(tmp_path: Path, pairs: Path, max_length: int) -> None:
-    """A target whose predecessor is in the row before is not trained; text and prompts differ in what stands there."""
+    """A target whose predecessor is in the previous row is not trained."""
     found = prepared(tmp_path, pairs, packing=True, packing_strategy="wrapped", max_length=max_length, overlong="split")
     rows = rows_of(found)
     account = found.report["sets"]["train"]

@@ -1,4 +1,4 @@
-"""The recipe's tokenizer through transformers: special tokens, templates, what is said when it cannot be had."""
+"""The recipe's tokenizer through transformers: special tokens, templates, and errors if it cannot be loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scoreboard: runs the tests of every row of the catalogue, plants the bugs, and says what was held. `scripts/test-faults` calls it."""
+"""The scoreboard: run the tests of every row of the catalogue, plant the bugs, and report the results (`scripts/test-faults`)."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def red_rows(plant: Plant, place: Path, *, fast: bool) -> set[str]:
 
 
 def is_red(tests: Sequence[str], place: Path, *, fast: bool = False) -> bool:
-    """Whether a test fails in the copy: the quick ones are asked first. An exit code other than 1 is no answer."""
+    """Return whether a test fails in the copy, quick tests first. An exit code other than 1 is not a result."""
     for selection in ("not slow and not gpu",) if fast else ("not slow and not gpu", "slow and not gpu"):
         # A run that does not end would be seen too.
         if run_in(place, "-x", "-m", selection, *tests) in (1, None):

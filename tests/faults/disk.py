@@ -1,4 +1,4 @@
-"""A disk that fails, dies or tears at the n-th operation; a disk that writes down what it was asked."""
+"""Disks that fail, kill the process or tear a write at the n-th operation, and a disk that records its operations."""
 
 from __future__ import annotations
 

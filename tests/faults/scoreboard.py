@@ -1,4 +1,4 @@
-"""What was held, as the page docs/evidence/faults.md. The page is the record too: rows that are run again replace what it says of them."""
+"""Results of the fault catalogue as docs/evidence/faults.md. The page is also the record: rows that run again replace theirs."""
 
 from __future__ import annotations
 

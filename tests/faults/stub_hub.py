@@ -1,4 +1,4 @@
-"""A hub that answers as the name of the repository says, and what asking it through each door of the package ends in. Run as a
+"""A hub whose answer depends on the repository name, and the result of each way that the package queries it. Run as a
 program: the libraries read the hub's address when they are imported."""
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def test_file_replaced_by_link_is_detected(part: str, pristine: RunDir, tmp_path
 
 
 def manifest_edit(run: RunDir, edit: Callable[[dict], object]) -> None:
-    """By somebody who knows how a manifest is sealed: what it says is judged by itself."""
+    """Change a manifest and its digest: the fields themselves must be checked."""
     path = run.checkpoint(ranks.SECOND) / MANIFEST_NAME
     document = json.loads(path.read_text())
     del document["digest"]

@@ -1,4 +1,4 @@
-"""Commands that are killed at any file operation: rotation, a new run, a resumed run, a merge. Old or new, and the next one goes on."""
+"""Kill commands at any file operation (rotation, new run, resumed run, merge): the result is old or new, and the next command continues."""
 
 from __future__ import annotations
 

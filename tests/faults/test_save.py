@@ -1,4 +1,4 @@
-"""A save that is killed, refused or cut at any file operation of any rank: old or new, never half, and the run goes on."""
+"""Kill, refuse or cut any file operation of a save on any rank: the checkpoint is old or new, and the run continues."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Cases:
         return shutil.copytree(self.first, self.folder / str(name))
 
     def operations(self, *, asynchronous: bool = False) -> list[list[tuple[str, str]]]:
-        """By rank, what one good save asks of the disk."""
+        """Return the disk operations of a successful save, by rank."""
         path = self.new("counted")
         counted: list[list[tuple[str, str]]] = self.forks.values(RANKS, ranks.save_counting, path, ranks.SECOND, asynchronous, self.full)
         shutil.rmtree(path)
@@ -110,7 +110,7 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.ESTALE, errn
 
 
 def refuse_each(cases: Cases, faults: Sequence[tuple[int, Fault]]) -> None:
-    """A save for each (rank, fault): it fails and says why, or is whole; the older one stays; the next save is good."""
+    """Save once for each (rank, fault). It fails with a reason or is complete; the older one is kept; the next save succeeds."""
     paths = [cases.new(number) for number in range(len(faults))]
     told = cases.forks.values(
         RANKS, ranks.save_on_broken_disks, [(path, *fault) for path, fault in zip(paths, faults, strict=True)], ranks.SECOND

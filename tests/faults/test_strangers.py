@@ -30,7 +30,7 @@ ANSWERS = {
 
 
 def test_hub_errors_are_distinguished_and_never_contain_the_token(tmp_path: Path) -> None:
-    """A server on this machine that answers for each repository as its name says; the same words by whichever way it was asked."""
+    """A local server whose answer depends on the repository name; every way to query it must give the same message."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_TOKEN": SECRET, "HF_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
     for proxy in ("http_proxy", "https_proxy", "all_proxy"):
         environment.pop(proxy, None)

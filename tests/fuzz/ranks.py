@@ -31,7 +31,7 @@ class Orders:
 
 
 class Killed(BaseException):
-    """Ends a rank as a signal would: nothing is saved or said."""
+    """End a rank as a signal would: nothing is saved or reported."""
 
 
 def run(path: str, orders: dict[str, Any]) -> dict[str, Any]:

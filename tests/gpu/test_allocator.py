@@ -1,4 +1,4 @@
-"""What our allocator reserves for a real run's allocations is what CUDA's did; on the CPU the reader of a record is played by hand."""
+"""The replay of a real run's allocations reserves as much as CUDA's allocator; on the CPU, a hand-written record is replayed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def entry(action: str, address: int, size: int = 0, stream: int = 0) -> dict[str
 
 
 def test_allocator_record_is_replayed_by_stream_in_order() -> None:
-    """A block that is asked back and not yet free is not used again; another stream has memory of its own."""
+    """A block whose free is still pending is not reused; another stream has separate memory."""
     record = [
         entry("segment_alloc", 1, 20 * MIB),
         entry("alloc", 1, 4 * MIB, 7),

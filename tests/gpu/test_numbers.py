@@ -1,4 +1,4 @@
-"""The numbers where they matter: bf16 beside fp32, recomputation with dropout, packed examples in the kernels of a GPU."""
+"""Numbers on a GPU: bf16 compared with fp32, recomputation with dropout, packed examples in GPU kernels."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_recomputation_with_dropout_has_the_same_gradients(recomputed: dict[str,
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_packed_examples_are_isolated(kernel: str, train: Train) -> None:
-    """The run itself changes the first example of a packed row and looks at the second, in the kernel that it will train in."""
+    """The run changes the first example of a packed row and compares the second, in its training kernel."""
     if kernel == "flex_attention" and IS_SMALL:
         pytest.skip("torch has no backward pass of it on the CPU")
     if kernel == "flash_attention_2" and (IS_SMALL or importlib.util.find_spec("flash_attn") is None):

@@ -40,7 +40,7 @@ class Rank:
         faulthandler.register(signal.SIGUSR2, file=log, all_threads=True)
 
     def wait_for_others(self) -> None:
-        """Stands where a rank stands that waits in a collective, by the name of its file."""
+        """Wait in a frame that looks like a collective, by its file name."""
         source = "import time\ndef all_reduce():\n    time.sleep(60)\nall_reduce()\n"
         exec(compile(source, "/site-packages/torch/distributed/distributed_c10d.py", "exec"), {})
 

@@ -256,7 +256,7 @@ def test_all_unknown_arguments_are_reported_with_close_matches() -> None:
 
 
 def test_accelerate_arguments_are_owned_or_passed() -> None:
-    """Fails when accelerate gains an argument that nobody has decided on."""
+    """Fails when accelerate gains an argument that is neither owned nor passed."""
     from accelerate.commands.launch import launch_command_parser
 
     undecided: list[str] = []

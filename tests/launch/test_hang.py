@@ -1,4 +1,4 @@
-"""What a hang report says, from dumps of stacks and signs of life alone."""
+"""Hang reports, computed from stack dumps and heartbeats."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_rank_stopped_in_any_phase_is_named(phase: str, step: int, tmp_path: Pat
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_stalled_final_save_is_a_hang(asynchronous: bool, tmp_path: Path) -> None:
-    """In the background, the training threads of both ranks wait for their save; only one of the saves stands still by itself."""
+    """In a background save, the training threads of both ranks wait; only one of the saves has stalled."""
     run = written(tmp_path, "run", steps=STEPS, **KEYS, **{"checkpoint.async": asynchronous})
     ended, _, seconds = hang_of(run, {"rank": 1, "step": STEPS, "phase": "training", "how": "dead disk"})
     assert ended.problem is not None

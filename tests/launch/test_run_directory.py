@@ -1,4 +1,4 @@
-"""Where a run begins, what is written, and how it stands: real directories, no processes of ranks."""
+"""Start step, files and status of a run: real directories, no rank processes."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_run_started_meanwhile_is_not_moved_aside(fresh: RunDir, tmp_path: Path)
 
 @pytest.fixture
 def manual_commands(fresh: RunDir, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """What looks like rank 0 of the run, started by hand under a relative name."""
+    """A process that looks like rank 0 of the run, started manually under a relative path."""
     used(fresh, tmp_path)
     command = [sys.executable, "-c", "import time; time.sleep(60)", fresh.name]
     rank = subprocess.Popen(command, cwd=fresh.path.parent, env={**os.environ, "RANK": "0"})

@@ -1,4 +1,4 @@
-"""What a command says as soon as it gets a signal."""
+"""The message of a command right after a signal."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def merge(tmp_path: Path):
-    """Merges into `tmp_path/out` unless told otherwise."""
+    """Merge into `tmp_path/out` by default."""
 
     def run(source: Path, **options: object) -> MergeResult:
         options.setdefault("output", tmp_path / "out")

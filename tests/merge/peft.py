@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT writes them, and what torch makes of them: names and scaling are PEFT's, written out by hand."""
+"""LoRA adapters as PEFT writes them, and their expected merge in torch; names and scaling are hand-written from PEFT."""
 
 from __future__ import annotations
 

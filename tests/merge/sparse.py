@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 
 def _archive_around(rows: int, columns: int) -> tuple[bytes, bytes]:
-    """(what stands before the storage, what stands after it) of a `torch.save` archive of zeros, without checksums."""
+    """Return the bytes before and after the storage of a `torch.save` archive of zeros, without checksums."""
     torch.serialization.set_crc32_options(False)
     try:
         stream = io.BytesIO()

@@ -1,4 +1,4 @@
-"""LoRA adapters are added to their base as torch would add them, or exported as PEFT names them; what is no plain LoRA is refused."""
+"""LoRA adapters are merged into their base as by torch, or exported under PEFT's names; anything but plain LoRA is refused."""
 
 from __future__ import annotations
 

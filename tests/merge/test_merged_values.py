@@ -172,7 +172,7 @@ def test_directory_of_foreign_checkpoints_is_refused_with_candidates(tmp_path, m
 
 
 def test_foreign_directory_provides_config_and_tokenizer(tmp_path, merge):
-    """What Trainer leaves beside `pytorch_model_fsdp_0` is used without being asked for."""
+    """Files that Trainer writes next to `pytorch_model_fsdp_0` are used without an option."""
     model = small_gpt2()
     save_dcp({"model": model.state_dict()}, model_directory(model, tmp_path / "checkpoint-7") / SHARDS)
     result = merge(tmp_path / "checkpoint-7", verify="none")

@@ -199,7 +199,7 @@ def test_accelerates_pickle_of_the_full_model_is_merged(tmp_path, merge):
 @pytest.mark.parametrize("wrapper", [None, "model", "state_dict"])
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "last.ckpt", "ckpt-100.pt"])
 def test_files_of_torch_save_are_merged_by_any_name(name, wrapper, tmp_path, merge):
-    """Beside it lies what other trainers leave there, which is not read."""
+    """Files of other trainers next to it are not read."""
     (tmp_path / "other").mkdir()
     path = tmp_path / "other" / name
     torch.save({wrapper: WEIGHTS, "epoch": 3, "optimizer": {"state": {}}} if wrapper else WEIGHTS, path)

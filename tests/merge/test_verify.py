@@ -22,7 +22,7 @@ STATE = {"a": torch.randn(100, 50), "b": torch.randn(700)}
 
 
 def spoil_writes(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """A disk that flips a bit of the `number`-th write and says nothing."""
+    """A disk that silently flips a bit of the `number`-th write."""
     original, count = Disk.write, 0
 
     def write(self: Disk, file, data) -> None:
@@ -40,7 +40,7 @@ def spoil_writes(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 @pytest.mark.parametrize("number", [2, 3, 4])
 def test_disk_returning_other_bytes_is_detected(number, tmp_path, monkeypatch):
-    """The first write asks whether the file takes direct ones, the second is the header, the others are tensors."""
+    """The first write probes direct I/O, the second is the header, the others are tensors."""
     save_dcp({"model": STATE}, tmp_path / "c" / SHARDS)
     spoil_writes(monkeypatch, number)
     with pytest.raises(FsdpTuneError) as caught:
@@ -186,7 +186,7 @@ def test_killed_check_is_reported_with_its_signal(merged_gpt2):
 
 @pytest.mark.e2e
 def test_verify_full_runs_in_child_processes(tmp_path, monkeypatch):
-    """Another tool's checkpoint with a base: the parameter list is compared beside the copy, and the output loaded after it."""
+    """A checkpoint of another tool with a base: the parameter list is compared during the copy, and the output loaded after it."""
     model = small_llama()
     save_dcp({"model": model.state_dict()}, tmp_path / "c" / SHARDS)
     base = model_directory(model, tmp_path / "base")
@@ -202,7 +202,7 @@ def test_verify_full_runs_in_child_processes(tmp_path, monkeypatch):
 
 
 def test_custom_code_is_never_run(merged_gpt2, tmp_path):
-    """A config that names python beside it: the list is not known, and that is said."""
+    """A config that names Python code next to it: the list is unknown, and a notice reports it."""
     folder = tmp_path / "custom"
     folder.mkdir()
     (folder / "config.json").write_text(

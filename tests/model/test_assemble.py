@@ -1,4 +1,4 @@
-"""Where what is loaded lies, and that all ranks load in the same way."""
+"""Devices of loaded tensors, and that all ranks load in the same way."""
 
 from __future__ import annotations
 

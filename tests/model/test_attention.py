@@ -1,4 +1,4 @@
-"""Which attention kernel `auto` takes, and that kernels with variable lengths are told where examples end."""
+"""The attention kernel that `auto` selects, and the example lengths passed to kernels with variable lengths."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_one_graph_serves_all_layers_and_every_width(family: str, way: str) -> N
 
 
 def test_audited_layers_are_compiled_as_well() -> None:
-    """torch leaves a function alone for good, and says nothing, that it first meets under a dispatch mode."""
+    """torch silently never compiles a function that it first sees under a dispatch mode."""
     compiled = torch.compile(lambda x: (x @ x).relu(), backend="aot_eager")
     clock = CompileClock()
     with DtypeAudit() as audit:

@@ -187,7 +187,7 @@ def test_low_precision_weights_are_upcast_to_fp32(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(json.loads(resources.files("fsdp_tune.recipe").joinpath("architectures.json").read_bytes())))
 def test_packaged_architecture_builds_a_config(name: str) -> None:
-    """Some are written as before transformers 5, with `rope_theta` beside `rope_scaling`."""
+    """Some are in the format before transformers 5, with `rope_theta` next to `rope_scaling`."""
     facts = architecture(name)
     assert facts is not None
     config = model_config(recipe_of({"from_config": facts}))

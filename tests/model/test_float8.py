@@ -1,4 +1,4 @@
-"""Which Linears compute in fp8, what is said about the others, and that weights stay what they are."""
+"""Which Linears compute in fp8, the reasons for the others, and that weights are unchanged."""
 
 from __future__ import annotations
 

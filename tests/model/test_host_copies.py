@@ -1,4 +1,4 @@
-"""Copies to and from the host, on a stream that does as late as it may what was asked of it."""
+"""Copies to and from the host, on a stream that runs as late as allowed."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_input_without_gradient_is_not_offloaded(monkeypatch: pytest.MonkeyPatch
 
 
 def test_few_inputs_stay_on_device() -> None:
-    """In the forward that of the layer at work, in the backward beside it the one that comes."""
+    """In the forward pass the current layer's input, in the backward pass also that of the next."""
     _, model = model_of("llama")
     inputs: dict[int, weakref.ref[Any]] = {}
     alive: dict[str, list[int]] = {"forward": [], "backward": []}

@@ -1,4 +1,4 @@
-"""What is said of a model before a rank starts."""
+"""Findings about a model before a rank starts."""
 
 from __future__ import annotations
 

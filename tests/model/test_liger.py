@@ -30,7 +30,7 @@ INTERPRETED = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def interpreter_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It hands a kernel Python's own floats, which have no `.to`, and knows no function of CUDA's libdevice."""
+    """It passes Python floats, which have no `.to`, to a kernel, and has no functions of CUDA's libdevice."""
     if INTERPRETED.args[0]:
         return
     import numpy as np

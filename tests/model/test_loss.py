@@ -1,4 +1,4 @@
-"""Every supervised token of a step counts the same, wherever it lies."""
+"""Every supervised token of a step has the same weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputation gives the gradients of the forward that made the loss, dropout included, in every way it can be asked for."""
+"""Recomputation in every mode gives the gradients of the original forward pass, dropout included."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def _row(test: pytest.TestReport) -> dict[str, str] | None:
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """With -v, what a case measured stands beside its verdict."""
+    """With -v, print what a case measured next to its verdict."""
     row = _row(report)
     if row is None or hasattr(report, "wasxfail"):
         return None

@@ -1,4 +1,4 @@
-"""Run directories made by hand, and the real worker on them: what `fsdp-tune train` would write and start."""
+"""Run directories as `fsdp-tune train` would write them, and the real worker on them."""
 
 from __future__ import annotations
 

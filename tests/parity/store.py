@@ -1,4 +1,4 @@
-"""Prepared data made by hand: short and long examples, some tokens untrained, an odd number of rows."""
+"""Hand-made prepared data: short and long examples, some tokens untrained, an odd number of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp8 in the decoder layers, held against one device in fp32 beside what bf16 costs there. Emulated: rounded as on a GPU.
+"""fp8 in the decoder layers, compared with one device in fp32, next to the deviation of bf16. Emulated: rounded as on a GPU.
 
 What is measured is the spread (root mean square over the steps, `compare.Spread`).
 """
@@ -81,7 +81,7 @@ def test_stacked_experts_stay_in_bf16(case: Case, bench: Bench) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_frozen_weights_are_gathered_in_fp8_and_unchanged(bench: Bench) -> None:
-    """They are stored in bf16, beside trained ones in fp32."""
+    """They are stored in bf16, next to trained ones in fp32."""
     changes = runs.merged(TENSORWISE.recipe(str(bench.model("llama-16"))), {"model": {"freeze": ["model.layers.0.*"]}})
     run = runs.write_run(bench.new_folder(), changes, bench.store)
     runs.train(bench.pool, run, 2)

@@ -1,4 +1,4 @@
-"""Traces written by hand, for what the planner computes from them."""
+"""Hand-written traces for tests of the planner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The replay follows the rules of `c10/cuda/CUDACachingAllocator.cpp`; the numbers are worked out by hand from that file."""
+"""The replay follows the rules of `c10/cuda/CUDACachingAllocator.cpp`; the numbers are derived manually from that file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fsdp.activation_checkpointing: auto`: the least that fits, the leanest where nothing does, everything where nobody can tell."""
+"""`fsdp.activation_checkpointing: auto`: the least that fits, the smallest if nothing fits, full if memory is unknown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces by a child: named by what they depend on, kept, made anew when damaged; a model that is refused stops nothing else."""
+"""Traces by a child process: cached by their inputs and rebuilt if damaged; a refused model does not stop others."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_refused_model_does_not_stop_others(tmp_path: Path) -> None:
 
 
 def answering(script: str) -> tuple[str, ...]:
-    """A child that answers as `script` says: `job` is what it was asked."""
+    """A child that answers with `script`; `job` is the request."""
     head = "import json, sys\nfor line in sys.stdin:\n    job = json.loads(line)\n    "
     return (sys.executable, "-c", head + script)
 

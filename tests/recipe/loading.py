@@ -1,4 +1,4 @@
-"""Helpers that load a recipe from text and hand back what it says."""
+"""Helpers that load a recipe from text and return its values or problems."""
 
 from __future__ import annotations
 

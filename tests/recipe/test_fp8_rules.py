@@ -1,4 +1,4 @@
-"""What `precision.mixed_precision: fp8` is taken with; what it is refused with stands in `test_rules.py`."""
+"""Accepted combinations with `precision.mixed_precision: fp8`; `test_rules.py` has the refused ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever stands in a file or after `--set`, a recipe comes out, or errors that say something."""
+"""Any file content and any `--set` gives a recipe or errors with a message."""
 
 from __future__ import annotations
 

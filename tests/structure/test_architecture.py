@@ -1,4 +1,4 @@
-"""The pages that say where a thing stands: what they name is there, and the sizes are those of the tree."""
+"""Paths named in the architecture pages exist, and the documented sizes match the tree."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_folder_is_in_a_layer(repository: Path) -> None:
 
 
 def test_documented_sizes_match_the_tree(repository: Path) -> None:
-    """Within a share, so that not every change has to write them anew: `scripts/house` does when they have drifted."""
+    """With a tolerance, so that not every change must update them; `scripts/house` prints the new table."""
     sizes = {folder.strip("()"): row[1] for folder, row in runpy.run_path(str(repository / "scripts" / "house"))["sizes"]().items()}
     written = {folder: int(lines.replace(",", "")) for folder, lines in ROW.findall(page(repository))}
     assert written.keys() == sizes.keys()

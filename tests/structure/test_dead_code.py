@@ -1,4 +1,4 @@
-"""Nothing stands in the package that nothing else names: what only a test needs belongs to the test."""
+"""Every definition in the package is used in the package; helpers of tests belong to the tests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def defined(tree: ast.Module) -> Iterator[str]:
 
 
 def named(tree: ast.Module) -> Iterator[str]:
-    """Every name that is read, imported, given as a keyword, or stands in a text that is no docstring."""
+    """Return every name that is read, imported, passed as a keyword, or in a string other than a docstring."""
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.stmt) and is_docstring(node)}  # type: ignore[attr-defined]
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):

@@ -18,7 +18,7 @@ def name_of(function: ast.expr) -> str:
 
 
 def literals(node: ast.expr) -> Iterator[str]:
-    """The texts that an expression is or chooses between; a name or a subscript says nothing here."""
+    """Return the strings that an expression is or chooses between; names and subscripts give none."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
     elif isinstance(node, ast.IfExp):

@@ -77,7 +77,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def test_imports_have_no_cycles(repository: Path) -> None:
-    """Imports inside functions and under TYPE_CHECKING count: whoever reads one file of a circle has to read all of them."""
+    """Imports inside functions and under TYPE_CHECKING count: a reader of one file of a cycle has to read all of them."""
     files = {module_name(path, repository): path for path in modules(repository)}
     del files["fsdp_tune"]  # the front door of scripts; modules import only the version from it
     left = {name: {each for each in imports(path) if each in files and each != name} for name, path in files.items()}

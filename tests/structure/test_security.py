@@ -18,7 +18,7 @@ FORBIDDEN_CALLS = frozenset(
 
 
 def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
-    """Every call with the dotted name that stands in the source."""
+    """Return every call with its dotted name in the source."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node

@@ -1,4 +1,4 @@
-"""Where a test belongs: the folders of `tests/` are the rooms of the package, and a file named after a module lies in its room."""
+"""Folders of `tests/` mirror those of the package, and a file named after a module is in that module's folder."""
 
 from __future__ import annotations
 

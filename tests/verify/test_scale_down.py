@@ -1,4 +1,4 @@
-"""A shrunk recipe is the user's in everything but size, and says where it is not."""
+"""A scaled-down recipe differs from the user's only in size, and lists every change."""
 
 from __future__ import annotations
 

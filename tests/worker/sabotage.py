@@ -1,4 +1,4 @@
-"""Runs that are not what their recipe says: one setting is turned behind the recipe's back, on every rank or on one."""
+"""Runs whose live state differs from their recipe: one setting is changed on every rank or on one."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def entry(number: int, name: str, *, retired: bool, group: str = "0", is_p2p: bo
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """NCCL's recorder with what it holds; gloo's fails when it is asked."""
+    """NCCL's recorder with its content; gloo's raises if it is read."""
     import torch._C._distributed_c10d as c10d
 
     content: dict[str, Any] = {"version": "2.10"}

@@ -1,4 +1,4 @@
-"""A step whose gradients are not finite changes nothing, whoever hears of it when; and it is told with its own number and rows."""
+"""A step with non-finite gradients changes nothing, and is reported with its number and rows."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ print(json.dumps([before, flight.dump(run, 0, "cpu")]))
 
 @pytest.mark.slow
 def test_flight_recorder_is_on_and_has_the_last_collective(tmp_path: Path) -> None:
-    """Fails when torch names its variables or its recorder anew."""
+    """Fails when torch renames its variables or its recorder."""
     done = subprocess.run([sys.executable, "-c", RECORDS, str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     before, after = json.loads(done.stdout.splitlines()[-1])

@@ -16,7 +16,7 @@ from tests.ranks import RankPool
 
 
 def check_with(path: str, odd_rank: int | None, what: str, value: str) -> str | None:
-    """On a rank: what `check_same` says where one rank differs."""
+    """Return the error of `check_same` on a rank if one rank differs."""
     import torch.distributed as dist
 
     from fsdp_tune.core.errors import FailedError

@@ -60,7 +60,7 @@ def test_background_thread_works_on_the_device_of_its_rank(monkeypatch: pytest.M
 
 
 def test_step_counts_as_saved_during_write() -> None:
-    """The end of an epoch asks for the checkpoint of the last step again, and would write it twice."""
+    """The end of an epoch requests the checkpoint of the last step again, which must not be written twice."""
     saver = Checkpointer.__new__(Checkpointer)
     saver.last_step, saver._pending = 10, None
     assert saver.newest_step == 10

@@ -1,4 +1,4 @@
-"""metrics.jsonl: every step once, whatever happened before; numbers that JSON knows; sums over all ranks."""
+"""metrics.jsonl: every step once, also after failures; valid JSON numbers; sums over all ranks."""
 
 from __future__ import annotations
 

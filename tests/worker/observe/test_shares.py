@@ -1,4 +1,4 @@
-"""Where a step's time goes is measured on the steps that are logged, and told once."""
+"""Shares of a step's time are measured on logged steps only, and reported once."""
 
 from __future__ import annotations
 

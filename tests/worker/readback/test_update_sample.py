@@ -1,4 +1,4 @@
-"""The witness of an update asks for every change that the optimizer must make, and for none that it need not make."""
+"""The update check requires every change that the optimizer must make, and no other."""
 
 from __future__ import annotations
 
