@@ -1,4 +1,4 @@
-"""What every test gets: no network beyond loopback, no user's caches or accelerate config, one thread a process."""
+"""Isolate every test: no network beyond loopback, no caches or accelerate config of the user, one thread per process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw disturbances: what is done, to which process, in which phase of a run."""
+"""Draw disturbances: kind, process and phase of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the commands of a run may end after a disturbance: exit codes, and the messages that must come with them."""
+"""Allowed exit codes and messages of a run's commands after each disturbance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold in the files of a run after every end. Each check returns the violations as text; an empty list is good."""
+"""Invariants of a run's files after every end. Each check returns the violations as text; an empty list is good."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What chaos tests have hit, as a section of docs/evidence/faults.md. The rest of that page belongs to `tests/faults`."""
+"""Results of chaos tests, as a section of docs/evidence/faults.md. The rest of that page belongs to `tests/faults`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe on its own runs no code, whichever command reads it."""
+"""A recipe alone runs no code, in any command."""
 
 from __future__ import annotations
 

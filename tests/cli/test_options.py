@@ -1,4 +1,4 @@
-"""One way from a recipe's name to what a command works with."""
+"""All commands find and resolve recipes in the same way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plan` as a verb: the own answer first, then the ranking; what the options ask for reaches trace, file and document."""
+"""`plan` as a command: the recipe's own plan, the ranking, and the effect of each option."""
 
 from __future__ import annotations
 

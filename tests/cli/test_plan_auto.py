@@ -1,4 +1,4 @@
-"""`fsdp.activation_checkpointing: auto` through the verbs: the ranks get what was decided, the recipe keeps what was written."""
+"""`fsdp.activation_checkpointing: auto` in the commands: ranks get the resolved value, the recipe keeps `auto`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`train` and its plan: nothing on a CPU, a refusal where a recipe cannot fit, and the comparison at the end."""
+"""`train` and its plan: none on a CPU, an error for a recipe that cannot fit, and the comparison at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`recipes` and `validate` as commands: what is printed, the one JSON document, the exit code."""
+"""`recipes` and `validate` as commands: output, JSON document, exit code."""
 
 from __future__ import annotations
 

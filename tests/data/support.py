@@ -1,4 +1,4 @@
-"""A tokenizer in forty lines, and recipes around one file: what `data/` promises does not depend on transformers."""
+"""A small tokenizer and recipes around one file, so that tests of `data/` do not depend on transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cache list` and `cache clean`: what entries are, and that nothing in use is removed."""
+"""`cache list` and `cache clean`: entries are recognised, and none in use is removed."""
 
 from __future__ import annotations
 

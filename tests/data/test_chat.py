@@ -1,4 +1,4 @@
-"""Chats: what the assistant is trained on is what it will have to write after the generation prompt, token by token."""
+"""Chats: the trained tokens are those that the model must generate after the generation prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole way of a row, from files to what a rank reads, with the account of it."""
+"""Prepare data from files to packed rows, with the account."""
 
 from __future__ import annotations
 

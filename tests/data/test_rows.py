@@ -1,4 +1,4 @@
-"""How rows become chunks, and what that costs in memory."""
+"""Chunks of rows, and their memory."""
 
 from __future__ import annotations
 

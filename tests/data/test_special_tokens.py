@@ -1,4 +1,4 @@
-"""Special tokens that rows spell, and completions encoded apart: what is trained is the text of the row."""
+"""Special tokens in the text of rows, and separately encoded completions: trained ids decode to the text of the row."""
 
 from __future__ import annotations
 

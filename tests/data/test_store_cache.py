@@ -1,4 +1,4 @@
-"""The cache: keyed by content, published whole, built once; whatever is killed, nothing half is ever seen."""
+"""The cache: keyed by content, published atomically, built once; a killed process leaves no partial entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a row is an error where it would be trained, and a note where it is context."""
+"""Content that a chat template omits is an error if it would be trained, and a note if it is context."""
 
 from __future__ import annotations
 

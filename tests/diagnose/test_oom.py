@@ -1,4 +1,4 @@
-"""After memory ran out: what was live, and three changes that apply to this recipe, in the order of what was largest."""
+"""Out-of-memory reports: live components, and three changes to the recipe, for the largest component first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold after every case, whatever was done to the run."""
+"""Invariants after every case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plant a bug: change one named function of the package by its structure, never by its text.
+"""Plant a bug: edit the syntax tree of one named function of the package.
 
 A plant names a module, a function in it and an edit. An edit looks inside that function for the smallest piece of code of one kind that
 mentions all the given names, and replaces it. It raises `DoesNotApply` unless exactly one piece matches, so a plant whose target has

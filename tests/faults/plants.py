@@ -1,4 +1,4 @@
-"""Bugs of the kind that such tools have had. A row of the catalogue counts only if one of them makes its tests fail.
+"""Planted bugs, of kinds that such tools have had. A row of the catalogue counts only if one of them makes its tests fail.
 
 A plant is applied to a copy of the repository in which the tests of its rows run, so it reaches every process that they start.
 `planting.py` explains the edits.

@@ -1,4 +1,4 @@
-"""What the ranks of a case do: a tiny sharded model whose every tensor tells the step it was saved at, and the real checkpoints."""
+"""Rank functions: a tiny sharded model whose tensors encode the step at which they were saved, and real checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong inside a step: each a patch of the worker on one rank, from one step on."""
+"""Faults inside a step: each patches the worker on one rank from a given step on."""
 
 from __future__ import annotations
 

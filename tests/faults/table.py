@@ -1,4 +1,4 @@
-"""The catalogue of faults: what is done to the tool, what it promises then, and the tests that hold it.
+"""The catalogue of faults: the injected fault, the promise, and its tests.
 
 A row counts as held when all its tests pass and a bug planted in the tool (plants.py) turns them red.
 """

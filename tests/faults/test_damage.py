@@ -1,4 +1,4 @@
-"""Every file of a real checkpoint, damaged in every way: the damage is found and named, and the older checkpoint is taken."""
+"""Damage every file of a real checkpoint in every way: the damage is named, and the older checkpoint is used."""
 
 from __future__ import annotations
 

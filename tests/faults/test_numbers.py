@@ -1,4 +1,4 @@
-"""What goes wrong inside a step ends the run with its own reason and code, or is a warning; never a wrong number, never a hang."""
+"""Faults inside a step end the run with their own reason and exit code, or give a warning; never a wrong number or a hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edits find one piece of code by its structure, and fail when it is gone or ambiguous."""
+"""Edits find one node of the syntax tree, and fail if it is missing or ambiguous."""
 
 from __future__ import annotations
 

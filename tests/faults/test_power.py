@@ -1,4 +1,4 @@
-"""A power cut at any moment: what was not fsynced is dropped or torn, renames that were not synced are lost; old or new remains."""
+"""Power cuts at any operation: unsynced writes are dropped or torn, unsynced renames lost; the old or the new state remains."""
 
 from __future__ import annotations
 

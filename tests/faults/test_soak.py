@@ -1,4 +1,4 @@
-"""Accidents drawn from a seed, one after another on one run, also while it recovers: it ends as if there had been none."""
+"""A seeded sequence of faults on one run, also during recovery: it ends like an undisturbed run."""
 
 from __future__ import annotations
 

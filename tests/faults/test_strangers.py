@@ -1,4 +1,4 @@
-"""What strangers send: the hub's answers, and templates."""
+"""Untrusted input: answers of the hub, and chat templates."""
 
 from __future__ import annotations
 

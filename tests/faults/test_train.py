@@ -1,4 +1,4 @@
-"""The real worker, killed, stopped and refused in the middle of a run: it comes back, and ends as if nothing had happened."""
+"""Kill, stop and fail the real worker in the middle of a run: it resumes, and ends like an undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that see different things act as one; states of another shape, time or author are read right or refused."""
+"""Ranks with different views of the disk decide together; states of another world size, clock or tool load correctly or are refused."""
 
 from __future__ import annotations
 

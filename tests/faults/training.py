@@ -1,4 +1,4 @@
-"""Runs of the real worker on forked ranks, and what they are held against: the uninterrupted run, bit for bit."""
+"""Runs of the real worker on forked ranks, compared with the uninterrupted run bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs that were once in the code, planted again on every rank: what the fuzzer must find."""
+"""Former bugs, planted on every rank: the fuzzer must find them."""
 
 from __future__ import annotations
 

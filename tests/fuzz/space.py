@@ -1,4 +1,4 @@
-"""Which recipes are drawn: every key that can change a run's numbers, or the reason why it is not drawn.
+"""The space of drawn recipes: every key that can change a run's numbers, or the reason why it is excluded.
 
 The keys, what each affects and whether a resumed run may change it come from the schema; the values of switches come from its types.
 Only numbers need a domain of their own here.

@@ -1,4 +1,4 @@
-"""Recipes drawn from the schema follow the plain loop, and the fuzzer finds the bugs that it is for."""
+"""Recipes drawn from the schema follow the plain loop, and the fuzzer finds planted bugs."""
 
 from __future__ import annotations
 

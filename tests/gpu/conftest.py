@@ -1,4 +1,4 @@
-"""Runs of the real command on one accelerator. `GPU_TEST_DEVICE=cpu` plays the same tests small on the CPU, to see that they can run."""
+"""Runs of the real command on one accelerator. `GPU_TEST_DEVICE=cpu` runs small versions on the CPU, to check that the tests work."""
 
 from __future__ import annotations
 

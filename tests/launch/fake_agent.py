@@ -1,4 +1,4 @@
-"""What of torchrun's agent matters to the supervisor, without importing torch: `fake_agent.py WORLD_SIZE RUN_DIR`.
+"""A stand-in for torchrun's agent, without importing torch: `fake_agent.py WORLD_SIZE RUN_DIR`.
 
 Starts ranks in sessions of their own, ends the others with SIGTERM when one fails and waits for them, passes signals on and
 then waits, reports the first failure in torch's words. tests/launch/test_real_launch.py runs the same through the real one.

@@ -1,4 +1,4 @@
-"""A rank without torch: plays the part that RUN/fake.json gives it. Started as `python -m tests.launch.fake_worker RUN_DIR`.
+"""A rank without torch that follows the script in RUN/fake.json. Started as `python -m tests.launch.fake_worker RUN_DIR`.
 
 A part is a list of acts: ["beat", phase, step], ["stacks"], ["wait"], ["log", {...}], ["sleep", seconds],
 ["ignore-signals"], ["wait-for-signal"], ["die", signal], ["once", mark, *act] (not in a later launch),

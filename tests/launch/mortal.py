@@ -1,4 +1,4 @@
-"""The real worker with accidents. Started as `python -m tests.launch.mortal RUN_DIR`.
+"""The real worker with injected faults. Started as `python -m tests.launch.mortal RUN_DIR`.
 
 RUN/accidents.json is a list of {"rank", "step", "how", "phase"}; each happens once, in order for its rank, at the first heartbeat
 in that phase ("training" unless given) at that step or later. `how`: a signal's number, "raise", "oom", "memory", "sleep" (for ever),

@@ -1,4 +1,4 @@
-"""When the supervisor calls a run hung, from heartbeats alone, and how often it reads them."""
+"""Hang detection from heartbeats, and how often they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real ranks that stand still in each phase, and saves that are slower than the limit on hangs."""
+"""Real ranks that hang in each phase, and saves slower than the hang timeout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same supervisor over the real `accelerate launch` and torchrun's agent: each fact that the launch relies on.
+"""The supervisor with the real `accelerate launch` and torchrun agent: the behaviour that the launch relies on.
 
 The ranks are fakes without torch, so that a case costs the launcher's own import, some two seconds.
 """

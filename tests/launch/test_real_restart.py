@@ -1,4 +1,4 @@
-"""Restarts of the real thing: `accelerate launch`, gloo ranks, sharded checkpoints; the end is that of the uninterrupted run."""
+"""Restarts with real `accelerate launch`, gloo ranks and sharded checkpoints; the result equals the uninterrupted run."""
 
 from __future__ import annotations
 

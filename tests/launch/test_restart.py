@@ -1,4 +1,4 @@
-"""When a failed launch is started again, and when that would be of no use."""
+"""When a failed launch is restarted, and when not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way in which a launch can end, as a table over what was seen."""
+"""Every way in which a launch can end, as a table of observations and verdicts."""
 
 from __future__ import annotations
 

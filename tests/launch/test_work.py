@@ -1,4 +1,4 @@
-"""Machines that wait for a first machine that works, and give up on one that does not."""
+"""Machines wait for a first machine whose work counter advances, and give up otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints as the real writers leave them, and what a merge made of them."""
+"""Checkpoints by the real writers, and readers of merged output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boxes tile a tensor in the order of the output; chunks are cut exactly; covers are recognised."""
+"""Boxes tile a tensor in output order, intersections with chunks are exact, and complete covers are recognised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fsdp-tune merge-checkpoint` as users run it: words, JSON and exit codes."""
+"""`fsdp-tune merge-checkpoint` as users run it: text, JSON and exit codes."""
 
 from __future__ import annotations
 

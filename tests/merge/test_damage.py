@@ -1,4 +1,4 @@
-"""A corpus of broken checkpoints: each ends in an error that names a file, and none leaves a model behind."""
+"""A corpus of damaged checkpoints: each gives an error that names a file, and no output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo as users run it: what `train` leaves in `merged/` is what gathering the model and `save_pretrained` would have written."""
+"""The demo as users run it: `merged/` equals gathering the model and `save_pretrained`."""
 
 from __future__ import annotations
 

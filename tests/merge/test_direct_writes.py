@@ -1,4 +1,4 @@
-"""Tensors of whole pages are written past the page cache and others through it; lost and misplaced blocks are found."""
+"""Tensors of full pages are written with direct I/O and others through the page cache; lost and misplaced blocks are detected."""
 
 from __future__ import annotations
 

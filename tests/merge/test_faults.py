@@ -1,4 +1,4 @@
-"""Kills, full disks and hands off in the middle: the output is absent, or the old one, or the whole new one."""
+"""Kills, full disks and concurrent changes during a merge: the output is absent, old, or complete."""
 
 from __future__ import annotations
 

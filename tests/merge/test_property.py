@@ -1,4 +1,4 @@
-"""Random models on random meshes, written by real DCP from up to eight ranks: what is merged is what was there, bit for bit."""
+"""Random models on random meshes, written by real DCP from up to eight ranks, merge bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of every writer: which entries are the model's, and what they are called."""
+"""Checkpoints of every writer: the entries of the model, and their names."""
 
 from __future__ import annotations
 

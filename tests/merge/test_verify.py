@@ -1,4 +1,4 @@
-"""What is checked after the copy, and that each check can find what it looks for."""
+"""Checks after the copy, each of which must be able to fail."""
 
 from __future__ import annotations
 

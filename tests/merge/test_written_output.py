@@ -1,4 +1,4 @@
-"""Where the output may be, whose it is, and what it never touches."""
+"""Location, ownership and replacement of the output."""
 
 from __future__ import annotations
 

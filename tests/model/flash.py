@@ -1,4 +1,4 @@
-"""A flash kernel of the hub for the CPU: transformers' own flash path, with torch's attention for each stretch of a line."""
+"""A flash kernel of the hub for the CPU: transformers' own flash path, with torch's attention for each example of a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of many micro-batches are added in fp32, also where the weights they belong to are bf16."""
+"""Gradients of micro-batches are added in fp32, also for bf16 weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load-balancing loss of a mixture counts real tokens alone, and each example for itself."""
+"""The load-balancing loss of a mixture excludes padding and is computed per example."""
 
 from __future__ import annotations
 

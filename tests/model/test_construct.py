@@ -1,4 +1,4 @@
-"""From a recipe to a model, and what is refused on the way."""
+"""Build a model from a recipe, and its errors."""
 
 from __future__ import annotations
 

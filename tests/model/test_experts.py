@@ -1,4 +1,4 @@
-"""What of a mixture of experts one token meets."""
+"""Active parameters of a mixture of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes an FSDP unit, for every decoder family, on models without weights."""
+"""The FSDP units of every decoder family, on models without weights."""
 
 from __future__ import annotations
 

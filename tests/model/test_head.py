@@ -1,4 +1,4 @@
-"""The loss inside a model's own head: the same numbers, no logits, and no model changed that does more to its logits."""
+"""The loss inside a model's head: same numbers, no full logits, and models with other transformations are unchanged."""
 
 from __future__ import annotations
 

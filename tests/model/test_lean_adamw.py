@@ -1,4 +1,4 @@
-"""Fewer bits of state and of weights: what rounding by chance keeps on average, and what rounding to the nearest loses."""
+"""Low-precision state and weights: stochastic rounding is right on average, rounding to nearest loses small updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When Liger's kernels are taken, and what they compute.
+"""When Liger's kernels are selected, and their numbers.
 
 The package needs a GPU; with `TRITON_INTERPRET=1`, and liger-kernel and triton importable, its kernels run here, slowly.
 """

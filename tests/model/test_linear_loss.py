@@ -1,4 +1,4 @@
-"""The loss in slices is the loss of all logits at once, and so are its gradients."""
+"""The chunked loss and its gradients equal those of full logits."""
 
 from __future__ import annotations
 

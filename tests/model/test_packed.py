@@ -1,4 +1,4 @@
-"""No token of a packed row sees another example: by the logits, by the loss, and by refusing the models that cannot."""
+"""Packed examples are isolated, by logits and by loss, and models that cannot isolate them are refused."""
 
 from __future__ import annotations
 

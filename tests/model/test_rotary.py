@@ -1,4 +1,4 @@
-"""Rotary frequencies are those of `data.max_length`, whatever the rows of a batch."""
+"""Rotary frequencies follow `data.max_length`, for any rows of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights come straight from safetensors: every rank gets its own part of every tensor, and holds no more than that and a buffer."""
+"""Weights are read from safetensors: every rank reads its own slices, and holds only these and a buffer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cases of a session share: the ranks, the data, the models, the references, and runs that others resume from."""
+"""Shared fixtures of a session: ranks, data, models, references, and runs that others resume from."""
 
 from __future__ import annotations
 

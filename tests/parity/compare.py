@@ -1,4 +1,4 @@
-"""How far a run is from the reference, in numbers that do not depend on scale."""
+"""Relative deviations of a run from the reference."""
 
 from __future__ import annotations
 

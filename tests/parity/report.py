@@ -1,4 +1,4 @@
-"""What the parity tests measured, as a summary for the terminal and as docs/evidence/parity.md."""
+"""Results of the parity tests, as a summary for the terminal and as docs/evidence/parity.md."""
 
 from __future__ import annotations
 

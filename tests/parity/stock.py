@@ -1,4 +1,4 @@
-"""The stack as it is: transformers.Trainer and Accelerate's own FSDP on CPU ranks. Rank functions for test_stack.py."""
+"""The stock stack: transformers.Trainer and Accelerate's own FSDP on CPU ranks. Rank functions for test_stack.py."""
 
 from __future__ import annotations
 

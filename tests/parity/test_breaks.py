@@ -1,4 +1,4 @@
-"""The parity check can fail: each bug planted in the worker moves its numbers out of the tolerance."""
+"""The parity check can fail: each planted bug moves the numbers beyond the tolerance."""
 
 from __future__ import annotations
 

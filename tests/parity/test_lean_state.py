@@ -1,4 +1,4 @@
-"""Optimizer state of fewer bits and bf16 weights that are rounded by chance, each held against what it replaces.
+"""Low-precision optimizer state and stochastically rounded bf16 weights, compared with fp32.
 
 What is measured is the spread (root mean square over the steps, `compare.Spread`) around one device in fp32.
 """

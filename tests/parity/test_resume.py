@@ -1,4 +1,4 @@
-"""A resumed run is the uninterrupted one: bit for bit on as many ranks; what does not fit is refused before it is loaded."""
+"""A run resumed on as many ranks equals the uninterrupted one bit for bit; mismatched checkpoints are refused before loading."""
 
 from __future__ import annotations
 

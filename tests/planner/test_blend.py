@@ -1,4 +1,4 @@
-"""Traces between traces are those that tracing would have given."""
+"""Derived traces equal traces that were recorded at the same sizes."""
 
 from __future__ import annotations
 

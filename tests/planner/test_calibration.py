@@ -1,4 +1,4 @@
-"""What a run teaches of a machine's speed."""
+"""Calibration: learn a machine's speed from a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the search tries: the same training, otherwise laid out."""
+"""Candidates of the search: the same training with another layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives: bandwidth where it rules, latency where it rules, and what crosses the border between machines."""
+"""Times of collectives: bandwidth, latency, and traffic between machines."""
 
 from __future__ import annotations
 

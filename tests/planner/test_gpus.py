@@ -1,4 +1,4 @@
-"""The table of GPUs: complete, sourced, found by any spelling; and a user's own file."""
+"""The table of GPUs: complete, with sources, found under any spelling; and user-defined files."""
 
 from __future__ import annotations
 

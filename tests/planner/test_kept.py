@@ -1,4 +1,4 @@
-"""A plan is read back as it was made, and never for another recipe, card or trace."""
+"""A cached plan round-trips, and is never returned for another recipe, GPU or trace."""
 
 from __future__ import annotations
 

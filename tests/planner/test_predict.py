@@ -1,4 +1,4 @@
-"""A plan as data: complete, honest about what is unknown, and JSON."""
+"""A plan as data: complete, with unknown figures marked, and valid JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranking: what fits before what is fast, offload only where nothing else fits, and why the first is first."""
+"""The ranking: recipes that fit first, then by speed; offload only if nothing else fits; the reason for the first."""
 
 from __future__ import annotations
 

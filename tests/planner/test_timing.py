@@ -1,4 +1,4 @@
-"""Time: the roofline of an operation, and streams that wait for each other."""
+"""Step time: rooflines of operations, and streams that wait for each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`launch.env`: a recipe sets plain settings; whatever loads, starts or writes something needs the command line."""
+"""`launch.env`: a recipe may set plain settings; variables that load, start or write something need the command line."""
 
 from __future__ import annotations
 

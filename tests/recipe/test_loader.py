@@ -1,4 +1,4 @@
-"""Keys and values: each mistake with its place, what was given, what is taken, what was perhaps meant; all at once."""
+"""Keys and values: every mistake is reported at once, with position, value, accepted values and a suggestion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes that people make in a recipe, through `validate`: the line to change, plain words, and what to type."""
+"""Common mistakes in a recipe, through `validate`: the line to change, and what to type."""
 
 from __future__ import annotations
 

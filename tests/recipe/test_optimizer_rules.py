@@ -1,4 +1,4 @@
-"""`training.optim` and `training.optim_args`: what is taken, and what is refused with its line."""
+"""`training.optim` and `training.optim_args`: accepted values, and errors with their line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every open value is decided once, with a reason; what this machine cannot do is refused with the way out; F011."""
+"""Every unset value is resolved once, with a reason; impossible requests are refused with alternatives; F011."""
 
 from __future__ import annotations
 

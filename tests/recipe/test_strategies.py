@@ -1,4 +1,4 @@
-"""One table of strategies: complete, numbered as torch numbers them, and what the read-back expects was not copied from it."""
+"""The table of strategies: complete, numbered as in torch, and independent of what the read-back expects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What depends on the number of ranks: mesh, batch, and the arithmetic line."""
+"""Values that depend on the number of ranks: mesh, batch, and the arithmetic line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pickles from checkpoints are read as data: nothing that they name is run, and none of them can take memory or crash us."""
+"""Pickles from checkpoints are read as data: nothing that they name is run, and none can exhaust memory or crash the process."""
 
 from __future__ import annotations
 

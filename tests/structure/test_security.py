@@ -1,4 +1,4 @@
-"""Nothing that comes from a checkpoint, a data set or a recipe runs code: what the source must not contain."""
+"""Nothing that comes from a checkpoint, a data set or a recipe runs code: calls that the source must not contain."""
 
 from __future__ import annotations
 

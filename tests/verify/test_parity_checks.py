@@ -1,4 +1,4 @@
-"""The parity checklist: each switch is turned alone, and a wrong number is a check that fails."""
+"""`rehearse --parity`: each switch changes alone, and a wrong number fails its check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines that only an accelerator's rank runs, with stand-ins that are late, absent or wrong as the real one can be."""
+"""Code that only runs with an accelerator, tested with stand-ins that are late, absent or wrong."""
 
 from __future__ import annotations
 

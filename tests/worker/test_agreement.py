@@ -1,4 +1,4 @@
-"""What one rank saw, all ranks know: failures, values and requests to stop."""
+"""Failures, values and stop requests of one rank reach all ranks."""
 
 from __future__ import annotations
 

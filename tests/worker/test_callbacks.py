@@ -1,4 +1,4 @@
-"""What the callback of a run prints before the first step."""
+"""Output of the run callback before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank makes of its launcher's word."""
+"""Environment, log and limits of a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool that the tests of several ranks stand on."""
+"""The rank pool that tests share."""
 
 from __future__ import annotations
 

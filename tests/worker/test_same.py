@@ -1,4 +1,4 @@
-"""Before a rank loads anything: all ranks are alike. And a stop that reaches the loader's processes too stops only the ranks."""
+"""Ranks are compared before they load anything, and a stop signal to loader processes stops only the ranks."""
 
 from __future__ import annotations
 

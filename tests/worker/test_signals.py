@@ -1,4 +1,4 @@
-"""When a rank votes to stop for `launch.max_runtime`, and the outcome that it writes in any case."""
+"""Stops for `launch.max_runtime`, and the outcome that a rank always writes."""
 
 from __future__ import annotations
 

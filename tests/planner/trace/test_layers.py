@@ -1,4 +1,4 @@
-"""Few traced layers stand for all layers only where they are equal; patterns are matched on the full model."""
+"""Few traced layers represent all layers only if they are equal; patterns are matched on the full model."""
 
 from __future__ import annotations
 

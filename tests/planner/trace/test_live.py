@@ -1,4 +1,4 @@
-"""What is traced is what a live run holds: parameters, gradients and optimizer state of the worker, byte for byte."""
+"""A trace has the bytes of a live run: parameters, gradients and optimizer state of the worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace follows the shared step: what is taken out of it is missing from the prediction; few layers stand for all."""
+"""The trace follows the shared step: removed work is missing from the prediction; few layers represent all."""
 
 from __future__ import annotations
 

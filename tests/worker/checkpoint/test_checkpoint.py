@@ -1,4 +1,4 @@
-"""A checkpoint appears whole or not at all; what training does meanwhile does not reach it; only our own old ones go."""
+"""A checkpoint is complete or absent, training does not change it while it is written, and rotation deletes only own ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank takes of the ranks' own files when their number has changed."""
+"""Which rank files a rank restores after the number of ranks has changed."""
 
 from __future__ import annotations
 

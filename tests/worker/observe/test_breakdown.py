@@ -1,4 +1,4 @@
-"""A profiled step is taken apart without a gap or an overlap, on the host and on a device."""
+"""The breakdown of a profiled step has no gap or overlap, on the host and on a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heartbeats: what is progress in which phase, which rank the others wait for, and what a rank writes when nothing moves."""
+"""Heartbeats: progress in each phase, the rank that others wait for, and reports of a rank without progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a micro-batch may not cost: synchronisations to the device, each of which waits until its queue is empty."""
+"""Synchronisations with the device in a step, each of which waits until its queue is empty; micro-batches must not add any."""
 
 from __future__ import annotations
 

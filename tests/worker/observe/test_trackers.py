@@ -1,4 +1,4 @@
-"""A tracker that raises or hangs is left out from then on; until then it sees every event that it has a method for, in one thread."""
+"""A tracker that raises or hangs is disabled; before that it gets every event it handles, in one thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs whose ranks, weights or optimizer are not what they must be stop within the first update, and name parameter and ranks."""
+"""Runs with wrong ranks, weights or optimizer state stop within the first update, naming parameter and ranks."""
 
 from __future__ import annotations
 
