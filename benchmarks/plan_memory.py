@@ -96,11 +96,14 @@ class Row:
     """What the program does otherwise in its step."""
 
 
-def why_not(row: dict[str, str]) -> str | None:
+METHODS = {"full": "full fine-tuning", "lora": "LoRA"}
+
+
+def why_not(row: dict[str, str], method: str) -> str | None:
     """What a recipe of this release cannot say, or what the row does not."""
     foak = "framework_config=foak-fast-kernels;" in row["notes"]
     reasons = {
-        "not full fine-tuning": row["method"] != "full",
+        f"not {METHODS[method]}": row["method"] != method,
         "DeepSpeed or Gemini": row["sharding"] == "ZERO3" or "DeepSpeed" in row["notes"],
         "float8": "float8" in row["mixed_precision"],
         "a compiler of its own": "graph_trainer" in row["notes"],
@@ -121,7 +124,7 @@ def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
     accumulation = re.search(r"grad_accum=(\d+)", row["notes"])
     pure = row["mixed_precision"] == "none"
     # FSDP1's offload moves flat parameters in a way that fake tensors refuse; FSDP2's stands for it.
-    version = 1 if row["fsdp_version"] == "1" and row["cpu_offload"] != "params" else 2
+    version = 1 if row["fsdp_version"] == "1" and row["cpu_offload"] != "params" and row["method"] == "full" else 2
     # FSDP1's usual policy and torchtitan's first one: the layers are units, and the root holds embedding and head.
     layers_only = row["fsdp_version"] == "1" or any(sign in row["source"] for sign in _BEFORE_EXPANDABLE)
     layers = "model.layers.*" if "hidden_size" in config else "transformer.h.*"
@@ -154,16 +157,29 @@ def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
         },
         "launch": {"num_processes": gpus, "num_machines": math.ceil(gpus / PER_MACHINE), "device": "cuda"},
     }
+    if row["method"] == "lora":
+        data["lora"] = lora_of(row)
     return resolve(Recipe.model_validate(data), Machine("cuda", gpus, 8, None), cwd=Path.cwd(), assume="cuda").recipe
 
 
-def read_rows(measurements: Path, architectures: Path) -> tuple[list[Row], dict[str, list[str]]]:
+def lora_of(row: dict[str, str]) -> dict[str, Any]:
+    rank, targets = re.search(r"lora_r=(\d+)", row["notes"]), re.search(r"targets=([^;]+)", row["notes"])
+    assert rank is not None, row["id"]
+    assert targets is not None, row["id"]
+    names = re.split(r"[ ,]+", targets[1].strip())
+    if names == ["all-linear"]:
+        return {"r": int(rank[1])}
+    short = {"q": "q_proj", "v": "v_proj"}
+    return {"r": int(rank[1]), "target_modules": [short.get(name, name) for name in names if name != "c_attn"]}
+
+
+def read_rows(measurements: Path, architectures: Path, method: str) -> tuple[list[Row], dict[str, list[str]]]:
     configs: dict[str, dict[str, Any]] = json.loads(architectures.read_text(encoding="utf-8"))
     used: list[Row] = []
     left_out: dict[str, list[str]] = defaultdict(list)
     with measurements.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            reason = why_not(row)
+            reason = why_not(row, method)
             hardware, config = card(row["gpu"]), configs.get(row["model"])
             if reason is not None or hardware is None or config is None:
                 left_out[reason or "the card or the model's shape is not known"].append(row["id"])
@@ -222,9 +238,9 @@ def _print(title: str, errors: list[float]) -> None:
         print(f"{title:66} {summary(errors)}  bias {statistics.median(errors):+.1f} %")
 
 
-def bench(measurements: Path, architectures: Path, cache: Path, *, exact: bool = False) -> dict[str, Any]:
-    """Prints every row, and the errors by source; returns what a plan quotes."""
-    rows, left_out = read_rows(measurements, architectures)
+def bench(measurements: Path, architectures: Path, cache: Path, *, exact: bool = False, method: str = "full") -> dict[str, Any]:
+    """Prints every row, and the errors by source; returns what a plan quotes, which is of full fine-tuning."""
+    rows, left_out = read_rows(measurements, architectures, method)
     traces = traced(rows, cache, exact=exact)
     errors: dict[str, float] = {}
     refused: list[str] = []

@@ -74,7 +74,12 @@ AverageOption = Annotated[
     typer.Option(metavar="last:N|STEPS", help="Merge the mean of several checkpoints: `last:3`, or `100,200,300`.", show_default=False),
 ]
 AdapterOption = Annotated[
-    bool, typer.Option("--adapter/--merged", help="A LoRA adapter: write it alone, as PEFT does, or add it to the weights of its base.")
+    bool | None,
+    typer.Option(
+        "--adapter/--merged",
+        help="A LoRA adapter: write it alone, as PEFT does, or add it to the weights of its base [default: merge.adapter of the run].",
+        show_default=False,
+    ),
 ]
 AdapterConfigOption = Annotated[
     Path | None,
@@ -102,7 +107,7 @@ def merge_checkpoint(
     step: StepOption = None,
     best: BestOption = False,
     average: AverageOption = None,
-    adapter: AdapterOption = False,
+    adapter: AdapterOption = None,
     adapter_config: AdapterConfigOption = None,
     overwrite: OverwriteOption = False,
     allow_incomplete: IncompleteOption = False,

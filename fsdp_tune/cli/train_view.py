@@ -66,6 +66,18 @@ def model_line(facts: dict[str, Any]) -> str:
     return f"model: {facts['architecture']}, {total:,} parameters ({share}), {facts['layers']} × {classes}"
 
 
+def adapter_lines(facts: dict[str, Any]) -> list[str]:
+    """Return the line on LoRA adapters, if the recipe has them: where they are and what is trained."""
+    adapter: dict[str, Any] | None = facts.get("adapter")
+    if adapter is None:
+        return []
+    modules = ", ".join(f"{count} {name}" for name, count in adapter["modules"].items())
+    return [
+        f"lora: adapters on {modules}; {adapter['trained_parameters']:,} parameters trained ({adapter['share']:.2%} of the base), "
+        f"{format_bytes(adapter['trained_bytes'])}"
+    ]
+
+
 def kernels_line(facts: dict[str, Any]) -> str:
     """Return the chosen kernels in one line; those that are off are left out."""
     chosen: dict[str, dict[str, str]] = facts["kernels"]
@@ -212,6 +224,7 @@ def show_inputs(screen: Terminal, inputs: TrainingInputs, *, verbose: bool) -> N
     recipe = inputs.resolution.recipe
     for line in (
         model_line(inputs.model),
+        *adapter_lines(inputs.model),
         kernels_line(inputs.model),
         *data_lines(inputs.data.report, reused=inputs.data.reused),
         batch_arithmetic(recipe),

@@ -73,13 +73,15 @@ def validate(
 
 
 def _show(screen: Screen, loaded: LoadedRecipe, found: Validation, arithmetic: str) -> None:
-    from fsdp_tune.cli.train_view import show_decided
+    from fsdp_tune.cli.train_view import adapter_lines, show_decided
 
     model = found.model
     show_decided(screen, found.resolution, model)
     if model:
         layers = f"{model['layers']} layers ({', '.join(model['layer_classes'])})"
         screen.message(f"model: {model['parameters']:,} parameters, {layers}, {len(model['units'])} FSDP units")
+        for line in adapter_lines(model):
+            screen.message(line)
     screen.message(f"batch: {arithmetic}")
     for each in found.inputs:
         rows = f"first {each['rows_looked_at']} rows are fine"

@@ -70,8 +70,11 @@ def rehearse(
         ranks = num_processes or (HYBRID_RANKS if wanted.is_hybrid else RANKS)
         folder, checks = Path(tempfile.mkdtemp(prefix="fsdp-tune-rehearsal-")), list[Check]()
         try:
-            small = _scale_down(wanted, folder, ranks, device, observer)
+            compared = wanted.model_copy(update={"lora": None}) if parity else wanted
+            small = _scale_down(compared, folder, ranks, device, observer)
             small = make_comparable(small) if parity else small
+            if compared.lora is not wanted.lora:
+                small.changes.append("lora: none, since the reference trains all parameters")
             for line in small.changes:
                 observer.message(f"  {line}")
             options = allowed.options()

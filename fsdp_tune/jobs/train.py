@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.devices import visible_devices
-from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, usage_error
+from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.secrets import MASK, mask_text
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.preparation import rows_of_step
@@ -47,6 +47,7 @@ from fsdp_tune.recipe.read.loader import LoadedRecipe
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
+from fsdp_tune.run.base_model import BaseModel, describe_base
 from fsdp_tune.run.directory import RunDir, latest_checkpoint
 from fsdp_tune.run.launch_files import ProfiledSteps
 from fsdp_tune.run.lock import locked
@@ -249,6 +250,8 @@ class _Job:
             raise FsdpTuneError(*model.problems, *map(_unreachable, [*model.unchecked, *packaged]))
         check_vocabulary(model.model, recipe.model, data.vocabulary_size)
         check_data(start, data.key)
+        if recipe.lora is not None and start.checkpoint is not None:
+            _check_base(RunDir(start.checkpoint.path.parent), describe_base(str(recipe.model.name_or_path), recipe.model.revision))
         refuse_beyond_end(start, total_steps(recipe, data.train_rows))
         if not self.options.ignore_plan:
             refuse_what_cannot_fit(predicted)
@@ -267,12 +270,18 @@ class _Job:
             environment=Environment(versions(), host(), devices, extensions),
             data=inputs.data,
             start=start,
-            save_model=lambda directory: save_model_files(directory, inputs.model, inputs.tokenizer),
+            save_model=lambda directory: self._save_model(directory, inputs),
             profile=self.options.profile,
             command=self.options.command,
         )
         write_run(self.plan.run, files)
         keep_prediction(self.plan.run, inputs.plan)
+
+    def _save_model(self, directory: Path, inputs: TrainingInputs) -> None:
+        save_model_files(directory, inputs.model, inputs.tokenizer)
+        if self.recipe.lora is not None:
+            base = describe_base(str(self.recipe.model.name_or_path), self.recipe.model.revision)
+            base.write(directory / self.plan.run.base_json.name)
 
     def run_ranks(self) -> Verdict:
         """Run the ranks of this machine to their end, restarts included."""
@@ -332,6 +341,18 @@ class _Job:
             self.observer.run_ended(result)
             raise FsdpTuneError(ended.problem, exit_code=ended.exit_code)
         return result
+
+
+def _check_base(trained: RunDir, now: BaseModel) -> None:
+    """Refuse to continue an adapter on other weights than those under which it was trained so far. Raises: usage error."""
+    before = BaseModel.read(trained.base_json)
+    if before is not None and before.differs_from(now):
+        raise usage_error(
+            "base-changed",
+            f"the weights of {now.name} are not those that the adapter was trained on so far",
+            where=Where(str(trained.base_json)),
+            ways_out=("restore the old weights", "--overwrite or --set output_dir=… starts a new run on the new weights"),
+        )
 
 
 def _unreachable(what: str) -> Problem:

@@ -34,7 +34,8 @@ _SHOWN = 20
 class MergeOptions:
     """Options of a merge; None takes the run's own `merge:` section, or the default for a checkpoint of another tool.
 
-    `adapter`: write a LoRA adapter alone instead of adding it to its base. `base`: a directory or a name on the hub.
+    `adapter`: write a LoRA adapter alone (True), or add it to its base (False); None does what the run's `merge.adapter` says, else
+    False. `base`: a directory or a name on the hub.
     """
 
     output: Path | None = None
@@ -45,7 +46,7 @@ class MergeOptions:
     step: int | None = None
     best: bool = False
     average: str | None = None
-    adapter: bool = False
+    adapter: bool | None = None
     adapter_config: Path | None = None
     overwrite: bool = False
     allow_incomplete: bool = False
@@ -101,7 +102,8 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
     started = time.monotonic()
     show = progress or _no_progress
     selection = select_checkpoint(source, CheckpointChoice(options.step, options.best, options.average, options.allow_incomplete))
-    settings = settle(selection, options.output, options.dtype, options.max_shard_bytes, options.verify, adapter=options.adapter)
+    exports = options.adapter is True
+    settings = settle(selection, options.output, options.dtype, options.max_shard_bytes, options.verify, adapter=exports)
     base = Path(options.base) if options.base is not None and Path(options.base).is_dir() else None
     target = place.check_output(settings.output, selection, base)
     with place.writing_to(target):
@@ -109,7 +111,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
     place.check_target(target, overwrite=options.overwrite)
     with ExitStack() as stack:
         contents = read_contents(stack, selection, allow_incomplete=options.allow_incomplete)
-        asked = AdapterOptions(options.adapter, options.adapter_config, options.base)
+        asked = AdapterOptions(exports, options.adapter_config, options.base)
         contents, companions, adapter = adapt(stack, contents, selection, asked)
         if adapter is not None:
             place.check_output(settings.output, selection, adapter.base)
@@ -117,7 +119,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
         ordered = [tensor for tensor in contents.ordered if tensor.name not in tied.left_out]
         layout = (
             plan_layout(ordered, settings.dtype, None, single_name=PEFT_NAME)
-            if options.adapter
+            if exports
             else plan_layout(ordered, settings.dtype, settings.max_shard_bytes)
         )
         copy = Copy(contents.sources, selection, companions, layout, tied, settings, adapter, options.base is not None)
@@ -135,7 +137,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
                 facts = Facts(selection, settings, companions, layout, written, tied.left_out, contents.left_out, adapter)
                 write_record(stage, target.name, facts)
     notices = [*selection.notices, *contents.notices, *leftovers, *tied.notices, *compared, *loaded]
-    notices += [*(_missing(companions) if not options.adapter else ()), *_non_finite_notices(written)]
+    notices += [*(_missing(companions) if not exports else ()), *_non_finite_notices(written)]
     return MergeResult(
         output=target,
         source=selection.weights[0].checkpoint,

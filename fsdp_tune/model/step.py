@@ -6,8 +6,9 @@ The planner traces the same functions, so that it predicts their allocations.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,13 +51,23 @@ def decayed_names(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, parameter in model.named_parameters() if decays(name, parameter))
 
 
-def parameter_groups(wrapped: nn.Module, weight_decay: float, decayed: frozenset[str]) -> list[dict[str, Any]]:
-    """Return the trained parameters in two groups, with and without weight decay; empty groups are omitted."""
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in wrapped.named_parameters():
+def parameter_groups(
+    wrapped: nn.Module, weight_decay: float, decayed: frozenset[str], own_rates: Mapping[str, float] = MappingProxyType({})
+) -> list[dict[str, Any]]:
+    """Return the trained parameters in groups, with and without weight decay; empty groups are omitted.
+
+    `own_rates` gives the peak learning rate of the parameters that have one of their own, by name; the others' groups come first.
+    """
+    groups: dict[tuple[float | None, bool], list[nn.Parameter]] = {(None, True): [], (None, False): []}
+    for wrapped_name, parameter in wrapped.named_parameters():
+        name = plain_name(wrapped_name)
         if parameter.requires_grad:
-            groups[plain_name(name) in decayed].append(parameter)
-    return [{"params": params, "weight_decay": weight_decay if decay else 0.0} for decay, params in groups.items() if params]
+            groups.setdefault((own_rates.get(name), name in decayed), []).append(parameter)
+    return [
+        {"params": params, "weight_decay": weight_decay if decay else 0.0} | ({} if rate is None else {"lr": rate})
+        for (rate, decay), params in groups.items()
+        if params
+    ]
 
 
 def flat_shard_group(wrapped: nn.Module) -> dist.ProcessGroup | None:

@@ -48,6 +48,8 @@ class RunDir:
     recipe_json = _Inside("recipe.json")
     history = _Inside("history")
     launch_json = _Inside("launch.json")
+    base_json = _Inside("model/base.json")
+    """The base of an adapter."""
     resume_json = _Inside("resume.json")
     accelerate_yaml = _Inside("accelerate.yaml")
     environment_json = _Inside("environment.json")

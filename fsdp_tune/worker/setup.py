@@ -97,7 +97,7 @@ def build_trainer(
     trainer.create_optimizer()
     trainer.checkpointer = Checkpointer(
         run=run,
-        live=Live(loaded.wrapped, trainer.optimizer, full=recipe.fsdp.state_dict_type == "FULL_STATE_DICT"),
+        live=_live(recipe, trainer),
         device_type=device_type,
         asynchronous=recipe.checkpoint.async_,
         keep=recipe.training.save_total_limit,
@@ -107,6 +107,11 @@ def build_trainer(
         last_step=resume.step if resume else None,
     )
     return trainer, callback, resume
+
+
+def _live(recipe: Recipe, trainer: FsdpTrainer) -> Live:
+    is_full = recipe.fsdp.state_dict_type == "FULL_STATE_DICT"
+    return Live(trainer.wrapped, trainer.optimizer, full=is_full, trained_only=recipe.lora is not None)
 
 
 def user_callbacks(recipe: Recipe) -> list[TrainerCallback]:

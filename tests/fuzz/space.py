@@ -48,13 +48,14 @@ NOT_DRAWN: dict[str, str] = {
     "fsdp.ignored_modules": "refused for trained modules; tests/parity has a row",
     "fsdp.reshard_after_forward": "agrees with the strategy, which is drawn",
     "precision.fp8_recipe": "fp8 has parity rows of its own, against its emulation",
-    **dict.fromkeys(("lora", "quantization"), "refused in this version"),
+    "quantization": "refused in this version",
+    "lora": "needs files of a base; tests/parity/test_adapters.py has rows of it",
     **dict.fromkeys(
         ("extensions", "extensions.callbacks", "extensions.metrics"), "run code of other packages; tests/recipe/test_extensions.py has them"
     ),
     **dict.fromkeys(("training.max_steps", "training.num_train_epochs"), "every run has `STEPS` steps over more than one epoch"),
     **dict.fromkeys(("training.early_stopping.patience", "training.early_stopping.threshold"), "ends a run; tests/worker has it"),
-    "training.neftune_noise_alpha": "refused in this version",
+    "training.neftune_noise_alpha": "random noise, which one device draws otherwise; tests/cli/test_lora_run.py trains with it",
     **dict.fromkeys(("training.optim_args", "training.optim_target_modules"), "lean state has parity rows of its own (test_lean_state)"),
     "training.lr_scheduler_kwargs": "of schedules that are not drawn",
     **dict.fromkeys(("training.debug", "training.full_determinism", "training.tf32"), _ELSEWHERE),
@@ -100,7 +101,7 @@ def reason_not_drawn(name: str) -> str | None:
     drawn_of_data = ("data.shuffle", "data.pad_to_multiple_of")
     if name.startswith(("data.", "model.tokens.")) and name not in drawn_of_data and name not in NOT_DRAWN:
         return _DATA
-    return NOT_DRAWN.get(name)
+    return NOT_DRAWN["lora"] if name.startswith("lora.") else NOT_DRAWN.get(name)
 
 
 def keys() -> Iterator[str]:

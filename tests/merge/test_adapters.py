@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
@@ -22,6 +23,8 @@ from tests.merge import peft
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, same_bits, save_dcp, save_on_ranks
 from tests.merge.peft import PREFIX, adapter_directory, adapter_state, added, exact, factors, values, whole_state, write_config
 from tests.merge.test_merged_values import model_directory, small_gpt2, small_llama
+from tests.parity.architectures import make_model
+from tests.parity.peft_adapters import make_adapter
 
 LINEAR = ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")
 
@@ -391,6 +394,26 @@ def test_adapters_beyond_plain_lora_can_be_exported(llama, tmp_path, merge):
     assert f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta" in names
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dora_is_merged_as_peft_merges_it(dtype, tmp_path, merge):
+    base = make_model("llama", tmp_path / "base")
+    folder = make_adapter(base, {"r": 4, "use_dora": True}, tmp_path / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()
+    found = merged_tensors(merge(folder, base=str(base), dtype="fp32" if dtype == torch.float32 else "bf16").output)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        exact = expected[name].to(dtype)
+        torch.testing.assert_close(tensor, exact, rtol=1e-6 if dtype == torch.float32 else 2**-8, atol=1e-7)
+
+
+def test_dora_without_magnitudes_is_refused(llama, tmp_path, merge):
+    base = base_directory(llama, tmp_path / "base")
+    folder = adapter_directory(tmp_path / "a", adapter_state(factors(llama, "q_proj")), use_dora=True)
+    with pytest.raises(FailedError, match="no magnitudes"):
+        merge(folder, base=str(base))
+
+
 # ---------------------------------------------------------------------------------------------------------------- refusals
 
 
@@ -401,7 +424,6 @@ def refused(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"use_dora": True}, "use_dora"),
         ({"peft_type": "IA3"}, "IA3"),
         ({"peft_type": None}, "None"),
         ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
@@ -462,7 +484,7 @@ BROKEN = {
     "layer of another model": "merge-adapter-base",
     "integers": "merge-adapter-unsupported",
     "convolution": "merge-adapter-unsupported",
-    "magnitudes": "merge-adapter-unsupported",
+    "magnitudes": "merge-adapter-damaged",
     "unknown part": "merge-adapter-unsupported",
     "one over the other": "merge-adapter-unsupported",
     "replaces what is not there": "merge-adapter-base",

@@ -9,9 +9,12 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
+from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.optim.optimizer import build_optimizer, optimizer_of
+from fsdp_tune.model.step import decayed_names
 from fsdp_tune.recipe.schema import optimizers
 from tests.model.recipes import recipe_of
+from tests.parity.architectures import make_model
 
 OPTIMIZERS = (None, *optimizers.OPTIMIZERS)
 ARGUMENTS = {
@@ -34,3 +37,17 @@ def test_weight_decay_acts_on_the_decayed_names_alone() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
     optimizer = build_optimizer(recipe_of(training={"weight_decay": 0.1}), model, frozenset({"0.weight"}))
     assert [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups] == [(0.1, 1), (0.0, 3)]
+
+
+def test_factor_b_has_its_own_rate(tmp_path: Path) -> None:
+    """LoRA+ (arXiv:2402.12354): the schedule multiplies the rate of every group."""
+    folder = make_model("llama", tmp_path)
+    recipe = recipe_of({"name_or_path": str(folder)}, lora={"r": 4, "lr_ratio": 16}, training={"learning_rate": 1e-3, "weight_decay": 0.1})
+    model = build_full(recipe)
+    optimizer = build_optimizer(recipe, model, decayed_names(model))
+    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {id(parameter) for parameter in trained.values()} == rates.keys()
+    for name, parameter in trained.items():
+        assert rates[id(parameter)] == pytest.approx(16e-3 if "lora_B" in name else 1e-3), name
+    assert optimizer.param_groups[0]["lr"] == 1e-3, "the rate that metrics.jsonl reports"

@@ -19,6 +19,7 @@ from tests.parity import reference, runs
 from tests.parity.architectures import make_model
 from tests.parity.cases import Case
 from tests.parity.compare import Spread, spread
+from tests.parity.peft_adapters import make_adapter
 from tests.parity.store import GLOBAL_BATCH_SIZE, make_store
 from tests.ranks import RankPool, shared_pool
 
@@ -54,15 +55,21 @@ class Bench:
         precision: str = "no",
         model: Path | None = None,
         skipped: frozenset[int] = frozenset(),
+        adapter: Path | None = None,
     ) -> reference.Trajectory:
         """The trajectory of one device, from a model directory that is the architecture's own unless given."""
-        key = (architecture, packed, precision, model, skipped)
+        key = (architecture, packed, precision, model, skipped, adapter)
         if key not in self._references:
-            settings = dataclasses.replace(SETTINGS, packed=packed, compute_dtype=PRECISION[precision], skipped=skipped)
+            settings = dataclasses.replace(SETTINGS, packed=packed, compute_dtype=PRECISION[precision], skipped=skipped, adapter=adapter)
             suffix = "-packed" if packed else ""
             rows, evals = RowStore(self.store / f"train{suffix}"), RowStore(self.store / f"eval{suffix}")
             self._references[key] = reference.train(settings, model or self.model(architecture), rows, evals)
         return self._references[key]
+
+    def adapter(self, case: Case) -> Path:
+        """A PEFT adapter for the case's model, made by PEFT alone, whose B is not zero: AdamW's first update of a zero B is its sign."""
+        folder = self.folder / "adapters" / f"{case.architecture}-{case.lora}"
+        return folder if folder.exists() else make_adapter(self.model(case.architecture), dict(case.lora), folder)
 
     def run(self, case: Case) -> RunDir:
         """The finished run of a case; each case runs once a session."""
@@ -71,7 +78,11 @@ class Bench:
         return self._runs[case]
 
     def fresh_run(self, case: Case, worker: Worker | None = None) -> RunDir:
-        run = runs.write_run(self.new_folder(), case.recipe(str(self.model(case.architecture))), self.store, packed=case.packed)
+        recipe = case.recipe(str(self.model(case.architecture)))
+        if case.lora:
+            keys = {key: list(value) if isinstance(value, tuple) else value for key, value in case.lora}
+            recipe["lora"] = keys | {"adapter": str(self.adapter(case))}
+        run = runs.write_run(self.new_folder(), recipe, self.store, packed=case.packed)
         if case.resumed != "no":
             runs.resume_from(run, self.run(case.donor()))
         runs.train(self.pool, run, case.ranks, worker or (runs.run_with_kernels if case.kernels else None))

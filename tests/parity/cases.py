@@ -44,6 +44,8 @@ class Case:
     """`model.dtype`."""
     training: tuple[tuple[str, Any], ...] = ()
     """Keys of `training:`."""
+    lora: tuple[tuple[str, Any], ...] = ()
+    """Keys of `lora:`; the run starts from an adapter whose B is not zero."""
     tokens: int | None = None
     """Token slots of a micro-batch, instead of rows: a multiple of `LONGEST`."""
 
@@ -52,10 +54,11 @@ class Case:
         named = [
             f"{field.name} {getattr(self, field.name)}"
             for field in dataclasses.fields(self)
-            if field.name not in ("architecture", "ranks", "strategy", "fsdp", "kernels", "training")
+            if field.name not in ("architecture", "ranks", "strategy", "fsdp", "kernels", "training", "lora")
             and getattr(self, field.name) != getattr(default, field.name)
         ]
         named += [f"{key} {value}" for key, value in (*self.fsdp, *self.kernels, *self.training)]
+        named += ["lora"] * bool(self.lora) + [f"{key} {value}" for key, value in self.lora]
         return ", ".join([self.architecture, f"{self.ranks} ranks", self.strategy, *named])
 
     @property
@@ -101,7 +104,15 @@ class Case:
     def donor(self) -> Case:
         """The run whose checkpoint a resumed case starts from: another sharding, perhaps other ranks, the same trajectory."""
         ranks = self.ranks if self.resumed == "same" else {1: 2, 2: 4, 4: 2}[self.ranks]
-        return Case(self.architecture, ranks, packed=self.packed, precision=self.precision, stored=self.stored, training=self.training)
+        return Case(
+            self.architecture,
+            ranks,
+            packed=self.packed,
+            precision=self.precision,
+            stored=self.stored,
+            training=self.training,
+            lora=self.lora,
+        )
 
 
 _IN_SLICES = (("loss", "chunked"),)

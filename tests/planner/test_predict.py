@@ -131,8 +131,10 @@ def test_part_of_an_epoch_is_rounded_up_to_steps_as_the_trainer_does(epochs: flo
 
 
 def test_mfu_follows_palm_formula() -> None:
-    model = ModelDimensions(active_parameters=7_000_000_000, layers=32, heads=32, head_dim=128)
+    model = ModelDimensions(active_parameters=7_000_000_000, trained_parameters=7_000_000_000, layers=32, heads=32, head_dim=128)
     assert flops_per_token(model, 4096) == 6 * 7e9 + 12 * 32 * 32 * 128 * 4096
+    frozen = replace(model, trained_parameters=1_000_000_000)
+    assert flops_per_token(frozen, 4096) == (4 * 6e9 + 6 * 1e9) + 12 * 32 * 32 * 128 * 4096
     assert mfu(model, 4096, 3000, None) is None
     assert mfu(model, 4096, 3000, 312e12) == pytest.approx(flops_per_token(model, 4096) * 3000 / 312e12)
 
@@ -146,7 +148,9 @@ def test_mfu_counts_the_parameters_that_a_token_uses(active: int | None) -> None
         assert made.mfu is None
         assert "mfu: the model's configuration does not define the number of experts per token" in made.unknown
     else:
-        size = ModelDimensions(active, mixture.counts.layers, mixture.counts.attention_heads, mixture.counts.head_dim)
+        size = ModelDimensions(
+            active, mixture.counts.trained_parameters, mixture.counts.layers, mixture.counts.attention_heads, mixture.counts.head_dim
+        )
         assert made.mfu == mfu(size, mixture.shapes.tokens, made.tokens_per_second_per_device or 0.0, A100.peak_flops("bf16"))
 
 

@@ -19,7 +19,9 @@ GIB = 2**30
 PROMISED = {
     *("gpt2_smoke", "llama7b_full_shard", "llama7b_shard_grad_op", "llama13b_full_shard", "llama70b_full_shard_offload"),
     *("llama8b_hybrid_shard_multinode", "gpt2_xl_two_24gb", "qwen2_5_7b_chat", "mistral7b_completion"),
+    *("llama8b_lora_24gb", "llama8b_lora_8x80gb"),
 }
+LORA = {name for name in PROMISED if "lora" in name}
 PARAMETERS = {
     # Counted once with transformers on the meta device.
     "meta-llama/Llama-2-7b-hf": 6_738_415_616,
@@ -50,7 +52,7 @@ def test_catalogue_recipes_resolve_without_notice(name: str, tmp_path: Path) -> 
     assert headline(catalogue()[name])
 
 
-@pytest.mark.parametrize("name", sorted(PROMISED - {"gpt2_smoke"}))
+@pytest.mark.parametrize("name", sorted(PROMISED - LORA - {"gpt2_smoke"}))
 def test_catalogue_model_is_packaged_and_comment_matches_its_state(name: str, tmp_path: Path) -> None:
     """`Sharded state: … = 12.6 GiB` is 16 bytes a parameter over the ranks of a shard group (offload: over the machine)."""
     recipe = resolved(name, tmp_path)
@@ -65,6 +67,23 @@ def test_catalogue_model_is_packaged_and_comment_matches_its_state(name: str, tm
     assert isinstance(shard, int)
     state_gib = PARAMETERS[recipe.model.name_or_path] * 16 / shard / GIB
     assert abs(state_gib - float(claimed[1].replace(",", ""))) <= max(0.06, state_gib * 1e-3)
+
+
+@pytest.mark.parametrize("name", sorted(LORA))
+def test_comment_of_a_lora_recipe_matches_its_state(name: str, tmp_path: Path) -> None:
+    """2 bytes a frozen parameter, and 16 a trained one: r (in + out) of every linear layer."""
+    recipe = resolved(name, tmp_path)
+    facts = architecture(str(recipe.model.name_or_path))
+    assert recipe.lora is not None
+    assert facts is not None
+    width, inner, head = facts["hidden_size"], facts["intermediate_size"], facts["hidden_size"] // facts["num_attention_heads"]
+    groups = facts["num_key_value_heads"] * head
+    sizes = [(width, width), (width, groups), (width, groups), (width, width), (width, inner), (width, inner), (inner, width)]
+    trained = facts["num_hidden_layers"] * recipe.lora.r * sum(map(sum, sizes))
+    frozen = PARAMETERS[str(recipe.model.name_or_path)]
+    assert f"{frozen * 2 / GIB:.1f} GiB, and {trained / 1e6:.0f} million trained ones × 16 bytes = {trained * 16 / GIB:.1f} GiB" in (
+        catalogue()[name].read_text()
+    )
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))

@@ -207,7 +207,7 @@ data:
   max_length: 1_000
   max_length: 2
 fsdp: {sharding_strategy: NO_SHARD, offload_params: true, forward_prefetch: !yes 1}
-lora: {r: 8}
+quantization: {load: nf4}
 training:
   bf16: true
   sharding_strategy: FULL_SHARD

@@ -34,6 +34,9 @@ CONTRADICTIONS = [
         "line 4",
     ),
     ("launch: {device: cpu}\nkernels: {liger: true}", 4, "for GPUs"),
+    ("lora: {}\nfsdp: {version: 1}", 4, "line 3"),
+    ("lora: {r: 8}\nprecision: {mixed_precision: fp8}", 4, "line 3"),
+    ("lora: {init_lora_weights: pissa}", 3, "change the base"),
     ("launch: {device: cpu}\nkernels: {loss: liger}", 4, "for GPUs"),
     ("precision: {mixed_precision: fp16}\nkernels: {loss: liger}", 4, "loss scale"),
     ("fsdp: {auto_wrap_policy: MODULE_NAMES_WRAP}", 3, "empty"),
@@ -167,6 +170,14 @@ COMPLETE = [
         "training: {global_batch_size: 8, per_device_train_batch_tokens: 1024}",
         "every row is as long as",
     ),
+    (
+        "model: {from_config: {model_type: gpt2}, tokenizer: t}\ndata: {train: [{path: b}]}\nlora: {}",
+        "starts from random weights",
+    ),
+    (
+        "model: {name_or_path: a, freeze: ['*wte*']}\ndata: {train: [{path: b}]}\nlora: {}",
+        "`model.freeze` has no effect with `lora:`",
+    ),
 ]
 
 
@@ -281,7 +292,6 @@ def test_pure_bf16_weights_give_a_notice() -> None:
 NOT_YET_EXAMPLES = {
     "training.optim": "training: {optim: adafactor}",
     "training.lr_scheduler_type": "training: {lr_scheduler_type: reduce_lr_on_plateau}",
-    "lora": "lora: {r: 8}",
     "quantization": "quantization: {load: nf4}",
     "data.streaming": "data: {train: [{path: a}], streaming: true}",
     "parallelism.tp_size": "parallelism: {tp_size: 2}",

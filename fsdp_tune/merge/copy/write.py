@@ -224,7 +224,7 @@ def _values(placed: Placed, parts: Sequence[_Contribution], box: Box, buffers: _
     dtype = parts[0].tensor.dtype
     size_bytes = box.elements * dtype.item_bytes
     # An update reads its factors through the buffers, so it comes first.
-    deltas = [part.delta.of(box) for part in parts if part.delta is not None]
+    deltas = [(part.delta, part.delta.of(box)) for part in parts if part.delta is not None]
     values = buffers.raw[:size_bytes].view(dtype.numpy)
     parts[0].reader.read(box, values)
     if deltas or (len(parts) > 1 and dtype.converts):
@@ -247,7 +247,7 @@ def _values(placed: Placed, parts: Sequence[_Contribution], box: Box, buffers: _
     return out
 
 
-def _sum(parts: Sequence[_Contribution], deltas: Sequence[Array], box: Box, values: Array, buffers: _Buffers) -> Array:
+def _sum(parts: Sequence[_Contribution], deltas: Sequence[tuple[Delta, Array]], box: Box, values: Array, buffers: _Buffers) -> Array:
     """Weights and what adapters add to them; over several sources the mean, summed in float64. Rounded once, by the caller."""
     kind = np.dtype(np.float64) if len(parts) > 1 else kind_of(parts[0].tensor)
     total = buffers.sum[: box.elements * kind.itemsize].view(kind)
@@ -256,8 +256,9 @@ def _sum(parts: Sequence[_Contribution], deltas: Sequence[Array], box: Box, valu
     for part in parts[1:]:
         part.reader.read(box, other)
         np.add(total, other, out=total, casting="unsafe")
-    for delta in deltas:
-        np.add(total, delta, out=total, casting="unsafe")
+    for delta, update in deltas:
+        np.add(total, update, out=total, casting="unsafe")
+        delta.set_lengths(total, box)  # of one source: several with DoRA are refused
     if len(parts) > 1:
         total /= len(parts)
     return total

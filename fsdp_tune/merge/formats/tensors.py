@@ -71,13 +71,15 @@ class SourceTensor:
 class LowRank:
     """The update of a tensor by a LoRA adapter: scaling · b @ a, its transpose where `is_transposed`; without `a`, scaling · b.
 
-    `a` is [rank, in], `b` is [out, rank]; the tensor is [out, in], or [in, out] where `is_transposed`.
+    `a` is [rank, in], `b` is [out, rank]; the tensor is [out, in], or [in, out] where `is_transposed`. `magnitude` [out] is DoRA's:
+    each row of the sum is scaled to this length (arXiv:2402.09353, equation 5).
     """
 
     scaling: float
     b: SourceTensor
     a: SourceTensor | None
     is_transposed: bool = False
+    magnitude: SourceTensor | None = None
 
 
 def row_major(shape: Shape) -> Shape:

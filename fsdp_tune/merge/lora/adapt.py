@@ -12,16 +12,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_tune.core.errors import Notice, Where, usage_error
+from fsdp_tune.core.errors import Notice, Where, failed_error, usage_error
 from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
 from fsdp_tune.merge.formats.contents import CheckpointTensors, Contents, as_error, missing_parts, must_agree, read_tensors
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.tensors import SourceTensor
 from fsdp_tune.merge.lora.adapter_config import CONFIG_NAME, AdapterConfig, find_config
-from fsdp_tune.merge.lora.peft_names import PREFIX, PeftNames, is_peft, name_in_file, sort_names
+from fsdp_tune.merge.lora.peft_names import MAGNITUDE, PREFIX, PeftNames, is_peft, name_in_file, sort_names
 from fsdp_tune.merge.lora.targets import Layers, add_layers
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.weights import Format, Weights, find_weights
+from fsdp_tune.run.base_model import BaseModel, describe_base
 from fsdp_tune.run.directory import SHARD_FOLDER
 
 
@@ -115,17 +116,26 @@ def _merge(
         below: dict[str, SourceTensor] | None = None
     else:
         base_name, base = _find_base(config, options)
-        companions = find_companions(selection, str(base), origin=base_name).with_tokenizer_of([w.root for w in selection.weights])
+        _check_base(selection, base_name, base)
+        if selection.run is not None and options.base is None:
+            companions = find_companions(selection, None)
+        else:
+            companions = find_companions(selection, str(base), origin=base_name).with_tokenizer_of([w.root for w in selection.weights])
         below = _read_base(stack, base)
-        if options.base is None:
+        if options.base is None and selection.run is None:
             notices.append(Notice("merge-adapter-base", f"the weights under the adapter are those of `{base_name}`, as {CONFIG_NAME} says"))
     added: list[Layers] = []
     for source, found, weights in zip(contents.sources, names, selection.weights, strict=True):
         own = {name: replace(source.tensors[key], name=name) for name, key in found.weights.items()}
         factors = {module: {part: source.tensors[key] for part, key in parts.items()} for module, parts in found.factors.items()}
-        if found.others:
-            raise config.unsupported(f"the checkpoint holds `{next(iter(found.others.values()))}`")
-        layers = Layers(below if below is not None else own, own if below is not None else {}, factors, base or weights.root)
+        magnitudes = {name.removesuffix(MAGNITUDE): source.tensors[key] for name, key in found.others.items() if name.endswith(MAGNITUDE)}
+        if others := [key for name, key in found.others.items() if not name.endswith(MAGNITUDE)]:
+            raise config.unsupported(f"the checkpoint holds `{others[0]}`")
+        if magnitudes and len(contents.sources) > 1:
+            raise config.unsupported("the mean of several checkpoints of DoRA is not supported", "merge one of them: `--step N`")
+        layers = Layers(
+            below if below is not None else own, own if below is not None else {}, factors, base or weights.root, magnitudes=magnitudes
+        )
         added.append(add_layers(layers, config, companions.config))
     sources = tuple(replace(source, tensors=layers.tensors) for source, layers in zip(contents.sources, added, strict=True))
     must_agree(sources, selection.weights)
@@ -155,6 +165,18 @@ def _find_base(config: AdapterConfig, options: AdapterOptions) -> tuple[str, Pat
             ways_out=("give the model: `--base MODEL`", "write the adapter alone: `--adapter`"),
         )
     return name, fetch_model(name) if options.base else fetch_model(name, revision=config.revision, named_in=config.path)
+
+
+def _check_base(selection: Selection, name: str, folder: Path) -> None:
+    """Refuse weights that are known not to be those that the run's adapter was trained on. Raises: FailedError."""
+    trained = BaseModel.read(selection.run.base_json) if selection.run is not None else None
+    if trained is not None and trained.digest is not None and trained.differs_from(describe_base(str(folder), None)):
+        raise failed_error(
+            "merge-adapter-base",
+            f"the weights of {name} are not those that the adapter was trained on",
+            where=Where(str(folder)),
+            ways_out=(f"give a copy of the weights of {trained.name} as they were: `--base MODEL`", "write the adapter alone: `--adapter`"),
+        )
 
 
 def _read_base(stack: ExitStack, folder: Path) -> dict[str, SourceTensor]:

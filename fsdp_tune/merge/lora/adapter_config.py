@@ -16,7 +16,6 @@ CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 16 << 20
 # Fields of LoraConfig under which the layer does not compute x·(W + scaling·B·A), or put the factors elsewhere.
 _OTHER_ARITHMETIC = (
-    "use_dora",
     "use_qalora",
     "use_bdlora",
     "kasa_config",
@@ -52,6 +51,10 @@ class AdapterConfig:
         return self.values.get("fan_in_fan_out") is True
 
     @property
+    def use_dora(self) -> bool:
+        return self.values.get("use_dora") is True
+
+    @property
     def ties_embeddings(self) -> bool:
         return self.values.get("ensure_weight_tying") is True
 
@@ -79,7 +82,7 @@ class AdapterConfig:
         return default
 
     def check_mergeable(self, *, has_own_base: bool) -> None:
-        """Raises: FailedError for anything but plain LoRA. `has_own_base`: the weights under the adapter are in the checkpoint."""
+        """Raises: FailedError for anything but LoRA and DoRA. `has_own_base`: the weights under the adapter are in the checkpoint."""
         kind = self.values.get("peft_type")
         if kind != "LORA":
             raise self.unsupported(f"the adapter is of the type {kind}")
@@ -94,7 +97,7 @@ class AdapterConfig:
             )
 
     def unsupported(self, why: str, hint: str = "merge it with PEFT (`merge_and_unload`), or export it with `--adapter`") -> FsdpTuneError:
-        return failed_error("merge-adapter-unsupported", f"{why}: only plain LoRA is merged", where=Where(str(self.path)), hint=hint)
+        return failed_error("merge-adapter-unsupported", f"{why}: only LoRA and DoRA are merged", where=Where(str(self.path)), hint=hint)
 
     def wrong(self, why: str) -> FsdpTuneError:
         return failed_error(

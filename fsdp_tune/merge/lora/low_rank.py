@@ -56,6 +56,7 @@ class Delta:
         self._left = TensorReader(self._rows_of, scratch, in_order=not self._update.is_transposed)
         self._right = self._read_right()
         self._slab, self._slab_row = np.empty((0, 0), self._kind), 0
+        self._magnitude = self._read_magnitude()
 
     @property
     def _rows_of(self) -> SourceTensor:
@@ -78,6 +79,26 @@ class Delta:
             flat[box.first : box.first + box.elements] = self._read(reader, held, box)
         reader.finish()
         return whole.T if update.is_transposed else whole
+
+    def _read_magnitude(self) -> Array | None:
+        """[rows] of DoRA, in float64."""
+        magnitude = self._update.magnitude
+        if magnitude is None:
+            return None
+        lengths, reader = np.empty(self._rows, np.float64), TensorReader(magnitude, self._scratch)
+        for box in boxes(magnitude.shape, BUFFER_BYTES // magnitude.dtype.item_bytes):
+            lengths[box.first : box.first + box.elements] = self._read(reader, magnitude, box)
+        reader.finish()
+        return lengths
+
+    def set_lengths(self, total: Array, box: Box) -> None:
+        """Scale the rows of the sum, one box of whole rows, to DoRA's lengths, in place."""
+        if self._magnitude is None:
+            return
+        rows = total.reshape(-1, self._columns)
+        lengths = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
+        first = box.first // self._columns
+        rows *= (self._magnitude[first : first + len(rows)] / lengths)[:, None]
 
     def _read(self, reader: TensorReader, factor: SourceTensor, box: Box) -> Array:
         values = self._raw[: box.elements * factor.dtype.item_bytes].view(factor.dtype.numpy)

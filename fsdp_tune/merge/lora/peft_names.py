@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from fsdp_tune.core.errors import Where, failed_error
 
 PREFIX = "base_model.model."
+MAGNITUDE = ".lora_magnitude_vector"
 _MARK = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.)")
 _FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_[AB])(\.(?P<adapter>[^.]+))?\.(?P<what>weight|bias)")
 _EMBEDDING = re.compile(r"(?P<module>.+)\.(?P<part>lora_embedding_[AB])(\.(?P<adapter>[^.]+))?")

@@ -8,23 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
+from fsdp_tune.merge.copy.gather import BUFFER_BYTES
 from fsdp_tune.merge.copy.ties import embedding_of, is_embedding, is_head, tie_setting
 from fsdp_tune.merge.formats.tensors import LowRank, SourceTensor
 from fsdp_tune.merge.lora.adapter_config import AdapterConfig
 
 MOST_RANK = 65_536
+WIDEST_BYTES = 8
+"""Of one element."""
 VOCABULARY_KEY = "vocab_size"
 
 
 @dataclass(slots=True)
 class Layers:
     """`base`: the model's tensors; `replaced`: what the adapter brings in their place; `factors`: {module: {part: tensor}};
-    `place`: the directory of the base. What is added: `tensors` of the output, with their updates, and the `scalings` used."""
+    `place`: the directory of the base; `magnitudes`: DoRA's, by module.
+
+    What is added: `tensors` of the output, with their updates, and the `scalings` used."""
 
     base: Mapping[str, SourceTensor]
     replaced: Mapping[str, SourceTensor]
     factors: Mapping[str, Mapping[str, SourceTensor]]
     place: Path
+    magnitudes: Mapping[str, SourceTensor] = field(default_factory=dict[str, SourceTensor])
     tensors: dict[str, SourceTensor] = field(default_factory=dict[str, SourceTensor])
     scalings: set[float] = field(default_factory=set[float])
     config_changes: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -65,7 +71,7 @@ def _replace(layers: Layers, name: str, tensor: SourceTensor, model: Mapping[str
     old = layers.base[found]
     if old.shape != tensor.shape:
         has_grown = len(old.shape) == 2 and old.shape[1:] == tensor.shape[1:] and (is_embedding(name) or is_head(name))
-        if not has_grown or model is None or model.get(VOCABULARY_KEY) != old.shape[0]:
+        if not has_grown or model is None or model.get(VOCABULARY_KEY) not in (old.shape[0], tensor.shape[0]):
             raise _misfit(layers, f"its `{found}` is {list(old.shape)}, and the adapter has {list(tensor.shape)} for it")
         layers.config_changes[VOCABULARY_KEY] = tensor.shape[0]
     layers.tensors[found] = replace(tensor, name=found)
@@ -113,9 +119,23 @@ def _add(layers: Layers, config: AdapterConfig, module: str, parts: Mapping[str,
     is_transposed = is_embedding_layer or weight.shape != shape or (shape[0] == shape[1] and square_is_transposed)
     scaling = config.scaling(module, rank)
     layers.scalings.add(scaling)
-    layers.tensors[name] = replace(weight, update=LowRank(scaling, b, a, is_transposed))
+    magnitude = _magnitude(layers, config, module, wanted, is_transposed=is_transposed)
+    layers.tensors[name] = replace(weight, update=LowRank(scaling, b, a, is_transposed, magnitude))
     if bias := parts.get("lora_B.bias"):
         _add_bias(layers, module, bias, scaling)
+
+
+def _magnitude(layers: Layers, config: AdapterConfig, module: str, shape: tuple[int, ...], *, is_transposed: bool) -> SourceTensor | None:
+    magnitude = layers.magnitudes.get(module)
+    if magnitude is None and not config.use_dora:
+        return None
+    if magnitude is None or not config.use_dora:
+        raise _damaged(
+            config, f"`{module}` has {'no magnitudes' if magnitude is None else 'magnitudes'}, and `use_dora` is {config.use_dora}"
+        )
+    if is_transposed or magnitude.shape != shape[:1] or shape[1] * WIDEST_BYTES > BUFFER_BYTES:
+        raise config.unsupported(f"`{module}` was trained with DoRA and is not a linear layer of usual size")
+    return magnitude
 
 
 def _add_bias(layers: Layers, module: str, bias: SourceTensor, scaling: float) -> None:

@@ -15,11 +15,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.units import KIB
+from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.kernels.compiled import compile_layers
 from fsdp_tune.model.kernels.float8 import convert_to_fp8, require_gpu
 from fsdp_tune.model.kernels.float8_weights import refresh_scales
 from fsdp_tune.model.kernels.install import install_kernels
 from fsdp_tune.model.kernels.kernel_choice import KernelChoice
+from fsdp_tune.model.loading.adapter_files import start_adapters
 from fsdp_tune.model.loading.construct import build_empty, build_full, build_with_buffers
 from fsdp_tune.model.loading.experts import active_parameters
 from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
@@ -106,6 +108,7 @@ def load(recipe: Recipe, config: PreTrainedConfig, device: torch.device, *, voca
         _restore_buffers(model, buffers)
     if files is not None:
         read_slices(model, files)
+        start_adapters(recipe, model)
     if not recipe.is_sharded:
         wrapped = wrap(recipe, model, units, mesh, device)
     refresh_scales(wrapped)
@@ -196,7 +199,9 @@ def _receive(model: PreTrainedModel, source: PreTrainedModel | None, device: tor
 @torch.no_grad()
 def _restore_buffers(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
     for name, buffer in model.named_buffers():
-        buffer.copy_(values[name])
+        stored = name_in_base(name)
+        assert stored is not None, "adapters have no buffers"
+        buffer.copy_(values[stored])
 
 
 def _place_what_fsdp_leaves(recipe: Recipe, model: PreTrainedModel, device: torch.device) -> None:

@@ -15,7 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.hub import hub_is_reachable
+from fsdp_tune.model.adapters.lora import inject_lora, name_in_base, refuse_untrained_tokens
 from fsdp_tune.model.kernels.attention import choose_attention
+from fsdp_tune.model.loading.adapter_files import check_adapter, start_adapters
 from fsdp_tune.model.loading.rotary import fix_rotary_frequencies
 from fsdp_tune.recipe.catalogue import architecture
 from fsdp_tune.recipe.schema import Recipe
@@ -209,15 +211,23 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
             raise model_not_found(name, error) from error
         fix_rotary_frequencies(model, recipe.data.max_length)
     _finish(recipe, model, vocabulary)
+    start_adapters(recipe, model)
     return model
 
 
 def _finish(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> None:
     _refuse_layerdrop(model)
-    resize_embeddings(recipe, model, vocabulary)
+    has_grown = resize_embeddings(recipe, model, vocabulary)
     # Routing biases of mixtures of experts, sinusoidal positions: the read-back must not report them as errors.
     model.frozen_by_its_code = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)  # type: ignore[assignment]
-    freeze(recipe, model)
+    if recipe.lora is None:
+        freeze(recipe, model)
+    else:
+        inject_lora(recipe, model, storage_dtype(recipe))
+        check_adapter(recipe, model)
+        if has_grown:
+            refuse_untrained_tokens(recipe, model)
+    _store_frozen(recipe, model)
     model.config.use_cache = False
 
 
@@ -252,10 +262,13 @@ def embedding_rows(model: PreTrainedModel) -> int:
     return int(embedding.weight.shape[0])
 
 
-def resize_embeddings(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> None:
-    """Grow the embedding to the size of the tokenizer if the recipe allows it; a larger embedding stays. Raises: usage error."""
+def resize_embeddings(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> bool:
+    """Grow the embedding to the size of the tokenizer if the recipe allows it; a larger embedding stays. Return whether it grew.
+
+    Raises: usage error.
+    """
     if vocabulary is None or vocabulary <= (rows := embedding_rows(model)):
-        return
+        return False
     if not recipe.model.grows_embedding:
         raise usage_error(
             "vocabulary-larger-than-embedding",
@@ -265,34 +278,42 @@ def resize_embeddings(recipe: Recipe, model: PreTrainedModel, vocabulary: int | 
     # mean_resizing draws the new rows from the distribution of the old ones, which have no values on the meta device.
     on_meta = model.get_input_embeddings().weight.device.type == "meta"
     model.resize_token_embeddings(vocabulary, mean_resizing=not on_meta)
+    return True
 
 
 def freeze(recipe: Recipe, model: nn.Module) -> None:
-    """Stop training parameters that match `model.freeze`, and store them in `model.frozen_dtype`.
-
-    A frozen parameter in the same module as a trained one keeps its dtype: kernels such as the CPU's layer norm need one dtype for both.
-    So do norms and biases: the autocast of NO_SHARD casts what a matrix multiplies and leaves an fp32 input of a norm as it is, and a
-    checkpoint has the same dtypes under every strategy.
-    Parameters that the model's own code froze stay frozen, in their dtype.
-    """
+    """Stop training parameters that match `model.freeze`. Raises: usage error for a pattern without a match, or if nothing is left."""
     names = [name for name, _ in model.named_parameters()]
     for pattern in recipe.model.freeze:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise usage_error(
                 "freeze-matches-nothing", f"model.freeze: `{pattern}` matches no parameter", hint=f"names look like `{names[0]}`"
             )
-    frozen_dtype = TORCH_DTYPE[recipe.compute_dtype if recipe.model.frozen_dtype == "auto" else recipe.model.frozen_dtype]
-    frozen = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in recipe.model.freeze)]
-    for name in frozen:
-        model.get_parameter(name).requires_grad_(False)
-    for name in frozen:
-        owner = model.get_submodule(name.rpartition(".")[0])
-        if not any(parameter.requires_grad for parameter in owner.parameters(recurse=False)):
-            parameter = model.get_parameter(name)
-            if parameter.ndim > 1:
-                parameter.data = parameter.data.to(frozen_dtype)
+    for name in names:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in recipe.model.freeze):
+            model.get_parameter(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise usage_error("nothing-to-train", "model.freeze matches every parameter: nothing is left to train")
+
+
+def _store_frozen(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Store the parameters that the recipe froze in `model.frozen_dtype`; those that the model's own code froze keep their dtype.
+
+    A frozen parameter in the same module as a trained one keeps its dtype: kernels such as the CPU's layer norm need one dtype for both.
+    So do norms and biases beside layers that are trained in fp32: the autocast of NO_SHARD casts what a matrix multiplies and leaves an
+    fp32 input of a norm as it is, and a checkpoint has the same dtypes under every strategy.
+    """
+    frozen_dtype = TORCH_DTYPE[recipe.compute_dtype if recipe.model.frozen_dtype == "auto" else recipe.model.frozen_dtype]
+    keeps_vectors = recipe.lora is None
+    own = frozen_by_its_code(model)
+    for owner_name, owner in model.named_modules():
+        parameters = dict(owner.named_parameters(recurse=False))
+        if any(parameter.requires_grad for parameter in parameters.values()):
+            continue
+        for name, parameter in parameters.items():
+            full_name = f"{owner_name}.{name}" if owner_name else name
+            if name_in_base(full_name) not in own and not (keeps_vectors and parameter.ndim < 2):
+                parameter.data = parameter.data.to(frozen_dtype)
 
 
 def generation_config(recipe: Recipe, config: PreTrainedConfig) -> GenerationConfig:

@@ -19,6 +19,7 @@ from fsdp_tune.recipe.schema import Recipe
 
 def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     """Return all facts of the model that do not need its weights. Problems are collected, not raised."""
+    from fsdp_tune.model.adapters.lora import adapter_config, adapter_facts
     from fsdp_tune.model.kernels.float8 import choose_fp8, fp8_notices
     from fsdp_tune.model.kernels.install import choose_kernels
     from fsdp_tune.model.loading.construct import build_empty, config_or_facts, embedding_rows, generation_config
@@ -44,6 +45,8 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
             "max_positions": max_positions(config),
             "attention": model.config._attn_implementation,
         }
+        if recipe.lora is not None:
+            found |= {"adapter": adapter_facts(model), "adapter_config": adapter_config(recipe, model)}
         more_problems, more_notices = _limits(recipe, model, found)
         problems, notices = problems + more_problems, notices + more_notices
         found |= _wrapping(recipe, model)

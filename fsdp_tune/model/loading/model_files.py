@@ -25,7 +25,8 @@ class Tokenizer(Protocol):
 
 
 def save_model_files(directory: Path, facts: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Write config.json, generation_config.json and the tokenizer. `facts` is the document of `model.loading.inspect`."""
+    """Write config.json, generation_config.json, the tokenizer, and of an adapter its adapter_config.json. `facts` is the document of
+    `model.loading.inspect`."""
     tokenizer.save_pretrained(str(directory))
     config = with_special_tokens(facts["config"], tokenizer, ("bos_token_id", "eos_token_id"))
     # Some models use the padding id of their config: Youtu zeroes that row of the embedding on each load, XGLM that position.
@@ -38,6 +39,8 @@ def save_model_files(directory: Path, facts: dict[str, Any], tokenizer: Tokenize
     vocabulary = {"vocab_size": len(tokenizer)} if len(tokenizer) > facts["embedding_rows"] else {}
     write_json(directory / "config.json", config | vocabulary | {"architectures": [facts["architecture"]], "use_cache": True})
     write_json(directory / "generation_config.json", generation)
+    if "adapter_config" in facts:
+        write_json(directory / "adapter_config.json", facts["adapter_config"])
 
 
 def with_special_tokens(config: dict[str, Any], tokenizer: Tokenizer, names: Sequence[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -26,6 +26,7 @@ from transformers.utils.hub import cached_file
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
 from fsdp_tune.core.safetensors_header import DamagedHeader, read_header
+from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.recipe.schema import Recipe
 
 BUFFER_BYTES = 16 << 20
@@ -79,10 +80,10 @@ def find_weight_files(recipe: Recipe) -> WeightFiles | None:
         paths = {path for path in map(file, sorted(names)) if path is not None}
     if not paths:
         return None
-    return WeightFiles({name: stored for path in sorted(paths) for name, stored in _tensors_of(path)})
+    return WeightFiles({name: stored for path in sorted(paths) for name, stored in tensors_of(path)})
 
 
-def _tensors_of(path: Path) -> Iterator[tuple[str, Stored]]:
+def tensors_of(path: Path) -> Iterator[tuple[str, Stored]]:
     """Yield the tensors of a file by name, except those of a type that is not in DTYPES. Raises: FailedError for a damaged header."""
     with open(path, "rb") as file:
 
@@ -111,7 +112,7 @@ def _damaged(path: Path, why: str) -> FsdpTuneError:
 def fits(model: nn.Module, weights: WeightFiles) -> bool:
     """Return whether every parameter and persistent buffer is in the files with the same name and shape."""
     persistent = set(model.state_dict())
-    wanted = {name: tuple(t.shape) for name, t in _unique_tensors(model) if name in persistent}
+    wanted = {stored: tuple(t.shape) for name, t in _unique_tensors(model) if name in persistent and (stored := name_in_base(name))}
     return all(name in weights.tensors and weights.tensors[name].shape == shape for name, shape in wanted.items())
 
 
@@ -121,13 +122,19 @@ def _unique_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def read_slices(model: nn.Module, weights: WeightFiles) -> None:
-    """Fill the (sharded) parameters and persistent buffers of a wrapped model with this rank's part of the files.
+    """Fill the (sharded) parameters and persistent buffers of a wrapped model, except those of adapters, with this rank's part of the
+    files.
 
     Tensors are read in the order of the files, so that reads are sequential, and converted to the dtype of the parameter.
     In addition to its shard, a rank holds one buffer of BUFFER_BYTES.
     """
     persistent = set(model.state_dict())
-    targets = {name: tensor for name, tensor in _unique_tensors(model) if name in persistent}
+    read_tensors({stored: t for name, t in _unique_tensors(model) if name in persistent and (stored := name_in_base(name))}, weights)
+
+
+@torch.no_grad()
+def read_tensors(targets: Mapping[str, torch.Tensor], weights: WeightFiles) -> None:
+    """Fill tensors, by their names in the files, with this rank's part."""
     by_file: dict[Path, list[str]] = {}
     for name in targets:
         by_file.setdefault(weights.tensors[name].file, []).append(name)

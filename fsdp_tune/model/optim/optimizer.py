@@ -16,7 +16,7 @@ from fsdp_tune.model.optim.accumulation import round_gradients, sum_gradients_in
 from fsdp_tune.model.optim.lean_adamw import LeanAdamW
 from fsdp_tune.model.optim.torchao_adamw import torchao_class, with_plain_rates
 from fsdp_tune.model.shard.local import local_part
-from fsdp_tune.model.step import parameter_groups
+from fsdp_tune.model.step import parameter_groups, plain_name
 from fsdp_tune.recipe.rules.precision import gathers_in_fp8
 from fsdp_tune.recipe.schema import Recipe, Training
 from fsdp_tune.recipe.schema.optimizers import (
@@ -46,7 +46,7 @@ def build_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str])
 def _build(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]) -> torch.optim.Optimizer:
     training = recipe.training
     kind, options = optimizer_of(training)
-    groups = parameter_groups(wrapped, float(training_value(training, "weight_decay")), decayed)
+    groups = parameter_groups(wrapped, float(training_value(training, "weight_decay")), decayed, _own_rates(recipe, wrapped))
     if state_bits(training) is not None:
         return with_plain_rates(kind)(groups, **options)
     if not options.get("fused"):
@@ -56,6 +56,14 @@ def _build(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]) -> torch
         return AdamW(groups, **options)
     kept_in = TORCH_DTYPE[state_dtype(training, recipe.model.dtype)]
     return LeanAdamW(groups, **options, state_dtype=kept_in, rounds_parameters=given.get(STOCHASTIC, False), seed=training.seed)
+
+
+def _own_rates(recipe: Recipe, wrapped: nn.Module) -> dict[str, float]:
+    """Return the learning rates of LoRA+ (arXiv:2402.12354): that of every B is `lora.lr_ratio` times that of A."""
+    if recipe.lora is None or recipe.lora.lr_ratio == 1.0:
+        return {}
+    rate = recipe.training.learning_rate * recipe.lora.lr_ratio
+    return {name: rate for name in map(plain_name, dict(wrapped.named_parameters())) if ".lora_B." in name or ".lora_embedding_B." in name}
 
 
 def optimizer_of(training: Training) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

@@ -7,7 +7,7 @@ wrap by size, sums gradients in bf16, and casts the model's output.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -125,6 +125,24 @@ def set_prefetch(recipe: Recipe, in_forward_order: Sequence[nn.Module]) -> None:
             unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + depth])
         if isinstance(backward, int):
             unit.set_modules_to_backward_prefetch(units[max(0, index - backward) : index][::-1])
+    _end_backward_prefetch(units, backward)
+
+
+def _end_backward_prefetch(units: Sequence[FSDPModule], depth: int | str) -> None:
+    """Keep the backward from gathering units without a backward: the frozen ones before the first trained unit (an adapter's embedding)."""
+    first = next((index for index, unit in enumerate(units) if any(p.requires_grad for p in _parameters(unit))), 0)
+    if first == 0:
+        return
+    ahead = depth if isinstance(depth, int) else 1
+    for index, unit in enumerate(units[first : first + ahead], start=first):
+        # Without a list FSDP2 gathers the unit before this one; gathering this unit again does nothing.
+        wanted = list(units[max(first, index - ahead) : index][::-1])
+        unit.set_modules_to_backward_prefetch(wanted or [unit])
+
+
+def _parameters(unit: FSDPModule) -> Iterable[nn.Parameter]:
+    assert isinstance(unit, nn.Module)
+    return unit.parameters()
 
 
 def _wrap_fsdp1(recipe: Recipe, model: PreTrainedModel, units: UnitPlan, mesh: DeviceMesh, device: torch.device) -> nn.Module:

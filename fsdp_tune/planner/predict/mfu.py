@@ -14,6 +14,8 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 class ModelDimensions:
     active_parameters: int
     """Parameters that process a token: all of them, except in a mixture of experts."""
+    trained_parameters: int
+    """Of all parameters; a frozen one takes part in two of the three multiplications of a training step."""
     layers: int
     heads: int
     head_dim: int
@@ -38,9 +40,11 @@ def attended_length(lengths: Iterable[int]) -> float:
 def flops_per_token(model: ModelDimensions, length: float) -> float:
     """Return 6 N + 12 L H Q T: forward and backward with attention, not halved for causal masks, without recomputation.
 
-    N is the number of active parameters; `length` is T: the length of the sequences, or `attended_length` if it varies.
+    N is the number of active parameters; `length` is T: the length of the sequences, or `attended_length` if it varies. A frozen
+    parameter counts 4: forward and the gradient of its input, but no gradient of its own.
     """
-    return 6.0 * model.active_parameters + 12.0 * model.layers * model.heads * model.head_dim * length
+    frozen = max(0, model.active_parameters - model.trained_parameters)
+    return 6.0 * model.active_parameters - 2.0 * frozen + 12.0 * model.layers * model.heads * model.head_dim * length
 
 
 def mfu(model: ModelDimensions, length: float, tokens_per_second_per_device: float, peak_flops: float | None) -> float | None:

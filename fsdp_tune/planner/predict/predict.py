@@ -170,7 +170,7 @@ def model_size(trace: Trace) -> ModelDimensions | None:
     counts = trace.counts
     if counts.active_parameters is None:
         return None
-    return ModelDimensions(counts.active_parameters, counts.layers, counts.attention_heads, counts.head_dim)
+    return ModelDimensions(counts.active_parameters, counts.trained_parameters, counts.layers, counts.attention_heads, counts.head_dim)
 
 
 def _mfu(trace: Trace, hardware: Hardware, speed: float | None, unknown: list[str]) -> float | None:

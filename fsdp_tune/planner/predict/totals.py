@@ -17,7 +17,7 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 @dataclass(frozen=True, slots=True)
 class DiskUse:
     checkpoint_bytes: int
-    """One checkpoint: all parameters in their storage dtype, and the optimizer state."""
+    """One checkpoint: all parameters (with `lora:` those that are trained) in their storage dtype, and the optimizer state."""
     most_checkpoints: int | None
     """Most checkpoints at one time, including the one being written; None: all are kept."""
     merged_bytes: int
@@ -30,9 +30,10 @@ def disk(recipe: Recipe, trace: Trace, tokens: int | None) -> DiskUse:
     counts, size = trace.counts, DTYPE_BYTES[recipe.model.dtype]
     kept = recipe.training.save_total_limit
     best = 1 if training_value(recipe.training, "load_best_model_at_end") or recipe.training.early_stopping else 0
+    saved_bytes = counts.parameter_bytes if recipe.lora is None else counts.trained_parameters * size
     as_wanted = counts.parameter_bytes if recipe.merge.dtype == "keep" else counts.parameters * DTYPE_BYTES[recipe.merge.dtype]
     return DiskUse(
-        checkpoint_bytes=counts.parameter_bytes + round(state_bytes(recipe.training, size) * counts.trained_parameters),
+        checkpoint_bytes=saved_bytes + round(state_bytes(recipe.training, size) * counts.trained_parameters),
         most_checkpoints=None if kept is None else kept + best + 1,
         merged_bytes=as_wanted if recipe.merge.at_end else 0,
         cache_bytes=None if tokens is None else 5 * tokens,

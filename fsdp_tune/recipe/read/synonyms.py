@@ -44,6 +44,14 @@ _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
         "revision_of_model": ("model.revision", None),
         "evals_per_epoch": ("training.eval_steps", None),
         "saves_per_epoch": ("training.save_steps", None),
+        "lora_r": ("lora.r", None),
+        "lora_target_modules": ("lora.target_modules", None),
+        "lora_target_linear": ("lora.target_modules", "lora: {target_modules: all-linear}"),
+        "lora_modules_to_save": ("lora.modules_to_save", None),
+        "lora_model_dir": ("lora.adapter", None),
+        "peft_use_dora": ("lora.use_dora", None),
+        "peft_use_rslora": ("lora.use_rslora", None),
+        "loraplus_lr_ratio": ("lora.lr_ratio", None),
     },
     "TRL": {
         "model_name_or_path": ("model.name_or_path", None),
@@ -60,6 +68,7 @@ _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
         "pad_token": ("model.tokens.pad", None),
         "chat_template_path": ("data.chat_template", None),
         "attn_impl": ("model.attn_implementation", None),
+        "use_peft": ("lora", "lora: {r: 16}"),
     },
     "LLaMA-Factory": {
         "cutoff_len": ("data.max_length", None),
@@ -77,6 +86,11 @@ _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
         "enable_liger_kernel": ("kernels.liger", None),
         "resize_vocab": ("model.resize_embeddings", None),
         "new_special_tokens": ("model.tokens.add", None),
+        "finetuning_type": ("lora", "lora: {r: 16}"),
+        "lora_rank": ("lora.r", None),
+        "lora_target": ("lora.target_modules", None),
+        "additional_target": ("lora.modules_to_save", None),
+        "adapter_name_or_path": ("lora.adapter", None),
         "disable_gradient_checkpointing": ("fsdp.activation_checkpointing", None),
     },
     "torchtune": {
@@ -90,6 +104,8 @@ _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
         "log_every_n_steps": ("training.logging_steps", None),
         "max_seq_len": ("data.max_length", None),
         "packed": ("data.packing", None),
+        "lora_attn_modules": ("lora.target_modules", "lora: {target_modules: [q_proj, v_proj]}"),
+        "apply_lora_to_mlp": ("lora.target_modules", "lora: {target_modules: all-linear}"),
         "checkpointer": ("model.name_or_path", None),
     },
     None: {

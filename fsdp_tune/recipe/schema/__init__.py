@@ -31,7 +31,7 @@ from fsdp_tune.recipe.schema.kinds import (
     Whole,
     WholeOrZero,
 )
-from fsdp_tune.recipe.schema.model_and_data import Data, DataSource, EvalFraction, EvalRows, Mixture, Model, Tokens
+from fsdp_tune.recipe.schema.model_and_data import Data, DataSource, EvalFraction, EvalRows, Lora, Mixture, Model, Tokens
 from fsdp_tune.recipe.schema.run_sections import CheckpointSection, Extensions, Kernels, Launch, Merge
 from fsdp_tune.recipe.schema.strategies import STRATEGIES, ShardingStrategy
 
@@ -48,6 +48,7 @@ __all__ = [
     "Fsdp",
     "Kernels",
     "Launch",
+    "Lora",
     "LossOn",
     "Merge",
     "Mixture",
@@ -195,8 +196,8 @@ class Recipe(Section):
     fsdp: Fsdp = Fsdp()
     precision: Precision = Precision()
     training: Training = Training()
-    lora: Annotated[dict[str, Any] | None, Effect(MEMORY | TIME | NUMBERS, REFUSED)] = None
-    """{r: 16, alpha: 32, dropout: 0.05, target_modules: all-linear, bias: none}, or any other name of PEFT's LoraConfig."""
+    lora: Annotated[Lora | None, Effect(MEMORY | TIME | NUMBERS, REFUSED)] = None
+    """Train low-rank adapters of a frozen model: `{}` for the defaults, or by PEFT's names; null = train the model itself."""
     quantization: Annotated[dict[str, Any] | None, Effect(MEMORY | TIME | NUMBERS, REFUSED)] = None
     """{load: nf4, double_quant: true}."""
     kernels: Kernels = Kernels()

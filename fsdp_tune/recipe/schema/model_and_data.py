@@ -1,4 +1,4 @@
-"""The sections `model:` and `data:` of a recipe."""
+"""The sections `model:`, `data:` and `lora:` of a recipe."""
 
 # ruff: noqa: RUF012  pydantic copies a default for each instance, and ours are frozen
 
@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Tag
+from pydantic import Discriminator, Field, Tag
 
-from fsdp_tune.recipe.schema.effects import DATA, FREE, MEMORY, NOTHING, NUMBERS, REFUSED, TIME, Effect
-from fsdp_tune.recipe.schema.kinds import Auto, ChatRole, DataFormat, Fraction, LossOn, Positive, Section, Text, Whole
+from fsdp_tune.recipe.schema.effects import DATA, FREE, MEMORY, NOTHING, NUMBERS, REFUSED, TIME, TRAJECTORY, Effect
+from fsdp_tune.recipe.schema.kinds import Auto, ChatRole, DataFormat, Fraction, LossOn, Positive, Says, Section, Text, Whole, WholeOrZero
 
 
 class Tokens(Section):
@@ -47,8 +47,7 @@ class Model(Section):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Storage dtype of trained parameters: fp32 master weights, or bf16: half the memory, small updates are lost (notice `pure-bf16`)."""
     frozen_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Storage dtype of frozen matrices; auto = the compute dtype, with FSDP1 `dtype`. Frozen norms and biases, and what is in a module
-    with trained parameters, are stored in `dtype`."""
+    """Storage dtype of frozen matrices; auto = the compute dtype, with FSDP1 `dtype`. Other frozen parameters are stored in `dtype`."""
     freeze: list[Text] = []
     """Name patterns of parameters that are not trained."""
     tokens: Tokens = Tokens()
@@ -194,3 +193,39 @@ class Data(Section):
         evals = self.eval if isinstance(self.eval, list) else []
         groups = (("data.train", self.train), ("data.eval", evals))
         return [(f"{name}[{index}]", source) for name, group in groups for index, source in enumerate(group)]
+
+
+Rate = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Says("a number, 0 or more and below 1")]
+
+
+class Lora(Section):
+    default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
+
+    r: Whole = 16
+    """Rank of the adapters."""
+    lora_alpha: Annotated[Positive, Effect(NUMBERS, REFUSED)] = 32.0
+    """Scale: an adapter adds lora_alpha / r times B·A to its weight. `alpha` is accepted too."""
+    lora_dropout: Rate = 0.0
+    """Dropout of an adapter's input. `dropout` is accepted too."""
+    target_modules: Text | list[Text] = "all-linear"
+    """all-linear = every linear layer except the head | names of modules, by their last parts | a regular expression for full names."""
+    layers_to_transform: list[WholeOrZero] | None = None
+    """Indexes of the decoder layers that get adapters; null = all."""
+    rank_pattern: dict[str, Whole] = {}
+    """{pattern of module names: rank} for modules whose rank is not `r`, as in PEFT."""
+    alpha_pattern: Annotated[dict[str, Positive], Effect(NUMBERS, REFUSED)] = {}
+    """{pattern of module names: lora_alpha}, as in PEFT."""
+    modules_to_save: list[Text] = []
+    """Names of modules that are trained in full and saved with the adapter, such as `lm_head`."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Biases that are trained: none, all of the model, or those of the adapted layers."""
+    use_rslora: Annotated[bool, Effect(NUMBERS, REFUSED)] = False
+    """Scale by lora_alpha / √r (rank-stabilised LoRA, arXiv:2312.03732)."""
+    use_dora: bool = False
+    """Train the length of each row of a weight apart from its direction (DoRA, arXiv:2402.09353)."""
+    init_lora_weights: Annotated[bool | Text, Effect(NUMBERS, REFUSED)] = True
+    """true: A uniform as a linear layer's, B zero | gaussian: A normal, B zero | false: B as A, so that the model starts changed."""
+    lr_ratio: Annotated[Positive, Effect(NUMBERS, TRAJECTORY)] = 1.0
+    """Learning rate of B over that of A (LoRA+, arXiv:2402.12354)."""
+    adapter: Annotated[Text | None, Effect(NUMBERS, REFUSED)] = None
+    """Directory of a PEFT adapter whose training continues; null = new adapters."""

@@ -62,6 +62,8 @@ class LoopSettings:
     compute_dtype: torch.dtype = torch.float32
     """bf16: each forward multiplies bf16 copies of the fp32 weights, the logits go to the loss in fp32, gradients add up in fp32.
     float64, stored so too: shows how far rounding alone carries a run in fp32."""
+    adapter: Path | None = None
+    """A PEFT adapter that is trained on the frozen model, by PEFT's own model."""
     skipped: frozenset[int] = frozenset()
     """Steps, from 1, whose update is left out, as fp16's loss scale does when it is too large."""
 
@@ -84,7 +86,11 @@ def train(settings: LoopSettings, model_directory: Path, train_rows: RowStore, *
     model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=settings.stored_dtype).train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in settings.frozen))
-    result = Trajectory(initial=_copy(model))
+    if settings.adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, settings.adapter, is_trainable=True)
+    result = Trajectory(initial=_copy(model, settings))
     optimizer = _optimizer(settings, model)
     for step, rows in zip(range(settings.steps), _global_batches(settings, train_rows), strict=False):
         loss, tokens, gradients = _accumulate(model, settings, rows)
@@ -104,7 +110,7 @@ def train(settings: LoopSettings, model_directory: Path, train_rows: RowStore, *
         result.grad_norms.append(norm)
         result.learning_rates.append(rate)
         result.supervised_tokens.append(tokens)
-    result.final = _copy(model)
+    result.final = _copy(model, settings)
     if eval_rows:
         result.eval_loss = evaluate(model, settings.compute_dtype, eval_rows)
     return result
@@ -123,8 +129,12 @@ def _optimizer(settings: LoopSettings, model: nn.Module) -> torch.optim.Optimize
     return kinds[settings.optimizer](groups, **options)
 
 
-def _copy(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+def _copy(model: nn.Module, settings: LoopSettings) -> dict[str, torch.Tensor]:
+    """Return all parameters, or with an adapter those that are trained, by their names in a run."""
+    copies = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad or settings.adapter is None}
+    if settings.adapter is None:
+        return copies
+    return {name.removeprefix("base_model.model.").replace(".modules_to_save.default", ""): copy for name, copy in copies.items()}
 
 
 def _global_batches(settings: LoopSettings, rows: RowStore) -> Iterator[list[Row]]:

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from fsdp_tune.core.atomic import write_file
+from fsdp_tune.core.errors import failed_error
 from fsdp_tune.planner.predict.mfu import EXPERT_COUNTS
 from fsdp_tune.recipe.schema import EvalFraction, EvalRows, Recipe
 from fsdp_tune.recipe.schema.kinds import is_flash_kernel
+from fsdp_tune.verify.rehearsal.commands import run_torch_script
 
 LAYERS = 2
 HEADS = 4
@@ -28,6 +30,7 @@ MAX_LENGTH_TOKENS = 128
 ROWS = 400
 EVAL_ROWS = 16
 MICRO_BATCH_SIZE = 2
+SMALL_RANK = 4
 
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model")
@@ -128,6 +131,8 @@ def scale_down_recipe(
     document = small.document
     document |= {"name": f"{recipe.name or 'recipe'}-rehearsal", "output_dir": str(folder / "run")}
     _model(small, recipe, config, inputs)
+    if recipe.lora is not None:
+        _adapters(small, folder)
     if device == "cpu":
         _kernels(small)
     _data(small, recipe, folder, inputs)
@@ -169,6 +174,24 @@ def _model(small: ScaledRecipe, recipe: Recipe, config: Mapping[str, Any], input
     if is_flash_kernel(recipe.model.attn_implementation):
         model["attn_implementation"] = "auto"
         small.changes.append(f"attention: transformers' default, since {recipe.model.attn_implementation} needs a GPU")
+
+
+def _adapters(small: ScaledRecipe, folder: Path) -> None:
+    """An adapter needs a model directory under it, and ranks that small matrices have. Raises: FailedError."""
+    model, lora = small.document["model"], small.document["lora"]
+    result = run_torch_script("random_model", {"config": model["from_config"], "folder": str(folder / "base")})
+    if result.exit_code != 0:
+        raise failed_error("rehearsal-base", f"the small model cannot be written: {result.error}")
+    model |= {"name_or_path": str(folder / "base"), "from_config": None}
+    changed: dict[str, Any] = {
+        "r": min(lora["r"], SMALL_RANK),
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "layers_to_transform": None,
+        "adapter": None,
+    }
+    small.changes += [f"lora.{key}: {json.dumps(value)}" for key, value in changed.items() if lora[key] != value]
+    lora |= changed
 
 
 def _patterns(small: ScaledRecipe, recipe: Recipe, of: int, to: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class Live:
     """None if only the model is used."""
     full: bool
     """FULL_STATE_DICT: rank 0 writes full tensors."""
+    trained_only: bool = False
+    """Whether frozen parameters and buffers are left out: those of an adapter's base, which is loaded from its own files."""
 
 
 def model_state(live: Live) -> dict[str, Any]:
@@ -61,6 +63,9 @@ def model_state(live: Live) -> dict[str, Any]:
     state = {name: plain(value) for name, value in get_model_state_dict(live.wrapped).items()}
     tied = _tied_names(live.wrapped)
     unique = {name: value for name, value in state.items() if name not in tied}
+    if live.trained_only:
+        trained = {plain_name(name) for name, parameter in live.wrapped.named_parameters() if parameter.requires_grad}
+        unique = {name: value for name, value in unique.items() if name in trained}
     return gathered(unique) if live.full else unique
 
 
@@ -112,7 +117,7 @@ def load_model(live: Live, directory: Path) -> None:
 
 
 def _read_model(live: Live, directory: Path) -> None:
-    state = model_state(Live(live.wrapped, live.optimizer, full=False))
+    state = model_state(replace(live, full=False))
     if (directory / FULL_MODEL_FILE).exists():
         _read_whole(state, directory)
     else:

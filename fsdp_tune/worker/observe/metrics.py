@@ -98,7 +98,7 @@ def model_size(loaded: Loaded) -> ModelDimensions | None:
     active = loaded.size.active_parameters
     if not layers or not heads or not hidden or active is None:
         return None
-    return ModelDimensions(active, layers, heads, getattr(config, "head_dim", None) or hidden // heads)
+    return ModelDimensions(active, loaded.size.trained_parameters, layers, heads, getattr(config, "head_dim", None) or hidden // heads)
 
 
 class Lines:

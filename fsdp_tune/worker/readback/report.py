@@ -6,7 +6,6 @@ or between ranks, stops the run before step 1.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections import Counter
 from typing import Any
@@ -29,7 +28,6 @@ from fsdp_tune.model.loading.construct import frozen_by_its_code
 from fsdp_tune.model.optim.torchao_adamw import blocks_fit, kept_as, parts_of
 from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.model.shard.wrap import fsdp_groups, process_groups
-from fsdp_tune.model.step import plain_name
 from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.optimizers import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits
@@ -37,6 +35,7 @@ from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather
 from fsdp_tune.worker.rank import time_limits_seconds
 from fsdp_tune.worker.readback.fp8 import fp8_differences, read_fp8
+from fsdp_tune.worker.readback.trained import read_trained, training_differences
 
 # Below this, the interpreter's own noise is larger than the model.
 _MIN_BYTES_FOR_RESIDENT_CHECK = 256 * MIB
@@ -61,6 +60,7 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
         "parameters": loaded.size.parameters,
         "trained_parameters": loaded.size.trained_parameters,
         "local_bytes": sum(local_part(p).numel() * p.element_size() for _, p in parameters),
+        "trained": read_trained(loaded.model),
         "frozen_dtypes": sorted({str(_name(p.dtype)) for _, p in parameters if not p.requires_grad}),
         "tokens_per_step_at_most": trainer.parts.sampler.global_batch * recipe.data.max_length,
         "data_order_digest": trainer.parts.sampler.digest(),
@@ -131,7 +131,8 @@ def _fsdp2(loaded: Loaded) -> dict[str, Any]:
                 "reduce_dtype": _only({_name(policy.reduce_dtype) for policy in policies}),
                 "output_dtype": _only({_name(policy.output_dtype) for policy in policies}),
                 "forward_prefetch": len(state._states_to_forward_prefetch),
-                "backward_prefetch": len(state._states_to_backward_prefetch),
+                # A list of the unit itself ends the prefetching: no unit before it has a backward.
+                "backward_prefetch": sum(other is not state for other in state._states_to_backward_prefetch),
             }
         )
     layers = [unit for unit in units if unit["modules"][0] != "(root)" and (tuple(unit["modules"]) not in loaded.units.keeps_gathered)]
@@ -348,7 +349,7 @@ def structure_differences(recipe: Recipe, loaded: Loaded, report: dict[str, Any]
     wanted_compiled = len(layers) if recipe.kernels.compile else 0
     if report["compiled_layers"] != wanted_compiled:
         found.append(f"compiled_layers: the recipe means {wanted_compiled} of {len(layers)}, the run has {report['compiled_layers']}")
-    return found + _frozen(recipe, loaded)
+    return found + training_differences(recipe, loaded)
 
 
 def _units(recipe: Recipe, layers: list[str], report: dict[str, Any]) -> list[str]:
@@ -358,15 +359,3 @@ def _units(recipe: Recipe, layers: list[str], report: dict[str, Any]) -> list[st
     units = {name for unit in report["units"] for name in unit["modules"]}
     missing = [layer for layer in layers if layer not in units]
     return [f"units: {missing[0]} is not a unit ({len(missing)} of {len(layers)} decoder layers)"] if missing else []
-
-
-def _frozen(recipe: Recipe, loaded: Loaded) -> list[str]:
-    """Frozen are the parameters that match `model.freeze` and those that the model's own code froze."""
-    own = frozen_by_its_code(loaded.model)
-    for wrapped_name, parameter in loaded.wrapped.named_parameters():
-        name = plain_name(wrapped_name)
-        wanted = name in own or any(fnmatch.fnmatchcase(name, pattern) for pattern in recipe.model.freeze)
-        if wanted == parameter.requires_grad:
-            state = "frozen" if wanted else "trained"
-            return [f"frozen: the recipe means {name} to be {state}, and the run has it {'trained' if wanted else 'frozen'}"]
-    return []

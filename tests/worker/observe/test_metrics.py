@@ -150,7 +150,7 @@ def test_metrics_line_covers_steps_since_the_last(pool: RankPool) -> None:
 
 
 def line_with_mfu() -> dict[str, Any]:
-    model = ModelDimensions(active_parameters=1000, layers=2, heads=4, head_dim=8)
+    model = ModelDimensions(active_parameters=1000, trained_parameters=1000, layers=2, heads=4, head_dim=8)
     made = Lines(torch.device("cpu"), model, peak_flops=1e6)
     made.start(0)
     made.sums.add(torch.tensor(6.0))
@@ -167,7 +167,9 @@ def test_mfu_of_a_line_counts_packed_examples_each_by_itself(pool: RankPool) -> 
 
 @pytest.mark.parametrize("active", [400, None])
 def test_mfu_counts_active_parameters(active: int | None) -> None:
-    loaded: Any = SimpleNamespace(model=SimpleNamespace(config=MixtralConfig()), size=SimpleNamespace(active_parameters=active))
+    loaded: Any = SimpleNamespace(
+        model=SimpleNamespace(config=MixtralConfig()), size=SimpleNamespace(active_parameters=active, trained_parameters=active)
+    )
     size = model_size(loaded)
     assert (size.active_parameters if size else None) == active
 

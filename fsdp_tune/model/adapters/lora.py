@@ -1,0 +1,207 @@
+"""Put PEFT's LoRA layers into a model before it is sharded, and give them the values that one process would draw.
+
+The modules are PEFT's; the choice of targets, the first values and the files are ours: PEFT ignores a target that hits nothing,
+draws from the generator of each rank, and saves what one rank holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+
+from fsdp_tune.core.errors import Where, usage_error
+from fsdp_tune.model.adapters.lora_targets import find_saved, find_targets
+from fsdp_tune.model.shard.local import local_part
+from fsdp_tune.recipe.schema import Lora, Recipe
+from fsdp_tune.run.directory import run_of
+
+ADAPTER_NAME = "default"
+"""PEFT's name of the only adapter, a part of its parameters' names."""
+_OWN = re.compile(rf"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\.{ADAPTER_NAME}(\.weight)?$")
+
+
+def is_of_adapter(name: str) -> bool:
+    """Return whether a parameter of the live model belongs to an adapter, by its name."""
+    return _OWN.search(name) is not None
+
+
+def name_in_base(name: str) -> str | None:
+    """Return the name that a parameter or buffer has in the model without adapters; None for a parameter of an adapter."""
+    return None if is_of_adapter(name) else name.replace(".base_layer.", ".")
+
+
+def name_in_file(name: str) -> str:
+    """Return the name that a trained parameter has in PEFT's `adapter_model.safetensors` (`get_peft_model_state_dict`, PEFT 0.21)."""
+    found = _OWN.search(name)
+    if found is None:
+        return f"base_model.model.{name}"
+    end = ".weight" if found[1] in ("A", "B") else ""
+    return f"base_model.model.{name[: found.start()]}.lora_{found[1]}{end}"
+
+
+def inject_lora(recipe: Recipe, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Replace the targets of `lora:` by PEFT's layers, in place, with adapters in `dtype`, and say which parameters are trained.
+
+    Raises: usage error.
+
+    Modules of `modules_to_save` are trained where they are: PEFT would keep, shard and gather their frozen original too.
+    """
+    lora = recipe.lora
+    assert lora is not None
+    if run_of(Path(str(recipe.model.name_or_path))) is not None:
+        raise usage_error(
+            "lora-on-run",
+            f"`lora:` needs a model directory, and {recipe.model.name_or_path} is a run of fsdp-tune",
+            where=Where(key="model.name_or_path"),
+            ways_out=(f"`fsdp-tune merge-checkpoint {recipe.model.name_or_path}`, and the merged directory as `model.name_or_path`",),
+        )
+    targets, saved = find_targets(recipe, model), find_saved(recipe, model)
+    biases = set(_trained_biases(lora, model, targets))
+    inject_adapter_in_model = _peft().inject_adapter_in_model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of `fan_in_fan_out`, which PEFT sets for each layer by its kind
+        inject_adapter_in_model(peft_config(lora, list(targets)), model, adapter_name=ADAPTER_NAME)
+    in_full = tuple(f"{name}." for name in saved)
+    own: frozenset[str] = vars(model).get("frozen_by_its_code", frozenset())
+    for name, parameter in model.named_parameters():
+        base = name_in_base(name)
+        if base is None:
+            parameter.data = parameter.data.to(dtype)
+        parameter.requires_grad_(base is None or ((name.startswith(in_full) or base in biases) and base not in own))
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise usage_error("lora-needs-peft", "`lora:` needs PEFT, which is not installed", hint="pip install peft") from error
+    return peft
+
+
+def _trained_biases(lora: Lora, model: nn.Module, targets: dict[str, nn.Module]) -> list[str]:
+    if lora.bias == "all":
+        return [name for name, _ in model.named_parameters() if name.rpartition(".")[2] == "bias"]
+    return [f"{name}.bias" for name, module in targets.items() if getattr(module, "bias", None) is not None] if lora.bias != "none" else []
+
+
+def peft_config(lora: Lora, targets: list[str]) -> Any:
+    """Return the `LoraConfig` for the named modules."""
+    return _peft().LoraConfig(
+        r=lora.r,
+        lora_alpha=_number(lora.lora_alpha),
+        lora_dropout=lora.lora_dropout,
+        target_modules=targets,
+        rank_pattern=dict(lora.rank_pattern),
+        alpha_pattern={pattern: _number(alpha) for pattern, alpha in lora.alpha_pattern.items()},
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        init_lora_weights=lora.init_lora_weights,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _number(value: float) -> float | int:
+    return int(value) if value == int(value) else value
+
+
+def adapter_config(recipe: Recipe, model: PreTrainedModel) -> dict[str, Any]:
+    """Return the content of `adapter_config.json` for a model with adapters, so that PEFT, vLLM and a merge can read the adapter."""
+    lora = recipe.lora
+    assert lora is not None
+    config = model.peft_config[ADAPTER_NAME].to_dict()  # type: ignore[index, union-attr]  # set by PEFT
+    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+    return values | {
+        "base_model_name_or_path": _place_of(str(recipe.model.name_or_path)),
+        "revision": recipe.model.revision,
+        "modules_to_save": list(lora.modules_to_save) or None,
+        "bias": lora.bias,
+        "inference_mode": True,
+    }
+
+
+def _place_of(name: str) -> str:
+    """Return the full path of a directory, since an adapter is used from other places than it was trained in."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def adapter_facts(model: nn.Module) -> dict[str, Any]:
+    """Return what `validate` and a run print: adapted modules by the last part of their names, parameters and bytes that are trained."""
+    modules: Counter[str] = Counter()
+    for name, _ in model.named_parameters():
+        if (found := _OWN.search(name)) is not None and found[1] in ("B", "embedding_B"):
+            modules[name[: found.start()].rpartition(".")[2]] += 1
+    trained = [p for p in model.parameters() if p.requires_grad]
+    base = sum(p.numel() for name, p in model.named_parameters() if not is_of_adapter(name))
+    return {
+        "modules": dict(sorted(modules.items())),
+        "trained_parameters": sum(p.numel() for p in trained),
+        "share": sum(p.numel() for p in trained) / base,
+        "trained_bytes": sum(p.numel() * p.element_size() for p in trained),
+    }
+
+
+# ---- First values
+
+
+@torch.no_grad()
+def draw_adapters(recipe: Recipe, model: nn.Module) -> None:
+    """Fill the adapters of a (sharded) model whose base is loaded.
+
+    A parameter's values follow from `training.seed` and its name alone, so they are the same on any number of ranks.
+    """
+    lora = recipe.lora
+    assert lora is not None
+    for name, parameter in model.named_parameters():
+        found = _OWN.search(name)
+        if found is not None and found[1] != "magnitude_vector":
+            _put(parameter, first_values(lora, found[1], tuple(parameter.shape), f"{recipe.training.seed} {name}"))
+    for module in model.modules():
+        for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
+            # Of a linear layer, whose rows lie on the same rank as the elements of the magnitude.
+            weight: Any = local_part(module.base_layer.weight)  # type: ignore[union-attr]
+            local_part(magnitude.weight).copy_(torch.linalg.norm(weight.float(), dim=1))
+
+
+def first_values(lora: Lora, part: str, shape: tuple[int, ...], key: str) -> torch.Tensor:
+    """Return the values of a full tensor in fp32, as PEFT's `reset_lora_parameters` draws them. `key` seeds the generator."""
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big"))
+    values = torch.empty(shape, dtype=torch.float32)
+    if part == "embedding_B":
+        return values.normal_(generator=generator)
+    if part == "embedding_A" or (part == "B" and lora.init_lora_weights is not False):
+        return values.zero_()
+    if lora.init_lora_weights == "gaussian":
+        return values.normal_(std=1 / shape[0], generator=generator)
+    bound = 1 / math.sqrt(shape[1])  # of a linear layer: kaiming_uniform_ with a = √5
+    return values.uniform_(-bound, bound, generator=generator)
+
+
+def _put(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy this rank's part of `whole` into `target`, without communication."""
+    if isinstance(target, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+        whole = whole[tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))]
+    local_part(target).copy_(whole)
+
+
+def refuse_untrained_tokens(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Refuse an embedding that grew and is frozen: the rows of the new tokens would keep their random values. Raises: usage error."""
+    if recipe.lora is not None and not any(p.requires_grad for p in model.get_input_embeddings().parameters()):
+        raise usage_error(
+            "lora-new-tokens",
+            "the embedding grows for new tokens, and `lora:` freezes it: their rows would keep random values",
+            where=Where(key="model.tokens.add" if recipe.model.tokens.add else "model.resize_embeddings"),
+            hint="train embedding and head in full: `lora: {modules_to_save: [embed_tokens, lm_head]}`, which needs them untied "
+            "(`model.config_overrides: {tie_word_embeddings: false}`)",
+        )

@@ -1,0 +1,170 @@
+"""Choose the modules that get LoRA adapters, or are trained in full beside them, by the names in `lora:`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.model.shard.fsdp_units import decoder_layers
+from fsdp_tune.recipe.schema import Lora, Recipe
+
+ALL_LINEAR = "all-linear"
+_SHOWN = 8
+
+
+def find_targets(recipe: Recipe, model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the modules of the bare model that get adapters, by name, in the order of the model.
+
+    Raises: usage error for a name that hits nothing or a module that LoRA does not adapt, for a tied embedding or head, for a rank that
+    the matrix does not have, and for DoRA on anything but a linear layer.
+    """
+    lora = recipe.lora
+    assert lora is not None
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    saved = set(find_saved(recipe, model))
+    chosen = [name for name in _chosen(lora, model, modules) if not _is_inside(name, saved)]
+    chosen = _in_layers(recipe, model, chosen)
+    targets = {name: modules[name] for name in modules if name in set(chosen)}
+    if not targets:
+        raise _hits_nothing("lora.target_modules", str(lora.target_modules), modules.items())
+    _refuse_tied(model, targets, "lora.target_modules")
+    for name, module in targets.items():
+        _check_size(lora, name, module)
+    _check_patterns(lora, targets)
+    return targets
+
+
+def find_saved(recipe: Recipe, model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the modules of `lora.modules_to_save` by name. Raises: usage error for a name that hits nothing, and for tied weights."""
+    assert recipe.lora is not None
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    saved: dict[str, nn.Module] = {}
+    for wanted in recipe.lora.modules_to_save:
+        found = {name: module for name, module in modules.items() if _ends_with(name, wanted) and any(True for _ in module.parameters())}
+        if not found:
+            raise _hits_nothing("lora.modules_to_save", wanted, modules.items())
+        saved |= found
+    _refuse_tied(model, saved, "lora.modules_to_save")
+    return saved
+
+
+def _chosen(lora: Lora, model: PreTrainedModel, modules: dict[str, nn.Module]) -> list[str]:
+    if lora.target_modules == ALL_LINEAR:
+        head = model.get_output_embeddings()
+        return [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not head]
+    chosen: list[str] = []
+    for wanted in [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules:
+        if isinstance(lora.target_modules, str):
+            try:
+                found = [name for name in modules if re.fullmatch(wanted, name)]
+            except re.error as error:
+                message = f"`lora.target_modules: {wanted}` is not a valid regular expression: {error}"
+                raise usage_error("lora-target", message, where=Where(key="lora.target_modules")) from error
+        else:
+            found = [name for name in modules if name and _ends_with(name, wanted)]
+        if not found:
+            raise _hits_nothing("lora.target_modules", wanted, modules.items())
+        for name in found:
+            if not isinstance(modules[name], nn.Linear | nn.Embedding | Conv1D):
+                raise usage_error(
+                    "lora-target",
+                    f"`lora.target_modules`: `{name}` is a {type(modules[name]).__name__}; LoRA adapts linear layers and embeddings",
+                    where=Where(key="lora.target_modules"),
+                    hint=_names_of_linears(modules.items()),
+                )
+        chosen += found
+    return chosen
+
+
+def _ends_with(name: str, wanted: str) -> bool:
+    return name == wanted or name.endswith(f".{wanted}")
+
+
+def _is_inside(name: str, outer: Iterable[str]) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in outer)
+
+
+def _in_layers(recipe: Recipe, model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    assert recipe.lora is not None
+    indexes = recipe.lora.layers_to_transform
+    if indexes is None:
+        return list(names)
+    layers = [name for name, _ in decoder_layers(model, recipe.layer_classes)]
+    if beyond := [index for index in indexes if index >= len(layers)]:
+        raise usage_error(
+            "lora-target",
+            f"`lora.layers_to_transform`: there is no layer {beyond[0]}; the model has the layers 0 to {len(layers) - 1}",
+            where=Where(key="lora.layers_to_transform"),
+        )
+    return [name for name in names if _is_inside(name, [layers[index] for index in indexes])]
+
+
+def _refuse_tied(model: PreTrainedModel, modules: dict[str, nn.Module], key: str) -> None:
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    if head is None or embedding.weight is not head.weight:
+        return
+    for name, module in modules.items():
+        if module is embedding or module is head:
+            raise usage_error(
+                "lora-tied",
+                f"`{key}`: `{name}` shares its weight with the {'head' if module is embedding else 'embedding'}, "
+                "and an adapter would change only one of them",
+                where=Where(key=key),
+                hint=f"leave `{name.rpartition('.')[2]}` out",
+            )
+
+
+def rank_of(lora: Lora, name: str) -> int:
+    """Return the rank of a module's adapter, as PEFT's `get_pattern_key` finds it."""
+    return next((rank for pattern, rank in lora.rank_pattern.items() if re.match(rf"(.*\.)?({pattern})$", name)), lora.r)
+
+
+def _check_size(lora: Lora, name: str, module: nn.Module) -> None:
+    rows, columns = module.weight.shape  # type: ignore[misc]  # a Linear, an Embedding or a Conv1D
+    if (rank := rank_of(lora, name)) > min(rows, columns):
+        raise usage_error(
+            "lora-rank",
+            f"`lora.r: {rank}` is above the rank of `{name}`, which is {rows} x {columns}",
+            where=Where(key="lora.r"),
+            hint=f"a rank of at most {min(rows, columns)}, or leave the module out of `lora.target_modules`",
+        )
+    if lora.use_dora and not isinstance(module, nn.Linear):
+        raise usage_error(
+            "lora-dora",
+            f"`lora.use_dora: true`: `{name}` is a {type(module).__name__}, and DoRA is supported for linear layers only",
+            where=Where(key="lora.use_dora"),
+            hint="write `use_dora: false`, or name linear layers in `lora.target_modules`",
+        )
+
+
+def _check_patterns(lora: Lora, targets: dict[str, nn.Module]) -> None:
+    for key, patterns in (("lora.rank_pattern", lora.rank_pattern), ("lora.alpha_pattern", lora.alpha_pattern)):
+        for pattern in patterns:
+            try:
+                hits = any(re.match(rf"(.*\.)?({pattern})$", name) for name in targets)
+            except re.error as error:
+                message = f"`{key}`: `{pattern}` is not a valid regular expression: {error}"
+                raise usage_error("lora-target", message, where=Where(key=key)) from error
+            if not hits:
+                raise _hits_nothing(key, pattern, targets.items())
+
+
+def _hits_nothing(key: str, wanted: str, modules: Iterable[tuple[str, nn.Module]]) -> FsdpTuneError:
+    modules = list(modules)
+    parts = {name.rpartition(".")[2] for name, _ in modules if name}
+    near = difflib.get_close_matches(wanted.rpartition(".")[2], sorted(parts), n=3)
+    hint = f"did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else _names_of_linears(modules)
+    return usage_error("lora-target", f"`{key}`: `{wanted}` matches no module of the model", where=Where(key=key), hint=hint)
+
+
+def _names_of_linears(modules: Iterable[tuple[str, nn.Module]]) -> str:
+    names = dict.fromkeys(name.rpartition(".")[2] for name, module in modules if isinstance(module, nn.Linear | Conv1D))
+    return f"its linear layers are {', '.join(list(names)[:_SHOWN])}" if names else "the model has no linear layers (fused experts?)"

@@ -1,0 +1,93 @@
+"""Start the adapters of a run: with drawn values, or with those of the adapter that `lora.adapter` names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.model.adapters.lora import draw_adapters, name_in_file
+from fsdp_tune.model.loading.weight_slices import Stored, WeightFiles, read_tensors, tensors_of
+from fsdp_tune.recipe.schema import Recipe
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+"""Keys of `lora:` that must be those of the adapter's config, where they have the same names."""
+
+
+def start_adapters(recipe: Recipe, model: nn.Module) -> None:
+    """Fill the adapters of a (sharded) model whose base is loaded: each rank draws or reads its part."""
+    if recipe.lora is None:
+        return
+    draw_adapters(recipe, model)
+    if recipe.lora.adapter is not None:
+        read_tensors(_targets(model), WeightFiles(_stored(recipe.lora.adapter)))
+
+
+def check_adapter(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Compare the adapter that `lora.adapter` names with the recipe and with the bare model.
+
+    Raises: usage error if it is missing, of another kind, of another base, or has other layers, shapes or scales.
+    """
+    if recipe.lora is None or recipe.lora.adapter is None:
+        return
+    folder = recipe.lora.adapter
+    config = _config(folder)
+    if config.get("peft_type") != "LORA":
+        raise _wrong(folder, f"it is of the type {config.get('peft_type')}, and only LORA is supported")
+    defaults: dict[str, Any] = {"use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}}
+    for key in _SAME:
+        theirs, ours = config.get(key, defaults.get(key)) or defaults.get(key), getattr(recipe.lora, key)
+        if theirs != ours:
+            raise _wrong(folder, f"its `{key}` is {theirs}, and the recipe has {ours}", f"--set lora.{key}={json.dumps(theirs)}")
+    base, wanted = str(config.get("base_model_name_or_path") or ""), str(recipe.model.name_or_path)
+    if base and Path(base).name != Path(wanted).name:
+        raise _wrong(
+            folder,
+            f"it was trained on {base}, and the recipe names {wanted}",
+            f"--set model.name_or_path={base}, or correct `base_model_name_or_path` in {CONFIG} if they are the same weights",
+        )
+    stored, targets = _stored(folder), _targets(model)
+    # PEFT adds a copy of an embedding that is adapted; it is frozen, and comes from the base.
+    shapes = {name_in_file(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    copies = {name for name, tensor in stored.items() if name.endswith(".base_layer.weight") and shapes.get(name) == tensor.shape}
+    if lost := sorted(targets.keys() - stored.keys()):
+        raise _wrong(folder, f"it lacks `{lost[0]}`, which the recipe trains ({len(lost)} of {len(targets)} tensors)", _TARGETS)
+    if more := sorted(stored.keys() - targets.keys() - copies):
+        raise _wrong(folder, f"it has `{more[0]}`, which the recipe does not train ({len(more)} tensors)", _TARGETS)
+    for name, target in targets.items():
+        if stored[name].shape != tuple(target.shape):
+            raise _wrong(folder, f"its `{name}` is {list(stored[name].shape)}, and the model has {list(target.shape)} for it")
+
+
+_TARGETS = "`lora.target_modules`, `lora.modules_to_save` and `lora.bias` must be those that it was trained with"
+
+
+def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name_in_file(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _stored(folder: str) -> dict[str, Stored]:
+    path = Path(folder) / WEIGHTS
+    if not path.is_file():
+        raise _wrong(folder, f"there is no {WEIGHTS}", "give the directory that PEFT wrote, with safetensors")
+    return dict(tensors_of(path))
+
+
+def _config(folder: str) -> dict[str, Any]:
+    try:
+        config = json.loads((Path(folder) / CONFIG).read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError("it is not a JSON object")
+        return config
+    except (OSError, ValueError, RecursionError) as error:
+        raise _wrong(folder, f"its {CONFIG} cannot be read: {error}", "give the directory that PEFT wrote") from error
+
+
+def _wrong(folder: str, why: str, hint: str | None = None) -> FsdpTuneError:
+    return usage_error("adapter-does-not-fit", f"lora.adapter: {folder}: {why}", where=Where(key="lora.adapter"), hint=hint)

@@ -1,0 +1,39 @@
+"""Where `lora:` works. Part of `rules.RULES`; the limits of the model itself are in `model.adapters.lora`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fsdp_tune.recipe.findings import Finding, Rule
+from fsdp_tune.recipe.rules.precision import computes_in_fp8
+from fsdp_tune.recipe.schema import Recipe
+
+
+def lora_limits(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.lora is None:
+        return
+    if recipe.model.from_config is not None:
+        message = (
+            "`lora:` trains a small change of a trained model, and `model.from_config` starts from random weights, which nothing keeps"
+        )
+        yield Finding("contradiction", ("model.from_config", "lora"), message, "write `model.name_or_path`, or leave `lora:` out")
+    if recipe.model.freeze:
+        message = "`model.freeze` has no effect with `lora:`, which freezes every parameter of the model"
+        yield Finding(
+            "contradiction", ("model.freeze", "lora"), message, "leave it out; `lora.modules_to_save` names modules to train in full"
+        )
+    if recipe.fsdp.version == 1 and recipe.is_sharded:
+        message = "`lora:` needs FSDP2: `fsdp.version: 1` joins frozen and trained parameters of a unit in one flat tensor of one dtype"
+        yield Finding("contradiction", ("fsdp.version", "lora"), message, "use `fsdp.version: 2`")
+    start = recipe.lora.init_lora_weights
+    if isinstance(start, str) and start != "gaussian":
+        message = (
+            f"`lora.init_lora_weights: {start}` is not supported: initialisations from the weights (PiSSA, OLoRA, EVA …) change the base"
+        )
+        yield Finding("wrong-value", ("lora.init_lora_weights",), message, "write true (A uniform, B zero) or gaussian (A normal, B zero)")
+    if computes_in_fp8(recipe):
+        message = "`precision.mixed_precision: fp8` with `lora:` is not supported: the adapted layers compute in bf16"
+        yield Finding("contradiction", ("precision.mixed_precision", "lora"), message, "write `bf16`")
+
+
+ADAPTER_RULES: tuple[Rule, ...] = (lora_limits,)

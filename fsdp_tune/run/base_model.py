@@ -1,0 +1,53 @@
+"""RUN/model/base.json: the identity of the model under an adapter, which a checkpoint of the adapter does not hold."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_tune.core.units import KIB
+from fsdp_tune.run.document import Document
+
+SAMPLES, SAMPLE_BYTES = 64, 64 * KIB
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel(Document):
+    name: str
+    """As the recipe names it; the full path of a local directory."""
+    revision: str | None = None
+    """Commit of a hub repository."""
+    digest: str | None = None
+    """Of the weight files of a local directory: `digest_of_weights`."""
+
+    def differs_from(self, other: BaseModel) -> bool:
+        """Return whether the weights are known to differ. A local copy of a repository cannot be compared with it."""
+        if self.digest is not None and other.digest is not None:
+            return self.digest != other.digest
+        return self.digest is None and other.digest is None and (self.name, self.revision) != (other.name, other.revision)
+
+
+def describe_base(name: str, revision: str | None) -> BaseModel:
+    """Return the identity of a model now. Raises: OSError."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return BaseModel(name, revision)
+    return BaseModel(str(folder.resolve()), digest=digest_of_weights(folder))
+
+
+def digest_of_weights(folder: Path) -> str:
+    """Return a digest of names, sizes and 64 evenly spaced blocks of 64 KiB of each weight file.
+
+    Training changes nearly every byte of a file, so that another model is noticed without reading hundreds of GB.
+    """
+    found = hashlib.blake2b(digest_size=32)
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        size_bytes = path.stat().st_size
+        found.update(f"{path.name} {size_bytes}\n".encode())
+        with open(path, "rb") as file:
+            last = max(0, size_bytes - SAMPLE_BYTES)
+            for at in sorted({last * index // (SAMPLES - 1) for index in range(SAMPLES)}):
+                file.seek(at)
+                found.update(file.read(SAMPLE_BYTES))
+    return f"blake2b:{found.hexdigest()}"

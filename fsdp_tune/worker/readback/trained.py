@@ -1,0 +1,108 @@
+"""Compare what a run trains with the recipe: frozen parameters, adapters, their scales and their dtypes."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections import Counter
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from fsdp_tune.model.adapters.lora import ADAPTER_NAME, is_of_adapter, name_in_base
+from fsdp_tune.model.adapters.lora_targets import ALL_LINEAR, rank_of
+from fsdp_tune.model.loading.assemble import Loaded
+from fsdp_tune.model.loading.construct import TORCH_DTYPE, frozen_by_its_code
+from fsdp_tune.model.step import plain_name
+from fsdp_tune.recipe.schema import Lora, Recipe
+
+
+def read_trained(wrapped: nn.Module) -> dict[str, int]:
+    """Return the number of trained parameters by dtype; of FSDP2 and DDP, of the full model."""
+    found: Counter[str] = Counter()
+    for _, parameter in wrapped.named_parameters():
+        if parameter.requires_grad:
+            found[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    return dict(sorted(found.items()))
+
+
+def training_differences(recipe: Recipe, loaded: Loaded) -> list[str]:
+    """Return a sentence for the first parameter whose training is not what the recipe means, and for each difference of an adapter."""
+    return _frozen(recipe, loaded) + (_adapters(recipe, recipe.lora, loaded) if recipe.lora is not None else [])
+
+
+def _frozen(recipe: Recipe, loaded: Loaded) -> list[str]:
+    """Frozen are the parameters that match `model.freeze` and those that the model's own code froze; with `lora:`, all of the base."""
+    own = frozen_by_its_code(loaded.model)
+    for wrapped_name, parameter in loaded.wrapped.named_parameters():
+        name = plain_name(wrapped_name)
+        if recipe.lora is None:
+            wanted = name in own or any(fnmatch.fnmatchcase(name, pattern) for pattern in recipe.model.freeze)
+        else:
+            wanted = name_in_base(name) in own or not _is_trained_by(recipe.lora, name)
+        if wanted == parameter.requires_grad:
+            state = "frozen" if wanted else "trained"
+            return [f"frozen: the recipe means {name} to be {state}, and the run has it {'trained' if wanted else 'frozen'}"]
+    return []
+
+
+def _is_trained_by(lora: Lora, name: str) -> bool:
+    if is_of_adapter(name) or any(re.search(rf"(^|\.){re.escape(saved)}\.", name) for saved in lora.modules_to_save):
+        return True
+    is_bias = name.rpartition(".")[2] == "bias"
+    return is_bias and (lora.bias == "all" or (lora.bias == "lora_only" and ".base_layer." in name))
+
+
+def _adapters(recipe: Recipe, lora: Lora, loaded: Loaded) -> list[str]:
+    """Return the differences of the adapters from the recipe: layers that have none, other dtypes, scales or rates of dropout."""
+    adapted: dict[str, Any] = {name: module for name, module in loaded.model.named_modules() if hasattr(module, "lora_A")}
+    bare = [name for name, _ in _linears(loaded.model) if _is_meant(lora, name, loaded) and not _is_inside(name, adapted, lora)]
+    found = [f"adapters: `{bare[0]}` has none ({len(bare)} linear layers)"] if bare else []
+    for name, module in adapted.items():
+        rank = rank_of(lora, name)
+        alpha = next((value for key, value in lora.alpha_pattern.items() if re.match(rf"(.*\.)?({key})$", name)), lora.lora_alpha)
+        wanted = alpha / (math.sqrt(rank) if lora.use_rslora else rank)
+        if (live := module.scaling[ADAPTER_NAME]) != wanted:
+            return [*found, f"adapters: the recipe means {name} to be scaled by {wanted:g}, the run scales it by {live:g}"]
+        if (rate := getattr(module.lora_dropout[ADAPTER_NAME], "p", 0.0)) != lora.lora_dropout:
+            return [*found, f"adapters: the recipe means a dropout of {lora.lora_dropout:g} for {name}, the run has {rate:g}"]
+    return found + _dtypes(recipe, loaded)
+
+
+def _is_meant(lora: Lora, name: str, loaded: Loaded) -> bool:
+    """Whether the recipe means a linear layer to be adapted, by its name in the bare model."""
+    if lora.layers_to_transform is not None:
+        layers = [loaded.layers[index][0] for index in lora.layers_to_transform]
+        if not any(name.startswith(f"{layer}.") for layer in layers):
+            return False
+    if lora.target_modules == ALL_LINEAR:
+        return loaded.model.get_submodule(name) is not loaded.model.get_output_embeddings()
+    if isinstance(lora.target_modules, str):
+        return re.fullmatch(lora.target_modules, name) is not None
+    return any(name == wanted or name.endswith(f".{wanted}") for wanted in lora.target_modules)
+
+
+def _linears(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+
+
+def _is_inside(name: str, adapted: dict[str, Any], lora: Lora) -> bool:
+    """Whether a linear layer is a part of an adapted one, or of a module that is trained in full."""
+    if any(re.search(rf"(^|\.){re.escape(saved)}(\.|$)", name) for saved in lora.modules_to_save):
+        return True
+    return any(name.startswith(f"{outer}.") for outer in adapted)
+
+
+def _dtypes(recipe: Recipe, loaded: Loaded) -> list[str]:
+    frozen, trained = TORCH_DTYPE[recipe.model.frozen_dtype], TORCH_DTYPE[recipe.model.dtype]
+    own = frozen_by_its_code(loaded.model)
+    for name, parameter in loaded.model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != trained:
+            return [f"adapters: the recipe means {name} to be trained in {trained}, the run has {parameter.dtype}"]
+        is_weight_of_adapted = name.endswith(".base_layer.weight") and recipe.lora is not None and recipe.lora.bias == "none"
+        if is_weight_of_adapted and name_in_base(name) not in own and parameter.dtype != frozen:
+            return [f"adapters: the recipe means {name} to be kept in {frozen}, the run has {parameter.dtype}"]
+    return []

@@ -1,0 +1,122 @@
+"""LoRA as users run it: trained, resumed, merged, loaded by PEFT, continued, and refused on another base."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.metrics_file import read_metrics
+from fsdp_tune.verify.parity.reload import checkpoint_tensors
+from tests.cli.conftest import Cli, document
+
+RECIPE: dict[str, Any] = {
+    "model": {"name_or_path": "base", "tokenizer": "builtin:arithmetic"},
+    "data": {"train": [{"path": "builtin:arithmetic", "max_rows": 64}], "max_length": 64},
+    "lora": {"r": 4, "alpha": 8, "dropout": 0.1},
+    "training": {"max_steps": 6, "save_steps": 3, "logging_steps": 1, "learning_rate": 3e-3, "report_to": []},
+    "merge": {"dtype": "fp32"},
+    "launch": {"device": "cpu", "num_processes": 2},
+    "output_dir": "run",
+}
+
+
+def make_base(folder: Path, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=328, tie_word_embeddings=False, **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(40).view(2, 20)).logits
+
+
+def losses(run: RunDir) -> list[float]:
+    return [line["loss"] for line in read_metrics(run) if "loss" in line]
+
+
+@pytest.mark.e2e
+@pytest.mark.ranks
+def test_adapter_is_trained_merged_and_continued_on_its_base_alone(cli: Cli, tmp_path: Path) -> None:
+    base, run = make_base(tmp_path / "base"), RunDir(tmp_path / "run")
+    (tmp_path / "lora.yaml").write_text(json.dumps(RECIPE))
+    trained = cli("train", "--config", "lora.yaml", "--json")
+    assert trained.returncode == 0, trained.stderr
+    assert "lora: adapters on 2 down_proj, 2 gate_proj" in trained.stderr
+    assert {name.split(".")[-3] for name in checkpoint_tensors(run.checkpoint(6))} == {"lora_A", "lora_B"}
+
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), run.adapter)
+    merged = AutoModelForCausalLM.from_pretrained(run.merged)
+    assert merged.dtype == torch.float32
+    torch.testing.assert_close(logits(merged), logits(adapted), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(logits(merged), logits(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)), atol=1e-3)
+
+    weights = (base / "model.safetensors").read_bytes()
+    make_base(base, seed=1)
+    refused = cli("train", "--config", "lora.yaml", "--resume", "auto", "--set", "training.max_steps=8", "--json")
+    assert (refused.returncode, [error["code"] for error in document(refused)["errors"]]) == (2, ["base-changed"])
+    refused = cli("merge-checkpoint", "run", "--merged", "--overwrite", "--json")
+    assert (refused.returncode, [error["code"] for error in document(refused)["errors"]]) == (1, ["merge-adapter-base"])
+
+    (base / "model.safetensors").write_bytes(weights)
+    resumed = cli("train", "--config", "lora.yaml", "--resume", "auto", "--set", "training.max_steps=8", "--json")
+    assert (resumed.returncode, document(resumed)["steps"]) == (0, 8), resumed.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_killed_run_continues_bitwise_and_another_run_continues_its_adapter(cli: Cli, tmp_path: Path) -> None:
+    make_base(tmp_path / "base")
+    (tmp_path / "lora.yaml").write_text(json.dumps(RECIPE))
+    whole, cut = RunDir(tmp_path / "run"), RunDir(tmp_path / "cut")
+    assert cli("train", "--config", "lora.yaml", "--set", "merge.adapter=adapter").returncode == 0
+    assert not whole.merged.exists()
+    shutil.copytree(whole.path, cut.path, ignore=shutil.ignore_patterns("checkpoint-6", "merged", "adapter", "run.lock"))
+    done = cli("train", "--config", "lora.yaml", "--set", "output_dir=cut", "--set", "merge.adapter=adapter", "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert losses(cut) == losses(whole)
+    one, other = (load_file(run.adapter / "adapter_model.safetensors") for run in (cut, whole))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+    further = cli("train", "--config", "lora.yaml", "--set", "output_dir=further", "--set", "lora.adapter=run/adapter")
+    assert further.returncode == 0, further.stderr
+    assert losses(RunDir(tmp_path / "further"))[0] < losses(whole)[0] - 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_rehearsal_of_a_lora_recipe_passes(cli: Cli, tmp_path: Path) -> None:
+    make_base(tmp_path / "base")
+    recipe = RECIPE | {"lora": {"r": 64, "use_dora": True, "layers_to_transform": [1]}}
+    (tmp_path / "lora.yaml").write_text(json.dumps(recipe))
+    done = cli("rehearse", "--config", "lora.yaml", "--json")
+    assert done.returncode == 0, done.stderr
+    assert document(done)["passed"]
+    assert "lora.r: 4" in document(done)["changes"]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_noisy_embeddings_and_a_faster_b_are_trained(cli: Cli, tmp_path: Path) -> None:
+    make_base(tmp_path / "base")
+    recipe = RECIPE | {"lora": {"r": 4, "lr_ratio": 8}, "training": RECIPE["training"] | {"neftune_noise_alpha": 5.0}}
+    (tmp_path / "noisy.yaml").write_text(json.dumps(recipe))
+    (tmp_path / "plain.yaml").write_text(json.dumps(recipe | {"training": RECIPE["training"]}))
+    first = {}
+    for name in ("noisy", "plain"):
+        done = cli("train", "--config", f"{name}.yaml", "--set", f"output_dir={name}", "--set", "merge.at_end=false")
+        assert done.returncode == 0, done.stderr
+        first[name] = losses(RunDir(tmp_path / name))[0]
+    assert first["noisy"] != first["plain"]

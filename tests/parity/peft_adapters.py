@@ -1,0 +1,30 @@
+"""Adapters made by PEFT alone, for runs and references to start from."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+
+def make_adapter(base: Path, lora: dict[str, Any], folder: Path) -> Path:
+    """Write an adapter of `lora:`'s keys with values in all of its tensors."""
+    torch.manual_seed(3)
+    fields = {"target_modules": "all-linear", "lora_alpha": 32}
+    fields |= {key: list(value) if isinstance(value, tuple) else value for key, value in lora.items()}
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    fields["fan_in_fan_out"] = model.config.model_type == "gpt2"
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **fields))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "lora_embedding_A" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+        elif "magnitude" in name:
+            parameter.data *= 1.1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an adapted embedding is saved too
+        model.save_pretrained(folder)
+    return folder

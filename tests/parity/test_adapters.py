@@ -1,0 +1,40 @@
+"""Training LoRA adapters gives the trajectory of a plain loop with PEFT's own model on one device."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity import runs
+from tests.parity.bench import Bench
+from tests.parity.cases import Case
+from tests.parity.compare import deviation
+
+LORA = (("r", 4), ("lora_alpha", 4))
+CASES = [
+    Case(lora=LORA),
+    Case(lora=LORA, ranks=4, strategy="HYBRID_SHARD", recomputation="full", accumulation=2),
+    Case(lora=(*LORA, ("use_dora", True)), recomputation="full"),
+    Case(lora=LORA, strategy="NO_SHARD", packed=True),
+    Case(lora=LORA, strategy="SHARD_GRAD_OP", offload=True),
+    Case(lora=LORA, resumed="other", packed=True, kernels=(("loss", "chunked"),)),
+    Case(lora=LORA, kernels=(("compile", True),)),
+    Case("qwen3", lora=LORA),
+    Case(lora=(*LORA, ("use_rslora", True), ("modules_to_save", ("lm_head",))), packed=True),
+    Case("gpt2", lora=(*LORA, ("bias", "lora_only"))),
+    Case(lora=(*LORA, ("target_modules", ("q_proj", "v_proj")), ("layers_to_transform", (1,)))),
+    Case(lora=LORA, wrap="size"),
+    Case(lora=LORA, wrap="none", recomputation="selective"),
+]
+FAST = CASES[:3]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=[] if case in FAST else pytest.mark.slow) for case in CASES])
+def test_adapters_follow_the_reference(case: Case, bench: Bench, record_property) -> None:
+    found = deviation(bench.run(case), bench.reference(case.architecture, packed=case.packed, adapter=bench.adapter(case)))
+    record_property("parity", found.row("LoRA in fp32 against PEFT on one device", case))
+    assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
+    # Nothing of the base is in a checkpoint.
+    assert all(
+        ".lora_" in name or "lm_head" in name or name.endswith("bias") for name in runs.saved_parameters(bench.run(case), runs.STEPS)
+    )

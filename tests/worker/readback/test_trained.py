@@ -1,0 +1,119 @@
+"""What the read-back compares of adapters: each difference from the recipe is one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_tune.model.loading.construct import build_full
+from fsdp_tune.model.shard.fsdp_units import decoder_layers
+from fsdp_tune.worker.readback.trained import read_trained, training_differences
+from tests.model.recipes import recipe_of
+from tests.parity.architectures import make_model
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_model("llama", tmp_path_factory.mktemp("llama")))
+
+
+def found(base: str, change: Callable[[Any], None], **lora: Any) -> list[str]:
+    recipe = recipe_of({"name_or_path": base}, lora={"r": 4, "lora_dropout": 0.1, **lora}, precision={"mixed_precision": "bf16"})
+    model = build_full(recipe)
+    change(model)
+    layers = tuple(decoder_layers(model, recipe.layer_classes))
+    loaded: Any = SimpleNamespace(model=model, wrapped=model, layers=layers)
+    return training_differences(recipe, loaded)
+
+
+def layer(model: Any, index: int = 1) -> Any:
+    return model.model.layers[index].self_attn
+
+
+def without_adapter(model: Any) -> None:
+    layer(model).q_proj = layer(model).q_proj.base_layer
+
+
+def without_adapters_of_a_layer(model: Any) -> None:
+    for part in (layer(model), model.model.layers[1].mlp):
+        for name, child in list(part.named_children()):
+            if hasattr(child, "base_layer"):
+                setattr(part, name, child.base_layer)
+
+
+def scaled_twice(model: Any) -> None:
+    layer(model).q_proj.scaling["default"] *= 2
+
+
+def dropout_off(model: Any) -> None:
+    layer(model).q_proj.lora_dropout["default"] = nn.Identity()
+
+
+def frozen_b(model: Any) -> None:
+    layer(model).q_proj.lora_B["default"].weight.requires_grad_(False)
+
+
+def trained_base(model: Any) -> None:
+    layer(model).q_proj.base_layer.weight.requires_grad_(True)
+
+
+def base_in_fp32(model: Any) -> None:
+    layer(model).q_proj.base_layer.float()
+
+
+def adapter_in_bf16(model: Any) -> None:
+    layer(model).q_proj.lora_A["default"].bfloat16()
+
+
+@pytest.mark.parametrize(
+    "lora", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj"]}, {"use_rslora": True}], ids=str
+)
+def test_adapters_of_a_recipe_are_accepted(base: str, lora: dict[str, Any]) -> None:
+    assert found(base, lambda _: None, **lora) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without_adapter, "`model.layers.1.self_attn.q_proj` has none"),
+        (without_adapters_of_a_layer, "`model.layers.1.self_attn.q_proj` has none (7 linear layers)"),
+        (scaled_twice, "scaled by 8, the run scales it by 16"),
+        (dropout_off, "a dropout of 0.1 for model.layers.1.self_attn.q_proj, the run has 0"),
+        (frozen_b, "to be trained, and the run has it frozen"),
+        (trained_base, "to be frozen, and the run has it trained"),
+        (base_in_fp32, "to be kept in torch.bfloat16, the run has torch.float32"),
+        (adapter_in_bf16, "to be trained in torch.float32, the run has torch.bfloat16"),
+    ],
+)
+def test_difference_from_the_recipe_is_reported(base: str, change: Callable[[Any], None], words: str) -> None:
+    assert any(words in sentence for sentence in found(base, change))
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [{"target_modules": ["q_proj"]}, {"target_modules": r".*\.q_proj"}, {"target_modules": ["q_proj"], "layers_to_transform": [1]}],
+    ids=str,
+)
+def test_layer_without_its_adapter_is_reported(base: str, lora: dict[str, Any]) -> None:
+    assert found(base, without_adapter, **lora) == ["adapters: `model.layers.1.self_attn.q_proj` has none (1 linear layers)"]
+
+
+def test_layers_without_the_named_modules_are_fine(base: str) -> None:
+    """As in hybrid models, where only some layers have attention."""
+
+    def without_attention(model: Any) -> None:
+        del layer(model).q_proj
+
+    assert found(base, without_attention, target_modules=["q_proj"]) == []
+
+
+def test_trained_parameters_are_counted_by_dtype() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4, bias=False).bfloat16(), nn.Linear(4, 5))
+    model[2].requires_grad_(False)
+    assert read_trained(model) == {"bfloat16": 12, "float32": 9}
+    assert read_trained(torch.nn.Identity()) == {}
