@@ -124,7 +124,7 @@ def _of_parameters(saved: dict[str, torch.Tensor], reference: Trajectory) -> dic
     for name, true in reference.final.items():
         difference, update = saved[name].double() - true.double(), true.double() - reference.initial[name].double()
         squares[name] = (float(difference.square().sum()), float(update.square().sum()))
-        if name.endswith("c_attn.bias"):
+        if name.replace(".base_layer", "").endswith("c_attn.bias"):
             squares[name] = _without_keys(difference, update)
     ratios = {name: math.sqrt(off / moved) for name, (off, moved) in squares.items()}
     worst = max(ratios, key=lambda name: ratios[name])
