@@ -17,7 +17,7 @@ class BaseModel(Document):
     name: str
     """As the recipe names it; the full path of a local directory."""
     revision: str | None = None
-    """Commit of a hub repository."""
+    """Commit of a hub repository, or the name of a branch or tag if its commit is unknown."""
     digest: str | None = None
     """Of the weight files of a local directory: `digest_of_weights`."""
 
@@ -32,8 +32,16 @@ def describe_base(name: str, revision: str | None) -> BaseModel:
     """Return the identity of a model now. Raises: OSError."""
     folder = Path(name)
     if not folder.is_dir():
-        return BaseModel(name, revision)
+        return BaseModel(name, _commit(name, revision) or revision)
     return BaseModel(str(folder.resolve()), digest=digest_of_weights(folder))
+
+
+def _commit(name: str, revision: str | None) -> str | None:
+    """Return the commit of the cached files of a hub repository: a branch may have moved since. None if none are cached."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(found).parent.name if isinstance(found, str) else None
 
 
 def digest_of_weights(folder: Path) -> str:

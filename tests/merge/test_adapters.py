@@ -273,6 +273,19 @@ def test_adapted_embedding_leaves_tied_head_unchanged(tmp_path, merge):
     assert same_bits(loaded.lm_head.weight.detach(), model.lm_head.weight.detach())
 
 
+def test_untied_head_that_the_base_lacks_is_its_embedding(tmp_path, merge):
+    """As after a run with `model.config_overrides: {tie_word_embeddings: false}`."""
+    model = exact(small_gpt2())
+    adapter = factors(model, "c_attn")
+    base = base_directory(model, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    result = merge(adapter_directory(tmp_path / "a", adapter_state(adapter)), base=str(base))
+    loaded, report = AutoModelForCausalLM.from_pretrained(result.output, output_loading_info=True)
+    assert not any(report.values())
+    assert same_bits(loaded.lm_head.weight.detach(), model.lm_head.weight.detach())
+
+
 def test_embeddings_that_were_tied_in_training_stay_tied(tmp_path, merge):
     model = exact(small_gpt2())
     adapter = factors(model, "wte")

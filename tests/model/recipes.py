@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,3 +21,13 @@ def recipe_of(model: str | dict[str, Any] = "llama", ranks: int = 2, **sections:
         "launch": {"device": "cpu", "num_processes": ranks},
     }
     return resolve(Recipe.model_validate(document), Machine(None, 0, 2, None), cwd=Path("/")).recipe
+
+
+def lora_recipe(
+    folder: Path, lora: dict[str, Any], family: str | dict[str, Any] = "llama", ranks: int = 2, **sections: dict[str, Any]
+) -> Recipe:
+    """A resolved recipe with `lora:` for a model directory that holds a configuration alone."""
+    folder.mkdir(exist_ok=True)
+    config = FAMILIES[family] if isinstance(family, str) else family
+    (folder / "config.json").write_text(json.dumps(config))
+    return recipe_of({"name_or_path": str(folder)}, ranks, lora=lora, **sections)

@@ -194,3 +194,12 @@ def test_packaged_architecture_builds_a_config(name: str) -> None:
     if "rope_theta" in facts:
         assert config.rope_parameters["rope_theta"] == facts["rope_theta"]
         assert config.rope_parameters["rope_type"] == (facts.get("rope_scaling") or {"rope_type": "default"})["rope_type"]
+
+
+def test_head_untied_by_the_recipe_starts_as_the_embedding(tmp_path: Path) -> None:
+    """The files hold tied weights once, and transformers draws a head that they lack."""
+    source = make_model("qwen3", tmp_path)
+    model = build_full(recipe_of({"name_or_path": str(source), "config_overrides": {"tie_word_embeddings": False}}))
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert head is not embedding
+    assert torch.equal(head, embedding)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from torch import nn
 from transformers import PreTrainedModel
@@ -10,7 +12,7 @@ from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_empty
 from fsdp_tune.model.shard.fsdp_units import decoder_layer_classes, decoder_layers, minimum_unit_parameters, plan_units
 from tests.model.families import FAMILIES
-from tests.model.recipes import recipe_of
+from tests.model.recipes import lora_recipe, recipe_of
 
 # By hand, from the module trees: class of the decoder layer, prefix of its name, the embedding's unit, the last unit.
 BY_CLASS: dict[str, tuple[str, str, tuple[str, ...] | None, tuple[str, ...]]] = {
@@ -195,3 +197,11 @@ def test_head_that_shares_a_bias_with_no_unit_goes_to_the_root() -> None:
     plan = plan_units(recipe, build_empty(recipe))
     assert plan.groups == (("bert.encoder.layer.0",), ("bert.encoder.layer.1",))
     assert plan.keeps_gathered == frozenset()
+
+
+def test_parts_of_an_adapted_layer_are_no_units(tmp_path: Path) -> None:
+    """PEFT's DoRA reads the weights of a layer outside of the forward of its parts."""
+    recipe = lora_recipe(tmp_path, {"r": 4, "use_dora": True}, fsdp={"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 100})
+    names = [name for group in plan_units(recipe, build_empty(recipe)).groups for name in group]
+    assert "model.layers.0.mlp.up_proj" in names
+    assert not any(".base_layer" in name or ".lora_" in name for name in names)

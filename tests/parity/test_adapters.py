@@ -24,6 +24,12 @@ CASES = [
     Case(lora=(*LORA, ("target_modules", ("q_proj", "v_proj")), ("layers_to_transform", (1,)))),
     Case(lora=LORA, wrap="size"),
     Case(lora=LORA, wrap="none", recomputation="selective"),
+    Case(lora=(*LORA, ("use_dora", True)), wrap="size", ranks=4, offload=True),
+    Case(lora=(*LORA, ("target_modules", ("q_proj", "embed_tokens", "lm_head")))),
+    Case("gpt2", lora=(*LORA, ("bias", "all")), strategy="NO_SHARD"),
+    Case("mixtral", lora=(*LORA, ("target_modules", ("q_proj", "k_proj", "v_proj", "o_proj")))),
+    Case(lora=LORA, fsdp=(("state_dict_type", "FULL_STATE_DICT"),), resumed="same"),
+    Case(lora=LORA, fsdp=(("cpu_ram_efficient_loading", False),)),
 ]
 FAST = CASES[:3]
 

@@ -35,6 +35,7 @@ CONTRADICTIONS = [
     ),
     ("launch: {device: cpu}\nkernels: {liger: true}", 4, "for GPUs"),
     ("lora: {}\nfsdp: {version: 1}", 4, "line 3"),
+    ("lora:\n  use_dora: true\n  init_lora_weights: false", 5, "line 4"),
     ("lora: {r: 8}\nprecision: {mixed_precision: fp8}", 4, "line 3"),
     ("lora: {init_lora_weights: pissa}", 3, "change the base"),
     ("launch: {device: cpu}\nkernels: {loss: liger}", 4, "for GPUs"),

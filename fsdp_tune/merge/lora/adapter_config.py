@@ -11,23 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
+from fsdp_tune.core.peft_fields import initialisation_that_changes_base, other_arithmetic
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 16 << 20
-# Fields of LoraConfig under which the layer does not compute x·(W + scaling·B·A), or put the factors elsewhere.
-_OTHER_ARITHMETIC = (
-    "use_qalora",
-    "use_bdlora",
-    "kasa_config",
-    "monteclora_config",
-    "arrow_config",
-    "alora_invocation_tokens",
-    "trainable_token_indices",
-    "target_parameters",
-    "layer_replication",
-)
-# Initialisations that take something out of the base weights as training begins: the factors fit only what is left of them.
-_CHANGES_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +73,10 @@ class AdapterConfig:
         kind = self.values.get("peft_type")
         if kind != "LORA":
             raise self.unsupported(f"the adapter is of the type {kind}")
-        for name in _OTHER_ARITHMETIC:
-            if self.values.get(name):
-                raise self.unsupported(f"the adapter was trained with `{name}`")
-        start = str(self.values.get("init_lora_weights")).lower()
-        if not has_own_base and start.startswith(_CHANGES_THE_BASE):
+        if (name := other_arithmetic(self.values)) is not None:
+            raise self.unsupported(f"the adapter was trained with `{name}`")
+        start = initialisation_that_changes_base(self.values)
+        if not has_own_base and start is not None:
             raise self.unsupported(
                 f"the adapter began with `init_lora_weights: {start}`, which changes the base as training begins",
                 "convert it with PEFT (`save_pretrained(…, path_initial_model_for_weight_conversion=…)`) and merge the result",

@@ -156,13 +156,13 @@ def _untied_head(layers: Layers, module: str) -> str | None:
 
 
 def _keep_head(layers: Layers, model: Mapping[str, Any] | None) -> None:
-    """The way back: where only the embedding changes, a head that was tied to it stayed as it was while the adapter was trained."""
+    """Add a head equal to the base's embedding where the base has none and the embedding alone was trained, or the run untied the two."""
     embedding = embedding_of(layers.base)
-    if model is None or embedding is None or tie_setting(model) is False or any(map(is_head, layers.tensors)):
+    if model is None or embedding is None or any(map(is_head, layers.tensors)):
         return
     is_causal = any("CausalLM" in kind or "LMHead" in kind for kind in model.get("architectures") or ())
     now = layers.tensors[embedding.name]
-    if is_causal and now != embedding and now.shape == embedding.shape:
+    if is_causal and (now != embedding or tie_setting(model) is False) and now.shape == embedding.shape:
         layers.tensors["lm_head.weight"] = replace(embedding, name="lm_head.weight")
 
 

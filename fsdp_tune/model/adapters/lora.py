@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import Where, usage_error
-from fsdp_tune.model.adapters.lora_targets import find_saved, find_targets
+from fsdp_tune.model.adapters.lora_targets import find_saved, find_targets, last_parts
 from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.recipe.schema import Lora, Recipe
 from fsdp_tune.run.directory import run_of
@@ -68,10 +68,7 @@ def inject_lora(recipe: Recipe, model: PreTrainedModel, dtype: torch.dtype) -> N
         )
     targets, saved = find_targets(recipe, model), find_saved(recipe, model)
     biases = set(_trained_biases(lora, model, targets))
-    inject_adapter_in_model = _peft().inject_adapter_in_model
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of `fan_in_fan_out`, which PEFT sets for each layer by its kind
-        inject_adapter_in_model(peft_config(lora, list(targets)), model, adapter_name=ADAPTER_NAME)
+    _inject(lora, model, list(targets))
     in_full = tuple(f"{name}." for name in saved)
     own: frozenset[str] = vars(model).get("frozen_by_its_code", frozenset())
     for name, parameter in model.named_parameters():
@@ -79,6 +76,31 @@ def inject_lora(recipe: Recipe, model: PreTrainedModel, dtype: torch.dtype) -> N
         if base is None:
             parameter.data = parameter.data.to(dtype)
         parameter.requires_grad_(base is None or ((name.startswith(in_full) or base in biases) and base not in own))
+
+
+def _inject(lora: Lora, model: PreTrainedModel, targets: list[str]) -> None:
+    """Replace the named modules by PEFT's layers. Raises: usage error if PEFT refuses one, or adapts other modules than these.
+
+    In mixtures of experts PEFT (`convert_peft_config_for_transformers`) takes `gate_proj`, `up_proj` and `down_proj` of any layer for the
+    experts of transformers 4, and adapts the fused experts instead; it would do the same when it loads the adapter.
+    """
+    inject_adapter_in_model = _peft().inject_adapter_in_model
+    where = Where(key="lora.target_modules")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of `fan_in_fan_out`, which PEFT sets for each layer by its kind
+            inject_adapter_in_model(peft_config(lora, targets), model, adapter_name=ADAPTER_NAME)
+    except ValueError as error:
+        hint = f"name other layers: {last_parts(targets)}"
+        raise usage_error("lora-target", f"PEFT does not adapt these modules: {error}", where=where, hint=hint) from error
+    adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    if lost := [name for name in targets if name not in adapted]:
+        message = (
+            f"`lora.target_modules`: PEFT adapts the fused experts of {type(model).__name__} instead of `{lost[0]}`, which is not supported"
+        )
+        left = [name for name in targets if name not in lost]
+        raise usage_error("lora-target", message, where=where, hint=f"write `target_modules: [{last_parts(left)}]`" if left else None)
+    assert adapted == set(targets), "a name of a module matches this module alone"
 
 
 def _peft() -> Any:
@@ -124,7 +146,8 @@ def adapter_config(recipe: Recipe, model: PreTrainedModel) -> dict[str, Any]:
     return values | {
         "base_model_name_or_path": _place_of(str(recipe.model.name_or_path)),
         "revision": recipe.model.revision,
-        "modules_to_save": list(lora.modules_to_save) or None,
+        # Full names: PEFT matches the ends of names, so that `norm` would be `input_layernorm` too.
+        "modules_to_save": list(find_saved(recipe, model)) or None,
         "bias": lora.bias,
         "inference_mode": True,
     }
@@ -133,6 +156,13 @@ def adapter_config(recipe: Recipe, model: PreTrainedModel) -> dict[str, Any]:
 def _place_of(name: str) -> str:
     """Return the full path of a directory, since an adapter is used from other places than it was trained in."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def share_of_experts(model: nn.Module) -> float:
+    """Return the share of the base's parameters that are fused experts: stacked matrices, which get no adapters."""
+    base = {name: p for name, p in model.named_parameters() if not is_of_adapter(name)}
+    experts = sum(p.numel() for name, p in base.items() if p.ndim == 3 and "conv" not in name)
+    return experts / sum(p.numel() for p in base.values())
 
 
 def adapter_facts(model: nn.Module) -> dict[str, Any]:

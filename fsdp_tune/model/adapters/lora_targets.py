@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -35,8 +35,7 @@ def find_targets(recipe: Recipe, model: PreTrainedModel) -> dict[str, nn.Module]
     if not targets:
         raise _hits_nothing("lora.target_modules", str(lora.target_modules), modules.items())
     _refuse_tied(model, targets, "lora.target_modules")
-    for name, module in targets.items():
-        _check_size(lora, name, module)
+    _check_sizes(lora, targets)
     _check_patterns(lora, targets)
     return targets
 
@@ -107,16 +106,18 @@ def _in_layers(recipe: Recipe, model: PreTrainedModel, names: Sequence[str]) -> 
 
 
 def _refuse_tied(model: PreTrainedModel, modules: dict[str, nn.Module], key: str) -> None:
-    embedding: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
-    if head is None or embedding.weight is not head.weight:
-        return
+    """Refuse modules that share a weight with another one: a tied embedding or head, Zamba2's shared blocks. Raises: usage error."""
+    owners: dict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].append(name)
     for name, module in modules.items():
-        if module is embedding or module is head:
+        sharing = (other for parameter in module.parameters() for other in owners[id(parameter)])
+        other = next((other for other in sharing if not _is_inside(other, [name])), None)
+        if other is not None:
             raise usage_error(
                 "lora-tied",
-                f"`{key}`: `{name}` shares its weight with the {'head' if module is embedding else 'embedding'}, "
-                "and an adapter would change only one of them",
+                f"`{key}`: `{name}` shares its weight with `{other}`, and an adapter would change only one of them",
                 where=Where(key=key),
                 hint=f"leave `{name.rpartition('.')[2]}` out",
             )
@@ -127,22 +128,29 @@ def rank_of(lora: Lora, name: str) -> int:
     return next((rank for pattern, rank in lora.rank_pattern.items() if re.match(rf"(.*\.)?({pattern})$", name)), lora.r)
 
 
-def _check_size(lora: Lora, name: str, module: nn.Module) -> None:
-    rows, columns = module.weight.shape  # type: ignore[misc]  # a Linear, an Embedding or a Conv1D
-    if (rank := rank_of(lora, name)) > min(rows, columns):
-        raise usage_error(
-            "lora-rank",
-            f"`lora.r: {rank}` is above the rank of `{name}`, which is {rows} x {columns}",
-            where=Where(key="lora.r"),
-            hint=f"a rank of at most {min(rows, columns)}, or leave the module out of `lora.target_modules`",
-        )
-    if lora.use_dora and not isinstance(module, nn.Linear):
-        raise usage_error(
-            "lora-dora",
-            f"`lora.use_dora: true`: `{name}` is a {type(module).__name__}, and DoRA is supported for linear layers only",
-            where=Where(key="lora.use_dora"),
-            hint="write `use_dora: false`, or name linear layers in `lora.target_modules`",
-        )
+def _check_sizes(lora: Lora, targets: dict[str, nn.Module]) -> None:
+    fitting = [name for name, module in targets.items() if rank_of(lora, name) <= min(module.weight.shape)]  # type: ignore[union-attr, arg-type]
+    for name, module in targets.items():
+        rows, columns = module.weight.shape  # type: ignore[misc]  # a Linear, an Embedding or a Conv1D
+        if (rank := rank_of(lora, name)) > min(rows, columns):
+            raise usage_error(
+                "lora-rank",
+                f"`lora.r: {rank}` is above the rank of `{name}`, which is {rows} x {columns}",
+                where=Where(key="lora.r"),
+                hint=f"a rank of at most {min(rows, columns)}" + (f", or `target_modules: [{last_parts(fitting)}]`" if fitting else ""),
+            )
+        if lora.use_dora and not isinstance(module, nn.Linear):
+            raise usage_error(
+                "lora-dora",
+                f"`lora.use_dora: true`: `{name}` is a {type(module).__name__}, and DoRA is supported for linear layers only",
+                where=Where(key="lora.use_dora"),
+                hint="write `use_dora: false`, or name linear layers in `lora.target_modules`",
+            )
+
+
+def last_parts(names: Iterable[str]) -> str:
+    """Return the different last parts of module names, as a list in a message."""
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
 def _check_patterns(lora: Lora, targets: dict[str, nn.Module]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.peft_fields import initialisation_that_changes_base, other_arithmetic
 from fsdp_tune.model.adapters.lora import draw_adapters, name_in_file
 from fsdp_tune.model.loading.weight_slices import Stored, WeightFiles, read_tensors, tensors_of
 from fsdp_tune.recipe.schema import Recipe
@@ -40,6 +41,14 @@ def check_adapter(recipe: Recipe, model: PreTrainedModel) -> None:
     config = _config(folder)
     if config.get("peft_type") != "LORA":
         raise _wrong(folder, f"it is of the type {config.get('peft_type')}, and only LORA is supported")
+    if (field := other_arithmetic(config)) is not None:
+        raise _wrong(folder, f"it was trained with `{field}`, which is not supported")
+    if (start := initialisation_that_changes_base(config)) is not None:
+        raise _wrong(
+            folder,
+            f"it began with `init_lora_weights: {start}`, which changes the base under the adapter",
+            "convert it with PEFT (`save_pretrained(…, path_initial_model_for_weight_conversion=…)`) and name the result",
+        )
     defaults: dict[str, Any] = {"use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}}
     for key in _SAME:
         theirs, ours = config.get(key, defaults.get(key)) or defaults.get(key), getattr(recipe.lora, key)
@@ -52,13 +61,11 @@ def check_adapter(recipe: Recipe, model: PreTrainedModel) -> None:
             f"it was trained on {base}, and the recipe names {wanted}",
             f"--set model.name_or_path={base}, or correct `base_model_name_or_path` in {CONFIG} if they are the same weights",
         )
-    stored, targets = _stored(folder), _targets(model)
-    # PEFT adds a copy of an embedding that is adapted; it is frozen, and comes from the base.
-    shapes = {name_in_file(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    copies = {name for name, tensor in stored.items() if name.endswith(".base_layer.weight") and shapes.get(name) == tensor.shape}
+    targets = _targets(model)
+    stored = {name: tensor for name, tensor in _stored(folder).items() if not _is_copy_of_base(name, tensor, model)}
     if lost := sorted(targets.keys() - stored.keys()):
         raise _wrong(folder, f"it lacks `{lost[0]}`, which the recipe trains ({len(lost)} of {len(targets)} tensors)", _TARGETS)
-    if more := sorted(stored.keys() - targets.keys() - copies):
+    if more := sorted(stored.keys() - targets.keys()):
         raise _wrong(folder, f"it has `{more[0]}`, which the recipe does not train ({len(more)} tensors)", _TARGETS)
     for name, target in targets.items():
         if stored[name].shape != tuple(target.shape):
@@ -70,6 +77,12 @@ _TARGETS = "`lora.target_modules`, `lora.modules_to_save` and `lora.bias` must b
 
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name_in_file(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _is_copy_of_base(name: str, tensor: Stored, model: nn.Module) -> bool:
+    """Return whether a tensor is the frozen weight of an adapted embedding or head, which PEFT saves too (`save_embedding_layers`)."""
+    frozen = {name_in_file(each): parameter for each, parameter in model.named_parameters() if each.endswith(".base_layer.weight")}
+    return name in frozen and not frozen[name].requires_grad and tuple(frozen[name].shape) == tensor.shape
 
 
 def _stored(folder: str) -> dict[str, Stored]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
     else:
         name = str(recipe.model.name_or_path)
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=copy.deepcopy(config),
                 revision=recipe.model.revision,
@@ -206,13 +207,26 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
                 attn_implementation=attention(recipe, config),
                 trust_remote_code=recipe.model.trust_remote_code,
                 low_cpu_mem_usage=True,
+                output_loading_info=True,
             )
         except (OSError, ValueError) as error:
             raise model_not_found(name, error) from error
+        model, loading = loaded
+        if recipe.model.config_overrides.get("tie_word_embeddings") is False:
+            _start_untied_head(model, loading["missing_keys"])
         fix_rotary_frequencies(model, recipe.data.max_length)
     _finish(recipe, model, vocabulary)
     start_adapters(recipe, model)
     return model
+
+
+@torch.no_grad()
+def _start_untied_head(model: PreTrainedModel, missing: Collection[str]) -> None:
+    """Copy the embedding into a head that the files lack, since they hold tied weights once. transformers would draw it at random."""
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    if head is not None and any(model.get_parameter(name) is head.weight for name in missing):
+        head.weight.copy_(embedding.weight)
 
 
 def _finish(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> None:

@@ -47,6 +47,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
         }
         if recipe.lora is not None:
             found |= {"adapter": adapter_facts(model), "adapter_config": adapter_config(recipe, model)}
+            notices += _untrained_experts(model)
         more_problems, more_notices = _limits(recipe, model, found)
         problems, notices = problems + more_problems, notices + more_notices
         found |= _wrapping(recipe, model)
@@ -58,6 +59,16 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     except FsdpTuneError as error:
         problems += error.problems
     return {**found, "problems": [p.as_dict() for p in problems], "notices": [n.as_dict() for n in notices]}
+
+
+def _untrained_experts(model: Any) -> list[Notice]:
+    from fsdp_tune.model.adapters.lora import share_of_experts
+
+    share = share_of_experts(model)
+    if share == 0.0:
+        return []
+    message = f"the experts of {type(model).__name__} are fused parameters and get no adapters: {share:.0%} of the model is not adapted"
+    return [Notice("lora-experts-frozen", message)]
 
 
 def _tied(model: Any) -> bool:

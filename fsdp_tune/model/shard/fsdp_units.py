@@ -252,9 +252,11 @@ def _by_size(recipe: Recipe, model: PreTrainedModel) -> list[str]:
     chosen: list[str] = []
 
     def visit(name: str, module: nn.Module) -> int:
-        own = [p for p in module.parameters(recurse=False) if id(p) not in shared]
+        # PEFT's DoRA reads the weights of an adapted layer outside of the forward of its parts, so that these cannot be units.
+        is_adapted = hasattr(module, "lora_A")
+        own = [p for p in module.parameters(recurse=is_adapted) if id(p) not in shared]
         left = sum(p.numel() for p in own)
-        for child_name, child in module.named_children():
+        for child_name, child in [] if is_adapted else module.named_children():
             left += visit(f"{name}.{child_name}" if name else child_name, child)
         holds_shared = any(id(p) in shared for p in module.parameters())
         if name and left >= minimum and not isinstance(module, _CONTAINERS) and not holds_shared:

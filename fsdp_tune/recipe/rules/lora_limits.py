@@ -31,6 +31,9 @@ def lora_limits(recipe: Recipe) -> Iterator[Finding]:
             f"`lora.init_lora_weights: {start}` is not supported: initialisations from the weights (PiSSA, OLoRA, EVA …) change the base"
         )
         yield Finding("wrong-value", ("lora.init_lora_weights",), message, "write true (A uniform, B zero) or gaussian (A normal, B zero)")
+    if recipe.lora.use_dora and recipe.lora.init_lora_weights is False:
+        message = "`lora.use_dora: true` with `init_lora_weights: false` is not supported: the lengths of the rows are those of the base"
+        yield Finding("contradiction", ("lora.init_lora_weights", "lora.use_dora"), message, "leave `init_lora_weights` out")
     if computes_in_fp8(recipe):
         message = "`precision.mixed_precision: fp8` with `lora:` is not supported: the adapted layers compute in bf16"
         yield Finding("contradiction", ("precision.mixed_precision", "lora"), message, "write `bf16`")

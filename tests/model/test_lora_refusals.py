@@ -1,0 +1,63 @@
+"""Names in `lora:` that hit nothing, hit the wrong modules or do not fit the model are errors that name what to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.model.adapters.lora_targets import find_targets
+from fsdp_tune.model.loading.construct import build_empty
+from tests.model.recipes import lora_recipe, recipe_of
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
+    "misspelt": ("llama", {"target_modules": ["q_proj", "v_porj"]}, "lora-target", "`v_porj` matches no module", "did you mean `v_proj`"),
+    "of another model": ("gpt2", {"target_modules": ["q_proj"]}, "lora-target", "`q_proj` matches no module", "c_proj"),
+    "not adapted": ("llama", {"target_modules": ["self_attn"]}, "lora-target", "is a LlamaAttention", "q_proj, k_proj"),
+    "bad expression": ("llama", {"target_modules": "(q_proj"}, "lora-target", "not a valid regular expression", ""),
+    "expression without a match": ("llama", {"target_modules": ".*q_porj"}, "lora-target", "matches no module", "q_proj"),
+    "layer beyond the last": ("llama", {"layers_to_transform": [2]}, "lora-target", "there is no layer 2", ""),
+    "rank pattern": ("llama", {"rank_pattern": {"q_porj": 2}}, "lora-target", "`lora.rank_pattern`: `q_porj`", "`q_proj`"),
+    "saved module": ("llama", {"modules_to_save": ["head"]}, "lora-target", "`head` matches no module", "lm_head"),
+    "tied head": ("gpt2", {"modules_to_save": ["lm_head"]}, "lora-tied", "`lm_head` shares its weight with `transformer.wte`", "leave"),
+    "tied embedding": ("gpt2", {"target_modules": ["wte"]}, "lora-tied", "shares its weight with `lm_head`", "leave `wte` out"),
+    "rank": ("qwen2_moe", {}, "lora-rank", "`model.layers.0.mlp.shared_expert_gate`, which is 1 x 32", "`target_modules: [q_proj, k_proj,"),
+    "DoRA": ("gpt2", {"use_dora": True}, "lora-dora", "is a Conv1D", "use_dora: false"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusal_names_what_is_wrong_and_what_to_write(case: str, tmp_path: Path) -> None:
+    family, lora, code, message, hint = REFUSED[case]
+    with pytest.raises(FsdpTuneError) as caught:
+        build_empty(lora_recipe(tmp_path, {"r": 4, **lora}, family))
+    (problem,) = caught.value.problems
+    assert problem.code == code
+    assert message in problem.message
+    assert hint in (problem.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("lora", "found"),
+    [
+        ({"target_modules": ["q_proj"]}, ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [1]}, ["model.layers.1.self_attn.q_proj"]),
+        ({"target_modules": r"model\.layers\.0\.mlp\.(up|down)_proj"}, ["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"]),
+        (
+            {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head"], "layers_to_transform": [0]},
+            ["model.layers.0.self_attn.q_proj"],
+        ),
+    ],
+    ids=["name", "layer", "expression", "trained in full instead"],
+)
+def test_targets_are_found_in_the_order_of_the_model(lora: dict[str, Any], found: list[str], tmp_path: Path) -> None:
+    bare = build_empty(recipe_of("llama"))
+    assert list(find_targets(lora_recipe(tmp_path, {"r": 4, **lora}), bare)) == found
+
+
+def test_all_linear_leaves_out_the_head(tmp_path: Path) -> None:
+    found = find_targets(lora_recipe(tmp_path, {"r": 4}), build_empty(recipe_of("llama")))
+    assert len(found) == 14
+    assert "lm_head" not in found
