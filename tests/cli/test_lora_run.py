@@ -99,7 +99,7 @@ def test_killed_run_continues_bitwise_and_another_run_continues_its_adapter(cli:
 @pytest.mark.ranks
 def test_rehearsal_of_a_lora_recipe_passes(cli: Cli, tmp_path: Path) -> None:
     make_base(tmp_path / "base")
-    recipe = RECIPE | {"lora": {"r": 64, "use_dora": True, "layers_to_transform": [1]}}
+    recipe = RECIPE | {"lora": {"r": 8, "use_dora": True, "layers_to_transform": [1]}}
     (tmp_path / "lora.yaml").write_text(json.dumps(recipe))
     done = cli("rehearse", "--config", "lora.yaml", "--json")
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ from fsdp_tune.recipe.read.synonyms import synonym_hint
 from fsdp_tune.recipe.scalars import enumerated
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.effects import UNDECLARED, Effect
-from fsdp_tune.recipe.schema.kinds import Says, Section
+from fsdp_tune.recipe.schema.kinds import Description, Section
 from fsdp_tune.recipe.schema.training_fields import PASSED_EFFECTS, TRAINING_FIELDS, owner_of
 
 Path = tuple[str | int, ...]
@@ -122,8 +122,8 @@ def words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 def _parts(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
     for item in metadata:
-        if isinstance(item, Says):
-            return [item.words]
+        if isinstance(item, Description):
+            return [item.text]
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _parts(arguments[0], arguments[1:])

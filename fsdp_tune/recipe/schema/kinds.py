@@ -1,4 +1,4 @@
-"""The kinds of values that recipe keys take: pydantic types, each with a description (`Says`)."""
+"""The kinds of values that recipe keys take: pydantic types, each with a description (`Description`)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Section(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Says:
+class Description:
     """The description of a kind of value in error messages and in the reference."""
 
-    words: str
+    text: str
 
 
 def is_flash_kernel(attn_implementation: str) -> bool:
@@ -64,17 +64,17 @@ def check_run_name(text: str) -> str:
 
 
 Auto = Literal["auto"]
-Whole = Annotated[int, Field(gt=0), Says("a whole number above 0")]
-WholeOrZero = Annotated[int, Field(ge=0), Says("a whole number, 0 or more")]
-Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False), Says("a number above 0")]
-PositiveOrZero = Annotated[float, Field(ge=0.0, allow_inf_nan=False), Says("a number, 0 or more")]
-Fraction = Annotated[float, Field(gt=0.0, lt=1.0), Says("a number between 0 and 1")]
-Port = Annotated[int, Field(ge=1, le=65535), Says("a port, 1 to 65535")]
-Text = Annotated[str, Field(min_length=1), Says("text")]
-Duration = Annotated[str, AfterValidator(_duration), Says("a duration with units, such as 11h30m or 45m")]
-Size = Annotated[str, AfterValidator(_size), Says("a size with its unit, such as 5GB or 512MiB")]
-RegularExpression = Annotated[str, AfterValidator(_regular_expression), Says("a regular expression")]
-RunName = Annotated[str, AfterValidator(check_run_name), Says("a name")]
+Whole = Annotated[int, Field(gt=0), Description("a whole number above 0")]
+WholeOrZero = Annotated[int, Field(ge=0), Description("a whole number, 0 or more")]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False), Description("a number above 0")]
+PositiveOrZero = Annotated[float, Field(ge=0.0, allow_inf_nan=False), Description("a number, 0 or more")]
+Fraction = Annotated[float, Field(gt=0.0, lt=1.0), Description("a number between 0 and 1")]
+Port = Annotated[int, Field(ge=1, le=65535), Description("a port, 1 to 65535")]
+Text = Annotated[str, Field(min_length=1), Description("text")]
+Duration = Annotated[str, AfterValidator(_duration), Description("a duration with units, such as 11h30m or 45m")]
+Size = Annotated[str, AfterValidator(_size), Description("a size with its unit, such as 5GB or 512MiB")]
+RegularExpression = Annotated[str, AfterValidator(_regular_expression), Description("a regular expression")]
+RunName = Annotated[str, AfterValidator(check_run_name), Description("a name")]
 FsdpVersion = Annotated[Literal[1, 2], BeforeValidator(_exactly_int)]
 RecipeVersion = Annotated[Literal[1], BeforeValidator(_exactly_int)]
 Device = Literal["auto", "cuda", "xpu", "npu", "mps", "cpu"]

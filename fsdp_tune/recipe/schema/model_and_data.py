@@ -9,7 +9,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from fsdp_tune.recipe.schema.effects import DATA, FREE, MEMORY, NOTHING, NUMBERS, REFUSED, TIME, TRAJECTORY, Effect
-from fsdp_tune.recipe.schema.kinds import Auto, ChatRole, DataFormat, Fraction, LossOn, Positive, Says, Section, Text, Whole, WholeOrZero
+from fsdp_tune.recipe.schema.kinds import (
+    Auto,
+    ChatRole,
+    DataFormat,
+    Description,
+    Fraction,
+    LossOn,
+    Positive,
+    Section,
+    Text,
+    Whole,
+    WholeOrZero,
+)
 
 
 class Tokens(Section):
@@ -195,7 +207,7 @@ class Data(Section):
         return [(f"{name}[{index}]", source) for name, group in groups for index, source in enumerate(group)]
 
 
-Rate = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Says("a number, 0 or more and below 1")]
+Rate = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Description("a number, 0 or more and below 1")]
 
 
 class Lora(Section):
