@@ -21,11 +21,11 @@ from fsdp_tune.recipe.schema import Lora, Recipe
 
 
 def read_trained(wrapped: nn.Module) -> dict[str, int]:
-    """Return the number of trained parameters by dtype; of FSDP2 and DDP, of the full model."""
+    """Return the number of trained tensors by dtype, which is the same on every rank, also where FSDP1 leaves a rank an empty part."""
     found: Counter[str] = Counter()
     for _, parameter in wrapped.named_parameters():
         if parameter.requires_grad:
-            found[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+            found[str(parameter.dtype).removeprefix("torch.")] += 1
     return dict(sorted(found.items()))
 
 
