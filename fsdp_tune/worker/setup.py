@@ -83,7 +83,7 @@ def build_trainer(
         run=run,
         user_metrics={name: find_extension("metrics", name).load() for name in recipe.extensions.metrics},
     )
-    witness = Witness(recipe.training.witness)
+    witness = Witness(recipe.training.witness, say)
     callback = RunCallback(run, stop, say, witness, is_first=rank.is_first)
     compiling = [CompileReport(say)] if recipe.kernels.compile else []
     shares = StepShares(loaded.wrapped, device)

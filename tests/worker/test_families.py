@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.run.directory import RunDir
 from tests.model.families import FAMILIES
@@ -142,3 +143,34 @@ def test_hub_kernel_in_place_of_flash_attention_keeps_packed_examples_apart(benc
     assert document["packing_deviation"] <= 1e-5
     found = deviation(run, bench.reference("llama", packed=True))
     assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
+
+
+def adapted(bench: Bench, model: dict[str, Any]) -> tuple[RunDir, list[dict[str, Any]]]:
+    """Two steps with adapters on every linear layer of a model, and every rank's outcome."""
+    base = bench.new_folder()
+    config = AutoConfig.for_model(**model)
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    changes = {"max_steps": 2, "per_device_train_batch_size": 4, "eval_strategy": "no", "warmup_steps": 0}
+    sections = {"model": {"name_or_path": str(base)}, "lora": {"r": 2}, "training": changes, "data": {"eval": None}}
+    run = runs.write_run(bench.new_folder(), {**sections, "launch": {"num_processes": 2}}, bench.store)
+    return run, bench.pool.run(2, runs.run_worker, str(run.path))
+
+
+@pytest.mark.ranks
+def test_adapters_of_modules_that_the_model_never_calls_stop_the_run(bench: Bench) -> None:
+    """Jamba multiplies by the weight of `dt_proj` and does not call it; PEFT's layer would not be run."""
+    _, outcomes = adapted(bench, JAMBA)
+    assert [outcome["exit_code"] for outcome in outcomes] == [2, 2]
+    problem = outcomes[0]["problem"]
+    assert (problem["code"], "`dt_proj`" in problem["message"]) == ("lora-target", True)
+    assert "in_proj" in problem["hint"]
+    assert "dt_proj" not in problem["hint"]
+
+
+@pytest.mark.ranks
+def test_adapters_without_gradient_in_some_layers_are_a_warning(bench: Bench) -> None:
+    run, outcomes = adapted(bench, BART)
+    assert [outcome["exit_reason"] for outcome in outcomes] == ["finished"] * 2, outcomes[0]["traceback"]
+    warnings = json.loads(run.readback_json.read_text())["warnings"]
+    message = "2 of 4 adapters of `q_proj` get no gradient in the first step, such as that of `model.decoder.layers.0.encoder_attn.q_proj`"
+    assert message in warnings

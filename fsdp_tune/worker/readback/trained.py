@@ -5,17 +5,20 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.model.adapters.lora import ADAPTER_NAME, is_of_adapter, name_in_base
-from fsdp_tune.model.adapters.lora_targets import ALL_LINEAR, rank_of
+from fsdp_tune.model.adapters.lora_targets import ALL_LINEAR, last_parts, rank_of
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loading.construct import TORCH_DTYPE, frozen_by_its_code
+from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.model.step import plain_name
 from fsdp_tune.recipe.schema import Lora, Recipe
 
@@ -106,3 +109,43 @@ def _dtypes(recipe: Recipe, loaded: Loaded) -> list[str]:
         if is_weight_of_adapted and name_in_base(name) not in own and parameter.dtype != frozen:
             return [f"adapters: the recipe means {name} to be kept in {frozen}, the run has {parameter.dtype}"]
     return []
+
+
+# ---- Gradients of step 1
+
+_ABSENT, _ZERO, _PRESENT = range(3)
+# The factor that starts at zero: as long as it does, the gradient of the other one is zero.
+_STARTS_AT_ZERO = re.compile(r"\.lora_(B|embedding_A)\.")
+
+
+def adapter_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, int]:
+    """Return adapted module → whether its adapter has no gradient on this rank, one of zeros, or another one."""
+    found: dict[str, int] = {}
+    for name, parameter in parameters:
+        if (factor := _STARTS_AT_ZERO.search(name)) is not None:
+            gradient = parameter.grad
+            found[name[: factor.start()]] = _ABSENT if gradient is None else _PRESENT if bool(local_part(gradient).any()) else _ZERO
+    return found
+
+
+def adapters_without_gradient(every: Sequence[dict[str, int]]) -> list[str]:
+    """Return a warning for each kind of module with adapters that get no gradient, from the `adapter_gradients` of all ranks.
+
+    Raises: usage error if the adapters of a kind get none in any layer, which is no accident of the data: the model's code reads the
+    weight of such a module without calling it (Jamba's `dt_proj`, the router of LongCat), and PEFT's layer is never run.
+    """
+    kinds: dict[str, dict[str, int]] = defaultdict(dict)
+    for name in every[0]:
+        kinds[name.rpartition(".")[2]][name] = max(found[name] for found in every)
+    if dead := [kind for kind, found in kinds.items() if max(found.values()) == _ABSENT]:
+        names = ", ".join(f"`{kind}`" for kind in dead)
+        message = f"`lora.target_modules`: the adapters of {names} get no gradient in any layer: the model does not call these modules"
+        left = last_parts(kind for kind in kinds if kind not in dead)
+        hint = f"leave them out: `target_modules: [{left}]`" if left else None
+        raise usage_error("lora-target", message, where=Where(key="lora.target_modules"), hint=hint)
+    found = {kind: [name for name, gradient in each.items() if gradient != _PRESENT] for kind, each in kinds.items()}
+    return [
+        f"{len(names)} of {len(kinds[kind])} adapters of `{kind}` get no gradient in the first step, such as that of `{names[0]}`"
+        for kind, names in found.items()
+        if names
+    ]

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -29,6 +29,7 @@ from fsdp_tune.model.step import plain_name
 from fsdp_tune.recipe.schema.optimizers import STOCHASTIC, optimizer_arguments
 from fsdp_tune.run.records import ReadBack
 from fsdp_tune.worker.agreement import gather
+from fsdp_tune.worker.readback.trained import adapter_gradients, adapters_without_gradient
 from fsdp_tune.worker.readback.update_sample import UpdateSample
 
 if TYPE_CHECKING:
@@ -45,9 +46,10 @@ CHECKSUM_PIECE = 1021
 
 
 class Witness(TrainerCallback):
-    """`when`: the value of `training.witness`. Generators are always compared."""
+    """`when`: the value of `training.witness`. Generators are always compared. `say` prints a plain line on rank 0."""
 
-    def __init__(self, when: Literal["first", "off"] | int) -> None:
+    def __init__(self, when: Literal["first", "off"] | int, say: Callable[[str], None]) -> None:
+        self._say = say
         self._is_on = self._is_due = when != "off"
         self._every_steps = when if isinstance(when, int) else None
         self._steps_begun = 0
@@ -72,6 +74,8 @@ class Witness(TrainerCallback):
                 self._stop([f"rank {dist.get_rank()}: {sentence}" for sentence in _of_gathered(gathered)], state.global_step)
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._is_on and self._steps_begun == 1 and self.trainer.parts.recipe.lora is not None:
+            self._check_adapters()
         if not (self._is_due or self._is_requested(state.global_step + 1)):
             return
         with self._timed():
@@ -117,6 +121,15 @@ class Witness(TrainerCallback):
         if self._is_on:
             found += self._common_differences(every) + row_differences(every, trainer.parts.sampler.rows_of_all_ranks(step))
         self._stop(found, step)
+
+    def _check_adapters(self) -> None:
+        """Warn of adapters without a gradient. Raises: usage error if those of a kind of module have none."""
+        with self._timed():
+            warnings = adapters_without_gradient(gather(adapter_gradients(self._parameters())))
+        for warning in warnings:
+            self._say(f"WARNING: {warning}")
+        if dist.get_rank() == 0:
+            ReadBack.complete(self.trainer.parts.run.readback_json, warnings=warnings)
 
     def _compare_update(self, sample: UpdateSample, step: int) -> None:
         found = self._unknown_to_optimizer()

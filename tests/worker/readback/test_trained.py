@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
-from fsdp_tune.worker.readback.trained import read_trained, training_differences
+from fsdp_tune.worker.readback.trained import adapter_gradients, adapters_without_gradient, read_trained, training_differences
 from tests.model.recipes import recipe_of
 from tests.parity.architectures import make_model
 
@@ -117,3 +118,29 @@ def test_trained_tensors_are_counted_by_dtype() -> None:
     model[2].requires_grad_(False)
     assert read_trained(model) == {"bfloat16": 1, "float32": 2}
     assert read_trained(torch.nn.Identity()) == {}
+
+
+# ---- Gradients of step 1
+
+
+def test_gradient_of_the_factor_that_starts_at_zero_counts() -> None:
+    factors = {name: nn.Parameter(torch.ones(2, 2)) for name in ("a.q_proj.lora_A", "a.q_proj.lora_B", "b.q_proj.lora_B", "b.dt.lora_B")}
+    factors["embed.lora_embedding_A"] = nn.Parameter(torch.ones(2))
+    factors["a.q_proj.lora_B"].grad = torch.tensor([[0.0, 0.0], [0.0, 1e-9]])
+    factors["b.q_proj.lora_B"].grad = torch.zeros(2, 2)
+    factors["embed.lora_embedding_A"].grad = torch.ones(2)
+    found = adapter_gradients((f"{name}.default.weight", parameter) for name, parameter in factors.items())
+    assert found == {"a.q_proj": 2, "b.q_proj": 1, "b.dt": 0, "embed": 2}
+
+
+def test_adapters_without_gradient_on_every_rank_are_reported() -> None:
+    """A row without tokens for it leaves a rank without a gradient."""
+    ranks = [{"0.q_proj": 2, "1.q_proj": 0, "0.up": 0}, {"0.q_proj": 1, "1.q_proj": 1, "0.up": 2}]
+    assert adapters_without_gradient(ranks) == ["1 of 2 adapters of `q_proj` get no gradient in the first step, such as that of `1.q_proj`"]
+    assert adapters_without_gradient([{"0.q_proj": 2, "0.up": 2}]) == []
+
+
+def test_kind_of_module_that_the_model_never_calls_is_an_error() -> None:
+    with pytest.raises(FsdpTuneError, match="adapters of `dt_proj` get no gradient in any layer") as caught:
+        adapters_without_gradient([{"0.q_proj": 2, "0.dt_proj": 0, "1.dt_proj": 0}] * 2)
+    assert caught.value.problems[0].hint == "leave them out: `target_modules: [q_proj]`"
