@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.session import session
@@ -21,24 +22,26 @@ def merge_checkpoint(source: str | Path, options: MergeOptions = MergeOptions(),
     the merged model.
     Raises: FsdpTuneError, with exit code 1 for a damaged source, an output that cannot be written and weights that are not finite.
     """
+    path = Path(source)
     with session():
-        first, *second = _outputs(Path(source), options)
-        result = _merge(Path(source), options, observer, writes_adapter=first)
-        for writes_adapter in second:
-            observer.message(f"the adapter is in {result.output}")
-            result = _merge(Path(source), options, observer, writes_adapter=writes_adapter)
-        return result
+        output = _output(path, options)
+        if output == "both":
+            adapter = _merge(path, replace(options, adapter=True), observer)
+            observer.message(f"the adapter is in {adapter.output}")
+        return _merge(path, replace(options, adapter=output == "adapter"), observer)
 
 
-def _merge(source: Path, options: MergeOptions, observer: Observer, *, writes_adapter: bool) -> MergeResult:
-    result = merging.merge_checkpoint(source, replace(options, adapter=writes_adapter), observer.progress)
+def _merge(source: Path, options: MergeOptions, observer: Observer) -> MergeResult:
+    result = merging.merge_checkpoint(source, options, observer.progress)
     observer.notices(result.notices)
     return result
 
 
-def _outputs(source: Path, options: MergeOptions) -> tuple[bool, ...]:
-    """Return for each output whether it is the adapter alone."""
+def _output(source: Path, options: MergeOptions) -> Literal["merged", "adapter", "both"]:
+    """Return what to write: what `options` name, else `merge.adapter` of the run."""
+    if options.adapter is not None:
+        return "adapter" if options.adapter else "merged"
     run = RunDir(source)
-    if options.adapter is not None or options.output is not None or not run.base_json.exists():
-        return (bool(options.adapter),)
-    return {"merged": (False,), "adapter": (True,), "both": (True, False)}[read_resolved(run).merge.adapter]
+    if options.output is not None or not run.base_json.exists():
+        return "merged"
+    return read_resolved(run).merge.adapter

@@ -11,6 +11,7 @@ from fsdp_tune.data.preparation import Prepared
 from fsdp_tune.planner.predict.predict import Plan
 from fsdp_tune.recipe.resolve import Resolution
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run.base_model import BaseModel
 from fsdp_tune.run.directory import Checkpoint, RunDir
 
 
@@ -66,3 +67,5 @@ class TrainingInputs:
     data: Prepared
     plan: Plan | None
     """The prediction for this machine's GPU; None where there is none."""
+    base: BaseModel | None
+    """The model under an adapter; None without `lora:`."""

@@ -250,13 +250,14 @@ class _Job:
             raise FsdpTuneError(*model.problems, *map(_unreachable, [*model.unchecked, *packaged]))
         check_vocabulary(model.model, recipe.model, data.vocabulary_size)
         check_data(start, data.key)
-        if recipe.lora is not None and start.checkpoint is not None:
-            _check_base(RunDir(start.checkpoint.path.parent), describe_base(str(recipe.model.name_or_path), recipe.model.revision))
+        base = describe_base(str(recipe.model.name_or_path), recipe.model.revision) if recipe.lora is not None else None
+        if base is not None and start.checkpoint is not None:
+            _check_base(RunDir(start.checkpoint.path.parent), base)
         refuse_beyond_end(start, total_steps(recipe, data.train_rows))
         if not self.options.ignore_plan:
             refuse_what_cannot_fit(predicted)
         resolution = replace(self.resolution, recipe=decided.recipe, reasons=self.resolution.reasons | decided.reasons)
-        return TrainingInputs(resolution, decisions(decided), model.model, encoder.tokenizer, data, predicted)
+        return TrainingInputs(resolution, decisions(decided), model.model, encoder.tokenizer, data, predicted, base)
 
     def write(self, inputs: TrainingInputs, start: Start) -> None:
         devices = [{"kind": each.kind, "name": each.name, "memory_bytes": each.memory_bytes} for each in visible_devices(os.environ)]
@@ -279,9 +280,8 @@ class _Job:
 
     def _save_model(self, directory: Path, inputs: TrainingInputs) -> None:
         save_model_files(directory, inputs.model, inputs.tokenizer)
-        if self.recipe.lora is not None:
-            base = describe_base(str(self.recipe.model.name_or_path), self.recipe.model.revision)
-            base.write(directory / self.plan.run.base_json.name)
+        if inputs.base is not None:
+            inputs.base.write(directory / self.plan.run.base_json.name)
 
     def run_ranks(self) -> Verdict:
         """Run the ranks of this machine to their end, restarts included."""
