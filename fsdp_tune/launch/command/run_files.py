@@ -59,7 +59,7 @@ def write_run(run: RunDir, files: RunFiles) -> None:
 def _write_new(run: RunDir, files: RunFiles) -> None:
     try:
         with ExitStack() as stack:
-            if needs_filling(run.path):  # there is no final rename that would fail if another command was faster
+            if needs_filling(run.path):  # without a final rename, only the lock stops another command
                 stack.enter_context(locked(run))
                 for leftover in stages_inside(run.path):
                     undo_fill(run.path, leftover)

@@ -243,7 +243,7 @@ class Supervisor:
 
 
 def _disk_refusal(run: RunDir) -> str | None:
-    """Return why the disk refuses a small file in the logs of a run; None if it accepts one, or if there are no logs."""
+    """Return why the disk refuses a small file in the logs of a run; None if it accepts one, or if the logs are gone."""
     if not run.logs.is_dir():
         return None
     probe = run.logs / f"write-probe-{os.getpid()}"

@@ -92,7 +92,7 @@ def translate(tree: MappingNode) -> tuple[list[Notice], list[Problem]]:
                 entry.node = changed(entry.node, change)
             work.put(new, entry, dotted(old))
             work.add_notice(entry.where, dotted(new), f"`{dotted(old)}` is now `{dotted(new)}: {node_text(entry.node)}`")
-    for short in ("alpha", "dropout"):  # both spellings are current, so there is no notice
+    for short in ("alpha", "dropout"):  # both spellings are current: no notice
         if (entry := work.take(("lora", short))) is not None:
             work.put(("lora", f"lora_{short}"), entry, f"lora.{short}")
     for row in DROPPED:
