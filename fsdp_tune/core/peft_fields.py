@@ -1,9 +1,15 @@
-"""Fields of PEFT's LoraConfig under which the factors of an adapter are not added to the base as they are (read from PEFT 0.21)."""
+"""PEFT's adapter files: their names, the names of their tensors, and the fields of LoraConfig that decide the arithmetic (PEFT 0.21)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Of the name of each tensor."""
+Value = TypeVar("Value")
 
 # The layer does not compute x·(W + scaling·B·A), or the factors belong elsewhere.
 _OTHER_ARITHMETIC = (
@@ -30,3 +36,19 @@ def initialisation_that_changes_base(config: Mapping[str, Any]) -> str | None:
     """Return `init_lora_weights` of an `adapter_config.json` if it changed the base under the adapter, or None."""
     start = str(config.get("init_lora_weights")).lower()
     return start if start.startswith(_CHANGES_THE_BASE) else None
+
+
+def pattern_matches(pattern: str, module: str) -> bool:
+    """Return whether a key of `rank_pattern` or `alpha_pattern` matches the end of a module name (`get_pattern_key`). Raises: re.error."""
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+
+
+def value_for(module: str, patterns: Mapping[str, Value], default: Value) -> Value:
+    """Return the value of the first pattern that matches a module's name. Raises: re.error."""
+    return next((value for pattern, value in patterns.items() if pattern_matches(pattern, module)), default)
+
+
+def tensor_name(module: str, part: str) -> str:
+    """`lora_B.bias` of `M` → `base_model.model.M.lora_B.bias`; the tensors of embeddings and DoRA's magnitudes have no `.weight`."""
+    has_no_end = part.startswith(("lora_embedding", "lora_magnitude")) or part.endswith(".bias")
+    return f"{PREFIX}{module}.{part}{'' if has_no_end else '.weight'}"

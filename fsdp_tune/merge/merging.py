@@ -11,6 +11,7 @@ from typing import Any
 
 from fsdp_tune.core.atomic import staged_directory
 from fsdp_tune.core.errors import FailedError, Notice, Problem, Where, failed_error
+from fsdp_tune.core.peft_fields import WEIGHTS_FILE
 from fsdp_tune.core.progress import Bar, OpenBar
 from fsdp_tune.merge import destination as place
 from fsdp_tune.merge.companions import Companions
@@ -25,7 +26,6 @@ from fsdp_tune.merge.source import NAMED, CheckpointChoice, Selection, select_ch
 from fsdp_tune.merge.verify.integrity import ManifestCheck
 from fsdp_tune.merge.verify.model_check import Child, compare_parameters, load_and_run
 from fsdp_tune.merge.verify.sums import check_bytes_on_disk, check_headers
-from fsdp_tune.merge.weights import PEFT_NAME
 
 _SHOWN = 20
 
@@ -118,7 +118,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
         tied = find_ties(companions.config, contents.sources)
         ordered = [tensor for tensor in contents.ordered if tensor.name not in tied.left_out]
         layout = (
-            plan_layout(ordered, settings.dtype, None, single_name=PEFT_NAME)
+            plan_layout(ordered, settings.dtype, None, single_name=WEIGHTS_FILE)
             if exports
             else plan_layout(ordered, settings.dtype, settings.max_shard_bytes)
         )

@@ -14,12 +14,12 @@ import numpy as np
 import yaml
 
 from fsdp_tune import __version__
+from fsdp_tune.core.peft_fields import CONFIG_FILE
 from fsdp_tune.merge.companions import CONFIG_NAME, Companions, output_config
 from fsdp_tune.merge.copy.layout import Layout
 from fsdp_tune.merge.copy.write import Written
 from fsdp_tune.merge.destination import RECORD_NAME, put
 from fsdp_tune.merge.lora.adapt import Adapter
-from fsdp_tune.merge.lora.adapter_config import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from fsdp_tune.merge.settings import MergeSettings
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.recipe.schema import Recipe
@@ -52,7 +52,7 @@ def write_companions(
 ) -> None:
     """Write the config with the dtype of the weights, and copy the tokenizer's files. An exported `adapter` gets PEFT's config."""
     if adapter is not None and adapter.is_exported:
-        put(stage / ADAPTER_CONFIG_NAME, (json.dumps(adapter.config_json(), indent=2, ensure_ascii=False) + "\n").encode())
+        put(stage / CONFIG_FILE, (json.dumps(adapter.config_json(), indent=2, ensure_ascii=False) + "\n").encode())
     if companions.config is not None:
         dtype = layout.main_dtype
         config = output_config(companions.config, dtype if dtype.converts else None, config_changes)

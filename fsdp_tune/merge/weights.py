@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from fsdp_tune.core.peft_fields import WEIGHTS_FILE
 from fsdp_tune.merge.copy.layout import INDEX_NAME, SINGLE_NAME
 from fsdp_tune.run.dcp_metadata import METADATA_NAME
 from fsdp_tune.run.directory import SHARD_FOLDER
@@ -15,7 +16,6 @@ from fsdp_tune.run.manifest import Manifest
 PICKLE_NAME = "pytorch_model_fsdp.bin"
 OLD_PICKLE_NAME = "pytorch_model.bin"  # transformers before safetensors
 PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
-PEFT_NAME = "adapter_model.safetensors"
 PEFT_PICKLE_NAME = "adapter_model.bin"
 
 
@@ -31,7 +31,7 @@ class Format(StrEnum):
 FILE_OF = {
     Format.SAFETENSORS: SINGLE_NAME,
     Format.PICKLE: PICKLE_NAME,
-    Format.PEFT: PEFT_NAME,
+    Format.PEFT: WEIGHTS_FILE,
     Format.PEFT_PICKLE: PEFT_PICKLE_NAME,
 }
 

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-PREFIX = "base_model.model."
+from fsdp_tune.core.peft_fields import PREFIX
+
 RANK, ALPHA = 4, 8
 CONFIG = {
     "peft_type": "LORA",

@@ -17,7 +17,6 @@ from fsdp_tune.core.errors import FailedError, FsdpTuneError
 from fsdp_tune.merge.companions import fetch_model
 from fsdp_tune.merge.copy import gather, write
 from fsdp_tune.merge.lora import low_rank
-from fsdp_tune.merge.lora.peft_names import PREFIX as PEFT_PREFIX
 from fsdp_tune.merge.lora.peft_names import sort_names
 from tests.merge import peft
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, same_bits, save_dcp, save_on_ranks
@@ -628,7 +627,7 @@ def test_names_of_every_part_are_sorted():
         "m.e.lora_embedding_B": "m.e",
     }
     found = sort_names(
-        [PEFT_PREFIX + name for name in names] + ["m.q.base_layer.weight", "h.modules_to_save.default.weight", "h.original_module.weight"],
+        [PREFIX + name for name in names] + ["m.q.base_layer.weight", "h.modules_to_save.default.weight", "h.original_module.weight"],
         None,
     )
     assert found.factors.keys() == {"m.q", "m.e"}

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.peft_fields import CONFIG_FILE, WEIGHTS_FILE
 from fsdp_tune.model.adapters.lora import name_in_file
-from fsdp_tune.model.loading.adapter_files import CONFIG, WEIGHTS
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.recipe.schema import Recipe
 from tests.model.families import FAMILIES
@@ -47,7 +47,7 @@ def recipe_with(base: Path, adapter: Path, **changes: Any) -> Recipe:
 
 
 def test_adapter_of_peft_is_read_and_its_copies_of_the_base_are_ignored(base: Path, adapter: Path) -> None:
-    stored = load_file(adapter / WEIGHTS)
+    stored = load_file(adapter / WEIGHTS_FILE)
     assert "base_model.model.lm_head.base_layer.weight" in stored
     model = build_full(recipe_with(base, adapter))
     trained = {name_in_file(name): p for name, p in model.named_parameters() if p.requires_grad}
@@ -69,8 +69,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str, str]] = {
 @pytest.mark.parametrize("case", CONFIGS)
 def test_adapter_of_another_kind_is_refused(case: str, base: Path, adapter: Path) -> None:
     change, message, hint = CONFIGS[case]
-    config = json.loads((adapter / CONFIG).read_text())
-    (adapter / CONFIG).write_text(json.dumps(config | change))
+    config = json.loads((adapter / CONFIG_FILE).read_text())
+    (adapter / CONFIG_FILE).write_text(json.dumps(config | change))
     problem = refused(recipe_with(base, adapter))
     assert message in problem.message
     assert hint in (problem.hint or "")
@@ -93,12 +93,12 @@ def test_adapter_with_other_modules_is_refused(base: Path, adapter: Path) -> Non
 
 @pytest.mark.parametrize("content", [None, "[]", "{"], ids=["missing", "not an object", "not JSON"])
 def test_adapter_without_a_config_is_refused(content: str | None, base: Path, adapter: Path) -> None:
-    (adapter / CONFIG).unlink()
+    (adapter / CONFIG_FILE).unlink()
     if content is not None:
-        (adapter / CONFIG).write_text(content)
-    assert f"its {CONFIG} cannot be read" in refused(recipe_with(base, adapter)).message
+        (adapter / CONFIG_FILE).write_text(content)
+    assert f"its {CONFIG_FILE} cannot be read" in refused(recipe_with(base, adapter)).message
 
 
 def test_adapter_in_pickles_is_refused_unread(base: Path, adapter: Path) -> None:
-    (adapter / WEIGHTS).rename(adapter / "adapter_model.bin")
-    assert f"there is no {WEIGHTS}" in refused(recipe_with(base, adapter)).message
+    (adapter / WEIGHTS_FILE).rename(adapter / "adapter_model.bin")
+    assert f"there is no {WEIGHTS_FILE}" in refused(recipe_with(base, adapter)).message

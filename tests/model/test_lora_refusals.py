@@ -18,7 +18,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "not adapted": ("llama", {"target_modules": ["self_attn"]}, "lora-target", "is a LlamaAttention", "q_proj, k_proj"),
     "bad expression": ("llama", {"target_modules": "(q_proj"}, "lora-target", "not a valid regular expression", ""),
     "expression without a match": ("llama", {"target_modules": ".*q_porj"}, "lora-target", "matches no module", "q_proj"),
-    "layer beyond the last": ("llama", {"layers_to_transform": [2]}, "lora-target", "there is no layer 2", ""),
+    "layer beyond the last": ("llama", {"layers_to_transform": [2]}, "lora-target", "layer 2 does not exist", ""),
     "rank pattern": ("llama", {"rank_pattern": {"q_porj": 2}}, "lora-target", "`lora.rank_pattern`: `q_porj`", "`q_proj`"),
     "saved module": ("llama", {"modules_to_save": ["head"]}, "lora-target", "`head` matches no module", "lm_head"),
     "tied head": ("gpt2", {"modules_to_save": ["lm_head"]}, "lora-tied", "`lm_head` shares its weight with `transformer.wte`", "leave"),

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import Notice, Where, failed_error, usage_error
+from fsdp_tune.core.peft_fields import CONFIG_FILE, PREFIX, tensor_name
 from fsdp_tune.merge.companions import Companions, fetch_model, find_companions
 from fsdp_tune.merge.formats.contents import CheckpointTensors, Contents, as_error, missing_parts, must_agree, read_tensors
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.tensors import SourceTensor
-from fsdp_tune.merge.lora.adapter_config import CONFIG_NAME, AdapterConfig, find_config
-from fsdp_tune.merge.lora.peft_names import MAGNITUDE, PREFIX, PeftNames, is_peft, name_in_file, sort_names
+from fsdp_tune.merge.lora.adapter_config import AdapterConfig, find_config
+from fsdp_tune.merge.lora.peft_names import MAGNITUDE, PeftNames, is_peft, sort_names
 from fsdp_tune.merge.lora.targets import Layers, add_layers
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.weights import Format, Weights, find_weights
@@ -85,9 +86,9 @@ def adapt(
     if config is None:
         raise usage_error(
             "merge-adapter-config",
-            f"the checkpoint holds a LoRA adapter and no {CONFIG_NAME}, which says how much of it to add",
+            f"the checkpoint holds a LoRA adapter and no {CONFIG_FILE}, which says how much of it to add",
             where=Where(str(selection.weights[0].root)),
-            hint=f"give the {CONFIG_NAME} that PEFT wrote: `--adapter-config FILE`",
+            hint=f"give the {CONFIG_FILE} that PEFT wrote: `--adapter-config FILE`",
         )
     names = [
         sort_names(source.tensors, Where(str(weights.root))) for source, weights in zip(contents.sources, selection.weights, strict=True)
@@ -123,7 +124,7 @@ def _merge(
             companions = find_companions(selection, str(base), origin=base_name).with_tokenizer_of([w.root for w in selection.weights])
         below = _read_base(stack, base)
         if options.base is None and selection.run is None:
-            notices.append(Notice("merge-adapter-base", f"the weights under the adapter are those of `{base_name}`, as {CONFIG_NAME} says"))
+            notices.append(Notice("merge-adapter-base", f"the weights under the adapter are those of `{base_name}`, as {CONFIG_FILE} says"))
     added: list[Layers] = []
     for source, found, weights in zip(contents.sources, names, selection.weights, strict=True):
         own = {name: replace(source.tensors[key], name=name) for name, key in found.weights.items()}
@@ -207,7 +208,7 @@ def _export(
             key = parts.get("lora_A") or parts.get("lora_embedding_A")
             if key is not None and tensors[key].shape:
                 config.scaling(module, tensors[key].shape[0])
-    keys = {name_in_file(module, part): key for module, parts in names.factors.items() for part, key in parts.items()}
+    keys = {tensor_name(module, part): key for module, parts in names.factors.items() for part, key in parts.items()}
     keys |= {PREFIX + name: key for name, key in names.others.items()}
     for name, key in names.weights.items():
         if name in names.saved or not _is_whole(names, weights) or _is_trained_bias(name, names, config):

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error, usage_error
-from fsdp_tune.core.peft_fields import initialisation_that_changes_base, other_arithmetic
+from fsdp_tune.core.peft_fields import CONFIG_FILE, initialisation_that_changes_base, other_arithmetic, value_for
 
-CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 16 << 20
 
 
@@ -56,17 +55,13 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.values.get("use_rslora") is True else rank)
 
     def _of_pattern(self, name: str, module: str, default: Any) -> Any:
-        """The value of the first pattern that matches the end of the module's name, as PEFT's `get_pattern_key` finds it."""
         patterns = self.values.get(name) or {}
         if not isinstance(patterns, dict):
             raise self.wrong(f"its `{name}` is not an object")
-        for pattern, value in patterns.items():
-            try:
-                if re.match(rf"(.*\.)?({pattern})$", module):
-                    return value
-            except re.error as error:
-                raise self.wrong(f"`{pattern}` in its `{name}` is not a valid pattern") from error
-        return default
+        try:
+            return value_for(module, patterns, default)
+        except re.error as error:
+            raise self.wrong(f"its `{name}` has an invalid pattern: {error}") from error
 
     def check_mergeable(self, *, has_own_base: bool) -> None:
         """Raises: FailedError for anything but LoRA and DoRA. `has_own_base`: the weights under the adapter are in the checkpoint."""
@@ -90,20 +85,20 @@ class AdapterConfig:
             "merge-adapter-config",
             f"the adapter's config cannot be used: {why}",
             where=Where(str(self.path)),
-            hint=f"give the right one with `--adapter-config` (the {CONFIG_NAME} that PEFT wrote)",
+            hint=f"give the right one with `--adapter-config` (the {CONFIG_FILE} that PEFT wrote)",
         )
 
 
 def find_config(given: Path | None, places: Sequence[Path]) -> AdapterConfig | None:
     """The one that was given (a file, or the directory that holds it), else the first beside the weights."""
     if given is not None:
-        path = given / CONFIG_NAME if given.is_dir() else given
+        path = given / CONFIG_FILE if given.is_dir() else given
         if not path.is_file():
-            raise usage_error("merge-adapter-config", f"there is no {CONFIG_NAME} here", where=Where(str(given)))
+            raise usage_error("merge-adapter-config", f"there is no {CONFIG_FILE} here", where=Where(str(given)))
         return _read(path)
     for place in places:
-        if (place / CONFIG_NAME).is_file():
-            return _read(place / CONFIG_NAME)
+        if (place / CONFIG_FILE).is_file():
+            return _read(place / CONFIG_FILE)
     return None
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fsdp_tune.core.errors import Where, failed_error
+from fsdp_tune.core.peft_fields import PREFIX
 
-PREFIX = "base_model.model."
 MAGNITUDE = ".lora_magnitude_vector"
 _MARK = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.)")
 _FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_[AB])(\.(?P<adapter>[^.]+))?\.(?P<what>weight|bias)")
@@ -97,9 +97,3 @@ def _sort(found: PeftNames, key: str, name: str) -> None:
         found.adapters.add(match["adapter"])
     if taken != key:
         found.twice.append((taken, key))
-
-
-def name_in_file(module: str, part: str) -> str:
-    """`lora_B.bias` of `M` → `base_model.model.M.lora_B.bias`; embeddings have no `.weight`."""
-    end = "" if part.startswith("lora_embedding") or part.endswith(".bias") else ".weight"
-    return f"{PREFIX}{module}.{part}{end}"

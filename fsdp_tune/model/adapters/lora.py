@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import Where, usage_error
+from fsdp_tune.core.peft_fields import PREFIX, tensor_name
 from fsdp_tune.model.adapters.lora_targets import find_saved, find_targets, last_parts
-from fsdp_tune.model.shard.local import local_part
+from fsdp_tune.model.shard.local import copy_part, local_part
 from fsdp_tune.recipe.schema import Lora, Recipe
 from fsdp_tune.run.directory import run_of
 
@@ -44,10 +43,7 @@ def name_in_base(name: str) -> str | None:
 def name_in_file(name: str) -> str:
     """Return the name that a trained parameter has in PEFT's `adapter_model.safetensors` (`get_peft_model_state_dict`, PEFT 0.21)."""
     found = _OWN.search(name)
-    if found is None:
-        return f"base_model.model.{name}"
-    end = ".weight" if found[1] in ("A", "B") else ""
-    return f"base_model.model.{name[: found.start()]}.lora_{found[1]}{end}"
+    return PREFIX + name if found is None else tensor_name(name[: found.start()], f"lora_{found[1]}")
 
 
 def inject_lora(recipe: Recipe, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -67,15 +63,15 @@ def inject_lora(recipe: Recipe, model: PreTrainedModel, dtype: torch.dtype) -> N
             ways_out=(f"`fsdp-tune merge-checkpoint {recipe.model.name_or_path}`, and the merged directory as `model.name_or_path`",),
         )
     targets, saved = find_targets(recipe, model), find_saved(recipe, model)
+    frozen_by_its_code = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     biases = set(_trained_biases(lora, model, targets))
     _inject(lora, model, list(targets))
     in_full = tuple(f"{name}." for name in saved)
-    own: frozenset[str] = vars(model).get("frozen_by_its_code", frozenset())
     for name, parameter in model.named_parameters():
         base = name_in_base(name)
         if base is None:
             parameter.data = parameter.data.to(dtype)
-        parameter.requires_grad_(base is None or ((name.startswith(in_full) or base in biases) and base not in own))
+        parameter.requires_grad_(base is None or ((name.startswith(in_full) or base in biases) and base not in frozen_by_its_code))
 
 
 def _inject(lora: Lora, model: PreTrainedModel, targets: list[str]) -> None:
@@ -195,7 +191,7 @@ def draw_adapters(recipe: Recipe, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         found = _OWN.search(name)
         if found is not None and found[1] != "magnitude_vector":
-            _put(parameter, first_values(lora, found[1], tuple(parameter.shape), f"{recipe.training.seed} {name}"))
+            copy_part(parameter, first_values(lora, found[1], tuple(parameter.shape), f"{recipe.training.seed} {name}"))
     for module in model.modules():
         for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
             # Of a linear layer, whose rows lie on the same rank as the elements of the magnitude.
@@ -215,14 +211,6 @@ def first_values(lora: Lora, part: str, shape: tuple[int, ...], key: str) -> tor
         return values.normal_(std=1 / shape[0], generator=generator)
     bound = 1 / math.sqrt(shape[1])  # of a linear layer: kaiming_uniform_ with a = √5
     return values.uniform_(-bound, bound, generator=generator)
-
-
-def _put(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy this rank's part of `whole` into `target`, without communication."""
-    if isinstance(target, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-        whole = whole[tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))]
-    local_part(target).copy_(whole)
 
 
 def refuse_untrained_tokens(recipe: Recipe, model: PreTrainedModel) -> None:

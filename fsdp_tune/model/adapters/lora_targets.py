@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.peft_fields import pattern_matches, value_for
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.recipe.schema import Lora, Recipe
 
@@ -46,7 +47,7 @@ def find_saved(recipe: Recipe, model: PreTrainedModel) -> dict[str, nn.Module]:
     modules: dict[str, nn.Module] = dict(model.named_modules())
     saved: dict[str, nn.Module] = {}
     for wanted in recipe.lora.modules_to_save:
-        found = {name: module for name, module in modules.items() if _ends_with(name, wanted) and any(True for _ in module.parameters())}
+        found = {name: module for name, module in modules.items() if ends_with(name, wanted) and any(True for _ in module.parameters())}
         if not found:
             raise _hits_nothing("lora.modules_to_save", wanted, modules.items())
         saved |= found
@@ -67,7 +68,7 @@ def _chosen(lora: Lora, model: PreTrainedModel, modules: dict[str, nn.Module]) -
                 message = f"`lora.target_modules: {wanted}` is not a valid regular expression: {error}"
                 raise usage_error("lora-target", message, where=Where(key="lora.target_modules")) from error
         else:
-            found = [name for name in modules if name and _ends_with(name, wanted)]
+            found = [name for name in modules if name and ends_with(name, wanted)]
         if not found:
             raise _hits_nothing("lora.target_modules", wanted, modules.items())
         for name in found:
@@ -82,7 +83,8 @@ def _chosen(lora: Lora, model: PreTrainedModel, modules: dict[str, nn.Module]) -
     return chosen
 
 
-def _ends_with(name: str, wanted: str) -> bool:
+def ends_with(name: str, wanted: str) -> bool:
+    """Return whether the last parts of a module's name are `wanted`."""
     return name == wanted or name.endswith(f".{wanted}")
 
 
@@ -99,7 +101,7 @@ def _in_layers(recipe: Recipe, model: PreTrainedModel, names: Sequence[str]) -> 
     if beyond := [index for index in indexes if index >= len(layers)]:
         raise usage_error(
             "lora-target",
-            f"`lora.layers_to_transform`: there is no layer {beyond[0]}; the model has the layers 0 to {len(layers) - 1}",
+            f"`lora.layers_to_transform`: layer {beyond[0]} does not exist; the model has the layers 0 to {len(layers) - 1}",
             where=Where(key="lora.layers_to_transform"),
         )
     return [name for name in names if _is_inside(name, [layers[index] for index in indexes])]
@@ -124,8 +126,8 @@ def _refuse_tied(model: PreTrainedModel, modules: dict[str, nn.Module], key: str
 
 
 def rank_of(lora: Lora, name: str) -> int:
-    """Return the rank of a module's adapter, as PEFT's `get_pattern_key` finds it."""
-    return next((rank for pattern, rank in lora.rank_pattern.items() if re.match(rf"(.*\.)?({pattern})$", name)), lora.r)
+    """Return the rank of a module's adapter."""
+    return value_for(name, lora.rank_pattern, lora.r)
 
 
 def _check_sizes(lora: Lora, targets: dict[str, nn.Module]) -> None:
@@ -157,7 +159,7 @@ def _check_patterns(lora: Lora, targets: dict[str, nn.Module]) -> None:
     for key, patterns in (("lora.rank_pattern", lora.rank_pattern), ("lora.alpha_pattern", lora.alpha_pattern)):
         for pattern in patterns:
             try:
-                hits = any(re.match(rf"(.*\.)?({pattern})$", name) for name in targets)
+                hits = any(pattern_matches(pattern, name) for name in targets)
             except re.error as error:
                 message = f"`{key}`: `{pattern}` is not a valid regular expression: {error}"
                 raise usage_error("lora-target", message, where=Where(key=key)) from error

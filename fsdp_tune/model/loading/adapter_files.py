@@ -11,12 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
-from fsdp_tune.core.peft_fields import initialisation_that_changes_base, other_arithmetic
+from fsdp_tune.core.peft_fields import CONFIG_FILE, WEIGHTS_FILE, initialisation_that_changes_base, other_arithmetic
 from fsdp_tune.model.adapters.lora import draw_adapters, name_in_file
 from fsdp_tune.model.loading.weight_slices import Stored, WeightFiles, read_tensors, tensors_of
 from fsdp_tune.recipe.schema import Recipe
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 """Keys of `lora:` that must be those of the adapter's config, where they have the same names."""
 
@@ -59,7 +58,7 @@ def check_adapter(recipe: Recipe, model: PreTrainedModel) -> None:
         raise _wrong(
             folder,
             f"it was trained on {base}, and the recipe names {wanted}",
-            f"--set model.name_or_path={base}, or correct `base_model_name_or_path` in {CONFIG} if they are the same weights",
+            f"--set model.name_or_path={base}, or correct `base_model_name_or_path` in {CONFIG_FILE} if they are the same weights",
         )
     targets = _targets(model)
     stored = {name: tensor for name, tensor in _stored(folder).items() if not _is_copy_of_base(name, tensor, model)}
@@ -86,20 +85,20 @@ def _is_copy_of_base(name: str, tensor: Stored, model: nn.Module) -> bool:
 
 
 def _stored(folder: str) -> dict[str, Stored]:
-    path = Path(folder) / WEIGHTS
+    path = Path(folder) / WEIGHTS_FILE
     if not path.is_file():
-        raise _wrong(folder, f"there is no {WEIGHTS}", "give the directory that PEFT wrote, with safetensors")
+        raise _wrong(folder, f"there is no {WEIGHTS_FILE}", "give the directory that PEFT wrote, with safetensors")
     return dict(tensors_of(path))
 
 
 def _config(folder: str) -> dict[str, Any]:
     try:
-        config = json.loads((Path(folder) / CONFIG).read_bytes())
+        config = json.loads((Path(folder) / CONFIG_FILE).read_bytes())
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
         return config
     except (OSError, ValueError, RecursionError) as error:
-        raise _wrong(folder, f"its {CONFIG} cannot be read: {error}", "give the directory that PEFT wrote") from error
+        raise _wrong(folder, f"its {CONFIG_FILE} cannot be read: {error}", "give the directory that PEFT wrote") from error
 
 
 def _wrong(folder: str, why: str, hint: str | None = None) -> FsdpTuneError:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.units import KIB
@@ -26,6 +25,7 @@ from fsdp_tune.model.loading.construct import build_empty, build_full, build_wit
 from fsdp_tune.model.loading.experts import active_parameters
 from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
 from fsdp_tune.model.shard.fsdp_units import UnitPlan, decoder_layers, ignored_module_names, plan_units
+from fsdp_tune.model.shard.local import copy_part
 from fsdp_tune.model.shard.mesh import make_mesh
 from fsdp_tune.model.shard.recompute import recompute_activations
 from fsdp_tune.model.shard.untimed_group import destroy_group, untimed_group
@@ -189,11 +189,7 @@ def _receive(model: PreTrainedModel, source: PreTrainedModel | None, device: tor
         else:
             whole = torch.empty(target.shape, dtype=target.dtype, device=device)
         dist.broadcast(whole, src=0)
-        if isinstance(target, DTensor):
-            slice_ = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-            target.to_local().copy_(slice_.to_local())
-        else:
-            target.copy_(whole)
+        copy_part(target, whole)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from fsdp_tune.core.atomic import write_json
 from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.peft_fields import CONFIG_FILE
 from fsdp_tune.recipe.schema.model_and_data import Model
 
 
@@ -40,7 +41,7 @@ def save_model_files(directory: Path, facts: dict[str, Any], tokenizer: Tokenize
     write_json(directory / "config.json", config | vocabulary | {"architectures": [facts["architecture"]], "use_cache": True})
     write_json(directory / "generation_config.json", generation)
     if "adapter_config" in facts:
-        write_json(directory / "adapter_config.json", facts["adapter_config"])
+        write_json(directory / CONFIG_FILE, facts["adapter_config"])
 
 
 def with_special_tokens(config: dict[str, Any], tokenizer: Tokenizer, names: Sequence[str]) -> dict[str, Any]:

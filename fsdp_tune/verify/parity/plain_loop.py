@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from fsdp_tune.core.peft_fields import PREFIX
 from fsdp_tune.data.order.permutation import epoch_order
 from fsdp_tune.data.store import Row, RowStore
 
@@ -134,7 +135,7 @@ def _copy(model: nn.Module, settings: LoopSettings) -> dict[str, torch.Tensor]:
     copies = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad or settings.adapter is None}
     if settings.adapter is None:
         return copies
-    return {name.removeprefix("base_model.model.").replace(".modules_to_save.default", ""): copy for name, copy in copies.items()}
+    return {name.removeprefix(PREFIX).replace(".modules_to_save.default", ""): copy for name, copy in copies.items()}
 
 
 def _global_batches(settings: LoopSettings, rows: RowStore) -> Iterator[list[Row]]:

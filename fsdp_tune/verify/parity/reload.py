@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from fsdp_tune.core.peft_fields import CONFIG_FILE, PREFIX
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.run.directory import SHARD_FOLDER, RunDir
 from fsdp_tune.run.metrics_file import read_metrics
@@ -61,12 +62,12 @@ def _adapted(run: RunDir, step: int, dtype: torch.dtype) -> Any:
     """The checkpoint's adapter on its base, by PEFT, merged by PEFT in fp32."""
     from peft import LoraConfig, get_peft_model
 
-    values = json.loads((run.model / "adapter_config.json").read_text(encoding="utf-8"))
+    values = json.loads((run.model / CONFIG_FILE).read_text(encoding="utf-8"))
     base = AutoModelForCausalLM.from_pretrained(values["base_model_name_or_path"], dtype=torch.float32)
     config: Any = LoraConfig.from_peft_type(**{**values, "inference_mode": False})
     model: Any = get_peft_model(base, config)
     names = {name.replace(".modules_to_save.default", ""): name for name, _ in model.named_parameters()}
-    saved = {names[f"base_model.model.{name}"]: tensor for name, tensor in checkpoint_tensors(run.checkpoint(step)).items()}
+    saved = {names[PREFIX + name]: tensor for name, tensor in checkpoint_tensors(run.checkpoint(step)).items()}
     _, unexpected = model.load_state_dict(saved, strict=False)
     assert not unexpected, unexpected
     return model.merge_and_unload().to(dtype).eval()

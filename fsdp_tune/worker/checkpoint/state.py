@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.core.library_errors import BLOCKS_CUT
 from fsdp_tune.model.kernels.float8_weights import plain, refresh_scales
-from fsdp_tune.model.shard.local import local_part
+from fsdp_tune.model.shard.local import copy_part
 from fsdp_tune.model.step import plain_name
 from fsdp_tune.run.directory import SHARD_FOLDER
 from fsdp_tune.worker.agreement import gather
@@ -137,7 +137,7 @@ def _read_whole(state: dict[str, Any], directory: Path) -> None:
             if (shape := tuple(file.get_slice(name).get_shape())) != tuple(target.shape):
                 message = f"`{name}` is {shape}, the model has {tuple(target.shape)}"
                 raise failed_error("checkpoint-of-another-model", f"{directory}: {message}")
-            _fill(target, file.get_tensor(name))
+            copy_part(target, file.get_tensor(name))  # one tensor at a time: a host cannot hold a full model for each rank
 
 
 def _check_names(state: dict[str, Any], directory: Path, prefix: str) -> None:
@@ -171,7 +171,7 @@ def load_optimizer(live: Live, directory: Path) -> None:
             stored = {name: name.rsplit("::", 1) for name in file.keys()}  # noqa: SIM118
             state["state"] = _of_parameters(state["state"], {parameter for parameter, _ in stored.values()})
             for name, (parameter, kind) in stored.items():
-                _fill(state["state"][parameter][kind], file.get_tensor(name))
+                copy_part(state["state"][parameter][kind], file.get_tensor(name))
     else:
         state["state"] = _of_parameters(state["state"], _parameters_with_state(state["state"], directory))
         _load_sharded(state["state"], directory)
@@ -212,15 +212,6 @@ def _load_sharded(state: dict[str, dict[str, Any]], directory: Path) -> None:
                 "in a new run, set a `block_size` that divides a row, for any number of ranks",
             ),
         ) from error
-
-
-@torch.no_grad()
-def _fill(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy this rank's part of `whole` into `target`. Called for one tensor at a time: the host cannot hold a full model for each rank,
-    and a device may not hold one at all."""
-    if isinstance(target, DTensor):
-        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-    local_part(target).copy_(local_part(whole))
 
 
 def rng_state(device_type: str) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fsdp_tune.core.errors import Where, usage_error
+from fsdp_tune.core.peft_fields import value_for
 from fsdp_tune.model.adapters.lora import ADAPTER_NAME, is_of_adapter, name_in_base
-from fsdp_tune.model.adapters.lora_targets import ALL_LINEAR, last_parts, rank_of
+from fsdp_tune.model.adapters.lora_targets import ALL_LINEAR, ends_with, last_parts, rank_of
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loading.construct import TORCH_DTYPE, frozen_by_its_code
 from fsdp_tune.model.shard.local import local_part
@@ -53,7 +54,7 @@ def _frozen(recipe: Recipe, loaded: Loaded) -> list[str]:
 
 
 def _is_trained_by(lora: Lora, name: str) -> bool:
-    if is_of_adapter(name) or any(re.search(rf"(^|\.){re.escape(saved)}\.", name) for saved in lora.modules_to_save):
+    if is_of_adapter(name) or _is_in_saved_module(lora, name):
         return True
     is_bias = name.rpartition(".")[2] == "bias"
     return is_bias and (lora.bias == "all" or (lora.bias == "lora_only" and ".base_layer." in name))
@@ -62,11 +63,10 @@ def _is_trained_by(lora: Lora, name: str) -> bool:
 def _adapters(recipe: Recipe, lora: Lora, loaded: Loaded) -> list[str]:
     """Return the differences of the adapters from the recipe: layers that have none, other dtypes, scales or rates of dropout."""
     adapted: dict[str, Any] = {name: module for name, module in loaded.model.named_modules() if hasattr(module, "lora_A")}
-    bare = [name for name, _ in _linears(loaded.model) if _is_meant(lora, name, loaded) and not _is_inside(name, adapted, lora)]
+    bare = [name for name in _linears(loaded.model) if _is_meant(lora, name, loaded) and not _is_trained(lora, name, adapted)]
     found = [f"adapters: `{bare[0]}` has none ({len(bare)} linear layers)"] if bare else []
     for name, module in adapted.items():
-        rank = rank_of(lora, name)
-        alpha = next((value for key, value in lora.alpha_pattern.items() if re.match(rf"(.*\.)?({key})$", name)), lora.lora_alpha)
+        rank, alpha = rank_of(lora, name), value_for(name, lora.alpha_pattern, lora.lora_alpha)
         wanted = alpha / (math.sqrt(rank) if lora.use_rslora else rank)
         if (live := module.scaling[ADAPTER_NAME]) != wanted:
             return [*found, f"adapters: the recipe means {name} to be scaled by {wanted:g}, the run scales it by {live:g}"]
@@ -85,18 +85,21 @@ def _is_meant(lora: Lora, name: str, loaded: Loaded) -> bool:
         return loaded.model.get_submodule(name) is not loaded.model.get_output_embeddings()
     if isinstance(lora.target_modules, str):
         return re.fullmatch(lora.target_modules, name) is not None
-    return any(name == wanted or name.endswith(f".{wanted}") for wanted in lora.target_modules)
+    return any(ends_with(name, wanted) for wanted in lora.target_modules)
 
 
-def _linears(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+def _linears(model: PreTrainedModel) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
 
 
-def _is_inside(name: str, adapted: dict[str, Any], lora: Lora) -> bool:
+def _is_trained(lora: Lora, name: str, adapted: dict[str, Any]) -> bool:
     """Whether a linear layer is a part of an adapted one, or of a module that is trained in full."""
-    if any(re.search(rf"(^|\.){re.escape(saved)}(\.|$)", name) for saved in lora.modules_to_save):
-        return True
-    return any(name.startswith(f"{outer}.") for outer in adapted)
+    return _is_in_saved_module(lora, name) or any(name.startswith(f"{outer}.") for outer in adapted)
+
+
+def _is_in_saved_module(lora: Lora, name: str) -> bool:
+    """Whether a module or parameter is, or is in, one of `modules_to_save`."""
+    return any(re.search(rf"(^|\.){re.escape(saved)}(\.|$)", name) for saved in lora.modules_to_save)
 
 
 def _dtypes(recipe: Recipe, loaded: Loaded) -> list[str]:
