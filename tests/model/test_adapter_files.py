@@ -1,4 +1,4 @@
-"""Training continues from a PEFT adapter that fits, and from no other."""
+"""Training continues from a PEFT adapter that fits the recipe and the model, and from no other."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.core.errors import FsdpTuneError, Problem
+from fsdp_tune.core.peft_fields import CONFIG_FILE, WEIGHTS_FILE
+from fsdp_tune.model.adapters.lora import name_in_file
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.recipe.schema import Recipe
 from tests.model.recipes import recipe_of
@@ -24,8 +27,21 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("llama", tmp_path_factory.mktemp("base"))
 
 
+@pytest.fixture
+def adapter(base: Path, tmp_path: Path) -> Path:
+    return make_adapter(base, {"r": 4}, tmp_path / "adapter")
+
+
 def recipe_with(base: Path, adapter: Path, **lora: Any) -> Recipe:
     return recipe_of({"name_or_path": str(base)}, lora={"r": 4, "adapter": str(adapter), **lora})
+
+
+def refusal(recipe: Recipe) -> Problem:
+    with pytest.raises(FsdpTuneError) as caught:
+        build_empty(recipe)
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.where.key) == ("adapter-does-not-fit", "lora.adapter")
+    return problem
 
 
 @pytest.mark.parametrize(
@@ -42,40 +58,63 @@ def test_model_with_an_adapter_computes_what_peft_computes(base: Path, lora: dic
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_frozen_embedding_and_head_in_the_file_are_ignored(base: Path, tmp_path: Path) -> None:
+    lora = {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}
+    adapter = make_adapter(base, {"r": 4, **lora}, tmp_path / "adapter")
+    stored = load_file(adapter / WEIGHTS_FILE)
+    assert "base_model.model.lm_head.base_layer.weight" in stored
+    trained = {name_in_file(name): p for name, p in build_full(recipe_with(base, adapter, **lora)).named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * (3 + 1 + 1)
+    assert all(torch.equal(p, stored[name]) for name, p in trained.items())
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "IA3": ({"peft_type": "IA3"}, "it is of the type IA3", ""),
+    "rank": ({"r": 8}, "its `r` is 8, and the recipe has 4", "--set lora.r=8"),
+    "scale": ({"lora_alpha": 16}, "its `lora_alpha` is 16, and the recipe has 32", "--set lora.lora_alpha=16"),
+    "rsLoRA": ({"use_rslora": True}, "its `use_rslora` is True, and the recipe has False", "--set lora.use_rslora=true"),
+    "another base": ({"base_model_name_or_path": "org/other"}, "it was trained on org/other", "--set model.name_or_path=org/other"),
+    "activated LoRA": ({"alora_invocation_tokens": [1, 2]}, "it was trained with `alora_invocation_tokens`", ""),
+    "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, "changes the base under the adapter", "convert it with PEFT"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_adapter_of_another_kind_is_refused(case: str, base: Path, adapter: Path) -> None:
+    change, message, hint = CONFIGS[case]
+    path = adapter / CONFIG_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    problem = refusal(recipe_with(base, adapter))
+    assert message in problem.message
+    assert hint in (problem.hint or "")
+
+
 @pytest.mark.parametrize(
-    ("config", "lora", "words"),
+    ("lora", "words"),
     [
-        ({}, {"r": 8}, "its `r` is 4, and the recipe has 8"),
-        ({}, {"lora_alpha": 16}, "its `lora_alpha` is 32, and the recipe has 16"),
-        ({}, {"use_rslora": True}, "its `use_rslora` is False"),
-        ({}, {"target_modules": ["q_proj"]}, "which the recipe does not train"),
-        ({}, {"modules_to_save": ["lm_head"]}, "it lacks `base_model.model.lm_head.weight`"),
-        ({"peft_type": "IA3"}, {}, "of the type IA3"),
-        ({"base_model_name_or_path": "org/another"}, {}, "it was trained on org/another"),
+        ({"target_modules": ["q_proj"]}, "which the recipe does not train"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "it lacks `base_model.model.lm_head.lora_A.weight`"),
+        ({"modules_to_save": ["lm_head"]}, "it lacks `base_model.model.lm_head.weight`"),
     ],
     ids=str,
 )
-def test_adapter_that_does_not_fit_is_refused(base: Path, config: dict[str, Any], lora: dict[str, Any], words: str, tmp_path: Path) -> None:
-    adapter = make_adapter(base, {"r": 4}, tmp_path / "adapter")
-    path = adapter / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    with pytest.raises(FsdpTuneError) as caught:
-        build_empty(recipe_with(base, adapter, **lora))
-    (problem,) = caught.value.problems
-    assert (problem.code, problem.where.key) == ("adapter-does-not-fit", "lora.adapter")
-    assert words in problem.message
+def test_adapter_with_other_modules_is_refused(lora: dict[str, Any], words: str, base: Path, adapter: Path) -> None:
+    assert words in refusal(recipe_with(base, adapter, **lora)).message
 
 
 def test_trained_head_of_an_adapter_is_not_ignored(base: Path, tmp_path: Path) -> None:
     adapter = make_adapter(base, {"r": 4, "modules_to_save": ["lm_head"]}, tmp_path / "adapter")
-    with pytest.raises(FsdpTuneError, match=r"it has `base_model.model.lm_head.weight`, which the recipe does not train"):
-        build_empty(recipe_with(base, adapter))
+    assert "it has `base_model.model.lm_head.weight`, which the recipe does not train" in refusal(recipe_with(base, adapter)).message
 
 
-@pytest.mark.parametrize("content", [None, "[]", "{"])
-def test_directory_without_a_readable_adapter_is_refused(base: Path, content: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [None, "[]", "{"], ids=["missing", "not an object", "not JSON"])
+def test_adapter_without_a_readable_config_is_refused(content: str | None, base: Path, adapter: Path) -> None:
+    (adapter / CONFIG_FILE).unlink()
     if content is not None:
-        (tmp_path / "adapter_config.json").write_text(content)
-    with pytest.raises(FsdpTuneError) as caught:
-        build_empty(recipe_with(base, tmp_path))
-    assert caught.value.problems[0].code == "adapter-does-not-fit"
+        (adapter / CONFIG_FILE).write_text(content)
+    assert f"its {CONFIG_FILE} cannot be read" in refusal(recipe_with(base, adapter)).message
+
+
+def test_adapter_in_pickles_is_refused_unread(base: Path, adapter: Path) -> None:
+    (adapter / WEIGHTS_FILE).rename(adapter / "adapter_model.bin")
+    assert f"there is no {WEIGHTS_FILE}" in refusal(recipe_with(base, adapter)).message

@@ -1,80 +1,117 @@
-"""A name in `lora:` that would train nothing, or something else than it says, is refused with the names that exist."""
+"""Names in `lora:` that hit nothing, hit the wrong modules or do not fit the model are errors that name what to write."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.adapters.lora import inject_lora
 from fsdp_tune.model.adapters.lora_targets import find_targets
 from fsdp_tune.model.loading.construct import build_empty
-from tests.model.recipes import recipe_of
-from tests.parity.architectures import make_model
+from tests.model.recipes import lora_recipe, recipe_of
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
+    "misspelt": ("llama", {"target_modules": ["q_proj", "v_porj"]}, "lora-target", "`v_porj` matches no module", "did you mean `v_proj`"),
+    "of another model": ("gpt2", {"target_modules": ["q_proj"]}, "lora-target", "`q_proj` matches no module", "c_proj"),
+    "like no name": ("llama", {"target_modules": ["xyz"]}, "lora-target", "matches no module", "its linear layers are q_proj"),
+    "not adapted": ("llama", {"target_modules": ["self_attn"]}, "lora-target", "is a LlamaAttention", "q_proj, k_proj"),
+    "bad expression": ("llama", {"target_modules": "(q_proj"}, "lora-target", "not a valid regular expression", ""),
+    "expression without a match": ("llama", {"target_modules": ".*q_porj"}, "lora-target", "matches no module", "q_proj"),
+    "expression for an end": ("llama", {"target_modules": "q_proj"}, "lora-target", "matches no module", "q_proj"),
+    "layer beyond the last": (
+        "llama",
+        {"layers_to_transform": [2]},
+        "lora-target",
+        "layer 2 does not exist; the model has the layers 0 to 1",
+        "",
+    ),
+    "rank pattern": ("llama", {"rank_pattern": {"q_porj": 2}}, "lora-target", "`lora.rank_pattern`: `q_porj`", "`q_proj`"),
+    "bad pattern": ("llama", {"alpha_pattern": {"(": 2.0}}, "lora-target", "not a valid regular expression", ""),
+    "saved module": ("llama", {"modules_to_save": ["head"]}, "lora-target", "`head` matches no module", "lm_head"),
+    "tied head": ("gpt2", {"modules_to_save": ["lm_head"]}, "lora-tied", "`lm_head` shares its weight with `transformer.wte`", "leave"),
+    "tied embedding": ("gpt2", {"target_modules": ["wte"]}, "lora-tied", "shares its weight with `lm_head`", "leave `wte` out"),
+    "adapter of a tied head": (
+        "qwen3",
+        {"target_modules": ["lm_head"]},
+        "lora-tied",
+        "shares its weight with `model.embed_tokens`",
+        "leave",
+    ),
+    "tied embedding in full": ("qwen3", {"modules_to_save": ["embed_tokens"]}, "lora-tied", "shares its weight with `lm_head`", "leave"),
+    "rank": ("llama", {"r": 33}, "lora-rank", "`lora.r: 33` is above the rank", "at most 32"),
+    "rank of a gate": (
+        "qwen2_moe",
+        {"r": 4},
+        "lora-rank",
+        "`model.layers.0.mlp.shared_expert_gate`, which is 1 x 32",
+        "`target_modules: [q_proj, k_proj,",
+    ),
+    "DoRA of Conv1D": ("gpt2", {"use_dora": True}, "lora-dora", "is a Conv1D", "use_dora: false"),
+    "DoRA of an embedding": (
+        "llama",
+        {"target_modules": ["embed_tokens"], "use_dora": True},
+        "lora-dora",
+        "is a Embedding",
+        "linear layers",
+    ),
+}
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return {name: str(make_model(name, tmp_path_factory.mktemp(name))) for name in ("llama", "gpt2", "qwen3", "mixtral")}
-
-
-def targets(models: dict[str, str], family: str, **lora: Any) -> list[str]:
-    recipe = recipe_of({"name_or_path": models[family]}, lora={"r": 4, **lora})
-    bare = build_empty(recipe.model_copy(update={"lora": None}))
-    return list(find_targets(recipe, bare))
-
-
-def test_all_linear_leaves_the_head_out(models: dict[str, str]) -> None:
-    found = targets(models, "llama")
-    assert len(found) == 3 * 7
-    assert "lm_head" not in found
-
-
-def test_names_are_last_parts_and_a_text_is_a_regular_expression(models: dict[str, str]) -> None:
-    assert targets(models, "llama", target_modules=["self_attn.q_proj"]) == [f"model.layers.{n}.self_attn.q_proj" for n in range(3)]
-    assert targets(models, "llama", target_modules=r".*\.1\..*_proj", layers_to_transform=[1])[0] == "model.layers.1.self_attn.q_proj"
-    assert targets(models, "llama", target_modules=r".*q_proj", layers_to_transform=[2]) == ["model.layers.2.self_attn.q_proj"]
-    assert targets(models, "llama", modules_to_save=["mlp"])[-1].endswith("self_attn.o_proj")
-    assert targets(models, "gpt2", target_modules=["c_attn"])[0] == "transformer.h.0.attn.c_attn"
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusal_names_what_is_wrong_and_what_to_write(case: str, tmp_path: Path) -> None:
+    family, lora, code, message, hint = REFUSED[case]
+    with pytest.raises(FsdpTuneError) as caught:
+        build_empty(lora_recipe(tmp_path, {"r": 4, **lora}, family))
+    (problem,) = caught.value.problems
+    assert problem.code == code
+    assert str(problem.where.key).startswith("lora.")
+    assert message in problem.message
+    assert hint in (problem.hint or "")
 
 
 @pytest.mark.parametrize(
-    ("family", "lora", "code", "words"),
+    ("lora", "found"),
     [
-        ("llama", {"target_modules": ["q_proj", "qproj"]}, "lora-target", "did you mean `q_proj`"),
-        ("llama", {"target_modules": "q_proj"}, "lora-target", "matches no module"),
-        ("llama", {"target_modules": "(q_proj"}, "lora-target", "not a valid regular expression"),
-        ("llama", {"target_modules": ["mlp"]}, "lora-target", "is a LlamaMLP"),
-        ("llama", {"target_modules": ["xyz"]}, "lora-target", "its linear layers are q_proj"),
-        ("llama", {"modules_to_save": ["lmhead"]}, "lora-target", "did you mean `lm_head`"),
-        ("llama", {"layers_to_transform": [3]}, "lora-target", "the layers 0 to 2"),
-        ("llama", {"rank_pattern": {"x_proj": 2}}, "lora-target", "`lora.rank_pattern`: `x_proj`"),
-        ("llama", {"alpha_pattern": {"(": 2.0}}, "lora-target", "not a valid regular expression"),
-        ("llama", {"r": 31}, "lora-rank", "above the rank"),
-        ("qwen3", {"target_modules": ["lm_head"]}, "lora-tied", "shares its weight with `model.embed_tokens`"),
-        ("qwen3", {"modules_to_save": ["embed_tokens"]}, "lora-tied", "shares its weight with `lm_head`"),
-        ("llama", {"target_modules": ["embed_tokens"], "use_dora": True}, "lora-dora", "is a Embedding"),
-        ("gpt2", {"use_dora": True}, "lora-dora", "is a Conv1D"),
+        ({"target_modules": ["q_proj"]}, ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]),
+        ({"target_modules": ["self_attn.q_proj"], "layers_to_transform": [1]}, ["model.layers.1.self_attn.q_proj"]),
+        ({"target_modules": r".*q_proj", "layers_to_transform": [1]}, ["model.layers.1.self_attn.q_proj"]),
+        ({"target_modules": r"model\.layers\.0\.mlp\.(up|down)_proj"}, ["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"]),
+        (
+            {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head"], "layers_to_transform": [0]},
+            ["model.layers.0.self_attn.q_proj"],
+        ),
+        (
+            {"modules_to_save": ["mlp"], "layers_to_transform": [0]},
+            [f"model.layers.0.self_attn.{part}_proj" for part in ("q", "k", "v", "o")],
+        ),
     ],
-    ids=str,
+    ids=["name", "layer", "expression for a layer", "expression", "trained in full instead", "inside a module trained in full"],
 )
-def test_targets_that_cannot_be_trained_are_refused(
-    models: dict[str, str], family: str, lora: dict[str, Any], code: str, words: str
-) -> None:
-    with pytest.raises(FsdpTuneError) as caught:
-        targets(models, family, **lora)
-    (problem,) = caught.value.problems
-    assert problem.code == code
-    assert words in f"{problem.message} {problem.hint}"
-    assert str(problem.where.key).startswith("lora.")
+def test_targets_are_found_in_the_order_of_the_model(lora: dict[str, Any], found: list[str], tmp_path: Path) -> None:
+    bare = build_empty(recipe_of("llama"))
+    assert list(find_targets(lora_recipe(tmp_path, {"r": 4, **lora}), bare)) == found
 
 
-def test_a_run_is_no_base(models: dict[str, str], tmp_path: Any) -> None:
-    (tmp_path / "recipe.json").write_text("{}")
+def test_layers_of_gpt2_are_targets(tmp_path: Path) -> None:
+    found = find_targets(lora_recipe(tmp_path, {"r": 4, "target_modules": ["c_attn"]}, "gpt2"), build_empty(recipe_of("gpt2")))
+    assert list(found) == ["transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn"]
+
+
+def test_all_linear_leaves_out_the_head(tmp_path: Path) -> None:
+    found = find_targets(lora_recipe(tmp_path, {"r": 4}), build_empty(recipe_of("llama")))
+    assert len(found) == 14
+    assert "lm_head" not in found
+
+
+def test_run_is_refused_as_the_base(tmp_path: Path) -> None:
+    recipe = lora_recipe(tmp_path / "base", {"r": 4})
     (tmp_path / "model").mkdir()
-    recipe = recipe_of({"name_or_path": str(tmp_path)}, lora={"r": 4})
-    bare = build_empty(recipe_of({"name_or_path": models["llama"]}))
+    (tmp_path / "recipe.json").write_text("{}")
+    of_run = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": str(tmp_path)})})
     with pytest.raises(FsdpTuneError) as caught:
-        inject_lora(recipe, bare, next(bare.parameters()).dtype)
+        inject_lora(of_run, build_empty(recipe_of("llama")), torch.float32)
     assert caught.value.problems[0].code == "lora-on-run"

@@ -1,18 +1,19 @@
-"""The identity of a base changes with its weights and with nothing else."""
+"""The base of an adapter is identified by the content of its weight files, or by the commit of its repository."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from fsdp_tune.run.base_model import SAMPLE_BYTES, SAMPLES, BaseModel, describe_base
 
 
-def weights(folder: Path, content: bytes) -> Path:
+def weights(folder: Path, content: bytes, name: str = "model.safetensors") -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "model.safetensors").write_bytes(content)
+    (folder / name).write_bytes(content)
     return folder
 
 
@@ -41,10 +42,41 @@ def test_repositories_are_compared_by_commit_and_not_with_directories(tmp_path: 
     hub = describe_base("org/model", "abc")
     assert hub == BaseModel("org/model", "abc")
     assert hub.differs_from(describe_base("org/model", "def"))
-    assert not hub.differs_from(describe_base(str(weights(tmp_path / "a", b"x")), None))
+    local = describe_base(str(weights(tmp_path / "a", b"x")), None)
+    assert not hub.differs_from(local)
+    assert not local.differs_from(hub)
 
 
 def test_identity_is_read_as_it_was_written(tmp_path: Path) -> None:
     written = describe_base(str(weights(tmp_path / "a", b"x")), None)
     written.write(tmp_path / "base.json")
     assert BaseModel.read(tmp_path / "base.json") == written
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_other_weights_of_the_same_size_differ(name: str, tmp_path: Path) -> None:
+    before = describe_base(str(weights(tmp_path / "base", b"a" * 5000, name)), None)
+    assert before.differs_from(describe_base(str(weights(tmp_path / "base", b"b" * 5000, name)), None))
+
+
+@pytest.mark.parametrize("at", [0, SAMPLES * SAMPLE_BYTES * 3 - 1], ids=["first byte", "last byte"])
+def test_change_at_either_end_of_a_large_file_is_noticed(at: int, tmp_path: Path) -> None:
+    content = bytearray(SAMPLES * SAMPLE_BYTES * 3)
+    before = describe_base(str(weights(tmp_path / "base", content)), None)
+    content[at] = 1
+    assert before.differs_from(describe_base(str(weights(tmp_path / "base", content)), None))
+
+
+def test_renamed_or_added_weight_files_differ(tmp_path: Path) -> None:
+    before = describe_base(str(weights(tmp_path / "base", b"weights")), None)
+    weights(tmp_path / "base", b"more", "model-2.safetensors")
+    assert before.differs_from(describe_base(str(tmp_path / "base"), None))
+
+
+def test_branch_that_moved_is_another_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = iter(["a" * 40, "a" * 40, "b" * 40])
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(tmp_path / next(commits) / "config.json"))
+    before, same, moved = (describe_base("org/model", "main") for _ in range(3))
+    assert before.revision == "a" * 40
+    assert not before.differs_from(same)
+    assert before.differs_from(moved)
