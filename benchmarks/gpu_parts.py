@@ -205,6 +205,7 @@ def by_hand(bench: Bench, tree: dict[str, Any]) -> Row:
     stored = {"fp32": "float32", "bf16": "bfloat16"}[tree["model"]["dtype"]]
     task = {
         "model": config,
+        "lora": None,
         "world_size": 1,
         "dtype": stored,
         "compute_dtype": stored,

@@ -12,6 +12,8 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 LOGGING_STEPS = 10
+LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+"""As a section of the recipe and as PEFT's arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,13 @@ def write_rows(size: Size, gsm8k: Path | None, folder: Path) -> float:
     return statistics.mean(min(len(row), size.max_length) for row in rows)
 
 
+def write_base(size: Size, directory: Path) -> None:
+    """Write the model that every contender draws, for ours, which adapts a model directory."""
+    from step_ranks import new_model
+
+    new_model({"model": size.model, "device": "cpu", "dtype": "float32"}).save_pretrained(directory)
+
+
 def learn_tokenizer(gsm8k: Path, vocabulary: int) -> tuple[Tokenizer, list[str]]:
     """A byte-level BPE trained on the very file, and the file's texts: question and answer."""
     found = [json.loads(line) for line in gsm8k.read_text(encoding="utf-8").splitlines()]
@@ -79,9 +88,11 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
-def recipe_of(size: Size, inputs: Path, output: Path) -> dict[str, Any]:
+def recipe_of(size: Size, inputs: Path, output: Path, *, lora: bool) -> dict[str, Any]:
+    base = {"name_or_path": str(inputs / "base")} if lora else {"from_config": size.model}
     return {
-        "model": {"from_config": size.model, "tokenizer": str(inputs / "tokenizer"), "attn_implementation": "sdpa"},
+        "model": {**base, "tokenizer": str(inputs / "tokenizer"), "attn_implementation": "sdpa"},
+        **({"lora": LORA} if lora else {}),
         "data": {
             "train": [{"path": str(inputs / "rows.jsonl")}],
             "format": "tokenized",

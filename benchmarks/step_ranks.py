@@ -145,6 +145,19 @@ def new_model(task: dict[str, Any]) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, task["dtype"]), attn_implementation="sdpa").train()
 
 
+def lora_config(task: dict[str, Any]) -> Any:
+    """Return PEFT's configuration of the adapters that are trained, or None."""
+    from peft import LoraConfig
+
+    return None if task["lora"] is None else LoraConfig(task_type="CAUSAL_LM", **task["lora"])
+
+
+def adapted(model: Any, task: dict[str, Any]) -> Any:
+    from peft import get_peft_model
+
+    return model if task["lora"] is None else get_peft_model(model, lora_config(task))
+
+
 def bare(task: dict[str, Any], rank: int) -> None:
     """The loop that one would write by hand: `fully_shard` with the same units, a loss weighted by tokens, clipping, AdamW, a schedule.
 
@@ -156,8 +169,9 @@ def bare(task: dict[str, Any], rank: int) -> None:
 
     size, device = task["world_size"], task["device"]
     model = sharded(task)
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 1_000_000))
@@ -194,7 +208,9 @@ def sharded(task: dict[str, Any]) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model = new_model(task)
+    model = adapted(new_model(task), task)
+    if task["lora"] is not None:
+        model = model.get_base_model()  # PEFT's layers are in it
     compute = getattr(torch, task["compute_dtype"])
     policy = MixedPrecisionPolicy(param_dtype=None if compute == torch.float32 else compute, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mesh": init_device_mesh(task["device"], (task["world_size"],)), "mp_policy": policy}
@@ -205,6 +221,8 @@ def sharded(task: dict[str, Any]) -> Any:
     fully_shard(model.model.embed_tokens, **options)
     fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)
     fully_shard(model, **options)
+    if task["lora"] is not None:  # else the backward would gather the frozen embedding again
+        model.model.layers[0].set_modules_to_backward_prefetch([model.model.layers[0]])
     return model
 
 
@@ -240,7 +258,8 @@ def hf(task: dict[str, Any], _rank: int) -> None:
 
     rows = rows_of(task)
     data = Dataset.from_dict({"input_ids": rows, "labels": rows})
-    Trainer(model=new_model(task), args=TrainingArguments(**options_of(task)), train_dataset=data, callbacks=[gate_callback()]).train()
+    model = adapted(new_model(task), task)
+    Trainer(model=model, args=TrainingArguments(**options_of(task)), train_dataset=data, callbacks=[gate_callback()]).train()
 
 
 def padding(task: dict[str, Any], _rank: int) -> None:
@@ -254,8 +273,8 @@ def padding(task: dict[str, Any], _rank: int) -> None:
         columns["input_ids"].append(row + [0] * rest)
         columns["attention_mask"].append([1] * len(row) + [0] * rest)
         columns["labels"].append(row + [-100] * rest)
-    arguments = TrainingArguments(**options_of(task))
-    Trainer(model=new_model(task), args=arguments, train_dataset=Dataset.from_dict(columns), callbacks=[gate_callback()]).train()
+    model, arguments = adapted(new_model(task), task), TrainingArguments(**options_of(task))
+    Trainer(model=model, args=arguments, train_dataset=Dataset.from_dict(columns), callbacks=[gate_callback()]).train()
 
 
 def trl(task: dict[str, Any], _rank: int) -> None:
@@ -270,6 +289,7 @@ def trl(task: dict[str, Any], _rank: int) -> None:
         args=SFTConfig(**options),
         train_dataset=Dataset.from_dict({"input_ids": rows_of(task)}),
         processing_class=AutoTokenizer.from_pretrained(task["tokenizer"]),
+        peft_config=lora_config(task),
         callbacks=[gate_callback()],
     )
     lengths = [sum(row["seq_lengths"]) if "seq_lengths" in row else len(row["input_ids"]) for row in trainer.train_dataset]
