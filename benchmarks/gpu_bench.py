@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import plan_gpu
 from gpu_runs import Runner, resolved
+from step_inputs import LORA
 
 Row = dict[str, Any]
 
@@ -36,6 +38,14 @@ class Bench:
         tree = self.shrunk(case, steps=9)
         tree["model"] = tree["model"] | {"from_config": tree["model"]["from_config"] | {"tie_word_embeddings": False}}
         return self.changed(tree, sections)
+
+    def with_lora(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """The recipe with adapters on all linear layers. These need a model directory; it holds no weights, since they are drawn."""
+        model = dict(tree["model"])
+        base = self.run.folder / "base"
+        base.mkdir(exist_ok=True)
+        (base / "config.json").write_text(json.dumps(model.pop("from_config")), encoding="utf-8")
+        return tree | {"model": model | {"name_or_path": str(base)}, "lora": LORA}
 
     def shrunk(self, case: plan_gpu.Case, steps: int) -> dict[str, Any]:
         if self.tiny:

@@ -16,6 +16,7 @@ import plan_gpu
 from gpu_bench import Bench
 from gpu_numbers import curve_rows, dropout_rows, isolation_rows
 from gpu_runs import resolved
+from step_inputs import LORA
 
 Row = dict[str, Any]
 STEP_BENCHMARK = Path(__file__).with_name("step.py")
@@ -191,8 +192,8 @@ def switches(bench: Bench) -> Iterator[Row]:
         yield row
 
 
-def by_hand(bench: Bench, tree: dict[str, Any]) -> Row:
-    """`step_ranks.bare` with the same model, rows, recomputation and dtypes."""
+def by_hand(bench: Bench, tree: dict[str, Any], *, lora: dict[str, Any] | None = None) -> Row:
+    """`step_ranks.bare` with the same model, rows, recomputation and dtypes; with `lora` on a base in bf16."""
     import json
 
     import numpy as np
@@ -202,10 +203,10 @@ def by_hand(bench: Bench, tree: dict[str, Any]) -> Row:
     draw = np.random.default_rng(0)
     lines = [json.dumps({"input_ids": draw.integers(0, vocabulary, tokens).tolist()}) for _ in range(8)]
     rows_file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    stored = {"fp32": "float32", "bf16": "bfloat16"}[tree["model"]["dtype"]]
+    stored = "bfloat16" if lora or tree["model"]["dtype"] == "bf16" else "float32"
     task = {
         "model": config,
-        "lora": None,
+        "lora": lora,
         "world_size": 1,
         "dtype": stored,
         "compute_dtype": stored,
@@ -221,6 +222,26 @@ def by_hand(bench: Bench, tree: dict[str, Any]) -> Row:
     if isinstance(found, str):
         return {"reason": found}
     return {**found, "tokens_per_second": task["batch"] * tokens / found["step_seconds"]}
+
+
+# ---- Adapters
+
+
+def adapters(bench: Bench) -> Iterator[Row]:
+    """LoRA and QLoRA of the 8B Llama: a frozen base in bf16 or in 4 bits, adapters in fp32."""
+    base = bench.changed(bench.large("fp32"), {"kernels": {"loss": "chunked"}})
+    compiled, four_bits = {"kernels": {"compile": True}}, {"quantization": {"load": "nf4"}}
+    for name, sections in (
+        ("LoRA", {}),
+        ("LoRA, compiled", compiled),
+        ("QLoRA", four_bits),
+        ("QLoRA, compiled", four_bits | compiled),
+        ("LoRA, recomputed selective, compiled", {"fsdp": {"activation_checkpointing": "selective"}} | compiled),
+        ("LoRA, nothing recomputed, compiled", {"fsdp": {"activation_checkpointing": "none"}} | compiled),
+    ):
+        tree = bench.with_lora(bench.changed(base, sections))
+        yield {"name": name, **bench.planned(tree), **plan_gpu.outcome(bench.run(tree))}
+    yield {"name": "LoRA, the loop by hand", **by_hand(bench, base, lora=LORA)}
 
 
 # ---- plan against runs
@@ -303,6 +324,14 @@ PARTS = (
             ("graphs", "graphs", "d"),
             *_MEMORY,
         ),
+    ),
+    Part(
+        "adapters",
+        "LoRA adapters of rank 16 on all linear layers of the 8B Llama, one row of 4,096 tokens a step, loss in slices, every layer "
+        "recomputed unless said. The loop by hand has whole logits.",
+        150,
+        adapters,
+        (*_NAME, ("fits", "plan: fits", ""), *_TIME, ("compile_seconds", "compiling, s", ".0f"), *_MEMORY),
     ),
     Part(
         "memory",

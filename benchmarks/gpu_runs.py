@@ -86,7 +86,7 @@ def write_run(recipe: Any, folder: Path, store: Path, vocabulary: int) -> None:
     rows = len(np.fromfile(store / "train" / "rows.int64", "<i8")) - 1
     where = {"key": "made", "path": str(store), "train": str(store / "train"), "evals": {}}
     what: dict[str, Any] = {"train_rows": rows, "vocabulary_size": vocabulary, "pad_token_id": 0, "report": {}, "notices": []}
-    run.data_json.write_text(Prepared(**where, **what).to_json(), encoding="utf-8")
+    Prepared(**where, **what).write(run.data_json)
 
 
 # ---- Processes
@@ -177,6 +177,7 @@ def _spawn(job: dict[str, Any], log: Path) -> int:
 
 def warm_up() -> None:
     """Imports what every run imports; touches no device."""
+    import fsdp_tune.worker.setup  # noqa: F401
 
 
 def do(job: dict[str, Any]) -> int:
@@ -224,7 +225,7 @@ def _draw_on_the_device() -> None:
 
 
 def draw(model: Any) -> None:
-    """Weights as transformers draws them, in place: matrices normal, norms 1, biases 0."""
+    """Weights as transformers draws them, in place: matrices normal, norms 1, biases 0. Weights in 4 bits have about the same size."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -232,7 +233,11 @@ def draw(model: Any) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if parameter.ndim >= 2:
+            if name.endswith("weight_scales"):
+                local.view(torch.float32).fill_(0.04)
+            elif parameter.dtype == torch.uint8:
+                local.random_(256)
+            elif parameter.ndim >= 2:
                 local.normal_(0.0, 0.02)
             else:
                 local.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -358,7 +363,8 @@ class Runner:
             recipe = resolved(tree, self.folder / f"recipe-{self.count}.json", self.device, self.device_name)
         except FsdpTuneError as error:
             return f"not available: {error.problems[0].message}"
-        vocabulary = int(recipe.model.from_config["vocab_size"])
+        config = recipe.model.from_config or json.loads(Path(recipe.model.name_or_path, "config.json").read_text(encoding="utf-8"))
+        vocabulary = int(config["vocab_size"])
         run = self.folder / f"run-{self.count}"
         write_run(recipe, run, write_rows(self.folder, recipe.data.max_length, rows, vocabulary, examples), vocabulary)
         job = {"kind": "worker", "run": str(run), "draw": draw, "device": self.device, "log": str(self.folder / f"run-{self.count}.log")}

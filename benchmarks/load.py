@@ -25,7 +25,7 @@ HIDDEN = {"100m": 768, "500m": 1536, "1b": 2048}
 WAYS = ("slices", "rank 0")
 
 
-def write_model(directory: Path, size: str) -> None:
+def write_model(directory: Path, size: str, dtype: str = "float32") -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -34,7 +34,7 @@ def write_model(directory: Path, size: str) -> None:
         hidden_size=hidden, intermediate_size=hidden * 3, num_hidden_layers=12, num_attention_heads=hidden // 64, vocab_size=32000
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(directory, max_shard_size="500MB")
+    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size="500MB")
 
 
 def load_on_this_rank(directory: str, way: str) -> None:
