@@ -78,6 +78,12 @@ class Bench:
         return self._runs[case]
 
     def fresh_run(self, case: Case, worker: Worker | None = None) -> RunDir:
+        run = self.prepared_run(case)
+        runs.train(self.pool, run, case.ranks, worker or (runs.run_with_kernels if case.kernels else None))
+        return run
+
+    def prepared_run(self, case: Case) -> RunDir:
+        """The run directory of a case, ready to train."""
         recipe = case.recipe(str(self.model(case.architecture)))
         if case.lora:
             keys = {key: list(value) if isinstance(value, tuple) else value for key, value in case.lora}
@@ -85,7 +91,6 @@ class Bench:
         run = runs.write_run(self.new_folder(), recipe, self.store, packed=case.packed)
         if case.resumed != "no":
             runs.resume_from(run, self.run(case.donor()))
-        runs.train(self.pool, run, case.ranks, worker or (runs.run_with_kernels if case.kernels else None))
         return run
 
 

@@ -19,6 +19,12 @@ def run_broken(path: str, name: str) -> dict[str, Any]:
         return run_worker(path)
 
 
+def run_broken_with_checks(path: str, name: str) -> dict[str, Any]:
+    """Run the worker on a rank with one bug, and with the checks that every run has."""
+    with BREAKS[name]():
+        return run_worker(path)
+
+
 @contextmanager
 def average_loss_per_rank() -> Iterator[None]:
     """Each rank divides by its own tokens, and the ranks' means are averaged (transformers#34191)."""
@@ -118,6 +124,113 @@ def skip_replica_reduction() -> Iterator[None]:
         yield
 
 
+# ---- Adapters
+
+
+@contextmanager
+def leave_adapters_out_of_units() -> Iterator[None]:
+    """As if adapters were injected after wrapping: in full on every rank, and their gradients are not reduced."""
+    from fsdp_tune.model.adapters.lora import is_of_adapter
+    from fsdp_tune.model.shard import wrap
+
+    def ignored(recipe: Any, model: Any) -> Any:
+        return {parameter for name, parameter in model.named_parameters() if is_of_adapter(name)}
+
+    with patch.object(wrap, "ignored_parameters", ignored):
+        yield
+
+
+@contextmanager
+def save_one_slice() -> Iterator[None]:
+    """Write the part of a parameter that rank 0 holds (accelerate#4206)."""
+    from fsdp_tune.model.shard.local import local_part
+    from fsdp_tune.worker.checkpoint import state
+
+    original = state.get_model_state_dict
+
+    def slices(*arguments: Any, **options: Any) -> Any:
+        return {name: local_part(value) for name, value in original(*arguments, **options).items()}
+
+    with patch.object(state, "get_model_state_dict", slices):
+        yield
+
+
+@contextmanager
+def scale_twice() -> Iterator[None]:
+    from fsdp_tune.model.loading import construct
+
+    original = construct.inject_lora
+
+    def inject(recipe: Any, model: Any, dtype: Any) -> None:
+        original(recipe, model, dtype)
+        for module in model.modules():
+            if hasattr(module, "lora_A"):
+                module.scaling["default"] **= 2
+
+    with patch.object(construct, "inject_lora", inject):
+        yield
+
+
+@contextmanager
+def scale_twice_in_forward() -> Iterator[None]:
+    """As a fused kernel would that multiplies by a scale that is in its input already."""
+    from peft.tuners.lora import Linear
+
+    original = Linear.forward
+
+    def forward(self: Any, x: Any, *arguments: Any, **options: Any) -> Any:
+        plain = self.base_layer(x)
+        return plain + self.scaling["default"] * (original(self, x, *arguments, **options) - plain)
+
+    with patch.object(Linear, "forward", forward):
+        yield
+
+
+def _factors_b(model: Any) -> list[Any]:
+    """The B matrices of the second layer."""
+    return [parameter for name, parameter in model.named_parameters() if ".layers.1." in name and ".lora_B." in name]
+
+
+@contextmanager
+def keep_b_of_one_layer() -> Iterator[None]:
+    """The optimizer's update of B does not reach the parameters of one layer."""
+    import torch
+
+    from fsdp_tune.worker.trainer import FsdpTrainer
+
+    original = FsdpTrainer.create_optimizer
+
+    def create_optimizer(self: Any, *arguments: Any) -> Any:
+        optimizer = original(self, *arguments)
+        kept = [(factor, factor.detach().clone()) for factor in _factors_b(self.wrapped)]
+
+        def put_back(*_: Any) -> None:
+            with torch.no_grad():
+                for factor, before in kept:
+                    factor.copy_(before)
+
+        optimizer.register_step_post_hook(put_back)
+        return optimizer
+
+    with patch.object(FsdpTrainer, "create_optimizer", create_optimizer):
+        yield
+
+
+@contextmanager
+def lose_gradients_of_b_in_one_layer() -> Iterator[None]:
+    from fsdp_tune.worker.trainer import FsdpTrainer
+
+    original = FsdpTrainer._clip_grad_norm
+
+    def clip(self: Any, model: Any) -> Any:
+        for factor in _factors_b(self.wrapped):
+            factor.grad = None
+        return original(self, model)
+
+    with patch.object(FsdpTrainer, "_clip_grad_norm", clip):
+        yield
+
+
 def _replaced(target: str, value: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
     return functools.partial(patch, target, value)
 
@@ -148,4 +261,11 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "optimizer state not restored on resume": _replaced("fsdp_tune.worker.trainer.restore_optimizer", lambda live, path: None),
     "schedule not restored on resume": _replaced("fsdp_tune.worker.trainer.restore_schedule", lambda scheduler, step: None),
     "evaluation repeats rows": _replaced("fsdp_tune.worker.evaluate.eval_batches", _repeated_rows),
+    "adapters outside of the units": leave_adapters_out_of_units,
+    "adapter saved as one rank's slice": save_one_slice,
+    "adapter scaled twice": scale_twice,
+    "adapter scaled twice in the forward": scale_twice_in_forward,
+    "B of one layer not updated": keep_b_of_one_layer,
+    "gradients of B lost in one layer": lose_gradients_of_b_in_one_layer,
+    "dropout of adapters equal on all ranks": _replaced("fsdp_tune.worker.trainer.seed_for_rank", lambda seed, step: seed),
 }

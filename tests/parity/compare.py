@@ -120,6 +120,8 @@ def spread(run: Trajectory, true: Trajectory, *, skipped: frozenset[int] = froze
 def _of_parameters(saved: dict[str, torch.Tensor], reference: Trajectory) -> dict[str, Any]:
     """Deviations of the parameters from the reference's, relative to how far the reference moved them."""
     assert saved.keys() == reference.final.keys()
+    for name, true in reference.final.items():
+        assert saved[name].shape == true.shape, f"{name} is saved as {list(saved[name].shape)}, of {list(true.shape)}"
     squares: dict[str, tuple[float, float]] = {}
     for name, true in reference.final.items():
         difference, update = saved[name].double() - true.double(), true.double() - reference.initial[name].double()

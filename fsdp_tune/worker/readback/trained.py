@@ -131,8 +131,8 @@ def adapter_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[st
     return found
 
 
-def adapters_without_gradient(every: Sequence[dict[str, int]]) -> list[str]:
-    """Return a warning for each kind of module with adapters that get no gradient, from the `adapter_gradients` of all ranks.
+def adapters_without_gradient(every: Sequence[dict[str, int]]) -> str | None:
+    """Return a warning that counts the adapters without a gradient, from the `adapter_gradients` of all ranks.
 
     Raises: usage error if the adapters of a kind get none in any layer, which is no accident of the data: the model's code reads the
     weight of such a module without calling it (Jamba's `dt_proj`, the router of LongCat), and PEFT's layer is never run.
@@ -146,9 +146,7 @@ def adapters_without_gradient(every: Sequence[dict[str, int]]) -> list[str]:
         left = last_parts(kind for kind in kinds if kind not in dead)
         hint = f"leave them out: `target_modules: [{left}]`" if left else None
         raise usage_error("lora-target", message, where=Where(key="lora.target_modules"), hint=hint)
-    found = {kind: [name for name, gradient in each.items() if gradient != _PRESENT] for kind, each in kinds.items()}
-    return [
-        f"{len(names)} of {len(kinds[kind])} adapters of `{kind}` get no gradient in the first step, such as that of `{names[0]}`"
-        for kind, names in found.items()
-        if names
-    ]
+    lost = {kind: [name for name, gradient in found.items() if gradient != _PRESENT] for kind, found in kinds.items()}
+    counts = ", ".join(f"{len(names)} of {len(kinds[kind])} {kind}" for kind, names in lost.items() if names)
+    first = next((name for names in lost.values() for name in names), None)
+    return f"adapters without a gradient in the first step: {counts}, such as that of `{first}`" if first else None

@@ -125,11 +125,11 @@ class Witness(TrainerCallback):
     def _check_adapters(self) -> None:
         """Warn of adapters without a gradient. Raises: usage error if those of a kind of module have none."""
         with self._timed():
-            warnings = adapters_without_gradient(gather(adapter_gradients(self._parameters())))
-        for warning in warnings:
+            warning = adapters_without_gradient(gather(adapter_gradients(self._parameters())))
+        if warning is not None:
             self._say(f"WARNING: {warning}")
-        if dist.get_rank() == 0:
-            ReadBack.complete(self.trainer.parts.run.readback_json, warnings=warnings)
+            if dist.get_rank() == 0:
+                ReadBack.complete(self.trainer.parts.run.readback_json, warnings=[warning])
 
     def _compare_update(self, sample: UpdateSample, step: int) -> None:
         found = self._unknown_to_optimizer()

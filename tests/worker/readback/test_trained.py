@@ -136,8 +136,8 @@ def test_gradient_of_the_factor_that_starts_at_zero_counts() -> None:
 def test_adapters_without_gradient_on_every_rank_are_reported() -> None:
     """A row without tokens for it leaves a rank without a gradient."""
     ranks = [{"0.q_proj": 2, "1.q_proj": 0, "0.up": 0}, {"0.q_proj": 1, "1.q_proj": 1, "0.up": 2}]
-    assert adapters_without_gradient(ranks) == ["1 of 2 adapters of `q_proj` get no gradient in the first step, such as that of `1.q_proj`"]
-    assert adapters_without_gradient([{"0.q_proj": 2, "0.up": 2}]) == []
+    assert adapters_without_gradient(ranks) == "adapters without a gradient in the first step: 1 of 2 q_proj, such as that of `1.q_proj`"
+    assert adapters_without_gradient([{"0.q_proj": 2, "0.up": 2}]) is None
 
 
 def test_kind_of_module_that_the_model_never_calls_is_an_error() -> None:
