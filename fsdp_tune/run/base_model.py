@@ -1,4 +1,4 @@
-"""RUN/model/base.json: the identity of the model under an adapter, which a checkpoint of the adapter does not hold."""
+"""base.json in RUN/model and in RUN/adapter: the identity of the model under an adapter, whose files do not hold it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from fsdp_tune.core.units import KIB
 from fsdp_tune.run.document import Document
 
+BASE_FILE = "base.json"
 SAMPLES, SAMPLE_BYTES = 64, 64 * KIB
 
 

@@ -94,6 +94,12 @@ def test_killed_run_continues_bitwise_and_another_run_continues_its_adapter(cli:
     assert further.returncode == 0, further.stderr
     assert losses(RunDir(tmp_path / "further"))[0] < losses(whole)[0] - 0.05
 
+    make_base(tmp_path / "base", seed=1)
+    refused = cli("validate", "--config", "lora.yaml", "--set", "lora.adapter=run/adapter", "--json")
+    assert (refused.returncode, [error["code"] for error in document(refused)["errors"]]) == (2, ["adapter-does-not-fit"])
+    refused = cli("merge-checkpoint", "run/adapter", "--output", "merged", "--json")
+    assert (refused.returncode, [error["code"] for error in document(refused)["errors"]]) == (1, ["merge-adapter-base"])
+
 
 @pytest.mark.slow
 @pytest.mark.ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from transformers import AutoModelForCausalLM
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.core.peft_fields import CONFIG_FILE, WEIGHTS_FILE
 from fsdp_tune.model.adapters.lora import name_in_file
+from fsdp_tune.model.loading.adapter_files import check_base
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run.base_model import BASE_FILE, describe_base
 from tests.model.recipes import recipe_of
 from tests.parity.architectures import make_model
 from tests.parity.peft_adapters import make_adapter
@@ -105,6 +108,17 @@ def test_adapter_with_other_modules_is_refused(lora: dict[str, Any], words: str,
 def test_trained_head_of_an_adapter_is_not_ignored(base: Path, tmp_path: Path) -> None:
     adapter = make_adapter(base, {"r": 4, "modules_to_save": ["lm_head"]}, tmp_path / "adapter")
     assert "it has `base_model.model.lm_head.weight`, which the recipe does not train" in refusal(recipe_with(base, adapter)).message
+
+
+def test_adapter_of_other_weights_of_the_same_name_is_refused(base: Path, adapter: Path) -> None:
+    recipe = recipe_with(base, adapter)
+    check_base(recipe)  # PEFT does not record the weights
+    describe_base(str(base), None).write(adapter / BASE_FILE)
+    check_base(recipe)
+    replace(describe_base(str(base), None), digest="blake2b:of other weights").write(adapter / BASE_FILE)
+    with pytest.raises(FsdpTuneError, match="trained on other weights than those of") as caught:
+        check_base(recipe)
+    assert caught.value.problems[0].code == "adapter-does-not-fit"
 
 
 @pytest.mark.parametrize("content", [None, "[]", "{"], ids=["missing", "not an object", "not JSON"])

@@ -23,7 +23,7 @@ from fsdp_tune.merge.lora.peft_names import MAGNITUDE, PeftNames, is_peft, sort_
 from fsdp_tune.merge.lora.targets import Layers, add_layers
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.weights import Format, Weights, find_weights
-from fsdp_tune.run.base_model import BaseModel, describe_base
+from fsdp_tune.run.base_model import BASE_FILE, BaseModel, describe_base
 from fsdp_tune.run.directory import SHARD_FOLDER
 
 
@@ -169,8 +169,8 @@ def _find_base(config: AdapterConfig, options: AdapterOptions) -> tuple[str, Pat
 
 
 def _check_base(selection: Selection, name: str, folder: Path) -> None:
-    """Refuse weights that are known not to be those that the run's adapter was trained on. Raises: FailedError."""
-    trained = BaseModel.read(selection.run.base_json) if selection.run is not None else None
+    """Refuse weights that are known not to be those that the adapter was trained on. Raises: FailedError."""
+    trained = BaseModel.read(selection.run.base_json if selection.run is not None else selection.weights[0].root / BASE_FILE)
     if trained is not None and trained.digest is not None and trained.differs_from(describe_base(str(folder), None)):
         raise failed_error(
             "merge-adapter-base",
@@ -219,6 +219,8 @@ def _export(
     companions = Companions().with_tokenizer_of([weights.root, weights.checkpoint, weights.root.parent])
     if selection.run is not None:
         companions = companions.with_tokenizer_of([selection.run.model])
+        if selection.run.base_json.exists():
+            companions = replace(companions, files={**companions.files, BASE_FILE: selection.run.base_json})
     return replace(contents, sources=(source,), ordered=tuple(source.tensors.values())), companions, adapter
 
 

@@ -15,6 +15,7 @@ from fsdp_tune.core.peft_fields import CONFIG_FILE, WEIGHTS_FILE, initialisation
 from fsdp_tune.model.adapters.lora import draw_adapters, name_in_file
 from fsdp_tune.model.loading.weight_slices import Stored, WeightFiles, read_tensors, tensors_of
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run.base_model import BASE_FILE, BaseModel, describe_base
 
 _SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 """Keys of `lora:` that must be those of the adapter's config, where they have the same names."""
@@ -69,6 +70,18 @@ def check_adapter(recipe: Recipe, model: PreTrainedModel) -> None:
     for name, target in targets.items():
         if stored[name].shape != tuple(target.shape):
             raise _wrong(folder, f"its `{name}` is {list(stored[name].shape)}, and the model has {list(target.shape)} for it")
+
+
+def check_base(recipe: Recipe) -> None:
+    """Compare the weights of the base with those under which an adapter of ours was trained. Raises: usage error if they differ."""
+    if recipe.lora is None or recipe.lora.adapter is None:
+        return
+    trained = BaseModel.read(Path(recipe.lora.adapter) / BASE_FILE)
+    name = str(recipe.model.name_or_path)
+    if trained is not None and trained.differs_from(describe_base(name, recipe.model.revision)):
+        raise _wrong(
+            recipe.lora.adapter, f"it was trained on other weights than those of {name}", "restore the weights that it was trained on"
+        )
 
 
 _TARGETS = "`lora.target_modules`, `lora.modules_to_save` and `lora.bias` must be those that it was trained with"

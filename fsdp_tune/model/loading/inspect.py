@@ -22,6 +22,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     from fsdp_tune.model.adapters.lora import adapter_config, adapter_facts
     from fsdp_tune.model.kernels.float8 import choose_fp8, fp8_notices
     from fsdp_tune.model.kernels.install import choose_kernels
+    from fsdp_tune.model.loading.adapter_files import check_base
     from fsdp_tune.model.loading.construct import build_empty, config_or_facts, embedding_rows, generation_config
     from fsdp_tune.model.optim.torchao_adamw import require_optimizer
     from fsdp_tune.model.positions import max_positions
@@ -32,6 +33,8 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     try:
         config, packaged = config_or_facts(recipe)
         model = build_empty(recipe, config, vocabulary=vocabulary)
+        if not packaged:
+            check_base(recipe)
         found |= {
             "packaged": packaged,
             "model_type": config.model_type,
