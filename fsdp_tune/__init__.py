@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fsdp_tune.jobs.session import Allowed
     from fsdp_tune.jobs.train import TrainOptions, train
     from fsdp_tune.jobs.validate import validate
-    from fsdp_tune.merge.merging import MergeOptions
+    from fsdp_tune.merge.settings import MergeOptions
     from fsdp_tune.recipe.read.loader import load_recipe
 
 __version__ = "0.1.0"
@@ -38,7 +38,7 @@ __all__ = [
 _MODULES = {
     "Allowed": "jobs.session",
     "FsdpTuneError": "core.errors",
-    "MergeOptions": "merge.merging",
+    "MergeOptions": "merge.settings",
     "Observer": "jobs.observer",
     "TrainOptions": "jobs.train",
     "load_recipe": "recipe.read.loader",

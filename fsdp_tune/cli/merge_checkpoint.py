@@ -31,6 +31,11 @@ class Verify(StrEnum):
     NONE = "none"
 
 
+class BaseWeights(StrEnum):
+    TRAINED = "trained"
+    ORIGINAL = "original"
+
+
 SourceArgument = Annotated[
     Path,
     typer.Argument(
@@ -85,6 +90,13 @@ AdapterConfigOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="The adapter's adapter_config.json [default: the one next to the weights].", show_default=False),
 ]
+BaseWeightsOption = Annotated[
+    BaseWeights | None,
+    typer.Option(
+        help="A base that was held in 4 bits: its weights as they were trained, or as stored [default: the run's `merge.base`].",
+        show_default=False,
+    ),
+]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the output of an earlier merge, once the new one is complete.")]
 IncompleteOption = Annotated[
     bool, typer.Option("--allow-incomplete", help="Merge a checkpoint that is not complete; missing files are reported.")
@@ -109,6 +121,7 @@ def merge_checkpoint(
     average: AverageOption = None,
     adapter: AdapterOption = None,
     adapter_config: AdapterConfigOption = None,
+    base_weights: BaseWeightsOption = None,
     overwrite: OverwriteOption = False,
     allow_incomplete: IncompleteOption = False,
     allow_nonfinite: NonfiniteOption = False,
@@ -142,6 +155,7 @@ def merge_checkpoint(
             average=average,
             adapter=adapter,
             adapter_config=adapter_config,
+            base_weights=base_weights.value if base_weights is not None else None,
             overwrite=overwrite,
             allow_incomplete=allow_incomplete,
             allow_nonfinite=allow_nonfinite,

@@ -67,14 +67,15 @@ def model_line(facts: dict[str, Any]) -> str:
 
 
 def adapter_lines(facts: dict[str, Any]) -> list[str]:
-    """Return the line on LoRA adapters, if the recipe has them: where they are and what is trained."""
+    """Return the lines on LoRA adapters, if the recipe has them: where they are, what is trained, and what is in 4 bits."""
     adapter: dict[str, Any] | None = facts.get("adapter")
     if adapter is None:
         return []
     modules = ", ".join(f"{count} {name}" for name, count in adapter["modules"].items())
     return [
         f"lora: adapters on {modules}; {adapter['trained_parameters']:,} parameters trained ({adapter['share']:.2%} of the base), "
-        f"{format_bytes(adapter['trained_bytes'])}"
+        f"{format_bytes(adapter['trained_bytes'])}",
+        *([f"quantization: {facts['quantization']}"] if facts["quantization"] is not None else []),
     ]
 
 

@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.devices import visible_devices
@@ -39,7 +40,7 @@ from fsdp_tune.launch.command.run_files import RunFiles, write_run
 from fsdp_tune.launch.machines.work import CountedBar, WorkCounter
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.supervisor import Message
-from fsdp_tune.merge.merging import MergeOptions
+from fsdp_tune.merge.settings import MergeOptions
 from fsdp_tune.model.loading.model_files import check_vocabulary, save_model_files
 from fsdp_tune.planner.predict.totals import total_steps
 from fsdp_tune.recipe.extensions import Extension, find_extensions
@@ -250,7 +251,7 @@ class _Job:
             raise FsdpTuneError(*model.problems, *map(_unreachable, [*model.unchecked, *packaged]))
         check_vocabulary(model.model, recipe.model, data.vocabulary_size)
         check_data(start, data.key)
-        base = describe_base(str(recipe.model.name_or_path), recipe.model.revision) if recipe.lora is not None else None
+        base = _base(recipe, model.model) if recipe.lora is not None else None
         if base is not None and start.checkpoint is not None:
             _check_base(RunDir(start.checkpoint.path.parent), base)
         refuse_beyond_end(start, total_steps(recipe, data.train_rows))
@@ -341,6 +342,13 @@ class _Job:
             self.observer.run_ended(result)
             raise FsdpTuneError(ended.problem, exit_code=ended.exit_code)
         return result
+
+
+def _base(recipe: Recipe, facts: dict[str, Any]) -> BaseModel:
+    base = describe_base(str(recipe.model.name_or_path), recipe.model.revision)
+    if recipe.quantization is None:
+        return base
+    return replace(base, nf4_weights=tuple(facts["nf4_weights"]), nf4_scales=recipe.quantization.scales)
 
 
 def _check_base(trained: RunDir, now: BaseModel) -> None:

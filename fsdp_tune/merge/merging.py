@@ -10,47 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.atomic import staged_directory
-from fsdp_tune.core.errors import FailedError, Notice, Problem, Where, failed_error
+from fsdp_tune.core.errors import FailedError, Notice, Problem, Where, failed_error, usage_error
 from fsdp_tune.core.peft_fields import WEIGHTS_FILE
 from fsdp_tune.core.progress import Bar, OpenBar
 from fsdp_tune.merge import destination as place
 from fsdp_tune.merge.companions import Companions
-from fsdp_tune.merge.copy.layout import Layout, plan_layout
+from fsdp_tune.merge.copy.layout import SINGLE_NAME, Layout, plan_layout
 from fsdp_tune.merge.copy.ties import Tied, find_ties
 from fsdp_tune.merge.copy.write import THREADS, CheckpointTensors, Written, write_tensors
 from fsdp_tune.merge.formats.contents import read_contents
 from fsdp_tune.merge.lora.adapt import Adapter, AdapterOptions, adapt
 from fsdp_tune.merge.record import Facts, write_companions, write_record
-from fsdp_tune.merge.settings import DtypeOption, MergeSettings, Verify, settle
+from fsdp_tune.merge.settings import MergeOptions, MergeSettings, Verify, settle
 from fsdp_tune.merge.source import NAMED, CheckpointChoice, Selection, select_checkpoint
 from fsdp_tune.merge.verify.integrity import ManifestCheck
 from fsdp_tune.merge.verify.model_check import Child, compare_parameters, load_and_run
 from fsdp_tune.merge.verify.sums import check_bytes_on_disk, check_headers
 
 _SHOWN = 20
-
-
-@dataclass(frozen=True, slots=True)
-class MergeOptions:
-    """Options of a merge; None takes the run's own `merge:` section, or the default for a checkpoint of another tool.
-
-    `adapter`: write a LoRA adapter alone (True), or add it to its base (False); None does what the run's `merge.adapter` says, else
-    False. `base`: a directory or a name on the hub.
-    """
-
-    output: Path | None = None
-    dtype: DtypeOption | None = None
-    max_shard_bytes: int | None = None
-    verify: Verify | None = None
-    base: str | None = None
-    step: int | None = None
-    best: bool = False
-    average: str | None = None
-    adapter: bool | None = None
-    adapter_config: Path | None = None
-    overwrite: bool = False
-    allow_incomplete: bool = False
-    allow_nonfinite: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +80,7 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
     show = progress or _no_progress
     selection = select_checkpoint(source, CheckpointChoice(options.step, options.best, options.average, options.allow_incomplete))
     exports = options.adapter is True
-    settings = settle(selection, options.output, options.dtype, options.max_shard_bytes, options.verify, adapter=exports)
+    settings = settle(selection, options)
     base = Path(options.base) if options.base is not None and Path(options.base).is_dir() else None
     target = place.check_output(settings.output, selection, base)
     with place.writing_to(target):
@@ -111,17 +88,15 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
     place.check_target(target, overwrite=options.overwrite)
     with ExitStack() as stack:
         contents = read_contents(stack, selection, allow_incomplete=options.allow_incomplete)
-        asked = AdapterOptions(exports, options.adapter_config, options.base)
+        asked = AdapterOptions(exports, settings.base_weights, options.adapter_config, options.base)
         contents, companions, adapter = adapt(stack, contents, selection, asked)
+        _check_base_weights(options, adapter)
         if adapter is not None:
             place.check_output(settings.output, selection, adapter.base)
         tied = find_ties(companions.config, contents.sources)
         ordered = [tensor for tensor in contents.ordered if tensor.name not in tied.left_out]
-        layout = (
-            plan_layout(ordered, settings.dtype, None, single_name=WEIGHTS_FILE)
-            if exports
-            else plan_layout(ordered, settings.dtype, settings.max_shard_bytes)
-        )
+        most_bytes, file_name = (None, WEIGHTS_FILE) if exports else (settings.max_shard_bytes, SINGLE_NAME)
+        layout = plan_layout(ordered, settings.dtype, most_bytes, single_name=file_name)
         copy = Copy(contents.sources, selection, companions, layout, tied, settings, adapter, options.base is not None)
         with place.writing_to(target):
             place.check_space(target, layout)
@@ -153,6 +128,16 @@ def merge_checkpoint(source: Path, options: MergeOptions, progress: OpenBar | No
         adapter=adapter,
         notices=tuple(notices),
     )
+
+
+def _check_base_weights(options: MergeOptions, adapter: Adapter | None) -> None:
+    """Refuse the option where it would have no effect. Raises: usage error."""
+    if options.base_weights is not None and (adapter is None or adapter.base_weights is None):
+        raise usage_error(
+            "merge-4-bits",
+            f"`--base-weights {options.base_weights}`: this is no run whose adapter was trained on weights in 4 bits",
+            hint="leave the option out; of such a run it takes RUN or RUN/checkpoint-N",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,31 @@ from fsdp_tune.run.directory import RunDir
 
 Verify = Literal["quick", "full", "none"]
 DtypeOption = Literal["keep", "bf16", "fp16", "fp32"]
+BaseWeights = Literal["trained", "original"]
+
+
+@dataclass(frozen=True, slots=True)
+class MergeOptions:
+    """Options of a merge; None takes the run's own `merge:` section, or the default for a checkpoint of another tool.
+
+    `adapter`: write a LoRA adapter alone (True), or add it to its base (False); None does what the run's `merge.adapter` says, else
+    False. `base`: a directory or a name on the hub. `base_weights`: `merge.base`.
+    """
+
+    output: Path | None = None
+    dtype: DtypeOption | None = None
+    max_shard_bytes: int | None = None
+    verify: Verify | None = None
+    base: str | None = None
+    step: int | None = None
+    best: bool = False
+    average: str | None = None
+    adapter: bool | None = None
+    adapter_config: Path | None = None
+    base_weights: BaseWeights | None = None
+    overwrite: bool = False
+    allow_incomplete: bool = False
+    allow_nonfinite: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +52,15 @@ class MergeSettings:
     max_shard_bytes: int
     verify: Verify
     recipe: Recipe | None
+    base_weights: BaseWeights = "trained"
 
 
-def settle(
-    selection: Selection,
-    output: Path | None,
-    dtype: DtypeOption | None,
-    max_shard_bytes: int | None,
-    verify: Verify | None,
-    *,
-    adapter: bool = False,
-) -> MergeSettings:
+def settle(selection: Selection, options: MergeOptions) -> MergeSettings:
     """Resolve the settings: options override the recipe, which overrides the defaults.
 
-    A checkpoint of another tool keeps its dtype and needs `--output`. `adapter`: the output is an adapter alone, RUN/adapter.
+    A checkpoint of another tool keeps its dtype and needs `--output`. Raises: usage error.
     """
+    exports, output = options.adapter is True, options.output
     run = selection.run
     recipe = _recipe(run) if run is not None else None
     if output is None:
@@ -51,13 +70,28 @@ def settle(
                 "the checkpoint is not in a run directory of fsdp-tune, so `--output` has no default",
                 hint="pass `--output DIR`",
             )
-        output = run.adapter if adapter else run.merged
+        output = run.adapter if exports else run.merged
     if recipe is None:
-        return MergeSettings(output, dtype or "keep", max_shard_bytes or parse_bytes(Merge().max_shard_size), verify or "quick", None)
+        most_bytes = options.max_shard_bytes or parse_bytes(Merge().max_shard_size)
+        return MergeSettings(
+            output, options.dtype or "keep", most_bytes, options.verify or "quick", None, options.base_weights or "trained"
+        )
     wanted = recipe.merge.dtype
-    own = recipe.compute_dtype if wanted == "auto" else wanted
+    own = options.dtype or (recipe.compute_dtype if wanted == "auto" else wanted)
+    weights = options.base_weights or recipe.merge.base
+    if own == "keep" and recipe.quantization is not None and weights == "trained" and not exports:
+        raise usage_error(
+            "merge-4-bits",
+            "the trained weights of the base are in 4 bits, which `keep` cannot keep",
+            ways_out=("write them in 16 bits: `--dtype bf16`", "add the adapter to the original weights: `--base-weights original`"),
+        )
     return MergeSettings(
-        output, dtype or own, max_shard_bytes or parse_bytes(recipe.merge.max_shard_size), verify or recipe.merge.verify, recipe
+        output,
+        own,
+        options.max_shard_bytes or parse_bytes(recipe.merge.max_shard_size),
+        options.verify or recipe.merge.verify,
+        recipe,
+        weights,
     )
 
 

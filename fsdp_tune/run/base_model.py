@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from fsdp_tune.core.units import KIB
 from fsdp_tune.run.document import Document
@@ -21,6 +22,10 @@ class BaseModel(Document):
     """Commit of a hub repository, or the name of a branch or tag if its commit is unknown."""
     digest: str | None = None
     """Of the weight files of a local directory: `digest_of_weights`."""
+    nf4_weights: tuple[str, ...] = ()
+    """Names of the weights that a run holds in 4 bits (`quantization.load`)."""
+    nf4_scales: Literal["fp32", "bf16"] | None = None
+    """`quantization.scales`."""
 
     def differs_from(self, other: BaseModel) -> bool:
         """Return whether the weights are known to differ. A local copy of a repository cannot be compared with it."""

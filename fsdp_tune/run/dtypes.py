@@ -65,3 +65,28 @@ OF_STORAGE: dict[str, DType] = {
     "BoolStorage": DTYPES["bool"],
     "ComplexFloatStorage": DTYPES["complex64"],
 }
+
+# NF4, the 4-bit NormalFloat of QLoRA (arXiv:2305.14314, appendix E): a weight is one of 16 values times the scale of its block.
+NF4_BLOCK = 64
+"""Weights of one row that share a scale, as in bitsandbytes."""
+NF4_VALUES = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""In fp32, by code (bitsandbytes 0.50, `functional.get_4bit_type`). A weight gets the nearest one, the lower one between two."""
+NF4_SMALLEST_SCALE = 1e-38
+"""Bound of a scale in the division, so that a block of zeros is not divided by zero."""

@@ -13,6 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from fsdp_tune.model.adapters.nf4 import dequantise, quantise
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.verify.parity.reload import checkpoint_tensors
@@ -29,9 +30,9 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def make_base(folder: Path, seed: int = 0) -> Path:
+def make_base(folder: Path, seed: int = 0, hidden: int = 32) -> Path:
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": hidden, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=328, tie_word_embeddings=False, **sizes)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     return folder
@@ -126,3 +127,37 @@ def test_noisy_embeddings_and_a_faster_b_are_trained(cli: Cli, tmp_path: Path) -
         assert done.returncode == 0, done.stderr
         first[name] = losses(RunDir(tmp_path / name))[0]
     assert first["noisy"] != first["plain"]
+
+
+@pytest.mark.e2e
+@pytest.mark.ranks
+def test_adapter_over_4_bits_is_merged_into_the_weights_that_it_was_trained_on(cli: Cli, tmp_path: Path) -> None:
+    base, run = make_base(tmp_path / "base", hidden=64), RunDir(tmp_path / "run")
+    (tmp_path / "qlora.yaml").write_text(json.dumps(RECIPE | {"quantization": {"load": "nf4"}}))
+    trained = cli("train", "--config", "qlora.yaml", "--json")
+    assert trained.returncode == 0, trained.stderr
+    assert "14 linear layers in 4.5 bits a weight" in trained.stderr
+    assert all(".lora_" in name for name in checkpoint_tensors(run.checkpoint(6)))
+
+    in_4_bits, as_stored = (AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32) for _ in range(2))
+    names = json.loads(run.base_json.read_text())["nf4_weights"]
+    assert len(names) == 14
+    for name in names:
+        weight = in_4_bits.get_parameter(name)
+        weight.data = dequantise(*quantise(weight, torch.float32), torch.float32)
+    wanted, other = (logits(PeftModel.from_pretrained(model, run.adapter)) for model in (in_4_bits, as_stored))
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(run.merged)), wanted, atol=1e-5, rtol=0)
+    assert json.loads((run.merged / "merge.json").read_text())["adapter"]["base_weights"] == "trained"
+
+    assert cli("merge-checkpoint", "run", "--merged", "--base-weights", "original", "--output", "original").returncode == 0
+    original = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "original"))
+    torch.testing.assert_close(original, other, atol=1e-5, rtol=0)
+    assert (original - wanted).abs().max() > 0.01, "another model than the one that was trained"
+    kept = cli("merge-checkpoint", "run", "--merged", "--dtype", "keep", "--output", "kept")
+    assert (kept.returncode, "`--dtype bf16`" in kept.stderr) == (2, True), kept.stderr
+    # The adapter's own directory knows too what it was trained on.
+    assert cli("merge-checkpoint", "run/adapter", "--dtype", "fp32", "--output", "alone").returncode == 0
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "alone")), wanted, atol=1e-5, rtol=0)
+    (run.adapter / "base.json").unlink()
+    misplaced = cli("merge-checkpoint", "run/adapter", "--base-weights", "original", "--output", "kept")
+    assert (misplaced.returncode, "leave the option out" in misplaced.stderr) == (2, True), misplaced.stderr

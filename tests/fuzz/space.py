@@ -48,8 +48,7 @@ NOT_DRAWN: dict[str, str] = {
     "fsdp.ignored_modules": "refused for trained modules; tests/parity has a row",
     "fsdp.reshard_after_forward": "agrees with the strategy, which is drawn",
     "precision.fp8_recipe": "fp8 has parity rows of its own, against its emulation",
-    "quantization": "refused in this version",
-    "lora": "needs files of a base; tests/parity/test_adapters.py has rows of it",
+    **dict.fromkeys(("lora", "quantization"), "need files of a base; tests/parity/test_adapters.py has rows of them"),
     **dict.fromkeys(
         ("extensions", "extensions.callbacks", "extensions.metrics"), "run code of other packages; tests/recipe/test_extensions.py has them"
     ),

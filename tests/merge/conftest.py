@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_tune.merge.merging import MergeOptions, MergeResult, merge_checkpoint
+from fsdp_tune.merge.merging import MergeResult, merge_checkpoint
+from fsdp_tune.merge.settings import MergeOptions
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -20,7 +20,8 @@ BOUND_MIB = 200
 CODE = """
 import json, sys
 from pathlib import Path
-from fsdp_tune.merge.merging import MergeOptions, merge_checkpoint
+from fsdp_tune.merge.merging import merge_checkpoint
+from fsdp_tune.merge.settings import MergeOptions
 options = json.loads(sys.argv[2])
 result = merge_checkpoint(Path(sys.argv[1]), MergeOptions(**{**options, "output": Path(options["output"])}))
 # ru_maxrss would count the process that forked this one; the high-water mark of the memory map does not.

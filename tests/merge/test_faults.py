@@ -24,7 +24,8 @@ from fsdp_tune.core.atomic import Disk, stage_lock
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.ownership import announced, live_owner
 from fsdp_tune.merge.formats.reader import SourceFiles
-from fsdp_tune.merge.merging import MergeOptions, merge_checkpoint
+from fsdp_tune.merge.merging import merge_checkpoint
+from fsdp_tune.merge.settings import MergeOptions
 from fsdp_tune.merge.verify import integrity
 from tests.conftest import REPOSITORY
 from tests.faults.checks import in_child

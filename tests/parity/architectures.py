@@ -53,6 +53,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "sliding_window": None,
     },
+    # Rows of 64 weights for blocks of 4 bits, as many rows as no world divides; the 130 columns of its down_proj are no blocks.
+    "llama-blocks": {
+        "model_type": "llama",
+        **_DECODER,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "intermediate_size": 130,
+    },
     # Its MLPs are large enough for blocks of 8-bit state on two ranks and too small on four, its heads too small on any; its
     # embedding has whole blocks on the second rank alone.
     "llama-64": {"model_type": "llama", **_DECODER, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128},

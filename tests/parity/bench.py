@@ -19,7 +19,7 @@ from tests.parity import reference, runs
 from tests.parity.architectures import make_model
 from tests.parity.cases import Case
 from tests.parity.compare import Spread, spread
-from tests.parity.peft_adapters import make_adapter
+from tests.parity.peft_adapters import make_adapter, round_to_nf4
 from tests.parity.store import GLOBAL_BATCH_SIZE, make_store
 from tests.ranks import RankPool, shared_pool
 
@@ -71,6 +71,11 @@ class Bench:
         folder = self.folder / "adapters" / f"{case.architecture}-{case.lora}"
         return folder if folder.exists() else make_adapter(self.model(case.architecture), dict(case.lora), folder)
 
+    def model_in_4_bits(self, architecture: str, scales: str) -> Path:
+        """The architecture's model with the values that its weights have in 4 bits."""
+        folder = self.folder / "models" / f"{architecture}-nf4-{scales}"
+        return folder if folder.exists() else round_to_nf4(self.model(architecture), scales, folder)
+
     def run(self, case: Case) -> RunDir:
         """The finished run of a case; each case runs once a session."""
         if case not in self._runs:
@@ -88,6 +93,8 @@ class Bench:
         if case.lora:
             keys = {key: list(value) if isinstance(value, tuple) else value for key, value in case.lora}
             recipe["lora"] = keys | {"adapter": str(self.adapter(case))}
+        if case.nf4 is not None:
+            recipe["quantization"] = {"scales": case.nf4}
         run = runs.write_run(self.new_folder(), recipe, self.store, packed=case.packed)
         if case.resumed != "no":
             runs.resume_from(run, self.run(case.donor()))

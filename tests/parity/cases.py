@@ -46,6 +46,8 @@ class Case:
     """Keys of `training:`."""
     lora: tuple[tuple[str, Any], ...] = ()
     """Keys of `lora:`; the run starts from an adapter whose B is not zero."""
+    nf4: str | None = None
+    """`quantization.scales`: the base is held in 4 bits."""
     tokens: int | None = None
     """Token slots of a micro-batch, instead of rows: a multiple of `LONGEST`."""
 
@@ -112,6 +114,7 @@ class Case:
             stored=self.stored,
             training=self.training,
             lora=self.lora,
+            nf4=self.nf4,
         )
 
 

@@ -32,6 +32,19 @@ CASES = [
     Case(lora=LORA, fsdp=(("cpu_ram_efficient_loading", False),)),
 ]
 FAST = CASES[:3]
+BLOCKS = "llama-blocks"
+IN_4_BITS = [
+    Case(BLOCKS, lora=LORA, nf4="fp32", recomputation="full"),
+    Case(BLOCKS, lora=LORA, nf4="bf16", ranks=4, strategy="HYBRID_SHARD", accumulation=2),
+    Case(BLOCKS, lora=(*LORA, ("use_dora", True)), nf4="fp32", packed=True),
+    Case(BLOCKS, lora=LORA, nf4="fp32", strategy="NO_SHARD"),
+    Case(BLOCKS, lora=LORA, nf4="fp32", strategy="SHARD_GRAD_OP", offload=True),
+    Case(BLOCKS, lora=LORA, nf4="bf16", resumed="other", kernels=(("loss", "chunked"),)),
+    Case(BLOCKS, lora=LORA, nf4="fp32", recomputation="selective", kernels=(("compile", True),)),
+    Case(BLOCKS, lora=LORA, nf4="fp32", ranks=4, wrap="size"),
+    Case(BLOCKS, lora=LORA, nf4="fp32", fsdp=(("cpu_ram_efficient_loading", False),)),
+    Case("mixtral-16", lora=(*LORA, ("target_modules", ("q_proj", "k_proj", "v_proj", "o_proj"))), nf4="fp32"),
+]
 
 
 @pytest.mark.ranks
@@ -44,3 +57,17 @@ def test_adapters_follow_the_reference(case: Case, bench: Bench, record_property
     assert all(
         ".lora_" in name or "lm_head" in name or name.endswith("bias") for name in runs.saved_parameters(bench.run(case), runs.STEPS)
     )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=[] if case in IN_4_BITS[:2] else pytest.mark.slow) for case in IN_4_BITS]
+)
+def test_adapters_over_4_bits_follow_the_reference_with_the_same_weights(case: Case, bench: Bench, record_property) -> None:
+    assert case.nf4 is not None
+    base = bench.model_in_4_bits(case.architecture, case.nf4)
+    alone = bench.reference(case.architecture, packed=case.packed, model=base, adapter=bench.adapter(case))
+    found = deviation(bench.run(case), alone)
+    record_property("parity", found.row("QLoRA in fp32 against PEFT on one device with the same 4-bit weights", case))
+    assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
+    assert all(".lora_" in name for name in runs.saved_parameters(bench.run(case), runs.STEPS))

@@ -207,7 +207,7 @@ data:
   max_length: 1_000
   max_length: 2
 fsdp: {sharding_strategy: NO_SHARD, offload_params: true, forward_prefetch: !yes 1}
-quantization: {load: nf4}
+parallelism: {tp_size: 2}
 training:
   bf16: true
   sharding_strategy: FULL_SHARD

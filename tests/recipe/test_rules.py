@@ -38,6 +38,9 @@ CONTRADICTIONS = [
     ("lora:\n  use_dora: true\n  init_lora_weights: false", 5, "line 4"),
     ("lora: {r: 8}\nprecision: {mixed_precision: fp8}", 4, "line 3"),
     ("lora: {init_lora_weights: pissa}", 3, "change the base"),
+    ("quantization: {load: nf4}", 3, "`lora:` is missing"),
+    ("lora: {}\nquantization: {}\nmerge: {dtype: keep}", 5, "in 4 bits"),
+    ("lora: {}\nquantization: {load: nf4, double_quant: true}", 4, "several ranks"),
     ("launch: {device: cpu}\nkernels: {loss: liger}", 4, "for GPUs"),
     ("precision: {mixed_precision: fp16}\nkernels: {loss: liger}", 4, "loss scale"),
     ("fsdp: {auto_wrap_policy: MODULE_NAMES_WRAP}", 3, "empty"),
@@ -293,7 +296,6 @@ def test_pure_bf16_weights_give_a_notice() -> None:
 NOT_YET_EXAMPLES = {
     "training.optim": "training: {optim: adafactor}",
     "training.lr_scheduler_type": "training: {lr_scheduler_type: reduce_lr_on_plateau}",
-    "quantization": "quantization: {load: nf4}",
     "data.streaming": "data: {train: [{path: a}], streaming: true}",
     "parallelism.tp_size": "parallelism: {tp_size: 2}",
     "parallelism.cp_size": "parallelism: {cp_size: 2}",

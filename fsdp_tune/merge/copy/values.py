@@ -1,19 +1,24 @@
-"""Convert element values between float types, and find NaN and infinity."""
+"""Convert element values between float types, round them to 4 bits, and find NaN and infinity."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 
-from fsdp_tune.run.dtypes import DType
+from fsdp_tune.run.dtypes import NF4_BLOCK, NF4_SMALLEST_SCALE, NF4_VALUES, DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
 # The largest finite magnitude of the 16-bit floats, as an integer: comparing bits is 10 times as fast as `isfinite` on them.
 _LARGEST_FINITE_BITS = {"bfloat16": 0x7F7F, "float16": 0x7BFF}
 _FLOATS_8_BIT = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2fnuz)
+_NF4 = np.array(NF4_VALUES, np.float32)
+_NF4_EDGES = (_NF4[1:] + _NF4[:-1]) / np.float32(2)
+_NF4_PIECE = 1024
+"""Blocks at a time: intermediate values of 256 KiB stay in the core's cache."""
+_NF4_SCALE_DTYPES: dict[str, np.dtype[np.generic]] = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
 
 @dataclass(slots=True)
@@ -60,6 +65,21 @@ def convert(values: Array, target: Array) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = values.dtype == np.float64 and target.dtype.itemsize == 2
         np.copyto(target, values.astype(np.float32) if narrow else values, casting="unsafe")
+
+
+def rounded_to_nf4(values: Array, scales_in: Literal["fp32", "bf16"]) -> Array:
+    """Return whole blocks of values, quantised and dequantised, in fp32: what `model.adapters.nf4` makes of them."""
+    rounded = values.astype(np.float32)
+    blocks = rounded.reshape(-1, NF4_BLOCK)
+    for first in range(0, len(blocks), _NF4_PIECE):
+        piece = blocks[first : first + _NF4_PIECE]
+        scales = np.abs(piece).max(axis=1).astype(_NF4_SCALE_DTYPES[scales_in]).astype(np.float32)
+        scaled = piece * (np.float32(1.0) / np.maximum(scales, np.float32(NF4_SMALLEST_SCALE)))[:, None]
+        codes = np.zeros(scaled.shape, np.uint8)
+        for edge in _NF4_EDGES:
+            codes += scaled > edge
+        np.multiply(_NF4[codes], scales[:, None], out=piece)
+    return rounded
 
 
 def is_checked(dtype: DType) -> bool:

@@ -25,7 +25,7 @@ from fsdp_tune.core.errors import Where, failed_error
 from fsdp_tune.merge.copy.boxes import Box, boxes
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES, TensorReader
 from fsdp_tune.merge.copy.layout import INDEX_NAME, PAGE_BYTES, Layout, Placed
-from fsdp_tune.merge.copy.values import Array, NonFinite, all_finite, convert, count_non_finite, is_checked
+from fsdp_tune.merge.copy.values import Array, NonFinite, all_finite, convert, count_non_finite, is_checked, rounded_to_nf4
 from fsdp_tune.merge.formats.contents import CheckpointTensors
 from fsdp_tune.merge.formats.tensors import SourceTensor
 from fsdp_tune.merge.lora.low_rank import HELD_BYTES, Budget, Delta, held_bytes, kind_of
@@ -227,7 +227,7 @@ def _values(placed: Placed, parts: Sequence[_Contribution], box: Box, buffers: _
     deltas = [(part.delta, part.delta.of(box)) for part in parts if part.delta is not None]
     values = buffers.raw[:size_bytes].view(dtype.numpy)
     parts[0].reader.read(box, values)
-    if deltas or (len(parts) > 1 and dtype.converts):
+    if deltas or parts[0].tensor.nf4_scales is not None or (len(parts) > 1 and dtype.converts):
         values = _sum(parts, deltas, box, values, buffers)
     elif len(parts) > 1:
         values = _the_same(placed, parts, box, values, buffers)
@@ -251,17 +251,23 @@ def _sum(parts: Sequence[_Contribution], deltas: Sequence[tuple[Delta, Array]], 
     """Weights and what adapters add to them; over several sources the mean, summed in float64. Rounded once, by the caller."""
     kind = np.dtype(np.float64) if len(parts) > 1 else kind_of(parts[0].tensor)
     total = buffers.sum[: box.elements * kind.itemsize].view(kind)
-    np.copyto(total, values, casting="unsafe")
+    np.copyto(total, _as_trained(parts[0], values), casting="unsafe")
     other = buffers.out[: values.nbytes].view(values.dtype)
     for part in parts[1:]:
         part.reader.read(box, other)
-        np.add(total, other, out=total, casting="unsafe")
+        np.add(total, _as_trained(part, other), out=total, casting="unsafe")
     for delta, update in deltas:
         np.add(total, update, out=total, casting="unsafe")
         delta.set_lengths(total, box)  # of one source: several with DoRA are refused
     if len(parts) > 1:
         total /= len(parts)
     return total
+
+
+def _as_trained(part: _Contribution, values: Array) -> Array:
+    """The weights as a QLoRA run had them, from 4 bits."""
+    scales = part.tensor.nf4_scales
+    return values if scales is None else rounded_to_nf4(values, scales)
 
 
 def _the_same(placed: Placed, parts: Sequence[_Contribution], box: Box, values: Array, buffers: _Buffers) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.run.dcp_metadata import Shape
@@ -57,6 +58,8 @@ class SourceTensor:
     chunks: tuple[Chunk, ...]
     files: SourceFiles
     update: LowRank | None = None
+    nf4_scales: Literal["fp32", "bf16"] | None = None
+    """Round the values as a run did that held them in 4 bits, with scales of this dtype."""
 
     @property
     def elements(self) -> int:

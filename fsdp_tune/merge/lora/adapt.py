@@ -21,6 +21,7 @@ from fsdp_tune.merge.formats.tensors import SourceTensor
 from fsdp_tune.merge.lora.adapter_config import AdapterConfig, find_config
 from fsdp_tune.merge.lora.peft_names import MAGNITUDE, PeftNames, is_peft, sort_names
 from fsdp_tune.merge.lora.targets import Layers, add_layers
+from fsdp_tune.merge.settings import BaseWeights
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.merge.weights import Format, Weights, find_weights
 from fsdp_tune.run.base_model import BASE_FILE, BaseModel, describe_base
@@ -29,9 +30,10 @@ from fsdp_tune.run.directory import SHARD_FOLDER
 
 @dataclass(frozen=True, slots=True)
 class AdapterOptions:
-    """`export`: `--adapter`. `config`: `--adapter-config`. `base`: `--base`."""
+    """`export`: `--adapter`. `config`: `--adapter-config`. `base`: `--base`. `weights`: `merge.base`, `--base-weights`."""
 
     export: bool = False
+    weights: BaseWeights = "trained"
     config: Path | None = None
     base: str | None = None
 
@@ -39,13 +41,14 @@ class AdapterOptions:
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """The result of handling an adapter. `layers`: their number; `base`: directory of the weights under it, None if the checkpoint
-    has them; `base_name`: the base as the user or the config names it."""
+    has them; `base_name`: the base as the user or the config names it; `base_weights`: of a base that was trained in 4 bits."""
 
     config: AdapterConfig
     is_exported: bool
     layers: int
     base: Path | None
     base_name: str | None
+    base_weights: BaseWeights | None = None
     config_changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def as_dict(self) -> dict[str, Any]:
@@ -54,6 +57,7 @@ class Adapter:
             "config": str(self.config.path),
             "layers": self.layers,
             "base": self.base_name if self.base is not None or self.is_exported else None,
+            "base_weights": self.base_weights,
         }
 
     def config_json(self) -> dict[str, Any]:
@@ -112,17 +116,20 @@ def _merge(
     is_whole = all(_is_whole(found, weights) for found, weights in zip(names, selection.weights, strict=True))
     config.check_mergeable(has_own_base=is_whole)
     notices: list[Notice] = []
+    trained: BaseModel | None = None
     if is_whole:
         base, base_name, companions = None, options.base or config.base, find_companions(selection, options.base)
         below: dict[str, SourceTensor] | None = None
     else:
         base_name, base = _find_base(config, options)
-        _check_base(selection, base_name, base)
+        trained = _check_base(selection, base_name, base)
         if selection.run is not None and options.base is None:
             companions = find_companions(selection, None)
         else:
             companions = find_companions(selection, str(base), origin=base_name).with_tokenizer_of([w.root for w in selection.weights])
         below = _read_base(stack, base)
+        if trained is not None and trained.nf4_scales is not None and options.weights == "trained":
+            below |= _in_4_bits(below, trained, base)
         if options.base is None and selection.run is None:
             notices.append(Notice("merge-adapter-base", f"the weights under the adapter are those of `{base_name}`, as {CONFIG_FILE} says"))
     added: list[Layers] = []
@@ -143,8 +150,11 @@ def _merge(
     scalings = sorted({scaling for layers in added for scaling in layers.scalings})
     count = len(names[0].factors)
     shown = ", ".join(f"{scaling:g}" for scaling in scalings[:4])
-    notices.append(Notice("merge-adapter", f"a LoRA adapter of {count} layers was added to the weights, scaled by {shown or 'nothing'}"))
-    adapter = Adapter(config, False, count, base, base_name, added[0].config_changes)
+    base_weights = options.weights if trained is not None and trained.nf4_scales is not None else None
+    below_it = {"trained": " of 4 bits that it was trained on", "original": ", which it was not trained on: those were in 4 bits"}
+    to_what = f"the weights{below_it[base_weights] if base_weights is not None else ''}"
+    notices.append(Notice("merge-adapter", f"a LoRA adapter of {count} layers, scaled by {shown or 'nothing'}, was added to {to_what}"))
+    adapter = Adapter(config, False, count, base, base_name, base_weights, added[0].config_changes)
     ordered = tuple(sources[0].tensors.values())
     return replace(contents, sources=sources, ordered=ordered, notices=(*contents.notices, *notices)), companions, adapter
 
@@ -168,8 +178,8 @@ def _find_base(config: AdapterConfig, options: AdapterOptions) -> tuple[str, Pat
     return name, fetch_model(name) if options.base else fetch_model(name, revision=config.revision, named_in=config.path)
 
 
-def _check_base(selection: Selection, name: str, folder: Path) -> None:
-    """Refuse weights that are known not to be those that the adapter was trained on. Raises: FailedError."""
+def _check_base(selection: Selection, name: str, folder: Path) -> BaseModel | None:
+    """Return what is known of the base under the adapter. Raises: FailedError for weights that are known not to be those of the base."""
     trained = BaseModel.read(selection.run.base_json if selection.run is not None else selection.weights[0].root / BASE_FILE)
     if trained is not None and trained.digest is not None and trained.differs_from(describe_base(str(folder), None)):
         raise failed_error(
@@ -178,6 +188,26 @@ def _check_base(selection: Selection, name: str, folder: Path) -> None:
             where=Where(str(folder)),
             ways_out=(f"give a copy of the weights of {trained.name} as they were: `--base MODEL`", "write the adapter alone: `--adapter`"),
         )
+    return trained
+
+
+def _in_4_bits(below: Mapping[str, SourceTensor], trained: BaseModel, folder: Path) -> dict[str, SourceTensor]:
+    """Return the tensors of the base that the run held in 4 bits, marked so. Raises: FailedError if the base has other names."""
+    found: dict[str, SourceTensor] = {}
+    for name in trained.nf4_weights:
+        known = next((each for each in (name, name.partition(".")[2]) if each in below), None)
+        if known is None:
+            raise failed_error(
+                "merge-adapter-base",
+                f"it has no `{name}`, which was trained in 4 bits",
+                where=Where(str(folder)),
+                ways_out=(
+                    "give the base with these names: `--base MODEL`",
+                    "add the adapter to the weights as they are: `--base-weights original`",
+                ),
+            )
+        found[known] = replace(below[known], nf4_scales=trained.nf4_scales)
+    return found
 
 
 def _read_base(stack: ExitStack, folder: Path) -> dict[str, SourceTensor]:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.peft_fields import PREFIX, tensor_name
 from fsdp_tune.model.adapters.lora_targets import find_saved, find_targets, last_parts
+from fsdp_tune.model.adapters.nf4 import count_elements
 from fsdp_tune.model.shard.local import copy_part, local_part
 from fsdp_tune.recipe.schema import Lora, Recipe
 from fsdp_tune.run.directory import run_of
@@ -158,7 +159,7 @@ def share_of_experts(model: nn.Module) -> float:
     """Return the share of the base's parameters that are fused experts: stacked matrices, which get no adapters."""
     base = {name: p for name, p in model.named_parameters() if not is_of_adapter(name)}
     experts = sum(p.numel() for name, p in base.items() if p.ndim == 3 and "conv" not in name)
-    return experts / sum(p.numel() for p in base.values())
+    return experts / count_elements(base.items())
 
 
 def adapter_facts(model: nn.Module) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def adapter_facts(model: nn.Module) -> dict[str, Any]:
         if (found := _OWN.search(name)) is not None and found[1] in ("B", "embedding_B"):
             modules[name[: found.start()].rpartition(".")[2]] += 1
     trained = [p for p in model.parameters() if p.requires_grad]
-    base = sum(p.numel() for name, p in model.named_parameters() if not is_of_adapter(name))
+    base = count_elements((name, p) for name, p in model.named_parameters() if not is_of_adapter(name))
     return {
         "modules": dict(sorted(modules.items())),
         "trained_parameters": sum(p.numel() for p in trained),

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from fsdp_tune.core.errors import Notice, usage_error
 from fsdp_tune.model.kernels.float8_weights import is_fp8
 from fsdp_tune.model.kernels.kernel_choice import KernelChoice
+from fsdp_tune.model.loading.experts import is_router
 from fsdp_tune.model.optim.torchao_adamw import require_torchao
 from fsdp_tune.model.shard.fsdp_units import decoder_layers, ignored_module_names, plan_units
-from fsdp_tune.planner.predict.mfu import EXPERT_COUNTS
 from fsdp_tune.recipe.rules.precision import FP8_MULTIPLE, computes_in_fp8, gathers_in_fp8
 from fsdp_tune.recipe.schema import Recipe
 
@@ -105,10 +105,9 @@ def _why_not(model: PreTrainedModel, name: str, module: Any, ignored: set[str]) 
         return "it is in fsdp.ignored_modules"
     if type(module) is not nn.Linear and not is_fp8(module):
         return f"it is a {type(module).__name__}, which may compute something else"
-    experts = next((count for key in EXPERT_COUNTS if isinstance(count := getattr(model.config, key, None), int)), None)
-    if experts is not None and module.out_features == experts:
+    if is_router(model.config, module):
         return "it is a router, whose few outputs need precision"
-    if experts is not None and ".experts." in name:
+    if ".experts." in name:
         return "it is an expert, which gets any number of tokens, and kernels need multiples of 16"
     if module.in_features % FP8_MULTIPLE or module.out_features % FP8_MULTIPLE:
         return f"its sizes are not multiples of {FP8_MULTIPLE}"

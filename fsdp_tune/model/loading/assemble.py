@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_tune.core.units import KIB
 from fsdp_tune.model.adapters.lora import name_in_base
+from fsdp_tune.model.adapters.nf4 import count_elements
 from fsdp_tune.model.kernels.compiled import compile_layers
 from fsdp_tune.model.kernels.float8 import convert_to_fp8, require_gpu
 from fsdp_tune.model.kernels.float8_weights import refresh_scales
@@ -161,7 +162,7 @@ def wrap_whole(
 def _size(model: PreTrainedModel) -> ModelSize:
     parameters = list(model.parameters())
     return ModelSize(
-        parameters=sum(p.numel() for p in parameters),
+        parameters=count_elements(model.named_parameters()),
         active_parameters=active_parameters(model.config, model.named_parameters()),
         trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from fsdp_tune.core.errors import FsdpTuneError, Problem, Where, usage_error
 from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.model.adapters.lora import inject_lora, name_in_base, refuse_untrained_tokens
+from fsdp_tune.model.adapters.nf4_linear import quantise_layers
 from fsdp_tune.model.kernels.attention import choose_attention
 from fsdp_tune.model.loading.adapter_files import check_adapter, start_adapters
 from fsdp_tune.model.loading.rotary import fix_rotary_frequencies
@@ -203,7 +204,8 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
                 name,
                 config=copy.deepcopy(config),
                 revision=recipe.model.revision,
-                dtype=storage_dtype(recipe),
+                # Rounded to bf16 first, some weights would get other codes in 4 bits.
+                dtype=storage_dtype(recipe) if recipe.quantization is None else torch.float32,
                 attn_implementation=attention(recipe, config),
                 trust_remote_code=recipe.model.trust_remote_code,
                 low_cpu_mem_usage=True,
@@ -216,6 +218,9 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
             _start_untied_head(model, loading["missing_keys"])
         fix_rotary_frequencies(model, recipe.data.max_length)
     _finish(recipe, model, vocabulary)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(storage_dtype(recipe))
     start_adapters(recipe, model)
     return model
 
@@ -241,6 +246,7 @@ def _finish(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> N
         check_adapter(recipe, model)
         if has_grown:
             refuse_untrained_tokens(recipe, model)
+    quantise_layers(recipe, model)
     _store_frozen(recipe, model)
     model.config.use_cache = False
 
@@ -326,7 +332,8 @@ def _store_frozen(recipe: Recipe, model: PreTrainedModel) -> None:
             continue
         for name, parameter in parameters.items():
             full_name = f"{owner_name}.{name}" if owner_name else name
-            if name_in_base(full_name) not in own and not (keeps_vectors and parameter.ndim < 2):
+            is_kept = name_in_base(full_name) in own or (keeps_vectors and parameter.ndim < 2)
+            if parameter.is_floating_point() and not is_kept:
                 parameter.data = parameter.data.to(frozen_dtype)
 
 

@@ -6,12 +6,20 @@ import re
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
-from fsdp_tune.planner.predict.mfu import expert_count
+from fsdp_tune.model.adapters.nf4 import elements
+from fsdp_tune.planner.predict.mfu import EXPERT_COUNTS, expert_count
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 """Fields of configurations for the number of experts per token."""
+
+
+def is_router(config: PreTrainedConfig, linear: nn.Linear) -> bool:
+    """Return whether a linear layer of a mixture of experts has one output for each expert."""
+    experts = next((count for key in EXPERT_COUNTS if isinstance(count := getattr(config, key, None), int)), None)
+    return linear.out_features == experts
 
 
 def active_parameters(config: PreTrainedConfig, named: Iterable[tuple[str, torch.Tensor]]) -> int | None:
@@ -24,11 +32,11 @@ def active_parameters(config: PreTrainedConfig, named: Iterable[tuple[str, torch
     experts, chosen = expert_count(fields), next((n for key in _CHOSEN if isinstance(n := fields.get(key), int)), None)
     total = of_experts = 0
     for name, parameter in named:
-        total += parameter.numel()
+        total += elements(name, parameter)
         belongs = _belongs_to_expert(name, parameter, experts)
         if belongs is None:
             return None
-        of_experts += parameter.numel() if belongs else 0
+        of_experts += elements(name, parameter) if belongs else 0
     if experts == 1:
         return total
     if chosen is None or not of_experts:

@@ -19,7 +19,9 @@ from fsdp_tune.recipe.schema import Recipe
 
 def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     """Return all facts of the model that do not need its weights. Problems are collected, not raised."""
-    from fsdp_tune.model.adapters.lora import adapter_config, adapter_facts
+    from fsdp_tune.model.adapters.lora import adapter_config, adapter_facts, name_in_base
+    from fsdp_tune.model.adapters.nf4 import count_elements
+    from fsdp_tune.model.adapters.nf4_linear import describe_nf4, layers_in_4_bits, nf4_notices
     from fsdp_tune.model.kernels.float8 import choose_fp8, fp8_notices
     from fsdp_tune.model.kernels.install import choose_kernels
     from fsdp_tune.model.loading.adapter_files import check_base
@@ -41,7 +43,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
             "architecture": type(model).__name__,
             "config": json.loads(config.to_json_string(use_diff=False)),
             "generation_config": json.loads(generation_config(recipe, config).to_json_string()),
-            "parameters": sum(p.numel() for p in model.parameters()),
+            "parameters": count_elements(model.named_parameters()),
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "embedding_rows": embedding_rows(model),
             "tied_embeddings": _tied(model),
@@ -50,6 +52,8 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
         }
         if recipe.lora is not None:
             found |= {"adapter": adapter_facts(model), "adapter_config": adapter_config(recipe, model)}
+            found["nf4_weights"] = [name_in_base(f"{name}.weight") for name in layers_in_4_bits(model)]
+            found["quantization"] = describe_nf4(recipe, model) if recipe.quantization is not None else None
             notices += _untrained_experts(model)
         more_problems, more_notices = _limits(recipe, model, found)
         problems, notices = problems + more_problems, notices + more_notices
@@ -57,7 +61,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
         require_optimizer(recipe)
         device = str(recipe.launch.device)
         chosen = choose_fp8(recipe, model) | choose_kernels(recipe, model, device)
-        notices += fp8_notices(recipe, model, device)
+        notices += [*nf4_notices(recipe, model), *fp8_notices(recipe, model, device)]
         found["kernels"] = {key: {"value": choice.value, "reason": choice.reason} for key, choice in chosen.items()}
     except FsdpTuneError as error:
         problems += error.problems
@@ -80,6 +84,7 @@ def _tied(model: Any) -> bool:
 
 
 def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
+    from fsdp_tune.model.adapters.nf4 import count_elements
     from fsdp_tune.model.shard.fsdp_units import decoder_layers, plan_units
 
     layers = decoder_layers(model, recipe.layer_classes)
@@ -87,7 +92,7 @@ def _wrapping(recipe: Recipe, model: Any) -> dict[str, Any]:
     return {
         "layer_classes": sorted({type(layer).__name__ for _, layer in layers}),
         "layers": len(layers),
-        "layer_parameters": sum(p.numel() for p in layers[0][1].parameters()) if layers else 0,
+        "layer_parameters": count_elements(layers[0][1].named_parameters()) if layers else 0,
         "units": [list(group) for group in units.groups] if units else [],
     }
 

@@ -27,6 +27,8 @@ from transformers.utils.hub import cached_file
 from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
 from fsdp_tune.core.safetensors_header import DamagedHeader, read_header
 from fsdp_tune.model.adapters.lora import name_in_base
+from fsdp_tune.model.adapters.nf4 import PACKED, SCALES
+from fsdp_tune.model.adapters.nf4_linear import Nf4Linear, layers_in_4_bits
 from fsdp_tune.recipe.schema import Recipe
 
 BUFFER_BYTES = 16 << 20
@@ -111,13 +113,22 @@ def _damaged(path: Path, why: str) -> FsdpTuneError:
 
 def fits(model: nn.Module, weights: WeightFiles) -> bool:
     """Return whether every parameter and persistent buffer is in the files with the same name and shape."""
-    persistent = set(model.state_dict())
-    wanted = {stored: tuple(t.shape) for name, t in _unique_tensors(model) if name in persistent and (stored := name_in_base(name))}
+    wanted = {name: (t.out_features, t.in_features) if isinstance(t, Nf4Linear) else tuple(t.shape) for name, t in _wanted(model).items()}
     return all(name in weights.tensors and weights.tensors[name].shape == shape for name, shape in wanted.items())
 
 
-def _unique_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
+def _wanted(model: nn.Module) -> dict[str, torch.Tensor | Nf4Linear]:
+    """Return what the files must have, by name: parameters and persistent buffers, except those of adapters; a layer in 4 bits has one
+    weight there."""
+    persistent = set(model.state_dict())
+    tensors = [(name, tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()] if name in persistent]
+    layers = layers_in_4_bits(model)
+    own = {f"{name}.{part}" for name in layers for part in (PACKED, SCALES)}
+    found = [
+        *((name, tensor) for name, tensor in tensors if name not in own),
+        *((f"{name}.weight", layer) for name, layer in layers.items()),
+    ]
+    return {stored: target for name, target in found if (stored := name_in_base(name))}
 
 
 @torch.no_grad()
@@ -128,13 +139,12 @@ def read_slices(model: nn.Module, weights: WeightFiles) -> None:
     Tensors are read in the order of the files, so that reads are sequential, and converted to the dtype of the parameter.
     In addition to its shard, a rank holds one buffer of BUFFER_BYTES.
     """
-    persistent = set(model.state_dict())
-    read_tensors({stored: t for name, t in _unique_tensors(model) if name in persistent and (stored := name_in_base(name))}, weights)
+    read_tensors(_wanted(model), weights)
 
 
 @torch.no_grad()
-def read_tensors(targets: Mapping[str, torch.Tensor], weights: WeightFiles) -> None:
-    """Fill tensors, by their names in the files, with this rank's part."""
+def read_tensors(targets: Mapping[str, torch.Tensor | Nf4Linear], weights: WeightFiles) -> None:
+    """Fill tensors and layers in 4 bits, by their names in the files, with this rank's part."""
     by_file: dict[Path, list[str]] = {}
     for name in targets:
         by_file.setdefault(weights.tensors[name].file, []).append(name)
@@ -145,12 +155,13 @@ def read_tensors(targets: Mapping[str, torch.Tensor], weights: WeightFiles) -> N
                 _fill(targets[name], weights.tensors[name], file, buffer)
 
 
-def _fill(target: torch.Tensor, stored: Stored, file: FileIO, buffer: bytearray) -> None:
-    """Read the rows of this rank's part, as many at a time as fit into the buffer, and copy its columns."""
-    local, offset = target, (0,) * target.ndim
-    if isinstance(target, DTensor):
-        local = target.to_local()
-        _, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+def _fill(target: torch.Tensor | Nf4Linear, stored: Stored, file: FileIO, buffer: bytearray) -> None:
+    """Read the rows of this rank's part, as many at a time as fit into the buffer, and copy its columns, or quantise the rows."""
+    whole = target.weight_nf4 if isinstance(target, Nf4Linear) else target
+    local, offset = whole, (0,) * whole.ndim
+    if isinstance(whole, DTensor):
+        local = whole.to_local()
+        _, offset = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
     if local.numel() == 0:
         return
     if not stored.shape:
@@ -158,12 +169,15 @@ def _fill(target: torch.Tensor, stored: Stored, file: FileIO, buffer: bytearray)
         return
     row_elements = math.prod(stored.shape[1:])
     most = max(1, len(buffer) // (row_elements * stored.dtype.itemsize))
-    columns = tuple(slice(start, start + length) for start, length in zip(offset[1:], local.shape[1:], strict=True))
+    columns = (slice(None), *(slice(start, start + length) for start, length in zip(offset[1:], local.shape[1:], strict=True)))
     for row in range(0, local.shape[0], most):
         rows = min(most, local.shape[0] - row)
         start = stored.start + (offset[0] + row) * row_elements * stored.dtype.itemsize
         block = _read(file, stored, start, rows * row_elements, buffer).view(rows, *stored.shape[1:])
-        local[row : row + rows].copy_(block[(slice(None), *columns)])
+        if isinstance(target, Nf4Linear):
+            target.set_rows(row, block)
+        else:
+            local[row : row + rows].copy_(block[columns])
 
 
 def _read(file: FileIO, stored: Stored, start: int, elements: int, buffer: bytearray) -> torch.Tensor:

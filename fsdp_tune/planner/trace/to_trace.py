@@ -7,9 +7,11 @@ from importlib import metadata
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from fsdp_tune.model.adapters.nf4 import count_elements
 from fsdp_tune.model.kernels.float8 import plan_fp8
 from fsdp_tune.model.loading.construct import TORCH_DTYPE
 from fsdp_tune.model.loading.experts import active_parameters
@@ -88,7 +90,7 @@ def count(recipe: Recipe, config: PreTrainedConfig, model: PreTrainedModel) -> C
     head = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings()
     return Counts(
-        parameters=sum(p.numel() for p in parameters),
+        parameters=count_elements(model.named_parameters()),
         active_parameters=active_parameters(config, model.named_parameters()),
         trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
@@ -117,14 +119,20 @@ def _ids_gathered_in_fp8(recipe: Recipe, model: PreTrainedModel) -> set[int]:
 
 
 def _unit(recipe: Recipe, model: nn.Module, group: tuple[str, ...], layer: int, taken: set[int], in_fp8: set[int]) -> Unit:
-    own: list[nn.Parameter] = []
+    named: dict[str, nn.Parameter] = {}
     for name in group:
-        for parameter in model.get_submodule(name).parameters():
+        for own_name, parameter in model.get_submodule(name).named_parameters(prefix=name):
             if id(parameter) not in taken:
                 taken.add(id(parameter))
-                own.append(parameter)
-    elements = sum(p.numel() for p in own)
+                named[own_name] = parameter
+    own = named.values()
     width = TORCH_DTYPE[recipe.compute_dtype].itemsize
-    gathered = sum(p.numel() * (1 if id(p) in in_fp8 else width) for p in own)
+    gathered = sum(p.numel() * (1 if id(p) in in_fp8 or p.dtype == torch.uint8 else width) for p in own)
     stored = sum(p.numel() * p.element_size() for p in own)
-    return Unit(name=", ".join(group) or "(root)", layer=layer, parameters=elements, parameter_bytes=stored, gathered_bytes=gathered)
+    return Unit(
+        name=", ".join(group) or "(root)",
+        layer=layer,
+        parameters=count_elements(named.items()),
+        parameter_bytes=stored,
+        gathered_bytes=gathered,
+    )

@@ -258,7 +258,7 @@ def _enum_values(name: str) -> list[str]:
     return [value for kind in TRAINING_FIELDS.fields[name].types for value in TRAINING_FIELDS.enums.get(kind, ())]
 
 
-_FREE: tuple[Path, ...] = (("model", "from_config"), ("model", "config_overrides"), ("quantization",))
+_FREE: tuple[Path, ...] = (("model", "from_config"), ("model", "config_overrides"))
 
 
 def check_free_mappings(tree: MappingNode, *, training: Mapping[str, Any] = TRAINING_FIELDS.fields) -> dict[Path, Problem]:

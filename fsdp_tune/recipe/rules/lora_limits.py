@@ -1,4 +1,4 @@
-"""Where `lora:` works. Part of `rules.RULES`; the limits of the model itself are in `model.adapters.lora`."""
+"""Where `lora:` and `quantization:` work. Part of `rules.RULES`; the limits of the model itself are in `model.adapters.lora`."""
 
 from __future__ import annotations
 
@@ -39,4 +39,17 @@ def lora_limits(recipe: Recipe) -> Iterator[Finding]:
         yield Finding("contradiction", ("precision.mixed_precision", "lora"), message, "write `bf16`")
 
 
-ADAPTER_RULES: tuple[Rule, ...] = (lora_limits,)
+def quantization_limits(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.quantization is None:
+        return
+    if recipe.lora is None:
+        message = "`quantization:` holds frozen weights in 4 bits, which cannot be trained: `lora:` is missing"
+        yield Finding("contradiction", ("quantization.load", "quantization"), message, "add `lora: {}`, or leave `quantization` out")
+    if recipe.merge.dtype == "keep" and recipe.merge.base == "trained" and recipe.merge.adapter != "adapter":
+        message = "`merge.dtype: keep` cannot keep the trained weights of `quantization.load`, which are in 4 bits"
+        yield Finding(
+            "contradiction", ("merge.dtype", "quantization"), message, "leave `merge.dtype` out, or write `merge: {base: original}`"
+        )
+
+
+ADAPTER_RULES: tuple[Rule, ...] = (lora_limits, quantization_limits)

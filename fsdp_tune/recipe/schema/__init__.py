@@ -8,7 +8,7 @@ properties of `Recipe`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal, cast
 
 from pydantic import ConfigDict
 
@@ -31,7 +31,7 @@ from fsdp_tune.recipe.schema.kinds import (
     Whole,
     WholeOrZero,
 )
-from fsdp_tune.recipe.schema.model_and_data import Data, DataSource, EvalFraction, EvalRows, Lora, Mixture, Model, Tokens
+from fsdp_tune.recipe.schema.model_and_data import Data, DataSource, EvalFraction, EvalRows, Lora, Mixture, Model, Quantization, Tokens
 from fsdp_tune.recipe.schema.run_sections import CheckpointSection, Extensions, Kernels, Launch, Merge
 from fsdp_tune.recipe.schema.strategies import STRATEGIES, ShardingStrategy
 
@@ -56,6 +56,7 @@ __all__ = [
     "Parallelism",
     "Positive",
     "Precision",
+    "Quantization",
     "Recipe",
     "Section",
     "ShardingStrategy",
@@ -198,8 +199,8 @@ class Recipe(Section):
     training: Training = Training()
     lora: Annotated[Lora | None, Effect(MEMORY | TIME | NUMBERS, REFUSED)] = None
     """Train low-rank adapters of a frozen model: `{}` for the defaults, or by PEFT's names; null = train the model itself."""
-    quantization: Annotated[dict[str, Any] | None, Effect(MEMORY | TIME | NUMBERS, REFUSED)] = None
-    """{load: nf4, double_quant: true}."""
+    quantization: Annotated[Quantization | None, Effect(MEMORY | TIME | NUMBERS, REFUSED)] = None
+    """Hold the frozen weights under `lora:` in 4 bits (QLoRA): `{}` for the defaults; null = as they are stored."""
     kernels: Kernels = Kernels()
     checkpoint: CheckpointSection = CheckpointSection()
     launch: Launch = Launch()

@@ -1,4 +1,4 @@
-"""The sections `model:`, `data:` and `lora:` of a recipe."""
+"""The sections `model:`, `data:`, `lora:` and `quantization:` of a recipe."""
 
 # ruff: noqa: RUF012  pydantic copies a default for each instance, and ours are frozen
 
@@ -208,6 +208,15 @@ class Data(Section):
 
 
 Rate = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Description("a number, 0 or more and below 1")]
+
+
+class Quantization(Section):
+    default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
+
+    load: Literal["nf4"] = "nf4"
+    """4-bit NormalFloat in blocks of 64, as in QLoRA and bitsandbytes. The weights are quantised as they are read."""
+    scales: Literal["fp32", "bf16"] = "fp32"
+    """dtype of the scale of a block: fp32 = bitsandbytes' values, 4.5 bits a weight | bf16 = 4.25 bits a weight."""
 
 
 class Lora(Section):

@@ -30,7 +30,6 @@ _BITSANDBYTES = tuple(name for name in _ALL_OPTIMIZERS if name.startswith("paged
 _SCHEDULES = tuple(name for name in TRAINING_FIELDS.enums["SchedulerType"] if name not in {"reduce_lr_on_plateau", "greedy"})
 
 NOT_YET = (
-    NotYet("quantization", (None,), "training on quantised weights", "leave it out; `fsdp.offload_params: true` saves GPU memory"),
     NotYet("data.streaming", (False,), "streaming", "leave it out: data are prepared once and read from a memory map"),
     NotYet("parallelism.tp_size", (1,), "tensor parallelism", "leave it at 1"),
     NotYet("parallelism.cp_size", (1,), "context parallelism", "leave it at 1"),

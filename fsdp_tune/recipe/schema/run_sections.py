@@ -81,5 +81,7 @@ class Merge(Section):
     """Largest safetensors file."""
     adapter: Literal["merged", "adapter", "both"] = "both"
     """Output of a LoRA run: merged weights, the adapter, or both."""
+    base: Literal["trained", "original"] = "trained"
+    """Weights under a merged QLoRA adapter: as they were trained, from 4 bits, or the original ones, which are another model."""
     verify: Literal["quick", "full", "none"] = "quick"
     """How the merged directory is checked."""

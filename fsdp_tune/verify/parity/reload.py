@@ -19,6 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_tune.core.peft_fields import CONFIG_FILE, PREFIX
 from fsdp_tune.data.store import RowStore
+from fsdp_tune.model.adapters.nf4 import dequantise, quantise
+from fsdp_tune.model.adapters.nf4_linear import SCALE_DTYPE
+from fsdp_tune.run.base_model import BaseModel
 from fsdp_tune.run.directory import SHARD_FOLDER, RunDir
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.verify.parity.plain_loop import evaluate
@@ -59,11 +62,17 @@ def _whole(run: RunDir, step: int, dtype: torch.dtype) -> Any:
 
 
 def _adapted(run: RunDir, step: int, dtype: torch.dtype) -> Any:
-    """The checkpoint's adapter on its base, by PEFT, merged by PEFT in fp32."""
+    """The checkpoint's adapter on its base, in 4 bits if it was trained so, by PEFT, merged by PEFT in fp32."""
     from peft import LoraConfig, get_peft_model
 
     values = json.loads((run.model / CONFIG_FILE).read_text(encoding="utf-8"))
     base = AutoModelForCausalLM.from_pretrained(values["base_model_name_or_path"], dtype=torch.float32)
+    trained_on = BaseModel.read(run.base_json)
+    assert trained_on is not None
+    if trained_on.nf4_scales is not None:
+        for name in trained_on.nf4_weights:
+            weight = base.get_parameter(name)
+            weight.data = dequantise(*quantise(weight, SCALE_DTYPE[trained_on.nf4_scales]), torch.float32)
     config: Any = LoraConfig.from_peft_type(**{**values, "inference_mode": False})
     model: Any = get_peft_model(base, config)
     names = {name.replace(".modules_to_save.default", ""): name for name, _ in model.named_parameters()}

@@ -1,0 +1,140 @@
+"""`quantization: {load: nf4}`: hold the frozen linear layers of the decoder in 4 bits (QLoRA, arXiv:2305.14314)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from fsdp_tune.core.errors import Notice, usage_error
+from fsdp_tune.core.units import format_bytes
+from fsdp_tune.model.adapters.nf4 import PACKED, count_elements, dequantise, elements, quantise
+from fsdp_tune.model.loading.experts import is_router
+from fsdp_tune.model.shard.fsdp_units import decoder_layers
+from fsdp_tune.model.shard.local import local_part
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run.dtypes import NF4_BLOCK
+
+KEY = "quantization.load"
+SCALE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class _Product(torch.autograd.Function):
+    """x @ weightᵀ + bias. Keeps the bytes for the backward, not the weight that is made from them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(packed, scales)
+        return nn.functional.linear(x, dequantise(packed, scales, x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, None, torch.Tensor | None]:
+        of_x = gradient @ dequantise(*ctx.saved_tensors, gradient.dtype) if ctx.needs_input_grad[0] else None
+        of_bias = gradient.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[3] else None
+        return of_x, None, None, of_bias
+
+
+class Nf4Linear(nn.Module):
+    """A linear layer whose frozen weight [out, in] is in 4 bits. Takes the place of an `nn.Linear`, also on the meta device."""
+
+    def __init__(self, linear: nn.Linear, scale_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.scale_dtype = linear.in_features, linear.out_features, scale_dtype
+        self.bias = linear.bias
+        weight = linear.weight
+        if weight.device.type == "meta":
+            packed = torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8, device="meta")
+            scale_bytes = self.in_features // NF4_BLOCK * scale_dtype.itemsize
+            scales = torch.empty(self.out_features, scale_bytes, dtype=torch.uint8, device="meta")
+        else:
+            packed, scales = quantise(weight, scale_dtype)
+        self.weight_nf4 = nn.Parameter(packed, requires_grad=False)
+        self.weight_scales = nn.Parameter(scales, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        product: torch.Tensor = _Product.apply(x, self.weight_nf4, self.weight_scales, self.bias)
+        return product
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight in fp32, of a sharded layer this rank's rows: for DoRA and for models that read weights of their layers."""
+        return dequantise(local_part(self.weight_nf4), local_part(self.weight_scales), torch.float32)
+
+    def set_rows(self, first: int, rows: torch.Tensor) -> None:
+        """Quantise rows [n, in] into this rank's part, from its row `first` on."""
+        packed, scales = quantise(rows.to(self.weight_nf4.device), self.scale_dtype)
+        local_part(self.weight_nf4)[first : first + len(rows)] = packed
+        local_part(self.weight_scales)[first : first + len(rows)] = scales
+
+
+def _plan(recipe: Recipe, model: PreTrainedModel) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """Return the frozen linear layers of the decoder that can be held in 4 bits, and the others with the reason, by name."""
+    chosen: dict[str, nn.Linear] = {}
+    left: dict[str, str] = {}
+    for prefix, layer in decoder_layers(model, recipe.layer_classes):
+        for name, module in layer.named_modules(prefix=prefix):
+            if not isinstance(module, nn.Linear) or module.weight.requires_grad:
+                continue
+            if type(module) is not nn.Linear:
+                left[name] = f"it is a {type(module).__name__}, which may compute something else"
+            elif is_router(model.config, module):
+                left[name] = "it is a router, whose few outputs need precision"
+            elif module.in_features % NF4_BLOCK:
+                left[name] = f"its {module.in_features} columns are not a multiple of {NF4_BLOCK}"
+            else:
+                chosen[name] = module
+    return chosen, left
+
+
+def quantise_layers(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Replace the frozen linear layers of the decoder by layers in 4 bits, in place; those of adapters stay around them.
+
+    The head, embeddings, norms, routers and fused experts keep their dtype. Raises: usage error if nothing can be replaced.
+    """
+    if recipe.quantization is None:
+        return
+    chosen, left = _plan(recipe, model)
+    if not chosen:
+        name, why = next(iter(left.items()), ("", "its decoder layers have no nn.Linear (GPT-2, for example, has Conv1D)"))
+        message = f"`{KEY}: nf4` finds nothing to hold in 4 bits in {type(model).__name__}: {f'`{name}`: ' if name else ''}{why}"
+        raise usage_error("nf4-nothing-to-quantise", message, hint="leave `quantization` out, or train a model with other linear layers")
+    for name, linear in chosen.items():
+        model.set_submodule(name, Nf4Linear(linear, SCALE_DTYPE[recipe.quantization.scales]))
+
+
+def layers_in_4_bits(model: nn.Module) -> dict[str, Nf4Linear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Nf4Linear)}
+
+
+def describe_nf4(recipe: Recipe, model: PreTrainedModel) -> str:
+    """Return what is held in 4 bits, what is not, with the reason, and the bytes of all frozen parameters."""
+    assert recipe.quantization is not None
+    bits = 4 + 8 * SCALE_DTYPE[recipe.quantization.scales].itemsize / NF4_BLOCK
+    _, left = _plan(recipe, model)
+    others = [f"{count} left, {why}" for why, count in Counter(left.values()).items()]
+    frozen_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    layers = f"{len(layers_in_4_bits(model))} linear layers in {bits:g} bits a weight"
+    return "; ".join([f"nf4, {layers}", *others, f"the base takes {format_bytes(frozen_bytes)}"])
+
+
+def nf4_notices(recipe: Recipe, model: PreTrainedModel) -> list[Notice]:
+    """Return a notice if much of the decoder stays in 16 bits: fused experts are not linear layers."""
+    if recipe.quantization is None:
+        return []
+    of_layers = [pair for name, layer in decoder_layers(model, recipe.layer_classes) for pair in layer.named_parameters(prefix=name)]
+    in_4_bits = sum(elements(name, p) for name, p in of_layers if name.endswith(PACKED))
+    experts = sum(p.numel() for _, p in of_layers if p.ndim == 3)
+    if not experts:
+        return []
+    share = in_4_bits / count_elements(of_layers)
+    message = (
+        f"{share:.0%} of the weights of the layers are in 4 bits: fused experts ({experts:,}) are no linear layers and stay in 16 bits"
+    )
+    return [Notice("nf4-without-experts", message)]
