@@ -15,7 +15,7 @@ PLANTS: tuple[Plant, ...] = (
         "worker.checkpoint.save:Checkpointer._write",
         value("stage", "final"),
         drop("publish"),
-        rows="F070",
+        rows="F070 F125",
     ),
     plant(
         "missing fsync",
@@ -350,5 +350,24 @@ PLANTS: tuple[Plant, ...] = (
         rows="F077",
     ),
     plant("hanging tracker blocks the run", "worker.observe.trackers:Guarded._pass_on", value("timeout", "None"), rows="F069"),
+    # adapters
+    plant(
+        "failed save of an adapter ends the run",
+        "worker.checkpoint.save:Checkpointer._write_reporting",
+        catch("ZeroDivisionError"),
+        rows="F126",
+    ),
+    plant("weights under a continued adapter not compared", "model.loading.adapter_files:check_base", never("differs_from"), rows="F127"),
+    plant("contents of the base not in its digest", "run.base_model:digest_of_weights", drop("file.read"), rows="F128"),
+    plant("method of an adapter not checked", "model.loading.adapter_files:check_adapter", never("peft_type"), rows="F129"),
+    plant("target that hits nothing ignored", "model.adapters.lora_targets:_chosen", never("found"), rows="F130"),
+    plant("adapters without a gradient not noticed", "worker.readback.trained:adapters_without_gradient", never("_ABSENT"), rows="F131"),
+    plant(
+        "scale of adapters not compared",
+        "worker.readback.trained:_adapters",
+        never("module.scaling"),
+        rows="F132",
+        by=("parity/test_breaks.py::run_stops_at_a_planted_bug_of_its_adapters[adapter scaled twice]",),
+    ),
     plant("rank does not wait for late files", "worker.checkpoint.restore:_wait_until_visible", never("deadline"), rows="F081"),
 )

@@ -416,6 +416,28 @@ SECURITY = (
          "recipe/test_loader::long_values_are_escaped_and_shortened_in_errors", "cli/test_prepare::control_characters_of_a_row_are_printed_escaped"),
 )  # fmt: skip
 
+ADAPTERS = (
+    _row("F125", "r", 1, SURVIVED, "a rank killed while it saves an adapter",
+         "faults/test_adapted_runs::rank_killed_while_it_saves_an_adapter_leaves_the_previous_checkpoint_and_the_run_resumes"),
+    _row("F126", "r", 1, REFUSED, "the disk is full at the save of an adapter, and at any operation of its export",
+         "faults/test_adapted_runs::full_disk_at_the_save_of_an_adapter_leaves_the_previous_checkpoint_and_the_next_save_succeeds",
+         "faults/test_adapted_runs::full_disk_at_any_operation_of_an_export_leaves_no_adapter_or_a_complete_one"),
+    _row("F127", "t", 10, REFUSED, "an adapter of another base: by name, shape, weights",
+         "model/test_adapter_files::adapter_of_another_kind_is_refused", "model/test_adapter_files::adapter_of_other_weights_of_the_same_name_is_refused",
+         "merge/test_adapters::mismatched_adapter_is_one_error_and_writes_nothing"),
+    _row("F128", "r", 10, REFUSED, "the base changed on disk between training, resume and merge",
+         "cli/test_lora_run::adapter_is_trained_merged_and_continued_on_its_base_alone", "run/test_base_model::other_weights_of_the_same_size_differ",
+         "run/test_base_model::change_at_either_end_of_a_large_file_is_noticed"),
+    _row("F129", "t", 10, REFUSED, "an adapter_config.json of another method, or with arithmetic that is not supported",
+         "model/test_adapter_files::adapter_of_another_kind_is_refused", "merge/test_adapters::adapters_beyond_plain_lora_are_refused_by_name"),
+    _row("F130", "t", 10, REFUSED, "a target that hits nothing, shares its weight or is smaller than the rank",
+         "model/test_lora_targets::refusal_names_what_is_wrong_and_what_to_write"),
+    _row("F131", "r", 10, REFUSED, "a target that the model never calls", "worker/test_families::adapters_of_modules_that_the_model_never_calls_stop_the_run",
+         "worker/readback/test_trained::kind_of_module_that_the_model_never_calls_is_an_error"),
+    _row("F132", "r", 10, REFUSED, "adapters outside of the units, scaled twice, not updated, with equal dropout on all ranks; one rank's slice of an adapter",
+         "parity/test_breaks::run_stops_at_a_planted_bug_of_its_adapters", "parity/test_breaks::merge_and_resume_refuse_one_rank_s_slice_of_an_adapter"),
+)  # fmt: skip
+
 GROUPS = {
     "Recipe and input": RECIPE_AND_INPUT,
     "Launch": LAUNCH,
@@ -424,5 +446,6 @@ GROUPS = {
     "Resume": RESUME,
     "Merge": MERGE,
     "Security": SECURITY,
+    "Adapters": ADAPTERS,
 }
 ROWS = tuple(row for group in GROUPS.values() for row in group)
