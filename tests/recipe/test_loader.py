@@ -26,7 +26,7 @@ from tests.recipe.loading import MINIMAL, load, load_with, one_problem, problems
         ("training: {sharding_strategy: FULL_SHARD}", "3:12", "unknown key `training.sharding_strategy`", "belongs under `fsdp:`"),
         ("offload_params: true", "3:1", "unknown key `offload_params`", "belongs under `fsdp:`"),
         ("max_steps: 5", "3:1", "unknown key `max_steps`", "belongs under `training:`"),
-        ("fsdp: {output_dir: x}", "3:8", "unknown key `fsdp.output_dir`", "belongs under the top of the recipe"),
+        ("fsdp: {output_dir: x}", "3:8", "unknown key `fsdp.output_dir`", "belongs at the top of the recipe"),
         ("hf_token: abc", "3:1", "unknown key `hf_token`", "a recipe never contains a token: set HF_TOKEN, or log in with `hf auth login`"),
         (
             "precision: {zzz: 1}",

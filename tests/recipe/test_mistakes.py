@@ -112,7 +112,7 @@ def test_url_and_time_are_not_keys_without_a_space() -> None:
 def test_synonyms_map_to_recipe_keys(name: str, synonym: object) -> None:
     keys = {key.name for key in all_keys()} | {f"training.{field}" for field in TRAINING_FIELDS.fields if owner_of(field) is None}
     assert SYNONYMS[name].key in keys
-    assert name not in {key.split(".")[-1] for key in keys}
+    assert name not in keys
     assert f"`{SYNONYMS[name].key}`" in (unknown_key_hint((name,)) or ""), synonym
 
 
@@ -120,6 +120,8 @@ def test_synonyms_map_to_recipe_keys(name: str, synonym: object) -> None:
     ("name", "key"),
     [
         ("micro_batch_size", "training.per_device_train_batch_size"),
+        ("lora_target", "lora: {target_modules: all-linear}"),
+        ("lora_rank", "lora.r"),
         ("num_epochs", "training.num_train_epochs"),
         ("sequence_len", "data.max_length"),
         ("sample_packing", "data.packing"),
@@ -135,6 +137,12 @@ def test_synonyms_map_to_recipe_keys(name: str, synonym: object) -> None:
 def test_name_of_another_trainer_is_translated_in_any_section(section: str, name: str, key: str) -> None:
     text = f"{section}: {{{name}: 1}}" if section == "training" else f"{name}: 1"
     assert f"`{key}`" in (one_problem(problems_with(text)).hint or "")
+
+
+def test_adapter_at_the_top_is_that_of_axolotl() -> None:
+    """`lora:` and `merge:` have keys of this name."""
+    assert one_problem(problems_with("adapter: lora")).hint == "`adapter` of axolotl is `lora` here: write `lora: {r: 16}`"
+    assert one_problem(problems_with("training: {adapter: both}")).hint == "belongs under `lora:` or under `merge:`"
 
 
 def test_near_match_comes_from_the_same_section_alone() -> None:

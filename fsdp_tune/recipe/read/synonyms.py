@@ -18,6 +18,7 @@ class Synonym:
 _TRAIN = "data: {train: [{path: NAME}]}"
 _HELD_OUT = "data: {eval: {fraction: 0.05}}"
 _MICRO_BATCH = "training.per_device_train_batch_size"
+_ALL_LINEAR = "lora: {target_modules: all-linear}"
 _PROMPTS = "data: {loss_on: completion}"
 
 _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
@@ -44,14 +45,15 @@ _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
         "revision_of_model": ("model.revision", None),
         "evals_per_epoch": ("training.eval_steps", None),
         "saves_per_epoch": ("training.save_steps", None),
-        "lora_r": ("lora.r", None),
-        "lora_target_modules": ("lora.target_modules", None),
-        "lora_target_linear": ("lora.target_modules", "lora: {target_modules: all-linear}"),
-        "lora_modules_to_save": ("lora.modules_to_save", None),
+        "adapter": ("lora", "lora: {r: 16}"),
+        "lora_target_linear": ("lora.target_modules", _ALL_LINEAR),
+        "lora_layers_to_transform": ("lora.layers_to_transform", None),
         "lora_model_dir": ("lora.adapter", None),
+        "merge_lora": ("merge.adapter", "merge: {adapter: merged}"),
+        "peft_layers_to_transform": ("lora.layers_to_transform", None),
+        "peft_init_lora_weights": ("lora.init_lora_weights", None),
         "peft_use_dora": ("lora.use_dora", None),
         "peft_use_rslora": ("lora.use_rslora", None),
-        "loraplus_lr_ratio": ("lora.lr_ratio", None),
     },
     "TRL": {
         "model_name_or_path": ("model.name_or_path", None),
@@ -87,8 +89,8 @@ _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
         "resize_vocab": ("model.resize_embeddings", None),
         "new_special_tokens": ("model.tokens.add", None),
         "finetuning_type": ("lora", "lora: {r: 16}"),
-        "lora_rank": ("lora.r", None),
-        "lora_target": ("lora.target_modules", None),
+        "lora_target": ("lora.target_modules", f"{_ALL_LINEAR}` (all) or `lora: {{target_modules: [q_proj, v_proj]}}"),
+        "pissa_init": ("lora.init_lora_weights", None),
         "additional_target": ("lora.modules_to_save", None),
         "adapter_name_or_path": ("lora.adapter", None),
         "disable_gradient_checkpointing": ("fsdp.activation_checkpointing", None),
@@ -105,10 +107,15 @@ _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
         "max_seq_len": ("data.max_length", None),
         "packed": ("data.packing", None),
         "lora_attn_modules": ("lora.target_modules", "lora: {target_modules: [q_proj, v_proj]}"),
-        "apply_lora_to_mlp": ("lora.target_modules", "lora: {target_modules: all-linear}"),
+        "apply_lora_to_mlp": ("lora.target_modules", _ALL_LINEAR),
+        "apply_lora_to_output": ("lora.target_modules", "lora: {target_modules: [q_proj, v_proj, lm_head]}"),
         "checkpointer": ("model.name_or_path", None),
     },
     None: {
+        **dict.fromkeys(("lora_r", "lora_rank", "rank"), ("lora.r", None)),
+        "lora_target_modules": ("lora.target_modules", None),
+        "lora_modules_to_save": ("lora.modules_to_save", None),
+        "loraplus_lr_ratio": ("lora.lr_ratio", None),
         **dict.fromkeys(("num_gpus", "n_gpus", "gpus", "nproc_per_node", "world_size", "devices"), ("launch.num_processes", None)),
         **dict.fromkeys(("nnodes", "num_nodes", "n_nodes", "nodes"), ("launch.num_machines", None)),
         "master_addr": ("launch.main_process_ip", None),

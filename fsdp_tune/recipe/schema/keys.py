@@ -179,10 +179,11 @@ def unknown_key_hint(path: Sequence[str | int]) -> str | None:
     parent = tuple(parent_path)
     if "token" in name.lower() and ("hf" in name.lower() or "hub" in name.lower() or "auth" in name.lower() or name.lower() == "token"):
         return "a recipe never contains a token: set HF_TOKEN, or log in with `hf auth login`"
+    known = synonym_hint(name)
     homes = _homes(name, parent)
-    if homes:
-        return f"belongs under {enumerated([f'`{home}:`' if home else 'the top of the recipe' for home in homes])}"
-    if (known := synonym_hint(name)) is not None:
+    if homes and (known is None or parent):  # `adapter` is a key of `lora:`, and at the top that of axolotl
+        return "belongs " + enumerated([f"under `{home}:`" if home else "at the top of the recipe" for home in homes])
+    if known is not None:
         return known
     if (owner := owner_of(name)) is not None:
         return owner
