@@ -20,7 +20,6 @@ _OTHER_ARITHMETIC = (
     "arrow_config",
     "alora_invocation_tokens",
     "trainable_token_indices",
-    "target_parameters",
     "layer_replication",
 )
 # Initialisations that subtract something from the base weights when training starts: the factors fit only the remainder.

@@ -11,8 +11,10 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
+from fsdp_tune.core.peft_fields import PREFIX
+from fsdp_tune.model.adapters.lora import is_of_adapter
 from fsdp_tune.model.adapters.nf4 import dequantise, quantise
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics
@@ -28,6 +30,9 @@ RECIPE: dict[str, Any] = {
     "launch": {"device": "cpu", "num_processes": 2},
     "output_dir": "run",
 }
+
+
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 
 
 def make_base(folder: Path, seed: int = 0, hidden: int = 32) -> Path:
@@ -161,3 +166,28 @@ def test_adapter_over_4_bits_is_merged_into_the_weights_that_it_was_trained_on(c
     (run.adapter / "base.json").unlink()
     misplaced = cli("merge-checkpoint", "run/adapter", "--base-weights", "original", "--output", "kept")
     assert (misplaced.returncode, "leave the option out" in misplaced.stderr) == (2, True), misplaced.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_adapters_of_experts_are_trained_and_read_by_peft(cli: Cli, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3MoeConfig(vocab_size=328, head_dim=8, num_experts=4, num_experts_per_tok=2, **sizes)
+    base, run = tmp_path / "base", RunDir(tmp_path / "run")
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(base)
+    recipe = RECIPE | {"lora": {"r": 4, "alpha": 8, **EXPERTS}, "merge": {"dtype": "fp32", "adapter": "adapter"}}
+    (tmp_path / "lora.yaml").write_text(json.dumps(recipe))
+    trained = cli("train", "--config", "lora.yaml")
+    assert trained.returncode == 0, trained.stderr
+    assert "lora: adapters on 2 down_proj, 2 gate_up_proj, 2 q_proj" in trained.stdout
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), run.adapter)
+    trained_tensors = checkpoint_tensors(run.checkpoint(6))
+    live = {name.removeprefix(PREFIX): tensor for name, tensor in adapted.named_parameters() if is_of_adapter(name)}
+    assert live.keys() == trained_tensors.keys()
+    assert all(torch.equal(tensor, trained_tensors[name]) for name, tensor in live.items())
+    assert all(bool(tensor.any()) for name, tensor in live.items())
+    assert not torch.allclose(logits(adapted), logits(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)), atol=1e-3)
+    continued = cli("train", "--config", "lora.yaml", "--set", "output_dir=further", "--set", "lora.adapter=run/adapter")
+    assert continued.returncode == 0, continued.stderr
+    assert losses(RunDir(tmp_path / "further"))[0] < losses(run)[0]

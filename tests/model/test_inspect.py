@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_empty
 from fsdp_tune.model.loading.inspect import facts
-from tests.model.recipes import recipe_of
+from tests.model.recipes import lora_recipe, recipe_of
 
 OPT = {
     "model_type": "opt",
@@ -99,3 +100,18 @@ def test_kernel_that_a_model_lacks_is_refused_at_its_key() -> None:
     assert len(problem["message"]) < 200
     with pytest.raises(FsdpTuneError, match="transformers rejects this model"):
         build_empty(recipe_of({"from_config": bloom, "attn_implementation": "sdpa"}))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "names"),
+    [
+        ([], "mlp.experts.gate_up_proj, mlp.experts.down_proj of"),
+        (["gate_up_proj"], "mlp.experts.down_proj of"),
+        (["gate_up_proj", "down_proj"], None),
+    ],
+)
+def test_experts_without_adapters_are_reported(parameters: list[str], names: str | None, tmp_path: Path) -> None:
+    notices = facts(lora_recipe(tmp_path, {"r": 4, "target_parameters": parameters}, "mixtral"))["notices"]
+    found = [each["message"] for each in notices if each["code"] == "lora-experts-frozen"]
+    assert len(found) == (names is not None)
+    assert all(message.startswith(str(names)) and "`lora.target_parameters` adapts them" in message for message in found)

@@ -15,7 +15,15 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_tune.core.errors import FsdpTuneError
-from fsdp_tune.model.adapters.lora import adapter_config, adapter_facts, draw_adapters, first_values, name_in_base, name_in_file
+from fsdp_tune.model.adapters.lora import (
+    adapter_config,
+    adapter_facts,
+    draw_adapters,
+    first_values,
+    name_in_base,
+    name_in_file,
+    stacks_without_adapters,
+)
 from fsdp_tune.model.loading.construct import build_empty, build_full, model_config
 from fsdp_tune.recipe.schema import Lora, Recipe
 from tests.model.families import FAMILIES
@@ -60,14 +68,14 @@ def test_first_output_is_that_of_the_base(llama: str) -> None:
 
 
 def test_first_values_have_the_distribution_of_peft() -> None:
-    uniform = first_values(Lora(r=64), "A", (64, 256), "key")
+    uniform = first_values(Lora(r=64), "A", (64, 256), 64, "key")
     assert float(uniform.abs().max()) <= 1 / 16
     assert float(uniform.std()) == pytest.approx(1 / 16 / 3**0.5, rel=0.02)
-    assert float(first_values(Lora(init_lora_weights="gaussian"), "A", (64, 256), "key").std()) == pytest.approx(1 / 64, rel=0.02)
-    assert not first_values(Lora(), "B", (256, 64), "key").any()
-    assert first_values(Lora(init_lora_weights=False), "B", (256, 64), "key").any()
-    assert not first_values(Lora(), "embedding_A", (64, 256), "key").any()
-    assert not torch.equal(uniform, first_values(Lora(r=64), "A", (64, 256), "another key"))
+    assert float(first_values(Lora(init_lora_weights="gaussian"), "A", (64, 256), 64, "key").std()) == pytest.approx(1 / 64, rel=0.02)
+    assert not first_values(Lora(), "B", (256, 64), 64, "key").any()
+    assert first_values(Lora(init_lora_weights=False), "B", (256, 64), 64, "key").any()
+    assert not first_values(Lora(), "embedding_A", (64, 256), 64, "key").any()
+    assert not torch.equal(uniform, first_values(Lora(r=64), "A", (64, 256), 64, "another key"))
 
 
 def test_facts_count_modules_and_trained_parameters(llama: str) -> None:
@@ -76,6 +84,19 @@ def test_facts_count_modules_and_trained_parameters(llama: str) -> None:
     assert facts["modules"] == {"q_proj": 2, "v_proj": 2}
     assert facts["trained_parameters"] == sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
     assert facts["trained_bytes"] == 4 * facts["trained_parameters"]
+
+
+def test_facts_count_adapted_parameters_and_experts_without_adapters(tmp_path: Path) -> None:
+    lora = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
+    model = build_empty(lora_recipe(tmp_path, lora, "mixtral"))
+    assert adapter_facts(model)["modules"] == {"down_proj": 2, "q_proj": 2}
+    stacks = stacks_without_adapters(model)
+    assert list(stacks) == [f"model.layers.{index}.mlp.experts.gate_up_proj" for index in (0, 1)]
+    assert sum(stacks.values()) == pytest.approx(
+        2 * 4 * 96 * 32 / sum(p.numel() for name, p in model.named_parameters() if name_in_base(name))
+    )
+    model = build_empty(lora_recipe(tmp_path, lora | {"target_parameters": ["gate_up_proj", "down_proj"]}, "mixtral"))
+    assert stacks_without_adapters(model) == {}
 
 
 def test_new_tokens_need_a_trained_embedding(llama: str) -> None:
@@ -110,10 +131,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "embedding and head": ("llama", {"target_modules": ["embed_tokens", "lm_head"]}),
     "trained in full": ("llama", {"target_modules": "all-linear", "modules_to_save": ["norm", "lm_head"]}),
     "some layers": ("llama", {"target_modules": ["v_proj"], "layers_to_transform": [1], "rank_pattern": {"v_proj": 2}}),
-    "experts": ("mixtral", {}),
+    "layers beside experts": ("mixtral", {}),
+    "experts": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
+    "experts alone": ("qwen2_moe", {"target_modules": [], "target_parameters": ["down_proj"], "layers_to_transform": [1]}),
+    "transposed experts": ("gpt_oss", {"target_parameters": ["gate_up_proj"], "rank_pattern": {"gate_up_proj": 2}}),
 }
 
 
+# PEFT compares the keys with modules only, and `gate_up_proj` is a parameter.
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match")
 @pytest.mark.parametrize("kind", KINDS)
 def test_trained_parameters_and_their_names_equal_those_of_peft(kind: str, tmp_path: Path) -> None:
     family, lora = KINDS[kind]
@@ -173,10 +199,15 @@ def drawn(recipe: Recipe) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [("llama", {"target_modules": ["q_proj", "embed_tokens"]}), ("mixtral", {"target_modules": [], "target_parameters": ["gate_up_proj"]})],
+    ids=["modules", "experts"],
+)
 @pytest.mark.parametrize("init", [True, "gaussian", False])
-def test_values_are_distributed_as_those_of_peft(init: bool | str, tmp_path: Path) -> None:
-    wide = FAMILIES["llama"] | {"hidden_size": 512, "num_hidden_layers": 1}
-    recipe = lora_recipe(tmp_path, {"r": 16, "init_lora_weights": init, "target_modules": ["q_proj", "embed_tokens"]}, wide)
+def test_values_are_distributed_as_those_of_peft(init: bool | str, family: str, lora: dict[str, Any], tmp_path: Path) -> None:
+    wide = FAMILIES[family] | {"hidden_size": 512, "num_hidden_layers": 1}
+    recipe = lora_recipe(tmp_path, {"r": 16, "init_lora_weights": init, **lora}, wide)
     ours = drawn(recipe)
     fields = adapter_config(recipe, ours)
     torch.manual_seed(1)
@@ -205,9 +236,17 @@ def gathered_adapters(recipe: Recipe) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("lora", [{"r": 1}, {"r": 3, "use_dora": True}], ids=["fewer rows than ranks", "DoRA"])
-def test_values_are_the_same_on_any_number_of_ranks(lora: dict[str, Any], pool: RankPool, tmp_path: Path) -> None:
-    recipe = lora_recipe(tmp_path, lora)
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("llama", {"r": 1}),
+        ("llama", {"r": 3, "use_dora": True}),
+        ("mixtral", {"r": 3, "target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
+    ],
+    ids=["fewer rows than ranks", "DoRA", "experts"],
+)
+def test_values_are_the_same_on_any_number_of_ranks(family: str, lora: dict[str, Any], pool: RankPool, tmp_path: Path) -> None:
+    recipe = lora_recipe(tmp_path, lora, family)
     alone, *others = (pool.run(ranks, gathered_adapters, recipe)[0] for ranks in (1, 2, 4))
     assert any(value.any() for name, value in alone.items() if "lora_A" in name)
     for other in others:

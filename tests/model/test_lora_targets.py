@@ -50,6 +50,37 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         "`model.layers.0.mlp.shared_expert_gate`, which is 1 x 32",
         "`target_modules: [q_proj, k_proj,",
     ),
+    "misspelt parameter": (
+        "mixtral",
+        {"target_parameters": ["experts.gate_up_porj"]},
+        "lora-target",
+        "`lora.target_parameters`: `experts.gate_up_porj` matches no parameter",
+        "did you mean `gate_up_proj`",
+    ),
+    "parameter of another model": (
+        "mixtral",
+        {"target_parameters": ["experts.w1"]},
+        "lora-target",
+        "`experts.w1` matches no parameter",
+        "mlp.experts.gate_up_proj, mlp.experts.down_proj",
+    ),
+    "no experts": ("llama", {"target_parameters": ["experts.w1"]}, "lora-target", "matches no parameter", "has no stacked matrices"),
+    "a matrix": ("llama", {"target_parameters": ["q_proj.weight"]}, "lora-target", "is [32, 32], not a stack", "`lora.target_modules`"),
+    "rank of an expert": (
+        "mixtral",
+        {"r": 33, "target_modules": [], "target_parameters": ["down_proj"]},
+        "lora-rank",
+        "32 x 48",
+        "at most 32",
+    ),
+    "pattern of a parameter": (
+        "mixtral",
+        {"target_modules": [], "target_parameters": ["down_proj"], "rank_pattern": {"gate_up_proj": 2}},
+        "lora-target",
+        "`lora.rank_pattern`: `gate_up_proj` matches no adapted module",
+        "adapted are down_proj",
+    ),
+    "nothing": ("llama", {"target_modules": []}, "lora-target", "`[]` matches no module", "its linear layers are"),
     "DoRA of Conv1D": ("gpt2", {"use_dora": True}, "lora-dora", "is a Conv1D", "use_dora: false"),
     "DoRA of an embedding": (
         "llama",
@@ -93,18 +124,25 @@ def test_refusal_names_what_is_wrong_and_what_to_write(case: str, tmp_path: Path
 )
 def test_targets_are_found_in_the_order_of_the_model(lora: dict[str, Any], found: list[str], tmp_path: Path) -> None:
     bare = build_empty(recipe_of("llama"))
-    assert list(find_targets(lora_recipe(tmp_path, {"r": 4, **lora}), bare)) == found
+    assert list(find_targets(lora_recipe(tmp_path, {"r": 4, **lora}), bare).modules) == found
 
 
 def test_layers_of_gpt2_are_targets(tmp_path: Path) -> None:
     found = find_targets(lora_recipe(tmp_path, {"r": 4, "target_modules": ["c_attn"]}, "gpt2"), build_empty(recipe_of("gpt2")))
-    assert list(found) == ["transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn"]
+    assert list(found.modules) == ["transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn"]
+
+
+def test_parameters_are_found_by_their_last_parts_in_the_chosen_layers(tmp_path: Path) -> None:
+    recipe = lora_recipe(tmp_path, {"r": 4, "target_parameters": ["mlp.experts.down_proj"], "layers_to_transform": [1]}, "mixtral")
+    found = find_targets(recipe, build_empty(recipe_of("mixtral")))
+    assert list(found.parameters) == ["model.layers.1.mlp.experts.down_proj"]
+    assert "model.layers.1.mlp.gate" not in found.modules  # transformers' router holds a matrix, not a linear layer
 
 
 def test_all_linear_leaves_out_the_head(tmp_path: Path) -> None:
     found = find_targets(lora_recipe(tmp_path, {"r": 4}), build_empty(recipe_of("llama")))
-    assert len(found) == 14
-    assert "lm_head" not in found
+    assert len(found.modules) == 14
+    assert "lm_head" not in found.modules
 
 
 def test_run_is_refused_as_the_base(tmp_path: Path) -> None:

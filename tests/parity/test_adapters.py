@@ -10,6 +10,7 @@ from tests.parity.cases import Case
 from tests.parity.compare import deviation
 
 LORA = (("r", 4), ("lora_alpha", 4))
+EXPERTS = (*LORA, ("target_modules", ("q_proj", "v_proj")), ("target_parameters", ("experts.gate_up_proj", "experts.down_proj")))
 CASES = [
     Case(lora=LORA),
     Case(lora=LORA, ranks=4, strategy="HYBRID_SHARD", recomputation="full", accumulation=2),
@@ -28,6 +29,10 @@ CASES = [
     Case(lora=(*LORA, ("target_modules", ("q_proj", "embed_tokens", "lm_head")))),
     Case("gpt2", lora=(*LORA, ("bias", "all")), strategy="NO_SHARD"),
     Case("mixtral", lora=(*LORA, ("target_modules", ("q_proj", "k_proj", "v_proj", "o_proj")))),
+    Case("mixtral", lora=EXPERTS),
+    Case("mixtral", lora=EXPERTS, ranks=4, strategy="HYBRID_SHARD", recomputation="full", packed=True),
+    Case("mixtral", lora=EXPERTS, strategy="NO_SHARD", recomputation="selective", accumulation=2),
+    Case("mixtral", lora=EXPERTS, wrap="size", offload=True, resumed="other"),
     Case(lora=LORA, fsdp=(("state_dict_type", "FULL_STATE_DICT"),), resumed="same"),
     Case(lora=LORA, fsdp=(("cpu_ram_efficient_loading", False),)),
 ]

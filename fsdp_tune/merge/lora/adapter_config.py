@@ -70,6 +70,8 @@ class AdapterConfig:
             raise self.unsupported(f"the adapter is of the type {kind}")
         if (name := other_arithmetic(self.values)) is not None:
             raise self.unsupported(f"the adapter was trained with `{name}`")
+        if self.values.get("target_parameters"):
+            raise self.unsupported("the adapter changes stacked experts (`target_parameters`)")
         start = initialisation_that_changes_base(self.values)
         if not has_own_base and start is not None:
             raise self.unsupported(

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.peft_fields import PREFIX, tensor_name
-from fsdp_tune.model.adapters.lora_targets import find_saved, find_targets, last_parts
+from fsdp_tune.model.adapters.lora_targets import Targets, find_saved, find_targets, is_stack, last_parts
 from fsdp_tune.model.adapters.nf4 import count_elements
 from fsdp_tune.model.shard.local import copy_part, local_part
 from fsdp_tune.recipe.schema import Lora, Recipe
@@ -28,6 +28,8 @@ from fsdp_tune.run.directory import run_of
 
 ADAPTER_NAME = "default"
 """PEFT's name of the only adapter, a part of its parameters' names."""
+_BASE_LAYER = re.compile(r"\.base_layer(?=\.)")
+"""In the names of what PEFT's layers enclose: once for a module, once for each adapted parameter of a module."""
 _OWN = re.compile(rf"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\.{ADAPTER_NAME}(\.weight)?$")
 
 
@@ -38,7 +40,7 @@ def is_of_adapter(name: str) -> bool:
 
 def name_in_base(name: str) -> str | None:
     """Return the name that a parameter or buffer has in the model without adapters; None for a parameter of an adapter."""
-    return None if is_of_adapter(name) else name.replace(".base_layer.", ".")
+    return None if is_of_adapter(name) else _BASE_LAYER.sub("", name)
 
 
 def name_in_file(name: str) -> str:
@@ -65,8 +67,8 @@ def inject_lora(recipe: Recipe, model: PreTrainedModel, dtype: torch.dtype) -> N
         )
     targets, saved = find_targets(recipe, model), find_saved(recipe, model)
     frozen_by_its_code = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    biases = set(_trained_biases(lora, model, targets))
-    _inject(lora, model, list(targets))
+    biases = set(_trained_biases(lora, model, targets.modules))
+    _inject(lora, model, targets)
     in_full = tuple(f"{name}." for name in saved)
     for name, parameter in model.named_parameters():
         base = name_in_base(name)
@@ -75,8 +77,18 @@ def inject_lora(recipe: Recipe, model: PreTrainedModel, dtype: torch.dtype) -> N
         parameter.requires_grad_(base is None or ((name.startswith(in_full) or base in biases) and base not in frozen_by_its_code))
 
 
-def _inject(lora: Lora, model: PreTrainedModel, targets: list[str]) -> None:
-    """Replace the named modules by PEFT's layers. Raises: usage error if PEFT refuses one, or adapts other modules than these.
+def adapters_of(model: nn.Module) -> dict[str, Any]:
+    """Return PEFT's layers by the name that the adapted module, or parameter, has in the bare model."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A"):
+            parameter = getattr(module, "parameter_name", None)  # of a ParamWrapper
+            found[_BASE_LAYER.sub("", f"{name}.")[:-1] + (f".{parameter}" if parameter else "")] = module
+    return found
+
+
+def _inject(lora: Lora, model: PreTrainedModel, targets: Targets) -> None:
+    """Replace the targets by PEFT's layers. Raises: usage error if PEFT refuses one, or adapts other modules than these.
 
     In mixtures of experts PEFT (`convert_peft_config_for_transformers`) takes `gate_proj`, `up_proj` and `down_proj` of any layer for the
     experts of transformers 4, and adapts the fused experts instead; it would do the same when it loads the adapter.
@@ -88,16 +100,16 @@ def _inject(lora: Lora, model: PreTrainedModel, targets: list[str]) -> None:
             warnings.simplefilter("ignore")  # of `fan_in_fan_out`, which PEFT sets for each layer by its kind
             inject_adapter_in_model(peft_config(lora, targets), model, adapter_name=ADAPTER_NAME)
     except ValueError as error:
-        hint = f"name other layers: {last_parts(targets)}"
+        hint = f"name other layers: {last_parts(targets.modules)}"
         raise usage_error("lora-target", f"PEFT does not adapt these modules: {error}", where=where, hint=hint) from error
-    adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    if lost := [name for name in targets if name not in adapted]:
+    adapted = adapters_of(model).keys()
+    if lost := [name for name in targets.modules if name not in adapted]:
         message = (
             f"`lora.target_modules`: PEFT adapts the fused experts of {type(model).__name__} instead of `{lost[0]}`, which is not supported"
         )
-        left = [name for name in targets if name not in lost]
+        left = [name for name in targets.modules if name not in lost]
         raise usage_error("lora-target", message, where=where, hint=f"write `target_modules: [{last_parts(left)}]`" if left else None)
-    assert adapted == set(targets), "a name of a module matches this module alone"
+    assert adapted == {*targets.modules, *targets.parameters}, "a full name matches one module or parameter alone"
 
 
 def _peft() -> Any:
@@ -114,13 +126,14 @@ def _trained_biases(lora: Lora, model: nn.Module, targets: dict[str, nn.Module])
     return [f"{name}.bias" for name, module in targets.items() if getattr(module, "bias", None) is not None] if lora.bias != "none" else []
 
 
-def peft_config(lora: Lora, targets: list[str]) -> Any:
-    """Return the `LoraConfig` for the named modules."""
+def peft_config(lora: Lora, targets: Targets) -> Any:
+    """Return the `LoraConfig` for the targets, by their full names."""
     return _peft().LoraConfig(
         r=lora.r,
         lora_alpha=_number(lora.lora_alpha),
         lora_dropout=lora.lora_dropout,
-        target_modules=targets,
+        target_modules=list(targets.modules),
+        target_parameters=list(targets.parameters) or None,
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern={pattern: _number(alpha) for pattern, alpha in lora.alpha_pattern.items()},
         use_rslora=lora.use_rslora,
@@ -155,19 +168,16 @@ def _place_of(name: str) -> str:
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
-def share_of_experts(model: nn.Module) -> float:
-    """Return the share of the base's parameters that are fused experts: stacked matrices, which get no adapters."""
-    base = {name: p for name, p in model.named_parameters() if not is_of_adapter(name)}
-    experts = sum(p.numel() for name, p in base.items() if p.ndim == 3 and "conv" not in name)
-    return experts / count_elements(base.items())
+def stacks_without_adapters(model: nn.Module) -> dict[str, float]:
+    """Return the stacked matrices that have no adapters, by name in the base, with their shares of the base's parameters."""
+    base = {name: p for wrapped_name, p in model.named_parameters() if (name := name_in_base(wrapped_name)) is not None}
+    total, adapted = count_elements(base.items()), adapters_of(model)
+    return {name: p.numel() / total for name, p in base.items() if is_stack(name, p) and name not in adapted}
 
 
 def adapter_facts(model: nn.Module) -> dict[str, Any]:
     """Return what `validate` and a run print: adapted modules by the last part of their names, parameters and bytes that are trained."""
-    modules: Counter[str] = Counter()
-    for name, _ in model.named_parameters():
-        if (found := _OWN.search(name)) is not None and found[1] in ("B", "embedding_B"):
-            modules[name[: found.start()].rpartition(".")[2]] += 1
+    modules = Counter(name.rpartition(".")[2] for name in adapters_of(model))
     trained = [p for p in model.parameters() if p.requires_grad]
     base = count_elements((name, p) for name, p in model.named_parameters() if not is_of_adapter(name))
     return {
@@ -192,7 +202,9 @@ def draw_adapters(recipe: Recipe, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         found = _OWN.search(name)
         if found is not None and found[1] != "magnitude_vector":
-            copy_part(parameter, first_values(lora, found[1], tuple(parameter.shape), f"{recipe.training.seed} {name}"))
+            rank: int = model.get_submodule(name[: found.start()]).r[ADAPTER_NAME]  # type: ignore[index, assignment, union-attr]
+            values = first_values(lora, found[1], tuple(parameter.shape), rank, f"{recipe.training.seed} {name}")
+            copy_part(parameter, values)
     for module in model.modules():
         for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
             # Of a linear layer, whose rows lie on the same rank as the elements of the magnitude.
@@ -200,7 +212,7 @@ def draw_adapters(recipe: Recipe, model: nn.Module) -> None:
             local_part(magnitude.weight).copy_(torch.linalg.norm(weight.float(), dim=1))
 
 
-def first_values(lora: Lora, part: str, shape: tuple[int, ...], key: str) -> torch.Tensor:
+def first_values(lora: Lora, part: str, shape: tuple[int, ...], rank: int, key: str) -> torch.Tensor:
     """Return the values of a full tensor in fp32, as PEFT's `reset_lora_parameters` draws them. `key` seeds the generator."""
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big"))
     values = torch.empty(shape, dtype=torch.float32)
@@ -209,7 +221,7 @@ def first_values(lora: Lora, part: str, shape: tuple[int, ...], key: str) -> tor
     if part == "embedding_A" or (part == "B" and lora.init_lora_weights is not False):
         return values.zero_()
     if lora.init_lora_weights == "gaussian":
-        return values.normal_(std=1 / shape[0], generator=generator)
+        return values.normal_(std=1 / rank, generator=generator)
     bound = 1 / math.sqrt(shape[1])  # of a linear layer: kaiming_uniform_ with a = √5
     return values.uniform_(-bound, bound, generator=generator)
 

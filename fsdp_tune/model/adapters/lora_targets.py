@@ -1,11 +1,12 @@
-"""Choose the modules that get LoRA adapters, or are trained in full beside them, by the names in `lora:`."""
+"""Choose the modules and parameters that get LoRA adapters, and the modules that are trained in full, by the names in `lora:`."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,8 +21,17 @@ ALL_LINEAR = "all-linear"
 _SHOWN = 8
 
 
-def find_targets(recipe: Recipe, model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the modules of the bare model that get adapters, by name, in the order of the model.
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What gets adapters in the bare model, by name, in the order of the model."""
+
+    modules: dict[str, nn.Module]
+    parameters: dict[str, nn.Parameter]
+    """Stacks of matrices, [experts, rows, columns]."""
+
+
+def find_targets(recipe: Recipe, model: PreTrainedModel) -> Targets:
+    """Return what gets adapters.
 
     Raises: usage error for a name that hits nothing or a module that LoRA does not adapt, for a tied embedding or head, for a rank that
     the matrix does not have, and for DoRA on anything but a linear layer.
@@ -33,12 +43,16 @@ def find_targets(recipe: Recipe, model: PreTrainedModel) -> dict[str, nn.Module]
     chosen = [name for name in _chosen(lora, model, modules) if not _is_inside(name, saved)]
     chosen = _in_layers(recipe, model, chosen)
     targets = {name: modules[name] for name in modules if name in set(chosen)}
-    if not targets:
-        raise _hits_nothing("lora.target_modules", str(lora.target_modules), modules.items())
+    parameters = _chosen_parameters(recipe, model, saved)
+    if not targets and not parameters:
+        raise _no_module("lora.target_modules", str(lora.target_modules), modules)
     _refuse_tied(model, targets, "lora.target_modules")
-    _check_sizes(lora, targets)
-    _check_patterns(lora, targets)
-    return targets
+    _refuse_tied(model, {owner: modules[owner] for name in parameters for owner in [name.rpartition(".")[0]]}, "lora.target_parameters")
+    _check_sizes(lora, {name: tuple(module.weight.shape) for name, module in targets.items()})  # type: ignore[arg-type, union-attr]
+    _check_sizes(lora, {name: tuple(parameter.shape[1:]) for name, parameter in parameters.items()})
+    _check_dora(lora, targets)
+    _check_patterns(lora, [*targets, *parameters])
+    return Targets(targets, parameters)
 
 
 def find_saved(recipe: Recipe, model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -49,7 +63,7 @@ def find_saved(recipe: Recipe, model: PreTrainedModel) -> dict[str, nn.Module]:
     for wanted in recipe.lora.modules_to_save:
         found = {name: module for name, module in modules.items() if ends_with(name, wanted) and any(True for _ in module.parameters())}
         if not found:
-            raise _hits_nothing("lora.modules_to_save", wanted, modules.items())
+            raise _no_module("lora.modules_to_save", wanted, modules)
         saved |= found
     _refuse_tied(model, saved, "lora.modules_to_save")
     return saved
@@ -70,21 +84,47 @@ def _chosen(lora: Lora, model: PreTrainedModel, modules: dict[str, nn.Module]) -
         else:
             found = [name for name in modules if name and ends_with(name, wanted)]
         if not found:
-            raise _hits_nothing("lora.target_modules", wanted, modules.items())
+            raise _no_module("lora.target_modules", wanted, modules)
         for name in found:
             if not isinstance(modules[name], nn.Linear | nn.Embedding | Conv1D):
                 raise usage_error(
                     "lora-target",
                     f"`lora.target_modules`: `{name}` is a {type(modules[name]).__name__}; LoRA adapts linear layers and embeddings",
                     where=Where(key="lora.target_modules"),
-                    hint=_names_of_linears(modules.items()),
+                    hint=_names_of_linears(modules),
                 )
         chosen += found
     return chosen
 
 
+def _chosen_parameters(recipe: Recipe, model: PreTrainedModel, saved: set[str]) -> dict[str, nn.Parameter]:
+    assert recipe.lora is not None
+    key = "lora.target_parameters"
+    parameters = dict(model.named_parameters())
+    stacks = [name for name, parameter in parameters.items() if is_stack(name, parameter)]
+    chosen: set[str] = set()
+    for wanted in recipe.lora.target_parameters:
+        found = [name for name in parameters if ends_with(name, wanted)]
+        if not found:
+            names = dict.fromkeys(".".join(name.split(".")[-3:]) for name in stacks)
+            others = (
+                f"its stacked matrices are {', '.join(names)}" if names else "the model has no stacked matrices: name its linear layers"
+            )
+            raise _hits_nothing(key, wanted, "parameter", stacks, others)
+        if (other := next((name for name in found if name not in stacks), None)) is not None:
+            message = f"`{key}`: `{other}` is {list(parameters[other].shape)}, not a stack of matrices"
+            raise usage_error("lora-target", message, where=Where(key=key), hint="name linear layers in `lora.target_modules`")
+        chosen |= set(_in_layers(recipe, model, found))
+    return {name: parameter for name, parameter in parameters.items() if name in chosen and not _is_inside(name, saved)}
+
+
+def is_stack(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter stacks the matrices of experts, by its dimensions; those of a convolution have as many."""
+    return parameter.ndim == 3 and "conv" not in name
+
+
 def ends_with(name: str, wanted: str) -> bool:
-    """Return whether the last parts of a module's name are `wanted`."""
+    """Return whether the last parts of a name are `wanted`."""
     return name == wanted or name.endswith(f".{wanted}")
 
 
@@ -126,14 +166,13 @@ def _refuse_tied(model: PreTrainedModel, modules: dict[str, nn.Module], key: str
 
 
 def rank_of(lora: Lora, name: str) -> int:
-    """Return the rank of a module's adapter."""
+    """Return the rank of the adapter of a module or parameter."""
     return value_for(name, lora.rank_pattern, lora.r)
 
 
-def _check_sizes(lora: Lora, targets: dict[str, nn.Module]) -> None:
-    fitting = [name for name, module in targets.items() if rank_of(lora, name) <= min(module.weight.shape)]  # type: ignore[union-attr, arg-type]
-    for name, module in targets.items():
-        rows, columns = module.weight.shape  # type: ignore[misc]  # a Linear, an Embedding or a Conv1D
+def _check_sizes(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    fitting = [name for name, shape in shapes.items() if rank_of(lora, name) <= min(shape)]
+    for name, (rows, columns) in shapes.items():
         if (rank := rank_of(lora, name)) > min(rows, columns):
             raise usage_error(
                 "lora-rank",
@@ -141,6 +180,10 @@ def _check_sizes(lora: Lora, targets: dict[str, nn.Module]) -> None:
                 where=Where(key="lora.r"),
                 hint=f"a rank of at most {min(rows, columns)}" + (f", or `target_modules: [{last_parts(fitting)}]`" if fitting else ""),
             )
+
+
+def _check_dora(lora: Lora, targets: dict[str, nn.Module]) -> None:
+    for name, module in targets.items():
         if lora.use_dora and not isinstance(module, nn.Linear):
             raise usage_error(
                 "lora-dora",
@@ -155,7 +198,7 @@ def last_parts(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
-def _check_patterns(lora: Lora, targets: dict[str, nn.Module]) -> None:
+def _check_patterns(lora: Lora, targets: Sequence[str]) -> None:
     for key, patterns in (("lora.rank_pattern", lora.rank_pattern), ("lora.alpha_pattern", lora.alpha_pattern)):
         for pattern in patterns:
             try:
@@ -164,17 +207,20 @@ def _check_patterns(lora: Lora, targets: dict[str, nn.Module]) -> None:
                 message = f"`{key}`: `{pattern}` is not a valid regular expression: {error}"
                 raise usage_error("lora-target", message, where=Where(key=key)) from error
             if not hits:
-                raise _hits_nothing(key, pattern, targets.items())
+                raise _hits_nothing(key, pattern, "adapted module", targets, f"adapted are {last_parts(targets)}")
 
 
-def _hits_nothing(key: str, wanted: str, modules: Iterable[tuple[str, nn.Module]]) -> FsdpTuneError:
-    modules = list(modules)
-    parts = {name.rpartition(".")[2] for name, _ in modules if name}
+def _no_module(key: str, wanted: str, modules: dict[str, nn.Module]) -> FsdpTuneError:
+    return _hits_nothing(key, wanted, "module", [name for name in modules if name], _names_of_linears(modules))
+
+
+def _hits_nothing(key: str, wanted: str, kind: str, names: Iterable[str], others: str) -> FsdpTuneError:
+    parts = {name.rpartition(".")[2] for name in names}
     near = difflib.get_close_matches(wanted.rpartition(".")[2], sorted(parts), n=3)
-    hint = f"did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else _names_of_linears(modules)
-    return usage_error("lora-target", f"`{key}`: `{wanted}` matches no module of the model", where=Where(key=key), hint=hint)
+    hint = f"did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else others
+    return usage_error("lora-target", f"`{key}`: `{wanted}` matches no {kind} of the model", where=Where(key=key), hint=hint)
 
 
-def _names_of_linears(modules: Iterable[tuple[str, nn.Module]]) -> str:
-    names = dict.fromkeys(name.rpartition(".")[2] for name, module in modules if isinstance(module, nn.Linear | Conv1D))
+def _names_of_linears(modules: dict[str, nn.Module]) -> str:
+    names = dict.fromkeys(name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D))
     return f"its linear layers are {', '.join(list(names)[:_SHOWN])}" if names else "the model has no linear layers (fused experts?)"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from fsdp_tune.model.adapters.lora import is_of_adapter
 from fsdp_tune.model.adapters.nf4 import elements
 from fsdp_tune.planner.predict.mfu import EXPERT_COUNTS, expert_count
 
@@ -53,4 +54,4 @@ def _belongs_to_expert(name: str, parameter: torch.Tensor, experts: int) -> bool
         return experts > 1 and is_stack and parameter.ndim >= 3 and "shared" not in name
     if parameter.ndim < 2 or ".router." in name:  # JetMoE's router is inside `experts`
         return False
-    return True if is_stack else None
+    return True if is_stack or is_of_adapter(name) else None

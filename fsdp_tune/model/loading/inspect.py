@@ -69,12 +69,14 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
 
 
 def _untrained_experts(model: Any) -> list[Notice]:
-    from fsdp_tune.model.adapters.lora import share_of_experts
+    from fsdp_tune.model.adapters.lora import stacks_without_adapters
 
-    share = share_of_experts(model)
-    if share == 0.0:
+    stacks = stacks_without_adapters(model)
+    if not stacks:
         return []
-    message = f"the experts of {type(model).__name__} are fused parameters and get no adapters: {share:.0%} of the model is not adapted"
+    names = ", ".join(dict.fromkeys(".".join(name.split(".")[-3:]) for name in stacks))
+    share = sum(stacks.values())
+    message = f"{names} of {type(model).__name__} get no adapters: {share:.0%} of the model; `lora.target_parameters` adapts them"
     return [Notice("lora-experts-frozen", message)]
 
 

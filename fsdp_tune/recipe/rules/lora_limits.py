@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from fsdp_tune.recipe.findings import Finding, Rule
 from fsdp_tune.recipe.rules.precision import computes_in_fp8
-from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema import Lora, Recipe
 
 
 def lora_limits(recipe: Recipe) -> Iterator[Finding]:
@@ -34,9 +34,27 @@ def lora_limits(recipe: Recipe) -> Iterator[Finding]:
     if recipe.lora.use_dora and recipe.lora.init_lora_weights is False:
         message = "`lora.use_dora: true` with `init_lora_weights: false` is not supported: the lengths of the rows are those of the base"
         yield Finding("contradiction", ("lora.init_lora_weights", "lora.use_dora"), message, "leave `init_lora_weights` out")
+    if recipe.lora.target_parameters:
+        yield from _of_parameters(recipe, recipe.lora)
     if computes_in_fp8(recipe):
         message = "`precision.mixed_precision: fp8` with `lora:` is not supported: the adapted layers compute in bf16"
         yield Finding("contradiction", ("precision.mixed_precision", "lora"), message, "write `bf16`")
+
+
+def _of_parameters(recipe: Recipe, lora: Lora) -> Iterator[Finding]:
+    key, why = "lora.target_parameters", "an adapter of stacked matrices is added to them before they multiply"
+    if lora.lora_dropout:
+        yield Finding("contradiction", ("lora.lora_dropout", key), f"`lora.lora_dropout` with `{key}` is not supported: {why}", "write 0")
+    if lora.use_dora:
+        message = f"`lora.use_dora: true` with `{key}` is not supported"
+        yield Finding("contradiction", ("lora.use_dora", key), message, "write `use_dora: false`")
+    if recipe.kernels.compile:
+        message = f"`kernels.compile: true` with `{key}` is not supported: layers would be recompiled in every step"
+        yield Finding("contradiction", ("kernels.compile", key), message, "write `kernels: {compile: false}`")
+    if recipe.merge.at_end and recipe.merge.adapter != "adapter":
+        message = f"`merge.adapter: {recipe.merge.adapter}` with `{key}` is not supported: adapters of experts are not merged"
+        hint = "write `merge: {adapter: adapter}`; PEFT merges the result (`merge_and_unload`)"
+        yield Finding("contradiction", ("merge.adapter", key), message, hint)
 
 
 def quantization_limits(recipe: Recipe) -> Iterator[Finding]:

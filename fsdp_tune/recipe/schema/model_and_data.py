@@ -230,6 +230,8 @@ class Lora(Section):
     """Dropout of an adapter's input. `dropout` is accepted too."""
     target_modules: Text | list[Text] = "all-linear"
     """all-linear = every linear layer except the head | names of modules, by their last parts | a regular expression for full names."""
+    target_parameters: list[Text] = []
+    """Names of parameters that stack the matrices of experts, by their last parts, such as `mlp.experts.gate_up_proj`."""
     layers_to_transform: list[WholeOrZero] | None = None
     """Indexes of the decoder layers that get adapters; null = all."""
     rank_pattern: dict[str, Whole] = {}

@@ -6,8 +6,7 @@ import fnmatch
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -15,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.peft_fields import value_for
-from fsdp_tune.model.adapters.lora import ADAPTER_NAME, is_of_adapter, name_in_base
+from fsdp_tune.model.adapters.lora import ADAPTER_NAME, adapters_of, is_of_adapter, name_in_base
 from fsdp_tune.model.adapters.lora_targets import ALL_LINEAR, ends_with, last_parts, rank_of
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loading.construct import TORCH_DTYPE, frozen_by_its_code
@@ -62,9 +61,11 @@ def _is_trained_by(lora: Lora, name: str) -> bool:
 
 def _adapters(recipe: Recipe, lora: Lora, loaded: Loaded) -> list[str]:
     """Return the differences of the adapters from the recipe: layers that have none, other dtypes, scales or rates of dropout."""
-    adapted: dict[str, Any] = {name: module for name, module in loaded.model.named_modules() if hasattr(module, "lora_A")}
-    bare = [name for name in _linears(loaded.model) if _is_meant(lora, name, loaded) and not _is_trained(lora, name, adapted)]
+    adapted = adapters_of(loaded.model)
+    bare = [name for name in _linears(loaded.model) if _is_meant(lora, name, loaded) and not _is_in_saved_module(lora, name)]
     found = [f"adapters: `{bare[0]}` has none ({len(bare)} linear layers)"] if bare else []
+    stacks = [name for name in _meant_parameters(lora, loaded) if name not in adapted]
+    found += [f"adapters: `{stacks[0]}` has none ({len(stacks)} parameters)"] if stacks else []
     for name, module in adapted.items():
         rank, alpha = rank_of(lora, name), value_for(name, lora.alpha_pattern, lora.lora_alpha)
         wanted = alpha / (math.sqrt(rank) if lora.use_rslora else rank)
@@ -77,10 +78,8 @@ def _adapters(recipe: Recipe, lora: Lora, loaded: Loaded) -> list[str]:
 
 def _is_meant(lora: Lora, name: str, loaded: Loaded) -> bool:
     """Whether the recipe means a linear layer to be adapted, by its name in the bare model."""
-    if lora.layers_to_transform is not None:
-        layers = [loaded.layers[index][0] for index in lora.layers_to_transform]
-        if not any(name.startswith(f"{layer}.") for layer in layers):
-            return False
+    if not _is_in_layers(lora, name, loaded):
+        return False
     if lora.target_modules == ALL_LINEAR:
         return loaded.model.get_submodule(name) is not loaded.model.get_output_embeddings()
     if isinstance(lora.target_modules, str):
@@ -88,13 +87,22 @@ def _is_meant(lora: Lora, name: str, loaded: Loaded) -> bool:
     return any(ends_with(name, wanted) for wanted in lora.target_modules)
 
 
+def _meant_parameters(lora: Lora, loaded: Loaded) -> list[str]:
+    """Return the names in the bare model of the parameters that the recipe means to be adapted."""
+    names = [base for name, _ in loaded.model.named_parameters() if (base := name_in_base(name)) is not None]
+    names = [name for name in names if any(ends_with(name, wanted) for wanted in lora.target_parameters)]
+    return [name for name in names if _is_in_layers(lora, name, loaded) and not _is_in_saved_module(lora, name)]
+
+
+def _is_in_layers(lora: Lora, name: str, loaded: Loaded) -> bool:
+    indexes = lora.layers_to_transform
+    return indexes is None or any(name.startswith(f"{loaded.layers[index][0]}.") for index in indexes)
+
+
 def _linears(model: PreTrainedModel) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-
-
-def _is_trained(lora: Lora, name: str, adapted: dict[str, Any]) -> bool:
-    """Whether a linear layer is a part of an adapted one, or of a module that is trained in full."""
-    return _is_in_saved_module(lora, name) or any(name.startswith(f"{outer}.") for outer in adapted)
+    """Return the linear layers outside of PEFT's layers."""
+    outer = tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "lora_A"))
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and not name.startswith(outer)]
 
 
 def _is_in_saved_module(lora: Lora, name: str) -> bool:
@@ -104,12 +112,13 @@ def _is_in_saved_module(lora: Lora, name: str) -> bool:
 
 def _dtypes(recipe: Recipe, loaded: Loaded) -> list[str]:
     frozen, trained = TORCH_DTYPE[recipe.model.frozen_dtype], TORCH_DTYPE[recipe.model.dtype]
-    own = frozen_by_its_code(loaded.model)
+    own, adapted = frozen_by_its_code(loaded.model), adapters_of(loaded.model)
     for name, parameter in loaded.model.named_parameters():
         if parameter.requires_grad and parameter.dtype != trained:
             return [f"adapters: the recipe means {name} to be trained in {trained}, the run has {parameter.dtype}"]
+        base = name_in_base(name)
         is_weight_of_adapted = name.endswith(".base_layer.weight") and recipe.lora is not None and recipe.lora.bias == "none"
-        if is_weight_of_adapted and name_in_base(name) not in own and parameter.dtype != frozen:
+        if (is_weight_of_adapted or base in adapted) and base not in own and parameter.dtype != frozen:
             return [f"adapters: the recipe means {name} to be kept in {frozen}, the run has {parameter.dtype}"]
     return []
 
@@ -117,17 +126,17 @@ def _dtypes(recipe: Recipe, loaded: Loaded) -> list[str]:
 # ---- Gradients of step 1
 
 _ABSENT, _ZERO, _PRESENT = range(3)
-# The factor that starts at zero: as long as it does, the gradient of the other one is zero.
-_STARTS_AT_ZERO = re.compile(r"\.lora_(B|embedding_A)\.")
 
 
-def adapter_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, int]:
-    """Return adapted module → whether its adapter has no gradient on this rank, one of zeros, or another one."""
+def adapter_gradients(model: nn.Module) -> dict[str, int]:
+    """Return adapted module or parameter → whether its adapter has no gradient on this rank, one of zeros, or another one."""
     found: dict[str, int] = {}
-    for name, parameter in parameters:
-        if (factor := _STARTS_AT_ZERO.search(name)) is not None:
-            gradient = parameter.grad
-            found[name[: factor.start()]] = _ABSENT if gradient is None else _PRESENT if bool(local_part(gradient).any()) else _ZERO
+    for name, layer in adapters_of(model).items():
+        # The factor that starts at zero: as long as it does, the gradient of the other one is zero.
+        is_embedding = ADAPTER_NAME in layer.lora_embedding_A
+        factor = layer.lora_embedding_A[ADAPTER_NAME] if is_embedding else layer.lora_B[ADAPTER_NAME].weight
+        gradient = factor.grad
+        found[name] = _ABSENT if gradient is None else _PRESENT if bool(local_part(gradient).any()) else _ZERO
     return found
 
 

@@ -125,7 +125,7 @@ class Witness(TrainerCallback):
     def _check_adapters(self) -> None:
         """Warn of adapters without a gradient. Raises: usage error if those of a kind of module have none."""
         with self._timed():
-            warning = adapters_without_gradient(gather(adapter_gradients(self._parameters())))
+            warning = adapters_without_gradient(gather(adapter_gradients(self.trainer.parts.loaded.model)))
         if warning is not None:
             self._say(f"WARNING: {warning}")
             if dist.get_rank() == 0:

@@ -23,8 +23,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_model("llama", tmp_path_factory.mktemp("llama")))
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_model("mixtral", tmp_path_factory.mktemp("mixtral")))
+
+
+EXPERTS: dict[str, Any] = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
+
 def found(base: str, change: Callable[[Any], None], **lora: Any) -> list[str]:
-    recipe = recipe_of({"name_or_path": base}, lora={"r": 4, "lora_dropout": 0.1, **lora}, precision={"mixed_precision": "bf16"})
+    recipe = recipe_of({"name_or_path": base}, lora={"r": 4, "lora_dropout": 0.1} | lora, precision={"mixed_precision": "bf16"})
     model = build_full(recipe)
     change(model)
     layers = tuple(decoder_layers(model, recipe.layer_classes))
@@ -104,6 +112,43 @@ def test_layer_without_its_adapter_is_reported(base: str, lora: dict[str, Any]) 
     assert found(base, without_adapter, **lora) == ["adapters: `model.layers.1.self_attn.q_proj` has none (1 linear layers)"]
 
 
+def without_an_expert_adapter(model: Any) -> None:
+    """Of `gate_up_proj`, which is the inner one."""
+    mlp = model.model.layers[1].mlp
+    mlp.experts.base_layer = mlp.experts.base_layer.base_layer
+
+
+def expert_scaled_twice(model: Any) -> None:
+    model.model.layers[1].mlp.experts.base_layer.scaling["default"] *= 2
+
+
+def experts_in_fp32(model: Any) -> None:
+    model.model.layers[1].mlp.experts.get_base_layer().float()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentences"),
+    [
+        (lambda _: None, []),
+        (without_an_expert_adapter, ["adapters: `model.layers.1.mlp.experts.gate_up_proj` has none (1 parameters)"]),
+        (
+            expert_scaled_twice,
+            ["adapters: the recipe means model.layers.1.mlp.experts.gate_up_proj to be scaled by 8, the run scales it by 16"],
+        ),
+        (
+            experts_in_fp32,
+            [
+                "adapters: the recipe means model.layers.1.mlp.experts.base_layer.base_layer.gate_up_proj to be kept in torch.bfloat16, "
+                "the run has torch.float32"
+            ],
+        ),
+    ],
+    ids=["as in the recipe", "missing", "scale", "dtype"],
+)
+def test_adapters_of_experts_are_compared(experts: str, change: Callable[[Any], None], sentences: list[str]) -> None:
+    assert found(experts, change, **EXPERTS, lora_dropout=0.0) == sentences
+
+
 def test_layers_without_the_named_modules_are_fine(base: str) -> None:
     """As in hybrid models, where only some layers have attention."""
 
@@ -123,14 +168,21 @@ def test_trained_tensors_are_counted_by_dtype() -> None:
 # ---- Gradients of step 1
 
 
-def test_gradient_of_the_factor_that_starts_at_zero_counts() -> None:
-    factors = {name: nn.Parameter(torch.ones(2, 2)) for name in ("a.q_proj.lora_A", "a.q_proj.lora_B", "b.q_proj.lora_B", "b.dt.lora_B")}
-    factors["embed.lora_embedding_A"] = nn.Parameter(torch.ones(2))
-    factors["a.q_proj.lora_B"].grad = torch.tensor([[0.0, 0.0], [0.0, 1e-9]])
-    factors["b.q_proj.lora_B"].grad = torch.zeros(2, 2)
-    factors["embed.lora_embedding_A"].grad = torch.ones(2)
-    found = adapter_gradients((f"{name}.default.weight", parameter) for name, parameter in factors.items())
-    assert found == {"a.q_proj": 2, "b.q_proj": 1, "b.dt": 0, "embed": 2}
+def test_gradient_of_the_factor_that_starts_at_zero_counts(base: str, experts: str) -> None:
+    recipe = recipe_of({"name_or_path": base}, lora={"r": 4, "target_modules": ["q_proj", "embed_tokens"]})
+    model: Any = build_full(recipe)
+    one, other, embedding = (
+        layer(model, 0).q_proj.lora_B["default"].weight,
+        layer(model).q_proj.lora_B["default"].weight,
+        model.model.embed_tokens,
+    )
+    one.grad, other.grad = torch.zeros_like(one), torch.zeros_like(other)
+    one.grad[-1, -1] = 1e-9
+    embedding.lora_embedding_A["default"].grad = torch.ones_like(embedding.lora_embedding_A["default"])
+    names = [f"model.layers.{index}.self_attn.q_proj" for index in range(3)]
+    assert adapter_gradients(model) == {"model.embed_tokens": 2, names[0]: 2, names[1]: 1, names[2]: 0}
+    stacks = build_full(recipe_of({"name_or_path": experts}, lora=EXPERTS))
+    assert {name.rpartition(".")[2] for name in adapter_gradients(stacks)} == {"q_proj", "gate_up_proj", "down_proj"}
 
 
 def test_adapters_without_gradient_on_every_rank_are_reported() -> None:
