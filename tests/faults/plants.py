@@ -53,7 +53,7 @@ PLANTS: tuple[Plant, ...] = (
         rows="F090",
     ),
     plant("full disk not reported", "worker.checkpoint.storage:HashingStream.write", statement("raise", "return view.nbytes"), rows="F053"),
-    plant("failed save leaves its stage", "worker.checkpoint.save:Checkpointer._write", drop("shutil.rmtree"), rows="F056"),
+    plant("failed save leaves its stage", "worker.checkpoint.save:Checkpointer._write", drop("shutil.rmtree"), rows="F056 F126"),
     plant(
         "every save leaks an open file",
         "worker.checkpoint.save:Checkpointer._save",
@@ -351,12 +351,6 @@ PLANTS: tuple[Plant, ...] = (
     ),
     plant("hanging tracker blocks the run", "worker.observe.trackers:Guarded._pass_on", value("timeout", "None"), rows="F069"),
     # adapters
-    plant(
-        "failed save of an adapter ends the run",
-        "worker.checkpoint.save:Checkpointer._write_reporting",
-        catch("ZeroDivisionError"),
-        rows="F126",
-    ),
     plant("weights under a continued adapter not compared", "model.loading.adapter_files:check_base", never("differs_from"), rows="F127"),
     plant("contents of the base not in its digest", "run.base_model:digest_of_weights", drop("file.read"), rows="F128"),
     plant("method of an adapter not checked", "model.loading.adapter_files:check_adapter", never("peft_type"), rows="F129"),

@@ -52,7 +52,7 @@ def test_rank_killed_while_it_saves_an_adapter_leaves_the_previous_checkpoint_an
 def test_full_disk_at_the_save_of_an_adapter_leaves_the_previous_checkpoint_and_the_next_save_succeeds(rank: int) -> None:
     training = adapted()
     run = training.new()
-    ends = training.attempt(run, faults=[(rank, Fault(1, "error", errno.ENOSPC, sticky=True, inside=SECOND_SAVE))])
+    ends = training.attempt(run, faults=[(rank, Fault(5, "error", errno.ENOSPC, sticky=True, inside=SECOND_SAVE))])
     assert outcomes(ends) == [(0, "finished")] * 2
     assert verified_steps(run) == [3, 9, 12]
     assert stages(run.path) == []

@@ -122,6 +122,8 @@ def test_synonyms_map_to_recipe_keys(name: str, synonym: object) -> None:
         ("micro_batch_size", "training.per_device_train_batch_size"),
         ("lora_target", "lora: {target_modules: all-linear}"),
         ("lora_rank", "lora.r"),
+        ("load_in_4bit", "quantization: {load: nf4}"),
+        ("double_quantization", "quantization: {load: nf4, scales: bf16}"),
         ("num_epochs", "training.num_train_epochs"),
         ("sequence_len", "data.max_length"),
         ("sample_packing", "data.packing"),
@@ -141,7 +143,10 @@ def test_name_of_another_trainer_is_translated_in_any_section(section: str, name
 
 def test_adapter_at_the_top_is_that_of_axolotl() -> None:
     """`lora:` and `merge:` have keys of this name."""
-    assert one_problem(problems_with("adapter: lora")).hint == "`adapter` of axolotl is `lora` here: write `lora: {r: 16}`"
+    assert (
+        one_problem(problems_with("adapter: lora")).hint
+        == "`adapter` of axolotl is `lora` here: write `lora: {r: 16}`, and for qlora `quantization: {load: nf4}`"
+    )
     assert one_problem(problems_with("training: {adapter: both}")).hint == "belongs under `lora:` or under `merge:`"
 
 

@@ -40,9 +40,9 @@ def check_adapter(recipe: Recipe, model: PreTrainedModel) -> None:
     folder = recipe.lora.adapter
     config = _config(folder)
     if config.get("peft_type") != "LORA":
-        raise _wrong(folder, f"it is of the type {config.get('peft_type')}, and only LORA is supported")
+        raise _wrong(folder, f"it is of the type {config.get('peft_type')}, and only LORA is supported", _NEW)
     if (field := other_arithmetic(config)) is not None:
-        raise _wrong(folder, f"it was trained with `{field}`, which is not supported")
+        raise _wrong(folder, f"it was trained with `{field}`, which is not supported", _NEW)
     if (start := initialisation_that_changes_base(config)) is not None:
         raise _wrong(
             folder,
@@ -69,7 +69,8 @@ def check_adapter(recipe: Recipe, model: PreTrainedModel) -> None:
         raise _wrong(folder, f"it has `{more[0]}`, which the recipe does not train ({len(more)} tensors)", _TARGETS)
     for name, target in targets.items():
         if stored[name].shape != tuple(target.shape):
-            raise _wrong(folder, f"its `{name}` is {list(stored[name].shape)}, and the model has {list(target.shape)} for it")
+            shapes = f"its `{name}` is {list(stored[name].shape)}, and the model has {list(target.shape)} for it"
+            raise _wrong(folder, shapes, "name the model that it was trained on in `model.name_or_path`")
 
 
 def check_base(recipe: Recipe) -> None:
@@ -84,6 +85,7 @@ def check_base(recipe: Recipe) -> None:
         )
 
 
+_NEW = "leave `lora.adapter` out to train a new adapter, or merge this one with PEFT (`merge_and_unload`) and train on the result"
 _TARGETS = "`lora.target_modules`, `lora.modules_to_save` and `lora.bias` must be those that it was trained with"
 
 

@@ -19,6 +19,8 @@ _TRAIN = "data: {train: [{path: NAME}]}"
 _HELD_OUT = "data: {eval: {fraction: 0.05}}"
 _MICRO_BATCH = "training.per_device_train_batch_size"
 _ALL_LINEAR = "lora: {target_modules: all-linear}"
+_SMALL_SCALES = "quantization: {load: nf4, scales: bf16}"
+_NF4 = "quantization: {load: nf4}"
 _PROMPTS = "data: {loss_on: completion}"
 
 _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
@@ -45,7 +47,7 @@ _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
         "revision_of_model": ("model.revision", None),
         "evals_per_epoch": ("training.eval_steps", None),
         "saves_per_epoch": ("training.save_steps", None),
-        "adapter": ("lora", "lora: {r: 16}"),
+        "adapter": ("lora", f"lora: {{r: 16}}`, and for qlora `{_NF4}"),
         "lora_target_linear": ("lora.target_modules", _ALL_LINEAR),
         "lora_layers_to_transform": ("lora.layers_to_transform", None),
         "lora_model_dir": ("lora.adapter", None),
@@ -71,6 +73,8 @@ _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
         "chat_template_path": ("data.chat_template", None),
         "attn_impl": ("model.attn_implementation", None),
         "use_peft": ("lora", "lora: {r: 16}"),
+        "bnb_4bit_quant_type": ("quantization.load", None),
+        "use_bnb_nested_quant": ("quantization.scales", _SMALL_SCALES),
     },
     "LLaMA-Factory": {
         "cutoff_len": ("data.max_length", None),
@@ -93,6 +97,9 @@ _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
         "pissa_init": ("lora.init_lora_weights", None),
         "additional_target": ("lora.modules_to_save", None),
         "adapter_name_or_path": ("lora.adapter", None),
+        "quantization_bit": ("quantization.load", _NF4),
+        "quantization_type": ("quantization.load", None),
+        "double_quantization": ("quantization.scales", _SMALL_SCALES),
         "disable_gradient_checkpointing": ("fsdp.activation_checkpointing", None),
     },
     "torchtune": {
@@ -109,6 +116,7 @@ _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
         "lora_attn_modules": ("lora.target_modules", "lora: {target_modules: [q_proj, v_proj]}"),
         "apply_lora_to_mlp": ("lora.target_modules", _ALL_LINEAR),
         "apply_lora_to_output": ("lora.target_modules", "lora: {target_modules: [q_proj, v_proj, lm_head]}"),
+        "quantize_base": ("quantization.load", _NF4),
         "checkpointer": ("model.name_or_path", None),
     },
     None: {
@@ -116,6 +124,9 @@ _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
         "lora_target_modules": ("lora.target_modules", None),
         "lora_modules_to_save": ("lora.modules_to_save", None),
         "loraplus_lr_ratio": ("lora.lr_ratio", None),
+        "load_in_4bit": ("quantization.load", _NF4),
+        "bnb_4bit_use_double_quant": ("quantization.scales", _SMALL_SCALES),
+        "lora_target_parameters": ("lora.target_parameters", None),
         **dict.fromkeys(("num_gpus", "n_gpus", "gpus", "nproc_per_node", "world_size", "devices"), ("launch.num_processes", None)),
         **dict.fromkeys(("nnodes", "num_nodes", "n_nodes", "nodes"), ("launch.num_machines", None)),
         "master_addr": ("launch.main_process_ip", None),
