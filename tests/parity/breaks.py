@@ -231,6 +231,22 @@ def lose_gradients_of_b_in_one_layer() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def cast_bytes_of_4_bits() -> Iterator[None]:
+    """Cast the bytes as bf16 numbers, which turns some pairs into another NaN (bitsandbytes#1945)."""
+    import torch
+
+    from fsdp_tune.model.adapters import nf4_linear
+
+    original = nf4_linear.dequantise
+
+    def cast(packed: Any, scales: Any, dtype: Any) -> Any:
+        return original(packed.view(torch.bfloat16).float().bfloat16().view(torch.uint8), scales, dtype)
+
+    with patch.object(nf4_linear, "dequantise", cast):
+        yield
+
+
 def _replaced(target: str, value: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
     return functools.partial(patch, target, value)
 
@@ -267,5 +283,6 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "adapter scaled twice in the forward": scale_twice_in_forward,
     "B of one layer not updated": keep_b_of_one_layer,
     "gradients of B lost in one layer": lose_gradients_of_b_in_one_layer,
+    "bytes of 4 bits cast": cast_bytes_of_4_bits,
     "dropout of adapters equal on all ranks": _replaced("fsdp_tune.worker.trainer.seed_for_rank", lambda seed, step: seed),
 }

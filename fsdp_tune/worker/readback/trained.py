@@ -8,6 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -16,6 +17,7 @@ from fsdp_tune.core.errors import Where, usage_error
 from fsdp_tune.core.peft_fields import value_for
 from fsdp_tune.model.adapters.lora import ADAPTER_NAME, adapters_of, is_of_adapter, name_in_base
 from fsdp_tune.model.adapters.lora_targets import ALL_LINEAR, ends_with, last_parts, rank_of
+from fsdp_tune.model.adapters.nf4 import PACKED, SCALES
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loading.construct import TORCH_DTYPE, frozen_by_its_code
 from fsdp_tune.model.shard.local import local_part
@@ -116,6 +118,8 @@ def _dtypes(recipe: Recipe, loaded: Loaded) -> list[str]:
     for name, parameter in loaded.model.named_parameters():
         if parameter.requires_grad and parameter.dtype != trained:
             return [f"adapters: the recipe means {name} to be trained in {trained}, the run has {parameter.dtype}"]
+        if name.endswith((PACKED, SCALES)) and parameter.dtype != torch.uint8:
+            return [f"quantization: {name} is meant to hold bytes, the run has {parameter.dtype}"]
         base = name_in_base(name)
         is_weight_of_adapted = name.endswith(".base_layer.weight") and recipe.lora is not None and recipe.lora.bias == "none"
         if (is_weight_of_adapted or base in adapted) and base not in own and parameter.dtype != frozen:

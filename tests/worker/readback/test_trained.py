@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,8 +32,9 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
 EXPERTS: dict[str, Any] = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 
 
-def found(base: str, change: Callable[[Any], None], **lora: Any) -> list[str]:
-    recipe = recipe_of({"name_or_path": base}, lora={"r": 4, "lora_dropout": 0.1} | lora, precision={"mixed_precision": "bf16"})
+def found(base: str, change: Callable[[Any], None], sections: Mapping[str, Any] = MappingProxyType({}), **lora: Any) -> list[str]:
+    lora = {"r": 4, "lora_dropout": 0.1} | lora
+    recipe = recipe_of({"name_or_path": base}, lora=lora, precision={"mixed_precision": "bf16"}, **sections)
     model = build_full(recipe)
     change(model)
     layers = tuple(decoder_layers(model, recipe.layer_classes))
@@ -163,6 +165,18 @@ def test_trained_tensors_are_counted_by_dtype() -> None:
     model[2].requires_grad_(False)
     assert read_trained(model) == {"bfloat16": 1, "float32": 2}
     assert read_trained(torch.nn.Identity()) == {}
+
+
+def test_bytes_of_4_bits_that_were_cast_are_reported(tmp_path: Path) -> None:
+    base = str(make_model("llama-blocks", tmp_path / "base"))
+
+    def cast(model: Any) -> None:
+        weight = layer(model).q_proj.base_layer.weight_nf4
+        weight.data = weight.data.bfloat16()
+
+    assert found(base, lambda _: None, {"quantization": {}}) == []
+    [sentence] = found(base, cast, {"quantization": {}})
+    assert "layers.1.self_attn.q_proj.base_layer.weight_nf4 is meant to hold bytes, the run has torch.bfloat16" in sentence
 
 
 # ---- Gradients of step 1
