@@ -25,6 +25,9 @@ from tests.recipe.loading import load_with, one_problem, problems_with
         ("fsdp: {limit_all_gathers: true}", "fsdp.version", 2, "`fsdp.limit_all_gathers` is removed"),
         ("fsdp: {min_num_params: 0}", "fsdp.min_num_params", "auto", "is now `auto`"),
         ("fsdp: {xla: false}", "fsdp.version", 2, "`fsdp.xla` is removed"),
+        ("load_in_8bit: false", "training.seed", 42, "`load_in_8bit` is removed"),
+        ("bnb_4bit_quant_storage: uint8", "training.seed", 42, "`bnb_4bit_quant_storage` is removed"),
+        ("lora: {r: 4, task_type: CAUSAL_LM}", "lora.r", 4, "`lora.task_type` is removed"),
         ("fsdp: {state_dict_type: sharded_state_dict}", "fsdp.state_dict_type", "SHARDED_STATE_DICT", "is now"),
         ("fsdp: full_shard", "fsdp.sharding_strategy", "FULL_SHARD", "`full_shard` in `fsdp` is now"),
         ("fsdp: [no_shard]", "fsdp.sharding_strategy", "NO_SHARD", "`no_shard` in `fsdp` is now"),
@@ -120,6 +123,8 @@ def test_old_and_a_new_spelling_that_agree_are_fine() -> None:
 @pytest.mark.parametrize(
     ("extra", "words", "hint"),
     [
+        ("load_in_8bit: true", "`load_in_8bit: true` has no equivalent", "remove the line"),
+        ("bnb_4bit_quant_storage: bfloat16", "`bnb_4bit_quant_storage: bfloat16` has no equivalent", "remove the line"),
         ("fsdp: {state_dict_type: LOCAL_STATE_DICT}", "`LOCAL_STATE_DICT` is removed", "SHARDED_STATE_DICT"),
         ("fsdp: {use_orig_params: false}", "no equivalent", "remove the line"),
         ("fsdp: {limit_all_gathers: false}", "no equivalent", "remove the line"),

@@ -79,6 +79,13 @@ DROPPED = (
     Dropped(("fsdp", "xla"), fine=False, reason="there is no XLA path"),
     Dropped(("fsdp", "xla_fsdp_v2"), fine=False, reason="there is no XLA path"),
     Dropped(("fsdp", "xla_fsdp_grad_ckpt"), fine=False, reason="there is no XLA path"),
+    Dropped(("load_in_8bit",), fine=False, reason="weights are held in 16 bits, or in 4 with `quantization: {load: nf4}`"),
+    Dropped(("bnb_4bit_quant_storage",), fine="uint8", reason="weights in 4 bits are stored as bytes, which FSDP2 shards"),
+    Dropped(("qlora_sharded_model_loading",), None, "each rank always reads its part of the weights"),
+    Dropped(("lora_fan_in_fan_out",), None, "it follows from the kind of each layer"),
+    Dropped(("lora_task_type",), fine="CAUSAL_LM", reason="the models are causal language models"),
+    Dropped(("lora", "fan_in_fan_out"), None, "it follows from the kind of each layer"),
+    Dropped(("lora", "task_type"), fine="CAUSAL_LM", reason="the models are causal language models"),
 )
 
 
@@ -275,7 +282,7 @@ def _drop(work: Translation, row: Dropped) -> None:
     if entry is None:
         return
     key, value = dotted(row.path), plain_value(entry.node)
-    if row.fine is None or value is row.fine or value is None:
+    if row.fine is None or (value == row.fine and type(value) is type(row.fine)) or value is None:
         work.add_notice(entry.where, key, f"`{key}` is removed: {row.reason}")
     else:
         work.add_problem(entry.where, key, f"`{key}: {node_text(entry.node)}` has no equivalent: {row.reason}", "remove the line")
