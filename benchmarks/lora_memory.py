@@ -1,10 +1,11 @@
-"""Host memory of a rank while it loads a model and trains LoRA adapters: ours, and TRL's SFTTrainer with PEFT.
+"""Host memory of a rank while it loads a model and trains LoRA or QLoRA adapters: ours, and TRL's SFTTrainer with PEFT.
 
     python benchmarks/lora_memory.py --trl-python VENV/bin/python [--parameters 500m] [--rounds 1]
 
 Writes a random Llama in bf16 and trains adapters of it for three steps on two CPU ranks (gloo), one row of 64 tokens a rank and step. TRL
-runs with Accelerate's FSDP2, with `cpu_ram_efficient_loading` and without. Memory is the rise of a rank's peak resident set over the
-moment before the model is built, in two phases: until the first step, and during the steps; pages of mapped files count in it.
+runs with Accelerate's FSDP2, with `cpu_ram_efficient_loading` and without, and in 4 bits with bitsandbytes. Memory is the rise of a rank's
+peak resident set over the moment before the model is built, in two phases: until the first step, and during the steps; pages of mapped
+files count in it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,19 @@ from step_inputs import LORA, Size, recipe_of, write_rows
 HERE = Path(__file__).resolve().parent
 RESULT = "LORA_MEMORY_RESULT"
 RANKS, STEPS, TOKENS, VOCABULARY = 2, 3, 64, 32000
-TRL_WAYS = {"TRL": False, "TRL, cpu_ram_efficient_loading": True}
+OURS: dict[str, dict[str, Any]] = {"ours, LoRA": {}, "ours, QLoRA": {"quantization": {"load": "nf4"}}}
+TRL: dict[str, dict[str, Any]] = {
+    "TRL, LoRA": {"efficient_loading": False, "in_4_bits": False},
+    "TRL, LoRA, cpu_ram_efficient_loading": {"efficient_loading": True, "in_4_bits": False},
+    "TRL, QLoRA": {"efficient_loading": True, "in_4_bits": True},
+}
+BITSANDBYTES = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_quant_storage": "bfloat16",
+}
+"""Accelerate shards weights of bitsandbytes only if they are stored as floats."""
 GIB = 1 << 30
 
 
@@ -95,7 +108,7 @@ def trl(task: dict[str, Any], rank: int) -> int:
     """Run SFTTrainer on a model directory, measured from its construction, in which it loads the model."""
     step_ranks.join(task, rank)
     from datasets import Dataset
-    from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: F401  the import is not the model's memory
+    from transformers import AutoTokenizer, BitsAndBytesConfig, LlamaForCausalLM  # noqa: F401  the import is not the model's memory
     from trl import SFTConfig, SFTTrainer
 
     options = step_ranks.options_of(task) | {"bf16": True, "max_length": TOKENS, "gradient_checkpointing": False}
@@ -110,6 +123,7 @@ def trl(task: dict[str, Any], rank: int) -> int:
         train_dataset=rows,
         processing_class=tokenizer,
         peft_config=step_ranks.lora_config(task),
+        quantization_config=BitsAndBytesConfig(**BITSANDBYTES) if task["in_4_bits"] else None,
         callbacks=[memory_callback(memory)],
     ).train()
     return 0
@@ -118,13 +132,13 @@ def trl(task: dict[str, Any], rank: int) -> int:
 # ---- The command
 
 
-def measure_ours(size: Size, folder: Path, environment: dict[str, str]) -> list[dict[str, int]]:
+def measure_ours(size: Size, folder: Path, environment: dict[str, str], sections: dict[str, Any]) -> list[dict[str, int]]:
     from fsdp_tune.launch.command.accelerate import launch_plan
     from fsdp_tune.recipe.schema import Recipe
     from fsdp_tune.run.directory import RunDir
 
     run, file = RunDir(folder / "run"), folder / "recipe.json"
-    file.write_text(json.dumps(recipe_of(size, folder.parent, run.path, lora=True)), encoding="utf-8")  # JSON is YAML
+    file.write_text(json.dumps(recipe_of(size, folder.parent, run.path, lora=True) | sections), encoding="utf-8")  # JSON is YAML
     command = [sys.executable, "-m", "fsdp_tune", "train", "--config", str(file), "--no-start", "--ignore-plan"]
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
     recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
@@ -132,14 +146,14 @@ def measure_ours(size: Size, folder: Path, environment: dict[str, str]) -> list[
     return finished([subprocess.Popen(plan.argv, env=plan.env, stdout=subprocess.DEVNULL)], folder)
 
 
-def measure_trl(size: Size, folder: Path, environment: dict[str, str], python: str, *, efficient_loading: bool) -> list[dict[str, int]]:
+def measure_trl(size: Size, folder: Path, environment: dict[str, str], way: dict[str, Any], python: str) -> list[dict[str, int]]:
     inputs = folder.parent
     task = {
         "world_size": RANKS,
         "device": "cpu",
         "base": str(inputs / "base"),
         "lora": LORA,
-        "efficient_loading": efficient_loading,
+        **way,
         "batch": size.batch,
         "logging_steps": 1,
         "rows": str(inputs / "rows.jsonl"),
@@ -177,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=sorted(HIDDEN), default="500m")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--trl-python", help="an interpreter that can import trl; without it ours runs alone")
+    parser.add_argument("--trl-python", help="an interpreter that can import trl and bitsandbytes; without it ours runs alone")
     options = parser.parse_args()
     model = {"vocab_size": VOCABULARY}  # of the rows; the model is read from its directory
     size = Size(model, 1, TOKENS, (), rows=16, precision="bf16", world_size=RANKS)
@@ -190,12 +204,12 @@ def main() -> None:
         write_model(inputs / "base", options.parameters, "bfloat16")
         base_bytes = sum(file.stat().st_size for file in (inputs / "base").glob("*.safetensors"))
         for _ in range(options.rounds):
-            folder = Path(tempfile.mkdtemp(dir=inputs))
-            rounds.setdefault("ours", []).append(measure_ours(size, folder, environment))
-            for name, efficient_loading in TRL_WAYS.items() if options.trl_python else ():
+            for name, sections in OURS.items():
                 folder = Path(tempfile.mkdtemp(dir=inputs))
-                found = measure_trl(size, folder, environment, options.trl_python, efficient_loading=efficient_loading)
-                rounds.setdefault(name, []).append(found)
+                rounds.setdefault(name, []).append(measure_ours(size, folder, environment, sections))
+            for name, way in TRL.items() if options.trl_python else ():
+                folder = Path(tempfile.mkdtemp(dir=inputs))
+                rounds.setdefault(name, []).append(measure_trl(size, folder, environment, way, options.trl_python))
         report(rounds, base_bytes)
 
 
