@@ -42,7 +42,7 @@ GRACE_SECONDS = 15.0
 """After its time is up, a part may still write down what it has."""
 CPU_PATIENCE = 4.0
 """Times the budgets, which are for a GPU's machine."""
-VERSIONS = ("torch", "transformers", "accelerate", "torchao", "flash-attn", "liger-kernel", "triton")
+VERSIONS = ("torch", "transformers", "accelerate", "peft", "torchao", "flash-attn", "liger-kernel", "triton")
 
 
 def missing_packages() -> list[str]:
