@@ -438,7 +438,6 @@ def refused(tmp_path: Path) -> list[str]:
     [
         ({"peft_type": "IA3"}, "IA3"),
         ({"peft_type": None}, "None"),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),

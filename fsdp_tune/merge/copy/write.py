@@ -27,8 +27,8 @@ from fsdp_tune.merge.copy.gather import BUFFER_BYTES, TensorReader
 from fsdp_tune.merge.copy.layout import INDEX_NAME, PAGE_BYTES, Layout, Placed
 from fsdp_tune.merge.copy.values import Array, NonFinite, all_finite, convert, count_non_finite, is_checked, rounded_to_nf4
 from fsdp_tune.merge.formats.contents import CheckpointTensors
-from fsdp_tune.merge.formats.tensors import SourceTensor
-from fsdp_tune.merge.lora.low_rank import HELD_BYTES, Budget, Delta, held_bytes, kind_of
+from fsdp_tune.merge.formats.tensors import LowRankOfExperts, SourceTensor
+from fsdp_tune.merge.lora.low_rank import HELD_BYTES, Budget, Delta, ExpertDelta, held_bytes, kind_of, read_factor
 
 THREADS = 4  # whatever the cores: a thread that waits for the disk needs none
 SAMPLE_BYTES = 32 << 10
@@ -98,6 +98,8 @@ def write_tensors(
             work.stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+        finally:
+            read_factor.cache_clear()
     return work.written
 
 
@@ -107,16 +109,20 @@ class _Contribution:
 
     tensor: SourceTensor
     reader: TensorReader
-    delta: Delta | None
+    delta: Delta | ExpertDelta | None
 
     @classmethod
     def make(cls, tensor: SourceTensor, buffers: _Buffers) -> _Contribution:
-        delta = Delta(tensor, buffers.raw, buffers.scratch) if tensor.update is not None else None
+        delta: Delta | ExpertDelta | None = None
+        if isinstance(tensor.update, LowRankOfExperts):
+            delta = ExpertDelta(tensor)
+        elif tensor.update is not None:
+            delta = Delta(tensor, buffers.raw, buffers.scratch)
         return cls(tensor, TensorReader(tensor, buffers.scratch), delta)
 
     def finish(self) -> None:
         self.reader.finish()
-        if self.delta is not None:
+        if isinstance(self.delta, Delta):
             self.delta.finish()
 
 
@@ -247,7 +253,9 @@ def _values(placed: Placed, parts: Sequence[_Contribution], box: Box, buffers: _
     return out
 
 
-def _sum(parts: Sequence[_Contribution], deltas: Sequence[tuple[Delta, Array]], box: Box, values: Array, buffers: _Buffers) -> Array:
+def _sum(
+    parts: Sequence[_Contribution], deltas: Sequence[tuple[Delta | ExpertDelta, Array]], box: Box, values: Array, buffers: _Buffers
+) -> Array:
     """Weights and what adapters add to them; over several sources the mean, summed in float64. Rounded once, by the caller."""
     kind = np.dtype(np.float64) if len(parts) > 1 else kind_of(parts[0].tensor)
     total = buffers.sum[: box.elements * kind.itemsize].view(kind)
@@ -258,7 +266,8 @@ def _sum(parts: Sequence[_Contribution], deltas: Sequence[tuple[Delta, Array]], 
         np.add(total, _as_trained(part, other), out=total, casting="unsafe")
     for delta, update in deltas:
         np.add(total, update, out=total, casting="unsafe")
-        delta.set_lengths(total, box)  # of one source: several with DoRA are refused
+        if isinstance(delta, Delta):
+            delta.set_lengths(total, box)  # of one source: several with DoRA are refused
     if len(parts) > 1:
         total /= len(parts)
     return total

@@ -57,7 +57,7 @@ class SourceTensor:
     shape: Shape
     chunks: tuple[Chunk, ...]
     files: SourceFiles
-    update: LowRank | None = None
+    update: LowRank | LowRankOfExperts | None = None
     nf4_scales: Literal["fp32", "bf16"] | None = None
     """Round the values as a run did that held them in 4 bits, with scales of this dtype."""
 
@@ -83,6 +83,24 @@ class LowRank:
     a: SourceTensor | None
     is_transposed: bool = False
     magnitude: SourceTensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankOfExperts:
+    """The update of stacked matrices by one adapter for all of them (`ParamWrapper.get_delta_weight`, PEFT 0.21).
+
+    `a` is [experts · rank, in], `b` is [out, rank · experts]: expert e of the tensor [experts, out, in], or [experts, in, out] where
+    `is_transposed`, gets scaling · b[:, e::experts] @ a[e · rank : (e + 1) · rank]. `expert` is that of a tensor that holds one expert
+    alone, from `first_row` of its update.
+    """
+
+    scaling: float
+    b: SourceTensor
+    a: SourceTensor
+    experts: int
+    is_transposed: bool
+    expert: int | None
+    first_row: int
 
 
 def row_major(shape: Shape) -> Shape:

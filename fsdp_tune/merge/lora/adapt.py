@@ -19,7 +19,7 @@ from fsdp_tune.merge.formats.contents import CheckpointTensors, Contents, as_err
 from fsdp_tune.merge.formats.reader import SourceFiles
 from fsdp_tune.merge.formats.tensors import SourceTensor
 from fsdp_tune.merge.lora.adapter_config import AdapterConfig, find_config
-from fsdp_tune.merge.lora.peft_names import MAGNITUDE, PeftNames, is_peft, sort_names
+from fsdp_tune.merge.lora.peft_names import MAGNITUDE, PeftNames, is_peft, sort_names, unwrapped
 from fsdp_tune.merge.lora.targets import Layers, add_layers
 from fsdp_tune.merge.settings import BaseWeights
 from fsdp_tune.merge.source import Selection
@@ -233,11 +233,11 @@ def _export(
     contents: Contents, selection: Selection, names: PeftNames, config: AdapterConfig, options: AdapterOptions
 ) -> tuple[Contents, Companions, Adapter]:
     tensors, weights = contents.sources[0].tensors, selection.weights[0]
-    if not config.values.get("target_parameters"):  # whose factors hold the experts side by side
-        for module, parts in names.factors.items():
-            key = parts.get("lora_A") or parts.get("lora_embedding_A")
-            if key is not None and tensors[key].shape:
-                config.scaling(module, tensors[key].shape[0])
+    for module, parts in names.factors.items():
+        key = parts.get("lora_A") or parts.get("lora_embedding_A")
+        has_experts = bool(config.parameters_of(unwrapped(module)))  # whose factors are beside each other
+        if key is not None and tensors[key].shape and not has_experts:
+            config.scaling(module, tensors[key].shape[0])
     keys = {tensor_name(module, part): key for module, parts in names.factors.items() for part, key in parts.items()}
     keys |= {PREFIX + name: key for name, key in names.others.items()}
     for name, key in names.weights.items():

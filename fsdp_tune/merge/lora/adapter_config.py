@@ -44,6 +44,12 @@ class AdapterConfig:
     def ties_embeddings(self) -> bool:
         return self.values.get("ensure_weight_tying") is True
 
+    def parameters_of(self, module: str) -> list[str]:
+        """Return the parameters of a module that `target_parameters` names, by the last part of their names."""
+        named: Any = self.values.get("target_parameters") or []
+        split = [name.rpartition(".") for name in named if isinstance(name, str)]
+        return [parameter for owner, _, parameter in split if module == owner or module.endswith(f".{owner}")]
+
     def scaling(self, module: str, rank: int) -> float:
         """alpha / rank, or alpha / √rank with `use_rslora`, of one module. Raises: FailedError if the config has another rank."""
         wanted = self._of_pattern("rank_pattern", module, self.values.get("r", 8))
@@ -70,8 +76,6 @@ class AdapterConfig:
             raise self.unsupported(f"the adapter is of the type {kind}")
         if (name := other_arithmetic(self.values)) is not None:
             raise self.unsupported(f"the adapter was trained with `{name}`")
-        if self.values.get("target_parameters"):
-            raise self.unsupported("the adapter changes stacked experts (`target_parameters`)")
         start = initialisation_that_changes_base(self.values)
         if not has_own_base and start is not None:
             raise self.unsupported(

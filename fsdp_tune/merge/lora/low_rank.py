@@ -10,13 +10,14 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 import numpy as np
 
 from fsdp_tune.merge.copy.boxes import Box, boxes
 from fsdp_tune.merge.copy.gather import BUFFER_BYTES, TensorReader
 from fsdp_tune.merge.copy.values import Array
-from fsdp_tune.merge.formats.tensors import LowRank, SourceTensor
+from fsdp_tune.merge.formats.tensors import LowRank, LowRankOfExperts, SourceTensor
 
 HELD_BYTES = 64 << 20
 # More rows at once use the held factor better (it does not fit a core's cache): 512 KiB take three times as long.
@@ -48,7 +49,7 @@ class Delta:
     """The rows of one tensor's update, in order. `raw` and `scratch` (BUFFER_BYTES each) are clobbered."""
 
     def __init__(self, tensor: SourceTensor, raw: Array, scratch: Array) -> None:
-        assert tensor.update is not None
+        assert isinstance(tensor.update, LowRank)
         self._update, self._raw, self._scratch = tensor.update, raw, scratch
         self._rows = tensor.shape[0]
         self._columns = math.prod(tensor.shape[1:])
@@ -145,9 +146,44 @@ class Delta:
         self._left.finish()
 
 
+class ExpertDelta:
+    """The update of stacked experts, or of a tensor of one of them. Both factors are held whole."""
+
+    def __init__(self, tensor: SourceTensor) -> None:
+        assert isinstance(tensor.update, LowRankOfExperts)
+        self._update = update = tensor.update
+        rank = update.a.shape[0] // update.experts
+        self._a = read_factor(update.a, kind_of(tensor)).reshape(update.experts, rank, -1)
+        self._b = read_factor(update.b, kind_of(tensor)).reshape(-1, rank, update.experts)
+
+    def of(self, box: Box) -> Array:
+        """The update of one box of the tensor, flat."""
+        update = self._update
+        experts = range(box.offsets[0], box.offsets[0] + box.sizes[0]) if update.expert is None else (update.expert,)
+        first_row, first_column = box.offsets[-2] + update.first_row, box.offsets[-1]
+        rows, columns = slice(first_row, first_row + box.sizes[-2]), slice(first_column, first_column + box.sizes[-1])
+        return np.concatenate([self._of_expert(expert, rows, columns).reshape(-1) for expert in experts])
+
+    def _of_expert(self, expert: int, rows: slice, columns: slice) -> Array:
+        b, a = self._b[:, :, expert], self._a[expert]
+        left, right = (a.T, b.T) if self._update.is_transposed else (b, a)
+        return (left[rows] * self._update.scaling) @ right[:, columns]
+
+
+@lru_cache(maxsize=4)
+def read_factor(factor: SourceTensor, kind: np.dtype[np.floating]) -> Array:
+    """Return a factor in full. Kept for the next expert, whose tensor is usually the next in the file."""
+    reader = TensorReader(factor, np.empty(BUFFER_BYTES, np.uint8))
+    values = np.empty(factor.elements, factor.dtype.numpy)
+    for box in boxes(factor.shape, BUFFER_BYTES // factor.dtype.item_bytes):
+        reader.read(box, values[box.first : box.first + box.elements])
+    reader.finish()
+    return values.astype(kind)
+
+
 def kind_of(tensor: SourceTensor) -> np.dtype[np.floating]:
     """Return the dtype of the sum: fp32, or fp64 if the tensor or a factor is fp64."""
-    update: LowRank | None = tensor.update
+    update = tensor.update
     parts = [tensor, *([update.b] if update else []), *([update.a] if update and update.a else [])]
     return np.dtype(np.float64 if any(part.dtype.name == "float64" for part in parts) else np.float32)
 
@@ -157,5 +193,7 @@ def held_bytes(tensor: SourceTensor) -> int:
     update = tensor.update
     if update is None or update.a is None:
         return 0
+    if isinstance(update, LowRankOfExperts):
+        return (update.a.elements + update.b.elements) * kind_of(tensor).itemsize
     held = update.b if update.is_transposed else update.a
     return held.elements * kind_of(tensor).itemsize

@@ -71,6 +71,13 @@ def sort_names(keys: Iterable[str], where: Where) -> PeftNames:
     return found
 
 
+def unwrapped(module: str) -> str:
+    """`M.base_layer` → `M`: PEFT nests the layers of several adapted parameters of one module."""
+    while module.endswith(".base_layer"):
+        module = module.removesuffix(".base_layer")
+    return module
+
+
 def _sort(found: PeftNames, key: str, name: str) -> None:
     if _ORIGINAL.fullmatch(name):
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from fsdp_tune.merge.copy.gather import BUFFER_BYTES
 from fsdp_tune.merge.copy.ties import embedding_of, is_embedding, is_head, tie_setting
 from fsdp_tune.merge.formats.tensors import LowRank, SourceTensor
 from fsdp_tune.merge.lora.adapter_config import AdapterConfig
+from fsdp_tune.merge.lora.expert_stacks import are_transposed, find_stack, updates
+from fsdp_tune.merge.lora.peft_names import unwrapped
 
 MOST_RANK = 65_536
 WIDEST_BYTES = 8
@@ -53,6 +55,9 @@ def add_layers(layers: Layers, config: AdapterConfig, model: Mapping[str, Any] |
         _replace(layers, name, tensor, model)
     is_transposed = _vote(layers)
     for module, parts in layers.factors.items():
+        if parameters := config.parameters_of(unwrapped(module)):
+            _add_to_experts(layers, config, unwrapped(module), parameters, parts)
+            continue
         _add(layers, config, module, parts, square_is_transposed=config.fan_in_fan_out if is_transposed is None else is_transposed)
     if not config.ties_embeddings:
         _keep_head(layers, model)
@@ -96,7 +101,7 @@ def _vote(layers: Layers) -> bool | None:
 
 def _add(layers: Layers, config: AdapterConfig, module: str, parts: Mapping[str, SourceTensor], *, square_is_transposed: bool) -> None:
     if "base_layer" in module.split("."):
-        raise config.unsupported(f"`{module}` is changed by several adapters, one over the other (`target_parameters`)")
+        raise config.unsupported(f"`{module}` is changed by several adapters, one over the other")
     is_embedding_layer = "lora_embedding_A" in parts or "lora_embedding_B" in parts
     a, b = (parts.get(f"lora_embedding_{side}" if is_embedding_layer else f"lora_{side}") for side in "AB")
     if a is None or b is None:
@@ -123,6 +128,33 @@ def _add(layers: Layers, config: AdapterConfig, module: str, parts: Mapping[str,
     layers.tensors[name] = replace(weight, update=LowRank(scaling, b, a, is_transposed, magnitude))
     if bias := parts.get("lora_B.bias"):
         _add_bias(layers, module, bias, scaling)
+
+
+def _add_to_experts(
+    layers: Layers, config: AdapterConfig, owner: str, parameters: Sequence[str], parts: Mapping[str, SourceTensor]
+) -> None:
+    """`parameters`: those of the module that have adapters. The names of the factors do not tell which one theirs is; the shapes do."""
+    a, b = parts.get("lora_A"), parts.get("lora_B")
+    if a is None or b is None or not len(a.shape) == len(b.shape) == 2 or a.shape[0] != b.shape[1]:
+        raise _damaged(config, f"the factors of the experts of `{owner}` do not fit each other")
+    stacks = {name: stack for name in parameters if (stack := find_stack(layers.tensors, layers.name_in_base, owner, name)) is not None}
+    gate_up = find_stack(layers.tensors, layers.name_in_base, owner, "gate_up_proj")
+    shape = (b.shape[0], a.shape[1])
+    fitting = {
+        name: (stack, transposed)
+        for name, stack in stacks.items()
+        if a.shape[0] % stack.experts == 0 and (transposed := are_transposed(stack, shape, gate_up)) is not None
+    }
+    if len(fitting) != 1:
+        what = "no experts that fit" if not fitting else "several parameters that fit"
+        raise _misfit(layers, f"`{owner}` has {what} the adapter of {' and '.join(parameters)}, which is for {list(shape)}")
+    ((name, (stack, transposed)),) = fitting.items()
+    scaling = config.scaling(f"{owner}.{name}", a.shape[0] // stack.experts)
+    layers.scalings.add(scaling)
+    for tensor, update in updates(stack, a, b, scaling, is_transposed=transposed).items():
+        if not layers.tensors[tensor].dtype.converts:
+            raise config.unsupported(f"`{tensor}` is {layers.tensors[tensor].dtype.name} (quantised?), to which nothing can be added")
+        layers.tensors[tensor] = replace(layers.tensors[tensor], update=update)
 
 
 def _magnitude(layers: Layers, config: AdapterConfig, module: str, shape: tuple[int, ...], *, is_transposed: bool) -> SourceTensor | None:

@@ -51,10 +51,6 @@ def _of_parameters(recipe: Recipe, lora: Lora) -> Iterator[Finding]:
     if recipe.kernels.compile:
         message = f"`kernels.compile: true` with `{key}` is not supported: layers would be recompiled in every step"
         yield Finding("contradiction", ("kernels.compile", key), message, "write `kernels: {compile: false}`")
-    if recipe.merge.at_end and recipe.merge.adapter != "adapter":
-        message = f"`merge.adapter: {recipe.merge.adapter}` with `{key}` is not supported: adapters of experts are not merged"
-        hint = "write `merge: {adapter: adapter}`; PEFT merges the result (`merge_and_unload`)"
-        yield Finding("contradiction", ("merge.adapter", key), message, hint)
 
 
 def quantization_limits(recipe: Recipe) -> Iterator[Finding]:
