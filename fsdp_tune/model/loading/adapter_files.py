@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.peft_fields import CONFIG_FILE, WEIGHTS_FILE, initialisation_that_changes_base, other_arithmetic
 from fsdp_tune.model.adapters.lora import draw_adapters, name_in_file
 from fsdp_tune.model.loading.weight_slices import Stored, WeightFiles, read_tensors, tensors_of
@@ -73,16 +73,27 @@ def check_adapter(recipe: Recipe, model: PreTrainedModel) -> None:
             raise _wrong(folder, shapes, "name the model that it was trained on in `model.name_or_path`")
 
 
-def check_base(recipe: Recipe) -> None:
-    """Compare the weights of the base with those under which an adapter of ours was trained. Raises: usage error if they differ."""
+def check_base(recipe: Recipe) -> list[Notice]:
+    """Compare the weights of the base with those under which an adapter of ours was trained. Raises: usage error if they differ.
+
+    Return a notice if only their precision differs: weights in 4 bits are another base than those that they were made of.
+    """
     if recipe.lora is None or recipe.lora.adapter is None:
-        return
+        return []
     trained = BaseModel.read(Path(recipe.lora.adapter) / BASE_FILE)
+    if trained is None:
+        return []
     name = str(recipe.model.name_or_path)
-    if trained is not None and trained.differs_from(describe_base(name, recipe.model.revision)):
+    if trained.differs_from(describe_base(name, recipe.model.revision)):
         raise _wrong(
             recipe.lora.adapter, f"it was trained on other weights than those of {name}", "restore the weights that it was trained on"
         )
+    scales = None if recipe.quantization is None else recipe.quantization.scales
+    if trained.nf4_scales == scales:
+        return []
+    before, now = (f"4 bits with scales in {each}" if each else "16 or 32 bits" for each in (trained.nf4_scales, scales))
+    message = f"lora.adapter: {recipe.lora.adapter} was trained on a base in {before}, and the recipe holds it in {now}"
+    return [Notice("adapter-precision-differs", message)]
 
 
 _NEW = "leave `lora.adapter` out to train a new adapter, or merge this one with PEFT (`merge_and_unload`) and train on the result"

@@ -36,7 +36,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
         config, packaged = config_or_facts(recipe)
         model = build_empty(recipe, config, vocabulary=vocabulary)
         if not packaged:
-            check_base(recipe)
+            notices += check_base(recipe)
         found |= {
             "packaged": packaged,
             "model_type": config.model_type,
