@@ -22,6 +22,7 @@ from fsdp_tune.model.kernels.float8_weights import refresh_scales
 from fsdp_tune.model.kernels.install import install_kernels
 from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.loading.adapter_files import start_adapters
+from fsdp_tune.model.loading.bitsandbytes_files import refuse_unread
 from fsdp_tune.model.loading.construct import build_empty, build_full, build_with_buffers
 from fsdp_tune.model.loading.experts import active_parameters
 from fsdp_tune.model.loading.weight_slices import WeightFiles, find_weight_files, first_on_each_machine, fits, read_slices
@@ -127,6 +128,8 @@ def _choose(recipe: Recipe, model: PreTrainedModel, local_rank: int, waiting: di
     # Machines may have different files under one name, and all ranks must load in the same way.
     can_slice = torch.tensor(int(files is not None and fits(model, files)))
     dist.all_reduce(can_slice, op=dist.ReduceOp.MIN)
+    if not can_slice.item():
+        refuse_unread(recipe, model.config)
     return ("slices", files) if can_slice.item() else ("rank 0", None)
 
 

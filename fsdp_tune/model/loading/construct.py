@@ -20,6 +20,7 @@ from fsdp_tune.model.adapters.lora import inject_lora, name_in_base, refuse_untr
 from fsdp_tune.model.adapters.nf4_linear import quantise_layers
 from fsdp_tune.model.kernels.attention import choose_attention
 from fsdp_tune.model.loading.adapter_files import check_adapter, start_adapters
+from fsdp_tune.model.loading.bitsandbytes_files import refuse_other_quantisation
 from fsdp_tune.model.loading.rotary import fix_rotary_frequencies
 from fsdp_tune.recipe.catalogue import architecture
 from fsdp_tune.recipe.schema import Recipe
@@ -53,6 +54,7 @@ def config_or_facts(recipe: Recipe) -> tuple[PreTrainedConfig, bool]:
 
 
 def _with_overrides(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfig:
+    refuse_other_quantisation(recipe, config)
     known = set(config.to_dict()) | set(getattr(config, "attribute_map", {}))
     for name, value in recipe.model.config_overrides.items():
         if name not in known:

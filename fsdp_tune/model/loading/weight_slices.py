@@ -29,6 +29,7 @@ from fsdp_tune.core.safetensors_header import DamagedHeader, read_header
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import PACKED, SCALES
 from fsdp_tune.model.adapters.nf4_linear import Nf4Linear, layers_in_4_bits
+from fsdp_tune.model.loading.bitsandbytes_files import NestedScales, by_layer
 from fsdp_tune.recipe.schema import Recipe
 
 BUFFER_BYTES = 16 << 20
@@ -56,6 +57,13 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
+    nested: NestedScales | None = None
+    """Scales in 8 bits, of which a rank makes those of `shape`."""
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of a row in the file."""
+        return math.prod(self.shape[1:]) if self.nested is None else self.nested.columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,13 @@ def find_weight_files(recipe: Recipe) -> WeightFiles | None:
         paths = {path for path in map(file, sorted(names)) if path is not None}
     if not paths:
         return None
-    return WeightFiles({name: stored for path in sorted(paths) for name, stored in tensors_of(path)})
+    tensors = {name: stored for path in sorted(paths) for name, stored in tensors_of(path)}
+    return WeightFiles(by_layer(tensors, _read_whole))
+
+
+def _read_whole(stored: Stored) -> torch.Tensor:
+    with open(stored.file, "rb", buffering=0) as file:
+        return _read(file, stored, stored.start, math.prod(stored.shape), bytearray(0)).clone()
 
 
 def tensors_of(path: Path) -> Iterator[tuple[str, Stored]]:
@@ -113,16 +127,18 @@ def _damaged(path: Path, why: str) -> FsdpTuneError:
 
 def fits(model: nn.Module, weights: WeightFiles) -> bool:
     """Return whether every parameter and persistent buffer is in the files with the same name and shape."""
-    wanted = {name: (t.out_features, t.in_features) if isinstance(t, Nf4Linear) else tuple(t.shape) for name, t in _wanted(model).items()}
+    wanted = {
+        name: (t.out_features, t.in_features) if isinstance(t, Nf4Linear) else tuple(t.shape) for name, t in _wanted(model, weights).items()
+    }
     return all(name in weights.tensors and weights.tensors[name].shape == shape for name, shape in wanted.items())
 
 
-def _wanted(model: nn.Module) -> dict[str, torch.Tensor | Nf4Linear]:
-    """Return what the files must have, by name: parameters and persistent buffers, except those of adapters; a layer in 4 bits has one
-    weight there."""
+def _wanted(model: nn.Module, weights: WeightFiles) -> dict[str, torch.Tensor | Nf4Linear]:
+    """Return what the files must have, by name: parameters and persistent buffers, except those of adapters; for a layer in 4 bits its
+    weight, or its two parameters where the files are in 4 bits too."""
     persistent = set(model.state_dict())
     tensors = [(name, tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()] if name in persistent]
-    layers = layers_in_4_bits(model)
+    layers = {name: layer for name, layer in layers_in_4_bits(model).items() if name_in_base(f"{name}.{PACKED}") not in weights.tensors}
     own = {f"{name}.{part}" for name in layers for part in (PACKED, SCALES)}
     found = [
         *((name, tensor) for name, tensor in tensors if name not in own),
@@ -139,7 +155,7 @@ def read_slices(model: nn.Module, weights: WeightFiles) -> None:
     Tensors are read in the order of the files, so that reads are sequential, and converted to the dtype of the parameter.
     In addition to its shard, a rank holds one buffer of BUFFER_BYTES.
     """
-    read_tensors(_wanted(model), weights)
+    read_tensors(_wanted(model, weights), weights)
 
 
 @torch.no_grad()
@@ -167,13 +183,16 @@ def _fill(target: torch.Tensor | Nf4Linear, stored: Stored, file: FileIO, buffer
     if not stored.shape:
         local.copy_(_read(file, stored, stored.start, 1, buffer)[0])
         return
-    row_elements = math.prod(stored.shape[1:])
+    row_elements = stored.row_elements
     most = max(1, len(buffer) // (row_elements * stored.dtype.itemsize))
     columns = (slice(None), *(slice(start, start + length) for start, length in zip(offset[1:], local.shape[1:], strict=True)))
     for row in range(0, local.shape[0], most):
         rows = min(most, local.shape[0] - row)
         start = stored.start + (offset[0] + row) * row_elements * stored.dtype.itemsize
-        block = _read(file, stored, start, rows * row_elements, buffer).view(rows, *stored.shape[1:])
+        block = _read(file, stored, start, rows * row_elements, buffer)
+        if stored.nested is not None:
+            block = stored.nested.of_rows(offset[0] + row, block.view(rows, row_elements))
+        block = block.view(rows, *stored.shape[1:])
         if isinstance(target, Nf4Linear):
             target.set_rows(row, block)
         else:

@@ -1,0 +1,118 @@
+"""Read model files that bitsandbytes quantised to NF4, whose codes are those of `model.adapters.nf4`.
+
+`X.weight` holds the codes [out * in / 2, 1]; beside it are `X.weight.absmax`, the scale of each block in fp32 or, with double
+quantisation, in 8 bits with tables of their own, and `X.weight.quant_state.bitsandbytes__nf4`, a JSON text (bitsandbytes 0.50,
+`QuantState.as_dict`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.model.adapters.nf4 import PACKED, SCALES
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.run.dtypes import NF4_BLOCK
+
+if TYPE_CHECKING:
+    from fsdp_tune.model.loading.weight_slices import Stored
+
+_STATE = ".quant_state.bitsandbytes__"
+_IN_16_BITS = "name the model in 16 bits as `model.name_or_path`: `quantization: {load: nf4}` quantises it as it is read"
+
+
+@dataclass(frozen=True, slots=True)
+class NestedScales:
+    """Scales of `columns` blocks a row that are quantised themselves (`bnb_4bit_use_double_quant`)."""
+
+    columns: int
+    values: torch.Tensor
+    """[256] in fp32, by code."""
+    of_blocks: torch.Tensor
+    """In fp32, for `blocksize` codes each."""
+    blocksize: int
+    offset: float
+
+    def of_rows(self, first: int, codes: torch.Tensor) -> torch.Tensor:
+        """Return the scales of rows [n, columns] of codes, from row `first` on, in fp32 as bytes [n, columns * 4]."""
+        index = torch.arange(codes.numel()) + first * self.columns
+        scales = self.values[codes.reshape(-1).int()] * self.of_blocks[index // self.blocksize] + self.offset
+        return scales.view(torch.uint8).view(len(codes), -1)
+
+
+def is_of_bitsandbytes(config: PreTrainedConfig) -> bool:
+    found = _settings(config)
+    return str(found.get("quant_method", "")) == "bitsandbytes" or bool(found.get("load_in_4bit"))
+
+
+def _settings(config: PreTrainedConfig) -> dict[str, Any]:
+    found = getattr(config, "quantization_config", None) or {}
+    return found if isinstance(found, dict) else found.to_dict()
+
+
+def refuse_other_quantisation(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Refuse stored weights that are quantised otherwise than the recipe loads them. Raises: usage error."""
+    settings = _settings(config)
+    if not settings or (recipe.quantization is None and not is_of_bitsandbytes(config)):
+        return
+    method = str(settings.get("quant_method", "bitsandbytes"))
+    name = recipe.model.name_or_path
+    if not settings.get("load_in_4bit") or settings.get("bnb_4bit_quant_type", "fp4") != "nf4":
+        kind = (
+            "int8" if settings.get("load_in_8bit") else settings.get("bnb_4bit_quant_type", "fp4") if method == "bitsandbytes" else method
+        )
+        raise _refused("model.name_or_path", f"the weights of {name} are quantised ({kind})", _IN_16_BITS)
+    if recipe.quantization is None:
+        raise _refused(
+            "model.name_or_path", f"the weights of {name} are in 4 bits (bitsandbytes)", "write `lora: {}` and `quantization: {}`"
+        )
+    if recipe.quantization.scales != "fp32":
+        raise _refused("quantization.scales", f"the weights of {name} have scales in fp32, which bf16 would round", "write `scales: fp32`")
+    if not recipe.fsdp.cpu_ram_efficient_loading:
+        key = "fsdp.cpu_ram_efficient_loading"
+        raise _refused(key, f"the weights of {name} are in 4 bits, and each rank reads its part of them", f"leave `{key}` at true")
+    if recipe.merge.at_end and recipe.merge.adapter != "adapter":
+        message = f"an adapter cannot be merged into the weights of {name}, which are in 4 bits (bitsandbytes)"
+        raise _refused("merge.adapter", message, "write `merge: {adapter: adapter}`, or " + _IN_16_BITS)
+
+
+def refuse_unread(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Refuse files in 4 bits that do not have the parameters of the model. Raises: usage error."""
+    if is_of_bitsandbytes(config):
+        message = f"the files of {recipe.model.name_or_path} (bitsandbytes) hold other layers in 4 bits than the recipe does"
+        raise _refused("model.name_or_path", message, _IN_16_BITS)
+
+
+def _refused(key: str, message: str, hint: str) -> FsdpTuneError:
+    return usage_error("model-quantised", message, where=Where(key=key), hint=hint)
+
+
+def by_layer(tensors: dict[str, Stored], read: Callable[[Stored], torch.Tensor]) -> dict[str, Stored]:
+    """Return the tensors with the codes and scales of each quantised weight under the names of `Nf4Linear`'s parameters.
+
+    `read` returns a whole small tensor. Raises: usage error for blocks that are not parts of rows.
+    """
+    found = dict(tensors)
+    for key in [name for name in tensors if _STATE in name]:
+        weight = key.partition(_STATE)[0]
+        state = json.loads(bytes(read(tensors[key]).tolist()))
+        rows, columns = state["shape"]
+        if state["quant_type"] != "nf4" or state["blocksize"] != NF4_BLOCK or columns % NF4_BLOCK:
+            message = f"`{weight}` is in blocks of {state['blocksize']} ({state['quant_type']}) that are not parts of its rows of {columns}"
+            raise _refused("model.name_or_path", message, _IN_16_BITS)
+        layer = weight.removesuffix("weight")
+        absmax = tensors[f"{weight}.absmax"]
+        nested = None
+        if f"{weight}.nested_absmax" in tensors:
+            values, of_blocks = (read(tensors[f"{weight}.{part}"]) for part in ("nested_quant_map", "nested_absmax"))
+            nested = NestedScales(columns // NF4_BLOCK, values, of_blocks, state["nested_blocksize"], state["nested_offset"])
+        found[f"{layer}{PACKED}"] = replace(tensors[weight], shape=(rows, columns // 2))
+        found[f"{layer}{SCALES}"] = replace(absmax, dtype=torch.uint8, shape=(rows, columns // NF4_BLOCK * 4), nested=nested)
+        del found[weight]
+    return found
