@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import Notice, usage_error
@@ -32,9 +32,9 @@ class _Product(torch.autograd.Function):
         return nn.functional.linear(x, dequantise(packed, scales, x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, None, torch.Tensor | None]:
-        of_x = gradient @ dequantise(*ctx.saved_tensors, gradient.dtype) if ctx.needs_input_grad[0] else None
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, None, None, torch.Tensor | None]:
+        (gradient,), (packed, scales) = upstream, ctx.saved_tensors
+        of_x = gradient @ dequantise(packed, scales, gradient.dtype) if ctx.needs_input_grad[0] else None
         of_bias = gradient.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[3] else None
         return of_x, None, None, of_bias
 
@@ -74,11 +74,11 @@ class Nf4Linear(nn.Module):
         local_part(self.weight_scales)[first : first + len(rows)] = scales
 
 
-def _plan(recipe: Recipe, model: PreTrainedModel) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Return the frozen linear layers of the decoder that can be held in 4 bits, and the others with the reason, by name."""
+def plan_nf4(model: PreTrainedModel, decoder: Iterable[tuple[str, nn.Module]]) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """Return the frozen linear layers of the decoder that can be held in 4 bits and are not yet, and the others with a reason, by name."""
     chosen: dict[str, nn.Linear] = {}
     left: dict[str, str] = {}
-    for prefix, layer in decoder_layers(model, recipe.layer_classes):
+    for prefix, layer in decoder:
         for name, module in layer.named_modules(prefix=prefix):
             if not isinstance(module, nn.Linear) or module.weight.requires_grad:
                 continue
@@ -100,7 +100,7 @@ def quantise_layers(recipe: Recipe, model: PreTrainedModel) -> None:
     """
     if recipe.quantization is None:
         return
-    chosen, left = _plan(recipe, model)
+    chosen, left = plan_nf4(model, decoder_layers(model, recipe.layer_classes))
     if not chosen:
         name, why = next(iter(left.items()), ("", "its decoder layers have no nn.Linear (GPT-2, for example, has Conv1D)"))
         message = f"`{KEY}: nf4` finds nothing to hold in 4 bits in {type(model).__name__}: {f'`{name}`: ' if name else ''}{why}"
@@ -117,7 +117,7 @@ def describe_nf4(recipe: Recipe, model: PreTrainedModel) -> str:
     """Return what is held in 4 bits, what is not, with the reason, and the bytes of all frozen parameters."""
     assert recipe.quantization is not None
     bits = 4 + 8 * SCALE_DTYPE[recipe.quantization.scales].itemsize / NF4_BLOCK
-    _, left = _plan(recipe, model)
+    _, left = plan_nf4(model, decoder_layers(model, recipe.layer_classes))
     others = [f"{count} left, {why}" for why, count in Counter(left.values()).items()]
     frozen_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
     layers = f"{len(layers_in_4_bits(model))} linear layers in {bits:g} bits a weight"

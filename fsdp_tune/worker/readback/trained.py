@@ -18,6 +18,7 @@ from fsdp_tune.core.peft_fields import value_for
 from fsdp_tune.model.adapters.lora import ADAPTER_NAME, adapters_of, is_of_adapter, name_in_base
 from fsdp_tune.model.adapters.lora_targets import ALL_LINEAR, ends_with, last_parts, rank_of
 from fsdp_tune.model.adapters.nf4 import PACKED, SCALES
+from fsdp_tune.model.adapters.nf4_linear import SCALE_DTYPE, Nf4Linear, layers_in_4_bits, plan_nf4
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loading.construct import TORCH_DTYPE, frozen_by_its_code
 from fsdp_tune.model.shard.local import local_part
@@ -75,7 +76,7 @@ def _adapters(recipe: Recipe, lora: Lora, loaded: Loaded) -> list[str]:
             return [*found, f"adapters: the recipe means {name} to be scaled by {wanted:g}, the run scales it by {live:g}"]
         if (rate := getattr(module.lora_dropout[ADAPTER_NAME], "p", 0.0)) != lora.lora_dropout:
             return [*found, f"adapters: the recipe means a dropout of {lora.lora_dropout:g} for {name}, the run has {rate:g}"]
-    return found + _dtypes(recipe, loaded)
+    return found + _dtypes(recipe, loaded) + _in_4_bits(recipe, loaded)
 
 
 def _is_meant(lora: Lora, name: str, loaded: Loaded) -> bool:
@@ -104,7 +105,9 @@ def _is_in_layers(lora: Lora, name: str, loaded: Loaded) -> bool:
 def _linears(model: PreTrainedModel) -> list[str]:
     """Return the linear layers outside of PEFT's layers."""
     outer = tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "lora_A"))
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and not name.startswith(outer)]
+    return [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D | Nf4Linear) and not name.startswith(outer)
+    ]
 
 
 def _is_in_saved_module(lora: Lora, name: str) -> bool:
@@ -124,6 +127,23 @@ def _dtypes(recipe: Recipe, loaded: Loaded) -> list[str]:
         is_weight_of_adapted = name.endswith(".base_layer.weight") and recipe.lora is not None and recipe.lora.bias == "none"
         if (is_weight_of_adapted or base in adapted) and base not in own and parameter.dtype != frozen:
             return [f"adapters: the recipe means {name} to be kept in {frozen}, the run has {parameter.dtype}"]
+    return []
+
+
+def _in_4_bits(recipe: Recipe, loaded: Loaded) -> list[str]:
+    """Return the first layer that the recipe means to be in 4 bits and is not, or whose bytes have another dtype."""
+    layers = layers_in_4_bits(loaded.model)
+    if recipe.quantization is None:
+        return [f"quantization: `{next(iter(layers))}` is in 4 bits ({len(layers)} layers)"] if layers else []
+    if missed := list(plan_nf4(loaded.model, loaded.layers)[0]):
+        return [f"quantization: the recipe means {missed[0]} to be in 4 bits, and the run has it in 16 ({len(missed)} layers)"]
+    wanted = SCALE_DTYPE[recipe.quantization.scales]
+    for name, layer in layers.items():
+        kinds = {layer.weight_nf4.dtype, layer.weight_scales.dtype}
+        if kinds != {torch.uint8} or layer.scale_dtype != wanted:
+            return [
+                f"quantization: the recipe means {name} to be bytes with scales in {wanted}, the run has {kinds} and {layer.scale_dtype}"
+            ]
     return []
 
 

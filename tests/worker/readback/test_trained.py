@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.model.adapters.nf4_linear import Nf4Linear
 from fsdp_tune.model.loading.construct import build_full
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.worker.readback.trained import adapter_gradients, adapters_without_gradient, read_trained, training_differences
@@ -210,3 +211,47 @@ def test_kind_of_module_that_the_model_never_calls_is_an_error() -> None:
     with pytest.raises(FsdpTuneError, match="adapters of `dt_proj` get no gradient in any layer") as caught:
         adapters_without_gradient([{"0.q_proj": 2, "0.dt_proj": 0, "1.dt_proj": 0}] * 2)
     assert caught.value.problems[0].hint == "leave them out: `target_modules: [q_proj]`"
+
+
+def in_16_bits(model: Any) -> None:
+    attention = layer(model)
+    attention.q_proj.base_layer = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+
+
+def cast_bytes(model: Any) -> None:
+    """What a cast of every parameter to the compute dtype does: codes become numbers."""
+    module = layer(model).k_proj.base_layer
+    module.weight_nf4 = nn.Parameter(module.weight_nf4.bfloat16(), requires_grad=False)
+
+
+def other_scales(model: Any) -> None:
+    layer(model).v_proj.base_layer.scale_dtype = torch.bfloat16
+
+
+def bare_in_4_bits(model: Any) -> None:
+    layer(model).o_proj = layer(model).o_proj.base_layer
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda _: None, None),
+        (in_16_bits, "model.layers.1.self_attn.q_proj.base_layer to be in 4 bits, and the run has it in 16 (1 layers)"),
+        (cast_bytes, "model.layers.1.self_attn.k_proj.base_layer to be bytes"),
+        (other_scales, "scales in torch.float32, the run has {torch.uint8} and torch.bfloat16"),
+        (bare_in_4_bits, "`model.layers.1.self_attn.o_proj` has none"),
+    ],
+)
+def test_layers_in_4_bits_are_compared_with_the_recipe(tmp_path: Path, change: Callable[[Any], None], words: str | None) -> None:
+    sentences = found(str(make_model("llama-blocks", tmp_path)), change, {"quantization": {}})
+    assert sentences == [] if words is None else any(words in sentence for sentence in sentences), sentences
+
+
+def test_layers_in_4_bits_without_quantization_are_reported(tmp_path: Path) -> None:
+    def quantised(model: Any) -> None:
+        projection = layer(model).q_proj
+        projection.base_layer = Nf4Linear(projection.base_layer, torch.float32)
+
+    assert "quantization: `model.layers.1.self_attn.q_proj.base_layer` is in 4 bits (1 layers)" in found(
+        str(make_model("llama-blocks", tmp_path)), quantised
+    )
