@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from fsdp_tune.model.loading import assemble as load
 from fsdp_tune.model.loading.construct import build_empty, build_full
-from fsdp_tune.model.loading.weight_slices import Stored, WeightFiles
+from fsdp_tune.model.loading.stored_tensors import Stored
+from fsdp_tune.model.loading.weight_slices import WeightFiles
 from tests.merge.ranks import run_ranks
 from tests.model.families import FAMILIES
 from tests.model.recipes import recipe_of

@@ -60,13 +60,14 @@ def test_files_in_4_bits_are_read_as_they_are(tmp_path: Path, nested: bool, monk
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_blocks_across_rows_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("state", "says"), [({"blocksize": 128}, "blocks of 128"), ({"shape": None}, "is damaged"), (None, "is damaged")])
+def test_state_that_cannot_be_used_is_refused(tmp_path: Path, state: dict[str, Any] | None, says: str) -> None:
     write_4_bits(make_model("llama-blocks", tmp_path), nested=False)
     tensors = load_file(tmp_path / "model.safetensors")
     key = next(name for name in tensors if "quant_state" in name)
-    state = json.loads(bytes(tensors[key].tolist())) | {"blocksize": 128}
-    save_file(tensors | {key: torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)}, tmp_path / "model.safetensors")
-    with pytest.raises(FsdpTuneError, match="blocks of 128"):
+    text = "x" if state is None else json.dumps(json.loads(bytes(tensors[key].tolist())) | state)
+    save_file(tensors | {key: torch.tensor(list(text.encode()), dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    with pytest.raises(FsdpTuneError, match=says):
         find_weight_files(recipe_of({"name_or_path": str(tmp_path)}, **RECIPE))
 
 

@@ -8,42 +8,20 @@ quantisation, in 8 bits with tables of their own, and `X.weight.quant_state.bits
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.model.adapters.nf4 import PACKED, SCALES
+from fsdp_tune.model.loading.stored_tensors import NestedScales, Stored, read_whole
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.dtypes import NF4_BLOCK
 
-if TYPE_CHECKING:
-    from fsdp_tune.model.loading.weight_slices import Stored
-
 _STATE = ".quant_state.bitsandbytes__"
 _IN_16_BITS = "name the model in 16 bits as `model.name_or_path`: `quantization: {load: nf4}` quantises it as it is read"
-
-
-@dataclass(frozen=True, slots=True)
-class NestedScales:
-    """Scales of `columns` blocks a row that are quantised themselves (`bnb_4bit_use_double_quant`)."""
-
-    columns: int
-    values: torch.Tensor
-    """[256] in fp32, by code."""
-    of_blocks: torch.Tensor
-    """In fp32, for `blocksize` codes each."""
-    blocksize: int
-    offset: float
-
-    def of_rows(self, first: int, codes: torch.Tensor) -> torch.Tensor:
-        """Return the scales of rows [n, columns] of codes, from row `first` on, in fp32 as bytes [n, columns * 4]."""
-        index = torch.arange(codes.numel()) + first * self.columns
-        scales = self.values[codes.reshape(-1).int()] * self.of_blocks[index // self.blocksize] + self.offset
-        return scales.view(torch.uint8).view(len(codes), -1)
 
 
 def is_of_bitsandbytes(config: PreTrainedConfig) -> bool:
@@ -93,26 +71,32 @@ def _refused(key: str, message: str, hint: str) -> FsdpTuneError:
     return usage_error("model-quantised", message, where=Where(key=key), hint=hint)
 
 
-def by_layer(tensors: dict[str, Stored], read: Callable[[Stored], torch.Tensor]) -> dict[str, Stored]:
+def by_layer(tensors: dict[str, Stored]) -> dict[str, Stored]:
     """Return the tensors with the codes and scales of each quantised weight under the names of `Nf4Linear`'s parameters.
 
-    `read` returns a whole small tensor. Raises: usage error for blocks that are not parts of rows.
+    Raises: usage error for blocks that are not parts of rows, and for a state that cannot be read.
     """
     found = dict(tensors)
     for key in [name for name in tensors if _STATE in name]:
         weight = key.partition(_STATE)[0]
-        state = json.loads(bytes(read(tensors[key]).tolist()))
-        rows, columns = state["shape"]
-        if state["quant_type"] != "nf4" or state["blocksize"] != NF4_BLOCK or columns % NF4_BLOCK:
-            message = f"`{weight}` is in blocks of {state['blocksize']} ({state['quant_type']}) that are not parts of its rows of {columns}"
-            raise _refused("model.name_or_path", message, _IN_16_BITS)
+        try:
+            codes, scales = _of_layer(tensors, weight, json.loads(bytes(read_whole(tensors[key]).tolist())))
+        except (ValueError, KeyError, TypeError) as error:
+            raise _refused("model.name_or_path", f"the quantisation state of `{weight}` is damaged: {error!r}", _IN_16_BITS) from error
         layer = weight.removesuffix("weight")
-        absmax = tensors[f"{weight}.absmax"]
-        nested = None
-        if f"{weight}.nested_absmax" in tensors:
-            values, of_blocks = (read(tensors[f"{weight}.{part}"]) for part in ("nested_quant_map", "nested_absmax"))
-            nested = NestedScales(columns // NF4_BLOCK, values, of_blocks, state["nested_blocksize"], state["nested_offset"])
-        found[f"{layer}{PACKED}"] = replace(tensors[weight], shape=(rows, columns // 2))
-        found[f"{layer}{SCALES}"] = replace(absmax, dtype=torch.uint8, shape=(rows, columns // NF4_BLOCK * 4), nested=nested)
+        found |= {f"{layer}{PACKED}": codes, f"{layer}{SCALES}": scales}
         del found[weight]
     return found
+
+
+def _of_layer(tensors: dict[str, Stored], weight: str, state: dict[str, Any]) -> tuple[Stored, Stored]:
+    rows, columns = state["shape"]
+    if state["quant_type"] != "nf4" or state["blocksize"] != NF4_BLOCK or columns % NF4_BLOCK:
+        message = f"`{weight}` is in blocks of {state['blocksize']} ({state['quant_type']}) that are not parts of its rows of {columns}"
+        raise _refused("model.name_or_path", message, _IN_16_BITS)
+    nested = None
+    if f"{weight}.nested_absmax" in tensors:
+        values, of_blocks = (read_whole(tensors[f"{weight}.{part}"]) for part in ("nested_quant_map", "nested_absmax"))
+        nested = NestedScales(columns // NF4_BLOCK, values, of_blocks, state["nested_blocksize"], state["nested_offset"])
+    scales = replace(tensors[f"{weight}.absmax"], dtype=torch.uint8, shape=(rows, columns // NF4_BLOCK * 4), nested=nested)
+    return replace(tensors[weight], shape=(rows, columns // 2)), scales

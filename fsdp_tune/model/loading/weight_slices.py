@@ -2,16 +2,12 @@
 
 This requires that the tensors of the files equal the model's parameters in name and shape. Checkpoints that transformers
 converts while loading (renamed prefixes, fused experts) are loaded through rank 0 instead.
-
-The bytes are read, not mapped: pages of a mapped file count as memory of the rank that accessed them, and a file that is not
-cached would be read in page faults of a few pages.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -24,46 +20,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from fsdp_tune.core.errors import FsdpTuneError, Where, failed_error
-from fsdp_tune.core.safetensors_header import DamagedHeader, read_header
 from fsdp_tune.model.adapters.lora import name_in_base
 from fsdp_tune.model.adapters.nf4 import PACKED, SCALES
 from fsdp_tune.model.adapters.nf4_linear import Nf4Linear, layers_in_4_bits
-from fsdp_tune.model.loading.bitsandbytes_files import NestedScales, by_layer
+from fsdp_tune.model.loading.bitsandbytes_files import by_layer
+from fsdp_tune.model.loading.stored_tensors import Stored, read_elements, tensors_of
 from fsdp_tune.recipe.schema import Recipe
 
 BUFFER_BYTES = 16 << 20
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor in a safetensors file: its elements are stored row-major from byte `start`."""
-
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    nested: NestedScales | None = None
-    """Scales in 8 bits, of which a rank makes those of `shape`."""
-
-    @property
-    def row_elements(self) -> int:
-        """Elements of a row in the file."""
-        return math.prod(self.shape[1:]) if self.nested is None else self.nested.columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,38 +55,7 @@ def find_weight_files(recipe: Recipe) -> WeightFiles | None:
     if not paths:
         return None
     tensors = {name: stored for path in sorted(paths) for name, stored in tensors_of(path)}
-    return WeightFiles(by_layer(tensors, _read_whole))
-
-
-def _read_whole(stored: Stored) -> torch.Tensor:
-    with open(stored.file, "rb", buffering=0) as file:
-        return _read(file, stored, stored.start, math.prod(stored.shape), bytearray(0)).clone()
-
-
-def tensors_of(path: Path) -> Iterator[tuple[str, Stored]]:
-    """Yield the tensors of a file by name, except those of a type that is not in DTYPES. Raises: FailedError for a damaged header."""
-    with open(path, "rb") as file:
-
-        def read(at: int, count: int) -> bytes:
-            file.seek(at)
-            return file.read(count)
-
-        try:
-            entries = read_header(read, path.stat().st_size, {name: dtype.itemsize for name, dtype in DTYPES.items()})
-        except DamagedHeader as error:
-            raise _damaged(path, str(error)) from error
-    for entry in entries:
-        if (dtype := DTYPES.get(entry.dtype)) is not None:
-            yield entry.name, Stored(path, dtype, entry.shape, entry.first_byte)
-
-
-def _damaged(path: Path, why: str) -> FsdpTuneError:
-    return failed_error(
-        "model-weights-damaged",
-        f"the model's weights cannot be read: {why}",
-        where=Where(str(path)),
-        hint="download or copy the file again",
-    )
+    return WeightFiles(by_layer(tensors))
 
 
 def fits(model: nn.Module, weights: WeightFiles) -> bool:
@@ -181,7 +114,7 @@ def _fill(target: torch.Tensor | Nf4Linear, stored: Stored, file: FileIO, buffer
     if local.numel() == 0:
         return
     if not stored.shape:
-        local.copy_(_read(file, stored, stored.start, 1, buffer)[0])
+        local.copy_(read_elements(file, stored, stored.start, 1, buffer)[0])
         return
     row_elements = stored.row_elements
     most = max(1, len(buffer) // (row_elements * stored.dtype.itemsize))
@@ -189,7 +122,7 @@ def _fill(target: torch.Tensor | Nf4Linear, stored: Stored, file: FileIO, buffer
     for row in range(0, local.shape[0], most):
         rows = min(most, local.shape[0] - row)
         start = stored.start + (offset[0] + row) * row_elements * stored.dtype.itemsize
-        block = _read(file, stored, start, rows * row_elements, buffer)
+        block = read_elements(file, stored, start, rows * row_elements, buffer)
         if stored.nested is not None:
             block = stored.nested.of_rows(offset[0] + row, block.view(rows, row_elements))
         block = block.view(rows, *stored.shape[1:])
@@ -197,20 +130,6 @@ def _fill(target: torch.Tensor | Nf4Linear, stored: Stored, file: FileIO, buffer
             target.set_rows(row, block)
         else:
             local[row : row + rows].copy_(block[columns])
-
-
-def _read(file: FileIO, stored: Stored, start: int, elements: int, buffer: bytearray) -> torch.Tensor:
-    """Read consecutive elements into the buffer, or into a separate one if they do not fit."""
-    size_bytes = elements * stored.dtype.itemsize
-    place = memoryview(buffer if size_bytes <= len(buffer) else bytearray(size_bytes))[:size_bytes]
-    file.seek(start)
-    done = 0
-    while done < size_bytes:
-        got = file.readinto(place[done:])
-        if not got:
-            raise _damaged(stored.file, f"it ends at byte {start + done:,}")
-        done += got
-    return torch.frombuffer(place, dtype=stored.dtype)
 
 
 def first_on_each_machine(act: Callable[[], WeightFiles | None], local_rank: int, waiting: dist.ProcessGroup) -> WeightFiles | None:

@@ -131,7 +131,7 @@ def _dtypes(recipe: Recipe, loaded: Loaded) -> list[str]:
 
 
 def _in_4_bits(recipe: Recipe, loaded: Loaded) -> list[str]:
-    """Return the first layer that the recipe means to be in 4 bits and is not, or whose bytes have another dtype."""
+    """Return the first layer that the recipe means to be in 4 bits and is not, or whose scales have another dtype."""
     layers = layers_in_4_bits(loaded.model)
     if recipe.quantization is None:
         return [f"quantization: `{next(iter(layers))}` is in 4 bits ({len(layers)} layers)"] if layers else []
@@ -139,11 +139,8 @@ def _in_4_bits(recipe: Recipe, loaded: Loaded) -> list[str]:
         return [f"quantization: the recipe means {missed[0]} to be in 4 bits, and the run has it in 16 ({len(missed)} layers)"]
     wanted = SCALE_DTYPE[recipe.quantization.scales]
     for name, layer in layers.items():
-        kinds = {layer.weight_nf4.dtype, layer.weight_scales.dtype}
-        if kinds != {torch.uint8} or layer.scale_dtype != wanted:
-            return [
-                f"quantization: the recipe means {name} to be bytes with scales in {wanted}, the run has {kinds} and {layer.scale_dtype}"
-            ]
+        if layer.scale_dtype != wanted:
+            return [f"quantization: the recipe means the scales of {name} to be in {wanted}, the run has {layer.scale_dtype}"]
     return []
 
 
