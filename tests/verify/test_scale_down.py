@@ -83,6 +83,23 @@ def test_experts_and_latent_ranks_scale_down_and_null_is_kept() -> None:
     assert (small["num_local_experts"], small["num_experts_per_tok"], small["q_lora_rank"]) == (EXPERTS, 2, None)
 
 
+@pytest.mark.parametrize(
+    ("merge", "changes"),
+    [
+        ({}, []),
+        ({"at_end": False}, ["merge.at_end: true instead of false"]),
+        ({"adapter": "adapter"}, ['merge.adapter: "both" instead of "adapter"']),
+        ({"adapter": "merged"}, []),
+    ],
+    ids=str,
+)
+def test_rehearsal_merges_what_the_recipe_does_not(merge: dict[str, Any], changes: list[str], tmp_path: Path) -> None:
+    small = shrunk(resolved({"merge": merge}), tmp_path)
+    assert [line for line in small.changes if line.startswith("merge.")] == changes
+    assert small.document.get("merge", {}).get("at_end", True)
+    assert small.document.get("merge", {}).get("adapter", "both") == merge.get("adapter", "both").replace("adapter", "both")
+
+
 @pytest.mark.parametrize("name", sorted(catalogue()))
 def test_catalogue_recipes_scale_down_to_valid_recipes(name: str, tmp_path: Path) -> None:
     recipe = resolve(load_recipe(name).recipe, MACHINE, cwd=tmp_path, assume="cuda").recipe

@@ -65,7 +65,7 @@ def make_comparable(small: ScaledRecipe) -> ScaledRecipe:
         "save_steps": STEPS,
         "eval_steps": STEPS,
     }
-    result.changes = [line for line in result.changes if not line.startswith("training:")]
+    result.changes = [line for line in result.changes if not line.startswith(("training:", "merge."))]
     result.changes.append(f"training: {STEPS} steps of AdamW with a peak learning rate of {LEARNING_RATE} and a cosine")
     document["checkpoint"] = {"probe": False}
     document["merge"] = {"at_end": False}

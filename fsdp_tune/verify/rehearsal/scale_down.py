@@ -138,6 +138,7 @@ def scale_down_recipe(
     _data(small, recipe, folder, inputs)
     _training(small, recipe, ranks, steps)
     _sharding(small, recipe, device)
+    _merge(small)
     document["launch"] |= {
         "num_machines": 1,
         "num_processes": ranks,
@@ -192,6 +193,16 @@ def _adapters(small: ScaledRecipe, folder: Path) -> None:
     }
     small.changes += [f"lora.{key}: {json.dumps(value)}" for key, value in changed.items() if lora[key] != value]
     lora |= changed
+
+
+def _merge(small: ScaledRecipe) -> None:
+    """Write the merged model at the end, which the checks compare."""
+    merge = small.document["merge"]
+    changed = {"at_end": True, "adapter": "both" if merge["adapter"] == "adapter" else merge["adapter"]}
+    small.changes += [
+        f"merge.{key}: {json.dumps(value)} instead of {json.dumps(merge[key])}" for key, value in changed.items() if merge[key] != value
+    ]
+    merge |= changed
 
 
 def _patterns(small: ScaledRecipe, recipe: Recipe, of: int, to: int) -> None:
