@@ -22,23 +22,19 @@ from typing import Any
 
 import step_ranks
 from load import HIDDEN, write_model
-from step_inputs import LORA, Size, recipe_of, write_rows
+from step_inputs import BITSANDBYTES, LORA, Size, recipe_of, write_rows
 
 HERE = Path(__file__).resolve().parent
 RESULT = "LORA_MEMORY_RESULT"
 RANKS, STEPS, TOKENS, VOCABULARY = 2, 3, 64, 32000
-OURS: dict[str, dict[str, Any]] = {"ours, LoRA": {}, "ours, QLoRA": {"quantization": {"load": "nf4"}}}
+OURS = {"ours, LoRA": False, "ours, QLoRA": True}
+"""Whether the base is in 4 bits."""
 TRL: dict[str, dict[str, Any]] = {
     "TRL, LoRA": {"efficient_loading": False, "in_4_bits": False},
     "TRL, LoRA, cpu_ram_efficient_loading": {"efficient_loading": True, "in_4_bits": False},
     "TRL, QLoRA": {"efficient_loading": True, "in_4_bits": True},
 }
-BITSANDBYTES = {
-    "load_in_4bit": True,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_compute_dtype": "bfloat16",
-    "bnb_4bit_quant_storage": "bfloat16",
-}
+AS_BF16 = {"bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "bfloat16"}
 """Accelerate shards weights of bitsandbytes only if they are stored as floats."""
 GIB = 1 << 30
 
@@ -123,7 +119,7 @@ def trl(task: dict[str, Any], rank: int) -> int:
         train_dataset=rows,
         processing_class=tokenizer,
         peft_config=step_ranks.lora_config(task),
-        quantization_config=BitsAndBytesConfig(**BITSANDBYTES) if task["in_4_bits"] else None,
+        quantization_config=BitsAndBytesConfig(**BITSANDBYTES, **AS_BF16) if task["in_4_bits"] else None,
         callbacks=[memory_callback(memory)],
     ).train()
     return 0
@@ -132,13 +128,13 @@ def trl(task: dict[str, Any], rank: int) -> int:
 # ---- The command
 
 
-def measure_ours(size: Size, folder: Path, environment: dict[str, str], sections: dict[str, Any]) -> list[dict[str, int]]:
+def measure_ours(size: Size, folder: Path, environment: dict[str, str], *, in_4_bits: bool) -> list[dict[str, int]]:
     from fsdp_tune.launch.command.accelerate import launch_plan
     from fsdp_tune.recipe.schema import Recipe
     from fsdp_tune.run.directory import RunDir
 
     run, file = RunDir(folder / "run"), folder / "recipe.json"
-    file.write_text(json.dumps(recipe_of(size, folder.parent, run.path, lora=True) | sections), encoding="utf-8")  # JSON is YAML
+    file.write_text(json.dumps(recipe_of(size, folder.parent, run.path, lora=True, in_4_bits=in_4_bits)), encoding="utf-8")
     command = [sys.executable, "-m", "fsdp_tune", "train", "--config", str(file), "--no-start", "--ignore-plan"]
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
     recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
@@ -204,9 +200,9 @@ def main() -> None:
         write_model(inputs / "base", options.parameters, "bfloat16")
         base_bytes = sum(file.stat().st_size for file in (inputs / "base").glob("*.safetensors"))
         for _ in range(options.rounds):
-            for name, sections in OURS.items():
+            for name, in_4_bits in OURS.items():
                 folder = Path(tempfile.mkdtemp(dir=inputs))
-                rounds.setdefault(name, []).append(measure_ours(size, folder, environment, sections))
+                rounds.setdefault(name, []).append(measure_ours(size, folder, environment, in_4_bits=in_4_bits))
             for name, way in TRL.items() if options.trl_python else ():
                 folder = Path(tempfile.mkdtemp(dir=inputs))
                 rounds.setdefault(name, []).append(measure_trl(size, folder, environment, way, options.trl_python))

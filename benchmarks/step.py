@@ -2,6 +2,7 @@
 
     python benchmarks/step.py overhead [--contenders ours,bare,hf] [--rounds 7] [--steps 20]
     python benchmarks/step.py compute [--lora --trl-python VENV/bin/python]
+    python benchmarks/step.py compute --qlora --trl-python VENV/bin/python --contenders ours,trl
     python benchmarks/step.py gsm8k --gsm8k train.jsonl --trl-python VENV/bin/python
     python benchmarks/step.py gpu --json FILE
 
@@ -11,7 +12,8 @@ directory that `fsdp-tune train --no-start` wrote. `overhead` has tiny layers, `
 both have full rows, fp32, clipping, fused AdamW and a line every ten steps. In `gsm8k` rows differ in length: ours and TRL pack to
 512 tokens, the tutorial pads to them. `gpu` is one rank on a GPU, which all contenders share: 0.95 billion parameters, 4,096 tokens, bf16
 over fp32 weights; there wall time is what it is, since the machine's speed is not the GPU's. With `--lora` every contender trains the same
-LoRA adapters of PEFT, of rank 16 on all linear layers but the head, over a frozen base.
+LoRA adapters of PEFT, of rank 16 on all linear layers but the head, over a frozen base; with `--qlora` ours and TRL hold the base in NF4,
+TRL by bitsandbytes.
 
 CPU time is that of a rank's whole process. Wall time is divided by how much slower than usual a fixed matrix product was beside that
 round. Medians over the rounds; ratios are medians of the ratios round by round.
@@ -36,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from step_inputs import LOGGING_STEPS, LORA, SIZES, Size, recipe_of, write_base, write_rows
+from step_inputs import BITSANDBYTES, LOGGING_STEPS, LORA, SIZES, Size, recipe_of, write_base, write_rows
 from step_ranks import ADDRESS, AUTHORITY, NAME, WARM_UP_STEPS
 
 HERE = Path(__file__).resolve().parent
@@ -75,13 +77,13 @@ class Contender:
             process.wait(60)
 
 
-def start_ours(size: Size, folder: Path, environment: dict[str, str], *, lora: bool) -> Contender:
+def start_ours(size: Size, folder: Path, environment: dict[str, str], adapters: dict[str, bool]) -> Contender:
     from fsdp_tune.launch.command.accelerate import launch_plan
     from fsdp_tune.recipe.schema import Recipe
     from fsdp_tune.run.directory import RunDir
 
     file, run = folder / "ours.json", RunDir(folder / "ours")
-    file.write_text(json.dumps(recipe_of(size, folder, run.path, lora=lora)), encoding="utf-8")  # JSON is YAML
+    file.write_text(json.dumps(recipe_of(size, folder, run.path, **adapters)), encoding="utf-8")  # JSON is YAML
     writes = [sys.executable, "-m", "fsdp_tune", "train", "--config", str(file), "--no-start", "--ignore-plan"]
     subprocess.run(writes, check=True, env=environment, stdout=subprocess.DEVNULL)
     recipe = Recipe.model_validate_json(run.recipe_json.read_bytes())
@@ -99,7 +101,7 @@ def mean_length(store: str) -> float:
     return float(RowStore(store).lengths.mean())
 
 
-def start_other(name: str, size: Size, folder: Path, environment: dict[str, str], python: str, *, lora: bool) -> Contender:
+def start_other(name: str, size: Size, folder: Path, environment: dict[str, str], python: str, adapters: dict[str, bool]) -> Contender:
     contender = Contender(name, [], folder / f"{name}.log")
     (folder / name).mkdir()
     task = {
@@ -110,7 +112,9 @@ def start_other(name: str, size: Size, folder: Path, environment: dict[str, str]
         "compute_dtype": "bfloat16" if size.precision == "bf16" else "float32",
         "recompute": False,
         "model": size.model,
-        "lora": LORA if lora else None,
+        "lora": LORA if adapters["lora"] else None,
+        "bitsandbytes": BITSANDBYTES if adapters["in_4_bits"] else None,
+        "base": str(folder / "base"),
         "batch": size.batch,
         "max_length": size.max_length,
         "packing": size.packing,
@@ -227,7 +231,8 @@ def run(options: argparse.Namespace, folder: Path) -> None:
         names.remove("trl")
     address = str(folder / "gate")
     tokens_per_row = write_rows(size, options.gsm8k, folder)
-    if options.lora:
+    adapters = {"lora": options.lora or options.qlora, "in_4_bits": options.qlora}
+    if adapters["lora"]:
         write_base(size, folder / "base")
     inherited = filter(None, [os.environ.get("PYTHONPATH")])
     paths = os.pathsep.join([str(HERE.parent), str(HERE), *inherited])  # this checkout's, whichever is installed
@@ -238,10 +243,10 @@ def run(options: argparse.Namespace, folder: Path) -> None:
         try:
             for name in names:
                 if name == "ours":
-                    contenders.append(start_ours(size, folder, environment, lora=options.lora))
+                    contenders.append(start_ours(size, folder, environment, adapters))
                     continue
                 python = options.trl_python if name == "trl" else sys.executable
-                contenders.append(start_other(name, size, folder, environment, python, lora=options.lora))
+                contenders.append(start_other(name, size, folder, environment, python, adapters))
             meet(listener, contenders, size.world_size)
             for one in contenders:
                 told = folder / one.name / "tokens_per_row"
@@ -266,6 +271,7 @@ def main() -> None:
     parser.add_argument("size", choices=sorted(SIZES))
     parser.add_argument("--contenders", help="some of ours,bare,hf,trl,padding")
     parser.add_argument("--lora", action="store_true", help="train LoRA adapters instead of all weights")
+    parser.add_argument("--qlora", action="store_true", help="the same on a base in 4 bits; contenders: ours,trl")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20, help="of each contender in each round")
     parser.add_argument("--trl-python", help="an interpreter that can import trl")
@@ -274,6 +280,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="where run directory and logs are copied to")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the contenders end too
+    if options.qlora and options.contenders not in ("ours", "ours,trl"):
+        parser.error("--qlora needs --contenders ours,trl: the loops have no base in 4 bits")
     if options.size == "gsm8k" and options.gsm8k is None:
         parser.error("--gsm8k FILE is needed")
     with tempfile.TemporaryDirectory(prefix="benchmark-step-") as folder:

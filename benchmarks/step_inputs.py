@@ -14,6 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 LOGGING_STEPS = 10
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 """As a section of the recipe and as PEFT's arguments."""
+BITSANDBYTES = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+"""As arguments of BitsAndBytesConfig."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +90,12 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
-def recipe_of(size: Size, inputs: Path, output: Path, *, lora: bool) -> dict[str, Any]:
+def recipe_of(size: Size, inputs: Path, output: Path, *, lora: bool, in_4_bits: bool = False) -> dict[str, Any]:
     base = {"name_or_path": str(inputs / "base")} if lora else {"from_config": size.model}
     return {
         "model": {**base, "tokenizer": str(inputs / "tokenizer"), "attn_implementation": "sdpa"},
         **({"lora": LORA} if lora else {}),
+        **({"quantization": {"load": "nf4"}} if in_4_bits else {}),
         "data": {
             "train": [{"path": str(inputs / "rows.jsonl")}],
             "format": "tokenized",

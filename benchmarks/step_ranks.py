@@ -280,16 +280,18 @@ def padding(task: dict[str, Any], _rank: int) -> None:
 def trl(task: dict[str, Any], _rank: int) -> None:
     """TRL's SFTTrainer on rows that are tokenised already; with packing it is best-fit decreasing, as ours."""
     from datasets import Dataset
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, BitsAndBytesConfig
     from trl import SFTConfig, SFTTrainer
 
     options = options_of(task) | {"max_length": task["max_length"], "packing": task["packing"], "gradient_checkpointing": False}
+    quantised = task["bitsandbytes"]
     trainer = SFTTrainer(
-        model=new_model(task),
+        model=task["base"] if quantised else new_model(task),
         args=SFTConfig(**options),
         train_dataset=Dataset.from_dict({"input_ids": rows_of(task)}),
         processing_class=AutoTokenizer.from_pretrained(task["tokenizer"]),
         peft_config=lora_config(task),
+        quantization_config=BitsAndBytesConfig(**quantised, bnb_4bit_quant_storage=task["dtype"]) if quantised else None,
         callbacks=[gate_callback()],
     )
     lengths = [sum(row["seq_lengths"]) if "seq_lengths" in row else len(row["input_ids"]) for row in trainer.train_dataset]
