@@ -172,10 +172,10 @@ def adapters_without_gradient(every: Sequence[dict[str, int]]) -> str | None:
         kinds[name.rpartition(".")[2]][name] = max(found[name] for found in every)
     if dead := [kind for kind, found in kinds.items() if max(found.values()) == _ABSENT]:
         names = ", ".join(f"`{kind}`" for kind in dead)
-        message = f"`lora.target_modules`: the adapters of {names} get no gradient in any layer: the model does not call these modules"
+        message = f"the adapters of {names} get no gradient in any layer: the model does not call these modules"
         left = last_parts(kind for kind in kinds if kind not in dead)
-        hint = f"leave them out: `target_modules: [{left}]`" if left else None
-        raise usage_error("lora-target", message, where=Where(key="lora.target_modules"), hint=hint)
+        hint = f"leave them out: name only {left}" if left else None
+        raise usage_error("lora-target", message, where=Where(key="lora"), hint=hint)
     lost = {kind: [name for name, gradient in found.items() if gradient != _PRESENT] for kind, found in kinds.items()}
     counts = ", ".join(f"{len(names)} of {len(kinds[kind])} {kind}" for kind, names in lost.items() if names)
     first = next((name for names in lost.values() for name in names), None)

@@ -209,8 +209,8 @@ def test_adapters_without_gradient_on_every_rank_are_reported() -> None:
 
 def test_kind_of_module_that_the_model_never_calls_is_an_error() -> None:
     with pytest.raises(FsdpTuneError, match="adapters of `dt_proj` get no gradient in any layer") as caught:
-        adapters_without_gradient([{"0.q_proj": 2, "0.dt_proj": 0, "1.dt_proj": 0}] * 2)
-    assert caught.value.problems[0].hint == "leave them out: `target_modules: [q_proj]`"
+        adapters_without_gradient([{"0.q_proj": 2, "0.dt_proj": 0, "1.dt_proj": 0, "0.experts.down_proj": 2}] * 2)
+    assert caught.value.problems[0].hint == "leave them out: name only q_proj, down_proj"
 
 
 def in_16_bits(model: Any) -> None:
