@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ from fsdp_tune.model.kernels.liger import apply_liger, choose_liger, liger_summe
 from fsdp_tune.model.kernels.linear_loss import Logits, LossOptions, summed_linear_loss
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.recipe.schema import Recipe
-from tests.model.recipes import recipe_of
+from tests.model.recipes import lora_recipe, recipe_of
 
 INTERPRETED = pytest.mark.skipif(
     not (liger.is_installed() and os.environ.get("TRITON_INTERPRET") == "1"), reason="needs liger-kernel, triton and TRITON_INTERPRET=1"
@@ -151,6 +152,15 @@ def test_liger_keeps_gradients_and_does_not_affect_next_model(family: str) -> No
     finally:
         module.apply_rotary_pos_emb = rotary
     assert all(float((one - two).norm() / one.norm()) <= 1e-5 for one, two in zip(true, found, strict=True))
+
+
+def test_liger_leaves_adapted_experts_alone(tmp_path: Path) -> None:
+    lora = {"r": 4, "target_parameters": ["down_proj"]}
+    recipe = lora_recipe(tmp_path, lora, "mixtral")
+    with patch.object(liger, "is_installed", return_value=True), patch.object(liger, "_functions", return_value={"mixtral": None}):
+        assert choose_liger(lora_recipe(tmp_path, {"r": 4}, "mixtral"), build_empty(recipe), "cuda").value == "true"
+        choice = choose_liger(recipe, build_empty(recipe), "cuda")
+    assert (choice.value, "`lora.target_parameters`" in choice.reason) == ("false", True)
 
 
 def test_loss_choice_does_not_import_liger() -> None:

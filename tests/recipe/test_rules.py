@@ -40,6 +40,7 @@ CONTRADICTIONS = [
     ("lora:\n  lora_dropout: 0.1\n  target_parameters: [experts.down_proj]", 4, "line 5"),
     ("lora:\n  use_dora: true\n  target_parameters: [experts.down_proj]", 4, "line 5"),
     ("lora: {target_parameters: [experts.down_proj]}\nkernels: {compile: true}", 4, "line 3"),
+    ("lora: {target_parameters: [experts.down_proj]}\nkernels: {liger: true}", 4, "line 3"),
     ("lora: {init_lora_weights: pissa}", 3, "change the base"),
     ("quantization: {load: nf4}", 3, "`lora:` is missing"),
     ("lora: {}\nquantization: {}\nmerge: {dtype: keep}", 5, "in 4 bits"),

@@ -45,6 +45,8 @@ def choose_liger(recipe: Recipe, model: PreTrainedModel, device_type: str) -> Ke
     requested = recipe.kernels.liger
     if requested is False:
         return KernelChoice("false", WRITTEN)
+    if recipe.lora is not None and recipe.lora.target_parameters:  # which `recipe.rules` refuses with `true`
+        return KernelChoice("false", "Liger would replace the forward of the adapted experts (`lora.target_parameters`)")
     if requested is True:
         require_installed("kernels.liger: true")
     if device_type != "cuda":

@@ -51,6 +51,9 @@ def _of_parameters(recipe: Recipe, lora: Lora) -> Iterator[Finding]:
     if recipe.kernels.compile:
         message = f"`kernels.compile: true` with `{key}` is not supported: layers would be recompiled in every step"
         yield Finding("contradiction", ("kernels.compile", key), message, "write `kernels: {compile: false}`")
+    if recipe.kernels.liger is True:
+        message = f"`kernels.liger: true` with `{key}` is not supported: Liger would replace the forward of the adapted experts"
+        yield Finding("contradiction", ("kernels.liger", key), message, "write `kernels: {liger: auto}`")
 
 
 def quantization_limits(recipe: Recipe) -> Iterator[Finding]:
