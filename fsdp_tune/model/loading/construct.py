@@ -220,9 +220,9 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
             _start_untied_head(model, loading["missing_keys"])
         fix_rotary_frequencies(model, recipe.data.max_length)
     _finish(recipe, model, vocabulary)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(storage_dtype(recipe))
+    if recipe.quantization is not None:  # trained parameters were read in fp32 too
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(storage_dtype(recipe)) if parameter.requires_grad else parameter.data
     start_adapters(recipe, model)
     return model
 
