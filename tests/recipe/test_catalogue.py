@@ -19,7 +19,7 @@ GIB = 2**30
 PROMISED = {
     *("gpt2_smoke", "llama7b_full_shard", "llama7b_shard_grad_op", "llama13b_full_shard", "llama70b_full_shard_offload"),
     *("llama8b_hybrid_shard_multinode", "gpt2_xl_two_24gb", "qwen2_5_7b_chat", "mistral7b_completion"),
-    *("llama8b_lora_24gb", "llama8b_lora_8x80gb"),
+    *("llama8b_lora_24gb", "llama8b_lora_8x80gb", "llama70b_qlora_two_24gb", "llama70b_qlora_4x80gb"),
 }
 LORA = {name for name in PROMISED if "lora" in name}
 PARAMETERS = {
@@ -28,6 +28,7 @@ PARAMETERS = {
     "meta-llama/Llama-2-13b-hf": 13_015_864_320,
     "meta-llama/Llama-2-70b-hf": 68_976_648_192,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     "Qwen/Qwen2.5-7B": 7_615_616_512,
     "openai-community/gpt2-xl": 1_557_611_200,
@@ -71,7 +72,7 @@ def test_catalogue_model_is_packaged_and_comment_matches_its_state(name: str, tm
 
 @pytest.mark.parametrize("name", sorted(LORA))
 def test_comment_of_a_lora_recipe_matches_its_state(name: str, tmp_path: Path) -> None:
-    """2 bytes a frozen parameter, and 16 a trained one: r (in + out) of every linear layer."""
+    """2 bytes a frozen parameter or 4.5 bits in a quantised layer, and 16 bytes a trained one: r (in + out) of every linear layer."""
     recipe = resolved(name, tmp_path)
     facts = architecture(str(recipe.model.name_or_path))
     assert recipe.lora is not None
@@ -81,9 +82,11 @@ def test_comment_of_a_lora_recipe_matches_its_state(name: str, tmp_path: Path) -
     sizes = [(width, width), (width, groups), (width, groups), (width, width), (width, inner), (width, inner), (inner, width)]
     trained = facts["num_hidden_layers"] * recipe.lora.r * sum(map(sum, sizes))
     frozen = PARAMETERS[str(recipe.model.name_or_path)]
-    assert f"{frozen * 2 / GIB:.1f} GiB, and {trained / 1e6:.0f} million trained ones × 16 bytes = {trained * 16 / GIB:.1f} GiB" in (
-        catalogue()[name].read_text()
-    )
+    text = catalogue()[name].read_text()
+    assert f"{trained / 1e6:.0f} million trained ones × 16 bytes = {trained * 16 / GIB:.1f} GiB" in text
+    in_4_bits = facts["num_hidden_layers"] * sum(rows * columns for rows, columns in sizes) if recipe.quantization else 0
+    assert f"× 2 bytes (bf16) = {(frozen - in_4_bits) * 2 / GIB:.1f} GiB, and" in text
+    assert not in_4_bits or f"× 4.5 bits (nf4) = {in_4_bits * 4.5 / 8 / GIB:.1f} GiB" in text
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
