@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp_tune.core.units import format_figure, format_seconds
 
@@ -80,6 +80,34 @@ def show_ranking(screen: Terminal, plan: Plan) -> None:
         screen.message(f"why the first: {plan.best_because}")
     if plan.smallest_hardware is not None:
         screen.message(f"nothing fits; the smallest that does: {plan.smallest_hardware['num_processes']} × {plan.smallest_hardware['gpu']}")
+    _show_other_trainings(screen, plan)
+
+
+def _show_other_trainings(screen: Terminal, plan: Plan) -> None:
+    from fsdp_tune.planner.search.search import adapter_method
+
+    rows = [
+        (
+            adapter_method(other.recipe_changes),
+            _as_yaml(other.recipe_changes),
+            other.fits,
+            f"{other.device_gib:.1f}",
+            "unknown" if other.tokens_per_second_per_device is None else f"{other.tokens_per_second_per_device:,.0f}",
+        )
+        for other in plan.other_trainings
+    ]
+    if rows:
+        head = ["", "write in the recipe", "fits", "GiB", "tokens/s/GPU"]
+        screen.table("adapters: another training, not another layout", head, rows)
+
+
+def _as_yaml(changes: dict[str, Any]) -> str:
+    """Return keys as a recipe has them: `lora: {target_modules: all-linear}, fsdp: {offload_params: true}`."""
+    sections: dict[str, list[str]] = {}
+    for key, value in changes.items():
+        section, name = key.split(".")
+        sections.setdefault(section, []).append(f"{name}: {str(value).lower() if isinstance(value, bool) else value}")
+    return ", ".join(f"{section}: {{{', '.join(keys)}}}" for section, keys in sections.items())
 
 
 def show_scaling(screen: Terminal, plan: Plan) -> None:

@@ -134,7 +134,8 @@ def _ranked(plans: PlanSession, planned: _Planned, made: Plan, target: Target, w
     best = found.ranked[0].recipe if found.ranked and found.ranked[0].plan.fits != "no" else None
     smallest = plans.smallest_hardware(found.ranked) if best is None else None
     alternatives = tuple(each.plan for each in found.ranked)
-    made = replace(made, alternatives=alternatives, best_because=found.because, smallest_hardware=smallest)
+    others = plans.other_trainings() if best is None or best.fsdp.offload_params else ()
+    made = replace(made, alternatives=alternatives, best_because=found.because, smallest_hardware=smallest, other_trainings=others)
     observer.planned(made, "ranking")
     made = replace(made, scaling=tuple(plans.scaling()))
     observer.planned(made, "scaling")

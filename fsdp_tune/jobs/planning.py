@@ -24,7 +24,7 @@ from fsdp_tune.planner.predict.predict import plan as predict
 from fsdp_tune.planner.search.recomputation import Decided, MemoryBudget, is_undecided, least_recomputation
 from fsdp_tune.planner.search.recomputation import decide as decide_recomputation
 from fsdp_tune.planner.search.scaling import scaling_table
-from fsdp_tune.planner.search.search import PlannedRecipe, Ranking, Search, Target, rank_recipes, smallest_hardware
+from fsdp_tune.planner.search.search import PlannedRecipe, Ranking, Search, Target, other_trainings, rank_recipes, smallest_hardware
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.not_yet import value_of
@@ -149,6 +149,9 @@ class PlanSession:
 
     def smallest_hardware(self, ranked: Sequence[PlannedRecipe]) -> dict[str, Any] | None:
         return smallest_hardware(self._search(), self.recipe, ranked)
+
+    def other_trainings(self) -> tuple[Plan, ...]:
+        return tuple(each.plan for each in other_trainings(self._search(), self.recipe))
 
     def scaling(self) -> list[dict[str, Any]]:
         return scaling_table(self._search(), self.recipe)

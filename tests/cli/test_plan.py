@@ -15,7 +15,7 @@ from fsdp_tune.planner import tracing
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.read.loader import load_recipe
 from fsdp_tune.recipe.schema import Recipe
-from tests.planner.test_search import ModelTracer
+from tests.planner.test_search import AdapterTracer, ModelTracer
 
 STATE_GIB = 80
 
@@ -184,3 +184,19 @@ def test_plan_names_the_smallest_hardware_if_nothing_fits(recipe: str, fake: typ
     assert document["best_because"] is None
     assert document["scaling"] == []
     assert (document["smallest_hardware"]["gpu"], document["smallest_hardware"]["num_processes"]) == ("H100-SXM", 8)
+
+
+def test_plan_shows_adapters_apart_from_the_ranking_if_nothing_fits(
+    recipe: str, fake: type[FakeTracing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeTracing, "trace", AdapterTracer.trace)
+    monkeypatch.setattr("tests.planner.test_search.KEPT", {"none": 80, "selective": 70, "full": 60, "inputs on the host": 50})
+    own = json.loads(Path(recipe).read_text())
+    own["model"] = {"name_or_path": "meta-llama/Llama-3.1-8B"}
+    Path(recipe).write_text(json.dumps(own))
+    done = planned(recipe)
+    assert "adapters: another training, not another layout" in done.output
+    assert "quantization: {load: nf4}" in done.output
+    document = json.loads(planned(recipe, "--json").stdout)
+    assert not any("lora.target_modules" in each["recipe_changes"] for each in document["alternatives"])
+    assert [each["recipe_changes"].get("quantization.load") for each in document["other_trainings"]] == [None, "nf4"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fsdp_tune.planner.hardware.gpus import find_hardware
@@ -14,6 +16,8 @@ from fsdp_tune.planner.search.candidates import (
     micro_batches,
     ranks_of_machine,
 )
+from fsdp_tune.planner.trace_format import Counts
+from tests.planner.hand_trace import Hand
 from tests.planner.recipes import resolved
 
 
@@ -72,18 +76,29 @@ def test_coarse_units_are_replaced_by_decoder_layers() -> None:
     assert all(layout["fsdp.auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP" for layout in layouts(coarse, offload="nothing"))
 
 
+def counts(parameter_bytes: int, trained: int) -> Counts:
+    return replace(Hand().trace().counts, parameter_bytes=parameter_bytes, trained_parameters=trained)
+
+
 def test_minimum_state_is_sixteen_bytes_per_parameter_over_shards() -> None:
-    assert least_state_bytes(resolved(gpus=8), 1000, 1000) == 16 * 1000 / 8
-    assert least_state_bytes(resolved(gpus=8, fsdp={"sharding_strategy": "NO_SHARD"}), 1000, 1000) == 16 * 1000
-    assert least_state_bytes(resolved(gpus=8, model={"dtype": "bf16"}), 1000, 1000) == 8 * 1000 / 8
-    assert least_state_bytes(resolved(gpus=8, fsdp={"offload_params": True}), 1000, 1000) == 0
+    full = counts(4000, 1000)
+    assert least_state_bytes(resolved(gpus=8), full) == 16 * 1000 / 8
+    assert least_state_bytes(resolved(gpus=8, fsdp={"sharding_strategy": "NO_SHARD"}), full) == 16 * 1000
+    assert least_state_bytes(resolved(gpus=8, model={"dtype": "bf16"}), counts(2000, 1000)) == 8 * 1000 / 8
+    assert least_state_bytes(resolved(gpus=8, fsdp={"offload_params": True}), full) == 0
 
 
 def test_minimum_state_depends_on_optimizer_and_trained_parameters() -> None:
-    assert least_state_bytes(resolved(training={"optim": "sgd"}), 1000, 1000) == 8 * 1000 / 8
+    full = counts(4000, 1000)
+    assert least_state_bytes(resolved(training={"optim": "sgd"}), full) == 8 * 1000 / 8
     blocks = 4 + 4 + 2 * (1 + 4 / 256)
-    assert least_state_bytes(resolved(training={"optim": "adamw_torch_8bit"}), 1000, 1000) == blocks * 1000 / 8
-    assert least_state_bytes(resolved(), 1000, 100) == (16 * 100 + 2 * 900) / 8, "what is frozen is kept in the compute dtype"
+    assert least_state_bytes(resolved(training={"optim": "adamw_torch_8bit"}), full) == blocks * 1000 / 8
+    assert least_state_bytes(resolved(), counts(4 * 100 + 2 * 900, 100)) == (16 * 100 + 2 * 900) / 8, "frozen ones are in the compute dtype"
+
+
+def test_minimum_state_counts_frozen_weights_in_4_bits_by_their_bytes() -> None:
+    qlora = resolved(model={"from_config": None, "name_or_path": "meta-llama/Llama-3.1-8B"}, lora={}, quantization={})
+    assert least_state_bytes(qlora, counts(4 * 100 + 576 * 9 // 16, 100)) == (16 * 100 + 576 * 9 / 16) / 8
 
 
 def test_machine_holds_no_fewer_ranks_than_the_recipe_has_on_it() -> None:

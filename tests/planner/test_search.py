@@ -10,7 +10,7 @@ import pytest
 from fsdp_tune.core.units import GIB
 from fsdp_tune.planner.hardware.gpus import Hardware, find_hardware
 from fsdp_tune.planner.search.scaling import scaling_table
-from fsdp_tune.planner.search.search import Ranking, Search, Target, rank_recipes, smallest_hardware
+from fsdp_tune.planner.search.search import Ranking, Search, Target, other_trainings, rank_recipes, smallest_hardware
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
 from tests.planner.hand_trace import Hand
@@ -207,6 +207,38 @@ def test_proposed_gpu_for_fp8_supports_fp8() -> None:
     found = smallest_hardware(Search(find_hardware("L4"), tracer), recipe, ())
     assert found is not None
     assert found["gpu"] == "L40S", "an A100-40GB would be large enough"
+
+
+HUB_MODEL = {"from_config": None, "name_or_path": "meta-llama/Llama-3.1-8B"}
+
+
+class AdapterTracer(ModelTracer):
+    """Adapters hold an eighth of the state of full fine-tuning, and in 4 bits a quarter of that."""
+
+    def trace(self, recipe: Recipe) -> Trace:
+        share = 1 if recipe.lora is None else 8 if recipe.quantization is None else 32
+        return ModelTracer(int(self.state_bytes / share / GIB)).trace(recipe)
+
+
+@pytest.mark.parametrize(
+    ("state_gib", "answers", "offloads"),
+    [(160, ["yes", "yes"], False), (800, ["no", "yes"], False), (3200, ["yes", "yes"], True)],
+)
+def test_adapters_are_planned_for_a_recipe_that_does_not_fit(state_gib: int, answers: list[str], offloads: bool) -> None:
+    found = other_trainings(Search(A100, AdapterTracer(state_gib)), resolved(gpus=2, model=HUB_MODEL))
+    assert [each.plan.fits for each in found] == answers
+    assert [each.recipe.fsdp.offload_params for each in found] == [offloads] * 2
+    lora, qlora = (each.plan.recipe_changes for each in found)
+    assert lora["lora.target_modules"] == qlora["lora.target_modules"] == "all-linear"
+    assert ("quantization.load" in lora, qlora["quantization.load"]) == (False, "nf4")
+    assert lora["fsdp.activation_checkpointing"] == "full"
+
+
+def test_only_qlora_is_planned_for_a_recipe_with_adapters() -> None:
+    (found,) = other_trainings(Search(A100, AdapterTracer(640)), resolved(gpus=2, model=HUB_MODEL, lora={"r": 4}))
+    assert (found.recipe.lora and found.recipe.lora.r, found.plan.fits) == (4, "yes")
+    assert "lora.target_modules" not in found.plan.recipe_changes
+    assert other_trainings(Search(A100, AdapterTracer(640)), resolved(gpus=2, model=HUB_MODEL, lora={}, quantization={})) == []
 
 
 def test_scaling_table_has_full_machines_and_the_recipe_itself() -> None:

@@ -63,13 +63,16 @@ class Plan:
     scaling: tuple[dict[str, Any], ...] = ()
     best_because: str | None = None
     smallest_hardware: dict[str, Any] | None = None
+    other_trainings: tuple[Plan, ...] = ()
+    """LoRA and QLoRA, if the recipe does not fit or fits only with offloading. They train another model: nothing applies them."""
     memory: Memory | None = None
     """Includes the timeline; not in the JSON."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON, without alternatives of alternatives and without timeline."""
         fields = {name: getattr(self, name) for name in self.__slots__ if name != "memory"}
-        fields["alternatives"] = [_short(other) for other in self.alternatives]
+        for name in ("alternatives", "other_trainings"):
+            fields[name] = [_short(other) for other in getattr(self, name)]
         return fields
 
 

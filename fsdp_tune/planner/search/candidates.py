@@ -14,6 +14,7 @@ from fsdp_tune.core.devices import Machine
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.planner.hardware.gpus import Hardware
 from fsdp_tune.planner.predict.totals import DTYPE_BYTES
+from fsdp_tune.planner.trace_format import Counts
 from fsdp_tune.recipe.resolve import ASSUMED_DEVICES, resolve
 from fsdp_tune.recipe.rules import INPUTS, RULES
 from fsdp_tune.recipe.rules.training import TOKENS_KEY
@@ -36,7 +37,7 @@ def changed(recipe: Recipe, changes: Changes) -> Recipe | None:
     data = recipe.model_dump(by_alias=True)
     for key, value in changes.items():
         section, name = key.split(".")
-        data[section][name] = value
+        data[section] = (data[section] or {}) | {name: value}
     if "fsdp.sharding_strategy" in changes or "launch.num_processes" in changes:
         for key in ("dp_replicate_size", "dp_shard_size"):
             data["parallelism"][key] = changes.get(f"parallelism.{key}", "auto")
@@ -110,15 +111,13 @@ def batch_changes(micro_batch: int, accumulation: int | None) -> Changes:
     return {_BATCH[0]: micro_batch, _BATCH[1]: accumulation}
 
 
-def least_state_bytes(recipe: Recipe, parameters: int, trained: int) -> float:
+def least_state_bytes(recipe: Recipe, counts: Counts) -> float:
     """Return the bytes of a device's share of parameters, gradients and optimizer state, a lower bound without activations."""
     if recipe.fsdp.offload_params:
         return 0.0
     size, shards = DTYPE_BYTES[recipe.model.dtype], recipe.parallelism.dp_shard_size
     assert isinstance(shards, int), "the recipe is resolved"
-    assert recipe.model.frozen_dtype != "auto", "the recipe is resolved"
-    of_trained = 2 * size + state_bytes(recipe.training, size)
-    return (of_trained * trained + DTYPE_BYTES[recipe.model.frozen_dtype] * (parameters - trained)) / max(1, shards)
+    return (counts.parameter_bytes + (size + state_bytes(recipe.training, size)) * counts.trained_parameters) / max(1, shards)
 
 
 def devices_of_machine(hardware: Hardware) -> int:

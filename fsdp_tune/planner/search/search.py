@@ -75,7 +75,7 @@ class Search:
             family = changed(base, changes | batch_changes(prime, min(2, batches[0][1])))
             if lean is None or family is None:
                 continue
-            if least_state_bytes(lean, counts.parameters, counts.trained_parameters) + CONTEXT_BYTES <= self.hardware.usable_bytes:
+            if least_state_bytes(lean, counts) + CONTEXT_BYTES <= self.hardware.usable_bytes:
                 possible.append(changes)
                 traced.append(family)
         found: list[PlannedRecipe] = []
@@ -245,6 +245,41 @@ def _more(search: Search, base: Recipe, one: Recipe) -> dict[str, Any] | None:
             return {"gpu": search.hardware.name, "num_processes": number, "recipe_changes": differences(base, other)}
         number *= 2
     return None
+
+
+LORA: Changes = {"lora.target_modules": "all-linear"}
+NF4: Changes = {"quantization.load": "nf4"}
+
+
+def other_trainings(search: Search, base: Recipe) -> list[PlannedRecipe]:
+    """Plan LoRA and QLoRA for a recipe that does not fit, QLoRA alone if it has adapters: another training, not another layout.
+
+    Each has one sequence a forward and recomputes all layers. Parameters are offloaded only if neither fits without.
+    """
+    trainings = [LORA, LORA | NF4] if base.lora is None else [NF4] if base.quantization is None else []
+    found: list[PlannedRecipe] = []
+    for offload in (False, True):
+        found = list(_trainings(search, base, trainings, offload=offload))
+        if _any_fits(found):
+            break
+    return found
+
+
+def _trainings(search: Search, base: Recipe, trainings: list[Changes], *, offload: bool) -> Iterator[PlannedRecipe]:
+    layout: Changes = {"fsdp.activation_checkpointing": "full", "fsdp.offload_params": offload}
+    if base.world_size > 1:
+        layout["fsdp.sharding_strategy"] = "FULL_SHARD"
+    for keys in trainings:
+        recipe = changed(base, keys | layout | batch_changes(1, base.global_batch_size // base.data_size))
+        trace = next(search.trace([recipe])) if recipe is not None else None
+        if recipe is not None and trace is not None:
+            search.progress(adapter_method(keys))
+            made = search.price(recipe, trace, base)
+            yield PlannedRecipe(recipe, replace(made.plan, recipe_changes=keys | made.plan.recipe_changes))
+
+
+def adapter_method(changes: Changes) -> str:
+    return "QLoRA" if NF4.keys() <= changes.keys() else "LoRA"
 
 
 def _device_seconds(found: PlannedRecipe) -> float:
