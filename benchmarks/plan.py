@@ -1,6 +1,6 @@
 """`plan` against published measurements of others: peak memory and step time, row by row and by source.
 
-    python benchmarks/plan.py DIRECTORY [--cache DIR] [--exact] [--write] [--only memory|time|lora]
+    python benchmarks/plan.py DIRECTORY [--cache DIR] [--exact] [--write] [--only memory|time|lora|qlora]
 
 DIRECTORY holds memory_measurements.csv, timing_measurements.csv and architectures.json. `--write` puts the medians and 90th percentiles
 into fsdp_tune/plan/accuracy.json, where plans quote them from.
@@ -26,13 +26,15 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "fsdp-tune-traces"))
     parser.add_argument("--exact", action="store_true", help="memory: trace every decoder layer")
     parser.add_argument("--write", action="store_true", help="put what plans quote into fsdp_tune/plan/accuracy.json")
-    parser.add_argument("--only", choices=("memory", "time", "lora"))
+    parser.add_argument("--only", choices=("memory", "time", "lora", "qlora"))
     options = parser.parse_args()
     architectures = options.directory / "architectures.json"
     quoted: dict[str, Any] = {}
-    if options.only in (None, "lora"):
-        print("# Peak memory of LoRA, GiB: predicted, measured, error, fits")
-        plan_memory.bench(options.directory / "memory_measurements.csv", architectures, options.cache, exact=options.exact, method="lora")
+    for method in ("lora", "qlora"):
+        if options.only in (None, method):
+            print(f"# Peak memory of {plan_memory.METHODS[method]}, GiB: predicted, measured, error, fits")
+            measurements = options.directory / "memory_measurements.csv"
+            plan_memory.bench(measurements, architectures, options.cache, exact=options.exact, method=method)
     if options.only in (None, "memory"):
         print("# Peak memory, GiB: predicted, measured, error, fits")
         quoted |= plan_memory.bench(options.directory / "memory_measurements.csv", architectures, options.cache, exact=options.exact)

@@ -96,7 +96,7 @@ class Row:
     """What the program does otherwise in its step."""
 
 
-METHODS = {"full": "full fine-tuning", "lora": "LoRA"}
+METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 
 
 def why_not(row: dict[str, str], method: str) -> str | None:
@@ -105,6 +105,8 @@ def why_not(row: dict[str, str], method: str) -> str | None:
     reasons = {
         f"not {METHODS[method]}": row["method"] != method,
         "DeepSpeed or Gemini": row["sharding"] == "ZERO3" or "DeepSpeed" in row["notes"],
+        "4 bits by another method": row["method"] == "qlora" and not row["dtype_params"].startswith("nf4"),
+        "experts in 4 bits, which are stacked and in 16 bits here": row["method"] == "qlora" and "Mixtral" in row["model"],
         "float8": "float8" in row["mixed_precision"],
         "a compiler of its own": "graph_trainer" in row["notes"],
         "optimizer inside the backward": "optimizer_in_bwd" in row["notes"],
@@ -134,7 +136,7 @@ def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
         "model": {
             "from_config": causal_lm(config, length),
             "tokenizer": "builtin:arithmetic",
-            "dtype": row["dtype_params"],
+            "dtype": "bf16" if row["method"] == "qlora" else row["dtype_params"],
             "attn_implementation": "eager" if row["attn"] == "eager" else "auto",
         },
         "kernels": {"loss": "full"},
@@ -157,8 +159,10 @@ def recipe_of(row: dict[str, str], config: dict[str, Any]) -> Recipe:
         },
         "launch": {"num_processes": gpus, "num_machines": math.ceil(gpus / PER_MACHINE), "device": "cuda"},
     }
-    if row["method"] == "lora":
+    if row["method"] != "full":
         data["lora"] = lora_of(row)
+    if row["method"] == "qlora":
+        data["quantization"] = {"load": "nf4"}
     return resolve(Recipe.model_validate(data), Machine("cuda", gpus, 8, None), cwd=Path.cwd(), assume="cuda").recipe
 
 
