@@ -71,8 +71,8 @@ def why_not(row: dict[str, str]) -> str | None:
 
 def card(name: str) -> Hardware | None:
     """H100 of 95 GiB and 500 W are H100 SXM to the datasheet."""
-    for pattern, known in (("A100-40GB", "A100-40GB"), ("A100-80GB", "A100-80GB"), ("H200", "H200"), ("H100", "H100-SXM")):
-        if name.startswith(pattern):
+    for known in ("A100-40GB", "A100-80GB", "H200", "H100-SXM", "RTX3090", "RTX4090"):
+        if name.startswith(known.removesuffix("-SXM")):
             return find_hardware(known)
     return None
 
