@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,49 @@ def test_files_in_4_bits_are_read_as_they_are(tmp_path: Path, nested: bool, monk
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize(("state", "says"), [({"blocksize": 128}, "blocks of 128"), ({"shape": None}, "is damaged"), (None, "is damaged")])
+def test_codes_stored_as_bf16_are_read_as_bytes(tmp_path: Path) -> None:
+    wanted = write_4_bits(make_model("llama-blocks", tmp_path), nested=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {name: tensors[name].view(-1, 2).view(torch.bfloat16) for name in wanted}  # `bnb_4bit_quant_storage: bfloat16`
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    recipe = recipe_of({"name_or_path": str(tmp_path)}, **RECIPE)
+    model, files = build_empty(recipe).to_empty(device="cpu"), find_weight_files(recipe)
+    assert files is not None
+    assert fits(model, files)
+    read_slices(model, files)
+    found = {f"{name.removesuffix('.base_layer')}.weight": layer.weight for name, layer in layers_in_4_bits(model).items()}
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("", lambda codes: codes[:-64]),
+        (".absmax", lambda scales: scales[:-1]),
+        (".absmax", lambda scales: scales.to(torch.int16)),
+        (".nested_absmax", lambda scales: scales[:0]),
+        (".nested_quant_map", lambda values: values[:8]),
+    ],
+)
+def test_parts_of_another_size_are_refused(tmp_path: Path, part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    name = next(iter(write_4_bits(make_model("llama-blocks", tmp_path), nested=True)))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[name + part] = change(tensors[name + part]).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(FsdpTuneError, match="is damaged"):
+        find_weight_files(recipe_of({"name_or_path": str(tmp_path)}, **RECIPE))
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"blocksize": 128}, "blocks of 128"),
+        ({"shape": None}, "is damaged"),
+        ({"shape": [-64, 64]}, "is damaged"),
+        ({"shape": [10**12, 64]}, "is damaged"),
+        (None, "is damaged"),
+    ],
+)
 def test_state_that_cannot_be_used_is_refused(tmp_path: Path, state: dict[str, Any] | None, says: str) -> None:
     write_4_bits(make_model("llama-blocks", tmp_path), nested=False)
     tensors = load_file(tmp_path / "model.safetensors")

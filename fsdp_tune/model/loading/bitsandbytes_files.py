@@ -81,7 +81,7 @@ def by_layer(tensors: dict[str, Stored]) -> dict[str, Stored]:
         weight = key.partition(_STATE)[0]
         try:
             codes, scales = _of_layer(tensors, weight, json.loads(bytes(read_whole(tensors[key]).tolist())))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise _refused("model.name_or_path", f"the quantisation state of `{weight}` is damaged: {error!r}", _IN_16_BITS) from error
         layer = weight.removesuffix("weight")
         found |= {f"{layer}{PACKED}": codes, f"{layer}{SCALES}": scales}
@@ -94,9 +94,27 @@ def _of_layer(tensors: dict[str, Stored], weight: str, state: dict[str, Any]) ->
     if state["quant_type"] != "nf4" or state["blocksize"] != NF4_BLOCK or columns % NF4_BLOCK:
         message = f"`{weight}` is in blocks of {state['blocksize']} ({state['quant_type']}) that are not parts of its rows of {columns}"
         raise _refused("model.name_or_path", message, _IN_16_BITS)
-    nested = None
-    if f"{weight}.nested_absmax" in tensors:
-        values, of_blocks = (read_whole(tensors[f"{weight}.{part}"]) for part in ("nested_quant_map", "nested_absmax"))
-        nested = NestedScales(columns // NF4_BLOCK, values, of_blocks, state["nested_blocksize"], state["nested_offset"])
-    scales = replace(tensors[f"{weight}.absmax"], dtype=torch.uint8, shape=(rows, columns // NF4_BLOCK * 4), nested=nested)
-    return replace(tensors[weight], shape=(rows, columns // 2)), scales
+    codes, absmax, blocks = tensors[weight], tensors[f"{weight}.absmax"], rows * columns // NF4_BLOCK
+    # The bytes of the codes may be stored as another dtype (`bnb_4bit_quant_storage`, bfloat16 for FSDP1).
+    _refuse_if(f"{codes.size_bytes:,} bytes of codes for {rows} x {columns} weights", differs=codes.size_bytes != rows * columns // 2)
+    is_nested = f"{weight}.nested_absmax" in tensors
+    wanted = torch.uint8 if is_nested else torch.float32
+    _refuse_if(f"scales in {absmax.dtype} instead of {wanted}", differs=absmax.dtype != wanted)
+    _refuse_if(f"{absmax.size_bytes:,} bytes of scales for {blocks} blocks", differs=absmax.size_bytes != blocks * wanted.itemsize)
+    nested = _nested(tensors, weight, state, blocks, columns // NF4_BLOCK) if is_nested else None
+    scales = replace(absmax, dtype=torch.uint8, shape=(rows, columns // NF4_BLOCK * 4), nested=nested)
+    return replace(codes, dtype=torch.uint8, shape=(rows, columns // 2)), scales
+
+
+def _nested(tensors: dict[str, Stored], weight: str, state: dict[str, Any], blocks: int, columns: int) -> NestedScales:
+    values, of_blocks = (read_whole(tensors[f"{weight}.{part}"]).float() for part in ("nested_quant_map", "nested_absmax"))
+    blocksize = state["nested_blocksize"]
+    _refuse_if(f"{len(values)} values of scales, in blocks of {blocksize}", differs=blocksize <= 0 or len(values) != 256)
+    groups = -(-blocks // blocksize)
+    _refuse_if(f"{len(of_blocks)} scales for {groups} groups of {blocksize} blocks", differs=len(of_blocks) != groups)
+    return NestedScales(columns, values, of_blocks, blocksize, float(state["nested_offset"]))
+
+
+def _refuse_if(found: str, *, differs: bool) -> None:
+    if differs:
+        raise ValueError(f"it has {found}")

@@ -68,6 +68,11 @@ class Stored:
         """Elements of a row in the file."""
         return math.prod(self.shape[1:]) if self.nested is None else self.nested.columns
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor in the file; `nested` scales are not in it."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 def tensors_of(path: Path) -> Iterator[tuple[str, Stored]]:
     """Yield the tensors of a file by name, except those of a type that is not in DTYPES. Raises: FailedError for a damaged header."""
