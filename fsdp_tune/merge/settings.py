@@ -12,6 +12,7 @@ from fsdp_tune.core.errors import Where, failed_error, usage_error
 from fsdp_tune.core.units import parse_bytes
 from fsdp_tune.merge.source import Selection
 from fsdp_tune.recipe.schema import Merge, Recipe
+from fsdp_tune.run.base_model import BASE_FILE, BaseModel
 from fsdp_tune.run.directory import RunDir
 
 Verify = Literal["quick", "full", "none"]
@@ -85,6 +86,8 @@ def settle(selection: Selection, options: MergeOptions) -> MergeSettings:
             "the trained weights of the base are in 4 bits, which `keep` cannot keep",
             ways_out=("write them in 16 bits: `--dtype bf16`", "add the adapter to the original weights: `--base-weights original`"),
         )
+    if run is not None and recipe.quantization is not None and (weights == "trained" or exports):
+        _require_base(run)
     return MergeSettings(
         output,
         own,
@@ -93,6 +96,18 @@ def settle(selection: Selection, options: MergeOptions) -> MergeSettings:
         recipe,
         weights,
     )
+
+
+def _require_base(run: RunDir) -> None:
+    """Require the names of the weights in 4 bits, without which the adapter would be added to others. Raises: FailedError."""
+    trained = BaseModel.read(run.base_json)
+    if trained is None or trained.nf4_scales is None:
+        raise failed_error(
+            "merge-adapter-base",
+            "it is missing, or does not name the weights that were trained in 4 bits",
+            where=Where(str(run.base_json)),
+            hint=f"copy the {BASE_FILE} of the run's exported adapter, or of another run of the same recipe, to this path",
+        )
 
 
 def _recipe(run: RunDir) -> Recipe | None:

@@ -163,6 +163,10 @@ def test_adapter_over_4_bits_is_merged_into_the_weights_that_it_was_trained_on(c
     # The adapter's own directory knows too what it was trained on.
     assert cli("merge-checkpoint", "run/adapter", "--dtype", "fp32", "--output", "alone").returncode == 0
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "alone")), wanted, atol=1e-5, rtol=0)
+    run.base_json.unlink()
+    for written in (["--merged", "--output", "lost"], ["--adapter", "--output", "lost"]):
+        lost = cli("merge-checkpoint", "run", *written)
+        assert (lost.returncode, "does not name the weights that were trained in 4 bits" in lost.stderr) == (1, True), lost.stderr
     (run.adapter / "base.json").unlink()
     misplaced = cli("merge-checkpoint", "run/adapter", "--base-weights", "original", "--output", "kept")
     assert (misplaced.returncode, "leave the option out" in misplaced.stderr) == (2, True), misplaced.stderr
