@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from fsdp_tune.core.errors import FailedError, FsdpTuneError
 from fsdp_tune.merge.companions import fetch_model
 from fsdp_tune.merge.copy import gather, write
-from fsdp_tune.merge.lora import low_rank
+from fsdp_tune.merge.lora import adapt, low_rank
 from fsdp_tune.merge.lora.peft_names import sort_names
+from fsdp_tune.run.base_model import BASE_FILE, BaseModel
 from tests.merge import peft
 from tests.merge.checkpoints import SHARDS, make_run, merged_tensors, same_bits, save_dcp, save_on_ranks
 from tests.merge.peft import PREFIX, adapter_directory, adapter_state, added, exact, factors, values, whole_state, write_config
@@ -136,6 +137,23 @@ def test_base_in_the_cache_of_the_hub_is_read_through_its_links(llama, tmp_path,
     adapter = factors(llama, "q_proj")
     folder = adapter_directory(tmp_path / "a", adapter_state(adapter))
     assert_tensors(merge(folder, base=str(snapshot)).output, added(llama, adapter))
+
+
+@pytest.mark.parametrize(("trained_on", "read"), [("org/base", "abc"), ("org/other", "main"), (None, "main")])
+def test_base_of_the_hub_is_read_at_the_commit_of_training(trained_on, read, llama, tmp_path, merge, monkeypatch):
+    base, adapter = base_directory(llama, tmp_path / "base"), factors(llama, "q_proj")
+    folder = adapter_directory(tmp_path / "a", adapter_state(adapter), base_model_name_or_path="org/base", revision="main")
+    if trained_on is not None:
+        BaseModel(trained_on, "abc").write(folder / BASE_FILE)
+    revisions = []
+
+    def fetch(name: str, *, revision: str | None, named_in: Path) -> Path:
+        revisions.append(revision)
+        return base
+
+    monkeypatch.setattr(adapt, "fetch_model", fetch)
+    assert_tensors(merge(folder).output, added(llama, adapter))
+    assert revisions == [read]
 
 
 # ------------------------------------------------------------------------------------------------------------- arithmetic

@@ -121,8 +121,9 @@ def _merge(
         base, base_name, companions = None, options.base or config.base, find_companions(selection, options.base)
         below: dict[str, SourceTensor] | None = None
     else:
-        base_name, base = _find_base(config, options)
-        trained = _check_base(selection, base_name, base)
+        trained = BaseModel.read(selection.run.base_json if selection.run is not None else selection.weights[0].root / BASE_FILE)
+        base_name, base = _find_base(config, options, trained)
+        _check_base(trained, base_name, base)
         if selection.run is not None and options.base is None:
             companions = find_companions(selection, None)
         else:
@@ -166,7 +167,8 @@ def _is_whole(names: PeftNames, weights: Weights) -> bool:
     return has_base and bool(rest) and weights.format not in (Format.PEFT, Format.PEFT_PICKLE)
 
 
-def _find_base(config: AdapterConfig, options: AdapterOptions) -> tuple[str, Path]:
+def _find_base(config: AdapterConfig, options: AdapterOptions, trained: BaseModel | None) -> tuple[str, Path]:
+    """Return name and directory of the base. A branch of a repository may have moved since training: its commit of then is read."""
     name = options.base or config.base
     if name is None:
         raise usage_error(
@@ -175,12 +177,14 @@ def _find_base(config: AdapterConfig, options: AdapterOptions) -> tuple[str, Pat
             where=Where(str(config.path)),
             ways_out=("give the model: `--base MODEL`", "write the adapter alone: `--adapter`"),
         )
-    return name, fetch_model(name) if options.base else fetch_model(name, revision=config.revision, named_in=config.path)
+    if options.base is not None:
+        return name, fetch_model(name)
+    commit = trained.revision if trained is not None and trained.name == name else None
+    return name, fetch_model(name, revision=commit or config.revision, named_in=config.path)
 
 
-def _check_base(selection: Selection, name: str, folder: Path) -> BaseModel | None:
-    """Return what is known of the base under the adapter. Raises: FailedError for weights that are known not to be those of the base."""
-    trained = BaseModel.read(selection.run.base_json if selection.run is not None else selection.weights[0].root / BASE_FILE)
+def _check_base(trained: BaseModel | None, name: str, folder: Path) -> None:
+    """Raises: FailedError for weights that are known not to be those of the base."""
     if trained is not None and trained.digest is not None and trained.differs_from(describe_base(str(folder), None)):
         raise failed_error(
             "merge-adapter-base",
@@ -188,7 +192,6 @@ def _check_base(selection: Selection, name: str, folder: Path) -> BaseModel | No
             where=Where(str(folder)),
             ways_out=(f"give a copy of the weights of {trained.name} as they were: `--base MODEL`", "write the adapter alone: `--adapter`"),
         )
-    return trained
 
 
 def _in_4_bits(below: Mapping[str, SourceTensor], trained: BaseModel, folder: Path) -> dict[str, SourceTensor]:
