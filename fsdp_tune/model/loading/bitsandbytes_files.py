@@ -52,9 +52,12 @@ def refuse_other_quantisation(recipe: Recipe, config: PreTrainedConfig) -> None:
         )
     if recipe.quantization.scales != "fp32":
         raise _refused("quantization.scales", f"the weights of {name} have scales in fp32, which bf16 would round", "write `scales: fp32`")
-    if not recipe.fsdp.cpu_ram_efficient_loading:
-        key = "fsdp.cpu_ram_efficient_loading"
-        raise _refused(key, f"the weights of {name} are in 4 bits, and each rank reads its part of them", f"leave `{key}` at true")
+    for key, is_set in (
+        ("fsdp.version", recipe.fsdp.version == 1),
+        ("fsdp.cpu_ram_efficient_loading", not recipe.fsdp.cpu_ram_efficient_loading),
+    ):
+        if is_set:
+            raise _refused(key, f"the weights of {name} are in 4 bits, and each rank reads its part of them", f"leave `{key}` out")
     if recipe.merge.at_end and recipe.merge.adapter != "adapter":
         message = f"an adapter cannot be merged into the weights of {name}, which are in 4 bits (bitsandbytes)"
         raise _refused("merge.adapter", message, "write `merge: {adapter: adapter}`, or " + _IN_16_BITS)
@@ -85,12 +88,13 @@ def by_layer(tensors: dict[str, Stored]) -> dict[str, Stored]:
             raise _refused("model.name_or_path", f"the quantisation state of `{weight}` is damaged: {error!r}", _IN_16_BITS) from error
         layer = weight.removesuffix("weight")
         found |= {f"{layer}{PACKED}": codes, f"{layer}{SCALES}": scales}
-        del found[weight]
+        found.pop(weight, None)
     return found
 
 
 def _of_layer(tensors: dict[str, Stored], weight: str, state: dict[str, Any]) -> tuple[Stored, Stored]:
     rows, columns = state["shape"]
+    _refuse_if(f"the shape {state['shape']}", differs=not (isinstance(rows, int) and isinstance(columns, int)))
     if state["quant_type"] != "nf4" or state["blocksize"] != NF4_BLOCK or columns % NF4_BLOCK:
         message = f"`{weight}` is in blocks of {state['blocksize']} ({state['quant_type']}) that are not parts of its rows of {columns}"
         raise _refused("model.name_or_path", message, _IN_16_BITS)
@@ -109,7 +113,10 @@ def _of_layer(tensors: dict[str, Stored], weight: str, state: dict[str, Any]) ->
 def _nested(tensors: dict[str, Stored], weight: str, state: dict[str, Any], blocks: int, columns: int) -> NestedScales:
     values, of_blocks = (read_whole(tensors[f"{weight}.{part}"]).float() for part in ("nested_quant_map", "nested_absmax"))
     blocksize = state["nested_blocksize"]
-    _refuse_if(f"{len(values)} values of scales, in blocks of {blocksize}", differs=blocksize <= 0 or len(values) != 256)
+    _refuse_if(
+        f"{len(values)} values of scales, in blocks of {blocksize}",
+        differs=not isinstance(blocksize, int) or blocksize <= 0 or len(values) != 256,
+    )
     groups = -(-blocks // blocksize)
     _refuse_if(f"{len(of_blocks)} scales for {groups} groups of {blocksize} blocks", differs=len(of_blocks) != groups)
     return NestedScales(columns, values, of_blocks, blocksize, float(state["nested_offset"]))
