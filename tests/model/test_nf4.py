@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.merge.copy.values import rounded_to_nf4
 from fsdp_tune.model.adapters.nf4 import count_elements, dequantise, in_one_formula, quantise
-from fsdp_tune.model.adapters.nf4_linear import Nf4Linear, describe_nf4, layers_in_4_bits, nf4_notices
+from fsdp_tune.model.adapters.nf4_linear import Nf4Linear, describe_nf4, layers_in_4_bits, nf4_notices, plan_nf4
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loading.weight_slices import find_weight_files, fits, read_slices
 from fsdp_tune.recipe.schema import Recipe
@@ -181,6 +181,17 @@ def test_experts_stay_in_16_bits_with_a_notice(tmp_path: Path) -> None:
     (notice,) = nf4_notices(recipe, model)
     assert notice.code == "nf4-without-experts"
     assert {name.rpartition(".")[2] for name in layers_in_4_bits(model)} == {"base_layer", "k_proj", "v_proj", "o_proj"}
+
+
+def test_shared_weight_stays_in_16_bits(llama: str) -> None:
+    """As in Zamba2, whose layers share blocks."""
+    model = AutoModelForCausalLM.from_pretrained(llama).requires_grad_(False)
+    layers = model.model.layers
+    layers[2].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    chosen, left = plan_nf4(model, [(f"model.layers.{index}", layer) for index, layer in enumerate(layers)])
+    shared = ["model.layers.0.mlp.up_proj", "model.layers.2.mlp.up_proj"]
+    assert [name for name, why in left.items() if "shares its weight" in why] == shared
+    assert "model.layers.1.mlp.up_proj" in chosen
 
 
 def test_model_without_linear_layers_is_refused(tmp_path: Path) -> None:

@@ -78,12 +78,15 @@ def plan_nf4(model: PreTrainedModel, decoder: Iterable[tuple[str, nn.Module]]) -
     """Return the frozen linear layers of the decoder that can be held in 4 bits and are not yet, and the others with a reason, by name."""
     chosen: dict[str, nn.Linear] = {}
     left: dict[str, str] = {}
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for prefix, layer in decoder:
         for name, module in layer.named_modules(prefix=prefix):
             if not isinstance(module, nn.Linear) or module.weight.requires_grad:
                 continue
             if type(module) is not nn.Linear:
                 left[name] = f"it is a {type(module).__name__}, which may compute something else"
+            elif uses[id(module.weight)] > 1:
+                left[name] = "it shares its weight with another layer"
             elif is_router(model.config, module):
                 left[name] = "it is a router, whose few outputs need precision"
             elif module.in_features % NF4_BLOCK:
