@@ -43,7 +43,7 @@ def kept_plan(cache: Path, key: str, recipe: Recipe) -> Plan | None:
 
 
 def keep_plan(cache: Path, key: str, plan: Plan) -> None:
-    """Store a plan without alternatives and scaling, which depend on the search."""
-    known = {field.name for field in fields(Plan)} - {"memory", "alternatives", "scaling"}
+    """Store a plan without alternatives, other trainings and scaling, which depend on the search."""
+    known = {field.name for field in fields(Plan)} - {"memory", "alternatives", "other_trainings", "scaling"}
     cache.mkdir(parents=True, exist_ok=True)
     write_json(cache / f"{key}.json", {name: getattr(plan, name) for name in sorted(known)})

@@ -100,7 +100,7 @@ def reason_not_drawn(name: str) -> str | None:
     drawn_of_data = ("data.shuffle", "data.pad_to_multiple_of")
     if name.startswith(("data.", "model.tokens.")) and name not in drawn_of_data and name not in NOT_DRAWN:
         return _DATA
-    return NOT_DRAWN["lora"] if name.startswith("lora.") else NOT_DRAWN.get(name)
+    return NOT_DRAWN["lora"] if name.startswith(("lora.", "quantization.")) else NOT_DRAWN.get(name)
 
 
 def keys() -> Iterator[str]:

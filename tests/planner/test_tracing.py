@@ -44,7 +44,7 @@ def with_value(recipe: Recipe, name: str, value: object) -> Recipe:
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_every_recipe_key_that_affects_memory_or_time_is_in_the_name_of_a_trace() -> None:
-    recipe = resolved(lora={})
+    recipe = resolved(lora={}, quantization={})
     base = key(recipe)
     names = [each.name for each in all_keys() if each.effect is not None and len(each.path) <= 2]
     names += [f"training.{name}" for name in PASSED_EFFECTS]
