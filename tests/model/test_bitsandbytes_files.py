@@ -48,16 +48,21 @@ def write_4_bits(folder: Path, *, nested: bool) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_files_in_4_bits_are_read_as_they_are(tmp_path: Path, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_tune.model.loading.weight_slices.BUFFER_BYTES", 1000)  # several pieces for each tensor
-    wanted = write_4_bits(make_model("llama-blocks", tmp_path), nested=nested)
-    recipe = recipe_of({"name_or_path": str(tmp_path)}, **RECIPE)
+def read_4_bits(folder: Path) -> dict[str, torch.Tensor]:
+    """Read the files into a model; return the weights of its layers in 4 bits."""
+    recipe = recipe_of({"name_or_path": str(folder)}, **RECIPE)
     model, files = build_empty(recipe).to_empty(device="cpu"), find_weight_files(recipe)
     assert files is not None
     assert fits(model, files)
     read_slices(model, files)
-    found = {f"{name.removesuffix('.base_layer')}.weight": layer.weight for name, layer in layers_in_4_bits(model).items()}
+    return {f"{name.removesuffix('.base_layer')}.weight": layer.weight for name, layer in layers_in_4_bits(model).items()}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_files_in_4_bits_are_read_as_they_are(tmp_path: Path, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_tune.model.loading.weight_slices.BUFFER_BYTES", 1000)  # several pieces for each tensor
+    wanted = write_4_bits(make_model("llama-blocks", tmp_path), nested=nested)
+    found = read_4_bits(tmp_path)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -67,12 +72,7 @@ def test_codes_stored_as_bf16_are_read_as_bytes(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors |= {name: tensors[name].view(-1, 2).view(torch.bfloat16) for name in wanted}  # `bnb_4bit_quant_storage: bfloat16`
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    recipe = recipe_of({"name_or_path": str(tmp_path)}, **RECIPE)
-    model, files = build_empty(recipe).to_empty(device="cpu"), find_weight_files(recipe)
-    assert files is not None
-    assert fits(model, files)
-    read_slices(model, files)
-    found = {f"{name.removesuffix('.base_layer')}.weight": layer.weight for name, layer in layers_in_4_bits(model).items()}
+    found = read_4_bits(tmp_path)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 

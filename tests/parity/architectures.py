@@ -53,7 +53,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "sliding_window": None,
     },
-    # Rows of 64 weights for blocks of 4 bits, as many rows as no world divides; the 130 columns of its down_proj are no blocks.
+    # Rows of 64 weights for blocks of 4 bits; 130 rows, which 4 ranks do not divide; the 130 columns of its down_proj are not blocks.
     "llama-blocks": {
         "model_type": "llama",
         **_DECODER,

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from fsdp_tune.core.errors import Notice, usage_error
 from fsdp_tune.core.units import format_bytes
+from fsdp_tune.model.adapters.lora_targets import is_stack
 from fsdp_tune.model.adapters.nf4 import PACKED, count_elements, dequantise, elements, quantise
 from fsdp_tune.model.loading.experts import is_router
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
@@ -133,11 +134,11 @@ def nf4_notices(recipe: Recipe, model: PreTrainedModel) -> list[Notice]:
         return []
     of_layers = [pair for name, layer in decoder_layers(model, recipe.layer_classes) for pair in layer.named_parameters(prefix=name)]
     in_4_bits = sum(elements(name, p) for name, p in of_layers if name.endswith(PACKED))
-    experts = sum(p.numel() for _, p in of_layers if p.ndim == 3)
+    experts = sum(p.numel() for name, p in of_layers if is_stack(name, p))
     if not experts:
         return []
     share = in_4_bits / count_elements(of_layers)
     message = (
-        f"{share:.0%} of the weights of the layers are in 4 bits: fused experts ({experts:,}) are no linear layers and stay in 16 bits"
+        f"{share:.0%} of the weights of the layers are in 4 bits: fused experts ({experts:,}) are not linear layers and stay in 16 bits"
     )
     return [Notice("nf4-without-experts", message)]

@@ -121,8 +121,6 @@ def _dtypes(recipe: Recipe, loaded: Loaded) -> list[str]:
     for name, parameter in loaded.model.named_parameters():
         if parameter.requires_grad and parameter.dtype != trained:
             return [f"adapters: the recipe means {name} to be trained in {trained}, the run has {parameter.dtype}"]
-        if name.endswith((PACKED, SCALES)) and parameter.dtype != torch.uint8:
-            return [f"quantization: {name} is meant to hold bytes, the run has {parameter.dtype}"]
         base = name_in_base(name)
         is_weight_of_adapted = name.endswith(".base_layer.weight") and recipe.lora is not None and recipe.lora.bias == "none"
         if (is_weight_of_adapted or base in adapted) and base not in own and parameter.dtype != frozen:
@@ -131,7 +129,7 @@ def _dtypes(recipe: Recipe, loaded: Loaded) -> list[str]:
 
 
 def _in_4_bits(recipe: Recipe, loaded: Loaded) -> list[str]:
-    """Return the first layer that the recipe means to be in 4 bits and is not, or whose scales have another dtype."""
+    """Return the first layer that the recipe means to be in 4 bits and is not, or whose bytes or scales have another dtype."""
     layers = layers_in_4_bits(loaded.model)
     if recipe.quantization is None:
         return [f"quantization: `{next(iter(layers))}` is in 4 bits ({len(layers)} layers)"] if layers else []
@@ -139,6 +137,9 @@ def _in_4_bits(recipe: Recipe, loaded: Loaded) -> list[str]:
         return [f"quantization: the recipe means {missed[0]} to be in 4 bits, and the run has it in 16 ({len(missed)} layers)"]
     wanted = SCALE_DTYPE[recipe.quantization.scales]
     for name, layer in layers.items():
+        for part in (PACKED, SCALES):
+            if (dtype := layer.get_parameter(part).dtype) != torch.uint8:
+                return [f"quantization: {name}.{part} is meant to hold bytes, the run has {dtype}"]
         if layer.scale_dtype != wanted:
             return [f"quantization: the recipe means the scales of {name} to be in {wanted}, the run has {layer.scale_dtype}"]
     return []
@@ -164,8 +165,8 @@ def adapter_gradients(model: nn.Module) -> dict[str, int]:
 def adapters_without_gradient(every: Sequence[dict[str, int]]) -> str | None:
     """Return a warning that counts the adapters without a gradient, from the `adapter_gradients` of all ranks.
 
-    Raises: usage error if the adapters of a kind get none in any layer, which is no accident of the data: the model's code reads the
-    weight of such a module without calling it (Jamba's `dt_proj`, the router of LongCat), and PEFT's layer is never run.
+    Raises: usage error if the adapters of a kind get none in any layer, whatever the data: the model's code reads the weight of such a
+    module without calling it (Jamba's `dt_proj`, the router of LongCat), and PEFT's layer is never run.
     """
     kinds: dict[str, dict[str, int]] = defaultdict(dict)
     for name in every[0]:
