@@ -226,6 +226,7 @@ def _report(
         "rows_bad": rows_named(bad, names),
         "rows_untrained": rows_named(untrained, names),
         "rows_kept": len(examples),
+        "rows_split": {"rows": counts["split_rows"], "examples": counts["split_examples"]},
         "inputs": [_input_account(opened, index.sources[opened.set_name][number]) for number, opened in enumerate(inputs)],
         "sets": index.accounts,
         "eos": {

@@ -27,7 +27,7 @@ from fsdp_tune.recipe.schema.model_and_data import DataSource
 from fsdp_tune.run.document import Document
 from fsdp_tune.run.manifest import Manifest
 
-DATA_FORMAT = 3
+DATA_FORMAT = 4
 """Incremented when the same input would give other rows or another layout, so that old caches are not used."""
 
 

@@ -56,6 +56,7 @@ def data_notices(recipe: Recipe, inputs: Sequence[Input], report: dict[str, Any]
     """Return notices about conditions that are allowed but may be unintended, as JSON for the manifest of the cache."""
     notices = [
         *_row_notices(report, bad_rows_name),
+        *_split_notices(report),
         *_source_notices(report),
         *_length_notices(recipe, report),
         *_end_notices(inputs, report),
@@ -76,6 +77,17 @@ def _row_notices(report: dict[str, Any], bad_rows_name: str) -> Iterator[Notice]
     if untrained := report["rows_untrained"]["rows"]:
         first = _first(report["rows_untrained"])
         yield Notice("rows-untrained", f"{untrained:,} of {read:,} rows have no token to train and were left out", hint=first)
+
+
+def _split_notices(report: dict[str, Any]) -> Iterator[Notice]:
+    split = report["rows_split"]
+    if split["rows"]:
+        yield Notice(
+            "chats-split",
+            f"{split['rows']:,} conversations were split into {split['examples']:,} examples, each with the context of its answers at "
+            "inference: the chat template renders earlier messages differently once more follow (it may drop their reasoning)",
+            hint="each example repeats its context, which costs tokens; `data.loss_on: last_assistant` trains the last answer only",
+        )
 
 
 def _source_notices(report: dict[str, Any]) -> Iterator[Notice]:

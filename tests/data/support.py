@@ -66,9 +66,17 @@ class ByteEncoder:
     ) -> str:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _raise
-        return environment.from_string(template).render(
+        return environment.from_string(re.sub(r"{% (end)?generation %}", "", template)).render(
             messages=messages, tools=tools, add_generation_prompt=generation_prompt, eos_token=self.eos_token, **variables
         )
+
+    def render_marked(self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, marked = render_jinja_template(
+            [messages], tools, chat_template=template, return_assistant_tokens_mask=True, eos_token=self.eos_token
+        )
+        return texts[0], marked[0]
 
 
 def _raise(message: str) -> None:

@@ -35,9 +35,14 @@ def conversation(*turns: str, trained: tuple[bool, ...] | str | None = "assistan
     return Chat(messages, wanted[trained] if isinstance(trained, str) else trained)
 
 
-def tokenised(chat: Chat, template: str, encoder: ByteEncoder, *, append_eos: bool = True) -> ChatTokens:
+def examples(chat: Chat, template: str, encoder: ByteEncoder, *, append_eos: bool = True) -> list[ChatTokens]:
     rendered = render_chat(chat, template, encoder, check_repeat=True)
-    return rendered.tokens(encoder.encode(rendered.pieces), encoder, append_eos=append_eos)
+    return [text.tokens(encoder.encode(text.pieces), encoder, append_eos=append_eos) for text in rendered.examples]
+
+
+def tokenised(chat: Chat, template: str, encoder: ByteEncoder, *, append_eos: bool = True) -> ChatTokens:
+    (tokens,) = examples(chat, template, encoder, append_eos=append_eos)
+    return tokens
 
 
 def shown(tokens: ChatTokens, encoder: ByteEncoder) -> str:
@@ -91,14 +96,75 @@ def test_generation_prompt_tokens_are_not_trained() -> None:
     assert shown(tokens, encoder).endswith("assistant\n<think>\n\n</think>\n\n[b<|im_end|>]\n")
 
 
-def test_template_that_rewrites_earlier_answers_trains_only_last_answer() -> None:
+def test_template_that_rewrites_earlier_answers_gives_an_example_for_each_answer() -> None:
     encoder = ByteEncoder(eos="<|im_end|>")
-    says = refused(conversation("a", "b", "c", "d"), REASONING, encoder)
-    assert "not prefix-stable" in says
-    assert "last_assistant" in says
+    split = [shown(tokens, encoder) for tokens in examples(conversation("a", "b", "c", "d"), REASONING, encoder)]
+    assert split == [
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n[b<|im_end|>]\n",
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n[d<|im_end|>]\n",
+    ]
     last = tokenised(conversation("a", "b", "c", "d", trained="last"), REASONING, encoder)
-    assert shown(last, encoder).endswith("[d<|im_end|>]\n")
-    assert shown(last, encoder).count("[") == 1
+    assert shown(last, encoder) == split[1]
+
+
+def test_untrained_last_answer_adds_no_example() -> None:
+    encoder = ByteEncoder(eos="<|im_end|>")
+    chat = conversation("a", "b", "c", "d", trained=(False, True, False, False))
+    (tokens,) = examples(chat, REASONING, encoder)
+    assert shown(tokens, encoder).endswith("[b<|im_end|>]\n")
+
+
+def test_end_of_sequence_of_the_conversation_is_not_part_of_earlier_turns() -> None:
+    """Phi 3 ends the conversation, and not each turn, with the end of sequence."""
+    template = CHATML.replace("{% if add", "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}{% if add")
+    encoder = ByteEncoder(eos="</s>")
+    tokens = tokenised(conversation("a", "b", "c", "d"), template, encoder)
+    assert shown(tokens, encoder) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[b<|im_end|>]\n"
+        "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[d<|im_end|>\n</s>]"
+    )
+
+
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}MARKED{% else %}{{ m.content }}<|im_end|>{% endif %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "marked",
+    [
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}",
+        "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>",  # the end of the turn is trained all the same
+        "{% generation %}{{ m.content[:1] }}{% endgeneration %}{% generation %}{{ m.content[1:] }}<|im_end|>{% endgeneration %}",
+    ],
+)
+def test_generation_markers_give_the_answers_of_prefix_rendering(marked: str) -> None:
+    encoder = ByteEncoder(eos="<|im_end|>")
+    chat = conversation("a", "be", "c", "de")
+    assert tokenised(chat, MARKED.replace("MARKED", marked), encoder) == tokenised(chat, CHATML, encoder)
+
+
+def test_generation_markers_around_the_generation_prompt_do_not_train_it() -> None:
+    encoder = ByteEncoder(eos="<|im_end|>")
+    header = "<|im_start|>{{ m.role }}\n"
+    template = CHATML.replace(header, "{% generation %}" + header).replace("{% endfor %}", "{% endgeneration %}{% endfor %}")
+    chat = conversation("a", "b", "c", "d")
+    assert tokenised(chat, template, encoder) == tokenised(chat, CHATML, encoder)
+
+
+@pytest.mark.parametrize(
+    ("marked", "excluded"),
+    [
+        ("{{ m.content[:1] }}{% generation %}{{ m.content[1:] }}<|im_end|>{% endgeneration %}", "be<|im_end|>"),
+        ("{% generation %}{{ m.content[:1] }}{% endgeneration %}{{ m.content[1:] }}<|im_end|>", "e<|im_end|>"),
+        ("{{ m.content }}<|im_end|>{% if false %}{% generation %}{% endgeneration %}{% endif %}", "be<|im_end|>"),
+    ],
+)
+def test_generation_markers_that_exclude_a_part_of_an_answer_are_refused(marked: str, excluded: str) -> None:
+    says = refused(conversation("a", "be", "c", "de"), MARKED.replace("MARKED", marked), ByteEncoder(eos="<|im_end|>"))
+    assert f"message 2: the generation markers of the chat template exclude '{excluded}'" in says
 
 
 def test_template_whose_prompt_is_not_a_prefix_of_the_answer_is_refused() -> None:

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from fsdp_tune.data.preparation import Prepared
+from fsdp_tune.data.store import RowStore
 from fsdp_tune.data.tokenise import rows as module
 from fsdp_tune.data.tokenise.rows import CHUNK_BYTES, CHUNK_ROWS, RawRow, Tokenised, Tokeniser, content_bytes, tokenise
+from tests.data.support import ByteEncoder, marked, prepared, rows_of, write_jsonl
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -104,3 +107,55 @@ def test_pending_chunks_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) ->
     taken = [chunk if isinstance(chunk, int) else sum(content_bytes(row.values) for row in chunk) for chunk in chunks]
     assert sum(taken) == sum(sizes) + 4 * len(sizes)
     assert most <= 30_000_004 + 6 * CHUNK_BYTES
+
+
+# ---- Conversations that a template renders differently once more messages follow.
+
+REWRITING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.thought and loop.last %}({{ m.thought }}){% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def conversation(question: str, thought: str) -> list[dict[str, str]]:
+    turns = zip(["user", "assistant"] * 2, [question, "b", "c", "d"], strict=True)
+    return [{"role": role, "content": text} | ({"thought": thought} if role == "assistant" else {}) for role, text in turns]
+
+
+def prepared_chats(folder: Path, encoder: ByteEncoder, *chats: list[dict[str, str]], **data: Any) -> Prepared:
+    return prepared(
+        folder, write_jsonl(folder / "chats.jsonl", [{"messages": chat} for chat in chats]), encoder=encoder, max_length=256, **data
+    )
+
+
+def test_conversation_becomes_an_example_for_each_context(tmp_path: Path) -> None:
+    encoder = ByteEncoder(eos="<|im_end|>", template=REWRITING)
+    found = prepared_chats(tmp_path, encoder, conversation("a", "hm"), conversation("a", "hm")[:2])
+    first = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[(hm)b<|im_end|>]\n"
+    second = (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+        "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[(hm)d<|im_end|>]\n"
+    )
+    assert [marked(row, encoder) for row in rows_of(found)] == [first, second, first]
+    assert found.report["rows_split"] == {"rows": 1, "examples": 2}
+    assert found.report["rows_read"] == 2
+    [notice] = [notice["message"] for notice in found.notices if notice["code"] == "chats-split"]
+    assert "1 conversations were split into 2 examples" in notice
+
+
+def test_examples_of_a_conversation_are_held_out_together(tmp_path: Path) -> None:
+    encoder = ByteEncoder(eos="<|im_end|>", template=REWRITING)
+    chats = [conversation(f"q{number}", "hm") for number in range(20)]
+    found = prepared_chats(tmp_path, encoder, *chats, eval={"fraction": 0.5})
+    [held_out] = found.evals.values()
+    stores = [RowStore(path) for path in (found.train, held_out)]
+    train, evaluated = ({store.origins(row)[0] for row in range(len(store))} for store in stores)
+    assert not train & evaluated
+    assert len(train | evaluated) == 20
+
+
+def test_special_tokens_in_split_conversations_are_text(tmp_path: Path) -> None:
+    encoder = ByteEncoder(eos="<|im_end|>", template=REWRITING)
+    found = prepared_chats(tmp_path, encoder, conversation("a<|im_end|>", "<|im_end|>"))
+    assert [row.input_ids.tolist().count(encoder.eos_id) for row in rows_of(found)] == [2, 4]
+    assert found.report["notes"]["special-tokens-as-text"]["`<|im_end|>`"]["rows"] == 1

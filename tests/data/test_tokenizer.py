@@ -49,7 +49,7 @@ def problem(wanted: Recipe) -> Problem:
 
 
 def tokenised(chat: Chat, template: str, encoder: TokenizerEncoder) -> ChatTokens:
-    rendered = render_chat(chat, template, encoder, check_repeat=True)
+    (rendered,) = render_chat(chat, template, encoder, check_repeat=True).examples
     return rendered.tokens(encoder.encode(rendered.pieces), encoder, append_eos=True)
 
 

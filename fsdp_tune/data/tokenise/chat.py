@@ -1,9 +1,7 @@
-"""Encode a conversation as token ids, with a mask of the assistant's answers.
+"""Encode conversations as token ids, with a mask of the assistant's answers.
 
-At inference the model receives the conversation so far, rendered with the generation prompt, and must generate the text that
-follows in the rendering with its answer. So the conversation is rendered up to each answer with the generation prompt, and up
-to the end of the answer. Both must be prefixes of the complete rendering, as text and token by token. If they are not (a
-template may drop earlier reasoning), training on earlier answers would not match inference, and the row is refused.
+A template may render earlier messages differently once more messages follow, for example without their reasoning. Each
+answer whose context would differ from that at inference becomes an example of its own: the conversation up to it.
 """
 
 from __future__ import annotations
@@ -15,12 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from types import FrameType
-from typing import Any
 
-from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import RowError
+from fsdp_tune.data.tokenise.answers import Answer, Rendering
 from fsdp_tune.data.tokenise.encoder import Encoder, TextEncoder
 from fsdp_tune.data.tokenise.unrendered import find_unrendered
 
@@ -41,16 +38,14 @@ class ChatTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class RenderedChat:
-    """A conversation as text, with the positions of its answers."""
+class RenderedText:
+    """A training example of a conversation as text, with the positions of its answers."""
 
     whole: str
     answers: tuple[tuple[int, int], ...] | None
     """Begin and end of the trained answers, in characters; None = everything is trained."""
     ends_trained: bool
     """Whether an end-of-sequence token after the last message is trained."""
-    notes: tuple[Note, ...] = ()
-    """Context that the template leaves out."""
 
     @property
     def pieces(self) -> list[str]:
@@ -68,8 +63,12 @@ class RenderedChat:
                 [len(part) for part in parts] if list(chain.from_iterable(parts)) == ids else self._lengths_by_beginnings(ids, encoder)
             )
             trained = [bool(number % 2) for number, length in enumerate(lengths) for _ in range(length)]
-        if not append_eos or encoder.eos_id in ids[-1:] or self.whole.rstrip().endswith(encoder.eos_token):
+        end = self.answers[-1][1] if self.answers and self.ends_trained else len(self.whole)
+        if not append_eos or encoder.eos_id in ids[-1:] or self.whole[:end].rstrip().endswith(encoder.eos_token):
             return ChatTokens(ids, trained, eos_appended=False)
+        if self.ends_trained and any(trained):  # with white space that the template writes after the end of the turn
+            after = len(trained) - trained[::-1].index(True)
+            trained[after:] = [True] * (len(trained) - after)
         return ChatTokens([*ids, encoder.eos_id], [*trained, self.ends_trained], eos_appended=True)
 
     def _lengths_by_beginnings(self, ids: list[int], encoder: TextEncoder) -> list[int]:
@@ -86,67 +85,42 @@ class RenderedChat:
         return [end - begin for begin, end in zip([0, *ends], [*ends, len(ids)], strict=True)]
 
 
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """The examples of one conversation; several if the template changes earlier messages."""
+
+    examples: tuple[RenderedText, ...]
+    notes: tuple[Note, ...] = ()
+    """Context that the template leaves out."""
+
+
 def render_chat(chat: Chat, template: str, encoder: Encoder, *, check_repeat: bool) -> RenderedChat:
     """Render a conversation as text, with the borders of its trained answers.
 
     Raises: RowError if the template raises, runs too long, differs from call to call (`check_repeat`), is not
-    prefix-stable, or leaves out a part of a trained answer.
+    prefix-stable at a trained answer, or leaves out a part of one.
     """
     with _time_limit():
-        rendering = _Rendering(chat, template, encoder)
-        if check_repeat and rendering.whole != rendering.render(len(chat.messages), generation_prompt=False):
+        rendering = Rendering(chat, template, encoder)
+        if check_repeat and rendering.whole != rendering.render(len(chat.messages)):
             raise RowError("the chat template renders the same conversation differently each time")
         answers = {index: rendering.answer(index) for index, trained in enumerate(chat.trained or ()) if trained}
-        notes = find_unrendered(chat, template, rendering.whole, answers, lambda count: rendering.render(count, generation_prompt=False))
+        notes = find_unrendered(chat, template, rendering.whole, answers, rendering.render)
         if chat.trained is None:
-            return RenderedChat(rendering.whole, None, ends_trained=True, notes=notes)
-        return RenderedChat(rendering.whole, tuple(answers.values()), ends_trained=chat.trained[-1], notes=notes)
+            return RenderedChat((RenderedText(rendering.whole, None, ends_trained=True),), notes)
+        return RenderedChat(_examples(rendering, list(answers.values()), ends_trained=chat.trained[-1]), notes)
 
 
-class _Rendering:
-    def __init__(self, chat: Chat, template: str, encoder: Encoder) -> None:
-        self._chat, self._template, self._encoder = chat, template, encoder
-        self.whole = self.render(len(chat.messages), generation_prompt=False)
-
-    def render(self, count: int, *, generation_prompt: bool, **variables: Any) -> str:
-        """Render the first `count` messages as text."""
-        messages = self._chat.messages[:count]
-        try:
-            return self._encoder.render(messages, self._template, tools=self._chat.tools, generation_prompt=generation_prompt, **variables)
-        except FsdpTuneError:  # a signal that ends the command may arrive here
-            raise
-        except Exception as error:
-            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise RowError(f"the chat template rejects the conversation: {first_line}") from error
-
-    def answer(self, index: int) -> tuple[int, int]:
-        """Return begin and end of message `index` in `whole`, without the text that the generation prompt provides before it."""
-        if index == 0:
-            raise RowError("the conversation begins with the assistant: there is no message to answer")
-        last = index == len(self._chat.messages) - 1
-        until = self.whole if last else self.render(index + 1, generation_prompt=False)
-        given = self.render(index, generation_prompt=True)
-        if not until.startswith(given) or not self.whole.startswith(until):
-            raise RowError(_unstable(index, self.whole, given if not until.startswith(given) else until))
-        # A template with switchable reasoning supplies the empty reasoning block itself when reasoning is off (Qwen3).
-        if "enable_thinking" in self._template:
-            without = self.render(index, generation_prompt=True, enable_thinking=False)
-            given = without if until.startswith(without) and len(without) > len(given) else given
-        return len(given), _end_of_answer(until, len(given), self._encoder.eos_token)
-
-
-def _end_of_answer(text: str, begin: int, eos_token: str) -> int:
-    """Return the end of an answer, without white space that the template adds after the end-of-sequence token."""
-    found = text.find(eos_token, begin)
-    after = text.rfind(eos_token) + len(eos_token)
-    return after if found >= 0 and not text[after:].strip() else len(text)
-
-
-def _unstable(index: int, whole: str, prefix: str) -> str:
-    at = next((at for at, (left, right) in enumerate(zip(whole, prefix, strict=False)) if left != right), min(len(whole), len(prefix)))
-    return (
-        f"the chat template is not prefix-stable: up to message {index + 1} it renders {prefix[at : at + 30]!r} "
-        f"where the full conversation has {whole[at : at + 30]!r} (`loss_on: last_assistant` trains only the last answer)"
+def _examples(rendering: Rendering, answers: list[Answer], *, ends_trained: bool) -> tuple[RenderedText, ...]:
+    """Distribute the answers over as few texts as have the context that each answer has at inference."""
+    found: dict[str, list[Answer]] = {rendering.whole: []}
+    for answer in reversed(answers):
+        inside = next((inside for text in found if (inside := rendering.within(answer, text)) is not None), answer)
+        found.setdefault(inside.text, []).insert(0, inside)
+    return tuple(
+        RenderedText(text, tuple((answer.begin, answer.end) for answer in inside), ends_trained or text != rendering.whole)
+        for text, inside in reversed(found.items())
+        if inside or len(found) == 1
     )
 
 

@@ -75,7 +75,7 @@ class Tokenised:
     untrained: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """File and row of examples without a trained token."""
     counts: Counter[str] = field(default_factory=Counter[str])
-    """rows, eos_supervised, eos_appended_to_chat, bos_once, bos_more, bos_repeated_in_text, apart, no_space."""
+    """rows, eos_supervised, eos_appended_to_chat, bos_once, bos_more, bos_repeated_in_text, apart, no_space, split_rows, split_examples."""
     notes: RowNotes = field(default_factory=RowNotes)
 
 
@@ -115,8 +115,8 @@ class Tokeniser:
 class _EncodedChat:
     rendered: RenderedChat
     encoder: TextEncoder
-    ids: list[list[int]] = field(default_factory=list[list[int]])
-    """Ids of its pieces."""
+    ids: list[list[list[int]]] = field(default_factory=list[list[list[int]]])
+    """Ids of the pieces of each example."""
     notes: tuple[Note, ...] = ()
 
 
@@ -139,11 +139,11 @@ class _Chunk:
     def encode_chats(self, chats: list[tuple[RawRow, Chat]]) -> Iterator[_EncodedChat | None]:
         """Render all conversations, then encode them in one call, which uses all cores; yield None for one that cannot be rendered."""
         rendered = [self._rendered(row, chat, check_repeat=at < REPEATED_RENDERINGS) for at, (row, chat) in enumerate(chats)]
-        ordinary = [chat.rendered for chat in rendered if chat is not None and not chat.ids]
-        pieces = iter(self._encoder.encode([piece for chat in ordinary for piece in chat.pieces]))
+        ordinary = [text for chat in rendered if chat is not None and not chat.ids for text in chat.rendered.examples]
+        pieces = iter(self._encoder.encode([piece for text in ordinary for piece in text.pieces]))
         for chat in rendered:
             if chat is not None and not chat.ids:
-                chat = replace(chat, ids=list(islice(pieces, len(chat.rendered.pieces))))
+                chat = replace(chat, ids=[list(islice(pieces, len(text.pieces))) for text in chat.rendered.examples])
             yield chat
 
     def _rendered(self, row: RawRow, chat: Chat, *, check_repeat: bool) -> _EncodedChat | None:
@@ -167,39 +167,54 @@ class _Chunk:
 
     def _with_text(self, chat: Chat, template: str, rendered: RenderedChat, spelled: tuple[str, ...]) -> _EncodedChat:
         """Encode special tokens in the content of a chat as text. Raises: RowError if template or tokenizer cannot separate them."""
-        replaced, placeholders = self._special.with_placeholders(chat, spelled, rendered.whole)
+        texts = [text.whole for text in rendered.examples]
+        replaced, placeholders = self._special.with_placeholders(chat, spelled, "".join(texts))
         marked = render_chat(replaced, template, self._encoder, check_repeat=False)
-        if placeholders.restore(marked.whole) != rendered.whole:
+        if [placeholders.restore(text.whole) for text in marked.examples] != texts:
             raise InseparableError
         encoder = RestoringEncoder(self._encoder, self._special, placeholders)
-        return _EncodedChat(marked, encoder, encoder.encode(marked.pieces), notes_of(AS_TEXT, spelled))
+        return _EncodedChat(marked, encoder, [encoder.encode(text.pieces) for text in marked.examples], notes_of(AS_TEXT, spelled))
 
     def add_chat(self, row: RawRow, chat: Chat, encoded: _EncodedChat | None) -> None:
         if encoded is None:
             return
+        append_eos = self._settings[row.source].append_eos
         try:
-            tokens = encoded.rendered.tokens(encoded.ids, encoded.encoder, append_eos=self._settings[row.source].append_eos)
+            examples = [
+                text.tokens(ids, encoded.encoder, append_eos=append_eos)
+                for text, ids in zip(encoded.rendered.examples, encoded.ids, strict=True)
+            ]
         except RowError as error:
             self.bad.append((row.file, BadRow(row.number, str(error))))
             return
-        self.counts["eos_appended_to_chat"] += tokens.eos_appended
-        self._keep(row, chat, tokens.ids, tokens.trained, (*chat.notes, *encoded.rendered.notes, *encoded.notes))
+        kept = [self._keep(row, chat, tokens.ids, tokens.trained) for tokens in examples]
+        self.counts["eos_appended_to_chat"] += sum(tokens.eos_appended for tokens in examples)
+        if len(examples) > 1:
+            self.counts["split_rows"] += 1
+            self.counts["split_examples"] += len(examples)
+        if any(kept):
+            self._note(row, (*chat.notes, *encoded.rendered.notes, *encoded.notes))
 
     def add(self, row: RawRow, example: Example, encoded: EncodedText) -> None:
-        self._keep(row, example, *self._ended(encoded.ids, encoded.trained, self._settings[row.source]), encoded.notes)
+        if self._keep(row, example, *self._ended(encoded.ids, encoded.trained, self._settings[row.source])):
+            self._note(row, encoded.notes)
 
-    def _keep(self, row: RawRow, example: Example, ids: list[int], trained: list[bool], notes: tuple[Note, ...]) -> None:
+    def _note(self, row: RawRow, notes: tuple[Note, ...]) -> None:
+        for note in notes:
+            self.notes.add(note, row.file, row.number)
+
+    def _keep(self, row: RawRow, example: Example, ids: list[int], trained: list[bool]) -> bool:
+        """Add an example. Return False if it has no token to train."""
         supervised = sum(trained[1:])
         if not supervised:
             self.untrained.append((row.file, row.number))
-            return
+            return False
         self._count(ids, trained, is_chat=isinstance(example, Chat))
-        for note in notes:
-            self.notes.add(note, row.file, row.number)
         self._ids += ids
         self._trained += trained
         self._rows.append((len(ids), supervised, row.source, row.file, row.number))
         self._hashes.append(content_hash(example))
+        return True
 
     def _ended(self, ids: list[int], trained: list[bool], settings: FormatSettings) -> tuple[list[int], list[bool]]:
         """Append the end-of-sequence token, trained, unless it is there already; an empty text stays empty and is dropped later."""

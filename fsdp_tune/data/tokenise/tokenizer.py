@@ -112,6 +112,15 @@ class TokenizerEncoder:
         assert isinstance(rendered, str)
         return rendered
 
+    def render_marked(self, messages: list[dict[str, Any]], template: str, *, tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
+        """Render a conversation as text, with begin and end of each text inside generation markers."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        render: Any = render_jinja_template  # annotated as returning a str
+        names = self.tokenizer.special_tokens_map
+        texts, marked = render([messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **names)
+        return texts[0], marked[0]
+
     def _digest(self) -> str:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         contents = backend.to_str() if backend is not None else json.dumps(sorted(self.tokenizer.get_vocab().items()))

@@ -1,69 +1,72 @@
 """Find parts of a conversation that a chat template omits, by searching the rendered text for each value of the row.
 
 Templates format values in different ways (trimmed, as JSON, one word per line), so each string and number of a message is
-searched for separately, in the forms that templates write. A trained answer that lacks its text or its tool call is an
-error, since the model would learn to answer without it. Context that is missing (tools, a system prompt, fields such as
-`name`) is noted and counted.
+searched for separately, in the forms that templates write. A trained answer that lacks its text, its reasoning or its tool
+call is an error, since the model would learn to answer without it. Context that is missing (tools, a system prompt, fields
+such as `name`) is noted and counted.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from fsdp_tune.data.format.conversations import Message
 from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import RowError
+from fsdp_tune.data.tokenise.answers import Answer, common_length
 from fsdp_tune.data.tokenise.leaves import leaves
 
 NOT_RENDERED = "not-rendered"
 READ_FIELDS = ("role", "content", "tool_calls")
 """Fields of a message that are checked by name; the meaning of any other field depends on the template."""
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 MOST_SHOWN = 40
 """Number of characters of a missing value to show in a message."""
 
 
-def find_unrendered(
-    chat: Chat, template: str, text: str, answers: dict[int, tuple[int, int]], render: Callable[[int], str]
-) -> tuple[Note, ...]:
+def find_unrendered(chat: Chat, template: str, text: str, answers: Mapping[int, Answer], render: Callable[[int], str]) -> tuple[Note, ...]:
     """Return notes about context that is not in `text`, the rendered conversation.
 
-    `answers` has the borders of the trained answers in `text`, by the index of their message; if it is empty, every answer is
-    trained. `render` returns the text of the first messages.
+    `answers` are the trained answers by the index of their message; if it is empty, every answer is trained. `render` returns
+    the text of the first messages.
 
     Raises: RowError if a trained answer is not rendered completely.
     """
     notes: dict[Note, None] = {}
+    contexts = list(dict.fromkeys([text, *(answer.text for answer in answers.values())]))
     begin = 0
     for index, message in enumerate(chat.messages):
-        role = message["role"]
+        role, own = message["role"], text
         if role == "assistant" and (chat.trained is None or chat.trained[index]):
-            borders = answers.get(index, (begin, len(text)))
-            if _missing_of_answer(text, message, *borders) is not None:  # parts of an answer may be in the generation prompt
-                missing = _missing_of_answer(text, message, *_borders(text, index, len(chat.messages), render))
-                if missing is not None:
-                    raise RowError(f"message {index + 1}: the chat template omits {_shown(missing)}")
+            answer = answers.get(index, Answer(text, begin, len(text)))
+            own = answer.text
+            _refuse_incomplete(index, message, answer, render)
         else:
-            if not _is_rendered(text, message["content"], 0, len(text)):
+            if not any(_is_rendered(context, message["content"], 0, len(context)) for context in contexts):
                 notes[Note(NOT_RENDERED, f"content of `{role}` messages")] = None
             if _missing_of_calls(text, message, begin, len(text)) is not None:
                 notes[Note(NOT_RENDERED, f"tool calls of `{role}` messages")] = None
         for name, value in message.items():
-            if name not in READ_FIELDS and not _is_field_rendered(text, template, name, value):
+            if name not in READ_FIELDS and not _is_field_rendered(own, template, name, value):
                 notes[Note(NOT_RENDERED, f"`{name}` of `{role}` messages")] = None
         begin = max(begin, text.find(message["content"].strip(), begin))
-    if not all(_is_rendered(text, name, 0, len(text)) for name in _tool_names(chat.tools or [])):
+    names = list(_tool_names(chat.tools or []))
+    if not any(all(_is_rendered(context, name, 0, len(context)) for name in names) for context in contexts):
         notes[Note(NOT_RENDERED, "tools")] = None
     return tuple(notes)
 
 
-def _borders(text: str, index: int, count: int, render: Callable[[int], str]) -> tuple[int, int]:
-    """Return the range of message `index` in `text`, by rendering the messages before it; all of `text` if that fails."""
-    before = render(index) if index else ""
-    until = render(index + 1) if index + 1 < count else text
-    return len(before) if text.startswith(before) else 0, len(until) if text.startswith(until) else len(text)
+def _refuse_incomplete(index: int, message: Message, answer: Answer, render: Callable[[int], str]) -> None:
+    """Raise a RowError if the template leaves out a part of a trained answer."""
+    text = answer.text
+    missing = _missing_of_answer(text, message, answer.begin, answer.end)
+    if missing is not None:  # parts of an answer may be in the generation prompt
+        missing = _missing_of_answer(text, message, common_length(render(index), text) if index else 0, len(text))
+    if missing is not None:
+        raise RowError(f"message {index + 1}: the chat template omits {_shown(missing)}")
 
 
 def _missing_of_answer(text: str, message: Message, begin: int, end: int) -> str | None:
@@ -71,6 +74,10 @@ def _missing_of_answer(text: str, message: Message, begin: int, end: int) -> str
     content = message["content"].strip()
     if text.find(content, begin, end) < 0 and not _is_rendered(text, content, begin, end):
         return _first_missing(text, content, begin, end)
+    for name in REASONING_FIELDS:
+        reasoning: object = message.get(name)
+        if isinstance(reasoning, str) and not _is_rendered(text, reasoning, begin, end):
+            return reasoning.strip()
     return _missing_of_calls(text, message, begin, end)
 
 

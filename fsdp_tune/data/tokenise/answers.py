@@ -1,0 +1,172 @@
+"""Locate the trained answers of a conversation in its rendered text.
+
+At inference the model receives the conversation so far, rendered with the generation prompt, and must generate the text that
+follows in the rendering with its answer. So the conversation is rendered up to each answer with the generation prompt, and up
+to the end of the answer; the first text must be a prefix of the second. If the template has generation markers
+(`{% generation %}`), they must include the text that is generated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.data.format.formats import Chat
+from fsdp_tune.data.read.json_rows import RowError
+from fsdp_tune.data.tokenise.encoder import Encoder
+
+GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+REASONING_SWITCHES = ("enable_thinking", "thinking")
+"""Variables of templates that switch reasoning on and off. The generation prompt then supplies the beginning of the answer, such as an
+empty reasoning block (Qwen3, GLM 4.5, DeepSeek V3.1)."""
+SHOWN = 30
+"""Number of characters of a rendered text to show in a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer in the rendered text of its conversation."""
+
+    text: str
+    begin: int
+    """Where the generation prompt ends, in characters."""
+    end: int
+    """After the token that ends the turn."""
+
+
+class Rendering:
+    """The renderings of one conversation and of its beginnings."""
+
+    def __init__(self, chat: Chat, template: str, encoder: Encoder) -> None:
+        self._chat, self._template, self._encoder = chat, template, encoder
+        self._special = re.compile("|".join(token.pattern for token in encoder.special_tokens) or r"(?!)")
+        self._switches = [name for name in REASONING_SWITCHES if re.search(rf"\b{name}\b", template)]
+        self.whole = self.render(len(chat.messages))
+
+    def render(self, count: int, *, generation_prompt: bool = False, **variables: Any) -> str:
+        """Render the first `count` messages as text. Raises: RowError if the template raises."""
+        messages, tools = self._chat.messages[:count], self._chat.tools
+        with self._template_errors(count):
+            return self._encoder.render(messages, self._template, tools=tools, generation_prompt=generation_prompt, **variables)
+
+    def answer(self, index: int) -> Answer:
+        """Return message `index` as an answer, in the conversation up to it. Raises: RowError if the template is not prefix-stable."""
+        if index == 0:
+            raise RowError("the conversation begins with the assistant: there is no message to answer")
+        last = index == len(self._chat.messages) - 1
+        text = self.whole if last else self.render(index + 1)
+        begin = self._end_of_prompt(index, text)
+        if begin is None:
+            return self._moved_context(index, text)
+        answer = Answer(text, begin, self._end_of_turn(text, begin))
+        if GENERATION_MARKER.search(self._template):
+            self._check_markers(index, answer)
+        return answer
+
+    def within(self, answer: Answer, text: str) -> Answer | None:
+        """Return the answer in another text of the conversation; None if its context or its end differ there."""
+        if text.startswith(answer.text[: answer.end]):
+            return replace(answer, text=text, end=self._next_role(answer, text))
+        # Phi 3 ends a conversation, but not each turn, with the end of sequence. Inside a conversation the turn ends before it.
+        shorter = answer.text.rstrip().removesuffix(self._encoder.eos_token)
+        end = self._after_last_special(shorter, answer.begin)
+        return Answer(text, answer.begin, end) if end is not None and text.startswith(shorter) else None
+
+    def _next_role(self, answer: Answer, text: str) -> int:
+        """Return the end of an answer in a longer text. In GLM 4 the token of the next role ends a turn."""
+        follows = self._special.match(text, answer.end)
+        if follows is None or self._after_last_special(answer.text, answer.begin) is not None:
+            return answer.end
+        is_generation_prompt = follows[0] in self._special.findall(text[: answer.begin])[-1:]
+        return answer.end if is_generation_prompt else follows.end()
+
+    def _end_of_prompt(self, index: int, text: str) -> int | None:
+        """Return the length of the longest generation prompt that begins `text`, with reasoning as by default, switched off or on."""
+        modes: list[dict[str, bool]] = [{}, *({name: value} for name in self._switches for value in (False, True))]
+        prompts = (self.render(index, generation_prompt=True, **mode) for mode in modes)
+        return max((len(prompt) for prompt in prompts if text.startswith(prompt)), default=None)
+
+    def _moved_context(self, index: int, text: str) -> Answer:
+        """Return an answer whose context the template changes once the answer follows, after the context that the model receives.
+
+        Mistral's templates write the system prompt into the last user message, but only while no answer follows. Both texts must
+        have the last message before the answer in common, and the answer must be what the template writes after that message alone.
+        Raises: RowError if it is not.
+        """
+        given = self.render(index, generation_prompt=True)
+        question, last = self._chat.messages[index - 1 : index + 1]
+        try:
+            alone = Rendering(replace(self._chat, messages=[question, last]), self._template, self._encoder)
+            prompt = alone.render(1, generation_prompt=True)
+        except RowError:
+            raise RowError(_unstable(index, text, given)) from None
+        answer, content = alone.whole[len(prompt) :], question["content"].strip()
+        shared = common_length(given[::-1], text.removesuffix(answer)[::-1])
+        is_moved = alone.whole.startswith(prompt) and answer and text.endswith(answer)
+        if not is_moved or not content or content not in given[len(given) - shared :]:
+            raise RowError(_unstable(index, text, given))
+        return Answer(given + answer, len(given), self._end_of_turn(given + answer, len(given)))
+
+    def _end_of_turn(self, text: str, begin: int) -> int:
+        """Return the end of an answer, without white space or a generation prompt that the template writes after it."""
+        eos = self._encoder.eos_token
+        found = text.find(eos, begin)
+        if found >= 0 and text[:begin].endswith(text[found + len(eos) :]):  # Command A writes the generation prompt in any case
+            return found + len(eos)
+        end = self._after_last_special(text, begin)
+        return len(text) if end is None else end
+
+    def _after_last_special(self, text: str, begin: int) -> int | None:
+        """Return the end of the last special token after `begin`; None if there is none or if other text than white space follows."""
+        end = max((match.end() for match in self._special.finditer(text, begin)), default=None)
+        return None if end is None or text[end:].strip() else end
+
+    def _check_markers(self, index: int, answer: Answer) -> None:
+        """Compare an answer with the text inside the template's generation markers.
+
+        Markers may include what the generation prompt supplies, and exclude the token that ends the turn: the first is never
+        trained, the second always. Raises: RowError if they exclude another part of the answer.
+        """
+        with self._template_errors(index + 1):
+            text, marked = self._encoder.render_marked(self._chat.messages[: index + 1], self._template, tools=self._chat.tools)
+        assert text == answer.text
+        done = answer.begin
+        for begin, end in sorted(marked):
+            if begin > done:
+                break
+            done = max(done, end)
+        rest = text[done : answer.end]
+        if rest and not self._special.fullmatch(rest.strip()):
+            raise RowError(
+                f"message {index + 1}: the generation markers of the chat template exclude {rest[:SHOWN]!r}, which the model must generate "
+                "after the generation prompt"
+            )
+
+    @contextmanager
+    def _template_errors(self, count: int) -> Iterator[None]:
+        try:
+            yield
+        except FsdpTuneError:  # a signal that ends the command may arrive here
+            raise
+        except Exception as error:
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            where = "" if count == len(self._chat.messages) else f", at message {count}"
+            raise RowError(f"the chat template rejects the conversation{where}: {first_line}") from error
+
+
+def _unstable(index: int, text: str, prompt: str) -> str:
+    at = common_length(text, prompt)
+    return (
+        f"the chat template is not prefix-stable: before message {index + 1} the model receives {prompt[at : at + SHOWN]!r} "
+        f"where the conversation with that message has {text[at : at + SHOWN]!r}"
+    )
+
+
+def common_length(left: str, right: str) -> int:
+    """Return the length of the common beginning of two texts."""
+    shorter = min(len(left), len(right))
+    return next((at for at in range(shorter) if left[at] != right[at]), shorter)

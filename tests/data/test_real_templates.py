@@ -1,0 +1,290 @@
+"""Chat templates of published models: the rendered text and the trained tokens, written in `⟦⟧`, are those of the table.
+
+The rows were checked by hand against the documentation of each model. Templates with generation markers are also compared with
+transformers' `return_assistant_tokens_mask`. `⏎` is a line end, and a row that begins with `…` shows the end of the text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import pytest
+
+from fsdp_tune.data.format.formats import Chat
+from fsdp_tune.data.read.json_rows import RowError
+from fsdp_tune.data.tokenise.chat import ChatTokens, render_chat
+from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder
+from tests.data.real_templates import PUBLISHED, Published
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer", "description": "A."}}},
+    },
+}
+CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **fields}
+
+
+TURNS = [user("q1"), assistant("a1"), user("q2"), assistant("a2")]
+CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
+    "turns": (TURNS, None),
+    "system": ([{"role": "system", "content": "sys"}, *TURNS], None),
+    "reasoning": ([user("q1"), assistant("a1", reasoning_content="r1"), user("q2"), assistant("a2", reasoning_content="r2")], None),
+    "think": ([user("q1"), assistant("<think>\nr1\n</think>\n\na1"), user("q2"), assistant("<think>\nr2\n</think>\n\na2")], None),
+    "tools": (
+        [
+            user("q1"),
+            assistant("", tool_calls=[CALL]),
+            {"role": "tool", "name": "add", "content": "2", "tool_call_id": "abcdefghi"},
+            assistant("a2"),
+        ],
+        [ADD],
+    ),
+    "in a row": ([user("q1"), assistant("a1"), assistant("a2")], None),
+}
+
+EXPECTED = [
+    ("llama 2", "system", ["<s> [INST] <<SYS>>⏎sys⏎<</SYS>>⏎⏎q1 [/INST]⟦ a1 </s>⟧<s> [INST] q2 [/INST]⟦ a2 </s>⟧"]),
+    ("llama 3", "turns", [
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>⏎⏎q1<|eot_id|><|start_header_id|>assistant<|end_header_id|>⏎⏎⟦a1<|eot_id|>⟧"
+        "<|start_header_id|>user<|end_header_id|>⏎⏎q2<|eot_id|><|start_header_id|>assistant<|end_header_id|>⏎⏎⟦a2<|eot_id|>⟧"
+    ]),
+    ("llama 3.1", "system", [
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>⏎⏎Cutting Knowledge Date: December 2023⏎Today Date: 26 Jul 2024⏎⏎sys"
+            "<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>⏎⏎q1<|eot_id|><|start_header_id|>assistant<|end_header_id|>⏎⏎⟦a1<|eot_id|>⟧"
+        "<|start_header_id|>user<|end_header_id|>⏎⏎q2<|eot_id|><|start_header_id|>assistant<|end_header_id|>⏎⏎⟦a2<|eot_id|>⟧"
+    ]),
+    ("llama 3.1", "tools", [
+        '…q1<|eot_id|><|start_header_id|>assistant<|end_header_id|>⏎⏎⟦{"name": "add", "parameters": {"a": 1}}<|eot_id|>⟧'
+        '<|start_header_id|>ipython<|end_header_id|>⏎⏎"2"<|eot_id|><|start_header_id|>assistant<|end_header_id|>⏎⏎⟦a2<|eot_id|>⟧'
+    ]),
+    ("llama 3.1", "in a row", [
+        "…q1<|eot_id|><|start_header_id|>assistant<|end_header_id|>⏎⏎⟦a1<|eot_id|>⟧<|start_header_id|>assistant<|end_header_id|>⏎⏎⟦a2<|eot_id|>⟧"
+    ]),
+    ("llama 4", "system", [
+        "<|begin_of_text|><|header_start|>system<|header_end|>⏎⏎sys<|eot|><|header_start|>user<|header_end|>⏎⏎q1<|eot|>"
+        "<|header_start|>assistant<|header_end|>⏎⏎⟦a1<|eot|>⟧<|header_start|>user<|header_end|>⏎⏎q2<|eot|>"
+        "<|header_start|>assistant<|header_end|>⏎⏎⟦a2<|eot|>⟧"
+    ]),
+    ("chatml", "system", [
+        "<|im_start|>system⏎sys<|im_end|>⏎<|im_start|>user⏎q1<|im_end|>⏎<|im_start|>assistant⏎⟦a1<|im_end|>⟧⏎"
+        "<|im_start|>user⏎q2<|im_end|>⏎<|im_start|>assistant⏎⟦a2<|im_end|>⟧⏎"
+    ]),
+    ("chatml", "think", [
+        "<|im_start|>user⏎q1<|im_end|>⏎<|im_start|>assistant⏎⟦<think>⏎r1⏎</think>⏎⏎a1<|im_end|>⟧⏎"
+        "<|im_start|>user⏎q2<|im_end|>⏎<|im_start|>assistant⏎⟦<think>⏎r2⏎</think>⏎⏎a2<|im_end|>⟧⏎"
+    ]),
+    ("qwen 2.5", "turns", [
+        "<|im_start|>system⏎You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>⏎"
+        "<|im_start|>user⏎q1<|im_end|>⏎<|im_start|>assistant⏎⟦a1<|im_end|>⟧⏎<|im_start|>user⏎q2<|im_end|>⏎<|im_start|>assistant⏎⟦a2<|im_end|>⟧⏎"
+    ]),
+    ("qwen 2.5", "tools", [
+        '…<|im_start|>user⏎q1<|im_end|>⏎<|im_start|>assistant⏎⟦<tool_call>⏎{"name": "add", "arguments": {"a": 1}}⏎</tool_call><|im_end|>⟧⏎'
+        "<|im_start|>user⏎<tool_response>⏎2⏎</tool_response><|im_end|>⏎<|im_start|>assistant⏎⟦a2<|im_end|>⟧⏎"
+    ]),
+    ("qwen 3", "turns", [  # with reasoning switched off, the prompt supplies an empty block
+        "<|im_start|>user⏎q1<|im_end|>⏎<|im_start|>assistant⏎<think>⏎⏎</think>⏎⏎⟦a1<|im_end|>⟧⏎",
+        "<|im_start|>user⏎q1<|im_end|>⏎<|im_start|>assistant⏎a1<|im_end|>⏎<|im_start|>user⏎q2<|im_end|>⏎"
+        "<|im_start|>assistant⏎<think>⏎⏎</think>⏎⏎⟦a2<|im_end|>⟧⏎",
+    ]),
+    ("qwen 3", "reasoning", [
+        "<|im_start|>user⏎q1<|im_end|>⏎<|im_start|>assistant⏎⟦<think>⏎r1⏎</think>⏎⏎a1<|im_end|>⟧⏎",
+        "<|im_start|>user⏎q1<|im_end|>⏎<|im_start|>assistant⏎a1<|im_end|>⏎<|im_start|>user⏎q2<|im_end|>⏎"
+        "<|im_start|>assistant⏎⟦<think>⏎r2⏎</think>⏎⏎a2<|im_end|>⟧⏎",
+    ]),
+    ("qwen 3 instruct", "turns", [
+        "<|im_start|>user⏎q1<|im_end|>⏎<|im_start|>assistant⏎⟦a1<|im_end|>⟧⏎<|im_start|>user⏎q2<|im_end|>⏎<|im_start|>assistant⏎⟦a2<|im_end|>⟧⏎"
+    ]),
+    ("qwen 3.5", "reasoning", [  # the prompt supplies `<think>`
+        "<|im_start|>user⏎q1<|im_end|>⏎<|im_start|>assistant⏎<think>⏎⟦r1⏎</think>⏎⏎a1<|im_end|>⟧⏎",
+        "<|im_start|>user⏎q1<|im_end|>⏎<|im_start|>assistant⏎a1<|im_end|>⏎<|im_start|>user⏎q2<|im_end|>⏎"
+        "<|im_start|>assistant⏎<think>⏎⟦r2⏎</think>⏎⏎a2<|im_end|>⟧⏎",
+    ]),
+    ("qwen 3.5", "tools", [  # both answers follow the same question, so neither loses its block
+        "…q1<|im_end|>⏎<|im_start|>assistant⏎<think>⏎⏎</think>⏎⏎⟦<tool_call>⏎<function=add>⏎<parameter=a>⏎1⏎</parameter>⏎</function>⏎</tool_call>"
+        "<|im_end|>⟧⏎<|im_start|>user⏎<tool_response>⏎2⏎</tool_response><|im_end|>⏎<|im_start|>assistant⏎<think>⏎⏎</think>⏎⏎⟦a2<|im_end|>⟧⏎"
+    ]),
+    ("mistral v1", "system", ["<s>  [INST] sys⏎⏎q1 [/INST]⟦ a1</s>⟧  [INST] q2 [/INST]⟦ a2</s>⟧"]),
+    ("mistral v3", "turns", ["<s>[INST]  q1[/INST]⟦  a1</s>⟧[INST]  q2[/INST]⟦  a2</s>⟧"]),
+    ("mistral v3 tekken", "system", [  # the system prompt is in the last user message
+        "<s>[INST]sys⏎⏎q1[/INST]⟦a1</s>⟧",
+        "<s>[INST]q1[/INST]a1</s>[INST]sys⏎⏎q2[/INST]⟦a2</s>⟧",
+    ]),
+    ("mistral v3 tekken", "tools", [
+        '…[/AVAILABLE_TOOLS][INST]q1[/INST]⟦[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]</s>⟧'
+        '[TOOL_RESULTS]{"content": 2, "call_id": "abcdefghi"}[/TOOL_RESULTS]⟦a2</s>⟧'
+    ]),
+    ("mistral v7 tekken", "system", ["<s>[SYSTEM_PROMPT]sys[/SYSTEM_PROMPT][INST]q1[/INST]⟦a1</s>⟧[INST]q2[/INST]⟦a2</s>⟧"]),
+    ("gemma 2", "turns", [
+        "<bos><start_of_turn>user⏎q1<end_of_turn>⏎<start_of_turn>model⏎⟦a1<end_of_turn>⟧⏎"
+        "<start_of_turn>user⏎q2<end_of_turn>⏎<start_of_turn>model⏎⟦a2<end_of_turn>⟧⏎"
+    ]),
+    ("gemma 3", "system", [
+        "<bos><start_of_turn>user⏎sys⏎⏎q1<end_of_turn>⏎<start_of_turn>model⏎⟦a1<end_of_turn>⟧⏎"
+        "<start_of_turn>user⏎q2<end_of_turn>⏎<start_of_turn>model⏎⟦a2<end_of_turn>⟧⏎"
+    ]),
+    ("phi 3", "system", [  # its special tokens include the line ends after them
+        "<|system|>sys<|end|><|user|>q1<|end|><|assistant|>⟦a1<|end|>⟧<|user|>q2<|end|><|assistant|>⟦a2<|end|><|endoftext|>⟧"
+    ]),
+    ("phi 3.5", "turns", ["<|user|>⏎q1<|end|>⏎<|assistant|>⏎⟦a1<|end|>⟧⏎<|user|>⏎q2<|end|>⏎<|assistant|>⏎⟦a2<|end|>⏎<|endoftext|>⟧"]),
+    ("phi 4", "system", [
+        "<|im_start|>system<|im_sep|>sys<|im_end|><|im_start|>user<|im_sep|>q1<|im_end|><|im_start|>assistant<|im_sep|>⟦a1<|im_end|>⟧"
+        "<|im_start|>user<|im_sep|>q2<|im_end|><|im_start|>assistant<|im_sep|>⟦a2<|im_end|>⟧"
+    ]),
+    ("deepseek v3", "system", [
+        "<｜begin▁of▁sentence｜>sys<｜User｜>q1<｜Assistant｜>⟦a1<｜end▁of▁sentence｜>⟧<｜User｜>q2<｜Assistant｜>⟦a2<｜end▁of▁sentence｜>⟧"
+    ]),
+    ("deepseek r1 training", "think", [  # the prompt supplies `<think>`
+        "<｜begin▁of▁sentence｜><｜User｜>q1<｜Assistant｜><think>⏎⟦r1⏎</think>⏎⏎a1<｜end▁of▁sentence｜>⟧"
+        "<｜User｜>q2<｜Assistant｜><think>⏎⟦r2⏎</think>⏎⏎a2<｜end▁of▁sentence｜>⟧"
+    ]),
+    ("gpt-oss", "reasoning", [  # a conversation ends with <|return|>, and a turn inside one with <|end|>
+        "…<|start|>user<|message|>q1<|end|><|start|>assistant⟦<|channel|>analysis<|message|>r1<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>a1<|return|>⟧",
+        "…<|start|>user<|message|>q1<|end|><|start|>assistant<|channel|>final<|message|>a1<|end|><|start|>user<|message|>q2<|end|>"
+        "<|start|>assistant⟦<|channel|>analysis<|message|>r2<|end|><|start|>assistant<|channel|>final<|message|>a2<|return|>⟧",
+    ]),
+    ("gpt-oss", "tools", [
+        '…<|start|>user<|message|>q1<|end|><|start|>assistant⟦ to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>⟧'
+        '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"2"<|end|><|start|>assistant'
+            "⟦<|channel|>final<|message|>a2<|return|>⟧"
+    ]),
+    ("glm 4", "system", ["[gMASK]<sop><|system|>⏎sys<|user|>⏎q1<|assistant|>⟦⏎a1<|user|>⟧⏎q2<|assistant|>⟦⏎a2<|endoftext|>⟧"]),
+    ("glm 4", "tools", ['[gMASK]<sop><|user|>⏎q1<|assistant|>⟦add⏎{"a": 1}<|observation|>⟧⏎2<|assistant|>⟦⏎a2<|endoftext|>⟧']),
+    ("glm 4", "in a row", ["[gMASK]<sop><|user|>⏎q1<|assistant|>⟦⏎a1⟧<|assistant|>⟦⏎a2<|endoftext|>⟧"]),
+    ("glm 4.5", "reasoning", [
+        "[gMASK]<sop><|user|>⏎q1<|assistant|>⟦⏎<think>r1</think>⏎a1<|endoftext|>⟧",
+        "[gMASK]<sop><|user|>⏎q1<|assistant|>⏎<think></think>⏎a1<|user|>⏎q2<|assistant|>⟦⏎<think>r2</think>⏎a2<|endoftext|>⟧",
+    ]),
+    ("granite", "system", [
+        "<|start_of_role|>system<|end_of_role|>sys<|end_of_text|>⏎<|start_of_role|>user<|end_of_role|>q1<|end_of_text|>⏎"
+        "<|start_of_role|>assistant<|end_of_role|>⟦a1<|end_of_text|>⟧⏎<|start_of_role|>user<|end_of_role|>q2<|end_of_text|>⏎"
+        "<|start_of_role|>assistant<|end_of_role|>⟦a2<|end_of_text|>⟧⏎"
+    ]),
+    ("granite", "tools", [
+        '…q1<|end_of_text|>⏎<|start_of_role|>assistant<|end_of_role|>⟦<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]'
+            "<|end_of_text|>⟧⏎"
+        "<|start_of_role|>tool<|end_of_role|>2<|end_of_text|>⏎<|start_of_role|>assistant<|end_of_role|>⟦a2<|end_of_text|>⟧⏎"
+    ]),
+    ("smollm 2", "turns", [
+        "<|im_start|>system⏎You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>⏎<|im_start|>user⏎q1<|im_end|>⏎"
+        "<|im_start|>assistant⏎⟦a1<|im_end|>⟧⏎<|im_start|>user⏎q2<|im_end|>⏎<|im_start|>assistant⏎⟦a2<|im_end|>⟧⏎"
+    ]),
+    ("smollm 3", "think", [
+        "<|im_start|>system⏎## Metadata⏎⏎Reasoning Mode: /think⏎⏎## Custom Instructions⏎⏎⏎⏎<|im_end|>⏎<|im_start|>user⏎q1<|im_end|>⏎"
+        "<|im_start|>assistant⏎⟦<think>⏎r1⏎</think>⏎⏎a1<|im_end|>⟧⏎<|im_start|>user⏎q2<|im_end|>⏎"
+        "<|im_start|>assistant⏎⟦<think>⏎r2⏎</think>⏎⏎a2<|im_end|>⟧⏎"
+    ]),
+    ("command r", "turns", [
+        "…q1<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>⟦a1<|END_RESPONSE|><|END_OF_TURN_TOKEN|>⟧"
+        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>q2<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>"
+        "⟦a2<|END_RESPONSE|><|END_OF_TURN_TOKEN|>⟧"
+    ]),
+    ("command a", "turns", [  # writes the prompt after the last answer in any case
+        "…q1<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>⟦<|START_RESPONSE|>a1<|END_RESPONSE|><|END_OF_TURN_TOKEN|>⟧"
+        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>q2<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+        "⟦<|START_RESPONSE|>a2<|END_RESPONSE|><|END_OF_TURN_TOKEN|>⟧<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+    ]),
+]  # fmt: skip
+
+REFUSED = [
+    ("gemma 2", "system", "System role not supported"),
+    ("mistral v1", "in a row", "conversation roles must alternate"),
+    ("deepseek r1", "think", "before message 2 the model receives '<think>\\n' where the conversation with that message has '\\n\\na1"),
+    ("qwen 3", "in a row", "before message 3 the model receives"),
+    ("llama 3", "tools", "message 2: the chat template omits 'add'"),
+    ("qwen 2.5", "reasoning", "message 2: the chat template omits 'r1'"),
+]
+
+EMPTY_BLOCK = "<think>⏎⏎</think>⏎⏎"
+MARKED = [
+    ("llama 3", "trl/llama3_training", "system", []),
+    (
+        "qwen 2.5",
+        "trl/qwen2_5_training",
+        "tools",
+        ["⏎", "⏎", "⏎", "⏎"],
+    ),  # the last character of the header, and the line end after the turn
+    ("qwen 3", "trl/qwen3_training", "reasoning", ["⏎", "⏎"]),
+    ("qwen 3", "trl/qwen3_training", "tools", [EMPTY_BLOCK, "⏎", EMPTY_BLOCK, "⏎"]),
+    ("qwen 3.5", "trl/qwen3_5_think_training", "think", ["<think>⏎", "⏎", "<think>⏎", "⏎"]),
+    ("gemma 2", "trl/gemma_training", "turns", ["⏎", "⏎"]),
+    ("gemma 3", "trl/gemma3_training", "system", ["⏎", "⏎"]),
+    ("phi 3", "trl/phi3_training", "system", []),
+    ("phi 4", "axolotl/phi_4", "system", []),
+    ("deepseek r1", "trl/deepseek_r1_distill_training", "think", ["<｜Assistant｜><think>⏎", "<｜Assistant｜><think>⏎"]),
+    ("gpt-oss", "trl/gptoss_training", "tools", ["<|start|>assistant", "<|start|>assistant"]),
+    ("glm 4.5", "trl/glm4moe_training", "tools", []),
+    ("command r", "trl/cohere2_training", "turns", []),
+    ("smollm 3", "smollm3", "turns", ["<|im_start|>assistant⏎", "⏎", "<|im_start|>assistant⏎", "⏎"]),
+]
+"""Model, template, conversation, and what the markers include and is not trained: the generation prompt, and white space after a turn."""
+
+
+def tokenised(published: Published, conversation: str, *, append_eos: bool = True) -> tuple[TokenizerEncoder, list[ChatTokens]]:
+    messages, tools = CONVERSATIONS[conversation]
+    encoder = published.encoder()
+    chat = Chat(messages, tuple(message["role"] == "assistant" for message in messages), tools)
+    rendered = render_chat(chat, published.text(), encoder, check_repeat=True)
+    return encoder, [text.tokens(encoder.encode(text.pieces), encoder, append_eos=append_eos) for text in rendered.examples]
+
+
+def marked(tokens: ChatTokens, encoder: TokenizerEncoder) -> str:
+    """Return the text with what is trained in `⟦⟧`. Decodes from the beginning each time, because of SentencePiece's spaces."""
+    shown, done = "", ""
+    ends = [at for at in range(1, len(tokens.ids) + 1) if at == len(tokens.ids) or tokens.trained[at] != tokens.trained[at - 1]]
+    for end in ends:
+        text = encoder.decode(tokens.ids[:end])
+        shown += f"⟦{text[len(done) :]}⟧" if tokens.trained[end - 1] else text[len(done) :]
+        done = text
+    return shown.replace("\n", "⏎")
+
+
+@pytest.mark.parametrize(
+    ("name", "conversation", "expected"), EXPECTED, ids=[f"{name}, {conversation}" for name, conversation, _ in EXPECTED]
+)
+def test_text_and_trained_tokens_are_those_of_the_table(name: str, conversation: str, expected: list[str]) -> None:
+    encoder, examples = tokenised(PUBLISHED[name], conversation)
+    for tokens, text in zip(examples, expected, strict=True):
+        shown = marked(tokens, encoder)
+        assert shown[-len(text[1:]) :] == text[1:] if text.startswith("…") else shown == text
+        assert shown.count("⟦") == text.count("⟦")
+
+
+@pytest.mark.parametrize(("name", "conversation", "reason"), REFUSED)
+def test_conversation_that_cannot_be_exact_is_refused(name: str, conversation: str, reason: str) -> None:
+    with pytest.raises(RowError) as caught:
+        tokenised(PUBLISHED[name], conversation)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "template", "conversation", "excluded"), MARKED, ids=[f"{row[1]}, {row[2]}" for row in MARKED])
+def test_generation_markers_agree_with_prefix_rendering(name: str, template: str, conversation: str, excluded: list[str]) -> None:
+    encoder, (tokens,) = tokenised(replace(PUBLISHED[name], template=template), conversation, append_eos=False)
+    messages, tools = CONVERSATIONS[conversation]
+    text = replace(PUBLISHED[name], template=template).text()
+    given: Any = encoder.tokenizer.apply_chat_template(
+        messages, tools=tools, chat_template=text, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert given["input_ids"] == tokens.ids
+    both = zip(tokens.ids, given["assistant_masks"], tokens.trained, strict=True)
+    runs = [(key, [number for number, _, _ in run]) for key, run in groupby(both, key=lambda token: (bool(token[1]), token[2]))]
+    assert not any(is_trained and not is_marked for (is_marked, is_trained), _ in runs)
+    assert [encoder.decode(ids).replace("\n", "⏎") for key, ids in runs if key == (True, False)] == excluded
+
+
+def test_every_published_template_has_a_row() -> None:
+    assert {name for name, *_ in [*EXPECTED, *REFUSED]} == set(PUBLISHED)
