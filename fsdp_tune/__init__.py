@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fsdp_tune.jobs.observer import Observer
     from fsdp_tune.jobs.plan import plan
     from fsdp_tune.jobs.prepare import prepare
+    from fsdp_tune.jobs.push import push
     from fsdp_tune.jobs.rehearse import rehearse
     from fsdp_tune.jobs.session import Allowed
     from fsdp_tune.jobs.train import TrainOptions, train
@@ -30,6 +31,7 @@ __all__ = [
     "merge_checkpoint",
     "plan",
     "prepare",
+    "push",
     "rehearse",
     "train",
     "validate",
@@ -45,6 +47,7 @@ _MODULES = {
     "merge_checkpoint": "jobs.merge",
     "plan": "jobs.plan",
     "prepare": "jobs.prepare",
+    "push": "jobs.push",
     "rehearse": "jobs.rehearse",
     "train": "jobs.train",
     "validate": "jobs.validate",

@@ -16,6 +16,7 @@ from fsdp_tune.cli.merge_checkpoint import merge_checkpoint
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.plan import plan
 from fsdp_tune.cli.prepare import prepare
+from fsdp_tune.cli.push import push
 from fsdp_tune.cli.recipes import recipes
 from fsdp_tune.cli.rehearse import rehearse
 from fsdp_tune.cli.status import status
@@ -92,6 +93,7 @@ app.command(short_help="Predict memory and time, and rank recipes.")(plan)
 app.command(short_help="Tokenise and pack the data; show what is trained.")(prepare)
 app.command(short_help="Rehearse a full run on CPU ranks with a scaled-down model.")(rehearse)
 app.command(short_help="Merge a sharded checkpoint into a model directory.")(merge_checkpoint)
+app.command(short_help="Upload the model of a run to the Hugging Face hub.")(push)
 app.command(short_help="Show the status of a run.")(status)
 app.command(short_help="Show versions, devices and known-bad combinations.")(env)
 app.add_typer(cache, no_args_is_help=False)

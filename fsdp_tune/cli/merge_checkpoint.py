@@ -105,7 +105,12 @@ NonfiniteOption = Annotated[bool, typer.Option("--allow-nonfinite", help="Keep N
 
 PushOption = Annotated[
     str | None,
-    typer.Option("--push-to-hub", metavar="OWNER/NAME", help="Upload the result; a new repository is private.", show_default=False),
+    typer.Option(
+        "--push-to-hub",
+        metavar="OWNER/NAME",
+        help="Upload the result to a private repository; `fsdp-tune push` has more options.",
+        show_default=False,
+    ),
 ]
 
 
@@ -142,7 +147,6 @@ def merge_checkpoint(
         # The merge has its own threads. Those of numpy's BLAS, fixed when numpy is loaded, would wait for them at each small product.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         import fsdp_tune
-        from fsdp_tune.merge.destination import push_to_hub as push
 
         options = fsdp_tune.MergeOptions(
             output=output,
@@ -163,9 +167,9 @@ def merge_checkpoint(
         result = fsdp_tune.merge_checkpoint(source, options, observer=screen)
         _show(screen, result)
         if push_to_hub is not None:
-            address = push(result.output, push_to_hub)
-            screen.document({**result.as_dict(), "pushed": address})
-            screen.message(f"pushed: {address}")
+            pushed = fsdp_tune.push(result.output, to=push_to_hub, observer=screen)
+            screen.document({**result.as_dict(), "pushed": pushed.url})
+            screen.message(f"pushed: {pushed.url}")
 
 
 def _size(text: str | None) -> int | None:

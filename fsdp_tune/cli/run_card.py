@@ -49,7 +49,11 @@ def commands_after(run: RunDir, recipe: Recipe, merged: Path | None) -> list[str
     """Return the next commands after a finished run; paths below the current directory are relative."""
     tracked = "tensorboard" in recipe.training.report_to and run.tensorboard.is_dir()
     return [
-        merge_command(_short(run.path), recipe) if merged is None else _generating(merged),
+        *(
+            [merge_command(_short(run.path), recipe)]
+            if merged is None
+            else [_generating(merged), f"vllm serve {shlex.quote(_short(merged))}"]
+        ),
         train_command(run, "--resume", "auto", "--set", _longer(recipe)),
         *([f"tensorboard --logdir {shlex.quote(_short(run.tensorboard))}"] if tracked else []),
     ]

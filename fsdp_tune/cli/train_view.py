@@ -266,3 +266,5 @@ def show_end(screen: Terminal, result: TrainResult) -> None:
         next_commands = commands_after(run, recipe, result.merged) if is_finished else commands_to_resume(run, result.checkpoint)
         for line in card(run, result.outcome, next_commands):
             screen.message(line)
+    if result.pushed is not None:
+        screen.message(f"pushed: {result.pushed}")

@@ -29,6 +29,8 @@ class TrainResult:
     checkpoint: Checkpoint | None = None
     """The newest complete one."""
     merged: Path | None = None
+    pushed: str | None = None
+    """Address of the commit on the hub."""
     machine_rank: int = 0
     had_finished: bool = False
     """Nothing was left to train."""
@@ -48,6 +50,7 @@ class TrainResult:
             "eval_loss": self.outcome.get("eval_loss"),
             "checkpoint": str(self.checkpoint.path) if self.checkpoint else None,
             "merged": str(self.merged) if self.merged else None,
+            "pushed": self.pushed,
             "tokens": self.outcome.get("tokens"),
             "seconds": self.outcome.get("seconds"),
             "exit_reason": self.exit_reason.value,

@@ -23,6 +23,7 @@ from fsdp_tune.jobs.inspection import inspect_model
 from fsdp_tune.jobs.merge import merge_checkpoint
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.planning import decisions, keep_prediction, plan_here, refuse_what_cannot_fit
+from fsdp_tune.jobs.push import push, target_of
 from fsdp_tune.jobs.results import TrainingInputs, TrainResult
 from fsdp_tune.jobs.session import Allowed, resolve_recipe, session
 from fsdp_tune.launch.command.accelerate import LaunchPlan, check_port, launch_plan, machine_rank_of, manual_commands
@@ -41,6 +42,7 @@ from fsdp_tune.launch.machines.work import CountedBar, WorkCounter
 from fsdp_tune.launch.supervise.attempts import Attempts
 from fsdp_tune.launch.supervise.supervisor import Message
 from fsdp_tune.merge.settings import MergeOptions
+from fsdp_tune.merge.upload import check_access
 from fsdp_tune.model.loading.model_files import check_vocabulary, save_model_files
 from fsdp_tune.planner.predict.totals import total_steps
 from fsdp_tune.recipe.extensions import Extension, find_extensions
@@ -211,6 +213,8 @@ class _Job:
             source = start.checkpoint.path.name if start.checkpoint else "step 0"
             self.observer.message(f"{run.path}: {'a new run' if start.is_new else 'resumed'} from {source}")
         check_port(self.recipe)
+        if self.recipe.training.push_to_hub:
+            check_access(target_of(self.recipe))
         inputs = self._check_inputs(start)
         self.observer.inputs_checked(inputs)
         job = replace(self, resolution=inputs.resolution)
@@ -313,11 +317,18 @@ class _Job:
         if ended.reason is ExitReason.FINISHED and self.recipe.merge.at_end:
             self.observer.run_ended(replace(result, exit_reason=ExitReason.FAILED))
             result = replace(result, merged=self.merge())
+            if self.recipe.training.push_to_hub:
+                result = replace(result, pushed=self.push())
         return result
 
     def merge(self) -> Path:
         options = MergeOptions(overwrite=True, best=takes_best(self.recipe))
         return merge_checkpoint(self.plan.run.path, options, observer=self.observer).output
+
+    def push(self) -> str:
+        """Upload the adapter if the run has no merged model, else that."""
+        run, alone = self.plan.run, self.recipe.lora is not None and self.recipe.merge.adapter == "adapter"
+        return push(run.path, adapter=alone, observer=self.observer).url
 
     def finished(self, start: Start) -> TrainResult:
         """Return the result of a run that has finished, after the merge if a crash prevented it."""

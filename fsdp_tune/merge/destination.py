@@ -1,4 +1,4 @@
-"""The output directory: checks that protect existing files, recovery after a killed merge, and the upload to the hub."""
+"""The output directory: checks that protect existing files, and recovery after a killed merge."""
 
 from __future__ import annotations
 
@@ -220,30 +220,3 @@ def put(path: Path, data: bytes) -> None:
     DISK.mkdir(path.parent)
     with DISK.open(path) as file:
         DISK.write(file, data)
-
-
-# ---- Uploads a merged model to the Hugging Face hub.
-
-
-def push_to_hub(folder: Path, repository: str) -> str:
-    """Upload a model directory and return the URL of the commit. A new repository is private; an existing one keeps its visibility.
-
-    The token is that of `hf auth login` or HF_TOKEN. Raises: FailedError; the local directory is unchanged.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
-
-    api = HfApi(library_name="fsdp-tune")
-    try:
-        api.create_repo(repository, private=True, exist_ok=True)
-        commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload merged model")
-    except HFValidationError as error:
-        raise usage_error("merge-push-name", f"`{repository}` is not the name of a repository", hint="write `OWNER/NAME`") from error
-    except (HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        raise failed_error(
-            "merge-push",
-            f"the model could not be pushed to `{repository}` ({type(error).__name__}); it is complete on this machine",
-            where=Where(str(folder)),
-            hint=f"check the network and `hf auth login`, then: hf upload {repository} {folder}",
-        ) from error
-    return str(commit.commit_url)

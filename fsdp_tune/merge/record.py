@@ -14,6 +14,7 @@ import numpy as np
 import yaml
 
 from fsdp_tune import __version__
+from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.core.peft_fields import CONFIG_FILE
 from fsdp_tune.merge.companions import CONFIG_NAME, Companions, output_config
 from fsdp_tune.merge.copy.layout import Layout
@@ -25,6 +26,7 @@ from fsdp_tune.merge.source import Selection
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics
+from fsdp_tune.run.records import Environment
 
 RECORD_KIND = "fsdp-tune merged model"
 
@@ -147,7 +149,7 @@ def model_card(
         if sources:
             rows.append(("Data", ", ".join(sources)))
     if run is not None and steps:
-        rows.extend(_last_values(run, max(steps)))
+        rows.extend([*_data_values(run), *_last_values(run, max(steps)), *_versions(run)])
     lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", "", f"# {name}", ""]
     lines += ["| | |", "|---|---|", *(f"| {label} | {_cell(value)} |" for label, value in rows), ""]
     lines += [f"Merged with fsdp-tune {__version__}; `merge.json` lists every tensor with its digest.", ""]
@@ -165,6 +167,27 @@ def _published(recipe: Recipe) -> str:
     left_out = {"launch": True, "output_dir": True, "data": {"cache_dir", "num_proc"}}
     settings = recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude=left_out)
     return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+
+
+def _data_values(run: RunDir) -> list[tuple[str, str]]:
+    """Return size and digest of the training data; nothing if their account cannot be read."""
+    try:
+        data = json.loads(run.data_json.read_bytes())
+        account = data["report"]["sets"]["train"]
+        size = f"{account['rows']:,} rows of {account['examples']:,} examples, {account['tokens']:,} tokens an epoch"
+        return [("Size of the data", size), ("Digest of data and settings", str(data["key"]))]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _versions(run: RunDir) -> list[tuple[str, str]]:
+    try:
+        found = Environment.read(run.environment_json)
+    except FsdpTuneError:
+        return []
+    versions = found.versions if found is not None else {}
+    named = [f"{name} {versions[name]}" for name in ("fsdp-tune", "torch", "transformers", "accelerate") if versions.get(name)]
+    return [("Trained with", ", ".join(named))] if named else []
 
 
 def _last_values(run: RunDir, step: int) -> list[tuple[str, str]]:

@@ -82,7 +82,8 @@ def test_next_commands_merge_or_continue_the_run(tmp_path: Path) -> None:
     assert by_epochs == [f"fsdp-tune merge-checkpoint {run.path}", "fsdp-tune train … --resume auto --set training.num_train_epochs=3"]
     merged = commands_after(run, resolved(training={"max_steps": 50}), run.merged)
     assert merged[0].endswith(f"pipeline('text-generation', '{run.merged}')('The'))\"")
-    assert merged[1] == "fsdp-tune train … --resume auto --set training.max_steps=100"
+    assert merged[1] == f"vllm serve {run.merged}"
+    assert merged[2] == "fsdp-tune train … --resume auto --set training.max_steps=100"
 
 
 def test_load_best_model_at_end_merges_best_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,54 +78,6 @@ def test_command_itself_never_imports_torch(run):
     assert done.stderr.splitlines()[-1] == "[]"
 
 
-class Hub:
-    """Stands for huggingface_hub.HfApi."""
-
-    calls: list[tuple[str, dict]] = []  # noqa: RUF012  one hub a test
-    error: Exception | None = None
-
-    def __init__(self, **_: object) -> None: ...
-
-    def create_repo(self, name: str, **options: object) -> None:
-        if self.error:
-            raise self.error
-        self.calls.append((name, options))
-
-    def upload_folder(self, *, folder_path: Path, **options: object):
-        self.calls.append((str(options["repo_id"]), {"files": sorted(path.name for path in folder_path.iterdir())}))
-        return type("Commit", (), {"commit_url": "https://hub/commit"})
-
-
-@pytest.fixture
-def hub(monkeypatch) -> type[Hub]:
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    monkeypatch.setattr(Hub, "calls", [])
-    monkeypatch.setattr(Hub, "error", None)
-    return Hub
-
-
-def test_pushed_model_is_private_and_complete(run, hub):
-    result = invoke(run, "--push-to-hub", "me/model", "--json")
-    assert result.exit_code == 0
-    assert json.loads(result.stdout)["pushed"] == "https://hub/commit"
-    assert hub.calls == [
-        ("me/model", {"private": True, "exist_ok": True}),
-        ("me/model", {"files": ["README.md", "merge.json", "model.safetensors"]}),
-    ]
-
-
-def test_failed_push_keeps_model_and_prints_next_command(run, hub, monkeypatch):
-    monkeypatch.setattr(hub, "error", OSError("no network"))
-    result = invoke(run, "--push-to-hub", "me/model", "--json")
-    document = json.loads(result.stdout)
-    assert result.exit_code == 1
-    assert document["merged"] == str(run / "merged")
-    assert f"hf upload me/model {run / 'merged'}" in document["errors"][0]["hint"]
-    assert (run / "merged" / "model.safetensors").is_file()
-
-
 def test_adapter_option_selects_merge_or_export(tmp_path):
     state = {f"base_model.model.w.lora_{side}.default.weight": torch.ones(4, 4) for side in "AB"}
     state |= {"base_model.model.w.base_layer.weight": torch.ones(4, 4), "base_model.model.n.weight": torch.ones(2)}

@@ -69,6 +69,9 @@ CONTRADICTIONS = [
         "cannot do with fp8",
     ),
     ("fsdp: {version: 1}\ntraining: {optim_args: state_dtype=bf16}", 4, "line 3"),
+    ("training: {push_to_hub: true, hub_strategy: checkpoint}", 3, "once, at the end"),
+    ("training: {push_to_hub: true, hub_always_push: true}", 3, "once, at the end"),
+    ("training: {push_to_hub: true}\nmerge: {at_end: false}", 3, "`merge.at_end` is false"),
     (
         "fsdp: {state_dict_type: FULL_STATE_DICT}\ntraining: {optim: adamw_torch_8bit}",
         4,
@@ -285,7 +288,7 @@ def test_every_inactive_row_can_be_active(row: object) -> None:
         for policy in ("SIZE_BASED_WRAP", "MODULE_NAMES_WRAP\n  , modules_to_wrap: [a]")
     ]
     recipes = [load(text).recipe for text in texts] + [load_with("fsdp: {sharding_strategy: NO_SHARD}").recipe]
-    never_here = {"data.shuffle_buffer_size", "merge.adapter", "training.hub_model_id"}  # not supported yet
+    never_here = {"data.shuffle_buffer_size", "merge.adapter", "training.hub_model_id"}  # none of the recipes streams, adapts or uploads
     assert row.keys[0] in never_here or not all(row.when(recipe) for recipe in recipes)  # type: ignore[attr-defined]
 
 
@@ -305,7 +308,6 @@ NOT_YET_EXAMPLES = {
     "parallelism.cp_size": "parallelism: {cp_size: 2}",
     "parallelism.sp_size": "parallelism: {sp_size: 2}",
     "checkpoint.mirror": "checkpoint: {mirror: /x}",
-    "training.push_to_hub": "training: {push_to_hub: true}",
 }
 
 

@@ -152,7 +152,24 @@ def token_budget_fits(recipe: Recipe) -> Iterator[Finding]:
         yield Finding("contradiction", keys, message, f"leave one of the two out, or write {budget // longest}")
 
 
+def push_is_of_the_merged_model(recipe: Recipe) -> Iterator[Finding]:
+    """Refuse settings of the Trainer's uploads, which are of checkpoints: the merged model is uploaded once, at the end."""
+    training = recipe.training
+    if not training.push_to_hub:
+        return
+    once = "`training.push_to_hub` uploads the merged model once, at the end"
+    if given(recipe, "training.hub_strategy") and training_value(training, "hub_strategy") != "end":
+        message = f"{once}, and `training.hub_strategy` is {training_value(training, 'hub_strategy')}"
+        yield Finding("contradiction", ("training.hub_strategy", "training.push_to_hub"), message, "write `end`, or leave it out")
+    if training_value(training, "hub_always_push"):
+        yield Finding("contradiction", ("training.hub_always_push", "training.push_to_hub"), once, "leave `hub_always_push` out")
+    if not recipe.merge.at_end:
+        message = f"{once}, and `merge.at_end` is false"
+        hint = "leave one of the two out; `fsdp-tune push RUN` uploads later"
+        yield Finding("contradiction", ("training.push_to_hub", "merge.at_end"), message, hint)
+
+
 TRAINING_RULES: tuple[Rule, ...] = (
     *(warmup_ends, evaluation_has_data, best_model_is_evaluated, best_metric_is_measured),
-    *(schedule_has_its_arguments, trackers_are_known, token_budget_fits),
+    *(schedule_has_its_arguments, trackers_are_known, token_budget_fits, push_is_of_the_merged_model),
 )

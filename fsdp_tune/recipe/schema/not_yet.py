@@ -45,7 +45,6 @@ NOT_YET = (
     NotYet(
         "training.lr_scheduler_type", _SCHEDULES, "schedule that depends on losses", "write linear, cosine or another function of the step"
     ),
-    NotYet("training.push_to_hub", (False,), "uploading", "leave it out, and upload `merged/` with `hf upload`"),
 )
 
 

@@ -1,0 +1,122 @@
+"""Upload a merged model or an adapter to the Hugging Face hub, with the licence of its base on the card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, failed_error, usage_error
+from fsdp_tune.core.hub import first_line
+from fsdp_tune.merge.destination import RECORD_NAME
+from fsdp_tune.merge.record import CARD_NAME
+
+STALE = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json")
+"""Files of an earlier push that loaders would prefer: transformers reads `model.safetensors` before the index of shards."""
+LOGIN = "log in with `hf auth login` and a token that may write, or set HF_TOKEN"
+
+
+@dataclass(frozen=True, slots=True)
+class HubTarget:
+    repository: str
+    """OWNER/NAME, or NAME in the namespace of the token."""
+    is_public: bool = False
+    """Visibility of a new repository; a public one that exists is written to only with this."""
+    revision: str | None = None
+    """Branch, created if needed; None = main."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    url: str
+    """Of the commit."""
+    notices: tuple[Notice, ...] = ()
+
+
+def check_access(target: HubTarget) -> None:
+    """Check that the hub is reachable and knows the account. Raises: usage error."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(target.repository)
+        HfApi(library_name="fsdp-tune").whoami()
+    except FsdpTuneError:  # a signal that ends the command may arrive here
+        raise
+    except Exception as error:
+        message = f"the model could not be pushed to `{target.repository}` at the end: {first_line(error)}"
+        hint = f"{LOGIN}; or leave `training.push_to_hub` out and run `fsdp-tune push RUN` later"
+        raise usage_error("push-no-access", message, where=Where(key="training.push_to_hub"), hint=hint) from error
+
+
+def upload(folder: Path, target: HubTarget, retry: str) -> Pushed:
+    """Upload a complete model or adapter directory. `retry` is the command that repeats the push.
+
+    An interrupted upload goes on where it stopped: the hub skips what it has. Files of an earlier model that loaders prefer are removed.
+    Raises: FsdpTuneError; the local directory is unchanged except for the licence in its card.
+    """
+    if not (folder / RECORD_NAME).is_file():
+        raise usage_error(
+            "push-not-merged", f"it has no {RECORD_NAME}, so it is not a complete output of a merge", where=Where(str(folder))
+        )
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+
+    api = HfApi(library_name="fsdp-tune")
+    try:
+        name = api.create_repo(target.repository, private=not target.is_public, exist_ok=True).repo_id
+        _refuse_public(api, name, target)
+        if target.revision is not None:
+            api.create_branch(name, branch=target.revision, exist_ok=True)
+        notices = _add_licence(api, folder)
+        commit = api.upload_folder(
+            repo_id=name, folder_path=folder, revision=target.revision, commit_message="Upload model", delete_patterns=list(STALE)
+        )
+    except FsdpTuneError:
+        raise
+    except HFValidationError as error:
+        raise usage_error("push-name", f"`{target.repository}` is not the name of a repository", hint="write `OWNER/NAME`") from error
+    except Exception as error:
+        raise failed_error(
+            "push-failed",
+            f"the model could not be pushed to `{target.repository}`: {first_line(error)}; it is complete on this machine",
+            where=Where(str(folder)),
+            hint=f"check the network, {LOGIN}, then: {retry}",
+        ) from error
+    return Pushed(str(commit.commit_url), tuple(notices))
+
+
+def _refuse_public(api: Any, name: str, target: HubTarget) -> None:
+    """Refuse to publish by accident: `create_repo` leaves the visibility of an existing repository as it is."""
+    if not target.is_public and not api.model_info(name).private:
+        message = f"`{name}` exists and is public: everyone could download the model"
+        ways_out = ("--public, or `training.hub_private_repo: false`", "--to OWNER/ANOTHER")
+        raise usage_error("push-public", message, ways_out=ways_out)
+
+
+def _add_licence(api: Any, folder: Path) -> list[Notice]:
+    """Write the licence of the base into the card, which must name one before a model is shared."""
+    from huggingface_hub import ModelCard
+
+    card: Any = ModelCard.load(folder / CARD_NAME)
+    base = card.data.base_model
+    if card.data.license or not isinstance(base, str):
+        return []
+    try:
+        found = api.model_info(base).card_data
+    except FsdpTuneError:
+        raise
+    except Exception:  # noqa: BLE001  the licence of a base that cannot be asked for is unknown
+        found = None
+    if found is None or found.license is None:
+        return [
+            Notice(
+                "licence-unknown", f"the licence of the base `{base}` is unknown, so the card names none", Where(str(folder / CARD_NAME))
+            )
+        ]
+    card.data.license = found.license
+    for name in ("license_name", "license_link"):  # of a licence that is not in the hub's list
+        if found.get(name):
+            setattr(card.data, name, found.get(name))
+    card.save(folder / CARD_NAME)
+    return []
