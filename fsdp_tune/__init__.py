@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_tune.core.errors import FsdpTuneError
+    from fsdp_tune.jobs.evaluate import EvaluateOptions, evaluate
     from fsdp_tune.jobs.merge import merge_checkpoint
     from fsdp_tune.jobs.observer import Observer
     from fsdp_tune.jobs.plan import plan
@@ -23,10 +24,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Allowed",
+    "EvaluateOptions",
     "FsdpTuneError",
     "MergeOptions",
     "Observer",
     "TrainOptions",
+    "evaluate",
     "load_recipe",
     "merge_checkpoint",
     "plan",
@@ -39,10 +42,12 @@ __all__ = [
 
 _MODULES = {
     "Allowed": "jobs.session",
+    "EvaluateOptions": "jobs.evaluate",
     "FsdpTuneError": "core.errors",
     "MergeOptions": "merge.settings",
     "Observer": "jobs.observer",
     "TrainOptions": "jobs.train",
+    "evaluate": "jobs.evaluate",
     "load_recipe": "recipe.read.loader",
     "merge_checkpoint": "jobs.merge",
     "plan": "jobs.plan",

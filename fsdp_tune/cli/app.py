@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from fsdp_tune import __version__
 from fsdp_tune.cli.cache import cache
 from fsdp_tune.cli.env import env
+from fsdp_tune.cli.evaluate import evaluate
 from fsdp_tune.cli.merge_checkpoint import merge_checkpoint
 from fsdp_tune.cli.output import Screen
 from fsdp_tune.cli.plan import plan
@@ -94,6 +95,7 @@ app.command(short_help="Tokenise and pack the data; show what is trained.")(prep
 app.command(short_help="Rehearse a full run on CPU ranks with a scaled-down model.")(rehearse)
 app.command(short_help="Merge a sharded checkpoint into a model directory.")(merge_checkpoint)
 app.command(short_help="Upload the model of a run to the Hugging Face hub.")(push)
+app.command(short_help="Score a model on rows of data, and compare it with its base.")(evaluate)
 app.command(short_help="Show the status of a run.")(status)
 app.command(short_help="Show versions, devices and known-bad combinations.")(env)
 app.add_typer(cache, no_args_is_help=False)

@@ -109,6 +109,12 @@ class RowStore:
         examples = np.searchsorted(self._examples, starts, side="right") - 1
         return [(self.files[int(file)], int(row)) for file, row in self._origins[examples].tolist()]
 
+    def are_complete(self, index: int) -> list[bool]:
+        """Return for each example in a row whether all its tokens are there: none were cut off at `data.max_length` or by packing."""
+        segments = self._segments[self._rows[index] : self._rows[index + 1]]
+        examples = np.searchsorted(self._examples, segments[:, 0], side="right") - 1
+        return (self._examples[examples + 1] - self._examples[examples] == segments[:, 1]).tolist()
+
     def describe_rows(self, rows: Sequence[int]) -> str:
         """Return `12 (train.jsonl:17), 3 (train.jsonl:5) and 6 more`, with the source of the first example of each row."""
         named = [f"{row} ({file}:{line})" for row in rows[:SHOWN_ROWS] for file, line in self.origins(row)[:1]]

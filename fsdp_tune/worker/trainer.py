@@ -40,7 +40,7 @@ from fsdp_tune.worker.checkpoint.restore import (
 from fsdp_tune.worker.checkpoint.save import Checkpointer
 from fsdp_tune.worker.checkpoint.state import seed_for_rank
 from fsdp_tune.worker.dataset import Batch, Collator, MicroBatches, loader
-from fsdp_tune.worker.evaluate import Metric, evaluate_sets
+from fsdp_tune.worker.eval_sets import Metric, evaluate_sets
 from fsdp_tune.worker.gradients import GradientGate
 from fsdp_tune.worker.observe import nonfinite
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter

@@ -276,7 +276,7 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no clipping": _replaced("fsdp_tune.worker.gradients.clip_factor", _no_clipping),
     "optimizer state not restored on resume": _replaced("fsdp_tune.worker.trainer.restore_optimizer", lambda live, path: None),
     "schedule not restored on resume": _replaced("fsdp_tune.worker.trainer.restore_schedule", lambda scheduler, step: None),
-    "evaluation repeats rows": _replaced("fsdp_tune.worker.evaluate.eval_batches", _repeated_rows),
+    "evaluation repeats rows": _replaced("fsdp_tune.worker.eval_sets.eval_batches", _repeated_rows),
     "adapters outside of the units": leave_adapters_out_of_units,
     "adapter saved as one rank's slice": save_one_slice,
     "adapter scaled twice": scale_twice,

@@ -158,7 +158,7 @@ def _train(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.devi
 
 
 def _evaluate(recipe: Recipe, loaded: Loaded, recorder: Recorder, where: torch.device) -> None:
-    """Run one batch of an evaluation, as `worker.evaluate` does, with all slices of the loss."""
+    """Run one batch of an evaluation, as `worker.eval_sets` does, with all slices of the loss."""
     place = recorder.place
     place.step, place.micro, place.phase = STEPS, -1, PHASE["evaluation"]
     place.layer, place.module, place.in_head = -1, "", False

@@ -1,0 +1,311 @@
+"""Evaluate a finished model on rows of data, and compare it with another one on the same rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdp_tune.core import processes as children
+from fsdp_tune.core.atomic import write_file
+from fsdp_tune.core.devices import this_machine
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, failed_error, usage_error
+from fsdp_tune.data.preparation import prepare as prepare_data
+from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder
+from fsdp_tune.jobs.observer import Observer
+from fsdp_tune.jobs.session import Allowed, resolve_recipe, session
+from fsdp_tune.launch.command.resume import read_resolved
+from fsdp_tune.recipe.extensions import Extension, find_extension
+from fsdp_tune.recipe.paths import default_cache_directory
+from fsdp_tune.recipe.read.loader import LoadedRecipe
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.model_and_data import DataSource
+from fsdp_tune.verify.evaluation.examples import AnswerReader, read_examples, refuse_without_prompt
+from fsdp_tune.verify.evaluation.request import ModelToEvaluate, Request, find_model, run_of_model
+from fsdp_tune.verify.evaluation.statistics import Comparison, Estimate, Scores, bootstrap, mcnemar, paired_bootstrap, wilson
+
+EXACT_MATCH, PERPLEXITY = "exact_match", "perplexity"
+SCORE = (sys.executable, "-P", "-m", "fsdp_tune.verify.evaluation.score")
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateOptions:
+    """What is measured, and how the models run."""
+
+    metric: str = PERPLEXITY
+    """exact_match, perplexity, or an entry point of the group `fsdp_tune.metrics`."""
+    data: str | None = None
+    """Rows to evaluate on: a file, a hub id or `builtin:NAME`. None: the eval sets of the recipe, or of the run."""
+    source: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further keys of `data`, as in a recipe's `data.train`: split, name, format, rename_columns …"""
+    max_rows: int | None = None
+    """Examples of each set to evaluate; None: all."""
+    answer: str | None = None
+    """exact_match: a regular expression whose first match (its first group, if it has one) is compared."""
+    max_new_tokens: int = 256
+    base: str | None = None
+    """A second model, compared on the same rows."""
+    batch_size: int = 8
+    device: str = "auto"
+    dtype: str = "auto"
+    out: Path | None = None
+    """A file that gets one JSON line for each row and model."""
+    allowed: Allowed = Allowed()
+
+
+@dataclass(frozen=True, slots=True)
+class SetResult:
+    """A metric on one set, of one model or of two."""
+
+    rows: int
+    cut_rows: int
+    """Rows whose end was cut off at `data.max_length`; exact_match leaves them out."""
+    tokens: int
+    """Tokens that are scored: the targets, or the answers of the rows."""
+    metric: Estimate
+    loss: Estimate | None = None
+    """With perplexity: its logarithm, in nats a token."""
+    base: Estimate | None = None
+    comparison: Comparison | None = None
+    """Of the metric; with perplexity, of the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    model: str
+    base: str | None
+    metric: str
+    interval: str
+    """The method of the intervals."""
+    test: str | None
+    """The method of the comparison."""
+    sets: dict[str, SetResult]
+    seconds: float
+    device: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the document of `evaluate --json`."""
+        return asdict(self)
+
+
+def evaluate(
+    model: str | Path, options: EvaluateOptions = EvaluateOptions(), *, recipe: LoadedRecipe | None = None, observer: Observer = Observer()
+) -> Evaluation:
+    """Evaluate a model on rows that are formatted and tokenised as in training.
+
+    `model` is a Hugging Face directory, a run (its merged model), RUN/adapter or a hub id. Data settings come from `recipe`, else from the
+    run that wrote the model, else they are the defaults. A script needs `if __name__ == "__main__":` around the call.
+    Raises: FsdpTuneError, with exit code 1 for a model that cannot be run and 4 for a score that is NaN or infinity.
+    """
+    with session(recipe):
+        started = time.monotonic()
+        models = [find_model(str(name)) for name in (model, options.base) if name is not None]
+        metric = _extension(options)
+        settings = _recipe(models[0], options, recipe, observer)
+        encoder = load_encoder(settings)
+        reader = AnswerReader(encoder, options.answer)
+        sets = _prepare(settings, options, encoder, observer)
+        request = Request(
+            models=[asdict(each) for each in models],
+            sets=sets,
+            measure="generate" if options.metric == EXACT_MATCH else "loss" if metric is None else "extension",
+            vocabulary_size=encoder.vocabulary_size,
+            pad_id=encoder.pad_id,
+            batch_size=options.batch_size,
+            device=(this_machine("auto").device or "cpu") if options.device == "auto" else options.device,
+            dtype=options.dtype,
+            max_rows=options.max_rows,
+            max_new_tokens=options.max_new_tokens,
+            metric=None if metric is None else metric.as_dict(),
+            trust_remote_code=options.allowed.remote_code,
+        )
+        scored = {label: _ScoredSet(label, path, options, reader) for label, path in sets.items()}
+        _run(request, scored, observer)
+        if options.out is not None:
+            lines = [line for each in scored.values() for line in each.lines([model.name for model in models])]
+            write_file(options.out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        is_match = options.metric == EXACT_MATCH
+        return Evaluation(
+            model=models[0].name,
+            base=options.base,
+            metric=options.metric,
+            interval="Wilson, 95 %" if is_match else "bootstrap over rows, 95 %",
+            test=None if options.base is None else "McNemar, exact" if is_match else "paired bootstrap over rows",
+            sets={label: each.result() for label, each in scored.items()},
+            seconds=time.monotonic() - started,
+            device=request.device,
+        )
+
+
+def _extension(options: EvaluateOptions) -> Extension | None:
+    """Return the entry point that is the metric, or None for a metric of this package. Raises: usage error."""
+    if options.answer is not None and options.metric != EXACT_MATCH:
+        message = f"`--answer` extracts what exact_match compares, and the metric is {options.metric}"
+        raise usage_error("answer-pattern", message, hint="--metric exact_match")
+    if options.metric in (EXACT_MATCH, PERPLEXITY):
+        return None
+    try:
+        found = find_extension("metrics", options.metric)
+    except FsdpTuneError as error:
+        (problem,) = error.problems
+        hint = f"this package has {EXACT_MATCH} and {PERPLEXITY}; {problem.hint}"
+        raise usage_error(problem.code, f"`--metric {options.metric}`: {problem.message}", hint=hint) from error
+    if not options.allowed.extensions:
+        message = f"`--metric` names the installed extension {found}"
+        raise usage_error("extension-not-allowed", message, hint="read its code; if you trust it, add `--allow-extensions`")
+    return found
+
+
+def _recipe(model: ModelToEvaluate, options: EvaluateOptions, loaded: LoadedRecipe | None, observer: Observer) -> Recipe:
+    """Return the settings of the data: of the given recipe, of the run that wrote the model, or the defaults with its tokenizer."""
+    run = run_of_model(model)
+    if loaded is not None:
+        recipe = resolve_recipe(loaded, options.allowed, observer).recipe
+    elif run is not None:
+        # The tokenizer that the run saved has the recipe's template and special tokens.
+        raw = read_resolved(run).model_dump(by_alias=True)
+        raw["model"] |= {"tokenizer": str(run.path), "tokenizer_revision": "main"}
+        raw["data"]["chat_template"] = None
+        recipe = Recipe.model_validate(raw)
+    else:
+        recipe = Recipe.model_validate({"model": {"name_or_path": model.weights, "tokenizer": model.tokenizer}})
+    return _with_data(recipe, options)
+
+
+def _with_data(recipe: Recipe, options: EvaluateOptions) -> Recipe:
+    """Return the recipe with `options.data` as its only source, read like the first training source unless `options.source` differs."""
+    raw = recipe.model_dump(by_alias=True)
+    data = raw["data"]
+    data["cache_dir"] = data["cache_dir"] or str(default_cache_directory())
+    if options.data is not None:
+        like = {"columns", "rename_columns", "format", "loss_on", "chat_template"}
+        first = recipe.data.train[0].model_dump(include=like) if recipe.data.train else {}
+        entry = DataSource.model_validate({**first, "path": options.data, "max_rows": options.max_rows, **options.source})
+        data |= {"train": [entry.model_dump()], "eval": None, "packing": False, "mixture": {}}
+    elif options.source:
+        raise usage_error("no-evaluation-data", "options of `--data` are given without it", hint="add `--data FILE`")
+    elif data["eval"] is None:
+        message = "there is nothing to evaluate on: no `--data`, and no `data.eval` in a recipe"
+        raise usage_error("no-evaluation-data", message, hint="add `--data FILE`, or `--config RECIPE` with `data.eval`")
+    return Recipe.model_validate(raw)
+
+
+def _prepare(recipe: Recipe, options: EvaluateOptions, encoder: TokenizerEncoder, observer: Observer) -> dict[str, str]:
+    """Return the directory of each prepared set by its label."""
+    observer.notices(encoder.notices)
+    with observer.progress("tokenising", None, "rows") as bar:
+        data = prepare_data(recipe, encoder, progress=bar, check_rows=False)
+    observer.notices(data.as_notices())
+    return data.evals if options.data is None else {str(options.source.get("split") or options.data): data.train}
+
+
+class _ScoredSet:
+    """The rows of a set with the scores of each model."""
+
+    def __init__(self, label: str, path: str, options: EvaluateOptions, reader: AnswerReader) -> None:
+        """Raises: usage error for rows that cannot be evaluated by the metric."""
+        self.label, self._options, self._reader = label, options, reader
+        self.examples = read_examples(path, most=options.max_rows)
+        self._is_match = options.metric == EXACT_MATCH
+        self._used = [index for index, example in enumerate(self.examples) if not (self._is_match and example.is_cut)]
+        self._targets: dict[int, str] = {}
+        self._found: list[dict[int, dict[str, Any]]] = []
+        if self._is_match:
+            refuse_without_prompt([self.examples[index] for index in self._used])
+            self._targets = {index: reader.target(self.examples[index]) for index in self._used}
+        if not self._used:
+            message = f"all rows of `{label}` are longer than `data.max_length`, so their answers are cut"
+            raise usage_error("no-evaluation-data", message, hint="raise `data.max_length`")
+
+    @property
+    def end_ids(self) -> set[int]:
+        return self._reader.end_ids([self.examples[index] for index in self._used])
+
+    def add(self, model: int, rows: Sequence[dict[str, Any]]) -> None:
+        while len(self._found) <= model:
+            self._found.append({})
+        for row in rows:
+            if "ids" in row:
+                text = self._reader.text(row["ids"])
+                is_equal = self._reader.compared(text) == self._targets.get(row["index"])
+                row |= {"total": float(is_equal), "count": 1.0, "prediction": text}
+            self._found[model][row["index"]] = row
+
+    def scores(self, model: int) -> Scores:
+        """Raises: FailedError if the metric counted nothing."""
+        rows = [self._found[model][index] for index in self._used]
+        scores = Scores(np.array([row["total"] for row in rows], float), np.array([row["count"] for row in rows], float))
+        if not scores.counts.sum():
+            raise failed_error("extension-failed", f"the metric `{self._options.metric}` counted nothing in the set `{self.label}`")
+        return scores
+
+    def result(self) -> SetResult:
+        scores = [self.scores(model) for model in range(len(self._found))]
+        estimates = [wilson(int(each.totals.sum()), len(each.totals)) if self._is_match else bootstrap(each) for each in scores]
+        comparison = None
+        if len(scores) == 2:
+            comparison = mcnemar(scores[0].totals, scores[1].totals) if self._is_match else paired_bootstrap(*scores)
+        is_loss = self._options.metric == PERPLEXITY
+        shown = [each.exponential() if is_loss else each for each in estimates]
+        spans = [self.examples[index].answer for index in self._used]
+        return SetResult(
+            rows=len(self._used),
+            cut_rows=sum(example.is_cut for example in self.examples),
+            tokens=sum(end - begin for begin, end in spans)
+            if self._is_match
+            else sum(self.examples[index].targets for index in self._used),
+            metric=shown[0],
+            loss=estimates[0] if is_loss else None,
+            base=shown[1] if len(shown) == 2 else None,
+            comparison=comparison,
+        )
+
+    def lines(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return one object for each row and model, for `options.out`."""
+        return [self._line(index, name, found[index]) for index in self._used for name, found in zip(names, self._found, strict=True)]
+
+    def _line(self, index: int, name: str, row: dict[str, Any]) -> dict[str, Any]:
+        example = self.examples[index]
+        begin, end = example.answer
+        ids = example.row.input_ids.tolist()
+        line = {"set": self.label, "row": str(example.where), "model": name, "prompt": self._reader.text(ids[:begin])}
+        line["target"] = self._reader.text(ids[begin:end])
+        if "prediction" in row:
+            return line | {"prediction": row["prediction"], "score": row["total"]}
+        return line | {"total": row["total"], "count": row["count"], "score": row["total"] / row["count"] if row["count"] else None}
+
+
+def _run(request: Request, scored: Mapping[str, _ScoredSet], observer: Observer) -> None:
+    """Run the models in a child process and add their scores. Raises: FsdpTuneError with the child's problems."""
+    total = len(request.models) * sum(len(each.examples) for each in scored.values())
+    request.end_ids = sorted({token for each in scored.values() for token in each.end_ids})
+    environment = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryFile("w+") as errors, observer.progress("evaluating", total, "rows") as bar:
+        child = children.start(SCORE, os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
+        try:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            child.stdin.write(request.as_json())
+            child.stdin.close()
+            for text in child.stdout:
+                line = json.loads(text)
+                if "problems" in line:
+                    raise FsdpTuneError(*map(Problem.from_dict, line["problems"]), exit_code=ExitCode(line["exit_code"]))
+                scored[line["set"]].add(line["model"], line["rows"])
+                bar.advance(len(line["rows"]))
+            code = child.wait()
+        finally:
+            children.end(child)
+        if code:
+            errors.seek(0)
+            how = children.describe_failure(code, errors.read())
+            raise failed_error("evaluation-failed", f"the model could not be run: {how}", hint="`fsdp-tune env` shows the installation")

@@ -1,0 +1,67 @@
+"""Greedy generation with a plain loop over a model's forward, sharded or not.
+
+`transformers.generate` is not used: it takes unset options from the model's generation_config.json (Qwen's repetition penalty), and it
+calls the model without its wrapper, which FSDP1 does not allow.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    end_ids: Collection[int],
+    pad_id: int,
+    device: torch.device,
+    all_finished: Callable[[bool], bool] = bool,
+) -> list[list[int]]:
+    """Return the tokens that follow each prompt, up to and including the first of `end_ids`. Call it without gradients.
+
+    Prompts are padded on the left. Models that return a cache of keys and values run one token a forward, others the full text again.
+    `all_finished` turns "every row of this rank is finished" into the same of all ranks, so that sharded models run as many forwards
+    on each.
+    """
+    takes = inspect.signature(getattr(model, "module", model).forward).parameters
+    options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+    ids, mask = _padded(prompts, pad_id, device)
+    ends = torch.tensor(sorted(end_ids), device=device)
+    finished = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    cache: Any = None
+    new: list[torch.Tensor] = []
+    while len(new) < max_new_tokens and not all_finished(bool(finished.all())):
+        inputs = ids if cache is None else ids[:, -1:]
+        if "position_ids" in takes:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            options["position_ids"] = positions[:, -inputs.shape[1] :]
+        if cache is not None:
+            options["past_key_values"] = cache
+        outputs = model(input_ids=inputs, attention_mask=mask, use_cache=True, **options)
+        cache = getattr(outputs, "past_key_values", None)
+        token = torch.where(finished, pad_id, outputs.logits[:, -1].argmax(-1))
+        finished = finished | torch.isin(token, ends)
+        new.append(token)
+        ids = torch.cat([ids, token[:, None]], dim=1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+    rows = torch.stack(new, dim=1).tolist() if new else [[] for _ in prompts]
+    return [_until_end(row, end_ids) for row in rows]
+
+
+def _padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and attention mask, int64 [prompts, longest], with padding on the left."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return ids, mask
+
+
+def _until_end(tokens: list[int], end_ids: Collection[int]) -> list[int]:
+    return tokens[: next((at + 1 for at, token in enumerate(tokens) if token in end_ids), len(tokens))]

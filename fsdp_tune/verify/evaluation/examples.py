@@ -1,0 +1,115 @@
+"""The examples of a prepared set, each with its prompt and its answer: the ids that training sees."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from fsdp_tune.core.errors import Where, usage_error
+from fsdp_tune.data.account import examples_of
+from fsdp_tune.data.store import IGNORE_INDEX, Row, RowStore
+from fsdp_tune.data.tokenise.encoder import Encoder
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedExample:
+    row: Row
+    """Its ids and labels."""
+    where: Where
+    """Its file and line."""
+    is_cut: bool
+    """Whether tokens were cut off at `data.max_length`."""
+
+    @property
+    def answer(self) -> tuple[int, int]:
+        """Begin and end of the last run of trained tokens. The tokens before it are the prompt."""
+        trained = np.flatnonzero(self.row.labels != IGNORE_INDEX)
+        end = int(trained[-1]) + 1
+        before = np.flatnonzero(self.row.labels[:end] == IGNORE_INDEX)
+        return int(before[-1]) + 1, end
+
+    @property
+    def targets(self) -> int:
+        return int(np.count_nonzero(self.row.labels != IGNORE_INDEX))
+
+
+def read_examples(store: Path | str, *, most: int | None = None) -> list[EvaluatedExample]:
+    """Return the first `most` examples of a prepared set; those of a packed row one by one."""
+    rows = RowStore(store)
+    return list(islice(_examples(rows), most))
+
+
+def _examples(store: RowStore) -> Iterator[EvaluatedExample]:
+    for index in range(len(store)):
+        row = store[index]
+        for example, (file, line), is_complete in zip(examples_of(row), store.origins(index), store.are_complete(index), strict=True):
+            yield EvaluatedExample(example, Where(file, line), not is_complete)
+
+
+def refuse_without_prompt(examples: Sequence[EvaluatedExample]) -> None:
+    """Refuse rows whose answer begins at the first or second token, which in most tokenizers is after BOS. Raises: usage error."""
+    for example in examples:
+        if example.answer[0] < 2:
+            raise usage_error(
+                "no-prompt",
+                "the row has no prompt: all of it is trained, so there is nothing to answer",
+                where=example.where,
+                hint="exact_match needs rows with prompts (prompt_completion, alpaca, messages); --metric perplexity takes any row",
+            )
+
+
+class AnswerReader:
+    """Turns tokens into the text that is compared: without special tokens at the end, or only the match of a pattern."""
+
+    def __init__(self, encoder: Encoder, pattern: str | None) -> None:
+        """Raises: usage error for a pattern that is not a regular expression."""
+        self._encoder = encoder
+        self._special = {token.id for token in encoder.special_tokens}
+        try:
+            self._pattern = None if pattern is None else re.compile(pattern)
+        except re.error as error:
+            raise usage_error("answer-pattern", f"`--answer {pattern}` is not a regular expression: {error}") from error
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the decoded ids, without the special tokens at their end."""
+        return self._encoder.decode(list(ids[: self._end(ids)]))
+
+    def end_ids(self, examples: Sequence[EvaluatedExample]) -> set[int]:
+        """Return the tokens after which a generated answer ends: EOS, and the token that ends the answers of the rows."""
+        found = {self._encoder.eos_id}
+        for example in examples:
+            begin, end = example.answer
+            ids = example.row.input_ids[begin:end].tolist()
+            found.update(ids[self._end(ids) :][:1])
+        return found & (self._special | {self._encoder.eos_id})
+
+    def compared(self, text: str) -> str | None:
+        """Return what is compared: the text without white space around it, or the first match of the pattern; None without a match."""
+        if self._pattern is None:
+            return text.strip()
+        match = self._pattern.search(text)
+        return None if match is None else match[1 if match.re.groups else 0].strip()
+
+    def target(self, example: EvaluatedExample) -> str:
+        """Return the answer of the row as it is compared. Raises: usage error if the pattern is not in it."""
+        begin, end = example.answer
+        found = self.compared(self.text(example.row.input_ids[begin:end].tolist()))
+        if found is None:
+            message = "`--answer` matches nothing in the answer of this row"
+            raise usage_error("answer-pattern", message, where=example.where, hint=r"for GSM8K: --answer '#### (.*)'")
+        return found
+
+    def _end(self, ids: Sequence[int]) -> int:
+        """Return where the special tokens at the end begin, with white space between them left out."""
+        end = len(ids)
+        for at in range(len(ids) - 1, -1, -1):
+            if ids[at] in self._special:
+                end = at
+            elif self._encoder.decode([ids[at]]).strip():
+                break
+        return end

@@ -1,0 +1,101 @@
+"""What the scoring process is told to do: the models, the prepared sets, and the measure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from fsdp_tune.core.errors import usage_error
+from fsdp_tune.core.peft_fields import CONFIG_FILE
+from fsdp_tune.run.directory import RunDir, checkpoint_step, run_of
+
+Measure = Literal["generate", "loss", "extension"]
+OF_A_RUN = ("merged", "adapter")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelToEvaluate:
+    name: str
+    """As the user named it."""
+    weights: str
+    """Directory or hub id of a complete model."""
+    adapter: str | None = None
+    """Directory of a PEFT adapter on `weights`."""
+
+    @property
+    def tokenizer(self) -> str:
+        """Directory or hub id with the tokenizer: the adapter's own, if it has one."""
+        has_own = self.adapter is not None and (Path(self.adapter) / "tokenizer_config.json").is_file()
+        return self.adapter if self.adapter is not None and has_own else self.weights
+
+
+def find_model(name: str) -> ModelToEvaluate:
+    """Return the model that is named: a directory of Hugging Face, RUN (its merged model), RUN/adapter, or else a hub id.
+
+    Raises: usage error for a directory without a model, and for a run that is not merged.
+    """
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+            raise usage_error("model-not-found", f"there is no model directory `{name}`", hint="give a model directory, a run or a hub id")
+        return ModelToEvaluate(name, name)
+    if (path / CONFIG_FILE).is_file() and run_of(path) is None:
+        return ModelToEvaluate(name, _base_of(path), str(path))
+    if run_of(path) is None:
+        if not (path / "config.json").is_file():
+            raise usage_error(
+                "model-not-found", f"`{name}` has no config.json", hint="give a directory that transformers can load, or a run"
+            )
+        return ModelToEvaluate(name, str(path))
+    if checkpoint_step(path) is None and (path / "merged" / "config.json").is_file():
+        return ModelToEvaluate(name, str(path / "merged"))
+    options = "" if checkpoint_step(path) is None else f" --step {checkpoint_step(path)}"
+    run = path if checkpoint_step(path) is None else path.parent
+    hint = f"`fsdp-tune merge-checkpoint {run}{options}` writes one"
+    raise usage_error("run-not-merged", f"`{name}` holds sharded checkpoints, and no merged model", hint=hint)
+
+
+def _base_of(adapter: Path) -> str:
+    base = json.loads((adapter / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        message = f"{CONFIG_FILE} does not name the base model"
+        raise usage_error("model-not-found", f"`{adapter}`: {message}", hint="set `base_model_name_or_path` in it to a directory or hub id")
+    return str(base)
+
+
+def run_of_model(model: ModelToEvaluate) -> RunDir | None:
+    """Return the run that wrote a model: RUN, RUN/merged or RUN/adapter; None for any other."""
+    path = Path(model.adapter or model.weights)
+    return run_of(path.parent) if path.name in OF_A_RUN else None
+
+
+@dataclass(slots=True)
+class Request:
+    """The document on stdin of `fsdp_tune.verify.evaluation.score`."""
+
+    models: list[dict[str, Any]]
+    """`ModelToEvaluate` of each."""
+    sets: dict[str, str]
+    """Directory of each prepared set by its label."""
+    measure: Measure
+    vocabulary_size: int
+    pad_id: int
+    batch_size: int
+    device: str
+    dtype: str
+    """auto (as stored) | fp32 | bf16 | fp16."""
+    max_rows: int | None = None
+    max_new_tokens: int = 0
+    end_ids: list[int] | None = None
+    metric: dict[str, str] | None = None
+    """The extension that `measure: extension` calls."""
+    trust_remote_code: bool = False
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls(**json.loads(text))

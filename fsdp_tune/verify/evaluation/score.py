@@ -1,0 +1,169 @@
+"""Run models over prepared rows, in a process of its own: `python -m fsdp_tune.verify.evaluation.score < request.json`.
+
+Prints JSON lines: `{"model": 0, "set": "test", "rows": [{"index", "total", "count"} | {"index", "ids"}, …]}` after each batch, and at the
+end of a failure `{"problems": […], "exit_code": 2}`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from fsdp_tune.core.errors import ExitCode, FailedError, FsdpTuneError, Problem, failed_error, usage_error
+from fsdp_tune.core.hub import HubResource, hub_is_reachable
+from fsdp_tune.data.order.collate import collate
+from fsdp_tune.data.store import IGNORE_INDEX
+from fsdp_tune.model.generate import generate
+from fsdp_tune.model.loading.construct import TORCH_DTYPE
+from fsdp_tune.model.loss import shift_labels
+from fsdp_tune.recipe.extensions import Extension
+from fsdp_tune.verify.evaluation.examples import EvaluatedExample, read_examples
+from fsdp_tune.verify.evaluation.request import ModelToEvaluate, Request
+
+Rows = list[dict[str, Any]]
+
+
+def load_model(model: ModelToEvaluate, request: Request) -> PreTrainedModel:
+    """Load a model as any user of transformers does. Raises: FsdpTuneError if it cannot be loaded, or has weights missing."""
+    dtype = "auto" if request.dtype == "auto" else TORCH_DTYPE[request.dtype]
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": request.trust_remote_code, "local_files_only": not hub_is_reachable()}
+    try:
+        found: Any = AutoModelForCausalLM.from_pretrained(model.weights, output_loading_info=True, **options)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        resource = HubResource("model", model.weights, "MODEL", "model-not-found")
+        message = f"the model `{model.weights}` cannot be loaded: {str(error).splitlines()[0]}"
+        raise resource.problem(error) or usage_error("model-not-found", message) from error
+    loaded, report = found
+    if missing := sorted(report["missing_keys"]):
+        message = f"`{model.weights}` lacks {len(missing)} weights of its model, the first is {missing[0]}"
+        raise failed_error("model-incomplete", message, hint="transformers would fill them with random values; write the model again")
+    rows = loaded.get_input_embeddings().weight.shape[0]
+    if request.vocabulary_size > rows:
+        message = f"the tokenizer has {request.vocabulary_size:,} tokens, and the embedding of `{model.weights}` has {rows:,} rows"
+        hint = "evaluate models with the tokenizer of the training; of an adapter with added tokens, the merged model"
+        raise usage_error("vocabulary-larger-than-embedding", message, hint=hint)
+    if model.adapter is not None:
+        from peft import PeftModel
+
+        # PEFT's wrapper hides the arguments of the model's forward; the adapter is in the layers of the model itself.
+        loaded = cast(Any, PeftModel.from_pretrained(loaded, model.adapter).get_base_model())
+    return loaded.to(request.device).eval()
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    request: Request
+    model: PreTrainedModel
+
+    def batches(self, examples: Sequence[EvaluatedExample]) -> Iterator[Rows]:
+        """Yield the scores of a batch of rows of similar length at a time."""
+        score = {"generate": self._generate, "loss": self._loss, "extension": self._extension}[self.request.measure]
+        if self.request.measure == "generate":
+            self._refuse_beyond_positions(examples)
+        order = sorted(range(len(examples)), key=lambda index: -len(examples[index].row.input_ids))
+        for start in range(0, len(order), self.request.batch_size):
+            chosen = order[start : start + self.request.batch_size]
+            rows = score([examples[index] for index in chosen])
+            yield [{"index": index, **row} for index, row in zip(chosen, rows, strict=True)]
+
+    def _generate(self, examples: Sequence[EvaluatedExample]) -> Rows:
+        request = self.request
+        prompts = [example.row.input_ids[: example.answer[0]].tolist() for example in examples]
+        own: Any = getattr(self.model.generation_config, "eos_token_id", None)
+        ends = {*(request.end_ids or ()), *(own if isinstance(own, list) else [own])} - {None}
+        device = torch.device(request.device)
+        most = self._room(max(map(len, prompts)))
+        new = generate(self.model, prompts, max_new_tokens=most, end_ids=ends, pad_id=request.pad_id, device=device)
+        return [{"ids": [token for token in tokens if token not in ends]} for tokens in new]
+
+    def _loss(self, examples: Sequence[EvaluatedExample]) -> Rows:
+        logits, targets = self._forward(examples)
+        losses = torch.zeros(targets.shape, dtype=torch.float64, device=targets.device)
+        trained = targets != IGNORE_INDEX
+        losses[trained] = F.cross_entropy(logits[trained].float(), targets[trained], reduction="none").double()
+        return self._rows(examples, losses.sum(1).tolist(), trained.sum(1).tolist())
+
+    def _extension(self, examples: Sequence[EvaluatedExample]) -> Rows:
+        assert self.request.metric is not None
+        metric: Callable[..., Any] = Extension.from_dict(self.request.metric).load()
+        logits, targets = self._forward(examples)
+        totals: list[float] = []
+        counts: list[float] = []
+        for row, example in enumerate(examples):
+            length = len(example.row.input_ids)
+            one = targets[row : row + 1, :length]
+            total, count = metric(logits[row : row + 1, :length], one, one != IGNORE_INDEX)
+            totals.append(float(total))
+            counts.append(float(count))
+        return self._rows(examples, totals, counts)
+
+    def _forward(self, examples: Sequence[EvaluatedExample]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits [rows, tokens, vocabulary] and the target of each position [rows, tokens]."""
+        arrays = collate([example.row for example in examples], self.request.pad_id, 1)
+        tensors = {name: torch.from_numpy(array).to(self.request.device) for name, array in arrays.items()}
+        logits: torch.Tensor = self.model(input_ids=tensors["input_ids"], use_cache=False).logits
+        return logits, shift_labels(tensors["labels"])
+
+    def _rows(self, examples: Sequence[EvaluatedExample], totals: list[float], counts: list[float]) -> Rows:
+        for example, total in zip(examples, totals, strict=True):
+            if total != total or abs(total) == float("inf"):
+                message = f"the score of a row is {total}, so the metric has no value"
+                problem = Problem("score-not-finite", message, example.where, "try `--dtype fp32`; else the model itself is damaged")
+                raise FailedError(problem, exit_code=ExitCode.NON_FINITE)
+        return [{"total": total, "count": count} for total, count in zip(totals, counts, strict=True)]
+
+    def _refuse_beyond_positions(self, examples: Sequence[EvaluatedExample]) -> None:
+        longest = max(examples, key=lambda example: example.answer[0])
+        if self._room(longest.answer[0]) < 1:
+            message = f"a prompt of {longest.answer[0]:,} tokens fills all positions of the model"
+            raise usage_error("beyond-positions", message, where=longest.where, hint="lower `data.max_length`")
+
+    def _room(self, prompt: int) -> int:
+        """Return how many tokens may follow a prompt: `max_new_tokens`, or what is left of the model's positions."""
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        wanted = self.request.max_new_tokens
+        return min(wanted, positions - prompt) if isinstance(positions, int) else wanted
+
+
+def run(request: Request, emit: Callable[[dict[str, Any]], None]) -> None:
+    for number, raw in enumerate(request.models):
+        model = load_model(ModelToEvaluate(**raw), request)
+        scorer = Scorer(request, model)
+        with torch.inference_mode():
+            for label, path in request.sets.items():
+                for rows in scorer.batches(read_examples(path, most=request.max_rows)):
+                    emit({"model": number, "set": label, "rows": rows})
+        del model, scorer
+        if request.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    request = Request.from_json(sys.stdin.read())
+    output = sys.stdout
+
+    def emit(line: dict[str, Any]) -> None:
+        output.write(json.dumps(line) + "\n")
+        output.flush()
+
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout must hold JSON alone
+        try:
+            run(request, emit)
+        except FsdpTuneError as error:
+            emit({"problems": [problem.as_dict() for problem in error.problems], "exit_code": int(error.exit_code)})
+        except torch.OutOfMemoryError as error:
+            hint = f"`--batch-size {max(1, request.batch_size // 2)}`" if request.batch_size > 1 else "`--dtype bf16`, or another device"
+            problem = Problem("device-out-of-memory", f"the device is out of memory: {str(error).splitlines()[0]}", hint=hint)
+            emit({"problems": [problem.as_dict()], "exit_code": int(ExitCode.OUT_OF_MEMORY)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""`evaluate`: metrics with intervals, paired comparisons, files of rows, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from fsdp_tune.cli.evaluate import evaluate
+from fsdp_tune.data.format.builtin import CHAT_TEMPLATE, EOS, PAD, builtin_tokenizer
+from fsdp_tune.jobs import evaluate as job
+from fsdp_tune.verify.evaluation.request import Request
+from fsdp_tune.verify.evaluation.score import run
+from tests.cli.conftest import Cli, document
+
+app = typer.Typer()
+app.command()(evaluate)
+DATA = ("--data", "builtin:arithmetic", "--split", "test")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two model directories, `tuned` and `base`, with random weights, and an adapter of `base`."""
+    from peft import LoraConfig, get_peft_model
+
+    root = tmp_path_factory.mktemp("models")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=builtin_tokenizer("builtin:arithmetic"), eos_token=EOS, pad_token=PAD, chat_template=CHAT_TEMPLATE
+    )
+    for seed, name in enumerate(("tuned", "base")):
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, eos_token_id=tokenizer.eos_token_id, **sizes)
+        LlamaForCausalLM(config).save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    adapted = get_peft_model(
+        LlamaForCausalLM.from_pretrained(root / "base"), LoraConfig(init_lora_weights=False, target_modules=["q_proj"])
+    )
+    adapted.save_pretrained(root / "adapter")
+    return root
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Scores in this process: importing torch in a child for each test takes seconds."""
+
+    def in_process(request: Request, scored: Mapping[str, Any], observer: object) -> None:
+        request.end_ids = sorted(set().union(*(each.end_ids for each in scored.values())))
+        run(request, lambda line: scored[line["set"]].add(line["model"], json.loads(json.dumps(line["rows"]))))
+
+    monkeypatch.setattr(job, "_run", in_process)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def invoke(*arguments: object, code: int = 0) -> dict[str, Any]:
+    done = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+def test_command_scores_two_models_in_a_child_process(cli: Cli, models: Path) -> None:
+    done = cli("evaluate", models / "tuned", *DATA, "--base", models / "base", "--max-rows", "12", "--json")
+    assert done.returncode == 0, done.stderr
+    found = document(done)["sets"]["test"]
+    assert found["rows"] == 12
+    assert found["base"]["value"] != found["metric"]["value"]
+    assert found["comparison"]["low"] <= found["comparison"]["difference"] <= found["comparison"]["high"]
+
+
+def test_perplexity_is_that_of_a_plain_forward(here: Path, models: Path) -> None:
+    found = invoke(models / "tuned", *DATA, "--max-rows", "9", "--batch-size", "4", "--out", "rows.jsonl")["sets"]["test"]
+    model = LlamaForCausalLM.from_pretrained(models / "tuned").eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(models / "tuned")
+    total, count = 0.0, 0
+    for line in map(json.loads, (here / "rows.jsonl").read_text().splitlines()):
+        prompt, answer = (tokenizer(text, add_special_tokens=False).input_ids for text in (line["prompt"], line["target"]))
+        ids = torch.tensor([[*prompt, *answer, tokenizer.eos_token_id]])
+        with torch.no_grad():
+            losses = torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="none")
+        targets = losses[len(prompt) - 1 :]
+        assert line["total"] == pytest.approx(float(targets.sum()), rel=1e-5)
+        total, count = total + float(targets.sum()), count + len(targets)
+    assert found["tokens"] == count
+    assert found["loss"]["value"] == pytest.approx(total / count, rel=1e-6)
+    assert found["metric"]["value"] == pytest.approx(math.exp(total / count), rel=1e-5)
+
+
+def test_exact_match_counts_answers_of_a_model_that_knows_them(here: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = iter(range(1000))
+
+    def answers(model: object, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+        ends = sorted(options["end_ids"])
+        return [
+            [*PreTrainedTokenizerFast.from_pretrained(models / "tuned")(" two").input_ids, ends[0]] for _ in prompts if next(known) < 999
+        ]
+
+    monkeypatch.setattr("fsdp_tune.verify.evaluation.score.generate", answers)
+    arguments = (models / "tuned", *DATA, "--metric", "exact_match", "--max-rows", "20", "--base", models / "base", "--out", "rows.jsonl")
+    found = invoke(*arguments)
+    result = found["sets"]["test"]
+    lines = [json.loads(line) for line in (here / "rows.jsonl").read_text().splitlines()]
+    right = sum(line["target"] == " two" for line in lines) / 2
+    assert 0 < right < 20
+    assert result["metric"]["value"] == right / 20
+    assert result["comparison"]["p"] == 1.0
+    assert (found["interval"], found["test"]) == ("Wilson, 95 %", "McNemar, exact")
+    assert all(line["score"] == float(line["target"] == " two") for line in lines)
+
+
+def test_answers_are_extracted_from_both_texts(here: Path, models: Path) -> None:
+    rows = [{"prompt": "zero plus two is", "completion": " so #### 2\nor"}, {"prompt": "zero plus one is", "completion": " #### 1"}]
+    (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    exact = ("--metric", "exact_match", "--max-new-tokens", "2")
+    found = invoke(models / "tuned", "--data", "rows.jsonl", *exact, "--answer", "#### (.*)")
+    assert found["sets"]["rows.jsonl"]["metric"]["value"] == 0.0
+    failed = invoke(models / "tuned", "--data", "rows.jsonl", *exact, "--answer", "= (.*)", code=2)["errors"][0]
+    assert (failed["code"], failed["file"], failed["line"]) == ("answer-pattern", "rows.jsonl", 1)
+
+
+def test_extension_metric_gets_each_row_without_padding(here: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdp_tune.recipe.extensions import Extension
+
+    shapes: list[tuple[int, ...]] = []
+
+    def accuracy(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> tuple[Any, Any]:
+        shapes.append(tuple(targets.shape))
+        return (logits.argmax(-1) == targets)[mask].sum(), mask.sum()
+
+    monkeypatch.setattr(job, "find_extension", lambda kind, name: Extension(kind, name, "mine:accuracy", "mine", "1"))
+    monkeypatch.setattr(Extension, "load", lambda self: accuracy)
+    arguments = (models / "tuned", *DATA, "--metric", "accuracy", "--max-rows", "60")
+    assert invoke(*arguments, code=2)["errors"][0]["code"] == "extension-not-allowed"
+    found = invoke(*arguments, "--allow-extensions")["sets"]["test"]
+    assert 0.0 <= found["metric"]["low"] <= found["metric"]["value"] <= found["metric"]["high"] <= 1.0
+    assert len(set(shapes)) > 1
+    assert all(rows == 1 for rows, _ in shapes)
+
+
+def test_adapter_is_added_to_its_base(here: Path, models: Path) -> None:
+    plain = invoke(models / "base", *DATA, "--max-rows", "4")["sets"]["test"]
+    shutil.copytree(models / "adapter", here / "adapter")
+    adapted = invoke("adapter", *DATA, "--max-rows", "4", "--base", models / "base")["sets"]["test"]
+    assert adapted["base"] == plain["metric"]
+    assert adapted["metric"] != plain["metric"]
+
+
+def test_recipe_gives_eval_sets_and_their_format(here: Path, models: Path) -> None:
+    recipe = here / "recipe.yaml"
+    recipe.write_text(f"""
+model: {{name_or_path: {models / "base"}}}
+data:
+  train: [{{path: "builtin:arithmetic"}}]
+  eval: [{{path: "builtin:arithmetic", split: test, label: sums}}]
+  packing: true
+  max_length: 32
+""")
+    packed = invoke(models / "tuned", "--config", recipe)["sets"]["sums"]
+    plain = invoke(models / "tuned", *DATA)["sets"]["test"]
+    assert (packed["rows"], packed["tokens"]) == (plain["rows"], plain["tokens"])
+    assert packed["loss"]["value"] == pytest.approx(plain["loss"]["value"], rel=1e-6)
+
+
+def test_cut_rows_are_counted_and_left_out_of_exact_match(here: Path, models: Path) -> None:
+    rows = [{"prompt": "one plus", "completion": " two" * length} for length in (1, 40)]
+    (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (here / "recipe.yaml").write_text(
+        f"model: {{name_or_path: {models / 'base'}}}\ndata: {{train: [{{path: rows.jsonl}}], max_length: 16}}\n"
+    )
+    arguments = (models / "tuned", "--config", "recipe.yaml", "--data", "rows.jsonl")
+    found = invoke(*arguments, "--metric", "exact_match", "--max-new-tokens", "2")["sets"]["rows.jsonl"]
+    assert (found["rows"], found["cut_rows"]) == (1, 1)
+    assert invoke(*arguments)["sets"]["rows.jsonl"]["rows"] == 2
+
+
+def test_mistakes_are_one_line_with_a_hint(here: Path, models: Path) -> None:
+    tuned = models / "tuned"
+    (here / "text.jsonl").write_text('{"text": "one plus two"}\n')
+    (here / "long.jsonl").write_text(json.dumps({"prompt": "one plus two " * 40, "completion": " two"}) + "\n")
+    (here / "empty").mkdir()
+    run_directory = here / "run"
+    (run_directory / "model").mkdir(parents=True)
+    (run_directory / "recipe.json").write_text("{}")
+    for expected, arguments in {
+        "unknown-extension": (tuned, *DATA, "--metric", "bleu"),
+        "model-not-found": ("empty", *DATA),
+        "run-not-merged": ("run", *DATA),
+        "no-evaluation-data": (tuned,),
+        "no-prompt": (tuned, "--data", "text.jsonl", "--metric", "exact_match"),
+        "beyond-positions": (tuned, "--data", "long.jsonl", "--metric", "exact_match"),
+        "answer-pattern": (tuned, *DATA, "--metric", "exact_match", "--answer", "("),
+        "no-recipe": (tuned, *DATA, "--set", "data.max_length=4"),
+        "no-such-split": (tuned, "--data", "builtin:arithmetic", "--split", "dev"),
+    }.items():
+        (error,) = invoke(*arguments, code=2)["errors"]
+        assert (error["code"], bool(error["hint"]) or expected == "answer-pattern") == (expected, True), error
+
+
+def test_score_that_is_not_finite_exits_4_with_its_row(here: Path, models: Path) -> None:
+    shutil.copytree(models / "tuned", here / "damaged")
+    model = LlamaForCausalLM.from_pretrained(here / "damaged")
+    model.lm_head.weight.data[3] = np.nan
+    model.save_pretrained(here / "damaged")
+    (error,) = invoke("damaged", *DATA, code=4)["errors"]
+    assert (error["code"], error["file"]) == ("score-not-finite", "builtin:arithmetic")
+    assert error["line"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_loss_of_a_run_equals_its_last_evaluation(cli: Cli, tmp_path: Path) -> None:
+    keys = {"training.max_steps": 3, "training.logging_steps": 1, "launch.num_processes": 2, "output_dir": "run", "merge.dtype": "fp32"}
+    keys |= {"precision.mixed_precision": "no", "data.packing": "true", "data.max_length": 64, "training.global_batch_size": 64}
+    overrides = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
+    done = cli("train", "--config", "gpt2_smoke", *overrides)
+    assert done.returncode == 0, done.stderr
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    expected = [line["eval_loss"] for line in logged if "eval_loss" in line][-1]
+    (found,) = document(cli("evaluate", "run", "--json"))["sets"].values()
+    assert found["loss"]["value"] == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from fsdp_tune.model.generate import generate
+
+PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},  # learned positions
+    "gemma2": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4},
+    "mamba": {},  # no cache of keys and values
+}
+
+
+def tiny(kind: str) -> Any:
+    config = AutoConfig.for_model(
+        kind, vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, pad_token_id=0, eos_token_id=2, **SIZES[kind]
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.3)
+    return model
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_padded_batch_equals_transformers_row_by_row(kind: str) -> None:
+    model = tiny(kind)
+    expected: list[list[int]] = []
+    for prompt in PROMPTS:
+        options = GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=2, pad_token_id=0)
+        ids = torch.tensor([prompt])
+        expected.append(model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)[0, len(prompt) :].tolist())
+    with torch.no_grad():
+        found = generate(model, PROMPTS, max_new_tokens=8, end_ids={2}, pad_id=0, device=torch.device("cpu"))
+    assert found == expected
+
+
+def test_rows_end_at_first_end_token_and_loop_stops_by_agreement() -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        free = generate(model, PROMPTS, max_new_tokens=8, end_ids=(), pad_id=0, device=torch.device("cpu"))
+        end = free[0][2]
+        votes: list[bool] = []
+        stopped = generate(
+            model,
+            PROMPTS[:1],
+            max_new_tokens=8,
+            end_ids={end},
+            pad_id=0,
+            device=torch.device("cpu"),
+            all_finished=lambda mine: bool(votes.append(mine)) or len(votes) > 5,  # another rank is not finished before
+        )
+    assert stopped[0] == free[0][: free[0].index(end) + 1]
+    assert votes[-1]
+    assert len(votes) == 6
