@@ -28,7 +28,6 @@ from fsdp_tune.data.tokenise.rows import RawRow, Tokenised, Tokeniser, tokenise
 from fsdp_tune.recipe.resolve import MOST_PROCESSES
 from fsdp_tune.recipe.schema import Recipe
 
-HELD_OUT = "held_out"
 BAD_ROWS_NAME = "bad_rows.jsonl"
 
 
@@ -152,7 +151,8 @@ def _index(recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: 
     trained = writer.trained()
     index = Index()
     training_hashes = np.zeros(0, np.uint64)
-    for number, (name, available) in enumerate(_sets(recipe, inputs, examples).items()):
+    sets = _sets(recipe, inputs, examples)
+    for number, (name, available) in enumerate(sets.items()):
         in_train = name == TRAIN
         chosen = available
         if in_train:
@@ -161,6 +161,8 @@ def _index(recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: 
         packing = data.packing if in_train or data.eval_packing is None else data.eval_packing
         pieces = _cut(recipe, inputs, chosen, trained, names)
         pieces, rows = packed(pieces, trained, data.max_length, packing=packing, strategy=data.packing_strategy)
+        if len(rows.rows) == 1 and not in_train and len(sets) > 2 and not isinstance(data.eval, list):
+            continue  # one of several sources without a held-out row that can be used
         refuse_empty_set(name, len(rows.rows) - 1, len(chosen), data.max_length)
         index.folders[name] = TRAIN if in_train else f"eval-{number:03d}"
         writer.add_set(index.folders[name], rows.segments, rows.rows)
@@ -168,6 +170,8 @@ def _index(recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: 
         if not in_train:
             index.accounts[name]["also_trained"] = rows_named(_also_trained(chosen, training_hashes), names)
         index.sources[name] = source_accounts(len(inputs), available, chosen, pieces)
+    if len(sets) > 1 and len(index.folders) == 1:
+        refuse_empty_set("held out", 0, sum(len(each) for name, each in sets.items() if name != TRAIN), data.max_length)
     return index
 
 
@@ -190,7 +194,8 @@ def _sets(recipe: Recipe, inputs: Sequence[Input], examples: Examples) -> dict[s
             f"`data.eval` holds out {np.count_nonzero(out):,} of {len(train):,} rows",
             hint="take another `fraction`, or a number of `rows`",
         )
-    return {TRAIN: train.take(~out), HELD_OUT: train.take(out)}
+    parts = {label: train.take(out & (train.sources == source)) for source, label in enumerate(recipe.data.eval_labels)}
+    return {TRAIN: train.take(~out), **{label: part for label, part in parts.items() if len(part)}}
 
 
 def _mixture(recipe: Recipe, inputs: Sequence[Input], train: Examples, trained: Mask, names: Sequence[str]) -> Examples:

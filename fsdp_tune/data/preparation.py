@@ -22,8 +22,10 @@ from fsdp_tune.data.store_cache import STORES, built, content_key, record_use
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.recipe.paths import COMPILED, default_cache_directory
+from fsdp_tune.recipe.rules.training import measured_metrics
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.model_and_data import DataSource
+from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.document import Document
 from fsdp_tune.run.manifest import Manifest
 
@@ -73,7 +75,7 @@ def prepare(
     inputs = open_inputs(recipe, encoder)
     stamps = [opened.source.stamps() for opened in inputs]
     training_key = content_key(_training_content(recipe, encoder, inputs, digests))
-    key = content_key([training_key, recipe.data.eval_packing, _content(inputs, digests, train=False)])
+    key = content_key([training_key, recipe.data.eval_packing, recipe.data.eval_labels, _content(inputs, digests, train=False)])
     path = cache_dir / STORES / key
 
     def build(stage: Path) -> dict[str, Any]:
@@ -86,6 +88,7 @@ def prepare(
     prepared = _prepared(path, training_key, manifest, encoder, reused=reused)
     if check_rows:
         _refuse_few_rows(recipe, prepared)
+        _refuse_unmeasured(recipe, prepared)
     return prepared
 
 
@@ -162,6 +165,15 @@ def _refuse_few_rows(recipe: Recipe, prepared: Prepared) -> None:
             f"there are {rows:,} rows to train on{packing} ({prepared.report['rows_read']:,} were read), and one step takes {wanted:,}",
             hint="lower `training.global_batch_size` or `gradient_accumulation_steps`, use fewer ranks, or give more data",
         )
+
+
+def _refuse_unmeasured(recipe: Recipe, prepared: Prepared) -> None:
+    """Refuse a best model by a source of which no row is held out: small sources may have none. Raises: usage error."""
+    metric = training_value(recipe.training, "metric_for_best_model")
+    measured = measured_metrics(recipe, prepared.evals)
+    if metric is not None and metric.removeprefix("eval_") not in measured:
+        message = f"`training.metric_for_best_model: {metric}` is not measured: no row of that source is held out"
+        raise usage_error("metric-not-measured", message, hint=f"measured are {', '.join(measured)}; or raise `data.eval.fraction`")
 
 
 # ---- The shortest usable `max_length` of a rehearsal: after a long prompt, the first trained token comes late.

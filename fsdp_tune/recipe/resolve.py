@@ -13,7 +13,7 @@ from fsdp_tune.core.errors import FsdpTuneError, Notice, Problem, Where
 from fsdp_tune.recipe.findings import Finding, as_notice, as_problem, given
 from fsdp_tune.recipe.paths import absolute_paths, default_cache_directory, output_directory
 from fsdp_tune.recipe.rules.precision import FP8_MULTIPLE, computes_in_fp8
-from fsdp_tune.recipe.rules.training import TRACKERS
+from fsdp_tune.recipe.rules.training import TRACKERS, is_better_when_smaller
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.recipe.world import WORLD_RULES, World, budget_accumulation, mesh_sizes
@@ -227,6 +227,11 @@ class _Resolver:
             self.decide("training.eval_strategy", strategy, reason)
         if training.early_stopping is not None and training_value(training, "metric_for_best_model") is None:
             self.decide("training.metric_for_best_model", "loss", "early stopping compares eval_loss")
+        metric = training_value(training, "metric_for_best_model")
+        if metric is not None and training_value(training, "greater_is_better") is None:
+            is_smaller = is_better_when_smaller(metric)
+            reason = "a loss or a perplexity" if is_smaller else "neither a loss nor a perplexity"
+            self.decide("training.greater_is_better", not is_smaller, f"`{metric}` is {reason}")
         if strategy == "steps" and training_value(training, "eval_steps") is None:
             self.decide("training.eval_steps", training.save_steps, "training.save_steps")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def evaluate_sets(
     device: torch.device,
     metrics: Mapping[str, Metric] = {},
 ) -> dict[str, float]:
-    """Return `eval_loss` and the user's `eval_<metric>` over all sets, and `eval_<label>_…` of each set if there are several."""
+    """Return `eval_loss`, `eval_perplexity` and the user's `eval_<metric>` over all sets, and `eval_<label>_…` of each of several sets."""
     wrapped.eval()
     # A run that stops may omit an evaluation, and the resumed run must still draw the same masks: `outside_step` restores the generator.
     with outside_step(wrapped, device):
@@ -59,7 +60,13 @@ def evaluate_sets(
         if len(pairs) > 1:
             found |= {f"eval_{label}_{name}": total / count for label, (total, count) in pairs.items()}
         found[f"eval_{name}"] = sum(total for total, _ in pairs.values()) / sum(count for _, count in pairs.values())
-    return found
+    # A loss beyond 700 is that of no model, and its exponential is not a number of 64 bits.
+    perplexities = {name.removesuffix("loss") + "perplexity": math.exp(min(found[name], 700.0)) for name in _losses(sums)}
+    return perplexities | found
+
+
+def _losses(labels: Collection[str]) -> list[str]:
+    return ["eval_loss", *(f"eval_{label}_loss" for label in labels if len(labels) > 1)]
 
 
 def _sums(

@@ -11,6 +11,7 @@ import pytest
 from fsdp_tune.core.errors import FsdpTuneError, Problem
 from fsdp_tune.data.preparation import Prepared, decoded_rows, prepare
 from fsdp_tune.data.store import RowStore
+from fsdp_tune.recipe.schema import Recipe
 from tests.data.support import CHATML, ByteEncoder, marked, prepared, recipe_for, rows_of, write_jsonl
 
 PAIRS = [{"prompt": f"{n}+1 is", "completion": f" {n + 1}"} for n in range(20)]
@@ -334,6 +335,28 @@ def test_held_out_rows_are_not_trained_and_do_not_depend_on_the_tokenizer(tmp_pa
     assert len(held_out[0]) == 5
     train = RowStore(found.train)
     assert not held_out[0] & {origin for row in range(len(train)) for origin in train.origins(row)}
+
+
+def test_held_out_rows_of_each_source_are_a_set(tmp_path: Path, pairs: Path) -> None:
+    other = tmp_path / "code.jsonl"
+    other.write_text("".join(json.dumps({"prompt": f"f({number}", "completion": ")"}) + "\n" for number in range(30)))
+    found = prepared(tmp_path, pairs, {"path": str(other), "label": "code"}, eval={"rows": 25}, packing=True)
+    assert list(found.evals) == ["pairs", "code"]
+    stores = {label: RowStore(path) for label, path in found.evals.items()}
+    origins = {label: [origin for row in range(len(store)) for origin in store.origins(row)] for label, store in stores.items()}
+    assert {file for file, _ in origins["pairs"]} == {str(pairs)}
+    assert {file for file, _ in origins["code"]} == {str(other)}
+    assert len(origins["pairs"]) + len(origins["code"]) == 25
+
+
+def test_best_model_by_a_source_without_held_out_rows_is_refused(tmp_path: Path, pairs: Path) -> None:
+    small = tmp_path / "small.jsonl"
+    small.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    raw = recipe_for(tmp_path, pairs, small, eval={"rows": 3}).model_dump(by_alias=True)
+    recipe = Recipe.model_validate({**raw, "training": {"metric_for_best_model": "small_loss", "gradient_accumulation_steps": 1}})
+    with pytest.raises(FsdpTuneError) as caught:
+        prepare(recipe, ByteEncoder())
+    assert caught.value.problems[0].code == "metric-not-measured"
 
 
 def test_empty_split_is_an_error_with_the_counts(tmp_path: Path, pairs: Path) -> None:

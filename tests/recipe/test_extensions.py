@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -135,6 +136,8 @@ def test_command_trains_with_extensions_and_reports_another_version_on_resume(re
     folder = recipe.parent
     environment = os.environ | {"PYTHONPATH": f"{folder / 'packages'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-m", "fsdp_tune", "train", str(recipe), "--set", "output_dir=run", "--json"]
+    sources = "data.train=[{path: spec, loader: mine-rows, loader_options: {rows: 60}}, {path: builtin:arithmetic, max_rows: 60}]"
+    command += ["--set", sources, "--set", "training.metric_for_best_model=spec_nll"]
     refused = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     done = subprocess.run([*command, "--allow-extensions"], cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -142,6 +145,12 @@ def test_command_trains_with_extensions_and_reports_another_version_on_resume(re
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     evaluation = next(line for line in lines if "eval_loss" in line)
     assert evaluation["eval_nll"] == pytest.approx(evaluation["eval_loss"], rel=1e-5)
+    assert evaluation["eval_perplexity"] == pytest.approx(math.exp(evaluation["eval_loss"]))
+    by_source = [evaluation[f"eval_{source}_loss"] for source in ("spec", "arithmetic")]
+    assert min(by_source) < evaluation["eval_loss"] < max(by_source)
+    assert evaluation["eval_spec_nll"] == pytest.approx(evaluation["eval_spec_loss"], rel=1e-5)
+    state = json.loads((folder / "run" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["best_metric"] == evaluation["eval_spec_nll"]
     assert [(folder / f"steps-of-rank-{rank}").read_text().split() for rank in (0, 1)] == [["1", "2"]] * 2
     recorded = json.loads((folder / "run" / "environment.json").read_text())["extensions"]
     assert {(each["kind"], each["name"], each["distribution"], each["version"]) for each in recorded} == {

@@ -75,6 +75,16 @@ def test_auto_value_is_resolved_with_reason(extra: str, key: str, value: object,
 
 
 @pytest.mark.parametrize(
+    ("metric", "is_greater"), [("eval_code_loss", False), ("text_perplexity", False), ("code_accuracy", True), ("accuracy", True)]
+)
+def test_direction_of_a_metric_of_a_source_follows_from_its_name(metric: str, is_greater: bool) -> None:
+    text = "model: {name_or_path: gpt2}\nextensions: {metrics: [accuracy]}\n"
+    text += "data: {train: [{path: org/code}, {path: org/b, label: text}], eval: {rows: 4}}\n"
+    found = resolved("", text=f"{text}training: {{metric_for_best_model: {metric}}}")
+    assert training_value(found.recipe.training, "greater_is_better") is is_greater
+
+
+@pytest.mark.parametrize(
     ("save", "eval_strategy", "eval_steps"),
     [
         ("save_steps: 50", "steps", 50),

@@ -150,7 +150,7 @@ COMPLETE = [
     ),
     (
         "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\ntraining: {metric_for_best_model: accuracy}",
-        "evaluation is by loss",
+        "is not measured",
     ),
     (
         "model: {name_or_path: a}\ndata: {train: [{path: b}], eval: {rows: 2}}\n"

@@ -64,8 +64,7 @@ def _entries(recipe: Recipe) -> list[tuple[str, str, DataSource]]:
     if not isinstance(recipe.data.eval, list):
         return entries
     labels: set[str] = set()
-    for index, entry in enumerate(recipe.data.eval):
-        label = entry.label or ("eval" if len(recipe.data.eval) == 1 else f"eval{index + 1}")
+    for index, (label, entry) in enumerate(zip(recipe.data.eval_labels, recipe.data.eval, strict=True)):
         if label in labels or label == TRAIN:
             raise usage_error("label-twice", f"two sets are labelled `{label}`", where=Where(key=f"data.eval[{index}].label"))
         labels.add(label)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from fsdp_tune.recipe.findings import Finding, Rule, given
 from fsdp_tune.recipe.scalars import shown
@@ -63,15 +63,25 @@ def best_metric_is_measured(recipe: Recipe) -> Iterator[Finding]:
     metric = training_value(recipe.training, "metric_for_best_model")
     if metric is None or recipe.data.eval is None:
         return
-    labels = [source.label for source in recipe.data.eval if source.label] if isinstance(recipe.data.eval, list) else []
-    measured = ["loss", "eval_loss", *(f"eval_{label}_loss" for label in labels), *(f"{label}_loss" for label in labels)]
-    if metric not in measured:
-        message = f"`training.metric_for_best_model: {shown(metric)}` is not measured: evaluation is by loss"
+    measured = measured_metrics(recipe, recipe.data.eval_labels)
+    if metric.removeprefix("eval_") not in measured:
+        message = f"`training.metric_for_best_model: {shown(metric)}` is not measured"
         keys, hint = ("training.metric_for_best_model", "data.eval"), f"measured are {', '.join(measured)}"
         yield Finding("contradiction", keys, message, hint)
-    elif training_value(recipe.training, "greater_is_better"):
-        message = "`training.greater_is_better: true` would keep the worst checkpoint: a loss is better when it is smaller"
+    elif is_better_when_smaller(metric) and training_value(recipe.training, "greater_is_better"):
+        message = f"`training.greater_is_better: true` would keep the worst checkpoint: `{metric}` is better when it is smaller"
         yield Finding("contradiction", ("training.greater_is_better", "training.metric_for_best_model"), message, "leave it out")
+
+
+def measured_metrics(recipe: Recipe, labels: Collection[str]) -> list[str]:
+    """Return the names of what evaluations measure, without `eval_`: over all sets, then of each set if there are several."""
+    names = ["loss", "perplexity", *recipe.extensions.metrics]
+    return [*names, *(f"{label}_{name}" for label in labels for name in names if len(labels) > 1)]
+
+
+def is_better_when_smaller(metric: str) -> bool:
+    """Return whether a metric is a loss or a perplexity. A user's metric is taken for one by the same endings."""
+    return metric.endswith(("loss", "perplexity"))
 
 
 _SCHEDULE_NEEDS = {

@@ -110,6 +110,11 @@ class DataSource(Section):
     loader_options: dict[str, Any] = {}
     """Options for `loader`."""
 
+    @property
+    def stem(self) -> str:
+        """The last part of the path, without endings: `code` of `data/code.jsonl.gz`."""
+        return self.path.rstrip("/").rpartition("/")[2].rpartition(":")[2].partition(".")[0]
+
 
 class EvalFraction(Section):
     default_effect = Effect(DATA | MEMORY, REFUSED)
@@ -198,6 +203,17 @@ class Data(Section):
     """Processes that tokenise; auto = min(16, cores)."""
     cache_dir: Annotated[Text | None, Effect(NOTHING, FREE)] = None
     """Prepared data; null = $XDG_CACHE_HOME/fsdp-tune."""
+
+    @property
+    def eval_labels(self) -> list[str]:
+        """Return the label of each eval set. Held-out rows are a set for each training source, since each has a loss of its own."""
+        if isinstance(self.eval, list):
+            return [each.label or (f"eval{index}" if len(self.eval) > 1 else "eval") for index, each in enumerate(self.eval, start=1)]
+        if self.eval is None or len(self.train) < 2:
+            return [] if self.eval is None else ["held_out"]
+        labels = [source.label or source.stem for source in self.train]
+        is_clear = len(set(labels)) == len(labels) and "train" not in labels
+        return labels if is_clear else [f"source{index}" for index in range(1, len(labels) + 1)]
 
     @property
     def sources(self) -> list[tuple[str, DataSource]]:
