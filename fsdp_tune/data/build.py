@@ -21,7 +21,7 @@ from fsdp_tune.data.notes import RowNotes
 from fsdp_tune.data.pack.sets import Cut, Examples, cut, held_out, is_weighted, mixed, packed
 from fsdp_tune.data.read.digests import Stamp
 from fsdp_tune.data.read.json_rows import BadRow
-from fsdp_tune.data.review import data_notices, refuse_bad_rows, refuse_empty_set, refuse_nothing
+from fsdp_tune.data.review import data_notices, first_problems, refuse_bad_rows, refuse_bad_share, refuse_empty_set, refuse_nothing
 from fsdp_tune.data.store import Int64, Mask, StoreWriter
 from fsdp_tune.data.tokenise.encoder import Encoder
 from fsdp_tune.data.tokenise.rows import RawRow, Tokenised, Tokeniser, tokenise
@@ -86,6 +86,8 @@ def build_store(
         raise usage_error("data-changing", "a data file was written to while it was read", hint="run again when the file is complete")
     if recipe.data.on_bad_row == "error":
         refuse_bad_rows(found.bad, names, rows=found.counts["rows"])
+    first = first_problems(found.bad, names)
+    refuse_bad_share(len(found.bad), found.counts["rows"], recipe.data.max_bad_share, hint="fix them", first=first)
     _write_bad_rows(stage, found.bad, names)
     examples = found.examples()
     refuse_nothing(examples, names, rows=found.counts["rows"], bad=len(found.bad), untrained=found.untrained)

@@ -13,10 +13,11 @@ import numpy as np
 from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
 from fsdp_tune.core.progress import Bar
 from fsdp_tune.data.account import examples_of, marked_text
-from fsdp_tune.data.build import build_store
+from fsdp_tune.data.build import BAD_ROWS_NAME, build_store
 from fsdp_tune.data.format.inputs import TRAIN, Input, open_inputs, raw_rows
 from fsdp_tune.data.order.permutation import batch_of_step
 from fsdp_tune.data.read.digests import FileDigests
+from fsdp_tune.data.review import refuse_bad_share
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.data.store_cache import STORES, built, content_key, record_use
 from fsdp_tune.data.tokenise.encoder import Encoder
@@ -86,6 +87,8 @@ def prepare(
     if run is not None and recipe.kernels.compile:
         record_use(default_cache_directory() / COMPILED, recipe=recipe.name or "", run=run)
     prepared = _prepared(path, training_key, manifest, encoder, reused=reused)
+    bad, rows = prepared.report["rows_bad"]["rows"], prepared.report["rows_read"]
+    refuse_bad_share(bad, rows, recipe.data.max_bad_share, hint=f"fix those that {path / BAD_ROWS_NAME} lists")
     if check_rows:
         _refuse_few_rows(recipe, prepared)
         _refuse_unmeasured(recipe, prepared)

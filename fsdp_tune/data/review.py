@@ -13,6 +13,8 @@ from fsdp_tune.recipe.schema import Recipe
 
 SHOWN_BAD_ROWS = 5
 SHOWN_DETAILS = 8
+FEWEST_ROWS = 1000
+"""With fewer rows than this, a share of bad rows is one of this many: the first ten of 0.01 are always skipped."""
 POOR_FILL = 0.8
 MANY_REPEATS = 4
 """Muennighoff et al. 2023 (Scaling Data-Constrained Language Models): data repeated up to 4 times train almost as well as new data."""
@@ -22,13 +24,29 @@ def refuse_bad_rows(bad: Sequence[tuple[int, BadRow]], names: Sequence[str], *, 
     """Raise a usage error with the first bad rows (file, line and column) and their number, if there are any."""
     if not bad:
         return
-    shown = [bad_row_problem(names[file], row) for file, row in bad[:SHOWN_BAD_ROWS]]
+    shown = first_problems(bad, names)
     total = Problem(
         "bad-rows",
         f"{len(bad):,} of {rows:,} rows cannot be used" + (f"; the first {len(shown)} are above" if len(bad) > len(shown) else ""),
         hint="fix them, or skip them with `--set data.on_bad_row=skip` (they are then counted and listed)",
     )
     raise FsdpTuneError(*shown, total)
+
+
+def first_problems(bad: Sequence[tuple[int, BadRow]], names: Sequence[str]) -> list[Problem]:
+    return [bad_row_problem(names[file], row) for file, row in bad[:SHOWN_BAD_ROWS]]
+
+
+def exceeds_bad_share(bad: int, rows: int, most: float) -> bool:
+    """Return whether more than the share `most` of the rows read so far is bad. Fewer than FEWEST_ROWS rows count as that many."""
+    return bad > most * max(rows, FEWEST_ROWS)
+
+
+def refuse_bad_share(bad: int, rows: int, most: float, *, hint: str, first: Sequence[Problem] = ()) -> None:
+    """Raise a usage error if more than `data.max_bad_share` of the rows is bad; `first` are problems of the first bad rows."""
+    if exceeds_bad_share(bad, rows, most):
+        message = f"{bad:,} of {rows:,} rows cannot be used, more than `data.max_bad_share: {most}`"
+        raise FsdpTuneError(*first, Problem("too-many-bad-rows", message, hint=f"{hint}, or raise `data.max_bad_share`"))
 
 
 def refuse_nothing(examples: Examples, names: Sequence[str], *, rows: int, bad: int, untrained: Sequence[tuple[int, int]]) -> None:
@@ -177,6 +195,11 @@ def _text_notices(report: dict[str, Any]) -> Iterator[Notice]:
 _NOTES = (
     Notice("not-rendered", "the chat template omits", hint="choose another `data.chat_template` if the model needs them"),
     Notice("unanswered-turns", "turns after the last answer were left out, in conversations that end with"),
+    Notice(
+        "tools-missing",
+        "rows have calls and no column `tools`, so the template cannot describe the functions",
+        hint="add their schemas as `tools`, unless the system prompt has them",
+    ),
     Notice("mark-without-effect", "`train` and `weight` only exclude messages; marked as trained, but not selected by `loss_on`"),
     Notice(
         "special-tokens-as-text",

@@ -150,7 +150,12 @@ def test_loss_on_all_keeps_the_turns_after_the_last_answer() -> None:
         ([{"role": "wizard", "content": "x"}, ANSWER], "message 1 has the unknown role `wizard`"),
         ([USER, {"role": "assistant", "content": " "}], "message 2: the answer is empty"),
         ([USER, {"role": "assistant", "content": None}], "message 2: `content` holds null instead of text"),
-        ([{"role": "user", "content": [{"type": "image"}]}, ANSWER], "message 1: a part of its content is not text"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}, ANSWER],
+            "message 1: part 2 of `content` is of type `image_url`",
+        ),
+        ([{"role": "tool", "content": "2"}, ANSWER], "message 1: the result of a tool is the first message"),
+        ([USER, {"role": "tool", "content": "2"}, ANSWER], "message 2: the result of a tool follows a message from `user`"),
     ],
 )
 def test_broken_conversation_is_refused_with_the_message(messages: Any, says: str) -> None:
@@ -252,3 +257,19 @@ def test_tokenized_rows_define_trained_tokens() -> None:
 )
 def test_malformed_token_rows_are_refused(row: dict[str, Any], says: str) -> None:
     assert says in refused("tokenized", row)
+
+
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "get_time", "arguments": {}}}]}
+
+
+def test_call_of_a_function_that_tools_does_not_define_is_refused() -> None:
+    row = {"messages": [USER, CALL], "tools": [WEATHER]}
+    assert "message 2 calls `get_time`, which `tools` does not define" in refused("messages", row, loss_on="assistant")
+    flat = {"name": "get_time", "parameters": {}}
+    assert example("messages", {"messages": [USER, CALL], "tools": [WEATHER, flat]}, loss_on="assistant").notes == ()
+
+
+def test_calls_in_a_row_without_tools_are_noted() -> None:
+    chat = example("messages", {"messages": [USER, CALL, {"role": "tool", "content": "9:00"}, ANSWER]}, loss_on="assistant")
+    assert [note.kind for note in chat.notes] == ["tools-missing"]

@@ -282,7 +282,8 @@ def test_key_at_its_default_gives_no_notice() -> None:
 def test_every_inactive_row_can_be_active(row: object) -> None:
     """A row that is always true would call a working key dead."""
     texts = [
-        "model: {name_or_path: a}\ndata: {train: [{path: b, weight: 1}, {path: c, weight: 2}], eval: {rows: 2}, packing: true}\n"
+        "model: {name_or_path: a}\ndata: {train: [{path: b, weight: 1}, {path: c, weight: 2}],"
+        " eval: {rows: 2}, packing: true, on_bad_row: skip}\n"
         f"fsdp: {{activation_checkpointing: full, auto_wrap_policy: {policy}}}\n"
         "launch: {num_machines: 2}\ntraining: {eval_strategy: steps}\nprecision: {mixed_precision: fp8}"
         for policy in ("SIZE_BASED_WRAP", "MODULE_NAMES_WRAP\n  , modules_to_wrap: [a]")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of
@@ -68,6 +68,41 @@ def read_tools(row: dict[str, Any]) -> list[Any] | None:
     return without_nulls(cast(list[Any], tools))
 
 
+def tool_names(tools: list[Any]) -> Iterator[str | None]:
+    """Yield the name of each tool's function; None if it has none."""
+    for tool in tools:
+        described = cast(dict[str, Any], tool) if isinstance(tool, dict) else {}
+        function: Any = described.get("function", described)
+        name: Any = cast(dict[str, Any], function).get("name") if isinstance(function, dict) else None
+        yield name if isinstance(name, str) else None
+
+
+def check_tool_messages(messages: list[Message], tools: list[Any] | None) -> bool:
+    """Check that results follow calls, and that `tools` defines every function that is called, if the row has tools.
+
+    Return whether the row has calls and no tools. Raises: RowError.
+    """
+    defined = None if tools is None else set(tool_names(tools))
+    has_calls = False
+    for index, message in enumerate(messages, 1):
+        before = messages[index - 2]["role"] if index > 1 else None
+        if message["role"] == "tool" and before not in ("assistant", "tool"):
+            where = f"follows a message from `{before}`" if before else "is the first message"
+            raise RowError(f"message {index}: the result of a tool {where}; it must follow the assistant's call")
+        for call in tool_calls(message):
+            has_calls = True
+            name = call.get("name")
+            if defined is not None and None not in defined and name not in defined:
+                raise RowError(f"message {index} calls `{name}`, which `tools` does not define; add its schema to the row's `tools`")
+    return has_calls and tools is None
+
+
+def tool_calls(message: Message) -> Iterator[Message]:
+    """Yield the calls of a message, each with `name` and `arguments`."""
+    for call in cast(list[Message], message.get("tool_calls") or []):
+        yield call["function"] if isinstance(call.get("function"), dict) else call
+
+
 def take_training_mark(message: Message, index: int) -> bool | None:
     """Remove `train` and `weight` from a message and return what they mark: trained, not trained, or None without a mark."""
     marks = [_mark(name, message.pop(name), index) for name in ("train", "weight") if name in message]
@@ -125,16 +160,19 @@ def _message(message: Message, index: int, roles: Mapping[str, str]) -> Message:
     if not isinstance(content, str):
         raise RowError(f"message {index}: `content` holds {kind_of(content)} instead of text")
     if role == "assistant" and not content.strip() and not calls:
-        raise RowError(f"message {index}: the answer is empty")
+        raise RowError(f"message {index}: the answer is empty; remove the message, or give it `content` or `tool_calls`")
     return message | {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})
 
 
 def _joined_parts(parts: list[Any], index: int) -> str:
     texts: list[str] = []
-    for part in parts:
-        text = cast(dict[str, Any], part).get("text") if isinstance(part, dict) else None
+    for number, part in enumerate(parts, 1):
+        fields = cast(dict[str, Any], part) if isinstance(part, dict) else {}
+        text: object = part if isinstance(part, str) else fields.get("text")
         if not isinstance(text, str):
-            raise RowError(f"message {index}: a part of its content is not text (images and audio are not supported)")
+            kind = fields.get("type")
+            what = f"of type `{kind}`" if isinstance(kind, str) and kind != "text" else "not text"
+            raise RowError(f"message {index}: part {number} of `content` is {what}; only text is supported, so leave such rows out")
         texts.append(text)
     return "".join(texts)
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from fsdp_tune.data.format.conversations import Message, read_messages, read_sharegpt, read_tools, take_training_mark
+from fsdp_tune.data.format.conversations import Message, check_tool_messages, read_messages, read_sharegpt, read_tools, take_training_mark
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of
 from fsdp_tune.data.store import IGNORE_INDEX
@@ -147,6 +147,7 @@ class FormatSettings:
         if not answers:
             raise RowError("no message is from the assistant: there is no answer to train on")
         tools = read_tools(row)
+        lacks_tools = check_tool_messages(messages, tools)
         if self.loss_on == "all":
             if False in marks:
                 raise RowError(f"message {marks.index(False) + 1} is marked as not trained, and `loss_on: all` trains every message")
@@ -155,6 +156,8 @@ class FormatSettings:
         kept = messages[: answers[-1] + 1]
         trained = tuple(index in wanted and marks[index] is not False for index in range(len(kept)))
         notes = [Note("mark-without-effect", f"`{messages[at]['role']}`") for at, mark in enumerate(marks) if mark and at not in wanted]
+        if lacks_tools:
+            notes.append(Note("tools-missing", "tool calls"))
         if len(kept) < len(messages):
             notes.append(Note("unanswered-turns", f"`{messages[-1]['role']}`"))
         return Chat(kept, trained, tools, tuple(dict.fromkeys(notes)))

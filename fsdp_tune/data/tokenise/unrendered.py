@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
-from fsdp_tune.data.format.conversations import Message
+from fsdp_tune.data.format.conversations import Message, tool_calls, tool_names
 from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.notes import Note
 from fsdp_tune.data.read.json_rows import RowError
@@ -53,7 +53,8 @@ def find_unrendered(chat: Chat, template: str, text: str, answers: Mapping[int, 
             if name not in READ_FIELDS and not _is_field_rendered(own, template, name, value):
                 notes[Note(NOT_RENDERED, f"`{name}` of `{role}` messages")] = None
         begin = max(begin, text.find(message["content"].strip(), begin))
-    names = list(_tool_names(chat.tools or []))
+    tools = chat.tools or []
+    names = [name or json.dumps(tool, default=str) for name, tool in zip(tool_names(tools), tools, strict=True)]
     if not any(all(_is_rendered(context, name, 0, len(context)) for name in names) for context in contexts):
         notes[Note(NOT_RENDERED, "tools")] = None
     return tuple(notes)
@@ -109,8 +110,7 @@ def _first_missing(text: str, value: str, begin: int, end: int) -> str | None:
 
 def _missing_of_calls(text: str, message: Message, begin: int, end: int) -> str | None:
     """Return the first function name, argument or value that is not rendered. Call ids are not checked: few templates write them."""
-    for call in cast(list[Message], message.get("tool_calls") or []):
-        function: Message = call["function"] if isinstance(call.get("function"), dict) else call
+    for function in tool_calls(message):
         for leaf in (str(function.get("name", "")), *_leaves(_parsed(function.get("arguments")))):
             if not _is_rendered(text, leaf, begin, end):
                 return leaf
@@ -140,14 +140,6 @@ def _is_field_rendered(text: str, template: str, name: str, value: Any) -> bool:
     """Return whether template or text names the field, and the text contains its values, except numbers, which may occur by chance."""
     is_named = name in template or f'"{name}"' in text or f"'{name}'" in text
     return is_named and all(_is_rendered(text, leaf, 0, len(text)) for leaf in _leaves(value) if not leaf.isdigit())
-
-
-def _tool_names(tools: list[Any]) -> Iterator[str]:
-    for tool in tools:
-        described = cast(dict[str, Any], tool) if isinstance(tool, dict) else {}
-        function: Any = described.get("function", described)
-        name: Any = cast(dict[str, Any], function).get("name") if isinstance(function, dict) else None
-        yield name if isinstance(name, str) else json.dumps(tool, default=str)
 
 
 def _shown(missing: str) -> str:

@@ -57,6 +57,7 @@ INACTIVE = (
     ),
     Inactive(("data.roles",), _formats_are_among("text", "alpaca", "tokenized"), "no format of the data has roles"),
     Inactive(("data.special_tokens_in_content",), _formats_are_among("tokenized"), "all data are token ids"),
+    Inactive(("data.max_bad_share",), lambda recipe: recipe.data.on_bad_row == "error", "`data.on_bad_row` is error"),
     Inactive(("data.packing_strategy",), lambda recipe: not (recipe.data.packing or recipe.data.eval_packing), "`data.packing` is false"),
     Inactive(("data.eval_packing",), lambda recipe: recipe.data.eval is None, "there is no `data.eval`"),
     Inactive(("data.shuffle_buffer_size",), lambda recipe: not recipe.data.streaming, "`data.streaming` is false"),
