@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,6 +28,13 @@ LONGEST_RUN = 600
 BEGIN, END = "⟦", "⟧"
 
 ShowOption = Annotated[int, typer.Option("--show", metavar="N", min=0, help="Decode N rows, with the trained part marked.")]
+IdsOption = Annotated[bool, typer.Option("--ids", help="Print the token ids of shown rows, for each part.")]
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--html", metavar="FILE", help="Write a page: lengths, truncation, trained share and sampled rows by source.", show_default=False
+    ),
+]
 DownloadOption = Annotated[bool, typer.Option("--download", help="Fetch the model's weights into the local cache too.")]
 
 
@@ -36,6 +44,8 @@ def prepare(
     overrides: SetOption = None,
     name: NameOption = None,
     show: ShowOption = 0,
+    ids: IdsOption = False,
+    html: HtmlOption = None,
     download: DownloadOption = False,
     verify_data: VerifyDataOption = False,
     trust_remote_code: TrustOption = False,
@@ -47,14 +57,25 @@ def prepare(
     \b
     Examples:
         fsdp-tune prepare --config gpt2_smoke --show 3
+        fsdp-tune prepare my.yaml --html rows.html
         fsdp-tune prepare my.yaml --download       (before a job on machines without network)
     """
     with command(json_output) as screen:
         import fsdp_tune
+        from fsdp_tune.cli.rows_page import SAMPLES, rows_page
+        from fsdp_tune.core.atomic import write_file
 
         loaded = fsdp_tune.load_recipe(chosen_recipe(recipe, config), overrides or (), name=name)
         allowed = fsdp_tune.Allowed(trust_remote_code, extensions=allow_extensions)
-        done = fsdp_tune.prepare(loaded, show=show, download=download, verify_data=verify_data, allowed=allowed, observer=screen)
+        done = fsdp_tune.prepare(
+            loaded,
+            show=max(show, 1) if ids else show,
+            samples=SAMPLES if html is not None else 0,
+            download=download,
+            verify_data=verify_data,
+            allowed=allowed,
+            observer=screen,
+        )
         data = done.data
         document = {"path": data.path, "key": data.key, "reused": data.reused, "train": data.train, "evals": data.evals}
         screen.document(document | {"report": data.report} | ({"shown": done.rows} if done.rows else {}))
@@ -62,6 +83,11 @@ def prepare(
         examples = [example for row in done.rows for example in row] or [data.report["example"]]
         for example in examples:
             show_example(screen, example)
+            if ids:
+                show_ids(screen, example)
+        if html is not None:
+            write_file(html, rows_page(loaded.recipe.name or "data", data.report, data.as_notices(), done.samples))
+            screen.message(f"the page is {html}")
 
 
 def show_data(screen: Screen, data: Prepared) -> None:
@@ -117,6 +143,12 @@ def show_example(screen: Screen, example: dict[str, Any]) -> None:
         )
     else:
         screen.message("".join(f"{BEGIN}{text}{END}" if trained else text for text, trained in runs))
+
+
+def show_ids(screen: Screen, example: dict[str, Any]) -> None:
+    """Print the token ids of each part of an example."""
+    for (_, trained), ids in zip(example["runs"], example["ids"], strict=True):
+        screen.message(f"  {'trained' if trained else 'context'}: {_shortened(' '.join(map(str, ids)))}")
 
 
 def _shortened(text: str) -> str:

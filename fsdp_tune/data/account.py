@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import numpy as np
 from fsdp_tune.data.format.inputs import TRAIN
 from fsdp_tune.data.pack.packing import PackedRows
 from fsdp_tune.data.pack.sets import NAMED_ROWS, Cut, Examples
-from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row
+from fsdp_tune.data.store import IGNORE_INDEX, Int64, Row, RowStore
 from fsdp_tune.data.tokenise.encoder import Encoder
 
 
@@ -82,21 +84,71 @@ def rows_named(origins: Int64, names: Sequence[str]) -> dict[str, Any]:
     return {"rows": len(origins), "first": [f"{names[file]}:{row}" for file, row in origins[:NAMED_ROWS].tolist()]}
 
 
-def marked_text(row: Row, encoder: Encoder) -> list[tuple[str, bool]]:
-    """Return the row as text, in runs that are trained or not. Joined, they are the decoded row.
+@dataclass(frozen=True, slots=True)
+class SourceSample:
+    """Examples of one training source, as packing and `overlong` left them."""
+
+    account: dict[str, Any]
+    """The entry of the source in `inputs` of the report."""
+    lengths: Int64
+    """Number of tokens of each example or part of one."""
+    cut: int
+    """Number of them that are a part of an example."""
+    examples: list[dict[str, Any]]
+    """Some of them, decoded."""
+
+
+def sample_sources(train: Path | str, inputs: Sequence[dict[str, Any]], encoder: Encoder, count: int) -> list[SourceSample]:
+    """Return `count` examples of each training source, spread evenly; `inputs` are those of the report."""
+    store = RowStore(train)
+    segments = store.segments()
+    first_of_row = np.searchsorted(segments.rows, np.arange(len(store)))
+    samples: list[SourceSample] = []
+    files = 0
+    for account in inputs:
+        own = np.flatnonzero((segments.files >= files) & (segments.files < files + account["files"]))
+        files += account["files"]
+        if account["set"] != TRAIN:
+            continue
+        examples: list[dict[str, Any]] = []
+        for at in spread_indices(len(own), count):
+            segment = int(own[at])
+            row = int(segments.rows[segment])
+            examples.append(decoded_row(store, row, encoder)[segment - int(first_of_row[row])])
+        samples.append(SourceSample(account, segments.lengths[own], int(segments.is_cut[own].sum()), examples))
+    return samples
+
+
+def spread_indices(length: int, count: int) -> list[int]:
+    """Return at most `count` indices below `length`, spread evenly."""
+    count = min(count, length)
+    return [(2 * at + 1) * length // (2 * count) for at in range(count)]
+
+
+def decoded_row(store: RowStore, row: int, encoder: Encoder) -> list[dict[str, Any]]:
+    """Return the examples of a row: `where` it is from, `runs` of text that are trained or not, and the `ids` of each run."""
+    examples = zip(store.origins(row), examples_of(store[row]), strict=True)
+    return [{"where": f"{file}:{number}"} | _marked(example, encoder) for (file, number), example in examples]
+
+
+def _marked(row: Row, encoder: Encoder) -> dict[str, Any]:
+    """Return the row as text, in runs that are trained or not, with their ids. Joined, the runs are the decoded row.
 
     Tokens are decoded from the beginning of the row each time, because some tokenizers write the space of a token only if
     another token precedes it.
     """
     flags = row.labels != IGNORE_INDEX
     runs: list[tuple[str, bool]] = []
-    done, end = "", 0
+    ids: list[list[int]] = []
+    tokens: list[int] = row.input_ids.tolist()
+    done, begin = "", 0
     for trained, run in groupby(flags.tolist()):
-        end += sum(1 for _ in run)
-        text = encoder.decode(row.input_ids[:end].tolist())
+        end = begin + sum(1 for _ in run)
+        text = encoder.decode(tokens[:end])
         runs.append((text[len(done) :], trained))
-        done = text
-    return runs
+        ids.append(tokens[begin:end])
+        done, begin = text, end
+    return {"runs": runs, "ids": ids}
 
 
 def examples_of(row: Row) -> list[Row]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
 from fsdp_tune.core.progress import Bar
-from fsdp_tune.data.account import examples_of, marked_text
+from fsdp_tune.data.account import decoded_row, spread_indices
 from fsdp_tune.data.build import BAD_ROWS_NAME, build_store
 from fsdp_tune.data.format.inputs import TRAIN, Input, open_inputs, raw_rows
 from fsdp_tune.data.order.permutation import batch_of_step
@@ -141,20 +141,14 @@ def _entry(entry: DataSource) -> dict[str, Any]:
 
 def _with_example(report: dict[str, Any], train: Path, encoder: Encoder) -> dict[str, Any]:
     """Return the report with one decoded training example, in runs that are trained or not."""
-    return report | {"example": decoded_rows(train, encoder, 1)[0][0]}
+    example = decoded_rows(train, encoder, 1)[0][0]
+    return report | {"example": {name: example[name] for name in ("where", "runs")}}
 
 
 def decoded_rows(train: Path | str, encoder: Encoder, count: int) -> list[list[dict[str, Any]]]:
-    """Return rows spread evenly over a set, each as a list of its examples: the origin of the example, and its text in runs."""
+    """Return rows spread evenly over a set, each as a list of its decoded examples."""
     store = RowStore(train)
-    chosen = [(2 * at + 1) * len(store) // (2 * min(count, len(store))) for at in range(min(count, len(store)))]
-    return [
-        [
-            {"where": f"{file}:{number}", "runs": marked_text(example, encoder)}
-            for (file, number), example in zip(store.origins(row), examples_of(store[row]), strict=True)
-        ]
-        for row in chosen
-    ]
+    return [decoded_row(store, row, encoder) for row in spread_indices(len(store), count)]
 
 
 def _refuse_few_rows(recipe: Recipe, prepared: Prepared) -> None:

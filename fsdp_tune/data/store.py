@@ -53,6 +53,18 @@ class Row:
     row_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """A table of segments: an entry of each array for each segment."""
+
+    rows: Int64
+    files: Int64
+    """Indices into `RowStore.files`."""
+    lengths: Int64
+    is_cut: npt.NDArray[np.bool_]
+    """Whether the segment is a part of its example."""
+
+
 class RowStore:
     """One set of a store: `RowStore(store / "train")`. Picklable: another process maps the same files again."""
 
@@ -114,6 +126,17 @@ class RowStore:
         segments = self._segments[self._rows[index] : self._rows[index + 1]]
         examples = np.searchsorted(self._examples, segments[:, 0], side="right") - 1
         return (self._examples[examples + 1] - self._examples[examples] == segments[:, 1]).tolist()
+
+    def segments(self) -> Segments:
+        """Return a table of all segments of the set, row by row."""
+        starts, lengths = self._segments[:, 0], self._segments[:, 1]
+        examples = np.searchsorted(self._examples, starts, side="right") - 1
+        return Segments(
+            rows=np.repeat(np.arange(len(self)), np.diff(self._rows)),
+            files=self._origins[examples, 0],
+            lengths=lengths,
+            is_cut=lengths < np.diff(self._examples)[examples],
+        )
 
     def describe_rows(self, rows: Sequence[int]) -> str:
         """Return `12 (train.jsonl:17), 3 (train.jsonl:5) and 6 more`, with the source of the first example of each row."""

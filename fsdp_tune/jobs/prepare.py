@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.hub import download_model
+from fsdp_tune.data.account import SourceSample, sample_sources
 from fsdp_tune.data.preparation import Prepared, decoded_rows
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
@@ -22,12 +23,15 @@ class Preparation:
     """Where the sets are, and the account of rows and tokens."""
     rows: list[list[dict[str, Any]]]
     """The rows requested by `show`, each a list of decoded examples."""
+    samples: list[SourceSample]
+    """As many examples of each training source as `samples` requests."""
 
 
 def prepare(
     recipe: LoadedRecipe,
     *,
     show: int = 0,
+    samples: int = 0,
     download: bool = False,
     verify_data: bool = False,
     allowed: Allowed = Allowed(),
@@ -35,8 +39,9 @@ def prepare(
 ) -> Preparation:
     """Tokenise and pack the data of a recipe into the cache, or find them there. Needs no GPU.
 
-    `show` decodes so many rows. `download` fetches the model's weights too. `verify_data` hashes all data files instead of trusting
-    sizes and times. A script needs `if __name__ == "__main__":` around the call, since tokenising spawns processes.
+    `show` decodes so many rows, `samples` so many examples of each training source. `download` fetches the model's weights too.
+    `verify_data` hashes all data files instead of trusting sizes and times. A script needs `if __name__ == "__main__":` around the
+    call, since tokenising spawns processes.
     Raises: FsdpTuneError, with file and line for what is wrong in the data.
     """
     with session(recipe):
@@ -50,7 +55,11 @@ def prepare(
         with observer.progress("tokenising", None, "rows") as bar:
             data = prepare_data(resolution.recipe, encoder, progress=bar, check_rows=not is_assumed, verify=verify_data)
         observer.notices(data.as_notices())
-        return Preparation(data, decoded_rows(data.train, encoder, show) if show else [])
+        return Preparation(
+            data,
+            decoded_rows(data.train, encoder, show) if show else [],
+            sample_sources(data.train, data.report["inputs"], encoder, samples) if samples else [],
+        )
 
 
 def _download(recipe: Recipe, observer: Observer) -> None:

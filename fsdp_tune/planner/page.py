@@ -36,6 +36,8 @@ th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #ddd; 
 .tight { color: #997700 }
 .no { color: #aa2222 }
 svg { width: 100%; height: auto }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; padding: .6rem }
+mark { background: #bfe5c4 }
 .key { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em }
 footer { color: #666 }
 """
@@ -46,19 +48,15 @@ Points = npt.NDArray[np.float64]
 def html_page(plan: Plan) -> str:
     """Return a complete document. Every name from a recipe, a model or a file is escaped."""
     title = f"{plan.recipe} on {plan.num_processes} × {plan.gpu}"
-    parts = [
-        "<!doctype html>",
-        f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style></head><body>',
-        f"<h1>{escape(title)}</h1>",
-        _verdict(plan),
-        _timeline(plan),
-        _components(plan),
-        _ranking(plan),
-        _scaling(plan.scaling),
-        _footer(plan),
-        "</body></html>",
-    ]
-    return "\n".join(part for part in parts if part) + "\n"
+    parts = [_verdict(plan), _timeline(plan), _components(plan), _ranking(plan), _scaling(plan.scaling), _footer(plan)]
+    return html_document(title, parts)
+
+
+def html_document(title: str, parts: Iterable[str]) -> str:
+    """Return a complete document without scripts or external files. `parts` are HTML already; empty ones are left out."""
+    head = f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style></head><body>'
+    lines = ["<!doctype html>", head, f"<h1>{escape(title)}</h1>", *parts, "</body></html>"]
+    return "\n".join(line for line in lines if line) + "\n"
 
 
 def _verdict(plan: Plan) -> str:
@@ -69,7 +67,7 @@ def _verdict(plan: Plan) -> str:
         ("step", f"{escape(_seconds(plan.step_seconds))}, {speed} tokens a second and GPU, MFU {_number(plan.mfu, '.1%')}"),
         ("batch", escape(plan.batch)),
     ]
-    return _table(("", ""), rows)
+    return html_table(("", ""), rows)
 
 
 def _timeline(plan: Plan) -> str:
@@ -141,7 +139,7 @@ def _phases(timeline: Timeline, x: Points) -> str:
 
 def _components(plan: Plan) -> str:
     rows = [(escape(name), f"{size:.2f}") for name, size in plan.components.items()]
-    return "<h2>At the peak</h2>\n" + _table(("component", "GiB"), rows)
+    return "<h2>At the peak</h2>\n" + html_table(("component", "GiB"), rows)
 
 
 def _ranking(plan: Plan) -> str:
@@ -160,7 +158,7 @@ def _ranking(plan: Plan) -> str:
     ]
     because = f"<p>{escape(plan.best_because)}</p>" if plan.best_because else ""
     head = ("", "changes to your recipe", "fits", "GiB", "step", "tokens/s/GPU")
-    return f"<h2>Ranked recipes</h2>\n{because}\n" + _table(head, rows)
+    return f"<h2>Ranked recipes</h2>\n{because}\n" + html_table(head, rows)
 
 
 def _scaling(scaling: Sequence[dict[str, Any]]) -> str:
@@ -177,7 +175,7 @@ def _scaling(scaling: Sequence[dict[str, Any]]) -> str:
         )
         for row in scaling
     ]
-    return "<h2>Other numbers of GPUs, same sequences per GPU</h2>\n" + _table(
+    return "<h2>Other numbers of GPUs, same sequences per GPU</h2>\n" + html_table(
         ("GPUs", "fits", "step", "tokens/s", "efficiency", "GiB reserved"), rows
     )
 
@@ -211,7 +209,7 @@ def _number(value: float | None, form: str) -> str:
     return "unknown" if value is None else format(value, form)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table of cells that are already HTML."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)

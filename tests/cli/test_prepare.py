@@ -58,6 +58,36 @@ def test_control_characters_of_a_row_are_printed_escaped(recipe: Path, tmp_path:
     assert "clear \\x1b[2J⟦ now" in done.output
 
 
+def test_ids_of_shown_rows_are_printed_by_part(recipe: Path) -> None:
+    done = CliRunner().invoke(app, [str(recipe), "--json", "--show", "1"])
+    [[example]] = json.loads(done.stdout)["shown"]
+    done = CliRunner().invoke(app, [str(recipe), "--show", "1", "--ids"])
+    for kind, ids in zip(("context", "trained"), example["ids"], strict=True):
+        assert f"  {kind}: {' '.join(map(str, ids))}" in done.output
+    assert "context:" in CliRunner().invoke(app, [str(recipe), "--ids"]).output
+
+
+def test_page_shows_rows_by_source_and_escapes_them(recipe: Path, tmp_path: Path) -> None:
+    evil = "</pre><script>alert('x')</script>\u202e"
+    rows, other, page = tmp_path / "rows.jsonl", tmp_path / "other.jsonl", tmp_path / "page.html"
+    rows.write_text("".join(json.dumps({"prompt": f"{evil}{number}", "completion": " now"}) + "\n" for number in range(30)))
+    other.write_text(
+        json.dumps({"prompt": "plus " * 60, "completion": " two"}) + "\n" + json.dumps({"prompt": "a", "completion": " b"}) + "\n"
+    )
+    train = f"data.train=[{{path: {rows}, label: <b>}}, {{path: {other}}}]"
+    done = CliRunner().invoke(app, [str(recipe), "--set", train, "--set", "data.max_length=128", "--html", str(page)])
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    assert "<script" not in text
+    assert "http" not in text
+    assert "\u202e" not in text
+    assert text.count("&lt;/pre&gt;&lt;script&gt;") == 10
+    assert "<h2>&lt;b&gt;</h2>" in text
+    assert "<mark> now&lt;|endoftext|&gt;</mark>" in text
+    assert f"{other}:2: " in text
+    assert "<td>&lt;b&gt;</td><td>30</td>" in text
+
+
 def test_bad_row_exits_2_with_its_line(recipe: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": \n')
