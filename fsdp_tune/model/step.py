@@ -6,9 +6,8 @@ The planner traces the same functions, so that it predicts their allocations.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -51,23 +50,18 @@ def decayed_names(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, parameter in model.named_parameters() if decays(name, parameter))
 
 
-def parameter_groups(
-    wrapped: nn.Module, weight_decay: float, decayed: frozenset[str], own_rates: Mapping[str, float] = MappingProxyType({})
-) -> list[dict[str, Any]]:
-    """Return the trained parameters in groups, with and without weight decay; empty groups are omitted.
+def parameter_groups(wrapped: nn.Module, options_of: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the trained parameters in groups of equal options, which `options_of` returns for a parameter's name.
 
-    `own_rates` gives the peak learning rate of the parameters that have one of their own, by name; the others' groups come first.
+    Groups without a learning rate of their own come first, and of these the one with weight decay.
     """
-    groups: dict[tuple[float | None, bool], list[nn.Parameter]] = {(None, True): [], (None, False): []}
+    groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
     for wrapped_name, parameter in wrapped.named_parameters():
-        name = plain_name(wrapped_name)
         if parameter.requires_grad:
-            groups.setdefault((own_rates.get(name), name in decayed), []).append(parameter)
-    return [
-        {"params": params, "weight_decay": weight_decay if decay else 0.0} | ({} if rate is None else {"lr": rate})
-        for (rate, decay), params in groups.items()
-        if params
-    ]
+            options = options_of(plain_name(wrapped_name))
+            groups.setdefault(tuple(sorted(options.items())), []).append(parameter)
+    made = [{"params": parameters, **dict(options)} for options, parameters in groups.items()]
+    return sorted(made, key=lambda group: ("lr" in group, not group["weight_decay"]))
 
 
 def flat_shard_group(wrapped: nn.Module) -> dist.ProcessGroup | None:
@@ -126,7 +120,7 @@ def total_norm(parameters: Iterable[nn.Parameter], flat_group: dist.ProcessGroup
         by_groups[() if flat_group is None else (flat_group,)] = []  # this rank's part of every gradient may be empty
     squares: list[torch.Tensor] = []
     for groups, gradients in by_groups.items():
-        square = _sum_of_squares(gradients)
+        square = sum_of_squares(gradients)
         for group in groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
@@ -139,7 +133,7 @@ def _shard_groups(gradient: DTensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(gradient.placements) if placement.is_shard())
 
 
-def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
+def sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares. On CPU it is computed in pieces: torch sums a norm sequentially in fp32, off by 0.2 % at 33M elements."""
     device = gradients[0].device if gradients else torch.device("cpu")
     if device.type == "cpu":

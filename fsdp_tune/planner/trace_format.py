@@ -79,10 +79,11 @@ work of every slice (`blend.at_micro_batch`). `kernels` is the number of launche
 DTYPES = ("fp32", "bf16", "fp16", "fp64", "int64", "int32", "bool", "uint8", "fp8")
 
 COLLECTIVE = np.dtype([*_WHERE, ("kind", "i1"), ("group", "i1"), ("bytes", "i8"), ("unit", "i4"), ("dtype", "i1")])
-"""`bytes` is the full buffer: the output of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce.
+"""`bytes` is the full buffer: the output of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce, the input of an
+all-to-all.
 `kind` indexes COLLECTIVES, `group` GROUPS, `unit` Trace.units (-1: none, such as the norm's sum)."""
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 GROUPS = ("shard", "replicate", "world")
 
 WAIT = np.dtype([*_WHERE, ("source", "i1"), ("until", "i4")])

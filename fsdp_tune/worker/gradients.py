@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fsdp_tune.core.errors import ExitCode, FailedError, Problem
-from fsdp_tune.model.optim.optimizer import AdamW
+from fsdp_tune.model.optim.adamw import AdamW
 from fsdp_tune.model.step import LossScale, clip_factor, flat_shard_group, scale_gradients, total_norm
 from fsdp_tune.run.metrics_file import MetricsFile
 
@@ -138,8 +138,9 @@ class GradientGate:
 
 
 def supports_found_inf(optimizer: Any) -> bool:
-    """Return whether `optimizer.found_inf` takes effect: in torch's fused kernels, which this package's AdamW always uses."""
-    return isinstance(optimizer, AdamW)
+    """Return whether `optimizer.found_inf` takes effect: in torch's fused kernels, which this package's AdamW always uses. Muon's
+    matrices are not updated by such a kernel."""
+    return type(optimizer) is AdamW
 
 
 def _non_finite(message: str) -> FailedError:

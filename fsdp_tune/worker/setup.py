@@ -26,6 +26,7 @@ from fsdp_tune.model.step import LossScale
 from fsdp_tune.recipe.extensions import find_extension
 from fsdp_tune.recipe.fsdp_arguments import plugin_kwargs
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.recipe.schema.training_fields import OWN_VALUES
 from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from, run_of
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
 from fsdp_tune.run.metrics_file import MetricsFile
@@ -247,7 +248,7 @@ def results(trainer: FsdpTrainer, started: float) -> dict[str, Any]:
 # ---- Recipe → TrainingArguments of transformers: fields of the recipe pass through; what the ranks do themselves is switched off.
 
 # Keys of `training:` that are ours alone; TrainingArguments has no such fields.
-_OURS = {"global_batch_size", "per_device_train_batch_tokens", "on_nonfinite", "witness", "early_stopping"}
+_OURS = {"global_batch_size", "per_device_train_batch_tokens", "parameter_groups", "on_nonfinite", "witness", "early_stopping"}
 
 
 def training_arguments(recipe: Recipe, run: RunDir) -> TrainingArguments:
@@ -274,7 +275,9 @@ def training_arguments(recipe: Recipe, run: RunDir) -> TrainingArguments:
     fields = {name: value for name, value in fields.items() if value is not None or name == "data_seed"}
     # Only `worker.checkpoint.rotation` deletes checkpoints: with a limit of 1, `Trainer._finalize_training` removes all but the best.
     fields["save_total_limit"] = None
+    own_optimizer = fields.pop("optim") if fields.get("optim") in OWN_VALUES["OptimizerNames"] else None
     arguments = TrainingArguments(**fields)
+    arguments.optim = own_optimizer or arguments.optim  # for trackers: the trainer creates the optimizer from the recipe
     if arguments.fsdp:
         # TrainingArguments translates `fsdp_config` and drops unknown fields: pass the plugin its own arguments.
         arguments.fsdp_plugin_args = plugin_kwargs(recipe)

@@ -56,6 +56,7 @@ NOT_DRAWN: dict[str, str] = {
     **dict.fromkeys(("training.early_stopping.patience", "training.early_stopping.threshold"), "ends a run; tests/worker has it"),
     "training.neftune_noise_alpha": "random noise, which one device draws otherwise; tests/cli/test_lora_run.py trains with it",
     **dict.fromkeys(("training.optim_args", "training.optim_target_modules"), "lean state has parity rows of its own (test_lean_state)"),
+    "training.parameter_groups": "it has parity rows of its own (test_optimizers)",
     "training.lr_scheduler_kwargs": "of schedules that are not drawn",
     **dict.fromkeys(("training.debug", "training.full_determinism", "training.tf32"), _ELSEWHERE),
     **dict.fromkeys(("launch.num_machines", "launch.device", "launch.num_cpu_threads_per_process"), _ELSEWHERE),
@@ -98,6 +99,8 @@ _DOMAINS: dict[str, tuple[Any, ...]] = {
 def reason_not_drawn(name: str) -> str | None:
     """Why a key is not drawn; None for one that is."""
     drawn_of_data = ("data.shuffle", "data.pad_to_multiple_of")
+    if name.startswith("training.parameter_groups"):
+        return NOT_DRAWN["training.parameter_groups"]
     if name.startswith(("data.", "model.tokens.")) and name not in drawn_of_data and name not in NOT_DRAWN:
         return _DATA
     return NOT_DRAWN["lora"] if name.startswith(("lora.", "quantization.")) else NOT_DRAWN.get(name)

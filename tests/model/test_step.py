@@ -117,7 +117,8 @@ VECTORS = {
 def test_norms_and_biases_do_not_decay(family: str) -> None:
     model = build_empty(recipe_of(family))
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    decayed, kept = parameter_groups(model, 0.1, decayed_names(model))
+    names = decayed_names(model)
+    decayed, kept = parameter_groups(model, lambda name: {"weight_decay": 0.1 if name in names else 0.0})
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
     for parameter in kept["params"]:
         assert any(name_of[id(parameter)].endswith(end) for end in VECTORS[family]), name_of[id(parameter)]
@@ -149,7 +150,7 @@ def test_biases_of_two_dimensions_do_not_decay(family: str) -> None:
 
 def test_frozen_parameters_are_in_no_group() -> None:
     model = build_empty(recipe_of({"from_config": FAMILIES["llama"], "freeze": ["model.layers.0.*", "model.norm.weight"]}))
-    grouped = {id(p) for group in parameter_groups(model, 0.1, decayed_names(model)) for p in group["params"]}
+    grouped = {id(p) for group in parameter_groups(model, lambda name: {"weight_decay": 0.0}) for p in group["params"]}
     assert grouped == {id(p) for p in model.parameters() if p.requires_grad}
     assert not any(id(p) in grouped for p in model.model.layers[0].parameters())
 

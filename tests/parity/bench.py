@@ -56,11 +56,18 @@ class Bench:
         model: Path | None = None,
         skipped: frozenset[int] = frozenset(),
         adapter: Path | None = None,
+        **changes: Any,
     ) -> reference.Trajectory:
-        """The trajectory of one device, from a model directory that is the architecture's own unless given."""
-        key = (architecture, packed, precision, model, skipped, adapter)
+        """The trajectory of one device, from a model directory that is the architecture's own unless given.
+
+        `changes`: other settings of the loop.
+        """
+        changes = {name: value for name, value in changes.items() if value != getattr(SETTINGS, name)}
+        key = (architecture, packed, precision, model, skipped, adapter, *sorted(changes.items()))
         if key not in self._references:
-            settings = dataclasses.replace(SETTINGS, packed=packed, compute_dtype=PRECISION[precision], skipped=skipped, adapter=adapter)
+            settings = dataclasses.replace(
+                SETTINGS, packed=packed, compute_dtype=PRECISION[precision], skipped=skipped, adapter=adapter, **changes
+            )
             suffix = "-packed" if packed else ""
             rows, evals = RowStore(self.store / f"train{suffix}"), RowStore(self.store / f"eval{suffix}")
             self._references[key] = reference.train(settings, model or self.model(architecture), rows, evals)

@@ -284,5 +284,7 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "B of one layer not updated": keep_b_of_one_layer,
     "gradients of B lost in one layer": lose_gradients_of_b_in_one_layer,
     "bytes of 4 bits cast": cast_bytes_of_4_bits,
+    "matrices orthogonalised on the shard": _replaced("fsdp_tune.model.optim.muon.sharding_of", lambda parameter: None),
+    "means over the shard": _replaced("fsdp_tune.model.optim.adafactor.sharding_of", lambda parameter: None),
     "dropout of adapters equal on all ranks": _replaced("fsdp_tune.worker.trainer.seed_for_rank", lambda seed, step: seed),
 }

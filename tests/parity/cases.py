@@ -48,6 +48,8 @@ class Case:
     """Keys of `lora:`; the run starts from an adapter whose B is not zero."""
     nf4: str | None = None
     """`quantization.scales`: the base is held in 4 bits."""
+    groups: tuple[tuple[str, float | None, float | None], ...] = ()
+    """`training.parameter_groups`: (pattern, learning rate, weight decay)."""
     tokens: int | None = None
     """Token slots of a micro-batch, instead of rows: a multiple of `LONGEST`."""
 
@@ -93,6 +95,9 @@ class Case:
         }
         if self.tokens is not None:
             batch = {"global_batch_size": GLOBAL_BATCH_SIZE, "per_device_train_batch_tokens": self.tokens}
+        if self.groups:
+            keys = ("match", "learning_rate", "weight_decay")
+            batch["parameter_groups"] = [dict(zip(keys, ([pattern], *values), strict=True)) for pattern, *values in self.groups]
         return {
             "model": {"name_or_path": model, "dtype": self.stored},
             "data": {"packing": self.packed, **({} if self.tokens is None else {"max_length": LONGEST})},
@@ -113,6 +118,7 @@ class Case:
             precision=self.precision,
             stored=self.stored,
             training=self.training,
+            groups=self.groups,
             lora=self.lora,
             nf4=self.nf4,
         )

@@ -15,6 +15,8 @@ from fsdp_tune.recipe.rules import RULES
 from fsdp_tune.recipe.rules.inactive import INACTIVE
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.not_yet import NOT_YET
+from fsdp_tune.recipe.schema.optimizers import OPTIMIZERS
+from fsdp_tune.recipe.schema.training_fields import TRAINING_FIELDS
 from tests.recipe.loading import MINIMAL, load, load_with, one_problem, problems, problems_with
 
 CONTRADICTIONS = [
@@ -72,6 +74,11 @@ CONTRADICTIONS = [
     ("training: {push_to_hub: true, hub_strategy: checkpoint}", 3, "once, at the end"),
     ("training: {push_to_hub: true, hub_always_push: true}", 3, "once, at the end"),
     ("training: {push_to_hub: true}\nmerge: {at_end: false}", 3, "`merge.at_end` is false"),
+    ("fsdp: {version: 1}\ntraining: {optim: muon}", 4, "flat tensor without rows"),
+    ("fsdp: {version: 1}\ntraining: {optim: adafactor}", 4, "flat tensor without rows"),
+    ("training: {optim: muon}\nlora: {target_parameters: [experts.down_proj]}", 3, "line 4"),
+    ("training: {parameter_groups: [{match: [], learning_rate: 1.0e-3}]}", 3, "match` is empty"),
+    ("training: {parameter_groups: [{match: [lm_head.*]}]}", 3, "neither"),
     (
         "fsdp: {state_dict_type: FULL_STATE_DICT}\ntraining: {optim: adamw_torch_8bit}",
         4,
@@ -302,7 +309,6 @@ def test_pure_bf16_weights_give_a_notice() -> None:
 
 
 NOT_YET_EXAMPLES = {
-    "training.optim": "training: {optim: adafactor}",
     "training.lr_scheduler_type": "training: {lr_scheduler_type: reduce_lr_on_plateau}",
     "data.streaming": "data: {train: [{path: a}], streaming: true}",
     "parallelism.tp_size": "parallelism: {tp_size: 2}",
@@ -312,11 +318,17 @@ NOT_YET_EXAMPLES = {
 }
 
 
+@pytest.mark.parametrize("name", sorted(set(TRAINING_FIELDS.enums["OptimizerNames"]) - OPTIMIZERS.keys()))
+def test_other_optimizers_of_transformers_are_refused_with_the_reason(name: str) -> None:
+    problem = one_problem(problems(f"model: {{name_or_path: gpt2}}\ndata: {{train: [{{path: a}}]}}\ntraining: {{optim: {name}}}\n"))
+    assert (problem.code, problem.where.key) == ("not-yet", "training.optim")
+    assert f"`training.optim: {name}`" in problem.message
+
+
 @pytest.mark.parametrize("row", NOT_YET, ids=lambda row: row.key)
 def test_unsupported_key_is_refused(row: object) -> None:
-    extra = NOT_YET_EXAMPLES[row.key]  # type: ignore[attr-defined]
-    if "bitsandbytes" in row.what:  # type: ignore[attr-defined]
-        extra = "training: {optim: adamw_bnb_8bit}"
+    optimizers = set(TRAINING_FIELDS.enums["OptimizerNames"]) - set(row.works)  # type: ignore[attr-defined]
+    extra = f"training: {{optim: {min(optimizers)}}}" if row.key == "training.optim" else NOT_YET_EXAMPLES[row.key]  # type: ignore[attr-defined]
     head = "model: {name_or_path: gpt2}\n" + ("" if extra.startswith("data:") else "data: {train: [{path: a}]}\n")
     problem = one_problem(problems(head + extra))
     assert (problem.code, problem.where.key) == ("not-yet", row.key)  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import fnmatch
 import json
 from collections.abc import Collection
@@ -248,6 +249,7 @@ def _finish(recipe: Recipe, model: PreTrainedModel, vocabulary: int | None) -> N
         check_adapter(recipe, model)
         if has_grown:
             refuse_untrained_tokens(recipe, model)
+    check_parameter_groups(recipe, model)
     quantise_layers(recipe, model)
     _store_frozen(recipe, model)
     model.config.use_cache = False
@@ -316,6 +318,21 @@ def freeze(recipe: Recipe, model: nn.Module) -> None:
             model.get_parameter(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise usage_error("nothing-to-train", "model.freeze matches every parameter: nothing is left to train")
+
+
+def check_parameter_groups(recipe: Recipe, model: nn.Module) -> None:
+    """Raises: usage error if a pattern of `training.parameter_groups` matches no trained parameter."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for index, group in enumerate(recipe.training.parameter_groups):
+        for pattern in group.match:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+                raise usage_error(
+                    "parameter-group-matches-nothing",
+                    f"training.parameter_groups[{index}].match: `{pattern}` matches no trained parameter",
+                    where=Where(key="training.parameter_groups"),
+                    hint=f"the nearest names are {', '.join(f'`{name}`' for name in near)}",
+                )
 
 
 def _store_frozen(recipe: Recipe, model: PreTrainedModel) -> None:

@@ -84,13 +84,17 @@ class LeanAdamW(torch.optim.AdamW):
                     piece.copy_(round_stochastically(values, offset + start, key) if is_stochastic else values)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. torch casts moments to the dtype of the parameter, so they are converted again from the source."""
         super().load_state_dict(state_dict)
+        restore_moments(self, state_dict, self.state_dtype)
         self._steps.clear()
-        names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for name, parameter in zip(names, chain.from_iterable(group["params"] for group in self.param_groups), strict=True):
-            source = state_dict["state"].get(name, {})
-            self.state[parameter] |= {kind: source[kind].to(parameter.device, self.state_dtype) for kind in MOMENTS if kind in source}
+
+
+def restore_moments(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], dtype: torch.dtype) -> None:
+    """Convert loaded moments from the source again: `load_state_dict` has cast them to the dtype of the parameter."""
+    names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    for name, parameter in zip(names, chain.from_iterable(group["params"] for group in optimizer.param_groups), strict=True):
+        source = state_dict["state"].get(name, {})
+        optimizer.state[parameter] |= {kind: value.to(parameter.device, dtype) for kind, value in source.items() if kind != "step"}
 
 
 def _flat(tensor: Any) -> torch.Tensor:

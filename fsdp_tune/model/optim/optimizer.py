@@ -9,20 +9,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.optimization import Adafactor
 
 from fsdp_tune.model.kernels.float8_weights import refresh_scales
 from fsdp_tune.model.loading.construct import TORCH_DTYPE
 from fsdp_tune.model.optim.accumulation import round_gradients, sum_gradients_in_fp32, sums_need_fp32
+from fsdp_tune.model.optim.adafactor import ShardedAdafactor
+from fsdp_tune.model.optim.adamw import AdamW
 from fsdp_tune.model.optim.lean_adamw import LeanAdamW
+from fsdp_tune.model.optim.muon import ORTHOGONAL, Muon, orthogonalised_names
 from fsdp_tune.model.optim.torchao_adamw import torchao_class, with_plain_rates
-from fsdp_tune.model.shard.local import local_part
-from fsdp_tune.model.step import parameter_groups, plain_name
+from fsdp_tune.model.step import parameter_groups
 from fsdp_tune.recipe.rules.precision import gathers_in_fp8
 from fsdp_tune.recipe.schema import Recipe, Training
 from fsdp_tune.recipe.schema.optimizers import (
     BLOCK,
     DEFAULT_BLOCK,
+    MUON_DEFAULTS,
     STOCHASTIC,
+    matching_group,
     optimizer_arguments,
     optimizer_name,
     state_bits,
@@ -46,10 +51,13 @@ def build_optimizer(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str])
 def _build(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]) -> torch.optim.Optimizer:
     training = recipe.training
     kind, options = optimizer_of(training)
-    groups = parameter_groups(wrapped, float(training_value(training, "weight_decay")), decayed, _own_rates(recipe, wrapped))
+    matrices = orthogonalised_names(wrapped, decayed) if kind is Muon else None
+    groups = parameter_groups(wrapped, lambda name: _options_of(recipe, name, decayed, matrices))
+    if kind is Adafactor:
+        return ShardedAdafactor(groups, lr=training.learning_rate)
     if state_bits(training) is not None:
         return with_plain_rates(kind)(groups, **options)
-    if not options.get("fused"):
+    if not options.get("fused") or kind is Muon:
         return kind(groups, **options)
     given = optimizer_arguments(training)
     if not given:
@@ -58,12 +66,19 @@ def _build(recipe: Recipe, wrapped: nn.Module, decayed: frozenset[str]) -> torch
     return LeanAdamW(groups, **options, state_dtype=kept_in, rounds_parameters=given.get(STOCHASTIC, False), seed=training.seed)
 
 
-def _own_rates(recipe: Recipe, wrapped: nn.Module) -> dict[str, float]:
-    """Return the learning rates of LoRA+ (arXiv:2402.12354): that of every B is `lora.lr_ratio` times that of A."""
-    if recipe.lora is None or recipe.lora.lr_ratio == 1.0:
-        return {}
-    rate = recipe.training.learning_rate * recipe.lora.lr_ratio
-    return {name: rate for name in map(plain_name, dict(wrapped.named_parameters())) if ".lora_B." in name or ".lora_embedding_B." in name}
+def _options_of(recipe: Recipe, name: str, decayed: frozenset[str], matrices: frozenset[str] | None) -> dict[str, Any]:
+    """Return the options of the group of a parameter: those of the first of `training.parameter_groups` that matches, or the recipe's.
+
+    In LoRA+ (arXiv:2402.12354) the learning rate of every B is `lora.lr_ratio` times that of A. `matrices` are the names for Muon.
+    """
+    own = matching_group(recipe.training, name)
+    rate, decay = (None, None) if own is None else (own.learning_rate, own.weight_decay)
+    if decay is None:
+        decay = float(training_value(recipe.training, "weight_decay")) if name in decayed else 0.0
+    if recipe.lora is not None and recipe.lora.lr_ratio != 1.0 and (".lora_B." in name or ".lora_embedding_B." in name):
+        rate = (recipe.training.learning_rate if rate is None else rate) * recipe.lora.lr_ratio
+    options = {"weight_decay": decay} | ({} if rate is None else {"lr": rate})
+    return options if matrices is None else options | {ORTHOGONAL: name in matrices}
 
 
 def optimizer_of(training: Training) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -73,10 +88,14 @@ def optimizer_of(training: Training) -> tuple[type[torch.optim.Optimizer], dict[
     given = optimizer_arguments(training)
     if name in _OTHERS:
         return _OTHERS[name], options | given
+    if name == "adafactor":
+        return Adafactor, options | {"scale_parameter": False, "relative_step": False}
     options["betas"] = (training_value(training, "adam_beta1"), training_value(training, "adam_beta2"))
     options["eps"] = training_value(training, "adam_epsilon")
     if bits := state_bits(training):
         return torchao_class(bits), {**options, BLOCK: given.get(BLOCK, DEFAULT_BLOCK), STOCHASTIC: given.get(STOCHASTIC, False)}
+    if name == "muon":
+        return Muon, options | {"fused": True, "muon": MUON_DEFAULTS | given}
     return torch.optim.AdamW, options | ({"fused": True} if name == "adamw_torch_fused" else {})
 
 
@@ -85,17 +104,3 @@ _OTHERS: dict[str, type[torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
 }
-
-
-# ---- torch's AdamW on this rank's shards: the state is sharded like the parameters, and the kernel gets plain tensors.
-
-
-class AdamW(torch.optim.AdamW):
-    """AdamW whose `state` holds DTensors where parameters are DTensors, as in torch, so that checkpoints are the same."""
-
-    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Fill the lists for the kernel (parameters, gradients, moments, steps, by position) and replace DTensors by local tensors."""
-        is_complex: bool = super()._init_group(group, *lists)
-        for tensors in lists:
-            tensors[:] = [local_part(tensor) for tensor in tensors]
-        return is_complex

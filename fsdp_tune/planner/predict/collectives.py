@@ -61,8 +61,9 @@ def bus_bytes_per_second(group: Group, hardware: Hardware) -> float | None:
 def collective_seconds(kind: str, size_bytes: float, group: Group, hardware: Hardware) -> float | None:
     """Return the time of a collective; None if the speed of a link is unknown.
 
-    `size_bytes` is the full buffer: output of an all-gather, input of a reduce-scatter, tensor of an all-reduce or broadcast. The
-    time is that of the fastest protocol, and for sums of the faster of ring and tree, as NCCL chooses by the same figures.
+    `size_bytes` is the full buffer: output of an all-gather, input of a reduce-scatter, tensor of an all-reduce or broadcast, input of
+    an all-to-all. The time is that of the fastest protocol, and for sums of the faster of ring and tree, as NCCL chooses by the same
+    figures.
     """
     n = group.ranks
     if n == 1:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fsdp_tune.planner.predict.memory import Memory
 from fsdp_tune.planner.trace_format import Trace
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.optimizers import state_bytes
+from fsdp_tune.recipe.schema.optimizers import optimizer_name, state_bytes
 from fsdp_tune.recipe.schema.training_fields import training_value
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -33,11 +33,20 @@ def disk(recipe: Recipe, trace: Trace, tokens: int | None) -> DiskUse:
     saved_bytes = counts.parameter_bytes if recipe.lora is None else counts.trained_parameters * size
     as_wanted = counts.parameter_bytes if recipe.merge.dtype == "keep" else counts.parameters * DTYPE_BYTES[recipe.merge.dtype]
     return DiskUse(
-        checkpoint_bytes=saved_bytes + round(state_bytes(recipe.training, size) * counts.trained_parameters),
+        checkpoint_bytes=saved_bytes + _state_bytes(recipe, trace, size),
         most_checkpoints=None if kept is None else kept + best + 1,
         merged_bytes=as_wanted if recipe.merge.at_end else 0,
         cache_bytes=None if tokens is None else 5 * tokens,
     )
+
+
+def _state_bytes(recipe: Recipe, trace: Trace, size: int) -> int:
+    """Return the bytes of the optimizer state of all ranks. With Muon, the embedding and the head have AdamW's second moment too."""
+    counts = trace.counts
+    found = round(state_bytes(recipe.training, size) * counts.trained_parameters)
+    if optimizer_name(recipe.training) == "muon" and recipe.lora is None:
+        found += size * counts.vocabulary * counts.hidden_size * (1 if counts.tied_embeddings else 2)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

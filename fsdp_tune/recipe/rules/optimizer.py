@@ -53,6 +53,14 @@ def optimizer_limits(recipe: Recipe) -> Iterator[Finding]:
         key, what = ("training.optim", f"`training.optim: {name}`") if in_blocks else (_KEY, f"`{lean[0]}`")
         message = f"{what} needs FSDP2, and the recipe sets `fsdp.version: 1`"
         yield Finding("contradiction", (key, "fsdp.version"), message, "use `fsdp.version: 2`")
+    if recipe.fsdp.version == 1 and recipe.is_sharded and name in OPTIMIZERS and OPTIMIZERS[name].needs_shapes:
+        message = f"`training.optim: {name}` needs FSDP2: `fsdp.version: 1` joins the parameters of a unit in one flat tensor without rows"
+        yield Finding("contradiction", ("training.optim", "fsdp.version"), message, "use `fsdp.version: 2`")
+    if name == "muon" and recipe.lora is not None and recipe.lora.target_parameters:
+        message = (
+            "`training.optim: muon` with `lora.target_parameters` is not supported: PEFT keeps the factors of all experts in one matrix"
+        )
+        yield Finding("contradiction", ("training.optim", "lora.target_parameters"), message, "use `optim: adamw_torch_fused`")
     if in_blocks and recipe.fsdp.state_dict_type == "FULL_STATE_DICT":
         message = (
             f"`training.optim: {name}` keeps blocks with a scale each, and `fsdp.state_dict_type: FULL_STATE_DICT` writes plain tensors"
@@ -67,4 +75,14 @@ def optimizer_limits(recipe: Recipe) -> Iterator[Finding]:
         yield Finding("contradiction", (_KEY, "fsdp.sharding_strategy"), message, hint)
 
 
-OPTIMIZER_RULES: tuple[Rule, ...] = (optimizer_arguments_exist, optimizer_limits)
+def parameter_groups_change_something(recipe: Recipe) -> Iterator[Finding]:
+    key = "training.parameter_groups"
+    for index, group in enumerate(recipe.training.parameter_groups):
+        if not group.match:
+            yield Finding("wrong-value", (key,), f"`{key}[{index}].match` is empty", 'write patterns of names, such as `["*.layers.0.*"]`')
+        if group.learning_rate is None and group.weight_decay is None:
+            message = f"`{key}[{index}]` sets neither `learning_rate` nor `weight_decay`"
+            yield Finding("missing-key", (key,), message, "set one of them, or leave the entry out")
+
+
+OPTIMIZER_RULES: tuple[Rule, ...] = (optimizer_arguments_exist, optimizer_limits, parameter_groups_change_something)

@@ -54,6 +54,7 @@ __all__ = [
     "Mixture",
     "Model",
     "Parallelism",
+    "ParameterGroup",
     "Positive",
     "Precision",
     "Quantization",
@@ -141,6 +142,17 @@ class EarlyStopping(Section):
     """Smallest improvement that counts as progress."""
 
 
+class ParameterGroup(Section):
+    default_effect = Effect(NUMBERS, TRAJECTORY)
+
+    match: list[Text]
+    """Patterns of parameter names, as in `model.freeze`; one that matches no trained parameter is an error."""
+    learning_rate: PositiveOrZero | None = None
+    """Peak learning rate of these parameters; null = `training.learning_rate`."""
+    weight_decay: PositiveOrZero | None = None
+    """Weight decay of these parameters; null = `training.weight_decay`, which spares norms and biases."""
+
+
 class Training(Section):
     """TrainingArguments by their own names; those not listed here are passed on with transformers' default (`model_extra`)."""
 
@@ -158,6 +170,8 @@ class Training(Section):
     """Micro-batches per step; null = from global_batch_size, else 1."""
     learning_rate: Annotated[PositiveOrZero, Effect(NUMBERS, TRAJECTORY)] = 2.0e-5
     """Peak learning rate."""
+    parameter_groups: Annotated[list[ParameterGroup], Effect(NUMBERS, TRAJECTORY)] = []
+    """Learning rate and weight decay by parameter name; the first entry that matches a name counts."""
     warmup_steps: Annotated[PositiveOrZero, Effect(NUMBERS, TRAJECTORY)] = 0
     """Steps, or a share of all steps when below 1."""
     logging_steps: Annotated[Whole, Effect(NOTHING, FREE)] = 10

@@ -1,16 +1,18 @@
 """The supported optimizers: their arguments (`training.optim_args`), and the state that each keeps.
 
-An optimizer here updates each element independently, so that a shard is updated as the full tensor would be. Its class is in
-`model.optim.optimizer`. Two arguments are our own: `state_dtype` and, for AdamW without torchao, `bf16_stochastic_round` (torchao's name).
+An optimizer here updates each element independently, so that a shard is updated as the full tensor would be, or it has a class of our own
+that computes over full tensors (`needs_shapes`). Its class is in `model.optim.optimizer`. Two arguments are our own: `state_dtype` and,
+for AdamW without torchao, `bf16_stochastic_round` (torchao's name).
 """
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_tune.recipe.schema import Training
+from fsdp_tune.recipe.schema import ParameterGroup, Training
 from fsdp_tune.recipe.schema.training_fields import training_value
 
 DEFAULT_OPTIMIZER = "adamw_torch_fused"
@@ -38,6 +40,10 @@ class SupportedOptimizer:
     """Arguments that add one such tensor each."""
     block_bits: int | None = None
     """Bits of each moment where moments are kept in blocks with a scale (torchao); None where they have a dtype of torch."""
+    needs_shapes: bool = False
+    """Whether an update depends on rows and columns of the full tensor, which FSDP1's flat parameters do not keep."""
+    state_dtype: str | None = None
+    """dtype of the moments; None = that of the parameters, or `state_dtype`."""
 
 
 def _switch(text: str) -> bool:
@@ -59,10 +65,47 @@ def _block(text: str) -> int:
     return size
 
 
+def _steps(text: str) -> int:
+    if not 1 <= int(text) < 100:
+        raise ValueError(text)
+    return int(text)
+
+
+def _coefficients(text: str) -> tuple[float, ...]:
+    numbers = tuple(map(float, text.split("/")))
+    if len(numbers) != 3:
+        raise ValueError(text)
+    return numbers
+
+
+def _adjustment(text: str) -> str:
+    if text not in ("match_rms_adamw", "original"):
+        raise ValueError(text)
+    return text
+
+
 _NUMBER, _SWITCH = OptimizerArgument("a number", float), OptimizerArgument("true or false", _switch)
 _ROUNDING = {STOCHASTIC: _SWITCH}
 _BLOCKS = {BLOCK: OptimizerArgument("a power of two, 16 or more", _block), **_ROUNDING}
 _RMSPROP = {**dict.fromkeys(("momentum", "alpha", "eps", "weight_decay"), _NUMBER), "centered": _SWITCH}
+
+_MUON = {
+    **dict.fromkeys(("momentum", "eps"), _NUMBER),
+    "nesterov": _SWITCH,
+    "ns_steps": OptimizerArgument("a whole number from 1 to 99", _steps),
+    "ns_coefficients": OptimizerArgument("three numbers, such as `3.4445/-4.775/2.0315`", _coefficients),
+    "adjust_lr_fn": OptimizerArgument("`match_rms_adamw` or `original`", _adjustment),
+}
+MUON_DEFAULTS: dict[str, Any] = {
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_coefficients": (3.4445, -4.775, 2.0315),
+    "eps": 1e-7,
+    "ns_steps": 5,
+    "adjust_lr_fn": "match_rms_adamw",
+}
+"""torch's defaults, except that the learning rate is scaled so that an update is as large as AdamW's (arXiv:2502.16982): one
+`training.learning_rate` then fits the matrices and the rest."""
 
 OPTIMIZERS: dict[str, SupportedOptimizer] = {
     "adamw_torch_fused": SupportedOptimizer({STATE_DTYPE: OptimizerArgument("`fp32` or `bf16`", _state_dtype), **_ROUNDING}, 2),
@@ -74,8 +117,14 @@ OPTIMIZERS: dict[str, SupportedOptimizer] = {
     ),
     "adagrad": SupportedOptimizer(dict.fromkeys(("lr_decay", "weight_decay", "eps"), _NUMBER), 1),
     "rmsprop": SupportedOptimizer(_RMSPROP, 1, state_if=("momentum", "centered")),
+    "adafactor": SupportedOptimizer({}, 0, needs_shapes=True, state_dtype="fp32"),
+    "muon": SupportedOptimizer(_MUON, 1, needs_shapes=True),
 }
-"""By transformers' name (`OptimizerNames`), with the arguments as transformers reads them."""
+"""By transformers' name (`OptimizerNames`), with the arguments as transformers reads them; `muon` is our name for `torch.optim.Muon`.
+
+The state of Adafactor is negligible: a number for each row and each column. For Muon the row counts that of a matrix; what AdamW updates
+has a second moment too.
+"""
 
 
 def optimizer_name(training: Training) -> str:
@@ -103,7 +152,7 @@ def state_bits(training: Training) -> int | None:
 
 def state_dtype(training: Training, stored: str) -> str:
     """Return the dtype of the moments, `fp32` or `bf16`, for parameters that are stored in `stored`."""
-    return str(optimizer_arguments(training).get(STATE_DTYPE, stored))
+    return OPTIMIZERS[optimizer_name(training)].state_dtype or str(optimizer_arguments(training).get(STATE_DTYPE, stored))
 
 
 def state_bytes(training: Training, stored_bytes: int) -> float:
@@ -113,3 +162,11 @@ def state_bytes(training: Training, stored_bytes: int) -> float:
     if row.block_bits is not None:
         width = row.block_bits / 8 + 4 / arguments.get(BLOCK, DEFAULT_BLOCK)
     return width * (row.state_tensors + sum(bool(arguments.get(name)) for name in row.state_if))
+
+
+def matching_group(training: Training, name: str) -> ParameterGroup | None:
+    """Return the first entry of `training.parameter_groups` with a pattern that matches a parameter's name."""
+    for group in training.parameter_groups:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in group.match):
+            return group
+    return None

@@ -33,10 +33,15 @@ class TrainingTable:
     fields: dict[str, TrainingField]
 
 
+OWN_VALUES = {"OptimizerNames": ("muon",)}
+"""Values that transformers does not have, by the name of its enum."""
+
+
 def _read_table() -> TrainingTable:
     raw = json.loads(resources.files("fsdp_tune.recipe").joinpath("training_fields.json").read_bytes())
     fields = {name: TrainingField(tuple(row["types"]), row["default"], tuple(row["versions"])) for name, row in raw["fields"].items()}
-    return TrainingTable(tuple(raw["versions"]), {name: tuple(values) for name, values in raw["enums"].items()}, fields)
+    enums = {name: tuple(sorted({*values, *OWN_VALUES.get(name, ())})) for name, values in raw["enums"].items()}
+    return TrainingTable(tuple(raw["versions"]), enums, fields)
 
 
 TRAINING_FIELDS = _read_table()

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.optimization import Adafactor
 
 from fsdp_tune.core.peft_fields import PREFIX
 from fsdp_tune.data.order.permutation import epoch_order
@@ -50,7 +51,9 @@ class LoopSettings:
     max_grad_norm: float = 1.0
     """0: gradients are not clipped."""
     optimizer: str = "adamw"
-    """`adamw`, `sgd`, `adagrad` or `rmsprop`: torch's own, one parameter at a time."""
+    """`adamw`, `sgd`, `adagrad`, `rmsprop` or `muon` (with AdamW for what is no hidden matrix): torch's own; `adafactor`: transformers'."""
+    groups: tuple[tuple[str, float | None, float | None], ...] = ()
+    """(pattern of names, learning rate, weight decay); the first that matches counts, None leaves the common value."""
     schedule: str = "cosine"
     label_smoothing: float = 0.0
     frozen: tuple[str, ...] = ()
@@ -92,7 +95,7 @@ def train(settings: LoopSettings, model_directory: Path, train_rows: RowStore, *
 
         model = PeftModel.from_pretrained(model, settings.adapter, is_trainable=True)
     result = Trajectory(initial=_copy(model, settings))
-    optimizer = _optimizer(settings, model)
+    optimizers = _optimizers(settings, model)
     for step, rows in zip(range(settings.steps), _global_batches(settings, train_rows), strict=False):
         loss, tokens, gradients = _accumulate(model, settings, rows)
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
@@ -102,11 +105,11 @@ def train(settings: LoopSettings, model_directory: Path, train_rows: RowStore, *
         if step == 0:
             result.first_gradients = {name: gradient * factor for name, gradient in gradients.items()}
         rate = settings.learning_rate * _schedule(step, settings)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        if step + 1 not in settings.skipped:
+        for optimizer in optimizers if step + 1 not in settings.skipped else ():
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * _schedule(step, settings)
             optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         result.losses.append(loss)
         result.grad_norms.append(norm)
         result.learning_rates.append(rate)
@@ -117,17 +120,46 @@ def train(settings: LoopSettings, model_directory: Path, train_rows: RowStore, *
     return result
 
 
-def _optimizer(settings: LoopSettings, model: nn.Module) -> torch.optim.Optimizer:
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for name, p in trained if p.ndim >= 2 and "bias" not in name], "weight_decay": settings.weight_decay},
-        {"params": [p for name, p in trained if p.ndim < 2 or "bias" in name], "weight_decay": 0.0},
-    ]
+def _optimizers(settings: LoopSettings, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the optimizers, with one group per parameter and its peak learning rate as `peak`."""
+    groups: list[dict[str, Any]] = []
+    hidden: list[dict[str, Any]] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        decay = settings.weight_decay if parameter.ndim >= 2 and "bias" not in name else 0.0
+        _, rate, own_decay = next((each for each in settings.groups if fnmatch.fnmatchcase(name, each[0])), ("", None, None))
+        peak = settings.learning_rate if rate is None else rate
+        group = {"lr": peak, "peak": peak, "weight_decay": decay if own_decay is None else own_decay}
+        is_hidden = parameter.ndim >= 2 and not any(word in name for word in ("bias", "embed", "wte", "wpe", "lm_head"))
+        (hidden if settings.optimizer == "muon" and is_hidden else groups).append(group | {"params": [parameter]})
     options: dict[str, Any] = {"lr": settings.learning_rate, "foreach": False}
-    if settings.optimizer == "adamw":
-        return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.epsilon, **options)
+    if settings.optimizer == "adafactor":
+        return [Adafactor(groups, lr=settings.learning_rate, scale_parameter=False, relative_step=False)]
+    if settings.optimizer in ("adamw", "muon"):
+        adamw = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.epsilon, **options)
+        return [adamw, *([_muon(hidden)] if hidden else [])]
     kinds = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop}
-    return kinds[settings.optimizer](groups, **options)
+    return [kinds[settings.optimizer](groups, **options)]
+
+
+def _muon(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return Muon with the matrices of a stack as parameters of their own, which share the stack's memory."""
+    stacks: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
+    for group in groups:
+        [parameter] = group["params"]
+        if parameter.ndim == 3:
+            group["params"] = [nn.Parameter(matrix) for matrix in parameter.detach()]
+            stacks.append((parameter, group["params"]))
+
+    def take_gradients(*_: Any) -> None:
+        for parameter, matrices in stacks:
+            for index, matrix in enumerate(matrices):
+                matrix.grad = None if parameter.grad is None else parameter.grad[index]
+
+    optimizer = torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw")
+    optimizer.register_step_pre_hook(take_gradients)
+    return optimizer
 
 
 def _copy(model: nn.Module, settings: LoopSettings) -> dict[str, torch.Tensor]:

@@ -25,9 +25,11 @@ from fsdp_tune.model.kernels.head import loss_kernel_of
 from fsdp_tune.model.kernels.liger import modules_of_liger
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loading.construct import frozen_by_its_code
+from fsdp_tune.model.optim.muon import ORTHOGONAL
 from fsdp_tune.model.optim.torchao_adamw import blocks_fit, kept_as, parts_of
 from fsdp_tune.model.shard.local import local_part
 from fsdp_tune.model.shard.wrap import fsdp_groups, process_groups
+from fsdp_tune.model.step import plain_name
 from fsdp_tune.recipe.fsdp_arguments import expected
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.optimizers import BLOCK, DEFAULT_BLOCK, optimizer_arguments, state_bits
@@ -65,6 +67,7 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
         "tokens_per_step_at_most": trainer.parts.sampler.global_batch * recipe.data.max_length,
         "data_order_digest": trainer.parts.sampler.digest(),
         "optimizer": type(trainer.optimizer).__name__ if trainer.optimizer is not None else None,
+        "parameter_groups": _parameter_groups(wrapped, trainer.optimizer) if trainer.optimizer is not None else [],
         "plugin": _plugin(trainer),
     }
     report |= _ddp(recipe, loaded) if kind == "ddp" else {"fsdp2": _fsdp2, "fsdp1": _fsdp1}[kind](loaded)
@@ -84,6 +87,21 @@ def read_live(recipe: Recipe, loaded: Loaded, trainer: Any) -> dict[str, Any]:
     report["collective_limits_seconds"] = sorted({limit for group in groups for limit in time_limits_seconds(group)})
     report["model_bytes"] = loaded.size.parameter_bytes
     return report
+
+
+def _parameter_groups(wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return peak learning rate, weight decay, number of tensors and first name of each group; and for Muon who updates it."""
+    names = {parameter: plain_name(name) for name, parameter in wrapped.named_parameters()}
+    return [
+        {
+            "learning_rate": group.get("initial_lr", group["lr"]),
+            "weight_decay": group["weight_decay"],
+            **({"update": "muon" if group[ORTHOGONAL] else "adamw"} if ORTHOGONAL in group else {}),
+            "tensors": len(group["params"]),
+            "first": names[group["params"][0]],
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 def _wrapper(wrapped: nn.Module) -> str:

@@ -2,8 +2,8 @@
 
 A bounded number of values per shard is copied before the step: those with the largest and the smallest gradient, and a few at equal
 distances. The recipe's optimizer, as torch implements it, then repeats the step on the copies in fp64. A value whose update exceeds half
-a unit in the last place (with weight decay, a whole one) must differ afterwards. Optimizers that work elementwise can be repeated so; all
-of a recipe's do.
+a unit in the last place (with weight decay, a whole one) must differ afterwards. Only elementwise optimizers can be repeated on a sample.
+Of a tensor that Muon or Adafactor updates, one of the values must differ, if the learning rate is far above their last places.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ import torch
 from torch import nn
 
 from fsdp_tune.model.optim.accumulation import round_gradients
+from fsdp_tune.model.optim.adafactor import ShardedAdafactor
+from fsdp_tune.model.optim.muon import ORTHOGONAL
 from fsdp_tune.model.shard.local import local_part
 
 SPACED = 14
 """Values at equal distances; with the two extremes, at most this many and two are copied per shard."""
 ROUNDING_MARGIN = 1.1
 """The optimizer computes in fp32 and with state of fewer bits; its update may differ from the fp64 one by this factor."""
+SMALLEST_SHARE = 1e-3
+"""Assumed for Muon and Adafactor, whose updates have a root mean square of 0.2 and 1 times the learning rate: that of the largest sampled
+update is at least this share of it."""
 _PRECISION_BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.float64: 53}
 
 
@@ -50,7 +55,8 @@ class UpdateSample:
         self._groups: dict[tuple[int, torch.dtype, torch.device], list[_Sampled]] = defaultdict(list)
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                if (sampled := _sample(names.get(parameter, "?"), parameter, optimizer.state.get(parameter, {}))) is not None:
+                state = optimizer.state.get(parameter, {}) if _is_elementwise(optimizer, group) else {}
+                if (sampled := _sample(names.get(parameter, "?"), parameter, state)) is not None:
                     self._groups[index, sampled.parameter.dtype, sampled.before.device].append(sampled)
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
 
@@ -63,6 +69,9 @@ class UpdateSample:
         """Return the names of parameters with a value that the step should have changed and did not."""
         found: list[str] = []
         for (index, dtype, _), every in self._groups.items():
+            if not _is_elementwise(self._optimizer, self._optimizer.param_groups[index]):
+                found += [sampled.name for sampled in every if _is_stuck(sampled, dtype, self._rates[index])]
+                continue
             by_step: dict[float, list[_Sampled]] = defaultdict(list)
             for step, sampled in zip(_steps(every), every, strict=True):
                 by_step[step].append(sampled)
@@ -86,6 +95,18 @@ class UpdateSample:
         must_change = update > ROUNDING_MARGIN * ulps * _units_in_last_place(before, dtype)
         stuck = (must_change & (after == before)).split([len(sampled.before) for sampled in some])
         return [sampled.name for sampled, each in zip(some, stuck, strict=True) if bool(each.any())]
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    return not isinstance(optimizer, ShardedAdafactor) and not group.get(ORTHOGONAL, False)
+
+
+def _is_stuck(sampled: _Sampled, dtype: torch.dtype, rate: float) -> bool:
+    """Return whether no sampled value has changed although one must have."""
+    before = sampled.before.double()
+    may_change = (sampled.gradient != 0) & (_units_in_last_place(before, dtype) < SMALLEST_SHARE * rate)
+    after = _flat(sampled.parameter)[sampled.positions].double()
+    return bool(may_change.any()) and torch.equal(before, after)
 
 
 def _sample(name: str, parameter: nn.Parameter, state: Mapping[str, Any]) -> _Sampled | None:

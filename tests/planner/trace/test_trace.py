@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from fsdp_tune.planner.predict.blend import alike, at_micro_batch, prime_for
 from fsdp_tune.planner.predict.depth import full_depth
 from fsdp_tune.planner.predict.memory import peak_memory
 from fsdp_tune.planner.predict.timing import in_buckets, step_time
+from fsdp_tune.planner.predict.totals import disk
 from fsdp_tune.planner.trace_format import COLLECTIVES, KINDS, PHASES, Trace
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.optimizers import state_bytes
@@ -100,6 +102,18 @@ def test_traced_optimizer_state_equals_the_optimizer(optim: str, optim_args: str
     moments = size(alive(trace, "parameters", until=after)) * state_bytes(recipe.training, 4) / 4
     # Beside them a step count for each tensor, on the device or on the host; and the model has a buffer or two.
     assert size(alive(trace, "optimizer state", until=after)) == pytest.approx(moments, rel=0.005)
+
+
+def test_trace_of_muon_has_its_state_products_and_collectives() -> None:
+    """Llama with 2 layers: 7 matrices each, of which a rank of two orthogonalises 7; AdamW has two moments of everything else."""
+    recipe = recipe_of("llama", training={"optim": "muon"})
+    trace = trace_of(recipe)
+    after = before(trace, "zero_grad")
+    predicted = disk(recipe, trace, None).checkpoint_bytes - trace.counts.parameter_bytes
+    assert 2 * size(alive(trace, "optimizer state", until=after)) == pytest.approx(predicted, rel=0.02)
+    is_update = (trace.collectives["phase"] == PHASES.index("optimizer")) & (trace.collectives["step"] == 1)
+    kinds = Counter(COLLECTIVES[kind] for kind in trace.collectives[is_update]["kind"].tolist())
+    assert kinds == {"all_to_all": 2 * math.ceil(7 * trace.layers / 2)}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,20 @@
+"""torch's AdamW on this rank's shards: the state is sharded like the parameters, and the kernel gets plain tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fsdp_tune.model.shard.local import local_part
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW whose `state` holds DTensors where parameters are DTensors, as in torch, so that checkpoints are the same."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Fill the lists for the kernel (parameters, gradients, moments, steps, by position) and replace DTensors by local tensors."""
+        is_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [local_part(tensor) for tensor in tensors]
+        return is_complex
