@@ -8,43 +8,73 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
-from fsdp_tune.data.read.json_rows import NumberedRow
+from fsdp_tune.data.read.json_rows import ALL_ROWS, NumberedRow, Part
 
 BATCH_ROWS = 1000
 BATCH_BYTES = 4 << 20
 """A larger row is a batch by itself."""
 
 
-def parquet_rows(path: Path) -> Iterator[NumberedRow]:
-    """Yield the rows of a Parquet file. Raises: usage error (exit 2) naming the damaged row group."""
+def parquet_rows(path: Path, part: Part = ALL_ROWS) -> Iterator[NumberedRow]:
+    """Yield the rows of a Parquet file. Raises: usage error (exit 2) naming the damaged row group.
+
+    Piece p of n has a range of rows here, so that it reads few row groups; `part` with first = p + s · n skips s of them.
+    """
     parquet = _untyped("pyarrow.parquet")
     try:
         file = parquet.ParquetFile(path)
     except _errors() as error:
         raise _damaged(path, f"not a complete Parquet file: {error}") from error
-    number = 0
     with file:
+        rows = file.metadata.num_rows
+        skipped, piece = divmod(part.first, part.step)
+        number, end = rows * piece // part.step + skipped, rows * (piece + 1) // part.step
+        before = 0
         for group in range(file.num_row_groups):
+            after = before + file.metadata.row_group(group).num_rows
             try:
-                for batch in file.iter_batches(batch_size=_batch_rows(file.metadata.row_group(group)), row_groups=[group]):
-                    for row in _rows(batch):
-                        number += 1
-                        yield number, row
+                for row in _group_rows(file, group, max(number, before) - before, min(end, after) - before):
+                    number += 1
+                    yield number, row
             except _errors() as error:
                 raise _damaged(path, f"row group {group} is damaged (after row {number}): {error}") from error
+            before = after
 
 
-def arrow_rows(path: Path) -> Iterator[NumberedRow]:
+def _group_rows(file: Any, group: int, start: int, end: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows with index `start` to `end - 1` of a row group."""
+    if start >= end:
+        return
+    before = 0
+    for batch in file.iter_batches(batch_size=_batch_rows(file.metadata.row_group(group)), row_groups=[group]):
+        after = before + batch.num_rows
+        first, last = max(start, before), min(end, after)
+        if first < last:
+            yield from _rows(batch.slice(first - before, last - first))
+        before = after
+        if before >= end:
+            return
+
+
+def arrow_rows(path: Path, part: Part = ALL_ROWS) -> Iterator[NumberedRow]:
     """Yield the rows of an Arrow file in the file or the streaming format; `datasets` writes the latter."""
     number = 0
     with _untyped("pyarrow").memory_map(str(path)) as source:
         try:
             for batch in _batches(source):
-                for row in _rows(batch):
-                    number += 1
-                    yield number, row
+                first = part.first - number if number < part.first else (part.first - number) % part.step
+                for index, row in enumerate(_rows(_every(batch, first, part.step))):
+                    yield number + first + index * part.step + 1, row
+                number += batch.num_rows
         except _errors() as error:
             raise _damaged(path, f"damaged after row {number}: {error}") from error
+
+
+def _every(batch: Any, first: int, step: int) -> Any:
+    """Return the rows `first`, `first + step`, … of a record batch."""
+    if step == 1:
+        return batch.slice(first)
+    return batch.take(_untyped("pyarrow").array(range(first, batch.num_rows, step), "int64"))
 
 
 def table_rows(batches: Iterator[Any]) -> Iterator[NumberedRow]:

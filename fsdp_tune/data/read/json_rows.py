@@ -24,6 +24,21 @@ class BadRow:
     column: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a file: those with index `first`, `first + step`, …, counted from 0 at the beginning of the file or of the range of bytes."""
+
+    first: int = 0
+    step: int = 1
+    start_byte: int = 0
+    """Of a text file without compression: only lines that begin at or after this byte."""
+    end_byte: int | None = None
+    """Only lines that begin before this byte; None = to the end of the file."""
+
+
+ALL_ROWS = Part()
+
+
 class RowError(ValueError):
     """A row cannot be used; the message is the reason. The caller adds file and line."""
 

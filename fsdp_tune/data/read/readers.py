@@ -1,5 +1,6 @@
 """Read the rows of one file, with the line number of each. An unreadable row is returned as a `BadRow`; it does not stop the read.
 
+A `Part` selects rows, so that several readers can share a file: every n-th row, or the lines that begin in a range of bytes.
 Lines end only at \\n (or \\r\\n): U+2028 and U+0085 are part of the text. Memory is bounded by the longest row.
 """
 
@@ -11,12 +12,13 @@ import io
 import re
 import zlib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.data.read.arrow_rows import arrow_rows, parquet_rows
-from fsdp_tune.data.read.json_rows import BadRow, NumberedRow, document_rows, json_row
+from fsdp_tune.data.read.json_rows import ALL_ROWS, BadRow, NumberedRow, Part, document_rows, json_row
 
 MAX_ROW_BYTES = 256 << 20
 MAX_DOCUMENT_BYTES = 1 << 30
@@ -29,23 +31,39 @@ _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 Rows = Iterator[NumberedRow | BadRow]
 
 
-def read_rows(path: Path, kind: str) -> Rows:
+def read_rows(path: Path, kind: str, part: Part = ALL_ROWS) -> Rows:
     """Yield the rows of a file. `kind`: lines (one JSON object per line) | json (lines or one list) | csv | tsv | text | parquet | arrow.
 
+    The lines of a range of bytes are numbered from the first line of the range.
     Raises: usage error (exit 2) if the file itself cannot be read.
     """
     try:
         if kind == "parquet":
-            yield from parquet_rows(path)
+            yield from parquet_rows(path, part)
         elif kind == "arrow":
-            yield from arrow_rows(path)
+            yield from arrow_rows(path, part)
         else:
             with _open_text(path) as file:
-                yield from _TEXT_READERS[kind](file, path)
+                yield from _TEXT_READERS[kind](file, path, part)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise _unreadable(path, f"its compressed data are damaged or cut off: {error}") from error
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
+
+
+def is_plain_lines(path: Path, kind: str) -> bool:
+    """Return whether the rows of a file are its lines, without compression, so that it can be divided at any byte."""
+    with open(path, "rb") as file:
+        return kind in ("lines", "text") and not file.read(len(GZIP_MAGIC)).startswith(GZIP_MAGIC)
+
+
+def count_lines(path: Path, end: int) -> int:
+    """Return the number of lines that begin before byte `end`."""
+    count, left, last = 0, end, b""
+    with open(path, "rb") as file:
+        while left and (block := file.read(min(left, 1 << 20))):
+            count, left, last = count + block.count(b"\n"), left - len(block), block[-1:]
+    return count + (last not in (b"", b"\n"))
 
 
 def _unreadable(path: Path, why: str, hint: str | None = None, line: int | None = None) -> FsdpTuneError:
@@ -69,14 +87,24 @@ def _open_text(path: Path) -> io.BufferedReader:
     return file
 
 
-def _lines(file: io.BufferedReader, blank: bytes | None = None) -> Iterator[tuple[int, str] | BadRow]:
-    """Yield the decoded lines with their numbers, except lines that consist of bytes of `blank` (None: any white space)."""
+def _lines(file: io.BufferedReader, blank: bytes | None = None, part: Part = ALL_ROWS) -> Iterator[tuple[int, str] | BadRow]:
+    """Yield the decoded lines that begin in the range of bytes of `part`, with their numbers.
+
+    Lines that consist of bytes of `blank` (None: any white space) are left out.
+    """
+    if part.start_byte:
+        file.seek(part.start_byte - 1)
+        _finish_line(file, file.readline(MAX_ROW_BYTES))
+    position = file.tell() if part.end_byte is not None else 0
     number = 0
-    while raw := file.readline(MAX_ROW_BYTES + 1):
+    while part.end_byte is None or position < part.end_byte:
+        raw = file.readline(MAX_ROW_BYTES + 1)
+        if not raw:
+            return
         number += 1
+        position += len(raw)
         if len(raw) > MAX_ROW_BYTES:
-            while raw and not raw.endswith(b"\n"):
-                raw = file.readline(MAX_ROW_BYTES)
+            position += _finish_line(file, raw)
             yield BadRow(number, f"longer than {MAX_ROW_BYTES >> 20} MiB")
             continue
         raw = raw.removesuffix(b"\n").removesuffix(b"\r")
@@ -89,12 +117,21 @@ def _lines(file: io.BufferedReader, blank: bytes | None = None) -> Iterator[tupl
             yield BadRow(number, f"not UTF-8: byte 0x{raw[error.start]:02x}", column)
 
 
-def _json_lines(file: io.BufferedReader, path: Path) -> Rows:  # noqa: ARG001  same shape as its siblings
-    for line in _lines(file):
+def _finish_line(file: io.BufferedReader, raw: bytes) -> int:
+    """Read to the end of the line that begins with `raw`; return the number of bytes that were read."""
+    count = 0
+    while raw and not raw.endswith(b"\n"):
+        raw = file.readline(MAX_ROW_BYTES)
+        count += len(raw)
+    return count
+
+
+def _json_lines(file: io.BufferedReader, path: Path, part: Part) -> Rows:  # noqa: ARG001  same shape as its siblings
+    for line in islice(_lines(file, part=part), part.first, None, part.step):
         yield line if isinstance(line, BadRow) else json_row(*line)
 
 
-def _json(file: io.BufferedReader, path: Path) -> Rows:
+def _json(file: io.BufferedReader, path: Path, part: Part) -> Rows:
     """Yield the rows of a `.json` file, which is either a list of objects or one object per line."""
     head = file.peek(PEEK_BYTES).lstrip()
     if not head.startswith(b"["):
@@ -102,7 +139,7 @@ def _json(file: io.BufferedReader, path: Path) -> Rows:
             raise _unreadable(
                 path, "it holds one object over several lines", "write a list of objects, or one object a line (`jq -c '.data[]'`)"
             )
-        yield from _json_lines(file, path)
+        yield from _json_lines(file, path, part)
         return
     raw = file.read(MAX_DOCUMENT_BYTES + 1)
     if len(raw) > MAX_DOCUMENT_BYTES:
@@ -112,7 +149,7 @@ def _json(file: io.BufferedReader, path: Path) -> Rows:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise _unreadable(path, f"not UTF-8: byte 0x{raw[error.start]:02x}", line=line) from error
-    yield from document_rows(text, path)
+    yield from islice(document_rows(text, path), part.first, None, part.step)
 
 
 class _Lines:
@@ -132,7 +169,11 @@ class _Lines:
         return line
 
 
-def _csv(file: io.BufferedReader, path: Path) -> Rows:
+def _csv(file: io.BufferedReader, path: Path, part: Part) -> Rows:
+    return islice(_all_csv(file, path), part.first, None, part.step)
+
+
+def _all_csv(file: io.BufferedReader, path: Path) -> Rows:
     """Yield the rows of a CSV file. A quoted field may contain commas and line ends (RFC 4180)."""
     csv.field_size_limit(MAX_ROW_BYTES)
     # Bytes that are not UTF-8 become lone surrogates, so that their rows can be reported and the other rows read.
@@ -179,7 +220,11 @@ def _csv_row(line: int, header: list[str], fields: list[str]) -> NumberedRow | B
     return line, dict(zip(header, fields, strict=True))
 
 
-def _tsv(file: io.BufferedReader, path: Path) -> Rows:
+def _tsv(file: io.BufferedReader, path: Path, part: Part) -> Rows:
+    return islice(_all_tsv(file, path), part.first, None, part.step)
+
+
+def _all_tsv(file: io.BufferedReader, path: Path) -> Rows:
     """Yield the rows of a TSV file, one per line. A field may be quoted as in CSV but may not contain a line end: in most TSV files a
     quote is text, and one at the beginning of a field would otherwise include the following lines, up to the next quote."""
     csv.field_size_limit(MAX_ROW_BYTES)
@@ -204,8 +249,8 @@ def _tsv_fields(number: int, text: str) -> tuple[int, list[str]] | BadRow:
         return BadRow(number, f"{rule}: {error}")
 
 
-def _text(file: io.BufferedReader, path: Path) -> Rows:  # noqa: ARG001  same shape as its siblings
-    for line in _lines(file):
+def _text(file: io.BufferedReader, path: Path, part: Part) -> Rows:  # noqa: ARG001  same shape as its siblings
+    for line in islice(_lines(file, part=part), part.first, None, part.step):
         yield line if isinstance(line, BadRow) else (line[0], {"text": line[1]})
 
 
