@@ -176,6 +176,18 @@ def test_freezing_none_or_all_parameters_is_an_error(patterns: list[str], code: 
     assert codes(lambda: build_empty(recipe)) == [code]
 
 
+@pytest.mark.parametrize("pattern", ["model.layers.0.mlp.up_projj.*", "model.norm.weight"])
+def test_group_without_a_trained_parameter_is_an_error_with_the_nearest_names(pattern: str) -> None:
+    groups = [{"match": ["model.layers.1.*", pattern], "learning_rate": 1e-3}]
+    recipe = recipe_of({**llama(), "freeze": ["model.norm.*"]}, training={"parameter_groups": groups})
+    with pytest.raises(FsdpTuneError) as caught:
+        build_empty(recipe)
+    [problem] = caught.value.problems
+    assert problem.code == "parameter-group-matches-nothing"
+    assert f"[0].match: `{pattern}`" in problem.message
+    assert "up_projj" not in pattern or "`model.layers.0.mlp.up_proj.weight`" in (problem.hint or "")
+
+
 def test_low_precision_weights_are_upcast_to_fp32(tmp_path: Path) -> None:
     source = make_model("llama", tmp_path)
     config = json.loads((source / "config.json").read_text())

@@ -39,6 +39,53 @@ def test_weight_decay_acts_on_the_decayed_names_alone() -> None:
     assert [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups] == [(0.1, 1), (0.0, 3)]
 
 
+def test_first_matching_group_sets_rate_and_decay() -> None:
+    groups = [
+        {"match": ["*.layers.0.*norm*", "lm_head.*"], "weight_decay": 0.5},
+        {"match": ["*.layers.0.*"], "learning_rate": 1e-5},
+    ]
+    recipe = recipe_of("llama", training={"learning_rate": 1e-3, "weight_decay": 0.1, "parameter_groups": groups})
+    model = build_full(recipe)
+    optimizer = build_optimizer(recipe, model, decayed_names(model))
+    found = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    of = {name: found[id(parameter)] for name, parameter in model.named_parameters()}
+    assert of["model.layers.0.input_layernorm.weight"] == of["lm_head.weight"] == (1e-3, 0.5)
+    assert of["model.layers.0.mlp.up_proj.weight"] == (1e-5, 0.1)
+    assert of["model.layers.1.mlp.up_proj.weight"] == (1e-3, 0.1)
+    assert of["model.layers.1.input_layernorm.weight"] == (1e-3, 0.0)
+    assert optimizer.param_groups[0]["lr"] == 1e-3, "the rate that metrics.jsonl reports"
+
+
+HIDDEN = {
+    "llama": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+    "gpt2": {"c_attn", "c_proj", "c_fc"},
+    "mixtral": {"q_proj", "k_proj", "v_proj", "o_proj", "gate", "gate_up_proj", "down_proj"},
+}
+
+
+@pytest.mark.parametrize("family", HIDDEN)
+def test_muon_updates_hidden_matrices_alone(family: str) -> None:
+    recipe = recipe_of(family, training={"optim": "muon"})
+    model = build_full(recipe)
+    optimizer = build_optimizer(recipe, model, decayed_names(model))
+    muon = {id(p) for group in optimizer.param_groups if group["orthogonal"] for p in group["params"]}
+    names = {name.removesuffix(".weight").rpartition(".")[2] for name, parameter in model.named_parameters() if id(parameter) in muon}
+    assert names == HIDDEN[family]
+
+
+def test_muon_updates_both_factors_of_an_adapter_and_not_those_of_an_embedding(tmp_path: Path) -> None:
+    folder = make_model("llama", tmp_path)
+    lora = {"r": 4, "lr_ratio": 16, "target_modules": ["q_proj", "embed_tokens"]}
+    recipe = recipe_of({"name_or_path": str(folder)}, lora=lora, training={"optim": "muon", "learning_rate": 1e-3})
+    model = build_full(recipe)
+    optimizer = build_optimizer(recipe, model, decayed_names(model))
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    of = {name: group_of[id(p)] for name, p in model.named_parameters() if p.requires_grad}
+    assert {"lora_embedding" in name for name in of} == {True, False}
+    assert all(group["orthogonal"] == ("lora_embedding" not in name) for name, group in of.items())
+    assert all(group["lr"] == pytest.approx(16e-3 if "B" in name else 1e-3) for name, group in of.items())
+
+
 def test_factor_b_has_its_own_rate(tmp_path: Path) -> None:
     """LoRA+ (arXiv:2402.12354): the schedule multiplies the rate of every group."""
     folder = make_model("llama", tmp_path)

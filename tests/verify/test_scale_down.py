@@ -218,3 +218,11 @@ def test_single_long_prompt_does_not_raise_max_length(tmp_path: Path) -> None:
     rows.write_text("".join(json.dumps({"prompt": "1+1=" * (500 if number == 7 else 1), "completion": "2"}) + "\n" for number in range(40)))
     recipe = resolved({"data": {"train": [{"path": str(rows)}], "max_length": 4096}})
     assert length_with_targets(recipe, load_encoder(recipe), rows=200) < MAX_LENGTH_TOKENS
+
+
+def test_patterns_of_parameter_groups_are_mapped_to_small_layers(tmp_path: Path) -> None:
+    groups = [{"match": ["lm_head.*", "model.layers.31.*"], "learning_rate": 1e-4}]
+    document = {"model": {"from_config": LLAMA, "tokenizer": "builtin:arithmetic"}, "training": {"parameter_groups": groups}}
+    small = shrunk(resolved(document), tmp_path)
+    assert small.document["training"]["parameter_groups"][0]["match"] == ["lm_head.*", "model.layers.1.*"]
+    assert any(line.startswith("training.parameter_groups[0].match:") for line in small.changes)

@@ -216,9 +216,20 @@ def _patterns(small: ScaledRecipe, recipe: Recipe, of: int, to: int) -> None:
         ("model.freeze", recipe.model.freeze, model["freeze"]),
         ("fsdp.modules_to_wrap", recipe.fsdp.modules_to_wrap, fsdp["modules_to_wrap"]),
         ("fsdp.ignored_modules", recipe.fsdp.ignored_modules, fsdp["ignored_modules"]),
+        *_group_patterns(small, recipe, of, to),
     ):
         if new != old:
             small.changes.append(f"{key}: {json.dumps(new)}, the layers of the small model")
+
+
+def _group_patterns(small: ScaledRecipe, recipe: Recipe, of: int, to: int) -> list[tuple[str, list[str], list[str]]]:
+    """Map the patterns of `training.parameter_groups`, and return key, old and new patterns of each entry."""
+    changes: list[tuple[str, list[str], list[str]]] = []
+    for index, group in enumerate(recipe.training.parameter_groups):
+        mapped = map_layer_patterns(group.match, of, to)
+        small.document["training"]["parameter_groups"][index]["match"] = mapped
+        changes.append((f"training.parameter_groups[{index}].match", group.match, mapped))
+    return changes
 
 
 _CPU_KERNELS = (("liger", True, "auto"), ("loss", "liger", "chunked"), ("compile", True, False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -9,16 +10,27 @@ import torch
 from torch import nn
 
 from fsdp_tune.model.optim.accumulation import round_gradients
+from fsdp_tune.model.optim.adafactor import ShardedAdafactor
+from fsdp_tune.model.optim.adamw import AdamW
 from fsdp_tune.model.optim.lean_adamw import LeanAdamW
-from fsdp_tune.model.optim.optimizer import AdamW
+from fsdp_tune.model.optim.muon import Muon
+from fsdp_tune.recipe.schema.optimizers import MUON_DEFAULTS
 from fsdp_tune.worker.readback.update_sample import UpdateSample
 
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+
+def muon(parameters: Iterable[nn.Parameter], **options: Any) -> Muon:
+    groups = [{"params": [parameter], "orthogonal": parameter.ndim == 2} for parameter in parameters]
+    return Muon(groups, muon=MUON_DEFAULTS, fused=True, weight_decay=0.1, **options)
+
+
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (AdamW, {"fused": True, "weight_decay": 0.1}),
     "lean": (LeanAdamW, {"state_dtype": torch.bfloat16, "rounds_parameters": False, "seed": 1}),
     "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     "Adagrad": (torch.optim.Adagrad, {}),
     "RMSprop": (torch.optim.RMSprop, {"centered": True}),
+    "Adafactor": (ShardedAdafactor, {}),
+    "Muon": (muon, {}),
 }
 
 
