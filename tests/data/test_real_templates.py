@@ -28,6 +28,8 @@ ADD = {
 }
 CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": {"a": 1}}}
 
+CALL_AS_TEXT = {"type": "function", "function": {"name": "add", "arguments": '{"a": "ü"}'}}
+
 
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
@@ -49,6 +51,16 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
             assistant("", tool_calls=[CALL]),
             {"role": "tool", "name": "add", "content": "2", "tool_call_id": "abcdefghi"},
             assistant("a2"),
+        ],
+        [ADD],
+    ),
+    "arguments as text": ([user("q1"), assistant("", tool_calls=[CALL_AS_TEXT]), {"role": "tool", "content": "2"}, assistant("a2")], [ADD]),
+    "agent": (
+        [
+            user("q1"),
+            assistant("", thinking="r1", tool_calls=[CALL]),
+            {"role": "tool", "content": '{"r": 2}'},
+            assistant("a2", thinking="r2"),
         ],
         [ADD],
     ),
@@ -95,6 +107,10 @@ EXPECTED = [
         '…<|im_start|>user⏎q1<|im_end|>⏎<|im_start|>assistant⏎⟦<tool_call>⏎{"name": "add", "arguments": {"a": 1}}⏎</tool_call><|im_end|>⟧⏎'
         "<|im_start|>user⏎<tool_response>⏎2⏎</tool_response><|im_end|>⏎<|im_start|>assistant⏎⟦a2<|im_end|>⟧⏎"
     ]),
+    ("qwen 2.5", "arguments as text", [  # the template quotes arguments, so it must receive an object
+        '…q1<|im_end|>⏎<|im_start|>assistant⏎⟦<tool_call>⏎{"name": "add", "arguments": {"a": "ü"}}⏎</tool_call><|im_end|>⟧⏎'
+        "<|im_start|>user⏎<tool_response>⏎2⏎</tool_response><|im_end|>⏎<|im_start|>assistant⏎⟦a2<|im_end|>⟧⏎"
+    ]),
     ("qwen 3", "turns", [  # with reasoning switched off, the prompt supplies an empty block
         "<|im_start|>user⏎q1<|im_end|>⏎<|im_start|>assistant⏎<think>⏎⏎</think>⏎⏎⟦a1<|im_end|>⟧⏎",
         "<|im_start|>user⏎q1<|im_end|>⏎<|im_start|>assistant⏎a1<|im_end|>⏎<|im_start|>user⏎q2<|im_end|>⏎"
@@ -104,6 +120,10 @@ EXPECTED = [
         "<|im_start|>user⏎q1<|im_end|>⏎<|im_start|>assistant⏎⟦<think>⏎r1⏎</think>⏎⏎a1<|im_end|>⟧⏎",
         "<|im_start|>user⏎q1<|im_end|>⏎<|im_start|>assistant⏎a1<|im_end|>⏎<|im_start|>user⏎q2<|im_end|>⏎"
         "<|im_start|>assistant⏎⟦<think>⏎r2⏎</think>⏎⏎a2<|im_end|>⟧⏎",
+    ]),
+    ("qwen 3", "in a row", [
+        "<|im_start|>user⏎q1<|im_end|>⏎<|im_start|>assistant⏎<think>⏎⏎</think>⏎⏎⟦a1<|im_end|>⟧⏎"
+        "<|im_start|>assistant⏎<think>⏎⏎</think>⏎⏎⟦a2<|im_end|>⟧⏎"
     ]),
     ("qwen 3 instruct", "turns", [
         "<|im_start|>user⏎q1<|im_end|>⏎<|im_start|>assistant⏎⟦a1<|im_end|>⟧⏎<|im_start|>user⏎q2<|im_end|>⏎<|im_start|>assistant⏎⟦a2<|im_end|>⟧⏎"
@@ -147,6 +167,11 @@ EXPECTED = [
     ("deepseek v3", "system", [
         "<｜begin▁of▁sentence｜>sys<｜User｜>q1<｜Assistant｜>⟦a1<｜end▁of▁sentence｜>⟧<｜User｜>q2<｜Assistant｜>⟦a2<｜end▁of▁sentence｜>⟧"
     ]),
+    ("deepseek v3", "tools", [  # takes arguments as JSON text
+        '…q1<｜Assistant｜>⟦<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add⏎```json⏎{"a": 1}⏎```<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜><｜end▁of▁sentence｜>⟧<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>2<｜tool▁output▁end｜>"
+        "<｜tool▁outputs▁end｜>⟦a2<｜end▁of▁sentence｜>⟧"
+    ]),
     ("deepseek r1 training", "think", [  # the prompt supplies `<think>`
         "<｜begin▁of▁sentence｜><｜User｜>q1<｜Assistant｜><think>⏎⟦r1⏎</think>⏎⏎a1<｜end▁of▁sentence｜>⟧"
         "<｜User｜>q2<｜Assistant｜><think>⏎⟦r2⏎</think>⏎⏎a2<｜end▁of▁sentence｜>⟧"
@@ -161,6 +186,12 @@ EXPECTED = [
         '…<|start|>user<|message|>q1<|end|><|start|>assistant⟦ to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>⟧'
         '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"2"<|end|><|start|>assistant'
             "⟦<|channel|>final<|message|>a2<|return|>⟧"
+    ]),
+    ("gpt-oss", "agent", [  # the reasoning of a call is dropped once the final answer follows, and the model still receives it before
+        "…<|start|>user<|message|>q1<|end|><|start|>assistant⟦<|channel|>analysis<|message|>r1<|end|>"
+        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>⟧'
+        '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"{\\"r\\": 2}"<|end|>'
+        "<|start|>assistant⟦<|channel|>analysis<|message|>r2<|end|><|start|>assistant<|channel|>final<|message|>a2<|return|>⟧"
     ]),
     ("glm 4", "system", ["[gMASK]<sop><|system|>⏎sys<|user|>⏎q1<|assistant|>⟦⏎a1<|user|>⟧⏎q2<|assistant|>⟦⏎a2<|endoftext|>⟧"]),
     ("glm 4", "tools", ['[gMASK]<sop><|user|>⏎q1<|assistant|>⟦add⏎{"a": 1}<|observation|>⟧⏎2<|assistant|>⟦⏎a2<|endoftext|>⟧']),
@@ -204,7 +235,6 @@ REFUSED = [
     ("gemma 2", "system", "System role not supported"),
     ("mistral v1", "in a row", "conversation roles must alternate"),
     ("deepseek r1", "think", "before message 2 the model receives '<think>\\n' where the conversation with that message has '\\n\\na1"),
-    ("qwen 3", "in a row", "before message 3 the model receives"),
     ("llama 3", "tools", "message 2: the chat template omits 'add'"),
     ("qwen 2.5", "reasoning", "message 2: the chat template omits 'r1'"),
 ]
@@ -284,6 +314,26 @@ def test_generation_markers_agree_with_prefix_rendering(name: str, template: str
     runs = [(key, [number for number, _, _ in run]) for key, run in groupby(both, key=lambda token: (bool(token[1]), token[2]))]
     assert not any(is_trained and not is_marked for (is_marked, is_trained), _ in runs)
     assert [encoder.decode(ids).replace("\n", "⏎") for key, ids in runs if key == (True, False)] == excluded
+
+
+AS_GIVEN = [row[:2] for row in EXPECTED if row[1] != "arguments as text" and row[:2] != ("deepseek v3", "tools")]
+
+
+@pytest.mark.parametrize(("name", "conversation"), AS_GIVEN, ids=map(", ".join, AS_GIVEN))
+def test_context_of_each_answer_has_the_ids_of_inference(name: str, conversation: str) -> None:
+    encoder, examples = tokenised(PUBLISHED[name], conversation)
+    messages, tools = CONVERSATIONS[conversation]
+    prompts: list[list[int]] = []
+    for index in (index for index, message in enumerate(messages) if message["role"] == "assistant"):
+        for mode in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
+            prompt: Any = encoder.tokenizer.apply_chat_template(
+                messages[:index], tools=tools, chat_template=PUBLISHED[name].text(), add_generation_prompt=True, return_dict=False, **mode
+            )
+            prompts.append(prompt)
+    for tokens in examples:
+        begins = [at for at in range(1, len(tokens.ids)) if tokens.trained[at] and not tokens.trained[at - 1]]
+        assert begins
+        assert all(tokens.ids[:begin] in prompts for begin in begins)
 
 
 def test_every_published_template_has_a_row() -> None:

@@ -8,13 +8,15 @@ to the end of the answer; the first text must be a prefix of the second. If the 
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.data.format.conversations import Message, tool_calls
 from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.read.json_rows import RowError
 from fsdp_tune.data.tokenise.encoder import Encoder
@@ -45,13 +47,28 @@ class Rendering:
         self._chat, self._template, self._encoder = chat, template, encoder
         self._special = re.compile("|".join(token.pattern for token in encoder.special_tokens) or r"(?!)")
         self._switches = [name for name in REASONING_SWITCHES if re.search(rf"\b{name}\b", template)]
-        self.whole = self.render(len(chat.messages))
+        self.whole = self._render_whole()
 
     def render(self, count: int, *, generation_prompt: bool = False, **variables: Any) -> str:
         """Render the first `count` messages as text. Raises: RowError if the template raises."""
         messages, tools = self._chat.messages[:count], self._chat.tools
         with self._template_errors(count):
             return self._encoder.render(messages, self._template, tools=tools, generation_prompt=generation_prompt, **variables)
+
+    def _render_whole(self) -> str:
+        """Render the conversation, with arguments of tool calls as objects or as JSON text, whichever the template expects."""
+        given, count = self._chat, len(self._chat.messages)
+        try:
+            text = self.render(count)
+        except RowError:
+            self._chat = _with_arguments(given, lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+            if self._chat == given:
+                raise
+            return self.render(count)
+        if any(json.dumps(value, ensure_ascii=ascii_only) in text for value in _json_texts(given) for ascii_only in (False, True)):
+            self._chat = _with_arguments(given, _parsed_object)
+            return self.render(count)
+        return text
 
     def answer(self, index: int) -> Answer:
         """Return message `index` as an answer, in the conversation up to it. Raises: RowError if the template is not prefix-stable."""
@@ -85,31 +102,39 @@ class Rendering:
         return answer.end if is_generation_prompt else follows.end()
 
     def _end_of_prompt(self, index: int, text: str) -> int | None:
-        """Return the length of the longest generation prompt that begins `text`, with reasoning as by default, switched off or on."""
-        modes: list[dict[str, bool]] = [{}, *({name: value} for name in self._switches for value in (False, True))]
-        prompts = (self.render(index, generation_prompt=True, **mode) for mode in modes)
-        return max((len(prompt) for prompt in prompts if text.startswith(prompt)), default=None)
+        """Return the length of the longest generation prompt that begins `text`, with reasoning as by default, or switched off or on."""
+
+        def fitting(modes: list[dict[str, bool]]) -> list[int]:
+            prompts = (self.render(index, generation_prompt=True, **mode) for mode in modes)
+            return [len(prompt) for prompt in prompts if text.startswith(prompt)]
+
+        lengths = fitting([{}, *({name: False} for name in self._switches)]) or fitting([{name: True} for name in self._switches])
+        return max(lengths, default=None)
 
     def _moved_context(self, index: int, text: str) -> Answer:
         """Return an answer whose context the template changes once the answer follows, after the context that the model receives.
 
-        Mistral's templates write the system prompt into the last user message, but only while no answer follows. Both texts must
-        have the last message before the answer in common, and the answer must be what the template writes after that message alone.
-        Raises: RowError if it is not.
+        Mistral's templates write the system prompt into the last user message while no answer follows, and GPT-OSS keeps the
+        reasoning of tool calls until the final answer. The answer must be the text that the template writes after the last
+        question alone, and the message before it must be the same in both contexts. Raises: RowError if it is not.
         """
         given = self.render(index, generation_prompt=True)
-        question, last = self._chat.messages[index - 1 : index + 1]
+        before, last = self._chat.messages[index - 1 : index + 1]
+        question = next((message for message in reversed(self._chat.messages[:index]) if message["role"] == "user"), before)
         try:
             alone = Rendering(replace(self._chat, messages=[question, last]), self._template, self._encoder)
             prompt = alone.render(1, generation_prompt=True)
         except RowError:
             raise RowError(_unstable(index, text, given)) from None
-        answer, content = alone.whole[len(prompt) :], question["content"].strip()
-        shared = common_length(given[::-1], text.removesuffix(answer)[::-1])
-        is_moved = alone.whole.startswith(prompt) and answer and text.endswith(answer)
-        if not is_moved or not content or content not in given[len(given) - shared :]:
+        answer = alone.whole[len(prompt) :]
+        same = common_length(given[::-1], text.removesuffix(answer)[::-1])
+        is_answer = alone.whole.startswith(prompt) and answer and text.endswith(answer)
+        content = before["content"].strip()
+        is_same = content and any(form in given[len(given) - same :] for form in (content, json.dumps(content, ensure_ascii=False)))
+        if not is_answer or not is_same:
             raise RowError(_unstable(index, text, given))
-        return Answer(given + answer, len(given), self._end_of_turn(given + answer, len(given)))
+        begin = self._end_of_prompt(index, given + answer) or len(given)
+        return Answer(given + answer, begin, self._end_of_turn(given + answer, begin))
 
     def _end_of_turn(self, text: str, begin: int) -> int:
         """Return the end of an answer, without white space or a generation prompt that the template writes after it."""
@@ -156,6 +181,38 @@ class Rendering:
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             where = "" if count == len(self._chat.messages) else f", at message {count}"
             raise RowError(f"the chat template rejects the conversation{where}: {first_line}") from error
+
+
+def _with_arguments(chat: Chat, change: Callable[[Any], Any]) -> Chat:
+    def changed(message: Message) -> Message:
+        calls = message.get("tool_calls")
+        return message | {"tool_calls": [_with_argument(call, change) for call in calls]} if calls else message
+
+    return replace(chat, messages=[changed(message) for message in chat.messages])
+
+
+def _with_argument(call: Message, change: Callable[[Any], Any]) -> Message:
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _with_argument(call["function"], change)}
+    return call | {"arguments": change(call["arguments"])} if "arguments" in call else call
+
+
+def _json_texts(chat: Chat) -> Iterator[str]:
+    """Yield the arguments that are the JSON text of an object."""
+    for message in chat.messages:
+        for call in tool_calls(message):
+            value = call.get("arguments")
+            if isinstance(value, str) and _parsed_object(value) != value:
+                yield value
+
+
+def _parsed_object(value: Any) -> Any:
+    """Return the object of JSON text, or `value` itself if it is not the JSON text of an object."""
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+    return parsed if isinstance(parsed, dict) else value
 
 
 def _unstable(index: int, text: str, prompt: str) -> str:
