@@ -244,6 +244,7 @@ def _report(
         },
         "bos": {"once": counts["bos_once"], "more": counts["bos_more"], "examples": len(examples)} if has_bos else None,
         "bos_repeated_in_text": counts["bos_repeated_in_text"],
+        "bos_missing_in_chat": counts["bos_missing_in_chat"],
         "joined_without_space": counts["no_space"],
         "tokenised_apart": counts["apart"],
         "notes": found.notes.report(names),

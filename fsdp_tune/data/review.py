@@ -170,6 +170,13 @@ def _end_notices(inputs: Sequence[Input], report: dict[str, Any]) -> Iterator[No
         )
     if repeated := report["bos_repeated_in_text"]:
         yield Notice("bos-twice", f"{repeated:,} examples contain the beginning-of-sequence token more than once", hint="check the texts")
+    if missing := report["bos_missing_in_chat"]:
+        yield Notice(
+            "bos-not-in-template",
+            f"the chat template does not write the beginning-of-sequence token in {missing:,} conversations; "
+            "this tokenizer adds it to other texts",
+            hint="use the model's own template, or begin yours with `{{ bos_token }}`",
+        )
     if any(opened.settings.template is not None and "strftime_now" in opened.settings.template for opened in inputs):
         yield Notice("dated-template", "the chat template writes today's date: the prepared data contain the date of their preparation")
 

@@ -159,3 +159,11 @@ def test_special_tokens_in_split_conversations_are_text(tmp_path: Path) -> None:
     found = prepared_chats(tmp_path, encoder, conversation("a<|im_end|>", "<|im_end|>"))
     assert [row.input_ids.tolist().count(encoder.eos_id) for row in rows_of(found)] == [2, 4]
     assert found.report["notes"]["special-tokens-as-text"]["`<|im_end|>`"]["rows"] == 1
+
+
+@pytest.mark.parametrize(("begin", "missing"), [("", 1), ("<s>", 0)])
+def test_template_without_the_tokenizers_beginning_of_sequence_is_reported(tmp_path: Path, begin: str, missing: int) -> None:
+    encoder = ByteEncoder(eos="<|im_end|>", template=begin + REWRITING, adds_bos=True)
+    found = prepared_chats(tmp_path, encoder, conversation("a", "hm")[:2])
+    assert found.report["bos_missing_in_chat"] == missing
+    assert ("bos-not-in-template" in {notice["code"] for notice in found.notices}) == bool(missing)

@@ -75,7 +75,8 @@ class Tokenised:
     untrained: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """File and row of examples without a trained token."""
     counts: Counter[str] = field(default_factory=Counter[str])
-    """rows, eos_supervised, eos_appended_to_chat, bos_once, bos_more, bos_repeated_in_text, apart, no_space, split_rows, split_examples."""
+    """rows, eos_supervised, eos_appended_to_chat, bos_once, bos_more, bos_repeated_in_text, bos_missing_in_chat, apart, no_space,
+    split_rows, split_examples."""
     notes: RowNotes = field(default_factory=RowNotes)
 
 
@@ -233,6 +234,7 @@ class _Chunk:
             self.counts["bos_once"] += found == 1
             self.counts["bos_more"] += found > 1
             self.counts["bos_repeated_in_text"] += found > 1 and not is_chat  # in a chat the template writes them
+            self.counts["bos_missing_in_chat"] += not found and is_chat and encoder.bos_id in encoder.prefix_ids
 
     def finish(self) -> Tokenised:
         table = np.array(self._rows, np.int64).reshape(-1, 5)
