@@ -108,6 +108,12 @@ def test_template_that_rewrites_earlier_answers_gives_an_example_for_each_answer
     assert shown(last, encoder) == split[1]
 
 
+def test_conversation_with_too_long_contexts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_module, "MOST_CHARACTERS", 100)
+    assert "needs 2 examples for the conversation, with 2" in refused(conversation("a", "b", "c", "d"), REASONING)
+    assert tokenised(conversation("a", "b" * 200), REASONING, ByteEncoder()).ids
+
+
 def test_untrained_last_answer_adds_no_example() -> None:
     encoder = ByteEncoder(eos="<|im_end|>")
     chat = conversation("a", "b", "c", "d", trained=(False, True, False, False))

@@ -24,6 +24,9 @@ from fsdp_tune.data.tokenise.unrendered import find_unrendered
 TEMPLATE_SECONDS = 5.0
 """Limit of CPU time for all renderings of one row; a real conversation takes milliseconds."""
 
+MOST_CHARACTERS = 1 << 25
+"""Limit for all examples of one conversation, which repeat their context; bounds memory."""
+
 
 class _TemplateTimeoutError(BaseException):
     """Not an Exception, so that no `except Exception` inside a template's code swallows it."""
@@ -117,6 +120,12 @@ def _examples(rendering: Rendering, answers: list[Answer], *, ends_trained: bool
     for answer in reversed(answers):
         inside = next((inside for text in found if (inside := rendering.within(answer, text)) is not None), answer)
         found.setdefault(inside.text, []).insert(0, inside)
+    characters = sum(map(len, found))
+    if len(found) > 1 and characters > MOST_CHARACTERS:
+        raise RowError(
+            f"the chat template needs {len(found)} examples for the conversation, with {characters:,} characters "
+            "(`loss_on: last_assistant` trains the last answer only)"
+        )
     return tuple(
         RenderedText(text, tuple((answer.begin, answer.end) for answer in inside), ends_trained or text != rendering.whole)
         for text, inside in reversed(found.items())
