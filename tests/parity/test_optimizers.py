@@ -16,6 +16,13 @@ ADAFACTOR = Case(training=(("optim", "adafactor"),))
 GROUPS = Case(groups=(("*.layers.0.*norm.weight", None, 0.3), ("*.layers.0.*", 3e-4, None), ("lm_head.*", 1e-3, None)))
 
 
+ADAPTED = [replace(case, lora=(("r", 4), ("lora_alpha", 8))) for case in (MUON, ADAFACTOR)]
+
+
+def slow(case: Case) -> Any:
+    return pytest.param(case, id=str(case), marks=[pytest.mark.slow])
+
+
 def variants(case: Case) -> list[Any]:
     """The case, which every test run includes, and the case under the other strategies and switches.
 
@@ -32,7 +39,7 @@ def variants(case: Case) -> list[Any]:
         replace(case, fsdp=(("state_dict_type", "FULL_STATE_DICT"),), resumed="same"),
         replace(case, resumed="other"),
     ]
-    return [pytest.param(case, id=str(case)), *(pytest.param(each, id=str(each), marks=[pytest.mark.slow]) for each in others)]
+    return [pytest.param(case, id=str(case)), *map(slow, others)]
 
 
 def is_as_one_device(case: Case, found: Deviation) -> bool:
@@ -43,12 +50,15 @@ def is_as_one_device(case: Case, found: Deviation) -> bool:
 
 
 def reference_of(case: Case, bench: Bench) -> Any:
-    changes: dict[str, Any] = {"optimizer": dict(case.training).get("optim", "adamw"), "groups": case.groups}
+    adapter = bench.adapter(case) if case.lora else None
+    changes: dict[str, Any] = {"adapter": adapter, "optimizer": dict(case.training).get("optim", "adamw"), "groups": case.groups}
     return bench.reference(case.architecture, packed=case.packed, **changes)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [*variants(MUON), *variants(ADAFACTOR), *(each for each in variants(GROUPS) if "llama" in each.id)])
+@pytest.mark.parametrize(
+    "case", [*variants(MUON), *variants(ADAFACTOR), *map(slow, ADAPTED), *(each for each in variants(GROUPS) if "llama" in each.id)]
+)
 def test_run_follows_one_device(case: Case, bench: Bench, record_property) -> None:
     found = deviation(bench.run(case), reference_of(case, bench))
     record_property("parity", found.row("optimizers against one device", case))

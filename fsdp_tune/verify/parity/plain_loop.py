@@ -137,8 +137,8 @@ def _optimizers(settings: LoopSettings, model: nn.Module) -> list[torch.optim.Op
     if settings.optimizer == "adafactor":
         return [Adafactor(groups, lr=settings.learning_rate, scale_parameter=False, relative_step=False)]
     if settings.optimizer in ("adamw", "muon"):
-        adamw = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.epsilon, **options)
-        return [adamw, *([_muon(hidden)] if hidden else [])]
+        adamw = [torch.optim.AdamW(groups, betas=settings.betas, eps=settings.epsilon, **options)] if groups else []
+        return [*adamw, *([_muon(hidden)] if hidden else [])]
     kinds = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop}
     return [kinds[settings.optimizer](groups, **options)]
 
