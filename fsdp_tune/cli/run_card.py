@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from fsdp_tune.recipe.schema import Recipe
 
 Line = dict[str, Any]
+SAMPLE_CHARACTERS = 60
+CARD_SAMPLES = 3
 
 
 def card(run: RunDir, facts: dict[str, Any], next_commands: Sequence[str]) -> list[str]:
@@ -32,6 +35,7 @@ def card(run: RunDir, facts: dict[str, Any], next_commands: Sequence[str]) -> li
         ("tokens", _tokens(facts, steps)),
         ("loss", _losses(steps, "loss")),
         ("eval loss", _losses([line for line in lines if "eval_loss" in line], "eval_loss")),
+        *(("sample", each) for each in _samples(lines)),
         ("peak memory", _memory(steps)),
         *(("plan", each) for each in predicted_and_measured(run, steps)),
         ("size on disk", _sizes(run)),
@@ -110,6 +114,19 @@ def _losses(lines: Sequence[Line], name: str) -> str:
     best = min(numbers, key=lambda line: float(line[name]), default=None)
     at_best = f", best {shown(best)} (step {best['step']})" if best is not None else ""
     return f"first {shown(lines[0])}, last {shown(lines[-1])}{at_best}"
+
+
+def sample_line(sample: dict[str, str]) -> str:
+    """Return the end of a prompt and the beginning of the generated text on one line."""
+    prompt, text = (json.dumps(sample[name], ensure_ascii=False)[1:-1] for name in ("prompt", "text"))
+    shown = f"… {prompt[-SAMPLE_CHARACTERS:]}" if len(prompt) > SAMPLE_CHARACTERS else prompt
+    return f"{shown} → {text[: 2 * SAMPLE_CHARACTERS]}{' …' if len(text) > 2 * SAMPLE_CHARACTERS else ''}"
+
+
+def _samples(lines: Sequence[Line]) -> list[str]:
+    """Return the first generated texts of the last time that `training.sample` generated."""
+    generated = [line["samples"] for line in lines if line.get("event") == "samples"]
+    return [sample_line(sample) for sample in generated[-1][:CARD_SAMPLES]] if generated else []
 
 
 def _memory(steps: Sequence[Line]) -> str:

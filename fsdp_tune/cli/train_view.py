@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from fsdp_tune.cli.progress import ScreenBar
-from fsdp_tune.cli.run_card import card, commands_after, merge_command
+from fsdp_tune.cli.run_card import card, commands_after, merge_command, sample_line
 from fsdp_tune.cli.terminal import Terminal
 from fsdp_tune.core.errors import ExitReason
 from fsdp_tune.core.secrets import masked
@@ -149,6 +149,9 @@ class StepView:
             for row in profile_table(line["seconds"], line["steps"]):
                 self._screen.message(row)
             self._screen.message(f"profile: {line['trace']} (open it in https://ui.perfetto.dev)")
+        elif name == "samples":
+            for sample in line["samples"]:
+                self._screen.message(f"step {step}: {sample_line(sample)}")
         elif name == "checkpoint_saved":
             self._screen.message(f"checkpoint-{step} saved: {format_bytes(line['size_bytes'])} in {format_seconds(line['seconds'])}")
         elif name == "stopping":

@@ -19,6 +19,7 @@ from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem
 from fsdp_tune.data.format.inputs import Input, bad_row_problem, open_inputs, raw_rows
 from fsdp_tune.data.read.json_rows import BadRow, RowError
 from fsdp_tune.data.read.sources import find_source
+from fsdp_tune.data.tokenise.prompts import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.recipe.schema import Recipe
 
@@ -123,6 +124,7 @@ def inspect_data(recipe: Recipe) -> Inspection:
     found.vocabulary_size = encoder.vocabulary_size
     found.notices.extend(encoder.notices)
     try:
+        sample_prompts(recipe, encoder)
         inputs = open_inputs(recipe, encoder)
     except FsdpTuneError as error:
         found.add(error)

@@ -17,6 +17,7 @@ from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, P
 from fsdp_tune.core.secrets import MASK, mask_text
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.preparation import rows_of_step
+from fsdp_tune.data.tokenise.prompts import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.diagnose.environment import accelerate_default_config, host, versions
 from fsdp_tune.jobs.inspection import inspect_model
@@ -238,6 +239,7 @@ class _Job:
             try:
                 encoder = load_encoder(recipe)
                 observer.notices(encoder.notices)
+                sample_prompts(recipe, encoder)
                 counter = WorkCounter(self.plan.run, recipe.launch.num_machines)
                 with observer.progress("tokenising", None, "rows") as bar, counter as work:
                     progress = CountedBar(bar, work)

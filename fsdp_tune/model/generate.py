@@ -31,7 +31,8 @@ def generate(
     on each.
     """
     takes = inspect.signature(getattr(model, "module", model).forward).parameters
-    options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+    # Router logits of a forward with a cache do not fit the attention mask (transformers' `load_balancing_loss_func`).
+    options: dict[str, Any] = {name: value for name, value in (("logits_to_keep", 1), ("output_router_logits", False)) if name in takes}
     ids, mask = _padded(prompts, pad_id, device)
     ends = torch.tensor(sorted(end_ids), device=device)
     finished = torch.zeros(len(prompts), dtype=torch.bool, device=device)

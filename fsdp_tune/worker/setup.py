@@ -41,6 +41,7 @@ from fsdp_tune.worker.dataset import ByTokens, Collator, MicroBatches
 from fsdp_tune.worker.observe import trackers
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.profiling import Profile
+from fsdp_tune.worker.observe.samples import Samples
 from fsdp_tune.worker.observe.shares import StepShares
 from fsdp_tune.worker.observe.tracker_runs import keep_id
 from fsdp_tune.worker.rank import Rank, share_time_limit
@@ -87,12 +88,13 @@ def build_trainer(
     witness = Witness(recipe.training.witness, say)
     callback = RunCallback(run, stop, say, witness, is_first=rank.is_first)
     compiling = [CompileReport(say)] if recipe.kernels.compile else []
+    sampling = [Samples(recipe)] if recipe.training.sample is not None else []
     shares = StepShares(loaded.wrapped, device)
     profiled = (LaunchRecord.read(run.launch_json) or LaunchRecord()).profile
     profiling = [Profile(run, profiled, rank.index)] if profiled else []
-    trainer = FsdpTrainer(parts, arguments, [*_extra_callbacks(recipe), shares, *profiling, *compiling, witness, callback])
+    trainer = FsdpTrainer(parts, arguments, [*_extra_callbacks(recipe), shares, *profiling, *compiling, witness, callback, *sampling])
     trainer.lines.shares = shares.take
-    for each in (callback, witness, *compiling, *profiling):
+    for each in (callback, witness, *compiling, *profiling, *sampling):
         each.trainer = trainer
     _set_up_trackers(trainer, run, recipe, say)
     trainer.create_optimizer()
@@ -248,7 +250,7 @@ def results(trainer: FsdpTrainer, started: float) -> dict[str, Any]:
 # ---- Recipe → TrainingArguments of transformers: fields of the recipe pass through; what the ranks do themselves is switched off.
 
 # Keys of `training:` that are ours alone; TrainingArguments has no such fields.
-_OURS = {"global_batch_size", "per_device_train_batch_tokens", "parameter_groups", "on_nonfinite", "witness", "early_stopping"}
+_OURS = {"global_batch_size", "per_device_train_batch_tokens", "parameter_groups", "on_nonfinite", "witness", "early_stopping", "sample"}
 
 
 def training_arguments(recipe: Recipe, run: RunDir) -> TrainingArguments:

@@ -69,6 +69,7 @@ def invoke(*arguments: object, code: int = 0) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.e2e
 def test_command_scores_two_models_in_a_child_process(cli: Cli, models: Path) -> None:
     done = cli("evaluate", models / "tuned", *DATA, "--base", models / "base", "--max-rows", "12", "--json")
     assert done.returncode == 0, done.stderr

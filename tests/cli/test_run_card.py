@@ -60,6 +60,13 @@ def test_card_has_losses_tokens_time_and_memory(tmp_path: Path) -> None:
     assert shown[-2:] == ["  next          first command", "                second command"]
 
 
+def test_card_shows_the_last_samples(tmp_path: Path) -> None:
+    long = {"prompt": "a", "text": " b" * 90}
+    events = [{"event": "samples", "step": step, "samples": [{"prompt": "one is", "text": f" {step}"}, long]} for step in (10, 20)]
+    shown = card(run_with(tmp_path, [*LINES, *events]), {}, [])
+    assert [line for line in shown if "→" in line] == ["  sample        one is →  20", f"                a → {' b' * 60} …"]
+
+
 def test_card_shows_sizes_of_checkpoints_and_merged_model(tmp_path: Path) -> None:
     run = run_with(tmp_path, [])
     for folder, size in ((run.checkpoint(1), 1 << 20), (run.checkpoint(2), 1 << 20), (run.merged, 512 << 10)):

@@ -232,6 +232,7 @@ NOT_RUN = {
     "fsdp-tune plan --config llama7b_full_shard": "needs the hub for the model's configuration",
     "fsdp-tune merge-checkpoint outputs/": "needs the hub and a checkpoint of another tool",
     "fsdp-tune merge-checkpoint runs/llama8b_lora_24gb": "needs a GPU; tests/cli/test_lora_run.py merges a small run",
+    "fsdp-tune evaluate runs/gsm8k": "needs the hub; tests/cli/test_evaluate.py compares two models",
     "fsdp-tune train --config recipe.yaml --machine-rank": "needs two machines; tests/launch/test_real_restart.py plays them",
 }
 """Start of a command → why it is not run here."""

@@ -153,6 +153,17 @@ class ParameterGroup(Section):
     """Weight decay of these parameters; null = `training.weight_decay`, which spares norms and biases."""
 
 
+class Sample(Section):
+    default_effect = Effect(NOTHING, FREE)
+
+    every: Whole
+    """Steps between two generations; the last step has one too."""
+    prompts: list[Text | list[dict[str, str]]]
+    """Texts, and chats as lists of {role: …, content: …}, which are rendered with the generation prompt."""
+    max_new_tokens: Whole = 64
+    """Tokens generated after each prompt, greedily, unless the end of the sequence comes first."""
+
+
 class Training(Section):
     """TrainingArguments by their own names; those not listed here are passed on with transformers' default (`model_extra`)."""
 
@@ -196,6 +207,8 @@ class Training(Section):
     """When a run checks its own invariants: first = before step 1 and at the first update; N = every N steps too; off = never."""
     early_stopping: Annotated[EarlyStopping | None, Effect(NUMBERS, TRAJECTORY)] = None
     """{patience: 3, threshold: 0.0} on metric_for_best_model."""
+    sample: Annotated[Sample | None, Effect(NOTHING, FREE)] = None
+    """{every: 500, prompts: [...]}: generate with the model in training, into metrics.jsonl and onto the terminal."""
 
 
 class Recipe(Section):

@@ -274,7 +274,7 @@ def _data(small: ScaledRecipe, recipe: Recipe, folder: Path, inputs: ReadableInp
 
 
 _LISTED_TRAINING = (
-    *("per_device_eval_batch_size", "report_to", "load_best_model_at_end", "early_stopping", "push_to_hub"),
+    *("per_device_eval_batch_size", "report_to", "load_best_model_at_end", "early_stopping", "sample", "push_to_hub"),
     *("warmup_steps", "logging_steps", "save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps"),
 )
 """Keys that a rehearsal sets itself and that its line on the batch does not show."""
@@ -300,6 +300,7 @@ def _training(small: ScaledRecipe, recipe: Recipe, ranks: int, steps: int) -> No
         "eval_steps": steps // 2,
         "load_best_model_at_end": False,
         "early_stopping": None,
+        "sample": None,
         "report_to": [],
         "push_to_hub": False,
     }

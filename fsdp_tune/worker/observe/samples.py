@@ -1,0 +1,84 @@
+"""Generate with the model in training, every `training.sample.every` steps, on all ranks together."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from fsdp_tune.data.tokenise.prompts import sample_prompts
+from fsdp_tune.data.tokenise.tokenizer import load_encoder
+from fsdp_tune.model.generate import generate
+from fsdp_tune.model.shard.gathering import outside_step
+from fsdp_tune.model.step import compute_context
+from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.worker.agreement import gather
+
+if TYPE_CHECKING:
+    from fsdp_tune.worker.trainer import FsdpTrainer
+
+
+class Samples(TrainerCallback):
+    """Generate after each N-th step and the last one, and write the event `samples`.
+
+    The prompts are split over the ranks. Every rank runs as many forwards as the one that generates longest, since each forward gathers
+    the units. Generators are restored, so training continues as if nothing had been generated.
+    """
+
+    trainer: FsdpTrainer
+
+    def __init__(self, recipe: Recipe) -> None:
+        assert recipe.training.sample is not None
+        self._recipe, self._sample = recipe, recipe.training.sample
+        self._encoder = load_encoder(recipe)
+        self._prompts = sample_prompts(recipe, self._encoder)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        step, is_last = state.global_step, state.global_step >= state.max_steps
+        if not is_last and (step % self._sample.every or control.should_training_stop):
+            return  # after a stop signal there may be no time
+        parts = self.trainer.parts
+        started = time.monotonic()
+        with parts.heartbeat.during("sampling", step):
+            answers = self._generate(args.device)
+        seconds = time.monotonic() - started
+        self.trainer.lines.leave_out(seconds)
+        samples = [{"prompt": self._encoder.decode(prompt), "text": text} for prompt, text in zip(self._prompts, answers, strict=True)]
+        parts.metrics.event("samples", step, seconds=seconds, samples=samples)
+
+    def _generate(self, device: torch.device) -> list[str]:
+        """Return the text that follows each prompt."""
+        wrapped, topology = self.trainer.wrapped, self._recipe.topology
+        rank, size = topology.data_rank(dist.get_rank()), topology.data_size
+        own = {index: self._prompts[index] for index in range(rank, len(self._prompts), size)}
+        prompts = list(own.values()) or self._prompts[:1]  # a rank without a prompt takes part in the forwards
+        positions = getattr(self.trainer.parts.loaded.model.config, "max_position_embeddings", None)
+        room = positions - max(map(len, self._prompts)) if isinstance(positions, int) else self._sample.max_new_tokens
+        wrapped.eval()
+        with outside_step(wrapped, device), compute_context(self._recipe, device.type), self._uncompiled():
+            new = generate(
+                wrapped,
+                prompts,
+                max_new_tokens=min(self._sample.max_new_tokens, room),
+                end_ids={self._encoder.eos_id},
+                pad_id=self._encoder.pad_id,
+                device=device,
+                all_finished=_all_ranks,
+            )
+        wrapped.train()
+        found = {index: tokens for ranks in gather(dict(zip(own, new, strict=False))) for index, tokens in ranks.items()}
+        return [self._encoder.decode([token for token in found[index] if token != self._encoder.eos_id]) for index in sorted(found)]
+
+    def _uncompiled(self) -> AbstractContextManager[Any]:
+        """Run compiled layers uncompiled: each length of the cache would be compiled again."""
+        return torch.compiler.set_stance("force_eager") if self._recipe.kernels.compile else nullcontext()
+
+
+def _all_ranks(is_finished: bool) -> bool:  # noqa: FBT001  a callback of `generate`
+    unfinished = torch.tensor(int(not is_finished))
+    dist.all_reduce(unfinished, op=dist.ReduceOp.MAX)
+    return not unfinished.item()
