@@ -308,11 +308,11 @@ def test_damaged_parquet_row_group_is_named(tmp_path: Path) -> None:
     [
         (gzip.compress(os.urandom(5000) * 3)[:-200], "cut off"),
         (gzip.compress(b"x" * 99)[:-8] + b"\0" * 8, "damaged"),
-        (b"\x28\xb5\x2f\xfd rest", "zstd"),
+        (b"\x28\xb5\x2f\xfd rest", "damaged"),
         ("{}".encode("utf-16"), "UTF-16"),
         (b"PAR1 rest", "Parquet"),
     ],
-    ids=["cut-gzip", "broken-gzip", "zstd", "utf-16", "parquet"],
+    ids=["cut-gzip", "broken-gzip", "broken-zstd", "utf-16", "parquet"],
 )
 def test_file_of_another_kind_is_refused_with_reason(tmp_path: Path, contents: bytes, says: str) -> None:
     path = tmp_path / "rows.jsonl"

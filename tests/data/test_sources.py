@@ -123,8 +123,8 @@ def test_files_of_two_kinds_are_refused_by_name(folder: Path) -> None:
 def test_unknown_file_ending_is_refused_with_the_builder(folder: Path) -> None:
     (folder / "rows.dat").write_text("x")
     assert "path: json, data_files: rows.dat" in (problem(folder / "rows.dat").hint or "")
-    (folder / "rows.jsonl.zst").write_text("x")
-    assert "zstd -d rows.jsonl.zst" in (problem(folder / "rows.jsonl.zst").hint or "")
+    (folder / "rows.jsonl.xz").write_text("x")
+    assert "unxz rows.jsonl.xz" in (problem(folder / "rows.jsonl.xz").hint or "")
 
 
 @pytest.mark.parametrize("option", [{"split": "test"}, {"name": "main"}, {"revision": "abc"}])

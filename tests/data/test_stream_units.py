@@ -1,19 +1,30 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
-from collections.abc import Callable, Sequence
+import os
+import pickle
+import tarfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import datasets
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from fsdp_tune.core.errors import FsdpTuneError, Problem
+from fsdp_tune.data.read import hub_dataset, remote, sources
 from fsdp_tune.data.read.json_rows import BadRow
 from fsdp_tune.data.read.readers import read_rows
 from fsdp_tune.data.read.sources import RowSource, find_source
-from fsdp_tune.data.read.stream_units import StreamUnit, stream_units
+from fsdp_tune.data.read.stream_units import StreamUnit, refuse_changed_files, stream_stamps, stream_units, unstamped_files
 from fsdp_tune.recipe.schema.model_and_data import DataSource
 
 ROWS: list[dict[str, Any]] = [{"text": f"{number} {'zwölf ä€😀' * (number % 7)}"} for number in range(101)]
@@ -22,6 +33,20 @@ LANES = (1, 3, 16, 64)
 
 def lines(rows: Sequence[dict[str, Any]], end: str = "\n") -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + end for row in rows).encode()
+
+
+def zstd(data: bytes) -> bytes:
+    return pa.Codec("zstd").compress(data, asbytes=True)
+
+
+def tar(members: dict[str, bytes]) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return file.getvalue()
 
 
 def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -37,6 +62,8 @@ def write_arrow(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 WRITERS: dict[str, Callable[[Path, Sequence[dict[str, Any]]], object]] = {
     "rows.jsonl": lambda path, rows: path.write_bytes(lines(rows)),
     "rows.jsonl.gz": lambda path, rows: path.write_bytes(gzip.compress(lines(rows))),
+    "rows.jsonl.zst": lambda path, rows: path.write_bytes(zstd(lines(rows[:60])) + zstd(lines(rows[60:]))),
+    "rows.tar": lambda path, rows: path.write_bytes(tar({f"s/{i:04}.json": json.dumps(row).encode() for i, row in enumerate(rows)})),
     "rows.json": lambda path, rows: path.write_text(json.dumps(list(rows), indent=1)),
     "rows.txt": lambda path, rows: path.write_text("\n".join(row["text"] for row in rows), encoding="utf-8"),
     "rows.csv": lambda path, rows: path.write_text("text\n" + "\n".join(row["text"] for row in rows), encoding="utf-8"),
@@ -47,7 +74,7 @@ WRITERS: dict[str, Callable[[Path, Sequence[dict[str, Any]]], object]] = {
 
 
 def source(path: Path | str, **entry: Any) -> RowSource:
-    return find_source(DataSource(path=str(path), **entry), "data.train[0]")
+    return find_source(DataSource(path=str(path), **entry), "data.train[0]", streaming=True)
 
 
 def values(unit: StreamUnit, start: int = 0) -> list[dict[str, Any]]:
@@ -116,7 +143,7 @@ def test_every_division_of_a_small_file_holds_its_rows(tmp_path: Path, content: 
     whole = list(read_rows(path, "lines"))
     found = source(path)
     for pieces in range(1, len(content) + 4):
-        units = [StreamUnit(found, 0, piece, pieces, len(content)) for piece in range(pieces)]
+        units = [StreamUnit(found, 0, piece, pieces, len(content), stamp=stream_units(found, 1)[0].stamp) for piece in range(pieces)]
         assert [value for unit in units for value in values(unit)] == [row[1] for row in whole if isinstance(row, tuple)]
     assert len(stream_units(found, 32)) >= 32
 
@@ -148,3 +175,200 @@ def test_bad_rows_of_a_range_are_located_by_their_line(tmp_path: Path) -> None:
     path.write_bytes(lines(ROWS[:70]) + b'{"text": \n' + lines(ROWS[70:]))
     bad = [unit.locate(row.number) for unit in stream_units(source(path), 16) for row in unit.read() if isinstance(row, BadRow)]
     assert [str(where) for where in bad] == [f"{path}:71"]
+
+
+def test_saved_dataset_is_divided_into_ranges_of_rows(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    for limit in (None, 37):
+        units = stream_units(source(tmp_path / "saved", max_rows=limit), 16)
+        assert [row[1] for unit in units for row in unit.read() if isinstance(row, tuple)] == ROWS[:limit]
+        assert [list(unit.read(2)) for unit in units] == [list(unit.read())[2:] for unit in units]
+
+
+def test_members_of_a_tar_are_grouped_and_pickles_are_not_loaded(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "loaded"),)
+
+    path = tmp_path / "rows.tar"
+    members = {
+        "a.json": b'{"x": 1}',
+        "a.txt": b"one",
+        "b.pkl": pickle.dumps(Trap()),
+        "b.json": b'{"x": 2}',
+        "c.pyd": pickle.dumps(Trap()),
+        "d.json": b'{"x": ',
+        "e.txt": b"\xff",
+        "dir.1/f.cls.txt": b"5",
+        "dir.1/f.json": b'{"x": 6}',
+    }
+    for content in (tar(members), gzip.compress(tar(members))):
+        path.write_bytes(content)
+        rows = list(read_rows(path, "tar"))
+        good = [row for row in rows if isinstance(row, tuple)]
+        assert good == [(1, {"x": 1, "text": "one"}), (2, {"x": 2}), (6, {"x": 6})]
+        reasons = [(row.number, row.reason) for row in rows if isinstance(row, BadRow)]
+        assert reasons[0] == (3, "`c` has no `.json` or `.txt` member; it has .pyd")
+        assert [number for number, _ in reasons] == [3, 4, 5]
+    assert not (tmp_path / "loaded").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl.gz", gzip.compress(os.urandom(9000).hex().encode())[:-2000]),
+        ("rows.jsonl.zst", zstd(os.urandom(9000).hex().encode())[:-2000]),
+        ("rows.tar", tar({f"{number}.txt": b"x" * 2000 for number in range(20)})[:-12_000]),
+    ],
+)
+def test_file_that_is_cut_off_is_named_with_its_row(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    problem = failure(lambda: texts(stream_units(source(tmp_path / name), 2)))
+    assert problem.where.source == str(tmp_path / name)
+    assert "damaged or cut off (after row" in problem.message
+
+
+def failure(call: Callable[[], object]) -> Problem:
+    with pytest.raises(FsdpTuneError) as caught:
+        call()
+    return caught.value.problems[0]
+
+
+def test_file_that_changes_is_found_after_a_unit_and_on_resume(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(lines(ROWS))
+    units = stream_units(source(tmp_path), 2)
+    recorded = stream_stamps(units)
+    refuse_changed_files(recorded, units)
+    (tmp_path / "b.jsonl").write_bytes(lines(ROWS) + b"\n")
+    problem = failure(lambda: texts(units))
+    assert (problem.code, problem.where.source) == ("data-changing", str(tmp_path / "b.jsonl"))
+    problem = failure(lambda: refuse_changed_files(recorded, stream_units(source(tmp_path), 2)))
+    assert (problem.code, problem.where.source) == ("data-changing", str(tmp_path / "b.jsonl"))
+
+
+class Files(BaseHTTPRequestHandler):
+    """Serve ranges of `contents`; the first `failures` requests fail with a transient status."""
+
+    contents: ClassVar[dict[str, bytes]] = {}
+    failures: ClassVar[list[int]] = []
+    etag: str | None = "one"
+    ranges = True
+
+    def do_GET(self) -> None:
+        if Files.failures:
+            self.send_error(Files.failures.pop())
+            return
+        content = Files.contents.get(self.path.partition("?")[0])
+        if content is None:
+            self.send_error(404)
+            return
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        body = content[first : last + 1] if Files.ranges else content
+        self.send_response((206 if body else 416) if Files.ranges else 200)
+        if Files.etag:
+            self.send_header("ETag", Files.etag)
+        self.send_header("Content-Range", f"bytes {first}-{first + len(body) - 1}/{len(content)}" if body else f"bytes */{len(content)}")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(remote, "WAITS", (0.0, 0.0))
+    monkeypatch.setattr(remote, "FIRST_BLOCK", 700)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    for name, write in WRITERS.items():
+        write(tmp_path / name, ROWS)
+    Files.contents = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()} | {"/empty.jsonl": b""}
+    Files.failures, Files.etag, Files.ranges = [], "one", True
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Files)
+    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{httpd.server_port}"
+    httpd.shutdown()
+    httpd.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_files_at_http_urls_hold_each_row_once(server: str, name: str) -> None:
+    units = stream_units(source(f"{server}/{name}?token=1"), 3)
+    assert sorted(text.rstrip() for text in texts(units)) == expected()
+    assert list(units[1].read(3)) == list(units[1].read())[3:]
+
+
+def test_transient_errors_are_retried_and_the_last_one_names_url_and_row(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    units = stream_units(source(f"{server}/rows.jsonl"), 1)
+    Files.failures = [503, 429]
+    assert sorted(texts(units)) == expected()
+    Files.contents["/long.jsonl.gz"] = gzip.compress(lines([{"text": os.urandom(500).hex()} for _ in range(8000)]), 1)
+    rows = stream_units(source(f"{server}/long.jsonl.gz"), 1)[0].read()
+    next(rows)
+    Files.failures = [503] * 3
+    problem = failure(lambda: list(rows))
+    assert problem.where.source == f"{server}/long.jsonl.gz"
+    assert "responds with 503" in problem.message
+    assert "3 attempts" in problem.message
+    assert "after row" in problem.message
+    assert "--resume auto" in (problem.hint or "")
+    assert "404" in failure(lambda: stream_units(source(f"{server}/none.jsonl"), 1)).message
+    monkeypatch.setattr(Files, "ranges", False)
+    assert "ranges of bytes" in failure(lambda: stream_units(source(f"{server}/rows.jsonl"), 1)).message
+
+
+def test_changed_etag_is_found_and_its_absence_reported(server: str) -> None:
+    units = stream_units(source(f"{server}/rows.jsonl"), 2)
+    assert unstamped_files(units) == []
+    Files.etag = "two"
+    assert failure(lambda: texts(units)).code == "data-changing"
+    Files.etag = None
+    units = stream_units(source(f"{server}/rows.jsonl"), 2)
+    assert unstamped_files(units) == [f"{server}/rows.jsonl"]
+    assert sorted(texts(units)) == expected()
+    assert texts(stream_units(source(f"{server}/empty.jsonl"), 4)) == []
+
+
+def test_globs_and_directories_of_fsspec_urls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PROTOCOLS", ("memory",))
+    files = fsspec.filesystem("memory")
+    files.pipe({"/units/a.jsonl": lines(ROWS[:50]), "/units/b.jsonl": lines(ROWS[50:]), "/units/README.md": b"x"})
+    for path in ("memory://units/*.jsonl", "memory://units"):
+        found = source(path)
+        assert [name.rpartition("/")[2] for name in found.names] == ["a.jsonl", "b.jsonl"]
+        units = stream_units(found, 5)
+        assert sorted(texts(units)) == expected()
+    files.pipe("/units/b.jsonl", lines(ROWS))
+    assert failure(lambda: texts(units)).code == "data-changing"
+    assert failure(lambda: source("memory://units/*.csv")).code == "data-not-found"
+
+
+@pytest.mark.parametrize(
+    "url", ["sftp://host/rows.jsonl", "filecache::https://host/rows.jsonl", "zip://a.jsonl::https://host/a.zip", "file:///a.jsonl"]
+)
+def test_protocols_that_do_more_than_read_are_refused(url: str) -> None:
+    assert "are not read by" in failure(lambda: source(url)).message
+
+
+def test_url_needs_a_stream() -> None:
+    problem = failure(lambda: find_source(DataSource(path="https://host/rows.jsonl"), "data.train[0]"))
+    assert "data.streaming: true" in (problem.hint or "")
+
+
+def test_files_of_a_hub_data_set_are_listed_and_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    splits = {"train": [f"hf://datasets/org/rows@{'0' * 40}/data/{part}.parquet" for part in "ab"], "test": []}
+
+    def load_dataset_builder(path: str, **options: Any) -> SimpleNamespace:
+        assert (path, options["name"], options["revision"]) == ("org/rows", "main", "v1")
+        return SimpleNamespace(config=SimpleNamespace(data_files=splits))
+
+    for module in (hub_dataset, sources):
+        monkeypatch.setattr(module, "hub_is_reachable", lambda: True)
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    found = source("org/rows", name="main", revision="v1")
+    assert [(file.path, file.kind) for file in found.files] == [(url, "parquet") for url in splits["train"]]
+    assert "train, test" in (failure(lambda: source("org/rows", name="main", revision="v1", split="dev")).hint or "")

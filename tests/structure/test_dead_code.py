@@ -27,7 +27,7 @@ CALLED_BY = {
     "torch.distributed.checkpoint": {"create_stream"},
     "pickle": {"find_class", "persistent_load"},
     "ctypes": {"_fields_"},
-    "files": {"writable"},
+    "files": {"seekable", "writable"},
     "logging": {"emit"},
     "recipe files": {"recipe_version"},
 }

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
-from fsdp_tune.data.read.json_rows import ALL_ROWS, NumberedRow, Part
+from fsdp_tune.data.read.json_rows import NumberedRow, Part
+from fsdp_tune.data.read.remote import RemoteFile, UrlError
 
 BATCH_ROWS = 1000
 BATCH_BYTES = 4 << 20
 """A larger row is a batch by itself."""
 
 
-def parquet_rows(path: Path, part: Part = ALL_ROWS) -> Iterator[NumberedRow]:
+def parquet_rows(path: Path | str, part: Part) -> Iterator[NumberedRow]:
     """Yield the rows of a Parquet file. Raises: usage error (exit 2) naming the damaged row group.
 
     Piece p of n has a range of rows here, so that it reads few row groups; `part` with first = p + s · n skips s of them.
     """
     parquet = _untyped("pyarrow.parquet")
     try:
-        file = parquet.ParquetFile(path)
+        file = parquet.ParquetFile(_buffered(path) if isinstance(path, str) else path)
+    except UrlError:
+        raise
     except _errors() as error:
         raise _damaged(path, f"not a complete Parquet file: {error}") from error
     with file:
@@ -36,6 +40,8 @@ def parquet_rows(path: Path, part: Part = ALL_ROWS) -> Iterator[NumberedRow]:
                 for row in _group_rows(file, group, max(number, before) - before, min(end, after) - before):
                     number += 1
                     yield number, row
+            except UrlError:
+                raise
             except _errors() as error:
                 raise _damaged(path, f"row group {group} is damaged (after row {number}): {error}") from error
             before = after
@@ -56,16 +62,19 @@ def _group_rows(file: Any, group: int, start: int, end: int) -> Iterator[dict[st
             return
 
 
-def arrow_rows(path: Path, part: Part = ALL_ROWS) -> Iterator[NumberedRow]:
+def arrow_rows(path: Path | str, part: Part) -> Iterator[NumberedRow]:
     """Yield the rows of an Arrow file in the file or the streaming format; `datasets` writes the latter."""
     number = 0
-    with _untyped("pyarrow").memory_map(str(path)) as source:
+    pyarrow = _untyped("pyarrow")
+    with pyarrow.PythonFile(_buffered(path), mode="r") if isinstance(path, str) else pyarrow.memory_map(str(path)) as source:
         try:
             for batch in _batches(source):
                 first = part.first - number if number < part.first else (part.first - number) % part.step
                 for index, row in enumerate(_rows(_every(batch, first, part.step))):
                     yield number + first + index * part.step + 1, row
                 number += batch.num_rows
+        except UrlError:
+            raise
         except _errors() as error:
             raise _damaged(path, f"damaged after row {number}: {error}") from error
 
@@ -75,6 +84,13 @@ def _every(batch: Any, first: int, step: int) -> Any:
     if step == 1:
         return batch.slice(first)
     return batch.take(_untyped("pyarrow").array(range(first, batch.num_rows, step), "int64"))
+
+
+def dataset_rows(dataset: Any, start: int = 0, end: int | None = None) -> Iterator[NumberedRow]:
+    """Yield the rows of a `datasets.Dataset` with index `start` to `end - 1`."""
+    selected = dataset if end is None else dataset.select(range(start, end))
+    for number, row in table_rows(selected.with_format("arrow").iter(batch_size=1000)):
+        yield start + number, row
 
 
 def table_rows(batches: Iterator[Any]) -> Iterator[NumberedRow]:
@@ -117,7 +133,12 @@ def _errors() -> tuple[type[Exception], ...]:
     return (_untyped("pyarrow").ArrowException, OSError, UnicodeDecodeError)
 
 
-def _damaged(path: Path, why: str) -> FsdpTuneError:
+def _buffered(url: str) -> io.BufferedReader:
+    """Open a URL; each read returns as many bytes as pyarrow requests."""
+    return io.BufferedReader(RemoteFile(url))
+
+
+def _damaged(path: Path | str, why: str) -> FsdpTuneError:
     return usage_error("data-unreadable", f"cannot be read: {why}", where=Where(str(path)))
 
 

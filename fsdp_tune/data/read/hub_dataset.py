@@ -35,18 +35,35 @@ def load_saved(path: Path, split: str, where: Where) -> Any:
 
 def load_from_hub(entry: DataSource, where: Where) -> Any:
     """Return the `datasets.Dataset` of a hub id. Raises: usage error if it is unreachable, missing or gated, or has no such split."""
+    return _query_hub("load_dataset", entry, where, split=entry.split, keep_in_memory=False)
+
+
+def list_hub_files(entry: DataSource, where: Where) -> list[str]:
+    """Return the files of a split as `hf://` URLs that name a commit, as `datasets` resolves them; nothing is downloaded.
+
+    Raises: usage error, as `load_from_hub`.
+    """
+    splits: dict[str, list[str]] | None = _query_hub("load_dataset_builder", entry, where).config.data_files
+    if not splits:
+        raise usage_error("data-unreadable", f"the data set `{entry.path}` is not stored in data files", where=where)
+    if entry.split not in splits:
+        hint = f"its splits are: {', '.join(splits)}"
+        raise usage_error("no-such-split", f"`{entry.path}` has no split `{entry.split}`", where=where, hint=hint)
+    return [str(url) for url in splits[entry.split]]
+
+
+def _query_hub(function: str, entry: DataSource, where: Where, **options: Any) -> Any:
     datasets: Any = import_module("datasets")
     reachable = hub_is_reachable()
     try:
         with nullcontext() if reachable else cache_only():
-            return datasets.load_dataset(
+            return getattr(datasets, function)(
                 entry.path,
                 name=entry.name,
                 data_dir=entry.data_dir,
                 data_files=entry.data_files,
-                split=entry.split,
                 revision=entry.revision,
-                keep_in_memory=False,
+                **options,
             )
     except FsdpTuneError:  # a signal that ends the command may arrive here
         raise

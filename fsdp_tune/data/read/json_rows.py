@@ -65,7 +65,7 @@ def json_row(number: int, text: str) -> NumberedRow | BadRow:
     return _checked(number, value, text)
 
 
-def document_rows(text: str, path: Path) -> Iterator[NumberedRow | BadRow]:
+def document_rows(text: str, path: Path | str) -> Iterator[NumberedRow | BadRow]:
     """Yield the elements of one JSON list, each with the number of its first line, or its index from 1 if all are on one line.
 
     Raises: usage error (exit 2) if the list itself is malformed.
@@ -129,7 +129,7 @@ def _skip(text: str, at: int) -> int:
     return match.end()
 
 
-def _broken(path: Path, text: str, at: int, why: str) -> FsdpTuneError:
+def _broken(path: Path | str, text: str, at: int, why: str) -> FsdpTuneError:
     line = text.count("\n", 0, at) + 1
     column = at - (text.rfind("\n", 0, at) + 1) + 1
     return usage_error("data-unreadable", why, where=Where(str(path), line, column))

@@ -10,8 +10,10 @@ import csv
 import gzip
 import io
 import re
+import tarfile
 import zlib
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from typing import Any
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 from fsdp_tune.data.read.arrow_rows import arrow_rows, parquet_rows
 from fsdp_tune.data.read.json_rows import ALL_ROWS, BadRow, NumberedRow, Part, document_rows, json_row
+from fsdp_tune.data.read.remote import RemoteFile, UrlError, url_path
+from fsdp_tune.data.read.tar_rows import tar_rows
 
 MAX_ROW_BYTES = 256 << 20
 MAX_DOCUMENT_BYTES = 1 << 30
@@ -31,30 +35,53 @@ _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 Rows = Iterator[NumberedRow | BadRow]
 
 
-def read_rows(path: Path, kind: str, part: Part = ALL_ROWS) -> Rows:
-    """Yield the rows of a file. `kind`: lines (one JSON object per line) | json (lines or one list) | csv | tsv | text | parquet | arrow.
+def read_rows(path: Path | str, kind: str, part: Part = ALL_ROWS) -> Rows:
+    """Yield the rows of a file or, if `path` is a str, of a URL.
 
+    `kind`: lines (one JSON object per line) | json (lines or one list) | csv | tsv | text | tar | parquet | arrow.
     The lines of a range of bytes are numbered from the first line of the range.
     Raises: usage error (exit 2) if the file itself cannot be read.
     """
+    number = 0
     try:
-        if kind == "parquet":
-            yield from parquet_rows(path, part)
-        elif kind == "arrow":
-            yield from arrow_rows(path, part)
-        else:
-            with _open_text(path) as file:
-                yield from _TEXT_READERS[kind](file, path, part)
+        for row in _rows(path, kind, part):
+            number = row.number if isinstance(row, BadRow) else row[0]
+            yield row
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _unreadable(path, f"its compressed data are damaged or cut off: {error}") from error
+        raise _unreadable(path, f"its compressed data are damaged or cut off (after row {number}): {error}") from error
+    except tarfile.TarError as error:
+        raise _unreadable(path, f"the archive is damaged or cut off (after row {number}): {error}") from error
+    except UrlError as error:
+        hint = "check the URL and the network; `--resume auto` continues a run from its last checkpoint"
+        raise _unreadable(path, f"{error} (after row {number})", hint) from error
     except OSError as error:
-        raise _unreadable(path, error.strerror or str(error)) from error
+        # Errors of zstd have no errno.
+        why = error.strerror or f"its compressed data are damaged or cut off (after row {number}): {error}"
+        raise _unreadable(path, why) from error
 
 
-def is_plain_lines(path: Path, kind: str) -> bool:
+def _rows(path: Path | str, kind: str, part: Part) -> Rows:
+    if kind == "parquet":
+        yield from parquet_rows(path, part)
+    elif kind == "arrow":
+        yield from arrow_rows(path, part)
+    else:
+        with _open_binary(path) as plain, _open_text(plain, path, part) as file:
+            yield from tar_rows(file, part, MAX_ROW_BYTES) if kind == "tar" else _TEXT_READERS[kind](file, path, part)
+
+
+def _open_binary(path: Path | str) -> io.RawIOBase:
+    return RemoteFile(path) if isinstance(path, str) else open(path, "rb", buffering=0)
+
+
+def is_plain_lines(path: Path | str, kind: str) -> bool:
     """Return whether the rows of a file are its lines, without compression, so that it can be divided at any byte."""
+    if kind not in ("lines", "text"):
+        return False
+    if isinstance(path, str):
+        return url_path(path).suffix not in (".gz", ".zst")
     with open(path, "rb") as file:
-        return kind in ("lines", "text") and not file.read(len(GZIP_MAGIC)).startswith(GZIP_MAGIC)
+        return not file.read(len(ZSTD_MAGIC)).startswith((GZIP_MAGIC, ZSTD_MAGIC))
 
 
 def count_lines(path: Path, end: int) -> int:
@@ -66,21 +93,26 @@ def count_lines(path: Path, end: int) -> int:
     return count + (last not in (b"", b"\n"))
 
 
-def _unreadable(path: Path, why: str, hint: str | None = None, line: int | None = None) -> FsdpTuneError:
+def _unreadable(path: Path | str, why: str, hint: str | None = None, line: int | None = None) -> FsdpTuneError:
     return usage_error("data-unreadable", f"cannot be read: {why}", where=Where(str(path), line), hint=hint)
 
 
-def _open_text(path: Path) -> io.BufferedReader:
-    """Open a file without its byte-order mark. It is decompressed if its first bytes are those of gzip, regardless of its name."""
-    with open(path, "rb") as plain:
-        head = plain.read(4)
-    if head.startswith(ZSTD_MAGIC):
-        raise _unreadable(path, "it is compressed with zstd, which is not supported", f"decompress it: `zstd -d {path.name}`")
+def _open_text(plain: io.RawIOBase, path: Path | str, part: Part) -> io.BufferedReader:
+    """Return an open file without its byte-order mark. It is decompressed if its first bytes are those of gzip or zstd."""
+    head = plain.read(4) or b""
+    plain.seek(0)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise _unreadable(path, "it is UTF-16; data must be UTF-8", f"convert it: `iconv -f UTF-16 -t UTF-8 {path.name}`")
+        raise _unreadable(path, "it is UTF-16; data must be UTF-8", f"convert it: `iconv -f UTF-16 -t UTF-8 {Path(path).name}`")
     if head == PARQUET_MAGIC:
         raise _unreadable(path, "it is a Parquet file under another name", "rename it to end in .parquet")
-    raw: Any = gzip.open(path, "rb") if head.startswith(GZIP_MAGIC) else open(path, "rb", buffering=0)  # noqa: SIM115  the caller closes
+    if part.end_byte is not None and head.startswith((GZIP_MAGIC, ZSTD_MAGIC)):
+        raise _unreadable(path, "it is compressed, and its name does not end in .gz or .zst", "rename it")
+    raw: Any = plain
+    if head.startswith(GZIP_MAGIC):
+        raw = gzip.GzipFile(fileobj=io.BufferedReader(plain, 1 << 20))
+    elif head.startswith(ZSTD_MAGIC):
+        pyarrow: Any = import_module("pyarrow")  # it ships no types
+        raw = pyarrow.CompressedInputStream(pyarrow.PythonFile(plain, mode="r"), "zstd")
     file = io.BufferedReader(raw, 1 << 20)
     if file.peek(len(UTF8_BOM)).startswith(UTF8_BOM):
         file.read(len(UTF8_BOM))
@@ -126,12 +158,12 @@ def _finish_line(file: io.BufferedReader, raw: bytes) -> int:
     return count
 
 
-def _json_lines(file: io.BufferedReader, path: Path, part: Part) -> Rows:  # noqa: ARG001  same shape as its siblings
+def _json_lines(file: io.BufferedReader, path: Path | str, part: Part) -> Rows:  # noqa: ARG001  same shape as its siblings
     for line in islice(_lines(file, part=part), part.first, None, part.step):
         yield line if isinstance(line, BadRow) else json_row(*line)
 
 
-def _json(file: io.BufferedReader, path: Path, part: Part) -> Rows:
+def _json(file: io.BufferedReader, path: Path | str, part: Part) -> Rows:
     """Yield the rows of a `.json` file, which is either a list of objects or one object per line."""
     head = file.peek(PEEK_BYTES).lstrip()
     if not head.startswith(b"["):
@@ -169,11 +201,11 @@ class _Lines:
         return line
 
 
-def _csv(file: io.BufferedReader, path: Path, part: Part) -> Rows:
+def _csv(file: io.BufferedReader, path: Path | str, part: Part) -> Rows:
     return islice(_all_csv(file, path), part.first, None, part.step)
 
 
-def _all_csv(file: io.BufferedReader, path: Path) -> Rows:
+def _all_csv(file: io.BufferedReader, path: Path | str) -> Rows:
     """Yield the rows of a CSV file. A quoted field may contain commas and line ends (RFC 4180)."""
     csv.field_size_limit(MAX_ROW_BYTES)
     # Bytes that are not UTF-8 become lone surrogates, so that their rows can be reported and the other rows read.
@@ -202,9 +234,9 @@ def _all_csv(file: io.BufferedReader, path: Path) -> Rows:
                 yield _csv_row(line, header, fields)
 
 
-def _header(fields: list[str], path: Path, line: int) -> list[str]:
+def _header(fields: list[str], path: Path | str, line: int) -> list[str]:
     if any(_NOT_UTF8.search(name) for name in fields):
-        raise _unreadable(path, "the names of its columns are not UTF-8", f"convert it: `iconv -f LATIN1 -t UTF-8 {path.name}`", line)
+        raise _unreadable(path, "the names of its columns are not UTF-8", f"convert it: `iconv -f LATIN1 -t UTF-8 {Path(path).name}`", line)
     twice = {name for name in fields if fields.count(name) > 1}
     if twice:
         raise _unreadable(path, f"its first line names a column twice: {', '.join(sorted(twice))}", line=line)
@@ -220,11 +252,11 @@ def _csv_row(line: int, header: list[str], fields: list[str]) -> NumberedRow | B
     return line, dict(zip(header, fields, strict=True))
 
 
-def _tsv(file: io.BufferedReader, path: Path, part: Part) -> Rows:
+def _tsv(file: io.BufferedReader, path: Path | str, part: Part) -> Rows:
     return islice(_all_tsv(file, path), part.first, None, part.step)
 
 
-def _all_tsv(file: io.BufferedReader, path: Path) -> Rows:
+def _all_tsv(file: io.BufferedReader, path: Path | str) -> Rows:
     """Yield the rows of a TSV file, one per line. A field may be quoted as in CSV but may not contain a line end: in most TSV files a
     quote is text, and one at the beginning of a field would otherwise include the following lines, up to the next quote."""
     csv.field_size_limit(MAX_ROW_BYTES)
@@ -249,7 +281,7 @@ def _tsv_fields(number: int, text: str) -> tuple[int, list[str]] | BadRow:
         return BadRow(number, f"{rule}: {error}")
 
 
-def _text(file: io.BufferedReader, path: Path, part: Part) -> Rows:  # noqa: ARG001  same shape as its siblings
+def _text(file: io.BufferedReader, path: Path | str, part: Part) -> Rows:  # noqa: ARG001  same shape as its siblings
     for line in islice(_lines(file, part=part), part.first, None, part.step):
         yield line if isinstance(line, BadRow) else (line[0], {"text": line[1]})
 

@@ -8,16 +8,18 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, cast
 
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
+from fsdp_tune.core.hub import hub_is_reachable
 from fsdp_tune.data.format.builtin import builtin_rows, is_builtin
-from fsdp_tune.data.read.arrow_rows import table_rows
+from fsdp_tune.data.read.arrow_rows import dataset_rows
 from fsdp_tune.data.read.digests import Stamp, stamp
-from fsdp_tune.data.read.hub_dataset import load_from_hub, load_saved
+from fsdp_tune.data.read.hub_dataset import list_hub_files, load_from_hub, load_saved
 from fsdp_tune.data.read.json_rows import BadRow, NumberedRow
 from fsdp_tune.data.read.readers import read_rows
+from fsdp_tune.data.read.remote import UrlError, check_protocol, find_urls, is_url, url_path
 from fsdp_tune.recipe.extensions import find_extension
 from fsdp_tune.recipe.paths import can_only_be_a_path
 from fsdp_tune.recipe.schema.model_and_data import BUILDERS, DataSource
@@ -32,8 +34,9 @@ KIND_OF_SUFFIX = {
     ".txt": "text",
     ".parquet": "parquet",
     ".arrow": "arrow",
+    ".tar": "tar",
 }
-COMPRESSED = {".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip", ".7z": "7z x", ".tar": "tar xf"}
+COMPRESSED = {".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip", ".7z": "7z x"}
 SPLIT_WORDS = {
     "train": ("train", "training"),
     "test": ("test", "testing", "eval", "evaluation"),
@@ -44,7 +47,8 @@ SPLIT_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    path: Path
+    path: Path | str
+    """A str is a URL."""
     kind: str
 
 
@@ -59,7 +63,7 @@ class RowSource:
     dataset: Any = None
     """A `datasets.Dataset`."""
     stored_in: tuple[Path, ...] = ()
-    """The files that contain the rows; empty if the rows are not in files."""
+    """The local files that contain the rows; empty if there are none."""
     load: Callable[..., Iterable[Any]] | None = None
     """A user's loader, called with the path and the options each time the rows are read."""
 
@@ -70,7 +74,7 @@ class RowSource:
                 for row in read_rows(file.path, file.kind):
                     yield number, row
         elif self.dataset is not None:
-            for row in table_rows(self.dataset.with_format("arrow").iter(batch_size=1000)):
+            for row in dataset_rows(self.dataset):
                 yield 0, row
         elif self.load is not None:
             for row in _loaded_rows(self.load, self.entry, self.key):
@@ -100,8 +104,11 @@ class RowSource:
         return [stamp(path) for path in self.stored_in]
 
 
-def find_source(entry: DataSource, key: str) -> RowSource:
-    """Find the source of an entry; `key` is its recipe key. Raises: usage error (exit 2) if there is none, or if it is ambiguous."""
+def find_source(entry: DataSource, key: str, *, streaming: bool = False) -> RowSource:
+    """Find the source of an entry; `key` is its recipe key. Raises: usage error (exit 2) if there is none, or if it is ambiguous.
+
+    With `streaming`, the files may be at URLs, and those of a hub data set are not downloaded.
+    """
     where = Where(key=key)
     if entry.loader is not None:
         return _loader_source(entry, key, entry.loader)
@@ -111,7 +118,9 @@ def find_source(entry: DataSource, key: str) -> RowSource:
         builtin_rows(entry.path, entry.split)
         return RowSource(entry, key, (entry.path,))
     if entry.path in BUILDERS and not Path(entry.path).exists():
-        return _builder_source(entry, key)
+        return _builder_source(entry, key, streaming=streaming)
+    if is_url(entry.path):
+        return _url_source(entry, key, [entry.path], None, streaming=streaming)
     path = Path(entry.path).expanduser()
     if path.is_dir():
         return _directory_source(entry, key, path)
@@ -120,8 +129,9 @@ def find_source(entry: DataSource, key: str) -> RowSource:
         return _file_source(entry, key, _expand([str(path)], where), None)
     if can_only_be_a_path(entry.path):
         raise _not_found(entry.path, where)
-    dataset = load_from_hub(entry, where)
-    return _dataset_source(entry, key, dataset)
+    if streaming and hub_is_reachable():
+        return _source_of_files(entry, key, list_hub_files(entry, where), None)
+    return _dataset_source(entry, key, load_from_hub(entry, where))
 
 
 def _loader_source(entry: DataSource, key: str, loader: str) -> RowSource:
@@ -148,11 +158,13 @@ def _loaded_rows(load: Callable[..., Iterable[Any]], entry: DataSource, key: str
         raise usage_error("extension-failed", message, where=Where(key=key)) from error
 
 
-def _builder_source(entry: DataSource, key: str) -> RowSource:
+def _builder_source(entry: DataSource, key: str, *, streaming: bool) -> RowSource:
     where = Where(key=key)
     patterns = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
     if not patterns:
         raise usage_error("data-not-found", f"`path: {entry.path}` reads the files in `data_files`, which is unset", where=where)
+    if streaming and any(is_url(pattern) for pattern in patterns):
+        return _url_source(entry, key, patterns, entry.path, streaming=streaming)
     if any("://" in pattern for pattern in patterns):
         return _dataset_source(entry, key, load_from_hub(entry, where))
     _refuse(entry, where, "split", given=entry.split != "train")
@@ -174,12 +186,38 @@ def _directory_source(entry: DataSource, key: str, path: Path) -> RowSource:
     return _file_source(entry, key, _of_split(found, root, entry.split, where), None)
 
 
-def _file_source(entry: DataSource, key: str, paths: Sequence[Path], kind: str | None) -> RowSource:
+def _url_source(entry: DataSource, key: str, patterns: Sequence[str], kind: str | None, *, streaming: bool) -> RowSource:
+    where = Where(key=key)
+    if not streaming:
+        hint = "set `data.streaming: true`, or download the file and give its path"
+        raise usage_error("data-not-found", f"`{patterns[0]}` is a URL, which only a stream reads", where=where, hint=hint)
+    _refuse(entry, where, "split", given=entry.split != "train")
+    found: list[str] = []
+    for pattern in patterns:
+        check_protocol(pattern, where)
+        try:
+            urls = find_urls(pattern)
+        except UrlError as error:
+            raise usage_error("data-unreadable", f"`{pattern}` cannot be read: {error}", where=where) from error
+        is_directory = urls != [pattern] and not glob.has_magic(pattern)
+        urls = [url for url in urls if _kind(url_path(url)) is not None] if is_directory else urls
+        if not urls:
+            raise usage_error("data-not-found", f"no file matches `{pattern}`", where=where)
+        found += [url for url in urls if url not in found]
+    return _file_source(entry, key, found, kind)
+
+
+def _file_source(entry: DataSource, key: str, paths: Sequence[Path | str], kind: str | None) -> RowSource:
     where = Where(key=key)
     _refuse(entry, where, "name", given=entry.name is not None)
     _refuse(entry, where, "revision", given=entry.revision is not None)
+    return _source_of_files(entry, key, paths, kind)
+
+
+def _source_of_files(entry: DataSource, key: str, paths: Sequence[Path | str], kind: str | None) -> RowSource:
+    where = Where(key=key)
     files = [SourceFile(path, kind or _known_kind(path, where)) for path in paths]
-    kinds = {"lines" if file.kind == "json" else file.kind: file.path.name for file in files}
+    kinds = {"lines" if file.kind == "json" else file.kind: Path(file.path).name for file in files}
     if len(kinds) > 1:
         first, second = sorted(kinds.values())[:2]
         raise usage_error(
@@ -188,7 +226,9 @@ def _file_source(entry: DataSource, key: str, paths: Sequence[Path], kind: str |
             where=where,
             hint="select files by a glob, such as `data/*.jsonl`, or use a separate entry for each kind",
         )
-    return RowSource(entry, key, tuple(str(path) for path in paths), tuple(files), stored_in=tuple(paths))
+    return RowSource(
+        entry, key, tuple(str(path) for path in paths), tuple(files), stored_in=tuple(path for path in paths if isinstance(path, Path))
+    )
 
 
 def _dataset_source(entry: DataSource, key: str, dataset: Any) -> RowSource:
@@ -207,23 +247,24 @@ def _expand(patterns: list[str], where: Where) -> list[Path]:
     return found
 
 
-def _kind(path: Path) -> str | None:
-    return KIND_OF_SUFFIX.get(path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix)
+def _kind(path: PurePath) -> str | None:
+    return KIND_OF_SUFFIX.get(path.with_suffix("").suffix if path.suffix in (".gz", ".zst") else path.suffix)
 
 
-def _known_kind(path: Path, where: Where) -> str:
+def _known_kind(name: Path | str, where: Where) -> str:
+    path = url_path(name) if isinstance(name, str) else name
     kind = _kind(path)
     if kind is None and path.suffix in COMPRESSED:
         raise usage_error(
             "data-unreadable",
-            f"`{path}`: gzip is the only supported compression",
+            f"`{name}`: the supported compressions are gzip and zstd",
             where=where,
             hint=f"`{COMPRESSED[path.suffix]} {path.name}`",
         )
     if kind is None:
         raise usage_error(
             "data-unreadable",
-            f"`{path}`: the format cannot be derived from the ending",
+            f"`{name}`: the format cannot be derived from the ending",
             where=where,
             hint=f"rename it to one of {' '.join(KIND_OF_SUFFIX)}, or name the kind: `{{path: json, data_files: {path.name}}}`",
         )
