@@ -336,5 +336,30 @@ def test_context_of_each_answer_has_the_ids_of_inference(name: str, conversation
         assert all(tokens.ids[:begin] in prompts for begin in begins)
 
 
+TOOLS_V3 = (
+    '[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": '
+    '{"type": "object", "properties": {"a": {"type": "integer", "description": "A."}}}}}][/AVAILABLE_TOOLS]'
+)
+CALL_V3 = (
+    '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]</s>'
+    '[TOOL_RESULTS] {"content": 2, "call_id": "abcdefghi"}[/TOOL_RESULTS]'
+)
+MISTRAL_COMMON = [
+    ("mistral v1", "system", ["<s> [INST] sys\n\nq1 [/INST]", "<s> [INST] sys\n\nq1 [/INST] a1</s> [INST] q2 [/INST]"]),
+    ("mistral v3", "system", ["<s>[INST] sys\n\nq1[/INST]", "<s>[INST] q1[/INST] a1</s>[INST] sys\n\nq2[/INST]"]),
+    ("mistral v3", "tools", [f"<s>{TOOLS_V3}[INST] q1[/INST]", f"<s>{TOOLS_V3}[INST] q1[/INST]{CALL_V3}"]),
+    ("mistral v3 tekken", "system", ["<s>[INST]sys\n\nq1[/INST]", "<s>[INST]q1[/INST]a1</s>[INST]sys\n\nq2[/INST]"]),
+]
+"""Requests up to each question, as the tokenizers v1, v3 and tekken of mistral-common 1.13.1 encode them."""
+
+
+@pytest.mark.parametrize(("name", "conversation", "contexts"), MISTRAL_COMMON)
+def test_contexts_are_the_requests_of_mistral_common(name: str, conversation: str, contexts: list[str]) -> None:
+    messages, tools = CONVERSATIONS[conversation]
+    chat = Chat(messages, tuple(message["role"] == "assistant" for message in messages), tools)
+    rendered = render_chat(chat, PUBLISHED[name].text(), PUBLISHED[name].encoder(), check_repeat=False)
+    assert [text.whole[:begin] for text in rendered.examples for begin, _ in text.answers or ()] == contexts
+
+
 def test_every_published_template_has_a_row() -> None:
     assert {name for name, *_ in [*EXPECTED, *REFUSED]} == set(PUBLISHED)
