@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_tune.data.format.formats import Chat
+from fsdp_tune.data.format.formats import Chat, FormatSettings
 from fsdp_tune.data.read.json_rows import RowError
 from fsdp_tune.data.tokenise.chat import ChatTokens, render_chat
+from fsdp_tune.data.tokenise.rows import RawRow, Tokeniser
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder
 from tests.data.real_templates import PUBLISHED, Published
 
@@ -136,6 +137,10 @@ EXPECTED = [
     ("qwen 3.5", "tools", [  # both answers follow the same question, so neither loses its block
         "…q1<|im_end|>⏎<|im_start|>assistant⏎<think>⏎⏎</think>⏎⏎⟦<tool_call>⏎<function=add>⏎<parameter=a>⏎1⏎</parameter>⏎</function>⏎</tool_call>"
         "<|im_end|>⟧⏎<|im_start|>user⏎<tool_response>⏎2⏎</tool_response><|im_end|>⏎<|im_start|>assistant⏎<think>⏎⏎</think>⏎⏎⟦a2<|im_end|>⟧⏎"
+    ]),
+    ("qwen 3.5", "arguments as text", [
+        "…<think>⏎⏎</think>⏎⏎⟦<tool_call>⏎<function=add>⏎<parameter=a>⏎ü⏎</parameter>⏎</function>⏎</tool_call><|im_end|>⟧⏎"
+        "<|im_start|>user⏎<tool_response>⏎2⏎</tool_response><|im_end|>⏎<|im_start|>assistant⏎<think>⏎⏎</think>⏎⏎⟦a2<|im_end|>⟧⏎"
     ]),
     ("mistral v1", "system", ["<s>  [INST] sys⏎⏎q1 [/INST]⟦ a1</s>⟧  [INST] q2 [/INST]⟦ a2</s>⟧"]),
     ("mistral v3", "turns", ["<s>[INST]  q1[/INST]⟦  a1</s>⟧[INST]  q2[/INST]⟦  a2</s>⟧"]),
@@ -359,6 +364,30 @@ def test_contexts_are_the_requests_of_mistral_common(name: str, conversation: st
     chat = Chat(messages, tuple(message["role"] == "assistant" for message in messages), tools)
     rendered = render_chat(chat, PUBLISHED[name].text(), PUBLISHED[name].encoder(), check_repeat=False)
     assert [text.whole[:begin] for text in rendered.examples for begin, _ in text.answers or ()] == contexts
+
+
+def controls(published: Published, text: str) -> tuple[list[int], list[int], set[str]]:
+    """Special tokens of a conversation whose messages hold `text`, those of them that are trained, and the kinds of notes."""
+    encoder = published.encoder()
+    turns = [user(f"q {text}"), assistant(f"a {text}"), user("q2"), assistant(text), user("q3"), assistant(f"{text} a3")]
+    settings = FormatSettings("messages", "assistant", published.text(), "", append_eos=True, vocabulary_size=encoder.vocabulary_size)
+    done = Tokeniser(encoder, (settings,)).chunk([RawRow(0, 0, 1, {"messages": turns})])
+    assert done.bad == []
+    special = {token.id for token in encoder.special_tokens}
+    tokens = [
+        (number, is_trained) for number, is_trained in zip(done.tokens.tolist(), done.trained.tolist(), strict=True) if number in special
+    ]
+    return [number for number, _ in tokens], [number for number, is_trained in tokens if is_trained], set(done.notes.report(["rows"]))
+
+
+@pytest.mark.parametrize("name", sorted(set(PUBLISHED) - {"deepseek r1", "deepseek r1 training"}))
+def test_special_tokens_in_messages_change_no_special_token_of_the_template(name: str) -> None:
+    published = PUBLISHED[name]
+    ids, trained, notes = controls(published, published.eos)
+    plain_ids, plain_trained, _ = controls(published, "x")
+    assert notes == {"special-tokens-as-text"}
+    assert ids == plain_ids
+    assert trained == plain_trained
 
 
 def test_every_published_template_has_a_row() -> None:

@@ -38,6 +38,7 @@ class Answer:
     """Where the generation prompt ends, in characters."""
     end: int
     """After the token that ends the turn."""
+    content: str = ""
 
 
 class Rendering:
@@ -61,10 +62,11 @@ class Rendering:
         try:
             text = self.render(count)
         except RowError:
-            self._chat = _with_arguments(given, lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-            if self._chat == given:
-                raise
-            return self.render(count)
+            for change in (_parsed_object, _json_text):
+                self._chat = _with_arguments(given, change)
+                if self._chat != given:
+                    return self.render(count)
+            raise
         if any(json.dumps(value, ensure_ascii=ascii_only) in text for value in _json_texts(given) for ascii_only in (False, True)):
             self._chat = _with_arguments(given, _parsed_object)
             return self.render(count)
@@ -79,7 +81,7 @@ class Rendering:
         begin = self._end_of_prompt(index, text)
         if begin is None:
             return self._moved_context(index, text)
-        answer = Answer(text, begin, self._end_of_turn(text, begin))
+        answer = Answer(text, begin, self._end_of_turn(text, begin), self._chat.messages[index]["content"].strip())
         if GENERATION_MARKER.search(self._template):
             self._check_markers(index, answer)
         return answer
@@ -91,7 +93,9 @@ class Rendering:
         # Phi 3 ends a conversation, but not each turn, with the end of sequence. Inside a conversation the turn ends before it.
         shorter = answer.text.rstrip().removesuffix(self._encoder.eos_token)
         end = self._after_last_special(shorter, answer.begin)
-        return Answer(text, answer.begin, end) if end is not None and text.startswith(shorter) else None
+        if end is None or not text.startswith(shorter) or (answer.content and shorter[:end].endswith(answer.content)):
+            return None
+        return replace(answer, text=text, end=end)
 
     def _next_role(self, answer: Answer, text: str) -> int:
         """Return the end of an answer in a longer text. In GLM 4 the token of the next role ends a turn."""
@@ -134,12 +138,12 @@ class Rendering:
         if not is_answer or not is_same:
             raise RowError(_unstable(index, text, given))
         begin = self._end_of_prompt(index, given + answer) or len(given)
-        return Answer(given + answer, begin, self._end_of_turn(given + answer, begin))
+        return Answer(given + answer, begin, self._end_of_turn(given + answer, begin), last["content"].strip())
 
     def _end_of_turn(self, text: str, begin: int) -> int:
         """Return the end of an answer, without white space or a generation prompt that the template writes after it."""
         eos = self._encoder.eos_token
-        found = text.find(eos, begin)
+        found = text.rfind(eos, begin)
         if found >= 0 and text[:begin].endswith(text[found + len(eos) :]):  # Command A writes the generation prompt in any case
             return found + len(eos)
         end = self._after_last_special(text, begin)
@@ -158,7 +162,8 @@ class Rendering:
         """
         with self._template_errors(index + 1):
             text, marked = self._encoder.render_marked(self._chat.messages[: index + 1], self._template, tools=self._chat.tools)
-        assert text == answer.text
+        if text != answer.text:
+            raise RowError("the chat template renders the same conversation differently each time")
         done = answer.begin
         for begin, end in sorted(marked):
             if begin > done:
@@ -204,6 +209,10 @@ def _json_texts(chat: Chat) -> Iterator[str]:
             value = call.get("arguments")
             if isinstance(value, str) and _parsed_object(value) != value:
                 yield value
+
+
+def _json_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _parsed_object(value: Any) -> Any:
