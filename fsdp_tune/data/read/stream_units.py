@@ -102,7 +102,7 @@ def stream_units(source: RowSource, lanes: int) -> tuple[StreamUnit, ...]:
         return _first_rows(source, source.entry.max_rows, lanes)
     sizes = _range_sizes(source.files, lanes)
     strided = _pieces(len(sizes), lanes)
-    target = max(1, min(UNIT_BYTES, sum(size or 0 for size in sizes) // (UNITS_OF_LANE * lanes)))
+    target = max(1, min(UNIT_BYTES, -(-sum(size or 0 for size in sizes) // (UNITS_OF_LANE * lanes))))
     units: list[StreamUnit] = []
     for number, (file, size) in enumerate(zip(source.files, sizes, strict=True)):
         pieces, stamp = strided if size is None else max(1, -(-size // target)), _stamp(file.path)
