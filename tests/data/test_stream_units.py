@@ -5,6 +5,8 @@ import io
 import json
 import os
 import pickle
+import subprocess
+import sys
 import tarfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +22,13 @@ import pyarrow.parquet as parquet
 import pytest
 
 from fsdp_tune.core.errors import FsdpTuneError, Problem
-from fsdp_tune.data.read import hub_dataset, remote, sources
+from fsdp_tune.data.read import hub_dataset, readers, remote, sources
 from fsdp_tune.data.read.json_rows import BadRow
 from fsdp_tune.data.read.readers import read_rows
 from fsdp_tune.data.read.sources import RowSource, find_source
 from fsdp_tune.data.read.stream_units import StreamUnit, refuse_changed_files, stream_stamps, stream_units, unstamped_files
 from fsdp_tune.recipe.schema.model_and_data import DataSource
+from tests.data.hub_of_files import COMMIT
 
 ROWS: list[dict[str, Any]] = [{"text": f"{number} {'zwölf ä€😀' * (number % 7)}"} for number in range(101)]
 LANES = (1, 3, 16, 64)
@@ -372,3 +375,25 @@ def test_files_of_a_hub_data_set_are_listed_and_not_downloaded(monkeypatch: pyte
     found = source("org/rows", name="main", revision="v1")
     assert [(file.path, file.kind) for file in found.files] == [(url, "parquet") for url in splits["train"]]
     assert "train, test" in (failure(lambda: source("org/rows", name="main", revision="v1", split="dev")).hint or "")
+
+
+@pytest.mark.parametrize("path", ["org/rows", f"hf://datasets/org/rows@{COMMIT}/data/train-*.parquet"])
+def test_files_of_a_hub_data_set_are_read_by_ranges_in_a_child_process(tmp_path: Path, path: str) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    command = [sys.executable, "-m", "tests.data.hub_of_files", path]
+    environment = {**kept, "HF_HOME": str(tmp_path), "no_proxy": "127.0.0.1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=180, env=environment)
+    found = json.loads(done.stdout)
+    assert sorted(found["rows"]) == sorted(f"train-{part} {row}" for part in (0, 1) for row in range(50))
+    assert list(found["stamps"]) == [f"hf://datasets/org/rows@{COMMIT}/data/train-{part}.parquet" for part in (0, 1)]
+    assert found["downloads"] == 0
+
+
+def test_line_beyond_the_limit_is_one_bad_row_of_one_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "MAX_ROW_BYTES", 1000)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(lines([*ROWS[:50], {"text": "x" * 5000}, *ROWS[50:]]))
+    for lanes in (1, 4, 40):
+        units = stream_units(source(path), lanes)
+        assert sorted(texts(units)) == expected()
+        assert [str(unit.locate(row.number)) for unit in units for row in unit.read() if isinstance(row, BadRow)] == [f"{path}:51"]
