@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import typer
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -205,6 +206,19 @@ def test_mistakes_are_one_line_with_a_hint(here: Path, models: Path) -> None:
     }.items():
         (error,) = invoke(*arguments, code=2)["errors"]
         assert (error["code"], bool(error["hint"]) or expected == "answer-pattern") == (expected, True), error
+
+
+def test_model_without_all_weights_or_tokens_is_refused(here: Path, models: Path) -> None:
+    for name in ("incomplete", "small"):
+        shutil.copytree(models / "tuned", here / name)
+    weights = load_file(here / "incomplete" / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, here / "incomplete" / "model.safetensors", {"format": "pt"})
+    assert invoke("incomplete", *DATA, code=1)["errors"][0]["code"] == "model-incomplete"
+    model = LlamaForCausalLM.from_pretrained(here / "small")
+    model.resize_token_embeddings(300)
+    model.save_pretrained(here / "small")
+    assert invoke("small", *DATA, code=2)["errors"][0]["code"] == "vocabulary-larger-than-embedding"
 
 
 def test_score_that_is_not_finite_exits_4_with_its_row(here: Path, models: Path) -> None:
