@@ -108,6 +108,7 @@ PUBLISHED = {
     "gemma 3": Published("trl/gemma3", "<end_of_turn>", "<bos>", GEMMA),
     "phi 3": Published("trl/phi3", "<|endoftext|>", "<s>", PHI, strips_right=True),
     "phi 3.5": Published("trl/phi3_5", "<|endoftext|>", "<s>", PHI),
+    "phi 3.5 that stops at <|end|>": Published("trl/phi3_5", "<|end|>", "<s>", PHI),
     "phi 4": Published("axolotl/phi_4", "<|im_end|>", "<|endoftext|>", (*CHATML, "<|im_sep|>")),
     "deepseek v3": Published("axolotl/deepseek_v3", DEEPSEEK_EOS, DEEPSEEK_BOS, DEEPSEEK),
     "deepseek r1": Published("trl/deepseek_r1_distill", DEEPSEEK_EOS, DEEPSEEK_BOS, DEEPSEEK),
@@ -119,5 +120,6 @@ PUBLISHED = {
     "smollm 2": Published("smollm2", "<|im_end|>", None, CHATML),
     "smollm 3": Published("smollm3", "<|im_end|>", None, CHATML),
     "command r": Published("trl/cohere2", "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>", COMMAND),
+    "command a without tools": Published("axolotl/command_a", "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>", COMMAND),
     "command a": Published("axolotl/command_a_tool_use", "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>", COMMAND),
 }

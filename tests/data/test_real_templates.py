@@ -165,6 +165,9 @@ EXPECTED = [
         "<|system|>sys<|end|><|user|>q1<|end|><|assistant|>⟦a1<|end|>⟧<|user|>q2<|end|><|assistant|>⟦a2<|end|><|endoftext|>⟧"
     ]),
     ("phi 3.5", "turns", ["<|user|>⏎q1<|end|>⏎<|assistant|>⏎⟦a1<|end|>⟧⏎<|user|>⏎q2<|end|>⏎<|assistant|>⏎⟦a2<|end|>⏎<|endoftext|>⟧"]),
+    ("phi 3.5 that stops at <|end|>", "turns", [  # the template writes the end of sequence once more
+        "<|user|>⏎q1<|end|>⏎<|assistant|>⏎⟦a1<|end|>⟧⏎<|user|>⏎q2<|end|>⏎<|assistant|>⏎⟦a2<|end|>⟧⏎<|end|>"
+    ]),
     ("phi 4", "system", [
         "<|im_start|>system<|im_sep|>sys<|im_end|><|im_start|>user<|im_sep|>q1<|im_end|><|im_start|>assistant<|im_sep|>⟦a1<|im_end|>⟧"
         "<|im_start|>user<|im_sep|>q2<|im_end|><|im_start|>assistant<|im_sep|>⟦a2<|im_end|>⟧"
@@ -228,6 +231,11 @@ EXPECTED = [
         "…q1<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>⟦a1<|END_RESPONSE|><|END_OF_TURN_TOKEN|>⟧"
         "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>q2<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>"
         "⟦a2<|END_RESPONSE|><|END_OF_TURN_TOKEN|>⟧"
+    ]),
+    ("command a without tools", "turns", [
+        "…q1<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>⟦a1<|END_RESPONSE|><|END_OF_TURN_TOKEN|>⟧"
+        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>q2<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>"
+        "⟦a2<|END_RESPONSE|><|END_OF_TURN_TOKEN|>⟧<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
     ]),
     ("command a", "turns", [  # writes the prompt after the last answer in any case
         "…q1<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>⟦<|START_RESPONSE|>a1<|END_RESPONSE|><|END_OF_TURN_TOKEN|>⟧"

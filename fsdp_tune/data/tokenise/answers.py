@@ -81,7 +81,7 @@ class Rendering:
         begin = self._end_of_prompt(index, text)
         if begin is None:
             return self._moved_context(index, text)
-        answer = Answer(text, begin, self._end_of_turn(text, begin), self._chat.messages[index]["content"].strip())
+        answer = self._answer(index, text, begin)
         if GENERATION_MARKER.search(self._template):
             self._check_markers(index, answer)
         return answer
@@ -92,15 +92,14 @@ class Rendering:
             return replace(answer, text=text, end=self._next_role(answer, text))
         # Phi 3 ends a conversation, but not each turn, with the end of sequence. Inside a conversation the turn ends before it.
         shorter = answer.text.rstrip().removesuffix(self._encoder.eos_token)
-        end = self._after_last_special(shorter, answer.begin)
-        if end is None or not text.startswith(shorter) or (answer.content and shorter[:end].endswith(answer.content)):
-            return None
-        return replace(answer, text=text, end=end)
+        last = self._last_special(shorter, answer.begin)
+        is_end = last is not None and answer.content in shorter[answer.begin : last.start()]
+        return replace(answer, text=text, end=last.end()) if last and is_end and text.startswith(shorter) else None
 
     def _next_role(self, answer: Answer, text: str) -> int:
         """Return the end of an answer in a longer text. In GLM 4 the token of the next role ends a turn."""
         follows = self._special.match(text, answer.end)
-        if follows is None or self._after_last_special(answer.text, answer.begin) is not None:
+        if follows is None or self._last_special(answer.text, answer.begin) is not None:
             return answer.end
         is_generation_prompt = follows[0] in self._special.findall(text[: answer.begin])[-1:]
         return answer.end if is_generation_prompt else follows.end()
@@ -137,22 +136,31 @@ class Rendering:
         is_same = content and any(form in given[len(given) - same :] for form in (content, json.dumps(content, ensure_ascii=False)))
         if not is_answer or not is_same:
             raise RowError(_unstable(index, text, given))
-        begin = self._end_of_prompt(index, given + answer) or len(given)
-        return Answer(given + answer, begin, self._end_of_turn(given + answer, begin), last["content"].strip())
+        return self._answer(index, given + answer, self._end_of_prompt(index, given + answer) or len(given))
 
-    def _end_of_turn(self, text: str, begin: int) -> int:
-        """Return the end of an answer, without white space or a generation prompt that the template writes after it."""
+    def _answer(self, index: int, text: str, begin: int) -> Answer:
+        content = self._chat.messages[index]["content"].strip()
+        return Answer(text, begin, self._end_of_turn(text, begin, content), content)
+
+    def _end_of_turn(self, text: str, begin: int, content: str) -> int:
+        """Return the end of an answer, without what the template writes after the token that ends the turn.
+
+        This may be white space, the generation prompt (Command A) or the end of sequence once more (Phi 3).
+        """
         eos = self._encoder.eos_token
-        found = text.rfind(eos, begin)
-        if found >= 0 and text[:begin].endswith(text[found + len(eos) :]):  # Command A writes the generation prompt in any case
-            return found + len(eos)
-        end = self._after_last_special(text, begin)
-        return len(text) if end is None else end
+        *_, context = text[:begin].rpartition(eos)
+        answer, found, after = text[begin:].rpartition(eos)
+        if found and context.startswith(after):
+            earlier = answer.rstrip().removesuffix(eos)
+            is_twice = earlier != answer.rstrip() and content in earlier
+            return begin + len(earlier if is_twice else answer) + len(eos)
+        last = self._last_special(text, begin)
+        return len(text) if last is None else last.end()
 
-    def _after_last_special(self, text: str, begin: int) -> int | None:
-        """Return the end of the last special token after `begin`; None if there is none or if other text than white space follows."""
-        end = max((match.end() for match in self._special.finditer(text, begin)), default=None)
-        return None if end is None or text[end:].strip() else end
+    def _last_special(self, text: str, begin: int) -> re.Match[str] | None:
+        """Return the last special token after `begin`; None if there is none or if other text than white space follows."""
+        last = max(self._special.finditer(text, begin), key=lambda match: match.end(), default=None)
+        return None if last is None or text[last.end() :].strip() else last
 
     def _check_markers(self, index: int, answer: Answer) -> None:
         """Compare an answer with the text inside the template's generation markers.
