@@ -45,6 +45,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
     "turns": (TURNS, None),
     "system": ([{"role": "system", "content": "sys"}, *TURNS], None),
     "reasoning": ([user("q1"), assistant("a1", reasoning_content="r1"), user("q2"), assistant("a2", reasoning_content="r2")], None),
+    "thinking": ([user("q1"), assistant("a1", thinking="r1"), user("q2"), assistant("a2", thinking="r2")], None),
     "think": ([user("q1"), assistant("<think>\nr1\n</think>\n\na1"), user("q2"), assistant("<think>\nr2\n</think>\n\na2")], None),
     "tools": (
         [
@@ -184,7 +185,7 @@ EXPECTED = [
         "<｜begin▁of▁sentence｜><｜User｜>q1<｜Assistant｜><think>⏎⟦r1⏎</think>⏎⏎a1<｜end▁of▁sentence｜>⟧"
         "<｜User｜>q2<｜Assistant｜><think>⏎⟦r2⏎</think>⏎⏎a2<｜end▁of▁sentence｜>⟧"
     ]),
-    ("gpt-oss", "reasoning", [  # a conversation ends with <|return|>, and a turn inside one with <|end|>
+    ("gpt-oss", "thinking", [  # a conversation ends with <|return|>, and a turn inside one with <|end|>
         "…<|start|>user<|message|>q1<|end|><|start|>assistant⟦<|channel|>analysis<|message|>r1<|end|>"
         "<|start|>assistant<|channel|>final<|message|>a1<|return|>⟧",
         "…<|start|>user<|message|>q1<|end|><|start|>assistant<|channel|>final<|message|>a1<|end|><|start|>user<|message|>q2<|end|>"
