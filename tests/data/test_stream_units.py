@@ -222,6 +222,7 @@ def test_members_of_a_tar_are_grouped_and_pickles_are_not_loaded(tmp_path: Path)
         ("rows.jsonl.gz", gzip.compress(os.urandom(9000).hex().encode())[:-2000]),
         ("rows.jsonl.zst", zstd(os.urandom(9000).hex().encode())[:-2000]),
         ("rows.tar", tar({f"{number}.txt": b"x" * 2000 for number in range(20)})[:-12_000]),
+        ("rows.tar", tar({f"{number}.txt": b"x" * 512 for number in range(20)})[:8192]),
     ],
 )
 def test_file_that_is_cut_off_is_named_with_its_row(tmp_path: Path, name: str, content: bytes) -> None:

@@ -34,6 +34,9 @@ def _members(archive: tarfile.TarFile, max_bytes: int) -> Iterator[Member]:
             continue
         content = archive.extractfile(member) if ending in ("json", "txt") else None
         yield folder + slash + name, ending, None if content is None else content.read(max_bytes + 1)
+    # tarfile ends without an error where a file is cut off between two members; a complete archive ends with a block of zeros.
+    if archive.fileobj.tell() <= archive.offset:  # type: ignore[attr-defined,union-attr]
+        raise tarfile.ReadError("it has no end mark")
 
 
 def _row(number: int, members: list[Member], max_bytes: int) -> NumberedRow | BadRow:
