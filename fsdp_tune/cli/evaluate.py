@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from fsdp_tune.jobs.evaluate import Evaluation, SetResult
 
 
+class DeviceKind(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 class LoadedDtype(StrEnum):
     AUTO = "auto"
     FP32 = "fp32"
@@ -66,7 +72,7 @@ BaseModelOption = Annotated[
     typer.Option("--base", metavar="MODEL", help="Evaluate this model on the same rows too, and compare both.", show_default=False),
 ]
 BatchOption = Annotated[int, typer.Option("--batch-size", metavar="N", min=1, help="Rows of one forward pass.")]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda; auto = the accelerator of this machine, else cpu.")]
+DeviceOption = Annotated[DeviceKind, typer.Option("--device", help="auto = the accelerator of this machine, else cpu.")]
 DtypeOption = Annotated[LoadedDtype, typer.Option("--dtype", help="Type of the weights; auto = as stored.")]
 OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Write prompt, prediction, target and score of each row.", show_default=False)
@@ -89,7 +95,7 @@ def evaluate(
     max_new_tokens: NewTokensOption = 256,
     base: BaseModelOption = None,
     batch_size: BatchOption = 8,
-    device: DeviceOption = "auto",
+    device: DeviceOption = DeviceKind.AUTO,
     dtype: DtypeOption = LoadedDtype.AUTO,
     out: OutOption = None,
     trust_remote_code: TrustCodeOption = False,
@@ -120,7 +126,7 @@ def evaluate(
             max_new_tokens=max_new_tokens,
             base=base,
             batch_size=batch_size,
-            device=device,
+            device=device.value,
             dtype=dtype.value,
             out=out,
             allowed=fsdp_tune.Allowed(trust_remote_code, extensions=allow_extensions),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import write_file
@@ -22,7 +23,7 @@ from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, failed_error
 from fsdp_tune.data.preparation import prepare as prepare_data
 from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder
 from fsdp_tune.jobs.observer import Observer
-from fsdp_tune.jobs.session import Allowed, resolve_recipe, session
+from fsdp_tune.jobs.session import Allowed, refuse_code, resolve_recipe, session
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.recipe.extensions import Extension, find_extension
 from fsdp_tune.recipe.paths import default_cache_directory
@@ -108,6 +109,9 @@ def evaluate(
     """
     with session(recipe):
         started = time.monotonic()
+        device = _device(options)
+        if options.out is not None and not options.out.absolute().parent.is_dir():
+            raise usage_error("no-directory", f"`--out {options.out}`: there is no directory {options.out.parent}", hint="create it")
         models = [find_model(str(name)) for name in (model, options.base) if name is not None]
         metric = _extension(options)
         settings = _recipe(models[0], options, recipe, observer)
@@ -121,7 +125,7 @@ def evaluate(
             vocabulary_size=encoder.vocabulary_size,
             pad_id=encoder.pad_id,
             batch_size=options.batch_size,
-            device=(this_machine("auto").device or "cpu") if options.device == "auto" else options.device,
+            device=device,
             dtype=options.dtype,
             max_rows=options.max_rows,
             max_new_tokens=options.max_new_tokens,
@@ -144,6 +148,15 @@ def evaluate(
             seconds=time.monotonic() - started,
             device=request.device,
         )
+
+
+def _device(options: EvaluateOptions) -> str:
+    """Return the device to run on; `auto` is this machine's accelerator, else the CPU. Raises: usage error if it is not there."""
+    found = this_machine("auto").device or "cpu"
+    if options.device not in ("auto", "cpu", found):
+        shows = "no accelerator" if found == "cpu" else found
+        raise usage_error("no-device", f"`--device {options.device}`: this machine shows {shows}", hint="--device auto")
+    return found if options.device == "auto" else options.device
 
 
 def _extension(options: EvaluateOptions) -> Extension | None:
@@ -177,19 +190,30 @@ def _recipe(model: ModelToEvaluate, options: EvaluateOptions, loaded: LoadedReci
         raw["data"]["chat_template"] = None
         recipe = Recipe.model_validate(raw)
     else:
-        recipe = Recipe.model_validate({"model": {"name_or_path": model.weights, "tokenizer": model.tokenizer}})
-    return _with_data(recipe, options)
+        trust = options.allowed.remote_code
+        recipe = Recipe.model_validate({"model": {"name_or_path": model.weights, "tokenizer": model.tokenizer, "trust_remote_code": trust}})
+    recipe = _with_data(recipe, options)
+    refuse_code(recipe, options.allowed, starts_ranks=False)
+    return recipe
 
 
 def _with_data(recipe: Recipe, options: EvaluateOptions) -> Recipe:
     """Return the recipe with `options.data` as its only source, read like the first training source unless `options.source` differs."""
     raw = recipe.model_dump(by_alias=True)
     data = raw["data"]
+    # Callbacks, metrics and the attention kernel of the training are not used here.
+    raw |= {"extensions": {}}
+    raw["model"]["attn_implementation"] = "auto"
     data["cache_dir"] = data["cache_dir"] or str(default_cache_directory())
     if options.data is not None:
         like = {"columns", "rename_columns", "format", "loss_on", "chat_template"}
         first = recipe.data.train[0].model_dump(include=like) if recipe.data.train else {}
-        entry = DataSource.model_validate({**first, "path": options.data, "max_rows": options.max_rows, **options.source})
+        try:
+            entry = DataSource.model_validate({**first, "path": options.data, "max_rows": options.max_rows, **options.source})
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            name = ".".join(map(str, wrong["loc"]))
+            raise usage_error("wrong-value", f"`{name}` of `--data`: {wrong['msg']}", hint="see the keys of `data.train`") from error
         data |= {"train": [entry.model_dump()], "eval": None, "packing": False, "mixture": {}}
     elif options.source:
         raise usage_error("no-evaluation-data", "options of `--data` are given without it", hint="add `--data FILE`")

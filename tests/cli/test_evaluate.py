@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from fsdp_tune.cli.evaluate import evaluate
 from fsdp_tune.data.format.builtin import CHAT_TEMPLATE, EOS, PAD, builtin_tokenizer
 from fsdp_tune.jobs import evaluate as job
+from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.verify.evaluation.request import Request
 from fsdp_tune.verify.evaluation.score import run
 from tests.cli.conftest import Cli, document
@@ -202,10 +203,23 @@ def test_mistakes_are_one_line_with_a_hint(here: Path, models: Path) -> None:
         "beyond-positions": (tuned, "--data", "long.jsonl", "--metric", "exact_match"),
         "answer-pattern": (tuned, *DATA, "--metric", "exact_match", "--answer", "("),
         "no-recipe": (tuned, *DATA, "--set", "data.max_length=4"),
+        "no-device": (tuned, *DATA, "--device", "cuda"),
+        "no-directory": (tuned, *DATA, "--out", "nowhere/rows.jsonl"),
+        "wrong-value": (tuned, "--data", "text.jsonl", "--format", "csv"),
         "no-such-split": (tuned, "--data", "builtin:arithmetic", "--split", "dev"),
     }.items():
         (error,) = invoke(*arguments, code=2)["errors"]
         assert (error["code"], bool(error["hint"]) or expected == "answer-pattern") == (expected, True), error
+
+
+def test_loader_of_a_run_needs_permission(here: Path, models: Path) -> None:
+    shutil.copytree(models / "tuned", here / "run" / "merged")
+    (here / "run" / "model").mkdir()
+    data = {"train": [{"path": "rows", "loader": "mine"}], "eval": {"rows": 2}}
+    recipe = Recipe.model_validate({"data": data, "launch": {"num_processes": 1}, "extensions": {"metrics": ["unused"]}})
+    (here / "run" / "recipe.json").write_text(recipe.model_dump_json(by_alias=True))
+    (error,) = invoke("run", code=2)["errors"]
+    assert (error["code"], error["key"]) == ("extension-not-allowed", "data.train[0].loader")
 
 
 def test_model_without_all_weights_or_tokens_is_refused(here: Path, models: Path) -> None:
