@@ -98,3 +98,11 @@ def test_fields_that_the_template_does_not_read_are_noted() -> None:
     assert notes(CHATML, USER | {"name": "Anna", "rating": 5}, ANSWER) == ["`name` of `user` messages", "`rating` of `user` messages"]
     with_name = CHATML.replace("{{ m.role }}", "{{ m.role }}{{ m.name or '' }}{{ m.rating or '' }}")
     assert notes(with_name, USER | {"name": "Anna", "rating": 5}, ANSWER) == []
+
+
+def test_reasoning_that_the_template_reads_under_another_name_is_rendered() -> None:
+    """transformers gives `reasoning_content` and `thinking` the same value, so a template names one of them."""
+    thinking = CHATML.replace("{{ m.content }}", "{{ m['think' ~ 'ing'] }} {{ m.content }}")
+    answer = ANSWER | {"thinking": "It is June."}
+    assert notes(thinking, USER, answer) == []
+    assert "omits 'It is June.'" in refused(CHATML, USER, answer)

@@ -39,10 +39,10 @@ def find_unrendered(chat: Chat, template: str, text: str, answers: Mapping[int, 
     contexts = list(dict.fromkeys([text, *(answer.text for answer in answers.values())]))
     begin = 0
     for index, message in enumerate(chat.messages):
-        role, own = message["role"], text
+        role, own, checked = message["role"], text, READ_FIELDS
         if role == "assistant" and (chat.trained is None or chat.trained[index]):
             answer = answers.get(index, Answer(text, begin, len(text)))
-            own = answer.text
+            own, checked = answer.text, (*READ_FIELDS, *REASONING_FIELDS)
             _refuse_incomplete(index, message, answer, render)
         else:
             if not any(_is_rendered(context, message["content"], 0, len(context)) for context in contexts):
@@ -50,7 +50,7 @@ def find_unrendered(chat: Chat, template: str, text: str, answers: Mapping[int, 
             if _missing_of_calls(text, message, begin, len(text)) is not None:
                 notes[Note(NOT_RENDERED, f"tool calls of `{role}` messages")] = None
         for name, value in message.items():
-            if name not in READ_FIELDS and not _is_field_rendered(own, template, name, value):
+            if name not in checked and not _is_field_rendered(own, template, name, value):
                 notes[Note(NOT_RENDERED, f"`{name}` of `{role}` messages")] = None
         begin = max(begin, text.find(message["content"].strip(), begin))
     tools = chat.tools or []
