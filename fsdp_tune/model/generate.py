@@ -56,6 +56,12 @@ def generate(
     return [_until_end(row, end_ids) for row in rows]
 
 
+def end_ids_of(model: nn.Module) -> set[int]:
+    """Return the tokens that end a text by the model's generation config: several in Llama 3, none if it names none."""
+    found: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return set(found) if isinstance(found, list) else set() if found is None else {found}
+
+
 def _padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and attention mask, int64 [prompts, longest], with padding on the left."""
     width = max(len(prompt) for prompt in prompts)

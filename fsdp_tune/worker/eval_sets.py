@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ def evaluate_sets(
     with outside_step(wrapped, device):
         sums = {label: _sums(recipe, wrapped, store, collator, device, metrics) for label, store in sets.items()}
     wrapped.train()
+    # Of several sources, only one may have held-out rows; its metrics have the names that the recipe may use.
+    labels = [] if len(recipe.data.eval_labels) == 1 else list(sums)
     found: dict[str, float] = {}
     for index, name in enumerate((*metrics, "loss")):
         pairs = {label: each[index] for label, each in sums.items()}
@@ -57,16 +59,11 @@ def evaluate_sets(
             if name == "loss":
                 raise failed_error("eval-without-targets", f"the eval set `{empty}` has no trained token, so it has no loss")
             raise failed_error("extension-failed", f"the metric `{name}` counted nothing in the eval set `{empty}`")
-        if len(pairs) > 1:
-            found |= {f"eval_{label}_{name}": total / count for label, (total, count) in pairs.items()}
+        found |= {f"eval_{label}_{name}": pairs[label][0] / pairs[label][1] for label in labels}
         found[f"eval_{name}"] = sum(total for total, _ in pairs.values()) / sum(count for _, count in pairs.values())
     # A loss beyond 700 is that of no model, and its exponential is not a number of 64 bits.
-    perplexities = {name.removesuffix("loss") + "perplexity": math.exp(min(found[name], 700.0)) for name in _losses(sums)}
-    return perplexities | found
-
-
-def _losses(labels: Collection[str]) -> list[str]:
-    return ["eval_loss", *(f"eval_{label}_loss" for label in labels if len(labels) > 1)]
+    prefixes = ["eval", *(f"eval_{label}" for label in labels)]
+    return {f"{prefix}_perplexity": math.exp(min(found[f"{prefix}_loss"], 700.0)) for prefix in prefixes} | found
 
 
 def _sums(

@@ -356,7 +356,9 @@ def test_best_model_by_a_source_without_held_out_rows_is_refused(tmp_path: Path,
     recipe = Recipe.model_validate({**raw, "training": {"metric_for_best_model": "small_loss", "gradient_accumulation_steps": 1}})
     with pytest.raises(FsdpTuneError) as caught:
         prepare(recipe, ByteEncoder())
-    assert caught.value.problems[0].code == "metric-not-measured"
+    (problem,) = caught.value.problems
+    assert problem.code == "metric-not-measured"
+    assert "pairs_loss" in str(problem.hint), "the only source that has held-out rows is measured by its name"
 
 
 def test_empty_split_is_an_error_with_the_counts(tmp_path: Path, pairs: Path) -> None:

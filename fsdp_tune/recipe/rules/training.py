@@ -74,9 +74,9 @@ def best_metric_is_measured(recipe: Recipe) -> Iterator[Finding]:
 
 
 def measured_metrics(recipe: Recipe, labels: Collection[str]) -> list[str]:
-    """Return the names of what evaluations measure, without `eval_`: over all sets, then of each set if there are several."""
-    names = ["loss", "perplexity", *recipe.extensions.metrics]
-    return [*names, *(f"{label}_{name}" for label in labels for name in names if len(labels) > 1)]
+    """Return the names of what evaluations measure, without `eval_`: over all sets, then of the sets `labels` if the recipe has several."""
+    names, is_one = ["loss", "perplexity", *recipe.extensions.metrics], len(recipe.data.eval_labels) == 1
+    return [*names, *(f"{label}_{name}" for label in labels for name in names if not is_one)]
 
 
 def is_better_when_smaller(metric: str) -> bool:

@@ -21,7 +21,7 @@ from fsdp_tune.core.errors import ExitCode, FailedError, FsdpTuneError, Problem,
 from fsdp_tune.core.hub import HubResource, hub_is_reachable
 from fsdp_tune.data.order.collate import collate
 from fsdp_tune.data.store import IGNORE_INDEX
-from fsdp_tune.model.generate import generate
+from fsdp_tune.model.generate import end_ids_of, generate
 from fsdp_tune.model.loading.construct import TORCH_DTYPE
 from fsdp_tune.model.loss import shift_labels
 from fsdp_tune.recipe.extensions import Extension
@@ -77,8 +77,7 @@ class Scorer:
     def _generate(self, examples: Sequence[EvaluatedExample]) -> Rows:
         request = self.request
         prompts = [example.row.input_ids[: example.answer[0]].tolist() for example in examples]
-        own: Any = getattr(self.model.generation_config, "eos_token_id", None)
-        ends = {*(request.end_ids or ()), *(own if isinstance(own, list) else [own])} - {None}
+        ends = {*(request.end_ids or ()), *end_ids_of(self.model)}
         device = torch.device(request.device)
         most = self._room(max(map(len, prompts)))
         new = generate(self.model, prompts, max_new_tokens=most, end_ids=ends, pad_id=request.pad_id, device=device)

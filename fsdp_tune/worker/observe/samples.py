@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from fsdp_tune.data.tokenise.prompts import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
-from fsdp_tune.model.generate import generate
+from fsdp_tune.model.generate import end_ids_of, generate
 from fsdp_tune.model.shard.gathering import outside_step
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.schema import Recipe
@@ -56,7 +56,9 @@ class Samples(TrainerCallback):
         rank, size = topology.data_rank(dist.get_rank()), topology.data_size
         own = {index: self._prompts[index] for index in range(rank, len(self._prompts), size)}
         prompts = list(own.values()) or self._prompts[:1]  # a rank without a prompt takes part in the forwards
-        positions = getattr(self.trainer.parts.loaded.model.config, "max_position_embeddings", None)
+        model = self.trainer.parts.loaded.model
+        ends = {self._encoder.eos_id, *end_ids_of(model)}
+        positions = getattr(model.config, "max_position_embeddings", None)
         room = positions - max(map(len, self._prompts)) if isinstance(positions, int) else self._sample.max_new_tokens
         wrapped.eval()
         with outside_step(wrapped, device), compute_context(self._recipe, device.type), self._uncompiled():
@@ -64,14 +66,14 @@ class Samples(TrainerCallback):
                 wrapped,
                 prompts,
                 max_new_tokens=min(self._sample.max_new_tokens, room),
-                end_ids={self._encoder.eos_id},
+                end_ids=ends,
                 pad_id=self._encoder.pad_id,
                 device=device,
                 all_finished=_all_ranks,
             )
         wrapped.train()
         found = {index: tokens for ranks in gather(dict(zip(own, new, strict=False))) for index, tokens in ranks.items()}
-        return [self._encoder.decode([token for token in found[index] if token != self._encoder.eos_id]) for index in sorted(found)]
+        return [self._encoder.decode([token for token in found[index] if token not in ends]) for index in sorted(found)]
 
     def _uncompiled(self) -> AbstractContextManager[Any]:
         """Run compiled layers uncompiled: each length of the cache would be compiled again."""
