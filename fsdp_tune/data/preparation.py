@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fsdp_tune.core.errors import FsdpTuneError, Notice, usage_error
+from fsdp_tune.core.errors import FsdpTuneError, Notice, Where, usage_error
 from fsdp_tune.core.progress import Bar
 from fsdp_tune.data.account import decoded_row, spread_indices
 from fsdp_tune.data.build import BAD_ROWS_NAME, build_store
 from fsdp_tune.data.format.inputs import TRAIN, Input, open_inputs, raw_rows
 from fsdp_tune.data.order.permutation import batch_of_step
 from fsdp_tune.data.read.digests import FileDigests
+from fsdp_tune.data.read.stream_units import stream_stamps, stream_units, unstamped_files
 from fsdp_tune.data.review import refuse_bad_share
 from fsdp_tune.data.store import RowStore
 from fsdp_tune.data.store_cache import STORES, built, content_key, record_use
@@ -30,6 +31,8 @@ from fsdp_tune.recipe.schema.training_fields import training_value
 from fsdp_tune.run.document import Document
 from fsdp_tune.run.manifest import Manifest
 
+SAMPLE_ROWS = 1000
+"""Rows of each streamed source that are prepared before the ranks start, to check and show them."""
 DATA_FORMAT = 4
 """Incremented when the same input would give other rows or another layout, so that old caches are not used."""
 
@@ -51,8 +54,19 @@ class Prepared(Document):
     notices: list[dict[str, Any]]
     reused: bool = False
     """Whether the data were found in the cache."""
+    stamps: dict[str, str] = field(default_factory=dict[str, str])
+    """Of each file of a stream, whose training rows are read while the run trains; `train` has those of its beginning."""
 
     def as_notices(self) -> list[Notice]:
+        return [*self._unstamped(), *self._stored_notices()]
+
+    def _unstamped(self) -> list[Notice]:
+        if not (names := unstamped_files(self.stamps)):
+            return []
+        message = f"{names[0]}{f' and {len(names) - 1} more files have' if len(names) > 1 else ' has'} neither an ETag nor a time"
+        return [Notice("data-without-stamp", f"{message}: only a change of size would be noticed", Where(names[0]))]
+
+    def _stored_notices(self) -> list[Notice]:
         return [Notice(notice["code"], notice["message"], hint=notice["hint"]) for notice in self.notices]
 
 
@@ -74,8 +88,18 @@ def prepare(
     cache_dir = Path(recipe.data.cache_dir)
     digests = FileDigests(cache_dir, verify=verify)
     inputs = open_inputs(recipe, encoder)
+    file_stamps: dict[str, str] = {}
+    if recipe.data.streaming:
+        assert recipe.data.stream_lanes != "auto", "the recipe is resolved"
+        for opened in inputs:
+            if opened.set_name == TRAIN:
+                file_stamps |= stream_stamps(stream_units(opened.source, recipe.data.stream_lanes))
+        inputs = [
+            replace(opened, source=replace(opened.source, head=SAMPLE_ROWS)) if opened.set_name == TRAIN else opened for opened in inputs
+        ]
+        check_rows = False
     stamps = [opened.source.stamps() for opened in inputs]
-    training_key = content_key(_training_content(recipe, encoder, inputs, digests))
+    training_key = content_key([*_training_content(recipe, encoder, inputs, digests), *([file_stamps] if file_stamps else [])])
     key = content_key([training_key, recipe.data.eval_packing, recipe.data.eval_labels, _content(inputs, digests, train=False)])
     path = cache_dir / STORES / key
 
@@ -86,7 +110,7 @@ def prepare(
     record_use(path, recipe=recipe.name or "", run=run)
     if run is not None and recipe.kernels.compile:
         record_use(default_cache_directory() / COMPILED, recipe=recipe.name or "", run=run)
-    prepared = _prepared(path, training_key, manifest, encoder, reused=reused)
+    prepared = replace(_prepared(path, training_key, manifest, encoder, reused=reused), stamps=file_stamps)
     bad, rows = prepared.report["rows_bad"]["rows"], prepared.report["rows_read"]
     refuse_bad_share(bad, rows, recipe.data.max_bad_share, hint=f"fix those that {path / BAD_ROWS_NAME} lists")
     if check_rows:
@@ -117,6 +141,8 @@ def _training_content(recipe: Recipe, encoder: Encoder, inputs: Sequence[Input],
     """Return all that determines the training rows. A list of eval sets does not; a held-out split does."""
     data = recipe.data
     settings = data.model_dump(include={"max_length", "packing", "packing_strategy", "mixture", "on_bad_row"})
+    if data.streaming:
+        settings |= data.model_dump(include={"stream_lanes", "curriculum", "shuffle", "shuffle_buffer_size"})
     split = None if isinstance(data.eval, list) or data.eval is None else data.eval.model_dump()
     return [DATA_FORMAT, encoder.digest, settings, split, _content(inputs, digests, train=True)]
 
@@ -200,7 +226,7 @@ def rows_of_step(data_json: Path, recipe: Recipe, step: int) -> str | None:
     """Describe the rows of a step, counted from 1, of a run; None if its data cannot be read."""
     try:
         prepared = Prepared.read(data_json)
-        if prepared is None:
+        if prepared is None or recipe.data.streaming:
             return None
         store = RowStore(prepared.train)
     except (OSError, ValueError, FsdpTuneError):

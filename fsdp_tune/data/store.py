@@ -98,17 +98,7 @@ class RowStore:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         segments = self._segments[self._rows[index] : self._rows[index + 1]]
-        lengths = tuple(int(length) for length in segments[:, 1])
-        input_ids = np.empty(sum(lengths), np.int32)
-        labels = np.empty_like(input_ids)
-        at = 0
-        for start, length in segments.tolist():
-            ids = self._tokens[start : start + length]
-            input_ids[at : at + length] = ids
-            labels[at : at + length] = np.where(self._trained[start : start + length], ids, IGNORE_INDEX)
-            labels[at] = IGNORE_INDEX
-            at += length
-        return Row(input_ids, labels, lengths, index)
+        return row_of(self._tokens, self._trained, segments, index)
 
     @property
     def lengths(self) -> Int64:
@@ -142,6 +132,21 @@ class RowStore:
         """Return `12 (train.jsonl:17), 3 (train.jsonl:5) and 6 more`, with the source of the first example of each row."""
         named = [f"{row} ({file}:{line})" for row in rows[:SHOWN_ROWS] for file, line in self.origins(row)[:1]]
         return ", ".join(named) + (f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else "")
+
+
+def row_of(tokens: Int32, trained: Mask, segments: Int64, row_id: int) -> Row:
+    """Return the row of `segments`, [n, 2] of start and length in the pool of `tokens`."""
+    lengths = tuple(int(length) for length in segments[:, 1])
+    input_ids = np.empty(sum(lengths), np.int32)
+    labels = np.empty_like(input_ids)
+    at = 0
+    for start, length in segments.tolist():
+        ids = tokens[start : start + length]
+        input_ids[at : at + length] = ids
+        labels[at : at + length] = np.where(trained[start : start + length], ids, IGNORE_INDEX)
+        labels[at] = IGNORE_INDEX
+        at += length
+    return Row(input_ids, labels, lengths, row_id)
 
 
 class StoreWriter:

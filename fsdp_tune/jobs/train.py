@@ -15,8 +15,9 @@ from fsdp_tune.core import processes as children
 from fsdp_tune.core.devices import visible_devices
 from fsdp_tune.core.errors import ExitCode, ExitReason, FsdpTuneError, Notice, Problem, Where, usage_error
 from fsdp_tune.core.secrets import MASK, mask_text
+from fsdp_tune.data.preparation import Prepared, rows_of_step
 from fsdp_tune.data.preparation import prepare as prepare_data
-from fsdp_tune.data.preparation import rows_of_step
+from fsdp_tune.data.read.stream_units import refuse_changed_files
 from fsdp_tune.data.tokenise.prompts import sample_prompts
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.diagnose.environment import accelerate_default_config, host, versions
@@ -256,6 +257,8 @@ class _Job:
         if model.problems or model.unchecked or packaged:
             raise FsdpTuneError(*model.problems, *map(_unreachable, [*model.unchecked, *packaged]))
         check_vocabulary(model.model, recipe.model, data.vocabulary_size)
+        if start.checkpoint is not None and (before := Prepared.read(RunDir(start.checkpoint.path.parent).data_json)) is not None:
+            refuse_changed_files(before.stamps, data.stamps)
         check_data(start, data.key)
         base = _base(recipe, model.model) if recipe.lora is not None else None
         if base is not None and start.checkpoint is not None:

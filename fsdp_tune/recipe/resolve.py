@@ -16,7 +16,7 @@ from fsdp_tune.recipe.rules.precision import FP8_MULTIPLE, computes_in_fp8
 from fsdp_tune.recipe.rules.training import TRACKERS, is_better_when_smaller
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
-from fsdp_tune.recipe.world import WORLD_RULES, World, budget_accumulation, mesh_sizes
+from fsdp_tune.recipe.world import WORLD_RULES, World, budget_accumulation, lanes_of, mesh_sizes
 
 ASSUMED_DEVICES = 8
 """Devices per machine if none is visible and the recipe gives no number (`validate`, `plan`, `--dry-run`)."""
@@ -56,6 +56,8 @@ def resolve(
         work.mesh(world)
         work.fsdp()
         work.training(world)
+        if recipe.data.streaming and recipe.data.stream_lanes == "auto":
+            work.decide("data.stream_lanes", lanes_of(recipe, world), f"at least 16, and a multiple of {world.size} ranks")
         work.evaluation()
     work.model()
     work.rest()

@@ -190,7 +190,28 @@ def _micro_batches(recipe: Recipe, world: World) -> int:
     return training.global_batch_size // (training.per_device_train_batch_size * world.size)
 
 
-WORLD_RULES: tuple[WorldRule, ...] = (machines_are_alike, mesh_fits, resharding_divides, batch_divides, gradient_sums_are_exact)
+STREAM_LANES = 16
+"""Lanes of a stream unless the recipe says otherwise, or there are more ranks."""
+
+
+def lanes_of(recipe: Recipe, world: World) -> int:
+    """Return the number of lanes of a stream: 16, or the smallest multiple of the ranks from there on."""
+    lanes = recipe.data.stream_lanes
+    return -(-STREAM_LANES // world.size) * world.size if lanes == "auto" else lanes
+
+
+def lanes_divide(recipe: Recipe, world: World) -> Iterator[Finding]:
+    lanes = recipe.data.stream_lanes
+    if recipe.data.streaming and lanes != "auto" and lanes % world.size:
+        message = f"`data.stream_lanes: {lanes}` does not divide by {world.size} ranks, each of which reads lanes of its own"
+        hint = f"train on a number of ranks that divides {lanes}, or start a new run with {-(-lanes // world.size) * world.size} lanes"
+        yield Finding("indivisible", ("data.stream_lanes", "launch.num_processes"), message, hint)
+
+
+WORLD_RULES: tuple[WorldRule, ...] = (
+    *(machines_are_alike, mesh_fits, resharding_divides, batch_divides, gradient_sums_are_exact),
+    lanes_divide,
+)
 
 
 def batch_arithmetic(recipe: Recipe) -> str:

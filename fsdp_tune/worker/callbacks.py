@@ -69,7 +69,7 @@ class RunCallback(TrainerCallback):
         """Return None if no row has two tokens. Raises: FailedError if tokens see later ones, or other packed examples."""
         parts = self.trainer.parts
         recipe, model = parts.recipe, parts.loaded.model
-        if not (rows := rows_to_check(parts.train, parts.sampler.micro_batch)):
+        if not (rows := rows_to_check(parts.rows.sample, parts.rows.micro_batch)):
             return None
         found = deviations(recipe, self.trainer.wrapped, rows, parts.collator, self.trainer.args.device)
         every, allowed, name = gather(found), allowed_deviation(recipe), bare_class(model).__name__

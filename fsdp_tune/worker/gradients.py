@@ -23,7 +23,7 @@ from fsdp_tune.model.step import LossScale, clip_factor, flat_shard_group, scale
 from fsdp_tune.run.metrics_file import MetricsFile
 
 if TYPE_CHECKING:
-    from fsdp_tune.worker.dataset import Batch
+    from fsdp_tune.worker.rows.dataset import Batch
 
 FP16_SKIPS_IN_A_ROW = 20
 

@@ -150,11 +150,8 @@ def _outcome_of(error: BaseException, recipe: Recipe, heartbeat: HeartbeatWriter
     lost = next((words for words in PEER_LOST if words in str(error)), None)
     if isinstance(error, RuntimeError) and lost is not None:
         return Outcome(ExitCode.LOST_RANK, ExitReason.LOST_RANK, Problem("lost-rank", f"another rank is gone ({lost})"), trace)
-    if trainer is not None:
-        from fsdp_tune.worker.dataset import loader_died
-
-        if (problem := loader_died(error, trainer.parts.sampler, trainer.parts.train, trainer.state.global_step)) is not None:
-            return Outcome(ExitCode.FAILED, ExitReason.FAILED, problem, trace)
+    if trainer is not None and (problem := trainer.parts.rows.problem_of(error, trainer.state.global_step)) is not None:
+        return Outcome(ExitCode.FAILED, ExitReason.FAILED, problem, trace)
     message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     return Outcome(ExitCode.FAILED, ExitReason.FAILED, Problem("worker-failed", message, hint="the traceback is in the rank's log"), trace)
 

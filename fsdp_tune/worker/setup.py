@@ -16,7 +16,10 @@ from fsdp_tune.core.units import parse_seconds
 from fsdp_tune.data.order.permutation import order_of
 from fsdp_tune.data.order.token_batches import budget_of
 from fsdp_tune.data.preparation import Prepared
+from fsdp_tune.data.read.stream_units import refuse_changed_files
 from fsdp_tune.data.store import RowStore
+from fsdp_tune.data.stream.lanes import open_stream
+from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.model.kernels.attention import has_variable_lengths
 from fsdp_tune.model.loading.assemble import Loaded, load
 from fsdp_tune.model.loading.construct import model_config
@@ -26,7 +29,7 @@ from fsdp_tune.model.step import LossScale
 from fsdp_tune.recipe.extensions import find_extension
 from fsdp_tune.recipe.fsdp_arguments import plugin_kwargs
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.training_fields import OWN_VALUES
+from fsdp_tune.recipe.schema.training_fields import OWN_VALUES, training_value
 from fsdp_tune.run.directory import Checkpoint, RunDir, checkpoint_to_start_from, run_of
 from fsdp_tune.run.launch_files import LaunchRecord, ResumeRequest
 from fsdp_tune.run.metrics_file import MetricsFile
@@ -37,7 +40,6 @@ from fsdp_tune.worker.checkpoint.restore import VISIBLE_SECONDS, agreed_checkpoi
 from fsdp_tune.worker.checkpoint.rotation import remove_leftovers
 from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, trainer_state_facts
 from fsdp_tune.worker.checkpoint.state import Live
-from fsdp_tune.worker.dataset import ByTokens, Collator, MicroBatches
 from fsdp_tune.worker.observe import trackers
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.profiling import Profile
@@ -46,6 +48,9 @@ from fsdp_tune.worker.observe.shares import StepShares
 from fsdp_tune.worker.observe.tracker_runs import keep_id
 from fsdp_tune.worker.rank import Rank, share_time_limit
 from fsdp_tune.worker.readback.witness import Witness
+from fsdp_tune.worker.rows.dataset import ByTokens, Collator, MicroBatches
+from fsdp_tune.worker.rows.streamed_rows import StreamedRows
+from fsdp_tune.worker.rows.training_rows import PreparedRows, TrainingRows
 from fsdp_tune.worker.signals import StopRequest
 from fsdp_tune.worker.trainer import FsdpTrainer, Parts
 
@@ -65,20 +70,19 @@ def build_trainer(
     loaded = load(recipe, model_config(recipe), device, vocabulary=prepared.vocabulary_size, local_rank=rank.local_index)
     share_time_limit(process_groups(loaded.model, loaded.mesh))
     _start_from_checkpoint(recipe, loaded)
-    train = RowStore(prepared.train)
+    collator = Collator(
+        prepared.pad_token_id,
+        recipe.data.pad_to_multiple_of,
+        recipe.data.max_length,
+        variable_lengths=has_variable_lengths(loaded.model.config._attn_implementation),
+        names_examples=auxiliary_loss_weight(loaded.model) > 0,
+    )
     parts = Parts(
         recipe=recipe,
         loaded=loaded,
-        train=train,
+        rows=_training_rows(recipe, prepared, collator, rank, run),
         evals={label: RowStore(path) for label, path in prepared.evals.items()},
-        sampler=_sampler(recipe, train, rank),
-        collator=Collator(
-            prepared.pad_token_id,
-            recipe.data.pad_to_multiple_of,
-            recipe.data.max_length,
-            variable_lengths=has_variable_lengths(loaded.model.config._attn_implementation),
-            names_examples=auxiliary_loss_weight(loaded.model) > 0,
-        ),
+        collator=collator,
         metrics=MetricsFile(run, resume_step=resume.step if resume else None, enabled=rank.is_first),
         heartbeat=heartbeat,
         scale=LossScale() if recipe.precision.mixed_precision == "fp16" else None,
@@ -151,6 +155,25 @@ def _resume(run: RunDir, recipe: Recipe) -> Checkpoint | None:
     digests = recipe.checkpoint.verify == "digest" and not request.digests_checked
     wait_seconds = VISIBLE_SECONDS if recipe.launch.num_machines > 1 else 0.0
     return agreed_checkpoint(request.resume_from, digests=digests, wait_seconds=wait_seconds)
+
+
+def _training_rows(recipe: Recipe, prepared: Prepared, collator: Collator, rank: Rank, run: RunDir) -> TrainingRows:
+    store = RowStore(prepared.train)
+    if not recipe.data.streaming:
+        return PreparedRows(store, _sampler(recipe, store, rank), collator)
+    stream = open_stream(recipe, load_encoder(recipe))
+    refuse_changed_files(prepared.stamps, stream.stamps())
+    return StreamedRows(
+        stream=stream,
+        sample=store,
+        collator=collator,
+        data_rank=recipe.topology.data_rank(rank.index),
+        data_size=recipe.data_size,
+        micro_batch=recipe.training.per_device_train_batch_size,
+        accumulation=recipe.training.gradient_accumulation_steps or 1,
+        max_steps=int(training_value(recipe.training, "max_steps")),
+        bad_rows=run.path / f"bad_rows-{rank.index}.jsonl",
+    )
 
 
 def _sampler(recipe: Recipe, store: RowStore, rank: Rank) -> MicroBatches:
@@ -270,6 +293,7 @@ def training_arguments(recipe: Recipe, run: RunDir) -> TrainingArguments:
         "logging_nan_inf_filter": False,  # it hides a NaN as the mean of the losses before it, and syncs every micro-batch
         "disable_tqdm": True,
         "remove_unused_columns": False,
+        "ignore_data_skip": recipe.data.streaming,  # lanes go on where they were; there are no batches to skip
         "log_level": "warning",
         "push_to_hub": False,  # merged/ is pushed once, after the merge
         "dataloader_pin_memory": recipe.launch.device == "cuda",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
@@ -39,13 +39,14 @@ from fsdp_tune.worker.checkpoint.restore import (
 )
 from fsdp_tune.worker.checkpoint.save import Checkpointer
 from fsdp_tune.worker.checkpoint.state import seed_for_rank
-from fsdp_tune.worker.dataset import Batch, Collator, MicroBatches, loader
 from fsdp_tune.worker.eval_sets import Metric, evaluate_sets
 from fsdp_tune.worker.gradients import GradientGate
 from fsdp_tune.worker.observe import nonfinite
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
 from fsdp_tune.worker.observe.metrics import CurveWatch, Lines, device_peak_flops, model_size
 from fsdp_tune.worker.readback.audit import DtypeAudit, warnings_of
+from fsdp_tune.worker.rows.dataset import Batch, Collator
+from fsdp_tune.worker.rows.training_rows import TrainingRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,8 @@ class Parts:
 
     recipe: Recipe
     loaded: Loaded
-    train: RowStore
+    rows: TrainingRows
     evals: dict[str, RowStore]
-    sampler: MicroBatches
     collator: Collator
     metrics: MetricsFile
     heartbeat: HeartbeatWriter
@@ -74,7 +74,11 @@ class FsdpTrainer(Trainer):
     def __init__(self, parts: Parts, args: TrainingArguments, callbacks: list[TrainerCallback]) -> None:
         self.parts = parts
         super().__init__(
-            model=parts.loaded.model, args=args, train_dataset=_Sized(parts.train), eval_dataset=_Sized(parts.train), callbacks=callbacks
+            model=parts.loaded.model,
+            args=args,
+            train_dataset=_Sized(parts.rows.sample),
+            eval_dataset=_Sized(parts.rows.sample),
+            callbacks=callbacks,
         )
         self.remove_callback(PrinterCallback)
         self.wrapped = parts.loaded.wrapped
@@ -105,6 +109,7 @@ class FsdpTrainer(Trainer):
             self.lines.tokens = int(self.state.num_input_tokens_seen)
             own = restore_own(resume_from_checkpoint)
             self.lines.sums.load(own["sums"])
+            self.parts.rows.restore(own.get("rows"), self.state.global_step)
             self.parts.metrics.write_missing(own["unwritten"])
             if self.parts.scale is not None and own["loss_scale"] is not None:
                 self.parts.scale.load_state_dict(own["loss_scale"])
@@ -130,12 +135,12 @@ class FsdpTrainer(Trainer):
 
     # ---- Data
 
-    def get_train_dataloader(self) -> DataLoader[Batch]:
+    def get_train_dataloader(self) -> Any:
         pin, prefetch, workers = self.args.dataloader_pin_memory, self.args.dataloader_prefetch_factor, self.args.dataloader_num_workers
-        return loader(self.parts.train, self.parts.sampler, self.parts.collator, workers=workers, pin_memory=pin, prefetch=prefetch)
+        return self.parts.rows.batches(workers=workers, pin_memory=pin, prefetch=prefetch)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        self.parts.sampler.set_epoch(kwargs["epoch"])
+        self.parts.rows.set_epoch(kwargs["epoch"])
         super()._run_epoch(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device) -> tuple[list[Batch], int]:
@@ -202,7 +207,7 @@ class FsdpTrainer(Trainer):
                 self.parts.metrics.event("precision_warning", self.state.global_step, message=warning)
 
     def _locate_nonfinite(self, batches: list[Batch]) -> str:
-        return nonfinite.describe(self.parts.recipe, self.parts.loaded, batches, self.parts.train, self.args.device)
+        return nonfinite.describe(self.parts.recipe, self.parts.loaded, batches, self.parts.rows, self.args.device)
 
     def _reduce_between_replicas(self, *, last: bool) -> None:
         """Under HSDP every micro-batch reduces inside a replica; only the last one crosses between replicas."""
@@ -222,7 +227,7 @@ class FsdpTrainer(Trainer):
     ) -> None:
         step = self.state.global_step
         # The Trainer's own counts micro-batches of this rank, of which a short last step has fewer on more ranks.
-        self.state.epoch = self.parts.sampler.epochs_after(step)
+        self.state.epoch = self.parts.rows.epochs_after(step)
         tr_loss.zero_()  # the Trainer's own sum; ours is weighted by tokens
         self.parts.heartbeat.beat("training", step)
         if self.control.should_log or self.control.should_evaluate:
@@ -281,7 +286,12 @@ class FsdpTrainer(Trainer):
         """Return the state of this rank for its file in a checkpoint; called last before a save."""
         self.gate.check_pending()
         scale = self.parts.scale.state_dict() if self.parts.scale else None
-        return {"sums": self.lines.sums.state(), "loss_scale": scale, "unwritten": list(self.parts.metrics.unwritten)}
+        return {
+            "sums": self.lines.sums.state(),
+            "loss_scale": scale,
+            "unwritten": list(self.parts.metrics.unwritten),
+            "rows": self.parts.rows.state(),
+        }
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         # The Trainer calls this last, after skipping batches, so nothing draws from the generators in between.

@@ -243,11 +243,11 @@ def test_file_that_changes_is_found_after_a_unit_and_on_resume(tmp_path: Path) -
         (tmp_path / name).write_bytes(lines(ROWS))
     units = stream_units(source(tmp_path), 2)
     recorded = stream_stamps(units)
-    refuse_changed_files(recorded, units)
+    refuse_changed_files(recorded, stream_stamps(units))
     (tmp_path / "b.jsonl").write_bytes(lines(ROWS) + b"\n")
     problem = failure(lambda: texts(units))
     assert (problem.code, problem.where.source) == ("data-changing", str(tmp_path / "b.jsonl"))
-    problem = failure(lambda: refuse_changed_files(recorded, stream_units(source(tmp_path), 2)))
+    problem = failure(lambda: refuse_changed_files(recorded, stream_stamps(stream_units(source(tmp_path), 2))))
     assert (problem.code, problem.where.source) == ("data-changing", str(tmp_path / "b.jsonl"))
 
 
@@ -327,12 +327,12 @@ def test_transient_errors_are_retried_and_the_last_one_names_url_and_row(server:
 
 def test_changed_etag_is_found_and_its_absence_reported(server: str) -> None:
     units = stream_units(source(f"{server}/rows.jsonl"), 2)
-    assert unstamped_files(units) == []
+    assert unstamped_files(stream_stamps(units)) == []
     Files.etag = "two"
     assert failure(lambda: texts(units)).code == "data-changing"
     Files.etag = None
     units = stream_units(source(f"{server}/rows.jsonl"), 2)
-    assert unstamped_files(units) == [f"{server}/rows.jsonl"]
+    assert unstamped_files(stream_stamps(units)) == [f"{server}/rows.jsonl"]
     assert sorted(texts(units)) == expected()
     assert texts(stream_units(source(f"{server}/empty.jsonl"), 4)) == []
 

@@ -226,7 +226,7 @@ PLANTS: tuple[Plant, ...] = (
     plant("existing output replaced", "merge.destination:_check_existing", never("overwrite"), rows="F109"),
     # what is supervised
     plant("differing ranks accepted", "worker.agreement:check_same", never("first"), rows="F032"),
-    plant("loader processes handle stop signals", "worker.dataset:loader", value("worker_init_fn", "None"), rows="F062"),
+    plant("loader processes handle stop signals", "worker.rows.dataset:loader", value("worker_init_fn", "None"), rows="F062"),
     plant(
         "failed launch not restarted",
         "launch.supervise.attempts:is_transient",
@@ -316,7 +316,7 @@ PLANTS: tuple[Plant, ...] = (
         value("rank", "min(range(len(working_seconds)), key=working_seconds.__getitem__)"),
         rows="F045",
     ),
-    plant("unreadable row not named", "worker.dataset:Rows.__getitem__", catch("ZeroDivisionError"), rows="F051"),
+    plant("unreadable row not named", "worker.rows.dataset:Rows.__getitem__", catch("ZeroDivisionError"), rows="F051"),
     plant(
         "metrics write error reported only at the end", "worker.callbacks:RunCallback.on_step_end", always("metrics.failure"), rows="F054"
     ),

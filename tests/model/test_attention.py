@@ -15,7 +15,7 @@ from fsdp_tune.model.kernels.attention import choose_attention, has_variable_len
 from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loss import micro_batch_loss, model_inputs
-from fsdp_tune.worker.dataset import Collator
+from fsdp_tune.worker.rows.dataset import Collator
 from tests.model.families import FAMILIES
 from tests.model.flash import FLASH_STAND_IN, flash_stand_in
 from tests.model.recipes import recipe_of

@@ -26,7 +26,7 @@ CONTRACT = yaml.safe_load((Path(__file__).parent / "contract.yaml").read_text())
 CONTRACT["training"]["learning_rate"] = 2.0e-5  # PyYAML reads `2.0e-5` as text
 SOURCE_KEYS = {
     *("path", "name", "data_dir", "data_files", "split", "revision", "columns", "rename_columns"),
-    *("format", "loss_on", "chat_template", "weight", "max_rows", "label", "loader", "loader_options"),
+    *("format", "loss_on", "chat_template", "weight", "max_rows", "repeats", "label", "loader", "loader_options"),
 }
 
 

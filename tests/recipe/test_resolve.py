@@ -114,6 +114,7 @@ def test_resolve_leaves_no_auto_value() -> None:
         "data.overlong",
         "data.append_eos",
         "data.special_tokens_in_content",
+        "data.stream_lanes",
         "fsdp.min_num_params",
         "kernels.loss",
         "kernels.liger",

@@ -120,6 +120,7 @@ CONTRADICTIONS = [
     ("launch: {device: cpu}\nfsdp: {version: 1, cpu_ram_efficient_loading: true}", 4, "line 3"),
     ("launch: {device: cpu}\nfsdp: {version: 1, offload_params: true}", 4, "line 3"),
 ]
+STREAM = "model: {name_or_path: a}\ndata: {train: [{path: a}], streaming: true, packing: true}\ntraining:\n  max_steps: 9\n"
 COMPLETE = [
     (
         "model: {name_or_path: a, dtype: bf16}\ndata: {train: [{path: b}]}\nfsdp: {sharding_strategy: HYBRID_SHARD}\n"
@@ -140,6 +141,24 @@ COMPLETE = [
         "`flash_attention2`",
     ),
     ("data: {train: [{path: a}]}\nmodel: {}", "`model.name_or_path` is missing"),
+    (STREAM.replace("max_steps: 9", "seed: 1"), "`training.max_steps` is missing"),
+    (STREAM.replace("packing", "eval: {rows: 5}, packing"), "would hold out"),
+    (
+        STREAM.replace("packing: true", "packing: false") + "  global_batch_size: 2\n  per_device_train_batch_tokens: 2048\n",
+        "forms batches",
+    ),
+    (STREAM.replace("packing", "mixture: {temperature: 2.0}, packing"), "the sizes of the sources"),
+    (STREAM.replace("{path: a}", "{path: a, max_rows: 5}"), "`max_rows` has no meaning"),
+    (STREAM.replace("{path: a}", "{path: a, weight: 1}, {path: b}"), "`data.train[1]` has no `weight`"),
+    (
+        STREAM.replace("packing", "curriculum: [{until_step: 5, weights: [1]}, {until_step: 5, weights: [2]}], packing"),
+        "the stage before it",
+    ),
+    (STREAM.replace("packing", "curriculum: [{until_step: 5, weights: [1, 2]}], packing"), "has 2 values"),
+    (
+        STREAM.replace("streaming: true", "streaming: false").replace("{path: a}", "{path: a, repeats: 2}"),
+        "limits the passes over a stream",
+    ),
     ("data: {train: [{path: a}]}\nmodel: {name_or_path: a, from_config: b}", "random weights"),
     ("data: {train: [{path: a}]}\nmodel: {from_config: {model_type: gpt2}}", "`model.tokenizer` is missing"),
     ("data: {train: [{path: a}]}\nmodel: {from_config: {n_embd: 4}, tokenizer: t}", "`model_type` is missing"),
@@ -310,7 +329,6 @@ def test_pure_bf16_weights_give_a_notice() -> None:
 
 NOT_YET_EXAMPLES = {
     "training.lr_scheduler_type": "training: {lr_scheduler_type: reduce_lr_on_plateau}",
-    "data.streaming": "data: {train: [{path: a}], streaming: true}",
     "parallelism.tp_size": "parallelism: {tp_size: 2}",
     "parallelism.cp_size": "parallelism: {cp_size: 2}",
     "parallelism.sp_size": "parallelism: {sp_size: 2}",

@@ -37,8 +37,8 @@ class Input:
         return self.source.entry
 
 
-def open_inputs(recipe: Recipe, encoder: Encoder) -> list[Input]:
-    """Open all entries of `data.train` and of a list in `data.eval`. Raises: FsdpTuneError with the problems of every entry."""
+def open_inputs(recipe: Recipe, encoder: Encoder, *, train_only: bool = False) -> list[Input]:
+    """Open the entries of `data.train` and of a list in `data.eval`. Raises: FsdpTuneError with the problems of every entry."""
     if not recipe.data.train:
         raise usage_error(
             "no-data", "the recipe names no training data", hint="data.train: [{path: data.jsonl}]", where=Where(key="data.train")
@@ -47,6 +47,8 @@ def open_inputs(recipe: Recipe, encoder: Encoder) -> list[Input]:
     problems: list[Problem] = []
     files = 0
     for set_name, key, entry in _entries(recipe):
+        if train_only and set_name != TRAIN:
+            continue
         try:
             opened = _open(recipe, entry, key, set_name, encoder, files)
         except FsdpTuneError as error:
@@ -73,7 +75,7 @@ def _entries(recipe: Recipe) -> list[tuple[str, str, DataSource]]:
 
 
 def _open(recipe: Recipe, entry: DataSource, key: str, set_name: str, encoder: Encoder, first_file: int) -> Input:
-    source = find_source(entry, key)
+    source = find_source(entry, key, streaming=recipe.data.streaming and set_name == TRAIN)
     columns = _first_columns(source)
     settings = _settings(recipe, source, columns, encoder)
     overlong = recipe.data.overlong
@@ -187,7 +189,7 @@ def raw_rows(inputs: Sequence[Input]) -> Iterator[RawRow | tuple[int, BadRow]]:
                 continue
             name = opened.source.names[file]
             try:
-                values = select(row[1], opened.entry, name) if file != last_file else _select_quietly(row[1], opened.entry)
+                values = select(row[1], opened.entry, name) if file != last_file else kept_columns(row[1], opened.entry)
             except RowError as error:
                 yield opened.first_file + file, BadRow(row[0], str(error))
                 continue
@@ -197,7 +199,7 @@ def raw_rows(inputs: Sequence[Input]) -> Iterator[RawRow | tuple[int, BadRow]]:
             yield RawRow(number, opened.first_file + file, row[0], values)
 
 
-def _select_quietly(row: dict[str, Any], entry: DataSource) -> dict[str, Any]:
+def kept_columns(row: dict[str, Any], entry: DataSource) -> dict[str, Any]:
     """Do `select` for the later rows of a file. Raises: RowError, so that a missing column is a problem of this row alone."""
     if not entry.columns and not entry.rename_columns:
         return row

@@ -27,7 +27,7 @@ def epoch_order(lengths: Int64, *, seed: int, epoch: int, shuffle: bool, group_b
     incomplete global batch come last.
     """
     rows = len(lengths)
-    order = np.argsort(_hashes(rows, seed, epoch, 0), kind="stable") if shuffle else np.arange(rows)
+    order = shuffled(rows, seed, epoch, 0) if shuffle else np.arange(rows)
     whole = rows - rows % global_batch_size
     if not (shuffle and group_by_length) or whole == 0:
         return order
@@ -80,9 +80,14 @@ def _shuffled_in_windows(batches: int, window: int, seed: int, epoch: int) -> In
     return np.lexsort((keys, np.arange(batches) // window))
 
 
-def _hashes(count: int, seed: int, epoch: int, purpose: int) -> UInt64:
+def shuffled(count: int, *keys: int) -> Int64:
+    """Return a permutation of `range(count)` that depends on `keys` alone."""
+    return np.argsort(_hashes(count, *keys), kind="stable")
+
+
+def _hashes(count: int, *keys: int) -> UInt64:
     stream = np.zeros(1, np.uint64)
-    for part in (seed, epoch, purpose):
+    for part in keys:
         stream = splitmix64(stream + np.uint64(part % 2**64))
     return splitmix64(stream + np.arange(count, dtype=np.uint64))
 

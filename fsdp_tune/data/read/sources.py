@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, cast
 
@@ -66,9 +67,14 @@ class RowSource:
     """The local files that contain the rows; empty if there are none."""
     load: Callable[..., Iterable[Any]] | None = None
     """A user's loader, called with the path and the options each time the rows are read."""
+    head: int | None = None
+    """Rows that `read` yields of a source that is streamed; its files are known by their stamps and not hashed. None = all."""
 
     def read(self) -> Iterator[tuple[int, NumberedRow | BadRow]]:
         """Yield rows, each with the index of its file in `names`."""
+        return islice(self._read(), self.head)
+
+    def _read(self) -> Iterator[tuple[int, NumberedRow | BadRow]]:
         if self.files:
             for number, file in enumerate(self.files):
                 for row in read_rows(file.path, file.kind):
@@ -88,6 +94,8 @@ class RowSource:
 
         The kind is included because the same bytes give other rows in a .txt than in a .jsonl file.
         """
+        if self.head is not None:
+            return ["stream"]
         if not self.stored_in:
             return [self._rows_digest()]
         kinds = [file.kind for file in self.files] or ["dataset"] * len(self.stored_in)

@@ -29,8 +29,6 @@ NAMED_FILES = 5
 NO_MARK = "no mark"
 """In place of an ETag or time in a stamp."""
 
-__all__ = ["StreamUnit", "refuse_changed_files", "stream_stamps", "stream_units", "unstamped_files"]
-
 
 @dataclass(frozen=True, slots=True)
 class StreamUnit:
@@ -115,17 +113,16 @@ def stream_stamps(units: Sequence[StreamUnit]) -> dict[str, str]:
     return {unit.source.names[unit.number]: unit.stamp for unit in units if unit.stamp is not None}
 
 
-def refuse_changed_files(recorded: Mapping[str, str], units: Sequence[StreamUnit]) -> None:
+def refuse_changed_files(recorded: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Raises: usage error (exit 2) naming the files whose stamps differ from those recorded when the run started."""
-    now = stream_stamps(units)
     changed = sorted(name for name in recorded.keys() | now.keys() if recorded.get(name) != now.get(name))
     if changed:
         raise FsdpTuneError(*(_changed(name).problems[0] for name in changed[:NAMED_FILES]))
 
 
-def unstamped_files(units: Sequence[StreamUnit]) -> list[str]:
+def unstamped_files(stamps: Mapping[str, str]) -> list[str]:
     """Return the files of which only a change of size is detected, since their server returns neither an ETag nor a time."""
-    return [name for name, stamp in stream_stamps(units).items() if stamp.endswith(NO_MARK)]
+    return [name for name, stamp in stamps.items() if stamp.endswith(NO_MARK)]
 
 
 def _stamp(path: Path | str) -> str:

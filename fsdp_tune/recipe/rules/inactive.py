@@ -60,7 +60,11 @@ INACTIVE = (
     Inactive(("data.max_bad_share",), lambda recipe: recipe.data.on_bad_row == "error", "`data.on_bad_row` is error"),
     Inactive(("data.packing_strategy",), lambda recipe: not (recipe.data.packing or recipe.data.eval_packing), "`data.packing` is false"),
     Inactive(("data.eval_packing",), lambda recipe: recipe.data.eval is None, "there is no `data.eval`"),
-    Inactive(("data.shuffle_buffer_size",), lambda recipe: not recipe.data.streaming, "`data.streaming` is false"),
+    Inactive(
+        ("data.shuffle_buffer_size", "data.stream_lanes", "data.curriculum"),
+        lambda recipe: not recipe.data.streaming,
+        "`data.streaming` is false",
+    ),
     Inactive(("data.mixture.temperature",), lambda recipe: len(recipe.data.train) < 2, "there is one source"),
     Inactive(("data.mixture.stopping_strategy",), lambda recipe: len(recipe.data.train) < 2, "there is one source"),
     Inactive(("data.mixture.weight_by",), lambda recipe: not _is_weighted_mixture(recipe), "no source is weighted against another"),

@@ -17,6 +17,7 @@ from fsdp_tune.recipe.schema.kinds import (
     Fraction,
     LossOn,
     Positive,
+    PositiveOrZero,
     Section,
     Text,
     Whole,
@@ -103,6 +104,8 @@ class DataSource(Section):
     """Share of this source in `data.mixture.weight_by`; null = by size."""
     max_rows: Whole | None = None
     """Number of rows to read from the beginning; null = all."""
+    repeats: Whole | None = None
+    """Largest number of passes over this source; null = as many as `training.max_steps` needs. Streaming only."""
     label: Text | None = None
     """Name of the set in reports and in `eval_<label>_loss`."""
     loader: Text | None = None
@@ -159,6 +162,15 @@ class Mixture(Section):
     """Unit of `weight` and `temperature`; tokens are counted after truncation to max_length."""
 
 
+class Stage(Section):
+    default_effect = Effect(DATA, REFUSED)
+
+    until_step: Whole
+    """First step that no longer belongs to this stage; stages are in the order of their steps."""
+    weights: list[PositiveOrZero]
+    """Share of each entry of `data.train`, in their order; 0 leaves one out."""
+
+
 class Data(Section):
     train: Annotated[list[DataSource], Effect(DATA, REFUSED)] = []
     """Sources of the training rows; several are mixed."""
@@ -189,11 +201,15 @@ class Data(Section):
     special_tokens_in_content: Annotated[Literal["auto", "text", "control"], Effect(DATA, REFUSED)] = "auto"
     """Encoding of `<|im_end|>` and the like in the rows: text, or control tokens; auto = text in chats and alpaca rows. Always counted."""
     streaming: Annotated[bool, Effect(DATA | MEMORY | TIME, REFUSED)] = False
-    """Read rows while training; needs training.max_steps."""
+    """Read, tokenise and pack rows while training; needs training.max_steps."""
+    stream_lanes: Annotated[Whole | Auto, Effect(DATA | MEMORY, REFUSED)] = "auto"
+    """Parts of a stream that are read side by side, however many ranks there are; a multiple of the ranks; auto = 16 or more."""
+    curriculum: Annotated[list[Stage], Effect(DATA, REFUSED)] = []
+    """[{until_step, weights}]: shares of the sources by step; after the last stage each source's `weight` holds. Streaming only."""
     shuffle: Annotated[bool, Effect(DATA, REFUSED)] = True
     """Shuffle the training rows each epoch; the order depends on the seed and the epoch alone."""
     shuffle_buffer_size: Annotated[Whole, Effect(DATA | MEMORY, REFUSED)] = 10000
-    """Rows; streaming only."""
+    """Rows that are shuffled among themselves, over all lanes; streaming only."""
     mixture: Mixture = Mixture()
     pad_to_multiple_of: Annotated[Whole, Effect(MEMORY | TIME, FREE)] = 8
     """Tokens; rows are padded to the longest of the batch, rounded up to this."""

@@ -67,7 +67,6 @@ _REFUSED_OPTIMIZERS = (
 _SCHEDULES = tuple(name for name in TRAINING_FIELDS.enums["SchedulerType"] if name not in {"reduce_lr_on_plateau", "greedy"})
 
 NOT_YET = (
-    NotYet("data.streaming", (False,), "streaming", "leave it out: data are prepared once and read from a memory map"),
     NotYet("parallelism.tp_size", (1,), "tensor parallelism", "leave it at 1"),
     NotYet("parallelism.cp_size", (1,), "context parallelism", "leave it at 1"),
     NotYet("parallelism.sp_size", (1,), "sequence parallelism", "leave it at 1"),

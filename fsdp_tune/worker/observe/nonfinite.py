@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_tune.data.store import RowStore
 from fsdp_tune.model.loading.assemble import Loaded
 from fsdp_tune.model.loss import micro_batch_loss
 from fsdp_tune.model.shard.gathering import outside_step
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.worker.agreement import gather
-from fsdp_tune.worker.dataset import Batch
+from fsdp_tune.worker.rows.dataset import Batch
+from fsdp_tune.worker.rows.training_rows import TrainingRows
 
 
 def first_bad_module(recipe: Recipe, loaded: Loaded, batch: Batch, device: torch.device) -> str | None:
@@ -48,27 +48,17 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for inner in value for t in _tensors(inner)] if isinstance(value, list | tuple) else []
 
 
-def describe(recipe: Recipe, loaded: Loaded, batches: list[Batch], store: RowStore, device: torch.device) -> str:
+def describe(recipe: Recipe, loaded: Loaded, batches: list[Batch], rows: TrainingRows, device: torch.device) -> str:
     """Return one sentence for all ranks: module, rank and rows, or that only the backward pass is not finite."""
     mine: list[str] = []
     for number, batch in enumerate(batches):
         module = first_bad_module(recipe, loaded, batch, device)
         if module is not None:
-            mine.append(f"micro-batch {number + 1}, {rows_of(batch, store)}: the output of `{module}` is the first that is not finite")
+            mine.append(f"micro-batch {number + 1}, {rows.describe(batch)}: the output of `{module}` is the first that is not finite")
     found = [(rank, text) for rank, texts in enumerate(gather(mine)) for text in texts]
     if found:
         more = f" (and {len(found) - 1} more micro-batches)" if len(found) > 1 else ""
         return f"rank {found[0][0]}, {found[0][1]}{more}"
-    mine = [rows_of(batch, store) for batch in batches]
+    mine = [rows.describe(batch) for batch in batches]
     everything = "; ".join(f"rank {rank}: {', '.join(texts)}" for rank, texts in enumerate(gather(mine)))
     return f"every module's output is finite, so it arose in the backward; the step's rows: {everything}"
-
-
-def rows_of(batch: Batch, store: RowStore, limit: int = 4) -> str:
-    """`rows 3 (train.jsonl:17), 9 (train.jsonl:40)`: the prepared row and where its examples came from."""
-    named = []
-    for row in batch.row_ids[:limit]:
-        file, line = store.origins(row)[0]
-        named.append(f"{row} ({file}:{line})")
-    rest = f" and {len(batch.row_ids) - limit} more" if len(batch.row_ids) > limit else ""
-    return f"rows {', '.join(named)}{rest}" if named else "no rows"

@@ -24,7 +24,7 @@ from fsdp_tune.model.shard.gathering import outside_step
 from fsdp_tune.model.step import compute_context
 from fsdp_tune.recipe.rules.precision import computes_in_fp8
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.worker.dataset import Collator
+from fsdp_tune.worker.rows.dataset import Collator
 
 ROWS_READ = 64
 BATCH_TOKENS = 2048

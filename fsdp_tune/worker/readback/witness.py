@@ -119,7 +119,7 @@ class Witness(TrainerCallback):
         self.report = {"generators": [each["generators"] for each in every]}
         found = generator_differences(every)
         if self._is_on:
-            found += self._common_differences(every) + row_differences(every, trainer.parts.sampler.rows_of_all_ranks(step))
+            found += self._common_differences(every) + row_differences(every, trainer.parts.rows.rows_of_all_ranks(step))
         self._stop(found, step)
 
     def _check_adapters(self) -> None:

@@ -45,6 +45,8 @@ class Batch:
     """Targets: labelled tokens that are not the first of their row."""
     attended: int = 0
     """Σ length² over the examples: the attended positions, packed or not."""
+    origins: tuple[str, ...] = ()
+    """`file:row` of the first example of each row of a stream; prepared rows are looked up."""
 
     def pin_memory(self) -> Batch:
         """Called by the pinning thread of the loader, which pins custom types only through this method."""
@@ -232,7 +234,7 @@ def loader(
     )
 
 
-def loader_died(error: BaseException, sampler: MicroBatches, store: RowStore, step: int) -> Problem | None:
+def loader_died(error: BaseException, next_rows: Callable[[], str], step: int) -> Problem | None:
     """Return the problem if a loader process died after `step` steps; None for any other error.
 
     torch raises it from a signal handler, in whatever the training process is doing.
@@ -240,8 +242,9 @@ def loader_died(error: BaseException, sampler: MicroBatches, store: RowStore, st
     first_line = str(error).partition("\n")[0]
     if not isinstance(error, RuntimeError) or not first_line.startswith("DataLoader worker"):
         return None
-    named = store.describe_rows(sampler.rows_of_step(step % sampler.steps))
-    message = f"a process of the data loader is gone while rows were read for step {step + 1} and later, from {named} on: {first_line}"
+    message = (
+        f"a process of the data loader is gone while rows were read for step {step + 1} and later, from {next_rows()} on: {first_line}"
+    )
     hint = "out of host memory, or /dev/shm full? `training.dataloader_num_workers: 0` reads in the rank itself"
     return Problem("loader-died", message, hint=hint)
 

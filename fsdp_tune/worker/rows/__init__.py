@@ -1,0 +1,1 @@
+"""The rows of a run on this rank: prepared or streamed, as micro-batches."""

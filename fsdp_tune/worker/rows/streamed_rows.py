@@ -1,0 +1,171 @@
+"""The rows of a stream on this rank: its lanes, read in turn by loader processes or in the rank itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem
+from fsdp_tune.data.store import RowStore
+from fsdp_tune.data.stream.lanes import Lane, LaneState, RowStream, StreamRow
+from fsdp_tune.worker.agreement import gather
+from fsdp_tune.worker.rows.dataset import Batch, Collator, loader_died
+from fsdp_tune.worker.rows.training_rows import described
+from fsdp_tune.worker.signals import ignore_stop_signals
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderFailure:
+    """An error of a loader process. torch would pass on its text alone."""
+
+    problems: tuple[Problem, ...]
+    exit_code: ExitCode
+
+
+@dataclass(slots=True)
+class StreamedRows:
+    """Rows of the lanes r, r + W, … on data rank r of W; the rank takes row n of the run where n mod W is r."""
+
+    stream: RowStream
+    sample: RowStore
+    collator: Collator
+    data_rank: int
+    data_size: int
+    micro_batch: int
+    accumulation: int
+    max_steps: int
+    bad_rows: Path
+    """Rows that were skipped are appended to this file."""
+    states: dict[int, LaneState] = field(default_factory=dict[int, LaneState])
+    """State of each lane of this rank, after the last row that was given."""
+    given: int = 0
+    """Rows that this rank was given since the run began."""
+
+    def __post_init__(self) -> None:
+        self.states = dict.fromkeys(range(self.data_rank, self.stream.lanes, self.data_size), self.stream.first_state())
+
+    @property
+    def global_batch(self) -> int:
+        return self.stream.global_batch
+
+    def batches(self, *, workers: int, pin_memory: bool, prefetch: int | None) -> Iterable[Batch]:
+        return _Batches(self, workers, pin_memory, prefetch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing: lanes count their passes."""
+
+    def epochs_after(self, step: int) -> float:
+        """Return the complete passes over the source of which the fewest were made, in the lanes of this rank."""
+        return float(min(cursor.passes for state in self.states.values() for cursor in state.cursors))
+
+    def digest(self) -> str:
+        stream = self.stream
+        facts = [stream.names, stream.lanes, stream.seed, stream.shuffle, stream.window_rows, stream.shares, stream.global_batch]
+        return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+
+    def rows_of_all_ranks(self, step: int) -> list[int]:
+        return list(range(step * self.global_batch, (step + 1) * self.global_batch))
+
+    def describe(self, batch: Batch) -> str:
+        return described(batch.row_ids, list(batch.origins))
+
+    def problem_of(self, error: BaseException, step: int) -> Problem | None:
+        return loader_died(error, lambda: "the stream", step)
+
+    def state(self) -> Any:
+        """Return the states of all lanes, the same on every rank. Collective."""
+        every = gather({lane: state.as_list() for lane, state in self.states.items()})
+        return {lane: state for mine in every for lane, state in mine.items()}
+
+    def restore(self, state: Any, step: int) -> None:
+        self.states = {lane: LaneState.from_list(state[lane]) for lane in self.states}
+        self.given = step * self.global_batch // self.data_size
+
+    def take(self, row: StreamRow) -> StreamRow:
+        """Note that a row is given to the trainer."""
+        self.states[row.row_id % self.stream.lanes] = row.after
+        self.given += 1
+        if row.bad:
+            lines = [json.dumps({"file": name, "row": bad.number, "column": bad.column, "reason": bad.reason}) for name, bad in row.bad]
+            with open(self.bad_rows, "a", encoding="utf-8") as file:
+                file.write("\n".join(lines) + "\n")
+        return row
+
+
+@dataclass(frozen=True, slots=True)
+class _Batches:
+    rows: StreamedRows
+    workers: int
+    pin_memory: bool
+    prefetch: int | None
+
+    def __len__(self) -> int:
+        return self.rows.max_steps * self.rows.accumulation
+
+    def __iter__(self) -> Iterator[Batch]:
+        rows = self.rows
+        readers = self._readers()
+        while True:
+            taken: list[StreamRow] = []
+            for _ in range(rows.micro_batch):
+                item = next(readers[rows.given % len(rows.states) % len(readers)])
+                if isinstance(item, ReaderFailure):
+                    raise FsdpTuneError(*item.problems, exit_code=item.exit_code)
+                taken.append(rows.take(item))
+            batch = replace(rows.collator(taken), origins=tuple(row.origins[0] for row in taken))
+            yield batch.pin_memory() if self.pin_memory else batch
+
+    def _readers(self) -> list[Iterator[StreamRow | ReaderFailure]]:
+        """Return iterators over the lanes: number k has every lane whose index is k modulo their number."""
+        rows = self.rows
+        count = min(max(1, self.workers), len(rows.states))
+        parts = [_Part(rows.stream, rows.states, rows.given, count, number) for number in range(count)]
+        if not self.workers:
+            return [iter(parts[0])]
+        # About two steps of rows over all processes.
+        ahead = -(-(self.prefetch or 2) * rows.micro_batch * rows.accumulation // count)
+        make = partial(DataLoader, batch_size=None, num_workers=1, collate_fn=_same, prefetch_factor=ahead, worker_init_fn=_start_worker)
+        return [iter(cast("Any", make(part, generator=torch.Generator()))) for part in parts]
+
+
+class _Part(IterableDataset["StreamRow | ReaderFailure"]):
+    """The rows of some lanes of a rank, in the order in which the rank takes them."""
+
+    def __init__(self, stream: RowStream, states: dict[int, LaneState], given: int, parts: int, number: int) -> None:
+        self._stream, self._states, self._given, self._parts, self._number = stream, dict(states), given, parts, number
+
+    def __iter__(self) -> Iterator[StreamRow | ReaderFailure]:
+        lanes = sorted(self._states)
+        opened: dict[int, Iterator[StreamRow]] = {}
+        at = self._given
+        try:
+            while True:
+                index = at % len(lanes)
+                if index % self._parts == self._number:
+                    if index not in opened:
+                        opened[index] = iter(Lane(self._stream, lanes[index], self._states[lanes[index]]))
+                    yield next(opened[index])
+                at += 1
+        except FsdpTuneError as error:
+            yield ReaderFailure(error.problems, error.exit_code)
+        except Exception as error:  # noqa: BLE001  the process would only pass on the text of its traceback
+            message = f"row {at * self._parts} of the stream cannot be read: {type(error).__name__}: {error}"
+            yield ReaderFailure((Problem("row-unreadable", message),), ExitCode.FAILED)
+
+
+def _same(item: Any) -> Any:
+    return item
+
+
+def _start_worker(number: int) -> None:
+    ignore_stop_signals(number)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a process, and tokenizers warns of a fork

@@ -1,0 +1,80 @@
+"""A run on a stream as users start it: stopped and continued on other ranks, and ended by its data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_tune.run.directory import RunDir
+from fsdp_tune.run.metrics_file import read_metrics
+from tests.cli.conftest import Cli, document
+
+pytestmark = [pytest.mark.e2e, pytest.mark.ranks]
+MODEL = {"model_type": "llama", "vocab_size": 328, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+RECIPE: dict[str, Any] = {
+    "model": {"from_config": MODEL | {"num_attention_heads": 4, "num_key_value_heads": 2}, "tokenizer": "builtin:arithmetic"},
+    "data": {"train": [{"path": "rows.jsonl"}], "streaming": True, "packing": True, "max_length": 128, "shuffle_buffer_size": 160},
+    "training": {
+        "global_batch_size": 8,
+        "max_steps": 6,
+        "save_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "report_to": [],
+    },
+    "merge": {"at_end": False},
+    "launch": {"device": "cpu", "num_processes": 2},
+}
+
+
+def write(folder: Path, lines: list[str], **data: Any) -> None:
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "recipe.yaml").write_text(json.dumps(RECIPE | {"data": RECIPE["data"] | data}))
+
+
+def lines_of(count: int) -> list[str]:
+    return [json.dumps({"text": f"{number} plus {number % 7} is {number + number % 7}. " * (1 + number % 3)}) for number in range(count)]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(RunDir(run)) if "loss" in line]
+
+
+def test_stopped_run_continues_on_other_ranks_and_workers(cli: Cli, tmp_path: Path) -> None:
+    write(tmp_path, lines_of(600))
+    whole = cli("train", "--config", "recipe.yaml", "--set", "output_dir=whole", "--json")
+    assert whole.returncode == 0, whole.stderr
+    stopped = cli("train", "--config", "recipe.yaml", "--set", "output_dir=part", "--set", "training.max_steps=3", "--json")
+    assert stopped.returncode == 0, stopped.stderr
+    resumed = ("train", "--config", "recipe.yaml", "--set", "output_dir=part", "--resume", "auto", "--json")
+    done = cli(*resumed, "--set", "launch.num_processes=1", "--set", "training.dataloader_num_workers=3")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "part") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    assert len(set(losses(tmp_path / "whole"))) == 6
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines_of(601)) + "\n")
+    changed = cli(*resumed, "--set", "training.max_steps=9")
+    assert (changed.returncode, document(changed)["errors"][0]["code"]) == (2, "data-changed")
+
+
+@pytest.mark.slow
+def test_bad_row_far_into_the_stream_ends_the_run_with_its_line(cli: Cli, tmp_path: Path) -> None:
+    write(tmp_path, [*lines_of(1200), "{broken", *lines_of(100)], packing=False, shuffle_buffer_size=16)
+    ended = cli("train", "--config", "recipe.yaml", "--set", "output_dir=run", "--set", "training.max_steps=400", "--json")
+    problem = document(ended)["errors"][0]
+    assert (ended.returncode, problem["code"]) == (2, "bad-row")
+    assert (Path(problem["file"]).name, problem["line"]) == ("rows.jsonl", 1201)
+
+
+@pytest.mark.slow
+def test_stream_that_ends_is_one_line_with_the_step(cli: Cli, tmp_path: Path) -> None:
+    write(tmp_path, lines_of(120), train=[{"path": "rows.jsonl", "repeats": 1}], packing=False)
+    ended = cli("train", "--config", "recipe.yaml", "--set", "output_dir=run", "--set", "training.max_steps=40", "--json")
+    problem = document(ended)["errors"][0]
+    assert problem["code"] == "stream-ended"
+    assert "every source was read" in problem["message"]
+    assert "repeats" in problem["hint"]
+    assert 8 <= len(losses(tmp_path / "run")) < 16

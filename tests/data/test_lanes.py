@@ -1,0 +1,134 @@
+"""Lanes of a stream: every row of a pass once, the same from any state on, with the shares of the recipe."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.data.stream.lanes import Lane, LaneState, RowStream, StreamRow, open_stream
+from tests.data.support import ByteEncoder, recipe_for, write_jsonl
+
+
+def texts(name: str, count: int, length: int = 8) -> list[dict[str, str]]:
+    return [{"text": f"{name}{number:05}".ljust(length, ".")} for number in range(count)]
+
+
+def stream_of(folder: Path, *entries: Any, lanes: int = 4, training: dict[str, Any] | None = None, **data: Any) -> RowStream:
+    recipe = recipe_for(folder, *entries, streaming=True, stream_lanes=lanes, **data)
+    training = {"global_batch_size": 8, "gradient_accumulation_steps": 8, "max_steps": 100} | (training or {})
+    return open_stream(recipe.model_validate(recipe.model_dump(by_alias=True) | {"training": training}), ByteEncoder())
+
+
+def rows_of_run(stream: RowStream, count: int) -> list[StreamRow]:
+    lanes = [iter(Lane(stream, number, stream.first_state())) for number in range(stream.lanes)]
+    return [next(lanes[number % stream.lanes]) for number in range(count)]
+
+
+def read(row: StreamRow) -> str:
+    return bytes(int(number) for number in row.input_ids if number < 256).decode()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_pass_has_every_row_once(tmp_path: Path, shuffle: bool) -> None:
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", texts(name, 50))
+    stream = stream_of(tmp_path, {"path": str(tmp_path / "*.jsonl"), "repeats": 2}, shuffle=shuffle, shuffle_buffer_size=12)
+    rows: list[StreamRow] = []
+    for number in range(stream.lanes):
+        with pytest.raises(FsdpTuneError, match="no row left"):
+            rows.extend(iter(Lane(stream, number, stream.first_state())))
+    assert Counter(map(read, rows)) == {row["text"]: 2 for name in "ab" for row in texts(name, 50)}
+    assert len({row.row_id for row in rows}) == len(rows)
+
+
+def test_lane_goes_on_from_any_state(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * (1 + number * 7 % 50) + str(number)} for number in range(300)])
+    stream = stream_of(tmp_path, tmp_path / "a.jsonl", packing=True, lanes=2, shuffle_buffer_size=40)
+    rows = list(islice(Lane(stream, 1, stream.first_state()), 400))
+    for at in (0, 1, 57, 130, 398):
+        state = LaneState.from_list(rows[at].after.as_list())
+        again = list(islice(Lane(stream, 1, state), 399 - at))
+        assert [(row.row_id, row.origins, row.input_ids.tolist(), row.after) for row in again] == [
+            (row.row_id, row.origins, row.input_ids.tolist(), row.after) for row in rows[at + 1 :]
+        ]
+
+
+def test_order_depends_on_the_seed_and_is_that_of_the_files_without_shuffling(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", texts("a", 400))
+    streams = [
+        *(stream_of(tmp_path, tmp_path / "a.jsonl", lanes=1, shuffle_buffer_size=100, training={"data_seed": seed}) for seed in (1, 2)),
+        stream_of(tmp_path, tmp_path / "a.jsonl", lanes=1, shuffle=False),
+    ]
+    first, second, plain = ([read(row) for row in islice(Lane(stream, 0, stream.first_state()), 400)] for stream in streams)
+    assert plain == [row["text"] for row in texts("a", 400)]
+    assert len({tuple(first), tuple(second), tuple(plain)}) == 3
+    assert len(set(first[:100])) == 100
+
+
+def test_rows_are_packed_with_less_than_one_percent_left_free(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(3, 60, 4000)
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * int(length)} for length in lengths])
+    stream = stream_of(tmp_path, tmp_path / "a.jsonl", packing=True, max_length=128, shuffle_buffer_size=400)
+    rows = rows_of_run(stream, 1000)
+    assert sum(len(row.input_ids) for row in rows) / (1000 * 128) > 0.99
+    assert all(len(row.origins) == len(row.lengths) for row in rows)
+
+
+@pytest.mark.parametrize("weight_by", ["rows", "tokens"])
+def test_sources_have_their_shares(tmp_path: Path, weight_by: str) -> None:
+    """The rows of `b` are three times as long."""
+    write_jsonl(tmp_path / "a.jsonl", texts("a", 200, 10))
+    write_jsonl(tmp_path / "b.jsonl", texts("b", 200, 34))
+    entries = [{"path": str(tmp_path / "a.jsonl"), "weight": 3.0}, {"path": str(tmp_path / "b.jsonl"), "weight": 1.0}]
+    stream = stream_of(tmp_path, *entries, shuffle_buffer_size=400, mixture={"weight_by": weight_by})
+    amounts: Counter[int] = Counter()
+    for row in rows_of_run(stream, 4000):
+        for source, tokens in row.sources:
+            amounts[source] += tokens if weight_by == "tokens" else 1
+    assert amounts[0] / amounts.total() == pytest.approx(0.75, abs=0.02), "a lane draws 16 rows of one source at a time"
+
+
+def test_curriculum_changes_shares_at_its_steps(tmp_path: Path) -> None:
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", texts(name, 200))
+    entries = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1.0} for name in "ab"]
+    stages = [{"until_step": 40, "weights": [1.0, 0.0]}, {"until_step": 80, "weights": [0.0, 1.0]}]
+    stream = stream_of(tmp_path, *entries, curriculum=stages, shuffle_buffer_size=64)
+    sources = [row.sources[0][0] for row in rows_of_run(stream, 120 * 8)]
+    assert set(sources[: 40 * 8]) == {0}
+    assert set(sources[50 * 8 : 80 * 8]) == {1}, "a stage begins with a window"
+    assert 0.3 < sum(sources[90 * 8 :]) / len(sources[90 * 8 :]) < 0.7
+
+
+def test_bad_row_is_named_with_its_line_or_skipped(tmp_path: Path) -> None:
+    rows = [*(f'{{"text": "row {number}"}}' for number in range(90)), "{broken", '{"text": "last"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
+    stream = stream_of(tmp_path, tmp_path / "a.jsonl", shuffle_buffer_size=16)
+    with pytest.raises(FsdpTuneError) as caught:
+        rows_of_run(stream, 400)
+    assert (caught.value.problems[0].where.source, caught.value.problems[0].where.line) == (str(tmp_path / "a.jsonl"), 91)
+    skipping = stream_of(tmp_path, {"path": str(tmp_path / "a.jsonl"), "repeats": 1}, shuffle_buffer_size=16, on_bad_row="skip")
+    found: list[StreamRow] = []
+    for number in range(skipping.lanes):
+        with pytest.raises(FsdpTuneError, match="no row left"):
+            found.extend(iter(Lane(skipping, number, skipping.first_state())))
+    assert len(found) == 91
+    assert [bad.reason[:8] for row in found for _, bad in row.bad] == ["not JSON"]
+
+
+def test_too_few_rows_for_the_lanes_are_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", texts("a", 3))
+    with pytest.raises(FsdpTuneError, match="too few to stream"):
+        rows_of_run(stream_of(tmp_path, tmp_path / "a.jsonl", lanes=8), 16)
+
+
+def test_rows_without_targets_do_not_turn_for_ever(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}] * 40)
+    with pytest.raises(FsdpTuneError, match="has a token to train"):
+        rows_of_run(stream_of(tmp_path, tmp_path / "a.jsonl"), 1)

@@ -1,0 +1,97 @@
+"""The rows of a stream do not depend on the number of ranks or loader processes, nor on where a run was stopped."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from fsdp_tune.core.errors import FsdpTuneError
+from fsdp_tune.data.stream.lanes import RowStream
+from fsdp_tune.worker.rows.dataset import Collator
+from fsdp_tune.worker.rows.streamed_rows import StreamedRows
+from tests.data.support import write_jsonl
+from tests.data.test_lanes import stream_of
+
+STEPS = 6
+Step = list[tuple[int, str]]
+"""(row, place) of every row that the ranks read in a step, sorted."""
+
+
+@pytest.fixture
+def stream(tmp_path: Path) -> RowStream:
+    rows = [{"text": "x" * (1 + number * 7 % 50) + str(number)} for number in range(500)]
+    return stream_of(tmp_path, write_jsonl(tmp_path / "a.jsonl", rows), packing=True, lanes=8, shuffle_buffer_size=80)
+
+
+def ranks_of(stream: RowStream, ranks: int, folder: Path) -> list[StreamedRows]:
+    per_rank = stream.global_batch // ranks
+    micro_batch = 2 if per_rank % 2 == 0 else 1
+    return [
+        StreamedRows(stream, None, Collator(0, 8), rank, ranks, micro_batch, per_rank // micro_batch, STEPS, folder / f"bad-{rank}")  # type: ignore[arg-type]
+        for rank in range(ranks)
+    ]
+
+
+def steps_of(ranks: list[StreamedRows], workers: int, count: int) -> list[Step]:
+    batches = [
+        list(islice(iter(rank.batches(workers=workers, pin_memory=False, prefetch=None)), count * rank.accumulation)) for rank in ranks
+    ]
+    steps: list[Step] = []
+    for step in range(count):
+        rows = [
+            row
+            for rank, given in zip(ranks, batches, strict=True)
+            for batch in given[step * rank.accumulation : (step + 1) * rank.accumulation]
+            for row in zip(batch.row_ids, batch.origins, strict=True)
+        ]
+        steps.append(sorted(rows))
+    return steps
+
+
+def states_of(ranks: list[StreamedRows]) -> dict[int, object]:
+    every = [{lane: state.as_list() for lane, state in rank.states.items()} for rank in ranks]
+    with patch("fsdp_tune.worker.rows.streamed_rows.gather", lambda _: every):
+        return ranks[0].state()
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 0), (4, 0), (1, 3), (2, 1), (4, 3)])
+def test_steps_are_the_same_on_any_number_of_ranks_and_workers(stream: RowStream, ranks: int, workers: int, tmp_path: Path) -> None:
+    expected = steps_of(ranks_of(stream, 1, tmp_path), 0, STEPS)
+    every = ranks_of(stream, ranks, tmp_path)
+    assert steps_of(every, workers, STEPS) == expected
+    for step, rows in enumerate(expected):
+        assert [row for row, _ in rows] == every[0].rows_of_all_ranks(step)
+
+
+@pytest.mark.parametrize(("before", "workers_before", "after", "workers_after"), [(1, 0, 4, 0), (4, 0, 1, 3), (2, 1, 4, 0), (4, 3, 2, 0)])
+def test_run_goes_on_with_the_next_rows(
+    stream: RowStream, before: int, workers_before: int, after: int, workers_after: int, tmp_path: Path
+) -> None:
+    expected = steps_of(ranks_of(stream, 1, tmp_path), 0, STEPS)
+    stopped = ranks_of(stream, before, tmp_path)
+    assert steps_of(stopped, workers_before, 2) == expected[:2]
+    resumed = ranks_of(stream, after, tmp_path)
+    for rank in resumed:
+        rank.restore(states_of(stopped), 2)
+    assert steps_of(resumed, workers_after, STEPS - 2) == expected[2:]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_error_of_a_loader_process_keeps_its_place(tmp_path: Path, workers: int) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{number}"}}\n' for number in range(60)) + "{broken\n")
+    rows = ranks_of(stream_of(tmp_path, tmp_path / "a.jsonl", lanes=2, shuffle_buffer_size=8), 1, tmp_path)[0]
+    with pytest.raises(FsdpTuneError) as caught:
+        list(iter(rows.batches(workers=workers, pin_memory=False, prefetch=None)))
+    assert caught.value.problems[0].where.line == 61
+
+
+def test_skipped_rows_are_written_once(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{number}"}}\n' for number in range(60)) + "{broken\n")
+    entry = {"path": str(tmp_path / "a.jsonl"), "repeats": 1}
+    rows = ranks_of(stream_of(tmp_path, entry, lanes=2, shuffle_buffer_size=8, on_bad_row="skip"), 1, tmp_path)[0]
+    with pytest.raises(FsdpTuneError, match="no row left"):
+        list(iter(rows.batches(workers=0, pin_memory=False, prefetch=None)))
+    assert len((tmp_path / "bad-0").read_text().splitlines()) == 1
