@@ -87,7 +87,7 @@ class FsdpTrainer(Trainer):
         self.gate = GradientGate(
             self.wrapped, parts.scale, parts.recipe.training.on_nonfinite == "skip", parts.metrics, self._locate_nonfinite
         )
-        self._watch = CurveWatch(parts.loaded.model.config.vocab_size if parts.recipe.model.from_config is None else None)
+        self._watch = CurveWatch(parts.loaded.model.config.get_text_config().vocab_size if parts.recipe.model.from_config is None else None)
         self.batches: list[Batch] = []
         self._batches_done = 0
         self._step_tokens = 0  # over all ranks, padding left out

@@ -56,6 +56,22 @@ def test_scaled_down_config_builds_for_any_architecture(facts: dict[str, Any]) -
     assert type(model).__name__ == (facts.get("architectures") or [type(model).__name__])[0]
 
 
+@pytest.mark.parametrize("name", ["bamba", "gemma4_text", "granitemoehybrid", "mamba2"])
+def test_default_config_with_sizes_that_depend_on_each_other_scales_down(name: str) -> None:
+    small = scale_down_config(AutoConfig.for_model(name).to_dict())
+    AutoConfig.for_model(**small)
+
+
+def test_sizes_of_single_layers_follow_the_kept_layers() -> None:
+    config = {
+        "num_hidden_layers": 6,
+        "head_dim": 256,
+        "layer_types": ["sliding"] * 5 + ["full"],
+        "per_layer_config": {"05": {"head_dim": 512}},
+    }
+    assert scale_down_config(config)["per_layer_config"] == {"1": {"head_dim": 16}}
+
+
 def test_token_budget_is_kept(tmp_path: Path) -> None:
     recipe = resolved({"training": {"global_batch_size": 64, "per_device_train_batch_tokens": 8192}})
     training = shrunk(recipe, tmp_path).document["training"]

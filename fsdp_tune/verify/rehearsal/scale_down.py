@@ -49,6 +49,9 @@ HEAD_SIZE_KEYS = ("head_dim", "v_head_dim", "global_head_dim", "query_pre_attn_s
 # Multi-head latent attention: rank of the compressed projections, and the parts of a head with and without positions.
 LATENT_SIZES = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": HEAD_SIZE // 2, "qk_nope_head_dim": HEAD_SIZE // 2}
 
+STATE_SPACE_KEYS = (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand"))
+"""Number of heads, size of a head and expansion, where models require heads × size = hidden size × expansion."""
+
 
 def scale_down_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config.json` with `LAYERS` layers of `HIDDEN_SIZE`. Ratios (grouped queries, inner size) and all other fields are kept.
@@ -70,6 +73,15 @@ def scale_down_config(config: Mapping[str, Any]) -> dict[str, Any]:
     _change(small, ("first_k_dense_replace",), lambda value: min(value, 1))
     for name, size in LATENT_SIZES.items():
         _change(small, (name,), lambda _, size=size: size)
+    for names in STATE_SPACE_KEYS:
+        count, size, expand = (config.get(name) for name in names)
+        if isinstance(count, int) and isinstance(size, int) and isinstance(expand, int) and count * size == (hidden or 0) * expand:
+            small |= {names[0]: HIDDEN_SIZE * expand // HEAD_SIZE, names[1]: HEAD_SIZE}
+    if (by_layer := config.get("per_layer_config")) is not None:
+        # Each kept layer overrides the same fields as in the full model, with the sizes of the other layers.
+        given = {int(index): fields for index, fields in by_layer.items()}
+        kept = {str(at): given[index] for at, index in enumerate(layers) if index in given}
+        small["per_layer_config"] = {at: {name: small.get(name, value) for name, value in fields.items()} for at, fields in kept.items()}
     for name, value in config.items():
         per_layer = cast("list[Any]", value) if isinstance(value, list) else []
         if per_layer and len(per_layer) == _first(config, LAYER_KEYS):
