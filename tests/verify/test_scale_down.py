@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.core.devices import Machine
@@ -60,6 +61,13 @@ def test_scaled_down_config_builds_for_any_architecture(facts: dict[str, Any]) -
 def test_default_config_with_sizes_that_depend_on_each_other_scales_down(name: str) -> None:
     small = scale_down_config(AutoConfig.for_model(name).to_dict())
     AutoConfig.for_model(**small)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gptj"])
+def test_scaled_down_config_with_partial_rotation_computes(name: str) -> None:
+    small = scale_down_config(AutoConfig.for_model(name).to_dict())
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small))
+    assert model(input_ids=torch.arange(4)[None]).logits.isfinite().all()
 
 
 def test_sizes_of_single_layers_follow_the_kept_layers() -> None:

@@ -235,7 +235,10 @@ def _losses(
     loss = -log_probabilities[before, labels[supervised]].sum()
     if label_smoothing:
         loss = (1 - label_smoothing) * loss - label_smoothing * log_probabilities[before].mean(dim=-1).sum()
-    return loss, 0.0 if balance is None else balance * model.router_aux_loss_coef
+    if balance is None:
+        return loss, 0.0
+    coefficient = getattr(model, "router_aux_loss_coef", None)
+    return loss, balance * (model.aux_loss_coef if coefficient is None else coefficient)
 
 
 @torch.no_grad()

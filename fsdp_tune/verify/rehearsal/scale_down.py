@@ -47,7 +47,13 @@ INNER_KEYS = (
 NOT_COPIED = {"architectures", "_name_or_path", "dtype"}
 HEAD_SIZE_KEYS = ("head_dim", "v_head_dim", "global_head_dim", "query_pre_attn_scalar")
 # Multi-head latent attention: rank of the compressed projections, and the parts of a head with and without positions.
-LATENT_SIZES = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": HEAD_SIZE // 2, "qk_nope_head_dim": HEAD_SIZE // 2}
+LATENT_SIZES = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": HEAD_SIZE // 2,
+    "qk_nope_head_dim": HEAD_SIZE // 2,
+    "qk_head_dim": HEAD_SIZE,
+}
 
 STATE_SPACE_KEYS = (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand"))
 """Number of heads, size of a head and expansion, where models require heads × size = hidden size × expansion."""
@@ -68,11 +74,14 @@ def scale_down_config(config: Mapping[str, Any]) -> dict[str, Any]:
     _change(small, HEAD_SIZE_KEYS, lambda _: HEAD_SIZE)
     _change(small, INNER_KEYS, lambda value: max(8, HIDDEN_SIZE * value // hidden // 8 * 8) if hidden else value)
     _change(small, EXPERT_COUNTS, lambda value: min(value, EXPERTS))
-    _change(small, ("num_experts_per_tok", "num_experts_per_token"), lambda value: min(value, 2))
+    _change(small, ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), lambda value: min(value, 2))
     _change(small, ("n_group", "topk_group"), lambda _: 1)
     _change(small, ("first_k_dense_replace",), lambda value: min(value, 1))
     for name, size in LATENT_SIZES.items():
         _change(small, (name,), lambda _, size=size: size)
+    _change(small, ("rotary_dim",), lambda value: min(value, HEAD_SIZE))
+    if "qk_rope_head_dim" in small and config.get("head_dim") == config["qk_rope_head_dim"]:
+        small["head_dim"] = small["qk_rope_head_dim"]  # what DeepSeek's rotary embedding reads
     for names in STATE_SPACE_KEYS:
         count, size, expand = (config.get(name) for name in names)
         if isinstance(count, int) and isinstance(size, int) and isinstance(expand, int) and count * size == (hidden or 0) * expand:
