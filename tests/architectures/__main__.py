@@ -1,0 +1,57 @@
+"""`python -m tests.architectures`: try every architecture that transformers lists, one result a line; `--write` makes the page of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import transformers
+
+from tests.architectures.case import Bench, try_architecture
+from tests.architectures.page import page
+from tests.architectures.tiny import names
+from tests.parity.store import make_store
+from tests.ranks import REPOSITORY, RankPool
+
+PAGE = REPOSITORY / "docs" / "reference" / "models.md"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/test-models", description=__doc__)
+    parser.add_argument("architectures", nargs="*", help="all that transformers lists unless given")
+    parser.add_argument("--results", type=Path, default=Path("models.jsonl"), help="results are appended; architectures in it are skipped")
+    parser.add_argument("--write", action="store_true", help="write docs/reference/models.md from all results")
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    run_all(arguments.architectures or names(), arguments.results)
+    if arguments.write:
+        lines = [json.loads(line) for line in arguments.results.read_text().splitlines()]
+        PAGE.write_text(page(lines, transformers.__version__), encoding="utf-8")
+    return 0
+
+
+def run_all(architectures: list[str], results: Path) -> None:
+    done = {json.loads(line)["architecture"] for line in results.read_text().splitlines()} if results.exists() else set()
+    with tempfile.TemporaryDirectory(prefix="models-") as scratch:
+        folder = Path(scratch)
+        store, pool = make_store(folder / "rows"), RankPool(folder / "ranks", size=2)
+        try:
+            for name in architectures:
+                if name in done:
+                    continue
+                started = time.monotonic()
+                line = json.dumps(try_architecture(name, Bench(folder / name, store, pool)).as_dict())
+                with results.open("a") as file:
+                    file.write(line + "\n")
+                print(f"{time.monotonic() - started:.1f} s {line}", flush=True)
+        finally:
+            pool.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

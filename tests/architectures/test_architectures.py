@@ -1,0 +1,36 @@
+"""The table's function finds what works and what is refused, and its page shows both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.architectures import case
+from tests.architectures.case import Bench, try_architecture
+from tests.architectures.page import failures_of, page
+from tests.parity.store import make_store
+from tests.ranks import shared_pool
+
+
+@pytest.mark.ranks
+def test_architectures_train_or_are_refused_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(tmp_path / "rows")
+    experts = try_architecture("mixtral", Bench(tmp_path / "mixtral", store, shared_pool()))
+    assert failures_of(experts.as_dict()) == []
+    assert experts.packed is not None
+    assert experts.refused == {}
+    states = try_architecture("mamba", Bench(tmp_path / "mamba", store, shared_pool()))
+    assert failures_of(states.as_dict()) == []
+    assert states.refused.keys() == {"packed"}
+    text = page([experts.as_dict(), states.as_dict()], "5")
+    assert "2 train, resume, merge and generate, 1 of them packed too; 0 are refused, 0 fail" in text
+    monkeypatch.setattr(case, "make_model", lambda *_: 1 / 0)
+    unbuilt = try_architecture("llama", Bench(tmp_path / "llama", store, shared_pool()))
+    assert unbuilt.refused == {"model": "ZeroDivisionError: division by zero"}
+
+
+def test_page_lists_losses_that_differ_as_failures() -> None:
+    result = case.Result("llama", "LlamaForCausalLM", unpacked=(0.0, 1e-3), resumed=0.0, merged=True, generated=True).as_dict()
+    assert failures_of(result) == ["unpacked: the loss is off by 1.0e-03"]
+    assert "\n- `llama`: unpacked: the loss is off by 1.0e-03" in page([result], "5")
