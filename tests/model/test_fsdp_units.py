@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.model.loading.construct import build_empty
 from fsdp_tune.model.shard.fsdp_units import decoder_layer_classes, decoder_layers, minimum_unit_parameters, plan_units
+from tests.architectures.tiny import config_of
 from tests.model.families import FAMILIES
 from tests.model.recipes import lora_recipe, recipe_of
 
@@ -205,3 +206,12 @@ def test_parts_of_an_adapted_layer_are_no_units(tmp_path: Path) -> None:
     names = [name for group in plan_units(recipe, build_empty(recipe)).groups for name in group]
     assert "model.layers.0.mlp.up_proj" in names
     assert not any(".base_layer" in name or ".lora_" in name for name in names)
+
+
+def test_final_norm_is_that_of_the_language_model() -> None:
+    recipe = recipe_of({"from_config": config_of("gemma3")})
+    assert plan_units(recipe, build_empty(recipe)).groups[-1] == (
+        "model.language_model.norm",
+        "model.language_model.embed_tokens",
+        "lm_head",
+    )

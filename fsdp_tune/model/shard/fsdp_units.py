@@ -135,7 +135,7 @@ def _units_of_policy(recipe: Recipe, model: PreTrainedModel) -> UnitPlan:
         groups = [(name,) for name in _by_size(recipe, model)]
         return UnitPlan(_without(_children_first(groups), ignored), frozenset())
     layers = [(name,) for name, _ in decoder_layers(model, recipe.layer_classes)]
-    ends = _end_groups(model, {name for (name,) in layers})
+    ends = _end_groups(model, [name for (name,) in layers])
     tail = frozenset(ends[-1:])
     return UnitPlan(_without([*_children_first(layers), *ends], ignored), tail)
 
@@ -182,7 +182,7 @@ def _children_first(groups: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return sorted(groups, key=lambda group: -group[0].count("."))
 
 
-def _end_groups(model: PreTrainedModel, layers: set[str]) -> list[tuple[str, ...]]:
+def _end_groups(model: PreTrainedModel, layers: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the groups of the embedding and of the final norm with the head, which are large and not part of a layer.
 
     Tied embedding and head must share a unit, since a parameter cannot belong to two. The embedding comes first, so that its
@@ -199,9 +199,12 @@ def _end_groups(model: PreTrainedModel, layers: set[str]) -> list[tuple[str, ...
     return [*groups, names] if names else groups
 
 
-def _final_norm(model: PreTrainedModel, layers: set[str]) -> nn.Module | None:
-    """Return the norm that follows the last decoder layer among its siblings, or None."""
-    parent_name = next(iter(layers)).rsplit(".", 2)[0] if layers else ""
+def _final_norm(model: PreTrainedModel, layers: Sequence[str]) -> nn.Module | None:
+    """Return the norm that follows the last decoder layer among its siblings, or None.
+
+    The last layer counts, since models with a vision tower have its layers before those of the language model.
+    """
+    parent_name = layers[-1].rsplit(".", 2)[0] if layers else ""
     parent = model.get_submodule(parent_name) if parent_name else model
     after_layers, found = False, None
     for child_name, child in parent.named_children():
