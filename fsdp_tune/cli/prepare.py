@@ -122,10 +122,16 @@ def _lines(report: dict[str, Any]) -> list[str]:
     eos, bos = report["eos"], report["bos"]
     cut = sum(account["truncated"] for account in report["sets"].values())
     before_cut = ", before the cut" if cut or any(account["cut_by_packing"] for account in report["sets"].values()) else ""
+    repeated = report["sets"]["train"].get("repeated", {"rows": 0, "first": []})  # an older cache has no count
     return [
         *kinds,
         *source_lines(report),
         f"{report['rows_read']:,} rows read, {left_out:,} left out, {cut:,} cut at max_length",
+        *(
+            [f"{repeated['rows']:,} training rows have the content of an earlier one: {', '.join(repeated['first'][:3])}"]
+            if repeated["rows"]
+            else []
+        ),
         f"end of sequence `{eos['token']}` trained in {eos['supervised']:,} of {eos['examples']:,} examples{before_cut}",
         "beginning of sequence: none in this tokenizer"
         if bos is None

@@ -157,7 +157,9 @@ def _index(recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: 
     for number, (name, available) in enumerate(sets.items()):
         in_train = name == TRAIN
         chosen = available
+        repeated: Int64 | None = None
         if in_train:
+            repeated = _repeated(available)
             chosen = _mixture(recipe, inputs, available, trained, names)
             training_hashes = chosen.hashes
         packing = data.packing if in_train or data.eval_packing is None else data.eval_packing
@@ -169,12 +171,21 @@ def _index(recipe: Recipe, inputs: Sequence[Input], examples: Examples, writer: 
         index.folders[name] = TRAIN if in_train else f"eval-{number:03d}"
         writer.add_set(index.folders[name], rows.segments, rows.rows)
         index.accounts[name] = set_account(pieces, rows, names, data.max_length)
-        if not in_train:
+        if repeated is not None:
+            index.accounts[name]["repeated"] = rows_named(repeated, names)
+        else:
             index.accounts[name]["also_trained"] = rows_named(_also_trained(chosen, training_hashes), names)
         index.sources[name] = source_accounts(len(inputs), available, chosen, pieces)
     if len(sets) > 1 and len(index.folders) == 1:
         refuse_empty_set("held out", 0, sum(len(each) for name, each in sets.items() if name != TRAIN), data.max_length)
     return index
+
+
+def _repeated(examples: Examples) -> Int64:
+    """Return [k, 2] origins of the rows whose content an earlier row has."""
+    origins, first = np.unique(examples.origins, axis=0, return_index=True)  # a row may be several examples
+    _, of_content = np.unique(examples.hashes[first], return_index=True)
+    return np.delete(origins, of_content, axis=0)
 
 
 def _also_trained(examples: Examples, training_hashes: Any) -> Int64:

@@ -246,7 +246,7 @@ class FsdpTrainer(Trainer):
     def _log_line(self, step: int, grad_norm: float | None, learning_rate: float | None) -> None:
         line = self.lines.line(step, grad_norm, learning_rate)
         self.state.num_input_tokens_seen = self.lines.tokens
-        self.log(line | self.gate.facts())
+        self.log(line | self.gate.facts() | self.parts.rows.facts())
         for event, message in self._watch.events(line["loss"], grad_norm):
             self.parts.metrics.event(event, step, message=message)
 

@@ -520,3 +520,9 @@ def test_several_processes_give_the_same_rows(tmp_path: Path) -> None:
     assert alone.key == several.key
     for name in ("tokens.int32", "trained.uint8", "origins.int64", "train/rows.int64"):
         assert (Path(alone.path) / name).read_bytes() == (Path(several.path) / name).read_bytes()
+
+
+def test_rows_with_the_content_of_an_earlier_row_are_counted(tmp_path: Path) -> None:
+    train = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ("x", "y", "x", "z", "x")])
+    found = prepared(tmp_path, train)
+    assert found.report["sets"]["train"]["repeated"] == {"rows": 2, "first": [f"{train}:3", f"{train}:5"]}

@@ -51,8 +51,8 @@ def steps_of(ranks: list[StreamedRows], workers: int, count: int) -> list[Step]:
     return steps
 
 
-def states_of(ranks: list[StreamedRows]) -> dict[int, object]:
-    every = [{lane: state.as_list() for lane, state in rank.states.items()} for rank in ranks]
+def states_of(ranks: list[StreamedRows]) -> dict[str, object]:
+    every = [({lane: state.as_list() for lane, state in rank.states.items()}, rank.tokens) for rank in ranks]
     with patch("fsdp_tune.worker.rows.streamed_rows.gather", lambda _: every):
         return ranks[0].state()
 
@@ -77,6 +77,9 @@ def test_run_goes_on_with_the_next_rows(
     for rank in resumed:
         rank.restore(states_of(stopped), 2)
     assert steps_of(resumed, workers_after, STEPS - 2) == expected[2:]
+    straight = ranks_of(stream, 1, tmp_path)
+    steps_of(straight, 0, STEPS)
+    assert [sum(counts) for counts in zip(*(rank.tokens for rank in resumed), strict=True)] == straight[0].tokens
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -49,9 +49,12 @@ class StreamedRows:
     """State of each lane of this rank, after the last row that was given."""
     given: int = 0
     """Rows that this rank was given since the run began."""
+    tokens: list[int] = field(default_factory=list[int])
+    """Tokens of each source in the rows that this rank was given, since the run began."""
 
     def __post_init__(self) -> None:
         self.states = dict.fromkeys(range(self.data_rank, self.stream.lanes, self.data_size), self.stream.first_state())
+        self.tokens = [0] * len(self.stream.sources)
 
     @property
     def global_batch(self) -> int:
@@ -81,19 +84,34 @@ class StreamedRows:
     def problem_of(self, error: BaseException, step: int) -> Problem | None:
         return loader_died(error, lambda: "the stream", step)
 
+    def facts(self) -> dict[str, int]:
+        """Return tokens and complete passes of each source, over all ranks. Collective."""
+        passes = [min(state.cursors[source].passes for state in self.states.values()) for source in range(len(self.tokens))]
+        every = gather((self.tokens, passes))
+        facts: dict[str, int] = {}
+        for index, source in enumerate(self.stream.sources):
+            name = source.opened.entry.label or str(index)
+            facts[f"source_{name}_tokens"] = sum(tokens[index] for tokens, _ in every)
+            facts[f"source_{name}_passes"] = min(passes[index] for _, passes in every)
+        return facts
+
     def state(self) -> Any:
         """Return the states of all lanes, the same on every rank. Collective."""
-        every = gather({lane: state.as_list() for lane, state in self.states.items()})
-        return {lane: state for mine in every for lane, state in mine.items()}
+        every = gather(({lane: state.as_list() for lane, state in self.states.items()}, self.tokens))
+        lanes = {lane: state for mine, _ in every for lane, state in mine.items()}
+        return {"lanes": lanes, "tokens": [sum(counts) for counts in zip(*(tokens for _, tokens in every), strict=True)]}
 
     def restore(self, state: Any, step: int) -> None:
-        self.states = {lane: LaneState.from_list(state[lane]) for lane in self.states}
+        self.states = {lane: LaneState.from_list(state["lanes"][lane]) for lane in self.states}
+        self.tokens = list(state["tokens"]) if self.data_rank == 0 else [0] * len(self.tokens)
         self.given = step * self.global_batch // self.data_size
 
     def take(self, row: StreamRow) -> StreamRow:
         """Note that a row is given to the trainer."""
         self.states[row.row_id % self.stream.lanes] = row.after
         self.given += 1
+        for source, tokens in row.sources:
+            self.tokens[source] += tokens
         if row.bad:
             lines = [json.dumps({"file": name, "row": bad.number, "column": bad.column, "reason": bad.reason}) for name, bad in row.bad]
             with open(self.bad_rows, "a", encoding="utf-8") as file:

@@ -47,6 +47,10 @@ class TrainingRows(Protocol):
         """Return the problem if a loader process died after `step` steps; None for any other error."""
         ...
 
+    def facts(self) -> dict[str, int]:
+        """Return metrics of a logged line. Collective."""
+        ...
+
     def state(self) -> Any:
         """Return what a checkpoint needs beyond the step, in plain values. Collective."""
         ...
@@ -93,6 +97,9 @@ class PreparedRows:
 
     def problem_of(self, error: BaseException, step: int) -> Problem | None:
         return loader_died(error, lambda: self.sample.describe_rows(self.sampler.rows_of_step(step % self.sampler.steps)), step)
+
+    def facts(self) -> dict[str, int]:
+        return {}
 
     def state(self) -> Any:
         return None
