@@ -13,7 +13,7 @@ _RANDOM = {"phimoe": "the router draws experts at random in training (`sparsemix
 SHOWN = 160
 _INTRODUCTION = """# Models
 
-Every architecture that transformers {version} lists for causal language modelling, in tiny form: random weights, the sizes of
+{tried} architectures that transformers {version} lists for causal language modelling, in tiny form: random weights, the sizes of
 `fsdp-tune rehearse`, fp32, two CPU ranks, FSDP2 with `fsdp.activation_checkpointing: full` and `kernels.loss: chunked`. Written by
 
 ```bash
@@ -47,7 +47,7 @@ def page(results: Sequence[dict[str, Any]], version: str) -> str:
         f"{len(right)} train, resume, merge and generate, {sum(each['packed'] is not None for each in right)} of them packed too; "
         f"{len(refused)} are refused, {len(wrong)} fail, {len(unbuilt)} were not tried."
     )
-    lines = [_INTRODUCTION.format(version=version, counts=counts, balance=_BALANCE)]
+    lines = [_INTRODUCTION.format(tried=len(results), version=version, counts=counts, balance=_BALANCE)]
     lines += ["| architecture | unpacked | packed | resume | merged | generates | balance | notes |", "|---|---|---|---|---|---|---|---|"]
     lines += [_row(each) for each in trained]
     lines += ["", "## Failures", "", "Errors of the model's code at these sizes, and comparisons that differ.", ""] if wrong else []
