@@ -128,7 +128,8 @@ def test_too_few_rows_for_the_lanes_are_refused(tmp_path: Path) -> None:
         rows_of_run(stream_of(tmp_path, tmp_path / "a.jsonl", lanes=8), 16)
 
 
-def test_rows_without_targets_do_not_turn_for_ever(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", [True, False])
+def test_rows_without_targets_do_not_turn_for_ever(tmp_path: Path, packing: bool) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}] * 40)
     with pytest.raises(FsdpTuneError, match="has a token to train"):
-        rows_of_run(stream_of(tmp_path, tmp_path / "a.jsonl"), 1)
+        rows_of_run(stream_of(tmp_path, tmp_path / "a.jsonl", packing=packing, max_length=16), 1)

@@ -3,8 +3,7 @@
 Row n of a run is the next row of lane n mod `lanes`. So the order is a function of the recipe and the files, and a rank needs only its
 own lanes. A window is a function of the positions at which it begins (`LaneState`): rows are drawn from the sources by their shares,
 tokenised, shuffled and packed among themselves. A resumed lane builds its window again, and leaves out the rows that were trained.
-`datasets.IterableDataset` is not used: on resume its shuffle buffer is filled anew, so that rows are lost and repeated, and a line that is
-not JSON ends its file.
+`datasets.IterableDataset` is not used: on resume the rows of its shuffle buffer are lost, and a line that is not JSON ends its file.
 """
 
 from __future__ import annotations
@@ -260,7 +259,8 @@ class _Window:
         least_tokens = size * PACKED_WINDOW * stream.max_length if stream.packing == "bfd" else 0
         found, tokens, trained, kept = TokenisedRows(), list[Any](), list[Any](), 0
         owed = list(state.owed)
-        while found.counts["rows"] < least_rows or kept < least_tokens:
+        # A row that is kept has a token, so this ends although rows without a trained token are not kept.
+        while found.counts["rows"] < least_rows or (kept < least_tokens and found.counts["rows"] < least_rows + least_tokens):
             live = [source for source, reader in enumerate(readers) if shares[source] > 0 and not reader.has_ended]
             if not live:
                 break
