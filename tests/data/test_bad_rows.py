@@ -63,3 +63,28 @@ def test_template_error_in_a_late_row_is_skipped_and_listed(tmp_path: Path) -> N
     [listed] = [json.loads(line) for line in (Path(found.path) / "bad_rows.jsonl").read_text().splitlines()]
     assert listed["row"] == 101
     assert listed["reason"] == "the chat template rejects the conversation: no bad questions"
+
+
+DEEP = "[" * 100_000
+CALL = {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("answer", "tools", "reason"),
+    [
+        (CALL | {"tool_calls": [{"function": {"name": {"a": 1}, "arguments": "{}"}}]}, [{"name": "f"}], "an object instead of text"),
+        ({"role": "function_call", "content": DEEP}, None, "nested too deeply"),
+        (CALL | {"tool_calls": DEEP}, None, "nested too deeply"),
+        ({"role": "assistant", "content": "b"}, DEEP, "nested too deeply"),
+        (CALL | {"tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]}, [{"name": "f"}], None),
+    ],
+)
+def test_odd_tool_call_is_one_bad_row(tmp_path: Path, answer: Any, tools: Any, reason: str | None) -> None:
+    question = {"role": "user", "content": "a"}
+    good = {"messages": [question, {"role": "assistant", "content": "b"}]}
+    odd = {"messages": [question, answer], "tools": tools}
+    found = skipping(tmp_path, [good, odd], encoder=ByteEncoder(eos="<|im_end|>", template=CHATML))
+    listed = Path(found.path) / "bad_rows.jsonl"
+    reasons = [json.loads(line)["reason"] for line in listed.read_text().splitlines()] if listed.exists() else []
+    assert len(reasons) == 1
+    assert reason is None or reason in reasons[0]

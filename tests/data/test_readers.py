@@ -79,6 +79,7 @@ BAD_LINES = {
     '{"text": "\\udc00\\ud800"}': ("`\\udc00` is half", 11),
     '{"n": ' + "9" * 5000 + "}": ("a number of too many digits", None),
     "[" * 100_000: ("nested too deeply", None),
+    '{"a":' * 101 + "1" + "}" * 101: ("nested too deeply", None),
     '{"text": "a"} {"text": "b"}': ("not JSON: extra data", 15),
 }
 

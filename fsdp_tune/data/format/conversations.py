@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of
+from fsdp_tune.data.read.json_rows import ColumnError, RowError, kind_of, parse_text
 
 Message = dict[str, Any]
 
@@ -58,7 +57,7 @@ def read_tools(row: dict[str, Any]) -> list[Any] | None:
     tools: object = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
-            tools = json.loads(tools)
+            tools = parse_text(tools)
         except ValueError as error:
             raise ColumnError("tools", f"holds text that is not JSON: {error}") from error
     if not tools:
@@ -91,7 +90,9 @@ def check_tool_messages(messages: list[Message], tools: list[Any] | None) -> boo
             raise RowError(f"message {index}: the result of a tool {where}; it must follow the assistant's call")
         for call in tool_calls(message):
             has_calls = True
-            name = call.get("name")
+            name: object = call.get("name")
+            if name is not None and not isinstance(name, str):
+                raise RowError(f"message {index}: the name of a called function holds {kind_of(cast(object, name))} instead of text")
             if defined is not None and None not in defined and name not in defined:
                 raise RowError(f"message {index} calls `{name}`, which `tools` does not define; add its schema to the row's `tools`")
     return has_calls and tools is None
@@ -205,6 +206,6 @@ def _is_call(value: Any) -> bool:
 
 def _json(text: str, why: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_text(text)
     except ValueError as error:
         raise RowError(f"{why}: {error}") from error

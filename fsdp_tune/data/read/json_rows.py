@@ -12,6 +12,8 @@ from typing import Any, cast
 from fsdp_tune.core.errors import FsdpTuneError, Where, usage_error
 
 SPACE = re.compile(r"[ \t\r\n]*")
+MOST_NESTED = 100
+"""Levels of objects and lists in a row; templates and this package walk through them recursively."""
 UNPAIRED = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 
 
@@ -97,6 +99,17 @@ def document_rows(text: str, path: Path | str) -> Iterator[NumberedRow | BadRow]
         raise _broken(path, text, rest, "text follows the end of the list")
 
 
+def parse_text(text: str) -> Any:
+    """Parse JSON text inside a row. Raises: ValueError."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if _is_nested_too_deeply(value, text):
+        raise ValueError("nested too deeply")
+    return value
+
+
 def kind_of(value: object) -> str:
     """Return the name of a value's type for messages."""
     if value is None:
@@ -118,9 +131,21 @@ def _checked(number: int, value: Any, text: str) -> NumberedRow | BadRow:
     if not isinstance(value, dict):
         return BadRow(number, f"a row is an object, and this is {kind_of(value)}", 1)
     row = cast(dict[str, Any], value)
+    if _is_nested_too_deeply(row, text):
+        return BadRow(number, "nested too deeply")
     if "\\u" in text and (escape := UNPAIRED.search(text)) is not None and not _is_encodable(row):
         return BadRow(number, f"`{escape[0]}` is half of a surrogate pair and not a character", escape.start() + 1)
     return number, row
+
+
+def _is_nested_too_deeply(value: Any, text: str) -> bool:
+    """Return whether `value`, parsed from `text`, has more than MOST_NESTED levels."""
+
+    def is_deeper(part: Any, levels: int) -> bool:
+        inner: Any = cast(dict[str, Any], part).values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        return not levels or any(is_deeper(each, levels - 1) for each in inner if isinstance(each, (dict, list)))
+
+    return text.count("[") + text.count("{") > MOST_NESTED and isinstance(value, (dict, list)) and is_deeper(value, MOST_NESTED)
 
 
 def _skip(text: str, at: int) -> int:

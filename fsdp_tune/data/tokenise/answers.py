@@ -18,7 +18,7 @@ from typing import Any
 from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.format.conversations import Message, tool_calls
 from fsdp_tune.data.format.formats import Chat
-from fsdp_tune.data.read.json_rows import RowError
+from fsdp_tune.data.read.json_rows import RowError, parse_text
 from fsdp_tune.data.tokenise.encoder import Encoder
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -226,7 +226,7 @@ def _json_text(value: Any) -> str:
 def _parsed_object(value: Any) -> Any:
     """Return the object of JSON text, or `value` itself if it is not the JSON text of an object."""
     try:
-        parsed = json.loads(value) if isinstance(value, str) else value
+        parsed = parse_text(value) if isinstance(value, str) else value
     except ValueError:
         return value
     return parsed if isinstance(parsed, dict) else value

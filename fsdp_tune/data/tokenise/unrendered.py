@@ -15,7 +15,7 @@ from typing import Any
 from fsdp_tune.data.format.conversations import Message, tool_calls, tool_names
 from fsdp_tune.data.format.formats import Chat
 from fsdp_tune.data.notes import Note
-from fsdp_tune.data.read.json_rows import RowError
+from fsdp_tune.data.read.json_rows import RowError, parse_text
 from fsdp_tune.data.tokenise.answers import Answer, common_length
 from fsdp_tune.data.tokenise.leaves import leaves
 
@@ -122,7 +122,7 @@ def _parsed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return parse_text(value)
     except ValueError:
         return value
 
