@@ -10,6 +10,7 @@ from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.session import session
 from fsdp_tune.launch.command.resume import read_resolved
 from fsdp_tune.merge.destination import RECORD_NAME
+from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.merge.upload import HubTarget, Pushed, upload
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.training_fields import training_value
@@ -35,6 +36,8 @@ def push(
         run = RunDir(path)
         recipe = read_resolved(run) if run.is_used else None
         folder = _folder(path, run if recipe is not None else None, adapter=adapter)
+        if recipe is not None:
+            observer.notices(newer_checkpoint(run, folder))
         target = target_of(recipe) if recipe is not None else None
         name = to or (target.repository if target is not None else None)
         if name is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fsdp_tune.run.manifest import MANIFEST_NAME
 from fsdp_tune.run.metrics_file import read_metrics
 
 NAMED = "it is what was named"
+NEWEST = "the newest of"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,22 @@ def _nothing_to_merge(source: Path) -> FsdpTuneError:
     )
 
 
+def newer_checkpoint(run: RunDir, output: Path) -> tuple[Notice, ...]:
+    """Return a notice if `run` has a newer checkpoint than `output`, which was made of its newest at that time."""
+    try:
+        record: Any = json.loads((output / "merge.json").read_bytes())
+        steps, reason = list(record["steps"]), str(record["reason"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
+    complete, _ = complete_checkpoints(run)
+    if not complete or not steps or not reason.startswith(NEWEST) or complete[0].step <= max(steps):
+        return ()
+    message = f"it is of step {max(steps):,}, and the run has {complete[0].path.name} since"
+    options = " --adapter" if output == run.adapter else ""
+    hint = f"`fsdp-tune merge-checkpoint{options} --overwrite {shlex.quote(str(run.path))}` writes it again"
+    return (Notice("merge-out-of-date", message, Where(str(output)), hint),)
+
+
 # ------------------------------------------------------------------------------------------------------- within a run
 
 
@@ -167,7 +185,7 @@ def _select_in_run(run: RunDir, choice: CheckpointChoice) -> Selection:
     if choice.best:
         checkpoint, reason = _best(run, complete)
     else:
-        checkpoint, reason = complete[0], f"the newest of {len(complete)} complete checkpoint{'s' if len(complete) > 1 else ''}"
+        checkpoint, reason = complete[0], f"{NEWEST} {len(complete)} complete checkpoint{'s' if len(complete) > 1 else ''}"
     return Selection((_weights(checkpoint),), reason, run, notices)
 
 

@@ -100,8 +100,11 @@ def _add_licence(api: Any, folder: Path) -> list[Notice]:
 
     card: Any = ModelCard.load(folder / CARD_NAME)
     base = card.data.base_model
-    if card.data.license or not isinstance(base, str):
+    if card.data.license:
         return []
+    if not isinstance(base, str):
+        message = "the card names no base on the hub, and so no licence"
+        return [Notice("licence-unknown", message, Where(str(folder / CARD_NAME)), "add `license:` to it")]
     try:
         found = api.model_info(base).card_data
     except FsdpTuneError:

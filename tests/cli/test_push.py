@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 from fsdp_tune.cli.app import app
+from fsdp_tune.merge.source import newer_checkpoint
+from fsdp_tune.run.directory import RunDir
 from tests.merge.checkpoints import make_run
 
 
@@ -109,6 +112,16 @@ def test_branch_is_created(hub, merged):
     assert invoke("push", merged, "--to", "me/model", "--revision", "v2")[0] == 0
     assert ("branch", "me/model", {"branch": "v2", "exist_ok": True}) in hub.calls
     assert hub.calls[-1][3]["revision"] == "v2"
+
+
+def test_model_that_is_older_than_its_run_is_reported(hub, tmp_path):
+    run = make_run(tmp_path / "run", {10: {"w": torch.zeros(2, 3)}})
+    assert invoke("merge-checkpoint", run)[0] == 0
+    shutil.copytree(make_run(tmp_path / "later", {20: {"w": torch.ones(2, 3)}}) / "checkpoint-20", run / "checkpoint-20")
+    (found,) = newer_checkpoint(RunDir(run), run / "merged")
+    assert (found.code, found.message) == ("merge-out-of-date", "it is of step 10, and the run has checkpoint-20 since")
+    assert invoke("merge-checkpoint", "--overwrite", run)[0] == 0
+    assert newer_checkpoint(RunDir(run), run / "merged") == ()
 
 
 @pytest.mark.parametrize("licence", ["apache-2.0", None])
