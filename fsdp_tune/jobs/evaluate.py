@@ -19,12 +19,13 @@ from pydantic import ValidationError
 from fsdp_tune.core import processes as children
 from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.devices import this_machine
-from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Problem, failed_error, usage_error
+from fsdp_tune.core.errors import ExitCode, FsdpTuneError, Notice, Problem, failed_error, usage_error
 from fsdp_tune.data.preparation import prepare as prepare_data
-from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder
+from fsdp_tune.data.tokenise.tokenizer import TokenizerEncoder, load_encoder, open_tokenizer
 from fsdp_tune.jobs.observer import Observer
 from fsdp_tune.jobs.session import Allowed, refuse_code, resolve_recipe, session
 from fsdp_tune.launch.command.resume import read_resolved
+from fsdp_tune.merge.source import newer_checkpoint
 from fsdp_tune.recipe.extensions import Extension, find_extension
 from fsdp_tune.recipe.paths import default_cache_directory
 from fsdp_tune.recipe.read.loader import LoadedRecipe
@@ -35,6 +36,7 @@ from fsdp_tune.verify.evaluation.request import ModelToEvaluate, Request, find_m
 from fsdp_tune.verify.evaluation.statistics import Comparison, Estimate, Scores, bootstrap, mcnemar, paired_bootstrap, wilson
 
 EXACT_MATCH, PERPLEXITY = "exact_match", "perplexity"
+FEW_ROWS = 10
 SCORE = (sys.executable, "-P", "-m", "fsdp_tune.verify.evaluation.score")
 
 
@@ -116,6 +118,7 @@ def evaluate(
         metric = _extension(options)
         settings = _recipe(models[0], options, recipe, observer)
         encoder = load_encoder(settings)
+        _check_models(models, encoder, options, observer)
         reader = AnswerReader(encoder, options.answer)
         sets = _prepare(settings, options, encoder, observer)
         request = Request(
@@ -134,6 +137,7 @@ def evaluate(
         )
         scored = {label: _ScoredSet(label, path, options, reader) for label, path in sets.items()}
         _run(request, scored, observer)
+        observer.notices([notice for each in scored.values() for notice in each.few_rows])
         if options.out is not None:
             lines = [line for each in scored.values() for line in each.lines([model.name for model in models])]
             write_file(options.out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
@@ -148,6 +152,24 @@ def evaluate(
             seconds=time.monotonic() - started,
             device=request.device,
         )
+
+
+def _check_models(models: Sequence[ModelToEvaluate], encoder: TokenizerEncoder, options: EvaluateOptions, observer: Observer) -> None:
+    """Refuse models with another tokenizer, for which the ids of the rows are other words; report a merged model that is out of date."""
+    own: dict[str, int] = encoder.tokenizer.get_vocab()
+    for model in models:
+        if (run := run_of_model(model)) is not None:
+            observer.notices(newer_checkpoint(run, Path(model.adapter or model.weights)))
+        raw = {"name_or_path": model.weights, "tokenizer": model.tokenizer, "trust_remote_code": options.allowed.remote_code}
+        try:
+            other = open_tokenizer(Recipe.model_validate({"model": raw})).tokenizer.get_vocab()
+        except FsdpTuneError:  # it has no tokenizer of its own, or none that can be trained with
+            continue
+        shared = own.keys() & other.keys()
+        if 2 * sum(own[token] == other[token] for token in shared) < len(shared):  # some special tokens may be renumbered
+            message = f"the tokenizer of `{model.name}` gives other ids than that of the rows, so its scores would mean nothing"
+            hint = "evaluate models of one tokenizer; without `--config`, the rows are tokenised for MODEL"
+            raise usage_error("tokenizer-differs", message, hint=hint)
 
 
 def _device(options: EvaluateOptions) -> str:
@@ -215,6 +237,7 @@ def _with_data(recipe: Recipe, options: EvaluateOptions) -> Recipe:
             name = ".".join(map(str, wrong["loc"]))
             raise usage_error("wrong-value", f"`{name}` of `--data`: {wrong['msg']}", hint="see the keys of `data.train`") from error
         data |= {"train": [entry.model_dump()], "eval": None, "packing": False, "mixture": {}}
+        data |= {"streaming": False, "curriculum": []}  # of a stream, only the beginning is prepared
     elif options.source:
         raise usage_error("no-evaluation-data", "options of `--data` are given without it", hint="add `--data FILE`")
     elif data["eval"] is None:
@@ -249,6 +272,14 @@ class _ScoredSet:
         if not self._used:
             message = f"all rows of `{label}` are longer than `data.max_length`, so their answers are cut"
             raise usage_error("no-evaluation-data", message, hint="raise `data.max_length`")
+
+    @property
+    def few_rows(self) -> list[Notice]:
+        """Return a notice if the bootstrap has too few rows; Wilson's and McNemar's methods hold for any number."""
+        if self._is_match or len(self._used) >= FEW_ROWS:
+            return []
+        message = f"the interval of `{self.label}` is too narrow: a bootstrap of {len(self._used)} rows knows no others"
+        return [Notice("few-rows", message, hint=f"evaluate {FEW_ROWS} rows or more")]
 
     @property
     def end_ids(self) -> set[int]:

@@ -129,6 +129,8 @@ def test_answers_are_extracted_from_both_texts(here: Path, models: Path) -> None
     assert found["sets"]["rows.jsonl"]["metric"]["value"] == 0.0
     failed = invoke(models / "tuned", "--data", "rows.jsonl", *exact, "--answer", "= (.*)", code=2)["errors"][0]
     assert (failed["code"], failed["file"], failed["line"]) == ("answer-pattern", "rows.jsonl", 1)
+    failed = invoke(models / "tuned", "--data", "rows.jsonl", *exact, "--answer", "= (.*)|or", code=2)["errors"][0]
+    assert (failed["code"], failed["line"]) == ("answer-pattern", 1)  # a match without its group
 
 
 def test_extension_metric_gets_each_row_without_padding(here: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +158,39 @@ def test_adapter_is_added_to_its_base(here: Path, models: Path) -> None:
     adapted = invoke("adapter", *DATA, "--max-rows", "4", "--base", models / "base")["sets"]["test"]
     assert adapted["base"] == plain["metric"]
     assert adapted["metric"] != plain["metric"]
+
+
+def test_adapter_that_is_a_prompt_is_refused(here: Path, models: Path) -> None:
+    (here / "prompt").mkdir()
+    config = {"peft_type": "PROMPT_TUNING", "base_model_name_or_path": str(models / "base")}
+    (here / "prompt" / "adapter_config.json").write_text(json.dumps(config))
+    (error,) = invoke("prompt", *DATA, code=2)["errors"]
+    assert "PROMPT_TUNING" in error["message"]
+
+
+def test_base_with_another_tokenizer_is_refused(here: Path, models: Path) -> None:
+    shutil.copytree(models / "base", here / "other")
+    names = [token for token, _ in sorted(builtin_tokenizer("builtin:arithmetic").get_vocab().items(), key=lambda item: item[1])]
+    document = json.loads((here / "other" / "tokenizer.json").read_text())
+    document["model"]["vocab"] = dict(zip(names, [*range(1, len(names)), 0], strict=True))
+    document["added_tokens"] = [token | {"id": (token["id"] + 1) % len(names)} for token in document["added_tokens"]]
+    (here / "other" / "tokenizer.json").write_text(json.dumps(document))
+    assert invoke(models / "tuned", *DATA, "--base", "other", code=2)["errors"][0]["code"] == "tokenizer-differs"
+    for file in (here / "other").glob("tokenizer*"):
+        file.unlink()  # a base without a tokenizer is trusted
+    assert invoke(models / "tuned", *DATA, "--base", "other", "--max-rows", "1")["notices"][0]["code"] == "few-rows"
+
+
+def test_all_rows_are_evaluated_with_a_recipe_of_a_stream(here: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_tune.data.preparation.SAMPLE_ROWS", 2)
+    (here / "recipe.yaml").write_text(
+        f"model: {{name_or_path: {models / 'base'}}}\n"
+        "data: {train: [{path: 'builtin:arithmetic'}], streaming: true}\n"
+        "training: {max_steps: 1}\nlaunch: {num_processes: 1}\n"
+    )
+    (here / "rows.jsonl").write_text((json.dumps({"prompt": "one plus one is", "completion": " two"}) + "\n") * 12)
+    found = invoke(models / "tuned", "--config", "recipe.yaml", "--data", "rows.jsonl")
+    assert found["sets"]["rows.jsonl"]["rows"] == 12
 
 
 def test_recipe_gives_eval_sets_and_their_format(here: Path, models: Path) -> None:

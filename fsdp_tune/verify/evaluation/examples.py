@@ -93,7 +93,8 @@ class AnswerReader:
         if self._pattern is None:
             return text.strip()
         match = self._pattern.search(text)
-        return None if match is None else match[1 if match.re.groups else 0].strip()
+        found = None if match is None else match[1 if match.re.groups else 0]  # None also if an optional group takes no part
+        return None if found is None else found.strip()
 
     def target(self, example: EvaluatedExample) -> str:
         """Return the answer of the row as it is compared. Raises: usage error if the pattern is not in it."""

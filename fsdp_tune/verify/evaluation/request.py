@@ -13,6 +13,8 @@ from fsdp_tune.run.directory import RunDir, checkpoint_step, run_of
 
 Measure = Literal["generate", "loss", "extension"]
 OF_A_RUN = ("merged", "adapter")
+PROMPT_TYPES = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE")
+"""Types of PEFT whose values PEFT's wrapper adds to the input (`PeftConfig.is_prompt_learning`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,11 @@ def find_model(name: str) -> ModelToEvaluate:
 
 
 def _base_of(adapter: Path) -> str:
-    base = json.loads((adapter / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    config = json.loads((adapter / CONFIG_FILE).read_text(encoding="utf-8"))
+    base = config.get("base_model_name_or_path")
+    if config.get("peft_type") in PROMPT_TYPES:
+        message = f"it trains a prompt ({config['peft_type']}), which is not part of the model's layers"
+        raise usage_error("model-not-found", f"`{adapter}` cannot be evaluated: {message}", hint="give an adapter of layers, such as LoRA")
     if not base:
         message = f"{CONFIG_FILE} does not name the base model"
         raise usage_error("model-not-found", f"`{adapter}`: {message}", hint="set `base_model_name_or_path` in it to a directory or hub id")

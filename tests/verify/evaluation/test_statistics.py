@@ -42,6 +42,12 @@ def test_equal_models_do_not_differ() -> None:
     assert paired_bootstrap(scores, scores).p == 1.0
 
 
+def test_few_rows_are_no_proof_of_a_difference() -> None:
+    for rows in (1, 2, 5):
+        first, second = Scores(np.arange(rows) + 1.0, np.ones(rows)), Scores(np.arange(rows) + 2.0, np.ones(rows))
+        assert paired_bootstrap(first, second).p == 2.0 ** (1 - rows)
+
+
 def test_bootstrap_weighs_tokens_and_resamples_rows() -> None:
     generator = np.random.default_rng(2)
     counts = generator.integers(1, 50, 400).astype(float)
