@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+READS_PADDING = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
+"""Types of models whose recurrent layers take padding on the left for text."""
+
 
 def generate(
     model: nn.Module,
@@ -30,7 +33,10 @@ def generate(
     `all_finished` turns "every row of this rank is finished" into the same of all ranks, so that sharded models run as many forwards
     on each.
     """
-    takes = inspect.signature(getattr(model, "module", model).forward).parameters
+    plain: Any = getattr(model, "module", model)
+    if plain.config.model_type in READS_PADDING:
+        return _generate_without_cache(model, prompts, max_new_tokens, end_ids, pad_id, device, all_finished)
+    takes = inspect.signature(plain.forward).parameters
     # Router logits of a forward with a cache do not fit the attention mask (transformers' `load_balancing_loss_func`).
     options: dict[str, Any] = {name: value for name, value in (("logits_to_keep", 1), ("output_router_logits", False)) if name in takes}
     ids, mask = _padded(prompts, pad_id, device)
@@ -54,6 +60,32 @@ def generate(
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
     rows = torch.stack(new, dim=1).tolist() if new else [[] for _ in prompts]
     return [_until_end(row, end_ids) for row in rows]
+
+
+def _generate_without_cache(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    end_ids: Collection[int],
+    pad_id: int,
+    device: torch.device,
+    all_finished: Callable[[bool], bool],
+) -> list[list[int]]:
+    """Run the full texts again for each token, padded on the right, where no causal layer sees the padding."""
+    texts = [list(prompt) for prompt in prompts]
+    finished = [False] * len(texts)
+    steps = 0
+    while steps < max_new_tokens and not all_finished(all(finished)):
+        width = max(map(len, texts))
+        ids = torch.tensor([text + [pad_id] * (width - len(text)) for text in texts], device=device)
+        mask = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts], device=device)
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        for row, text in enumerate(texts):
+            if not finished[row]:
+                text.append(int(logits[row, len(text) - 1].argmax()))
+                finished[row] = text[-1] in end_ids
+        steps += 1
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
 def end_ids_of(model: nn.Module) -> set[int]:

@@ -14,6 +14,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},  # learned positions
     "gemma2": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4},
     "mamba": {},  # no cache of keys and values
+    "rwkv": {"attention_hidden_size": 32},  # ignores the attention mask
+    "recurrent_gemma": {"num_attention_heads": 4, "lru_width": 32, "block_types": ["recurrent", "attention"]},
 }
 
 

@@ -92,7 +92,7 @@ def check_tool_messages(messages: list[Message], tools: list[Any] | None) -> boo
             has_calls = True
             name: object = call.get("name")
             if name is not None and not isinstance(name, str):
-                raise RowError(f"message {index}: the name of a called function holds {kind_of(cast(object, name))} instead of text")
+                raise RowError(f"message {index}: the name of a called function holds {kind_of(name)} instead of text")
             if defined is not None and None not in defined and name not in defined:
                 raise RowError(f"message {index} calls `{name}`, which `tools` does not define; add its schema to the row's `tools`")
     return has_calls and tools is None

@@ -142,7 +142,7 @@ def _is_nested_too_deeply(value: Any, text: str) -> bool:
     """Return whether `value`, parsed from `text`, has more than MOST_NESTED levels."""
 
     def is_deeper(part: Any, levels: int) -> bool:
-        inner: Any = cast(dict[str, Any], part).values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        inner = list(cast(dict[str, Any], part).values()) if isinstance(part, dict) else cast(list[Any], part)
         return not levels or any(is_deeper(each, levels - 1) for each in inner if isinstance(each, (dict, list)))
 
     return text.count("[") + text.count("{") > MOST_NESTED and isinstance(value, (dict, list)) and is_deeper(value, MOST_NESTED)
