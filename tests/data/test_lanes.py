@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -71,10 +72,11 @@ def test_order_depends_on_the_seed_and_is_that_of_the_files_without_shuffling(tm
     assert len(set(first[:100])) == 100
 
 
-def test_rows_are_packed_with_less_than_one_percent_left_free(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
+def test_rows_are_packed_with_less_than_one_percent_left_free(tmp_path: Path, strategy: str) -> None:
     lengths = np.random.default_rng(0).integers(3, 60, 4000)
     write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * int(length)} for length in lengths])
-    stream = stream_of(tmp_path, tmp_path / "a.jsonl", packing=True, max_length=128, shuffle_buffer_size=400)
+    stream = stream_of(tmp_path, tmp_path / "a.jsonl", packing=True, packing_strategy=strategy, max_length=128, shuffle_buffer_size=400)
     rows = rows_of_run(stream, 1000)
     assert sum(len(row.input_ids) for row in rows) / (1000 * 128) > 0.99
     assert all(len(row.origins) == len(row.lengths) for row in rows)
@@ -133,3 +135,40 @@ def test_rows_without_targets_do_not_turn_for_ever(tmp_path: Path, packing: bool
     write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}] * 40)
     with pytest.raises(FsdpTuneError, match="has a token to train"):
         rows_of_run(stream_of(tmp_path, tmp_path / "a.jsonl", packing=packing, max_length=16), 1)
+
+
+@pytest.mark.parametrize(("weight_by", "packing"), [("tokens", False), ("tokens", True), ("rows", True)])
+def test_sources_of_empty_rows_end_the_run(tmp_path: Path, weight_by: str, packing: bool) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": ""}] * 400)
+    stream = stream_of(tmp_path, tmp_path / "a.jsonl", packing=packing, max_length=64, mixture={"weight_by": weight_by})
+    with pytest.raises(FsdpTuneError, match="rows that were read in turn has a token to train"):
+        rows_of_run(stream, 1)
+
+
+def test_windows_without_targets_are_passed_over(tmp_path: Path) -> None:
+    """Each lane has windows of one chunk, and the bad row is in one without rows to train."""
+    rows = [*['{"text": ""}'] * 40, "{broken", *(json.dumps(row) for row in texts("a", 40))]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
+    entry = {"path": str(tmp_path / "a.jsonl"), "repeats": 1}
+    stream = stream_of(tmp_path, entry, lanes=1, shuffle=False, shuffle_buffer_size=8, on_bad_row="skip")
+    found = list(islice(Lane(stream, 0, stream.first_state()), 40))
+    assert [read(row) for row in found] == [row["text"] for row in texts("a", 40)]
+    assert len([bad for row in found for bad in row.bad]) == 1
+    again = list(islice(Lane(stream, 0, LaneState.from_list(found[7].after.as_list())), 32))
+    assert [row.row_id for row in again] == [row.row_id for row in found[8:]]
+
+
+def test_bad_rows_above_their_share_end_a_window_that_does_not_fill(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + "{broken\n" * 400)
+    stream = stream_of(tmp_path, tmp_path / "a.jsonl", lanes=1, packing=True, max_length=4096, on_bad_row="skip")
+    with pytest.raises(FsdpTuneError, match="rows cannot be used, more than"):
+        rows_of_run(stream, 1)
+
+
+def test_stage_whose_sources_ended_is_the_end_of_the_stream(tmp_path: Path) -> None:
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", texts(name, 100))
+    entries = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1.0, "repeats": 1} for name in "ab"]
+    stream = stream_of(tmp_path, *entries, curriculum=[{"until_step": 80, "weights": [1.0, 0.0]}], shuffle_buffer_size=64)
+    with pytest.raises(FsdpTuneError, match="no row left for step 1"):
+        rows_of_run(stream, 200)

@@ -30,7 +30,9 @@ from fsdp_tune.recipe.schema import Recipe
 CHUNK_ROWS = 16
 """Rows that are drawn from one source at a time."""
 PACKED_WINDOW = 100
-"""Rows of `max_length` tokens in a window that is packed by best fit: its last rows, which may stay short, are few among them."""
+"""Rows of `max_length` tokens in a window that is packed: its last rows, which may stay short, are few among them."""
+MOST_UNTRAINED = 10_000
+"""Rows without a trained token that a lane reads in turn before it ends the run."""
 UNITS, EXAMPLES, ROWS = range(3)
 """Purposes of hashes, so that no two permutations are the same."""
 
@@ -147,9 +149,12 @@ class Lane:
 
     def __iter__(self) -> Iterator[StreamRow]:
         """Yield rows without end. Raises: FsdpTuneError where a row is bad, a file cannot be read, or no source has rows left."""
+        untrained, bad = 0, ()
         while True:
-            window = _Window(self._stream, self._number, self._state, self._readers)
-            refuse_bad_share(window.after.rows_bad, window.after.rows_read, self._stream.most_bad, hint="fix them")
+            window = _Window(self._stream, self._number, self._state, self._readers, bad)
+            untrained, bad = (0, ()) if len(window.order) else (untrained + window.rows_read, window.bad)
+            if not len(window.order) and (window.has_ended or untrained >= MOST_UNTRAINED):
+                raise window.error(untrained)
             after = replace(window.after, emitted=self._state.emitted + len(window.order))
             for index in range(self._state.next, len(window.order)):
                 is_last = index + 1 == len(window.order)
@@ -216,14 +221,21 @@ class _Reader:
 class _Window:
     """The rows of one window, in order."""
 
-    def __init__(self, stream: RowStream, lane: int, state: LaneState, readers: Sequence[_Reader]) -> None:
+    def __init__(
+        self, stream: RowStream, lane: int, state: LaneState, readers: Sequence[_Reader], bad: tuple[tuple[str, BadRow], ...]
+    ) -> None:
+        """`bad`: rows that were skipped in the windows without rows before it."""
         self._stream, self._lane, self._state = stream, lane, state
+        self.has_ended = False
+        """Whether no source has rows left."""
         found, tokens, trained, owed = self._read(readers)
+        self.rows_read = found.counts["rows"]
         cursors = tuple(reader.cursor for reader in readers)
         self.after = LaneState(
             cursors, owed, state.window + 1, 0, 0, state.rows_read + found.counts["rows"], state.rows_bad + len(found.bad)
         )
-        self._bad = tuple((stream.names[file], row) for file, row in found.bad)
+        self.bad = (*bad, *((stream.names[file], row) for file, row in found.bad))
+        self._untrained = found.untrained[:1]
         self._tokens, self._trained = np.concatenate([*tokens, np.zeros(0, np.int32)]), np.concatenate([*trained, np.zeros(0, np.uint8)])
         self._examples = found.examples()
         examples = self._examples.take(self._shuffled(len(self._examples), EXAMPLES))
@@ -232,8 +244,6 @@ class _Window:
         packing = stream.packing is not None and len(pieces.segments) > 0
         _, self._rows = packed(pieces, self._trained, stream.max_length, packing=packing, strategy=stream.packing or "")
         self.order = self._shuffled(len(self._rows.rows) - 1, ROWS)
-        if not len(self.order):
-            raise self._at_end() if all(reader.has_ended for reader in readers) else self._without_targets(found)
 
     def row(self, index: int, after: LaneState) -> StreamRow:
         at = self.order[index]
@@ -246,7 +256,7 @@ class _Window:
             origins=tuple(f"{names[file]}:{number}" for file, number in self._examples.origins[owners].tolist()),
             sources=tuple(zip(self._examples.sources[owners].tolist(), segments[:, 1].tolist(), strict=True)),
             after=after,
-            bad=self._bad if index == 0 else (),
+            bad=self.bad if index == 0 else (),
         )
 
     def _read(self, readers: Sequence[_Reader]) -> tuple[TokenisedRows, list[Any], list[Any], tuple[float, ...]]:
@@ -256,13 +266,13 @@ class _Window:
         # The first windows have different sizes, so that lanes do not build theirs at the same time.
         size = (self._lane + 1) / stream.lanes if state.window == 0 else 1.0
         least_rows = max(1, round(size * stream.window_rows))
-        least_tokens = size * PACKED_WINDOW * stream.max_length if stream.packing == "bfd" else 0
-        found, tokens, trained, kept = TokenisedRows(), list[Any](), list[Any](), 0
+        least_tokens = size * PACKED_WINDOW * stream.max_length if stream.packing is not None else 0
+        found, tokens, trained, kept, useful = TokenisedRows(), list[Any](), list[Any](), 0, 0
         owed = list(state.owed)
-        # A row that is kept has a token, so this ends although rows without a trained token are not kept.
-        while found.counts["rows"] < least_rows or (kept < least_tokens and found.counts["rows"] < least_rows + least_tokens):
+        while found.counts["rows"] < least_rows or (kept < least_tokens and found.counts["rows"] - useful < MOST_UNTRAINED):
             live = [source for source, reader in enumerate(readers) if shares[source] > 0 and not reader.has_ended]
             if not live:
+                self.has_ended = True
                 break
             source = max(live, key=lambda source: owed[source])
             rows, bad = readers[source].take(CHUNK_ROWS)
@@ -271,10 +281,13 @@ class _Window:
             chunk.counts["rows"] += len(bad)
             self._refuse(chunk.bad)
             found.add(chunk)
+            bad_rows, rows_read = state.rows_bad + len(found.bad), state.rows_read + found.counts["rows"]
+            refuse_bad_share(bad_rows, rows_read, stream.most_bad, hint="fix them")
             tokens.append(chunk.tokens)
             trained.append(chunk.trained)
             length = int(np.minimum(chunk.lengths, stream.max_length).sum())
             kept += length
+            useful = found.counts["rows"] if length else useful
             drawn = length if stream.weighs_tokens else len(rows)
             for each in live:
                 owed[each] += drawn * shares[each] / sum(shares[every] for every in live) - (drawn if each == source else 0)
@@ -289,20 +302,20 @@ class _Window:
             return np.arange(count)
         return shuffled(count, self._stream.seed, purpose, self._lane, self._state.window)
 
-    def _without_targets(self, found: TokenisedRows) -> FsdpTuneError:
-        first = self._stream.names[found.untrained[0][0] if found.untrained else 0]
-        message = f"none of {found.counts['rows']:,} rows that were read in turn has a token to train"
-        return usage_error(
-            "no-supervised-tokens", message, where=Where(first), hint="check `loss_on`, and that `max_length` reaches the answers"
-        )
-
-    def _at_end(self) -> FsdpTuneError:
-        step = self._state.emitted * self._stream.lanes // self._stream.global_batch
-        if self._state.emitted == 0:
-            message = f"lane {self._lane} of {self._stream.lanes} has no rows: there are too few to stream"
+    def error(self, untrained: int) -> FsdpTuneError:
+        """Return the error of a window without rows, after `untrained` rows without a trained token."""
+        stream = self._stream
+        if self.has_ended and self._state.emitted == 0:
+            message = f"lane {self._lane} of {stream.lanes} has no rows: there are too few to stream"
             return usage_error("stream-ended", message, hint="leave `data.streaming` out, or lower `data.stream_lanes`")
-        message = f"the stream has no row left for step {step + 1}: every source was read as often as its `repeats` allows"
-        return usage_error("stream-ended", message, hint="lower `training.max_steps`, or raise `repeats` of a source")
+        if self.has_ended:
+            steps = (self._state.emitted * stream.lanes + self._lane) // stream.global_batch
+            message = f"the stream has no row left for step {steps + 1}: every source with a weight was read as often as `repeats` allows"
+            hint = f"`--resume auto --set training.max_steps={steps}` ends the run there; higher `repeats` need a new run"
+            return usage_error("stream-ended", message, hint=hint)
+        where = Where(stream.names[self._untrained[0][0] if self._untrained else 0])
+        message = f"none of {untrained:,} rows that were read in turn has a token to train"
+        return usage_error("no-supervised-tokens", message, where=where, hint="check `loss_on`, and that `max_length` reaches the answers")
 
 
 # ---- The stream of a recipe.
