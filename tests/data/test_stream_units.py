@@ -246,9 +246,9 @@ def test_file_that_changes_is_found_after_a_unit_and_on_resume(tmp_path: Path) -
     refuse_changed_files(recorded, stream_stamps(units))
     (tmp_path / "b.jsonl").write_bytes(lines(ROWS) + b"\n")
     problem = failure(lambda: texts(units))
-    assert (problem.code, problem.where.source) == ("data-changing", str(tmp_path / "b.jsonl"))
+    assert (problem.code, problem.where.source) == ("data-changed", str(tmp_path / "b.jsonl"))
     problem = failure(lambda: refuse_changed_files(recorded, stream_stamps(stream_units(source(tmp_path), 2))))
-    assert (problem.code, problem.where.source) == ("data-changing", str(tmp_path / "b.jsonl"))
+    assert (problem.code, problem.where.source) == ("data-changed", str(tmp_path / "b.jsonl"))
 
 
 class Files(BaseHTTPRequestHandler):
@@ -329,7 +329,7 @@ def test_changed_etag_is_found_and_its_absence_reported(server: str) -> None:
     units = stream_units(source(f"{server}/rows.jsonl"), 2)
     assert unstamped_files(stream_stamps(units)) == []
     Files.etag = "two"
-    assert failure(lambda: texts(units)).code == "data-changing"
+    assert failure(lambda: texts(units)).code == "data-changed"
     Files.etag = None
     units = stream_units(source(f"{server}/rows.jsonl"), 2)
     assert unstamped_files(stream_stamps(units)) == [f"{server}/rows.jsonl"]
@@ -347,7 +347,7 @@ def test_globs_and_directories_of_fsspec_urls(monkeypatch: pytest.MonkeyPatch) -
         units = stream_units(found, 5)
         assert sorted(texts(units)) == expected()
     files.pipe("/units/b.jsonl", lines(ROWS))
-    assert failure(lambda: texts(units)).code == "data-changing"
+    assert failure(lambda: texts(units)).code == "data-changed"
     assert failure(lambda: source("memory://units/*.csv")).code == "data-not-found"
 
 

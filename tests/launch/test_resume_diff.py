@@ -91,6 +91,13 @@ def test_changed_keys_of_completed_steps_are_refused(tmp_path: Path, override: s
     assert override.partition("=")[0].split(".")[1] in str(caught.value)
 
 
+def test_global_batch_cannot_change_under_a_curriculum(tmp_path: Path) -> None:
+    stream = ("data.streaming=true", "data.curriculum=[{until_step: 9, weights: [1.0]}]")
+    found = compare(resolved(tmp_path, *stream), resolved(tmp_path, *stream, "training.global_batch_size=16"))
+    with pytest.raises(FsdpTuneError, match=r"global_batch_size.* cannot change on resume"):
+        check(found)
+
+
 def test_all_refused_keys_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(FsdpTuneError) as caught:
         check(

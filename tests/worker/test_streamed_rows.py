@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from unittest.mock import patch
@@ -80,6 +81,19 @@ def test_run_goes_on_with_the_next_rows(
     straight = ranks_of(stream, 1, tmp_path)
     steps_of(straight, 0, STEPS)
     assert [sum(counts) for counts in zip(*(rank.tokens for rank in resumed), strict=True)] == straight[0].tokens
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_resume_with_another_global_batch_reads_each_row_once(stream: RowStream, ranks: int, tmp_path: Path) -> None:
+    expected = [row for step in steps_of(ranks_of(stream, 1, tmp_path), 0, 7) for row in step]
+    stopped = ranks_of(replace(stream, global_batch=4), 1, tmp_path)
+    assert [row for step in steps_of(stopped, 0, 3) for row in step] == expected[:12]
+    resumed = ranks_of(stream, ranks, tmp_path)
+    for rank in resumed:
+        rank.restore(states_of(stopped), 3)
+    steps = steps_of(resumed, 0, 4)
+    assert [row for step in steps for row in step] == expected[12:44]
+    assert [row for row, _ in steps[1]] == resumed[0].rows_of_all_ranks(4)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -139,7 +139,7 @@ def _stamp(path: Path | str) -> str:
 
 def _changed(name: str) -> FsdpTuneError:
     hint = "restore the file, or start over with `--overwrite`: the rows of a run must not change while it is trained or resumed"
-    return usage_error("data-changing", "it has changed since the run started", hint=hint, where=Where(name))
+    return usage_error("data-changed", "it has changed since the run started", hint=hint, where=Where(name))
 
 
 def _range_sizes(files: Sequence[SourceFile], lanes: int) -> list[int | None]:

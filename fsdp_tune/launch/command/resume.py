@@ -390,6 +390,9 @@ def _class_here(key: str, old: Recipe, new: Recipe) -> OnResume:
     # Rows held out of the training data change what is trained; separate eval sets do not.
     if key.split(".")[:2] == ["data", "eval"] and not any(isinstance(each.data.eval, EvalFraction | EvalRows) for each in (old, new)):
         return OnResume.FREE
+    # A lane may have half of a window, whose sources follow from the step at which it began.
+    if key == GLOBAL_BATCH and new.data.curriculum:
+        return OnResume.REFUSED
     return effect_of(key).on_resume
 
 

@@ -51,6 +51,9 @@ class StreamedRows:
     """Rows that this rank was given since the run began."""
     tokens: list[int] = field(default_factory=list[int])
     """Tokens of each source in the rows that this rank was given, since the run began."""
+    first_row: int = 0
+    """Number of the first row of this attempt, and below its step: an earlier one may have had another global batch."""
+    first_step: int = 0
 
     def __post_init__(self) -> None:
         self.states = dict.fromkeys(range(self.data_rank, self.stream.lanes, self.data_size), self.stream.first_state())
@@ -76,7 +79,8 @@ class StreamedRows:
         return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
     def rows_of_all_ranks(self, step: int) -> list[int]:
-        return list(range(step * self.global_batch, (step + 1) * self.global_batch))
+        start = self.first_row + (step - self.first_step) * self.global_batch
+        return list(range(start, start + self.global_batch))
 
     def describe(self, batch: Batch) -> str:
         return described(batch.row_ids, list(batch.origins))
@@ -102,9 +106,11 @@ class StreamedRows:
         return {"lanes": lanes, "tokens": [sum(counts) for counts in zip(*(tokens for _, tokens in every), strict=True)]}
 
     def restore(self, state: Any, step: int) -> None:
-        self.states = {lane: LaneState.from_list(state["lanes"][lane]) for lane in self.states}
+        every = {lane: LaneState.from_list(stored) for lane, stored in state["lanes"].items()}
+        self.states = {lane: every[lane] for lane in self.states}
         self.tokens = list(state["tokens"]) if self.data_rank == 0 else [0] * len(self.tokens)
-        self.given = step * self.global_batch // self.data_size
+        self.given = sum(each.emitted + each.next for each in self.states.values())
+        self.first_row, self.first_step = sum(each.emitted + each.next for each in every.values()), step
 
     def take(self, row: StreamRow) -> StreamRow:
         """Note that a row is given to the trainer."""
@@ -176,7 +182,8 @@ class _Part(IterableDataset["StreamRow | ReaderFailure"]):
         except FsdpTuneError as error:
             yield ReaderFailure(error.problems, error.exit_code)
         except Exception as error:  # noqa: BLE001  the process would only pass on the text of its traceback
-            message = f"row {at * self._parts} of the stream cannot be read: {type(error).__name__}: {error}"
+            row = at // len(lanes) * self._stream.lanes + lanes[at % len(lanes)]
+            message = f"row {row} of the stream cannot be read: {type(error).__name__}: {error}"
             yield ReaderFailure((Problem("row-unreadable", message),), ExitCode.FAILED)
 
 
