@@ -149,6 +149,7 @@ COMPLETE = [
     ),
     (STREAM.replace("packing", "mixture: {temperature: 2.0}, packing"), "the sizes of the sources"),
     (STREAM.replace("{path: a}", "{path: a, max_rows: 5}"), "`max_rows` has no meaning"),
+    (STREAM + "  save_strategy: epoch\n", "has none before the last step"),
     (STREAM.replace("{path: a}", "{path: a, weight: 1}, {path: b}"), "`data.train[1]` has no `weight`"),
     (
         STREAM.replace("packing", "curriculum: [{until_step: 5, weights: [1]}, {until_step: 5, weights: [2]}], packing"),

@@ -39,6 +39,15 @@ def stream_needs_no_prepared_rows(recipe: Recipe) -> Iterator[Finding]:
         yield Finding("contradiction", (key, _STREAMING), message, "select files by `data_files`")
 
 
+def stream_has_no_epochs(recipe: Recipe) -> Iterator[Finding]:
+    """Refuse to act once an epoch: the only one ends with the run, so that a run that is stopped would have no checkpoint."""
+    for name in ("save_strategy", "eval_strategy", "logging_strategy"):
+        if recipe.data.streaming and training_value(recipe.training, name) == "epoch":
+            key = f"training.{name}"
+            message = f"`{key}: epoch` waits for the end of an epoch, and `data.streaming: true` has none before the last step"
+            yield Finding("contradiction", (key, _STREAMING), message, f"write `{name}: steps`")
+
+
 def mixture_of_a_stream_has_weights(recipe: Recipe) -> Iterator[Finding]:
     data = recipe.data
     if not data.streaming or len(data.train) < 2:
@@ -72,6 +81,6 @@ def passes_are_of_a_stream(recipe: Recipe) -> Iterator[Finding]:
 
 
 STREAMING_RULES: tuple[Rule, ...] = (
-    *(stream_has_an_end, stream_needs_no_prepared_rows, mixture_of_a_stream_has_weights),
+    *(stream_has_an_end, stream_needs_no_prepared_rows, stream_has_no_epochs, mixture_of_a_stream_has_weights),
     *(curriculum_is_in_order, passes_are_of_a_stream),
 )
