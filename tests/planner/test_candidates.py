@@ -55,7 +55,7 @@ def test_keys_that_depend_on_a_change_are_resolved_again() -> None:
     "changes",
     [
         {"fsdp.sharding_strategy": "NO_SHARD", "fsdp.offload_params": True},  # contradicts itself
-        {"data.streaming": True},  # not in this release
+        {"parallelism.cp_size": 2},  # not in this release
         {"launch.num_processes": 9, "launch.num_machines": 2},  # does not divide
     ],
 )
