@@ -98,7 +98,8 @@ def _parameter_groups(wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> l
             "weight_decay": group["weight_decay"],
             **({"update": "muon" if group[ORTHOGONAL] else "adamw"} if ORTHOGONAL in group else {}),
             "tensors": len(group["params"]),
-            "first": names[group["params"][0]],
+            # A tensor that is not the model's is found by the witness, on all ranks at once.
+            "first": names.get(group["params"][0], "?"),
         }
         for group in optimizer.param_groups
     ]
