@@ -14,13 +14,16 @@ SHOWN = 160
 _INTRODUCTION = """# Models
 
 {tried} architectures that transformers {version} lists for causal language modelling, in tiny form: random weights, the sizes of
-`fsdp-tune rehearse`, fp32, two CPU ranks, FSDP2 with `fsdp.activation_checkpointing: full` and `kernels.loss: chunked`. Written by
+`fsdp-tune rehearse`, fp32, two CPU ranks, FSDP2 with `fsdp.activation_checkpointing: full` and `kernels.loss: chunked`. This command
+writes the table:
 
 ```bash
 scripts/test-models --write
 ```
 
-Architectures with code of their own outside transformers (`trust_remote_code`) are not in this table.
+The rows were measured in parts on one day, some of them before later fixes: a model that is refused or fails here may work. The reasons of
+failures are those of the model's code or of its tiny sizes unless they name a key. Architectures with code of their own
+outside transformers (`trust_remote_code`) are not in this table.
 {counts}
 
 | column | meaning |
