@@ -137,7 +137,7 @@ def evaluate(
         )
         scored = {label: _ScoredSet(label, path, options, reader) for label, path in sets.items()}
         _run(request, scored, observer)
-        observer.notices([notice for each in scored.values() for notice in each.few_rows])
+        observer.notices([notice for each in scored.values() for notice in (*each.few_rows, *each.cut_answers(models))])
         if options.out is not None:
             lines = [line for each in scored.values() for line in each.lines([model.name for model in models])]
             write_file(options.out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
@@ -280,6 +280,16 @@ class _ScoredSet:
             return []
         message = f"the interval of `{self.label}` is too narrow: a bootstrap of {len(self._used)} rows knows no others"
         return [Notice("few-rows", message, hint=f"evaluate {FEW_ROWS} rows or more")]
+
+    def cut_answers(self, models: Sequence[ModelToEvaluate]) -> list[Notice]:
+        """Return a notice for each model whose answers did not all end: an answer that is cut seldom matches."""
+        counts = [sum(found[index].get("is_cut", False) for index in self._used) for found in self._found]
+        ending = f"answers to `{self.label}` did not end within {self._options.max_new_tokens:,} tokens"
+        return [
+            Notice("answers-cut", f"`{model.name}`: {count:,} of {len(self._used):,} {ending}", hint="raise `--max-new-tokens`")
+            for model, count in zip(models, counts, strict=True)
+            if count
+        ]
 
     @property
     def end_ids(self) -> set[int]:

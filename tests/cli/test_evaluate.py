@@ -127,6 +127,8 @@ def test_answers_are_extracted_from_both_texts(here: Path, models: Path) -> None
     exact = ("--metric", "exact_match", "--max-new-tokens", "2")
     found = invoke(models / "tuned", "--data", "rows.jsonl", *exact, "--answer", "#### (.*)")
     assert found["sets"]["rows.jsonl"]["metric"]["value"] == 0.0
+    (notice,) = [notice for notice in found["notices"] if notice["code"] == "answers-cut"]
+    assert "2 of 2 answers to `rows.jsonl` did not end within 2 tokens" in notice["message"]
     failed = invoke(models / "tuned", "--data", "rows.jsonl", *exact, "--answer", "= (.*)", code=2)["errors"][0]
     assert (failed["code"], failed["file"], failed["line"]) == ("answer-pattern", "rows.jsonl", 1)
     failed = invoke(models / "tuned", "--data", "rows.jsonl", *exact, "--answer", "= (.*)|or", code=2)["errors"][0]

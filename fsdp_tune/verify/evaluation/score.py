@@ -1,7 +1,7 @@
 """Run models over prepared rows, in a process of its own: `python -m fsdp_tune.verify.evaluation.score < request.json`.
 
-Prints JSON lines: `{"model": 0, "set": "test", "rows": [{"index", "total", "count"} | {"index", "ids"}, …]}` after each batch, and at the
-end of a failure `{"problems": […], "exit_code": 2}`.
+Prints JSON lines: `{"model": 0, "set": "test", "rows": [{"index", "total", "count"} | {"index", "ids", "is_cut"}, …]}` after each batch,
+and at the end of a failure `{"problems": […], "exit_code": 2}`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Scorer:
         device = torch.device(request.device)
         most = self._room(max(map(len, prompts)))
         new = generate(self.model, prompts, max_new_tokens=most, end_ids=ends, pad_id=request.pad_id, device=device)
-        return [{"ids": [token for token in tokens if token not in ends]} for tokens in new]
+        return [{"ids": [token for token in tokens if token not in ends], "is_cut": not ends.intersection(tokens)} for tokens in new]
 
     def _loss(self, examples: Sequence[EvaluatedExample]) -> Rows:
         logits, targets = self._forward(examples)
