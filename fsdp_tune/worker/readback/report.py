@@ -98,8 +98,8 @@ def _parameter_groups(wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> l
             "weight_decay": group["weight_decay"],
             **({"update": "muon" if group[ORTHOGONAL] else "adamw"} if ORTHOGONAL in group else {}),
             "tensors": len(group["params"]),
-            # A tensor that is not the model's is found by the witness, on all ranks at once.
-            "first": names.get(group["params"][0], "?"),
+            # The witness looks for tensors that are not the model's, and names them.
+            "first": next((names[parameter] for parameter in group["params"] if parameter in names), None),
         }
         for group in optimizer.param_groups
     ]
