@@ -116,7 +116,7 @@ def stale_parameter_on_one_rank() -> AbstractContextManager[Any]:
         optimizer = original(*arguments)
         if dist.get_rank() == 1:
             held = optimizer.param_groups[0]["params"]
-            held[0] = torch.nn.Parameter(held[0].detach().clone())
+            held[1] = torch.nn.Parameter(held[1].detach().clone())
         return optimizer
 
     return patch.object(trainer, "build_optimizer", build_optimizer)
@@ -219,7 +219,13 @@ PLANTS: dict[str, tuple[Any, Case, dict[str, Any], int, str]] = {
         1,
         "initial weights were drawn from different seeds: 0, 1",
     ),
-    "stale parameter": (stale_parameter_on_one_rank, Case(), {}, 1, "rank 1: the optimizer does not hold `model.embed_tokens.weight`"),
+    "stale parameter": (
+        stale_parameter_on_one_rank,
+        Case(),
+        {},
+        1,
+        "rank 1: the optimizer does not hold `model.layers.0.self_attn.q_proj.weight`",
+    ),
     "rows of another rank": (rows_of_another_rank, Case(), {}, 1, "times, by ranks 0 and 1"),
     "gathered units": (gathered_units_at_step_begin, Case(), {}, 1, "ranks 0 and 1: `model.layers.0` gathered"),
     "not updated": (
