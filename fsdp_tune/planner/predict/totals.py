@@ -58,7 +58,7 @@ class HostMemory:
     offloaded_bytes: int
     """Offloaded tensors, pinned for the full run."""
     staging_bytes: int
-    """The copy of parameters and optimizer state for an asynchronous checkpoint; the full state on rank 0 if it gathers."""
+    """The copy of parameters and optimizer state for background saves, kept from the first on; the full state on rank 0 if it gathers."""
 
     @property
     def peak_bytes(self) -> int:

@@ -6,12 +6,11 @@ manifest and renames. Until the rename there is no `checkpoint-N`.
 
 from __future__ import annotations
 
-import functools
 import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_tune import __version__
 from fsdp_tune.core.atomic import DISK, STAGE_MARK, publish
@@ -32,6 +28,7 @@ from fsdp_tune.run.manifest import MANIFEST_NAME, FileEntry, Manifest, damage
 from fsdp_tune.worker.agreement import all_or_none, from_rank0, gather
 from fsdp_tune.worker.checkpoint import state as live_state
 from fsdp_tune.worker.checkpoint.rotation import rotate
+from fsdp_tune.worker.checkpoint.snapshot import HostArena, Snapshot
 from fsdp_tune.worker.checkpoint.state import Live
 from fsdp_tune.worker.checkpoint.storage import hashing_writer, reason_of, with_free_space, write_safetensors, write_torch
 from fsdp_tune.worker.observe.heartbeat import HeartbeatWriter
@@ -70,6 +67,7 @@ class Checkpointer:
     longest_seconds: float = 0.0
     """Duration of the slowest save of this launch, including the probe."""
     _group: Any = field(default=None)
+    _arena: HostArena = field(default_factory=HostArena)
     _thread: threading.Thread | None = None
     _pending: Saved | None = None
     _size_bytes: int = 0
@@ -91,7 +89,7 @@ class Checkpointer:
         self._pending = Saved(step, 0.0)
         if self.asynchronous:
             if not self.live.full:  # the tensors gathered on rank 0 are already copies
-                snapshot = in_host_memory(snapshot)
+                snapshot = self._arena.copy(snapshot)  # the save before has ended, so its copy may be overwritten
             self._write_in_background(snapshot, self._pending)
             self._pending.stall_seconds = time.monotonic() - started
         else:
@@ -281,49 +279,3 @@ def trainer_state_facts(world_size: int, mesh: list[int], recipe_digest: str | N
         "recipe_digest": recipe_digest,
         "versions": {"fsdp_tune": __version__, "torch": torch.__version__},
     }
-
-
-# ---- The contents of one checkpoint, and a copy that training does not change.
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    step: int
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-    rank: dict[str, Any]
-    """This rank's own state: generators and sums."""
-    trainer: str
-    """trainer_state.json"""
-    facts: dict[str, Any]
-    best_step: int | None = None
-    """The best evaluated step at the time of the snapshot. A later best step has no checkpoint before this one is written."""
-
-
-def in_host_memory(snapshot: Snapshot) -> Snapshot:
-    """Return a copy of a snapshot in host memory, independent of the live tensors."""
-    return replace(snapshot, model=_copy(snapshot.model), optimizer=_copy(snapshot.optimizer))
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy(inner) for key, inner in value.items()}
-    if isinstance(value, DTensor):
-        mesh, size, stride = _on_host(value.device_mesh), value.shape, value.stride()
-        return DTensor.from_local(_copy(value.to_local()), mesh, value.placements, run_check=False, shape=size, stride=stride)
-    if is_traceable_wrapper_subclass(value):  # torchao's `to` ignores `copy`, so a tensor in host memory would be shared
-        names, rest = value.__tensor_flatten__()
-        inner = {name: getattr(value, name).detach().to("cpu", copy=True) for name in names}
-        return type(value).__tensor_unflatten__(inner, rest, value.size(), value.stride())
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    return value
-
-
-@functools.cache
-def _on_host(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the same mesh for tensors in host memory. It only describes the layout, without process groups, which would create
-    communicators on the devices during training."""
-    if mesh.device_type == "cpu":
-        return mesh
-    return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)

@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved, Snapshot, in_host_memory
+from fsdp_tune.worker.checkpoint import snapshot as snapshot_module
+from fsdp_tune.worker.checkpoint.save import Checkpointer, Saved
+from fsdp_tune.worker.checkpoint.snapshot import HostArena, Snapshot
 from tests.merge.ranks import run_ranks
 
 WHOLE = torch.arange(5 * 3, dtype=torch.float32).reshape(5, 3)
@@ -33,7 +35,7 @@ def test_shards_of_a_device_are_saved_from_the_host_without_groups_of_their_own(
         spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(WHOLE.shape, WHOLE.stride(), WHOLE.dtype))
         live = DTensor(local, spec, requires_grad=False)
         groups = dist.get_pg_count()
-        copy = in_host_memory(snapshot_of({"weight": live})).model["weight"]
+        copy = HostArena().copy(snapshot_of({"weight": live})).model["weight"]
         assert dist.get_pg_count() == groups
         assert copy.device_mesh.device_type == "cpu"
         local.zero_()
@@ -44,6 +46,37 @@ def test_shards_of_a_device_are_saved_from_the_host_without_groups_of_their_own(
     read = {"weight": torch.zeros_like(WHOLE)}
     dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
     assert torch.equal(read["weight"], WHOLE)
+
+
+def test_one_arena_holds_each_snapshot_in_turn() -> None:
+    arena = HostArena()
+    live = {"odd": torch.arange(5, dtype=torch.int8), "scalar": torch.tensor(3.5), "wide": WHOLE.t(), "none": torch.empty(0, 4), "word": 7}
+    first = arena.copy(snapshot_of(live)).model
+    assert first.pop("word") == live.pop("word")
+    assert all(torch.equal(first[name], live[name]) and first[name].data_ptr() != live[name].data_ptr() for name in live if name != "none")
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in first.values()), "DCP would copy it again"
+    kept = {name: tensor.clone() for name, tensor in live.items()}
+    for tensor in live.values():
+        tensor += 1
+    assert all(torch.equal(first[name], kept[name]) for name in kept), "training does not change the copy"
+    second = arena.copy(snapshot_of(live)).model
+    assert all(torch.equal(second[name], live[name]) for name in live)
+    assert second["wide"].data_ptr() == first["wide"].data_ptr(), "the memory is used again"
+    larger = arena.copy(snapshot_of({"weight": torch.ones(10_000)})).model["weight"]
+    assert torch.equal(larger, torch.ones(10_000))
+
+
+def test_memory_of_a_device_is_copied_to_page_locked_memory_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(snapshot_module, "pin_memory", lambda address, size: calls.append(("pin", size)))
+    monkeypatch.setattr(snapshot_module, "unpin_memory", lambda address: calls.append(("unpin", 0)))
+    stream = SimpleNamespace(synchronize=lambda: calls.append(("wait", 0)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    arena = HostArena()
+    for elements in (64, 32, 640):
+        arena.copy(snapshot_of({"weight": torch.ones(elements)}))
+    assert calls == [("pin", 256), ("wait", 0), ("wait", 0), ("unpin", 0), ("pin", 2560), ("wait", 0)]
 
 
 def test_background_thread_works_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
