@@ -136,6 +136,7 @@ def test_noisy_embeddings_and_a_faster_b_are_trained(cli: Cli, tmp_path: Path) -
 
 @pytest.mark.e2e
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_adapter_over_4_bits_is_merged_into_the_weights_that_it_was_trained_on(cli: Cli, tmp_path: Path) -> None:
     base, run = make_base(tmp_path / "base", hidden=64), RunDir(tmp_path / "run")
     (tmp_path / "qlora.yaml").write_text(json.dumps(RECIPE | {"quantization": {"load": "nf4"}}))

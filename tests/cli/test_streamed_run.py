@@ -44,20 +44,29 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(RunDir(run)) if "loss" in line]
 
 
-def test_stopped_run_continues_on_other_ranks_and_workers(cli: Cli, tmp_path: Path) -> None:
+def test_stopped_run_continues_on_other_ranks_until_its_file_changes(cli: Cli, tmp_path: Path) -> None:
     write(tmp_path, lines_of(600))
-    whole = cli("train", "--config", "recipe.yaml", "--set", "output_dir=whole", "--json")
-    assert whole.returncode == 0, whole.stderr
-    stopped = cli("train", "--config", "recipe.yaml", "--set", "output_dir=part", "--set", "training.max_steps=3", "--json")
+    stopped = cli("train", "--config", "recipe.yaml", "--set", "output_dir=run", "--set", "training.max_steps=3", "--json")
     assert stopped.returncode == 0, stopped.stderr
+    resumed = ("train", "--config", "recipe.yaml", "--set", "output_dir=run", "--resume", "auto", "--json")
+    done = cli(*resumed, "--set", "launch.num_processes=1", "--set", "training.dataloader_num_workers=3")
+    assert done.returncode == 0, done.stderr
+    assert len(set(losses(tmp_path / "run"))) == 6
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines_of(601)) + "\n")
+    changed = cli(*resumed, "--set", "training.max_steps=9")
+    assert (changed.returncode, document(changed)["errors"][0]["code"]) == (2, "data-changed")
+
+
+@pytest.mark.slow
+def test_stopped_run_has_the_losses_of_one_that_is_not(cli: Cli, tmp_path: Path) -> None:
+    write(tmp_path, lines_of(600))
+    for name, *others in (("whole",), ("part", "--set", "training.max_steps=3")):
+        done = cli("train", "--config", "recipe.yaml", "--set", f"output_dir={name}", *others, "--json")
+        assert done.returncode == 0, done.stderr
     resumed = ("train", "--config", "recipe.yaml", "--set", "output_dir=part", "--resume", "auto", "--json")
     done = cli(*resumed, "--set", "launch.num_processes=1", "--set", "training.dataloader_num_workers=3")
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "part") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
-    assert len(set(losses(tmp_path / "whole"))) == 6
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines_of(601)) + "\n")
-    changed = cli(*resumed, "--set", "training.max_steps=9")
-    assert (changed.returncode, document(changed)["errors"][0]["code"]) == (2, "data-changed")
 
 
 @pytest.mark.slow
