@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fsdp_tune.model.optim.torchao_adamw import kept_as, parts_of, torchao_class, with_plain_rates
-from fsdp_tune.worker.checkpoint.save import Snapshot, in_host_memory
+from fsdp_tune.worker.checkpoint.snapshot import HostArena, Snapshot
 
 
 def test_background_copy_shares_no_memory_with_training() -> None:
@@ -21,7 +21,7 @@ def test_background_copy_shares_no_memory_with_training() -> None:
     step()
     state = optimizer.state[weight]
     assert kept_as(state["exp_avg"]) == "8-bit"
-    copy = in_host_memory(Snapshot(1, {}, {"weight": dict(state)}, {}, "", {})).optimizer["weight"]
+    copy = HostArena().copy(Snapshot(1, {}, {"weight": dict(state)}, {}, "", {})).optimizer["weight"]
     assert kept_as(copy["exp_avg"]) == "8-bit"
     before = {kind: [part.clone() for part in parts_of(copy[kind])] for kind in copy}
     step()
