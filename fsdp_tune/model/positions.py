@@ -15,6 +15,14 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
+def positions_of_run(recipe: Recipe, config: PreTrainedConfig) -> int | None:
+    """Return `max_positions` after `model.rope_scaling`. `config` includes them already, except those of `dynamic`."""
+    positions, scaling = max_positions(config), recipe.model.rope_scaling
+    if positions is None or scaling is None or scaling.rope_type != "dynamic":
+        return positions
+    return int(scaling.factor * positions)
+
+
 def beyond_table_of_positions(recipe: Recipe, model: PreTrainedModel) -> Problem | None:
     """Return the problem of a `max_length` beyond the model's table of positions; None if it fits, or if there is no table."""
     positions, longest = max_positions(model.config), recipe.data.max_length

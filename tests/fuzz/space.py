@@ -30,6 +30,7 @@ NOT_DRAWN: dict[str, str] = {
     **dict.fromkeys(("model.tokenizer", "model.tokenizer_revision", "model.trust_remote_code"), "rows are drawn as ids"),
     "model.resize_embeddings": "rows are drawn as ids within the vocabulary; tests/parity has rows of grown embeddings",
     "model.config_overrides": "drawn as fields of the config that both load (`Draw.overrides`)",
+    "model.rope_scaling": "changes frequencies before ranks matter; tests/parity has a row",
     "model.frozen_dtype": "follows from the compute dtype, which is drawn",
     **dict.fromkeys(("data.max_length", "data.packing", "training.seed", "training.data_seed"), _BATCH),
     **dict.fromkeys(
@@ -99,6 +100,8 @@ _DOMAINS: dict[str, tuple[Any, ...]] = {
 def reason_not_drawn(name: str) -> str | None:
     """Why a key is not drawn; None for one that is."""
     drawn_of_data = ("data.shuffle", "data.pad_to_multiple_of")
+    if name.startswith("model.rope_scaling"):
+        return NOT_DRAWN["model.rope_scaling"]
     if name.startswith("training.parameter_groups"):
         return NOT_DRAWN["training.parameter_groups"]
     if name.startswith(("data.", "model.tokens.")) and name not in drawn_of_data and name not in NOT_DRAWN:

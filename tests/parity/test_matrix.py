@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -190,6 +192,25 @@ def test_seeded_weights_equal_those_of_one_process(bench: Bench) -> None:
     runs.train(bench.pool, run, case.ranks)
     model = make_model("llama", bench.folder / "models" / "llama-42", seed=42)
     assert deviation(run, bench.reference("llama", model=model)).is_within_fp32
+
+
+@pytest.mark.ranks
+def test_scaled_positions_follow_one_device(bench: Bench, record_property) -> None:
+    """The reference reads the scaling from its config.json, in which transformers' fields were written by this test."""
+    case, plain = Case(packed=True, recomputation="full"), bench.model("llama")
+    scaled = Path(shutil.copytree(plain, bench.folder / "models" / "llama-yarn", dirs_exist_ok=True))
+    config = json.loads((scaled / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 128, "beta_fast": 16.0}
+    config |= {"rope_parameters": config["rope_parameters"] | yarn, "max_position_embeddings": 2048}
+    (scaled / "config.json").write_text(json.dumps(config))
+    run = runs.write_run(
+        bench.new_folder(), runs.merged(case.recipe(str(plain)), {"model": {"rope_scaling": yarn}}), bench.store, packed=True
+    )
+    runs.train(bench.pool, run, case.ranks)
+    found = deviation(run, bench.reference("llama", packed=True, model=scaled))
+    record_property("parity", found.row("model.rope_scaling: yarn", case))
+    assert found.is_within_fp32, f"{found}; worst is {found.worst_name}"
+    assert not deviation(run, bench.reference("llama", packed=True)).is_within_fp32
 
 
 def test_deviation_of_nonfinite_value_is_infinite() -> None:

@@ -121,6 +121,7 @@ CONTRADICTIONS = [
     ("launch: {device: cpu}\nfsdp: {version: 1, offload_params: true}", 4, "line 3"),
 ]
 STREAM = "model: {name_or_path: a}\ndata: {train: [{path: a}], streaming: true, packing: true}\ntraining:\n  max_steps: 9\n"
+SCALED = "model: {name_or_path: a, rope_scaling: {rope_type: llama3, factor: 4}}\ndata: {train: [{path: b}]}\n"
 COMPLETE = [
     (
         "model: {name_or_path: a, dtype: bf16}\ndata: {train: [{path: b}]}\nfsdp: {sharding_strategy: HYBRID_SHARD}\n"
@@ -216,6 +217,9 @@ COMPLETE = [
         "model: {name_or_path: a, freeze: ['*wte*']}\ndata: {train: [{path: b}]}\nlora: {}",
         "`model.freeze` has no effect with `lora:`",
     ),
+    (SCALED.replace("factor: 4", "factor: 4, beta_fast: 16"), "does not read `beta_fast`"),
+    (SCALED.replace("factor: 4", "factor: 4, low_freq_factor: 4.0"), "`low_freq_factor` is 4 and `high_freq_factor` is 4"),
+    (SCALED.replace("model: {n", "model: {config_overrides: {max_position_embeddings: 4096}, n"), "sets `max_position_embeddings`"),
 ]
 
 

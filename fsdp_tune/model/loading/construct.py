@@ -22,6 +22,7 @@ from fsdp_tune.model.adapters.nf4_linear import quantise_layers
 from fsdp_tune.model.kernels.attention import choose_attention
 from fsdp_tune.model.loading.adapter_files import check_adapter, start_adapters
 from fsdp_tune.model.loading.bitsandbytes_files import refuse_other_quantisation
+from fsdp_tune.model.loading.rope_scaling import require_rotary_scaling, scale_positions
 from fsdp_tune.model.loading.rotary import fix_rotary_frequencies
 from fsdp_tune.recipe.catalogue import architecture
 from fsdp_tune.recipe.schema import Recipe
@@ -35,9 +36,9 @@ TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 
 
 def model_config(recipe: Recipe) -> PreTrainedConfig:
-    """Return the model's configuration with `model.config_overrides` applied and caching off.
+    """Return the model's configuration with `model.config_overrides` and `model.rope_scaling` applied and caching off.
 
-    Raises: usage error (exit 2) if the model cannot be found, or if the class lacks an overridden field.
+    Raises: usage error (exit 2) if the model cannot be found, if the class lacks an overridden field, or if it cannot be scaled.
     """
     return _with_overrides(recipe, _base_config(recipe))
 
@@ -65,6 +66,7 @@ def _with_overrides(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfi
                 hint=_close(name, known),
             )
         setattr(config, name, value)
+    scale_positions(recipe, config)
     config.use_cache = False
     return config
 
@@ -172,8 +174,13 @@ def _from_config(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
         )
     except (ValueError, ImportError) as error:
         raise _refused(recipe, error) from error
-    fix_rotary_frequencies(model, recipe.data.max_length)
+    _settle_rotary(recipe, model)
     return model
+
+
+def _settle_rotary(recipe: Recipe, model: PreTrainedModel) -> None:
+    require_rotary_scaling(recipe, model)
+    fix_rotary_frequencies(model, recipe.data.max_length)
 
 
 def build_empty(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabulary: int | None = None) -> PreTrainedModel:
@@ -219,7 +226,7 @@ def build_full(recipe: Recipe, config: PreTrainedConfig | None = None, *, vocabu
         model, loading = loaded
         if recipe.model.config_overrides.get("tie_word_embeddings") is False:
             _start_untied_head(model, loading["missing_keys"])
-        fix_rotary_frequencies(model, recipe.data.max_length)
+        _settle_rotary(recipe, model)
     _finish(recipe, model, vocabulary)
     if recipe.quantization is not None:  # trained parameters were read in fp32 too
         for parameter in model.parameters():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import math
 import sys
 from typing import Any
 
@@ -27,7 +28,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     from fsdp_tune.model.loading.adapter_files import check_base
     from fsdp_tune.model.loading.construct import build_empty, config_or_facts, embedding_rows, generation_config
     from fsdp_tune.model.optim.torchao_adamw import require_optimizer
-    from fsdp_tune.model.positions import max_positions
+    from fsdp_tune.model.positions import positions_of_run
 
     problems: list[Problem] = []
     notices: list[Notice] = []
@@ -47,7 +48,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "embedding_rows": embedding_rows(model),
             "tied_embeddings": _tied(model),
-            "max_positions": max_positions(config),
+            "max_positions": positions_of_run(recipe, config),
             "attention": model.config._attn_implementation,
         }
         if recipe.lora is not None:
@@ -109,11 +110,12 @@ def _limits(recipe: Recipe, model: Any, found: dict[str, Any]) -> tuple[list[Pro
     if positions is not None and longest > positions:
         if (problem := beyond_table_of_positions(recipe, model)) is not None:
             problems.append(problem)
-        else:  # rotary positions can be computed for any length, so nothing would fail
+        elif recipe.model.rope_scaling is None:  # rotary positions can be computed for any length, so nothing would fail
             message = (
                 f"data.max_length is {longest}, and the model's configuration has {positions} positions: it was not trained beyond them"
             )
-            hint = "lower data.max_length, or stretch the positions: `model.config_overrides: {rope_parameters: {rope_type: yarn, …}}`"
+            factor = math.ceil(longest / positions)
+            hint = f"lower data.max_length, or stretch rotary positions: `model: {{rope_scaling: {{rope_type: yarn, factor: {factor}.0}}}}`"
             notices.append(Notice("positions-never-trained", message, hint=hint))
     for kind, original in fixed_rotary(model).items():
         if longest > original:

@@ -15,7 +15,7 @@ from fsdp_tune.model.adapters.nf4 import count_elements
 from fsdp_tune.model.kernels.float8 import plan_fp8
 from fsdp_tune.model.loading.construct import TORCH_DTYPE
 from fsdp_tune.model.loading.experts import active_parameters
-from fsdp_tune.model.positions import max_positions
+from fsdp_tune.model.positions import positions_of_run
 from fsdp_tune.model.shard.fsdp_units import decoder_layers
 from fsdp_tune.planner.predict.depth import Repeated
 from fsdp_tune.planner.trace.device import STREAMS
@@ -65,7 +65,7 @@ def assemble(
             "transformers": metadata.version("transformers"),
             "python": platform.python_version(),
             "config": config.to_diff_dict(),
-            "max_positions": max_positions(config),
+            "max_positions": positions_of_run(recipe, config),
         },
     )
 

@@ -49,6 +49,8 @@ RENAMED: tuple[tuple[Path, Path, Change | None], ...] = (
     (("model", "max_seq_length"), ("data", "max_length"), None),
     (("model", "torch_dtype"), ("model", "dtype"), None),
     (("training", "torch_dtype"), ("model", "dtype"), None),
+    (("model", "rope_scaling", "type"), ("model", "rope_scaling", "rope_type"), None),
+    (("model", "rope_parameters"), ("model", "rope_scaling"), None),
 )
 UPPERCASED = ("auto_wrap_policy", "backward_prefetch", "state_dict_type")
 

@@ -21,6 +21,7 @@ _MICRO_BATCH = "training.per_device_train_batch_size"
 _ALL_LINEAR = "lora: {target_modules: all-linear}"
 _SMALL_SCALES = "quantization: {load: nf4, scales: bf16}"
 _NF4 = "quantization: {load: nf4}"
+_YARN = "model: {rope_scaling: {rope_type: yarn, factor: 4.0}}"
 _PROMPTS = "data: {loss_on: completion}"
 
 _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
@@ -147,6 +148,7 @@ _BY_TOOL: dict[str | None, dict[str, tuple[str, str | None]]] = {
         **dict.fromkeys(("train_file", "train_files", "train_data", "train_path", "data_path", "dataset_path"), ("data.train", _TRAIN)),
         **dict.fromkeys(("eval_file", "validation_file", "val_file", "test_size"), ("data.eval", _HELD_OUT)),
         **dict.fromkeys(("save_dir", "out_dir", "output_path", "checkpoint_dir"), ("output_dir", None)),
+        **dict.fromkeys(("rope_scaling", "rope_parameters"), ("model.rope_scaling", _YARN)),
         "experiment_name": ("name", None),
         **dict.fromkeys(("mixed_precision_dtype", "amp"), ("precision.mixed_precision", None)),
         **dict.fromkeys(("zero_stage", "sharding"), ("fsdp.sharding_strategy", None)),

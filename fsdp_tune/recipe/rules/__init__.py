@@ -157,6 +157,26 @@ def written_paths(recipe: Recipe) -> Iterator[Finding]:
             yield Finding(code, (key,), f"`{key}` contains the control character `{escape}`", hint)
 
 
+def rope_scaling(recipe: Recipe) -> Iterator[Finding]:
+    scaling = recipe.model.rope_scaling
+    if scaling is None:
+        return
+    for name in scaling.unused:
+        keys = (f"model.rope_scaling.{name}", "model.rope_scaling.rope_type")
+        yield Finding("contradiction", keys, f"`rope_type: {scaling.rope_type}` does not read `{name}`", f"leave `{name}` out")
+    pairs = {("beta_slow", "beta_fast"): (1.0, 32.0), ("low_freq_factor", "high_freq_factor"): (1.0, 4.0)}
+    for (low, high), defaults in pairs.items():
+        values = [getattr(scaling, name) or default for name, default in zip((low, high), defaults, strict=True)]
+        if values[0] >= values[1]:
+            keys = (f"model.rope_scaling.{low}", f"model.rope_scaling.{high}", "model.rope_scaling")
+            yield Finding("contradiction", keys, f"`{low}` is {values[0]:g} and `{high}` is {values[1]:g}: it must be larger")
+    for field in ("rope_parameters", "rope_scaling", "max_position_embeddings"):
+        if field in recipe.model.config_overrides:
+            keys = ("model.config_overrides", "model.rope_scaling")
+            message = f"`model.config_overrides` sets `{field}`, which `model.rope_scaling` sets too"
+            yield Finding("contradiction", keys, message, "keep one of them")
+
+
 KERNELS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 
 
@@ -211,7 +231,7 @@ def kernels(recipe: Recipe) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     *(model_source, data_sources, strategy_agrees, fsdp_version, bf16_storage),
-    *(no_shell_variables_in_paths, written_paths, attention_kernel, device_limits, kernels),
+    *(no_shell_variables_in_paths, written_paths, rope_scaling, attention_kernel, device_limits, kernels),
     *(*ENVIRONMENT_RULES, *OPTIMIZER_RULES, *FP8_RULES, *ADAPTER_RULES, *TRAINING_RULES, *STREAMING_RULES),
 )
 
@@ -224,5 +244,12 @@ def pure_bf16(recipe: Recipe) -> Iterator[Finding]:
         yield Finding("pure-bf16", ("model.dtype",), message, hint)
 
 
-REMARKS: tuple[Rule, ...] = (pure_bf16,)
+def scaling_outside_adapters(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.model.rope_scaling is not None and recipe.lora is not None and recipe.merge.adapter != "merged":
+        message = "an adapter's files do not contain `model.rope_scaling`; the merged model's config.json does"
+        hint = "load the adapter onto its base with that config.json"
+        yield Finding("rope-scaling-outside-adapter", ("model.rope_scaling",), message, hint)
+
+
+REMARKS: tuple[Rule, ...] = (pure_bf16, scaling_outside_adapters)
 """Notices about choices that are allowed and often a mistake."""

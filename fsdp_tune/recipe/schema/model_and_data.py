@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, Tag
 
 from fsdp_tune.recipe.schema.effects import DATA, FREE, MEMORY, NOTHING, NUMBERS, REFUSED, TIME, TRAJECTORY, Effect
 from fsdp_tune.recipe.schema.kinds import (
+    AboveOne,
     Auto,
     ChatRole,
     DataFormat,
@@ -36,6 +37,63 @@ class Tokens(Section):
     """Tokens to add; resizes the embedding."""
 
 
+_ROPE_FIELDS = {
+    "linear": (),
+    "dynamic": (),
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+}
+"""The optional fields of each `rope_type`, as in transformers' `modeling_rope_utils.py`."""
+
+
+class RopeScaling(Section):
+    """Fields of transformers' `rope_parameters`, by the same names."""
+
+    default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
+
+    rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
+    """Formula of the stretched frequencies, as in transformers."""
+    factor: AboveOne
+    """Longest row after scaling, as a multiple of `original_max_position_embeddings`."""
+    original_max_position_embeddings: Whole | None = None
+    """Positions before scaling; null = those of the model's configuration."""
+    attention_factor: Positive | None = None
+    """yarn: scale of the rotary embeddings; null = 0.1 · ln(factor) + 1."""
+    beta_fast: Positive | None = None
+    """yarn: frequencies with more rotations than this are kept; null = 32."""
+    beta_slow: Positive | None = None
+    """yarn: frequencies with fewer rotations than this are divided by `factor`; null = 1."""
+    mscale: Positive | None = None
+    """yarn: `attention_factor` is computed from it together with `mscale_all_dim` (DeepSeek)."""
+    mscale_all_dim: Positive | None = None
+    """yarn: see `mscale`."""
+    truncate: bool | None = None
+    """yarn: round the range between `beta_fast` and `beta_slow` to whole dimensions; null = true."""
+    low_freq_factor: Positive | None = None
+    """llama3: wavelengths above original / low_freq_factor are stretched by `factor`; null = 1."""
+    high_freq_factor: Positive | None = None
+    """llama3: wavelengths below original / high_freq_factor are kept; null = 4."""
+    layer_types: list[Text] | None = None
+    """Types of layers to scale, for models with frequencies by type (gemma3); null = full_attention."""
+    replace_existing: bool = False
+    """true: replace a scaling that the model's configuration has; false: another scaling there is an error."""
+
+    @property
+    def unused(self) -> list[str]:
+        """Names of the fields that are set and that `rope_type` does not read."""
+        fields = {name for names in _ROPE_FIELDS.values() for name in names} - set(_ROPE_FIELDS[self.rope_type])
+        return sorted(name for name in fields if getattr(self, name) is not None)
+
+    def parameters(self, original: int) -> dict[str, Any]:
+        """Return the fields for `rope_parameters`. `original` is the number of positions before scaling."""
+        fields: dict[str, Any] = {"rope_type": self.rope_type, "factor": self.factor}
+        if self.rope_type in ("yarn", "llama3"):
+            fields["original_max_position_embeddings"] = original
+        if self.rope_type == "llama3":
+            fields |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        return fields | {name: value for name in _ROPE_FIELDS[self.rope_type] if (value := getattr(self, name)) is not None}
+
+
 class Model(Section):
     default_effect = Effect(MEMORY | TIME | NUMBERS, REFUSED)
 
@@ -51,6 +109,8 @@ class Model(Section):
     """A config.json, or the mapping inline (`{model_type: llama, hidden_size: 512}`): random weights."""
     config_overrides: dict[str, Any] = {}
     """Fields of the model's config class to change (`{attention_dropout: 0.0}`), checked against the class."""
+    rope_scaling: RopeScaling | None = None
+    """Stretch the rotary positions (`{rope_type: yarn, factor: 4.0}`), by transformers' names; also written to the merged config.json."""
     trust_remote_code: Annotated[bool, Effect(MEMORY | TIME | NUMBERS, FREE)] = False
     """Run Python code from the model's repository. Takes effect only together with `--trust-remote-code`."""
     resize_embeddings: bool = False

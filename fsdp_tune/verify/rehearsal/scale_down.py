@@ -183,6 +183,7 @@ def _model(small: ScaledRecipe, recipe: Recipe, config: Mapping[str, Any], input
         "revision": "main",
         "from_config": shrunk,
         "config_overrides": {},
+        "rope_scaling": None,
         "frozen_dtype": recipe.model.frozen_dtype,
     }
     of, to = _first(config, LAYER_KEYS), _first(shrunk, LAYER_KEYS)
