@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_tune.model.kernels.varlen import attention_with_masks
+
 READS_PADDING = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
 """Types of models whose recurrent layers take padding on the left for text."""
 
@@ -51,7 +53,8 @@ def generate(
             options["position_ids"] = positions[:, -inputs.shape[1] :]
         if cache is not None:
             options["past_key_values"] = cache
-        outputs = model(input_ids=inputs, attention_mask=mask, use_cache=True, **options)
+        with attention_with_masks(plain.config):
+            outputs = model(input_ids=inputs, attention_mask=mask, use_cache=True, **options)
         cache = getattr(outputs, "past_key_values", None)
         token = torch.where(finished, pad_id, outputs.logits[:, -1].argmax(-1))
         finished = finished | torch.isin(token, ends)
@@ -72,6 +75,7 @@ def _generate_without_cache(
     all_finished: Callable[[bool], bool],
 ) -> list[list[int]]:
     """Run the full texts again for each token, padded on the right, where no causal layer sees the padding."""
+    plain: Any = getattr(model, "module", model)
     texts = [list(prompt) for prompt in prompts]
     finished = [False] * len(texts)
     steps = 0
@@ -79,7 +83,8 @@ def _generate_without_cache(
         width = max(map(len, texts))
         ids = torch.tensor([text + [pad_id] * (width - len(text)) for text in texts], device=device)
         mask = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts], device=device)
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        with attention_with_masks(plain.config):
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         for row, text in enumerate(texts):
             if not finished[row]:
                 text.append(int(logits[row, len(text) - 1].argmax()))

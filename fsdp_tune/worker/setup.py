@@ -74,7 +74,7 @@ def build_trainer(
         prepared.pad_token_id,
         recipe.data.pad_to_multiple_of,
         recipe.data.max_length,
-        variable_lengths=has_variable_lengths(loaded.model.config._attn_implementation),
+        variable_lengths=recipe.data.packing and has_variable_lengths(loaded.model.config._attn_implementation),
         names_examples=auxiliary_loss_weight(loaded.model) > 0,
     )
     parts = Parts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 from unittest.mock import patch
 
@@ -10,8 +11,9 @@ import torch
 from transformers import AttentionMaskInterface, AutoConfig
 from transformers.masking_utils import flash_attention_mask
 
+from fsdp_tune.core.errors import FsdpTuneError
 from fsdp_tune.data.store import RowStore
-from fsdp_tune.model.kernels.attention import choose_attention, has_variable_lengths, stands_for
+from fsdp_tune.model.kernels.attention import choose_attention, has_variable_lengths, large_mask_notices, stands_for
 from fsdp_tune.model.kernels.kernel_choice import KernelChoice
 from fsdp_tune.model.loading.construct import build_empty, build_full
 from fsdp_tune.model.loss import micro_batch_loss, model_inputs
@@ -29,6 +31,7 @@ def choice(
     device: str = "cuda",
     precision: str = "bf16",
     capability: tuple[int, int] = (9, 0),
+    has_gpu: bool = False,
     packing: bool = False,
     asked: str = "auto",
     **fields: Any,
@@ -43,6 +46,7 @@ def choice(
         patch("fsdp_tune.model.kernels.attention.is_flash_attn_2_available", lambda: 2 in installed),
         patch("fsdp_tune.model.kernels.attention.is_flash_attn_3_available", lambda: 3 in installed),
         patch.object(torch.cuda, "get_device_capability", lambda: capability),
+        patch.object(torch.cuda, "is_available", lambda: has_gpu),
     ):
         return choose_attention(recipe, config)
 
@@ -50,20 +54,31 @@ def choice(
 @pytest.mark.parametrize(
     ("given", "kernel", "reason"),
     [
-        ({}, "sdpa", "flash-attn is not installed"),
-        ({"packing": True}, "sdpa", "block-diagonal mask"),
+        ({}, "torch_varlen", "flash-attn is not installed"),
+        ({"packing": True}, "torch_varlen", "flash-attn is not installed"),
+        (
+            {"packing": True, "attention_dropout": 0.1},
+            "sdpa",
+            "no dropout, and the model's attention uses it; packed rows get a block-diagonal mask",
+        ),
+        ({"attn_logit_softcapping": 30.0}, "sdpa", "has no soft-cap, and LlamaForCausalLM uses one"),
+        ({"family": "falcon"}, "sdpa", "FalconForCausalLM does not pass the lengths of examples"),
+        ({"family": "gpt2"}, "sdpa", "has no dropout"),
+        ({"packing": True, "has_gpu": True, "capability": (7, 5)}, "sdpa", "needs an Ampere GPU"),
+        ({"has_gpu": True}, "torch_varlen", "flash-attn is not installed"),
         ({"installed": (2,)}, "flash_attention_2", "flash-attn is installed; flash-attn-3 is not"),
         ({"installed": (3,)}, "flash_attention_3", "FlashAttention 3 is installed"),
         ({"installed": (2, 3)}, "flash_attention_3", "FlashAttention 3 is installed"),
         ({"installed": (2, 3), "packing": True}, "flash_attention_3", "FlashAttention 3 is installed"),
         ({"installed": (2, 3), "capability": (8, 0)}, "flash_attention_2", "needs a Hopper GPU"),
-        ({"installed": (3,), "capability": (8, 0)}, "sdpa", "needs a Hopper GPU"),
+        ({"installed": (3,), "capability": (8, 0)}, "torch_varlen", "needs a Hopper GPU"),
         ({"installed": (2, 3), "attention_dropout": 0.1}, "flash_attention_2", "no dropout"),
         ({"installed": (2, 3), "device": "cpu"}, "sdpa", "the device is cpu"),
         ({"installed": (2, 3), "precision": "no"}, "sdpa", "bf16 and fp16 only"),
         ({"installed": (2,), "head_dim": 512}, "sdpa", "the model's have 512"),
         ({"installed": (2,), "family": "bloom"}, "eager", "has no other"),
         ({"installed": (2, 3), "asked": "eager"}, "eager", "set in the recipe"),
+        ({"installed": (2, 3), "asked": "torch_varlen"}, "torch_varlen", "set in the recipe"),
     ],
     ids=str,
 )
@@ -71,6 +86,56 @@ def test_auto_selects_the_fastest_correct_kernel(given: dict[str, Any], kernel: 
     found = choice(**given)
     assert found.value == kernel
     assert reason in found.reason
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"device": "cpu"}, "needs CUDA"),
+        ({"precision": "no"}, "bf16 and fp16 only"),
+        ({"attention_dropout": 0.1}, "has no dropout"),
+        ({"family": "gpt_oss"}, "declares its own flash kernels"),
+    ],
+    ids=str,
+)
+def test_written_variable_length_attention_is_refused_with_the_reason(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(FsdpTuneError, match=reason) as raised:
+        choice(asked="torch_varlen", **given)
+    assert raised.value.problems[0].code == "model-refused"
+
+
+def test_torch_without_windows_in_its_variable_length_attention_gets_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_tune.model.kernels.varlen._OPTIONS", frozenset({"scale", "is_causal"}))
+    found = choice()
+    assert found.value == "sdpa"
+    assert "variable-length attention without `window_size`" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fsdp", "size"),
+    [
+        (4000, {}, None),
+        (4096, {}, "1.02 GiB"),  # 16 MiB, and 32 MiB in each of 32 layers
+        (4096, {"activation_checkpointing": "full"}, None),
+        (32768, {"activation_checkpointing": "full"}, "3.00 GiB"),
+        (32768, {"activation_checkpointing": "full", "activation_checkpointing_every": 2}, "35.00 GiB"),
+    ],
+    ids=str,
+)
+def test_large_masks_are_reported_with_the_longest_row(tokens: int, fsdp: dict[str, Any], size: str | None) -> None:
+    base = recipe_of(
+        "llama", data={"train": [{"path": "x"}], "packing": True, "max_length": tokens}, fsdp=fsdp, precision={"mixed_precision": "bf16"}
+    )
+    recipe = base.model_copy(update={"launch": base.launch.model_copy(update={"device": "cuda"})})
+    found = large_mask_notices(recipe, AutoConfig.for_model("llama"), 32, KernelChoice("sdpa", "no dropout"))
+    assert [notice.code for notice in found] == ([] if size is None else ["attention-mask-large"])
+    if size is not None:
+        assert size in found[0].message
+        longest = int(str(found[0].hint).partition("max_length=")[2].partition("`")[0])
+        assert 4000 < longest < tokens
+        shorter = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": longest})})
+        assert large_mask_notices(shorter, AutoConfig.for_model("llama"), 32, KernelChoice("sdpa", "no dropout")) == []
+    assert large_mask_notices(recipe, AutoConfig.for_model("llama"), 32, KernelChoice("torch_varlen", "")) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -98,14 +163,18 @@ def without_lengths(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return {name: tensor for name, tensor in tensors.items() if name != "cu_seq_lens"}
 
 
-def test_lengths_go_with_packed_batches_only(tmp_path: Any) -> None:
+def test_every_batch_of_a_kernel_with_variable_lengths_has_lengths(tmp_path: Any) -> None:
+    """Also one whose rows are one example each: compiled layers have the same inputs in every batch."""
     store = make_store(tmp_path / "store")
     collator = Collator(pad_token_id=0, multiple_of=8, variable_lengths=True)
-    assert "cu_seq_lens" not in collator([RowStore(store / "train")[0]]).tensors
-    assert "cu_seq_lens" not in collator([None]).tensors
-    row = RowStore(store / "train-packed")[0]
-    assert collator([row]).tensors["cu_seq_lens"].dtype == torch.int32
-    assert "cu_seq_lens" not in Collator(pad_token_id=0, multiple_of=8)([row]).tensors
+    assert collator([None]).tensors["cu_seq_lens"].tolist() == [0, 8]
+    alone, packed = RowStore(store / "train")[0], RowStore(store / "train-packed")[0]
+    for row in (alone, packed):
+        batch = collator([row]).tensors
+        assert batch["cu_seq_lens"].dtype == torch.int32
+        assert batch["cu_seq_lens"].tolist()[1 : len(row.lengths) + 1] == list(itertools.accumulate(row.lengths))
+        assert batch["cu_seq_lens"][-1] == batch["input_ids"].shape[1]
+    assert "cu_seq_lens" not in Collator(pad_token_id=0, multiple_of=8)([packed]).tensors
 
 
 @pytest.mark.parametrize(
@@ -116,6 +185,7 @@ def test_lengths_go_with_packed_batches_only(tmp_path: Any) -> None:
         ("kernels-community/flash-attn2", True),
         ("kernels-community/vllm-flash-attn3@v1", True),
         ("paged|flash_attention_2", True),
+        ("torch_varlen", True),
         ("sdpa", False),
         ("eager", False),
         ("flex_attention", False),

@@ -132,6 +132,10 @@ COMPLETE = [
         "model: {name_or_path: a, attn_implementation: flex_attention}\ndata: {train: [{path: b}]}\nlaunch: {device: cpu}",
         "cannot train on the CPU",
     ),
+    (
+        "model: {name_or_path: a, attn_implementation: torch_varlen}\ndata: {train: [{path: b}]}\nlaunch: {device: cpu}",
+        "`model.attn_implementation: torch_varlen` cannot train on the CPU",
+    ),
     ("model: {name_or_path: a}\ndata: {train: [{path: $DATA/x.jsonl}]}", "`$DATA`"),
     (
         "model: {name_or_path: a}\ndata: {train: [{path: json, data_files: 'https://me:pass@host/x.jsonl'}]}",

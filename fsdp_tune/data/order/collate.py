@@ -48,7 +48,7 @@ def cumulative_lengths(rows: Sequence[Row], width: int) -> Int32:
 
     The padding of each row is a separate sequence, so that the last entry is the number of tokens in the batch.
     """
-    spans = [span for row in rows for span in _spans(row, width)]
+    spans = [span for row in rows for span in _spans(row, width)] or [width]
     return np.concatenate([[0], np.cumsum(spans)]).astype(np.int32)
 
 

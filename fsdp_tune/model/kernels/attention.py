@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,28 +10,43 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
+from fsdp_tune.core.errors import Notice, Where, usage_error
+from fsdp_tune.core.units import format_bytes
 from fsdp_tune.model.kernels.kernel_choice import WRITTEN, KernelChoice
+from fsdp_tune.model.kernels.varlen import against_torch_varlen, has_attention_dropout
 from fsdp_tune.recipe.schema import Recipe
-from fsdp_tune.recipe.schema.kinds import is_flash_kernel
+from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN, is_flash_kernel
 
-_DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attn_dropout")
+_KEY = "model.attn_implementation"
 _MAX_HEAD_WIDTH = 256
 _HOPPER = (9, 0)
+_LARGE_MASK_BYTES = 2**30
 
 
 def choose_attention(recipe: Recipe, config: PreTrainedConfig) -> KernelChoice:
-    """Choose FlashAttention 3, else 2, if installed and suitable for the model; else SDPA, if the model supports it; else eager."""
+    """Choose a kernel: FlashAttention 3, else 2, if installed; else torch's variable-length attention; else SDPA; else eager.
+
+    Each is chosen only if it suits the model. Raises: usage error if the recipe sets torch's variable-length attention and it does not.
+    """
     requested = recipe.model.attn_implementation
-    if requested != "auto":
+    if requested not in ("auto", TORCH_VARLEN):
         return KernelChoice(requested, WRITTEN)
     found: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)  # type: ignore[attr-defined]
     model_class: Any = found[0] if isinstance(found, tuple) else found
     against = _against_flash(recipe, config, model_class)
+    if requested == TORCH_VARLEN:
+        if reason := against or against_torch_varlen(config, model_class):
+            hint = "`auto` chooses a kernel that the model supports"
+            raise usage_error("model-refused", f"`{_KEY}: {requested}`: {reason}", where=Where(key=_KEY), hint=hint)
+        return KernelChoice(requested, WRITTEN)
     if against is None:
-        version, reason = _flash_version(config)
+        version, against = _flash_version(config)
         if version is not None:
-            return KernelChoice(f"flash_attention_{version}", reason)
-        against = reason
+            return KernelChoice(f"flash_attention_{version}", against)
+        against_varlen = against_torch_varlen(config, model_class)
+        if against_varlen is None:
+            return KernelChoice(TORCH_VARLEN, against)
+        against = f"{against}; {against_varlen}"
     if model_class is None:
         return KernelChoice("auto", against)
     kernel = "sdpa" if model_class._supports_sdpa else "eager"
@@ -61,9 +77,8 @@ def _against_flash(recipe: Recipe, config: PreTrainedConfig, model_class: Any) -
 
 def _flash_version(config: PreTrainedConfig) -> tuple[int | None, str]:
     """Return the newest usable version and its reason, by transformers' own checks for packages and a CUDA device."""
-    has_dropout = any(getattr(config, field, 0.0) for field in _DROPOUT_FIELDS)
     if is_flash_attn_3_available():
-        if has_dropout:
+        if has_attention_dropout(config):
             against_3 = "FlashAttention 3 has no dropout, and the model's attention uses it"
         elif torch.cuda.get_device_capability() < _HOPPER:
             against_3 = "FlashAttention 3 needs a Hopper GPU"
@@ -82,6 +97,30 @@ def live_attention(recipe: Recipe, model: PreTrainedModel) -> KernelChoice:
     if chosen.value in ("auto", live):
         return KernelChoice(live, chosen.reason)
     return KernelChoice(live, f"transformers uses it instead of {chosen.value}")
+
+
+def large_mask_notices(recipe: Recipe, config: PreTrainedConfig, layers: int, chosen: KernelChoice) -> list[Notice]:
+    """Return a notice if the masks of packed rows and their copies take more than `_LARGE_MASK_BYTES` on a GPU.
+
+    transformers makes a boolean mask [rows, 1, tokens, tokens] for each kind of layer; sdpa converts it to the compute dtype in each
+    layer, and autograd saves this copy for the backward, in recomputed layers for one layer at a time.
+    """
+    if not recipe.data.packing or recipe.launch.device != "cuda" or chosen.value != "sdpa":
+        return []
+    recomputed = 0 if recipe.fsdp.activation_checkpointing == "none" else -(-layers // recipe.fsdp.activation_checkpointing_every)
+    copies = layers - recomputed + min(1, recomputed)
+    kinds = len(set(getattr(config, "layer_types", None) or ["full_attention"]))
+    rows, tokens = recipe.training.per_device_train_batch_size, recipe.data.max_length
+    per_pair = rows * (kinds + copies * (4 if recipe.compute_dtype == "fp32" else 2))
+    if (size := per_pair * tokens**2) <= _LARGE_MASK_BYTES:
+        return []
+    message = (
+        f"the masks of packed rows of {tokens:,} tokens take {format_bytes(size)} on each GPU, with a float copy in {copies} of {layers} "
+        f"layers (sdpa: {chosen.reason})"
+    )
+    longest, limit = math.isqrt(_LARGE_MASK_BYTES // per_pair), format_bytes(_LARGE_MASK_BYTES)
+    auto = "leave `model.attn_implementation` at auto, or " if chosen.reason == WRITTEN else ""
+    return [Notice("attention-mask-large", message, hint=f"{auto}`--set data.max_length={longest}` keeps them at {limit}")]
 
 
 def stands_for(live: str, kernel: str) -> bool:

@@ -42,6 +42,8 @@ def compile_layers(recipe: Recipe, model: PreTrainedModel) -> list[str]:
     layers = decoder_layers(model, recipe.layer_classes)
     # Layers share code objects, and Dynamo's limit is per code object; above it they would run uncompiled. Twice the expected number.
     dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * expected_graphs(recipe, [layer for _, layer in layers]))
+    # The number of packed examples differs between batches: a variable from the first graph on.
+    torch.compiler.config.dynamic_sources = r".*\['cu_seq_lens_[qk]'\]"
     # Under DDP, Dynamo would split graphs at buckets, which fails with recomputation and is unnecessary for single layers.
     dynamo.optimize_ddp = False
     # Dynamo does not compile a function that moves saved tensors to the host, so only the recomputed part is compiled there.

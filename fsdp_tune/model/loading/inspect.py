@@ -23,6 +23,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
     from fsdp_tune.model.adapters.lora import adapter_config, adapter_facts, name_in_base
     from fsdp_tune.model.adapters.nf4 import count_elements
     from fsdp_tune.model.adapters.nf4_linear import describe_nf4, layers_in_4_bits, nf4_notices
+    from fsdp_tune.model.kernels.attention import large_mask_notices
     from fsdp_tune.model.kernels.float8 import choose_fp8, fp8_notices
     from fsdp_tune.model.kernels.install import choose_kernels
     from fsdp_tune.model.loading.adapter_files import check_base
@@ -63,6 +64,7 @@ def facts(recipe: Recipe, *, vocabulary: int | None = None) -> dict[str, Any]:
         device = str(recipe.launch.device)
         chosen = choose_fp8(recipe, model) | choose_kernels(recipe, model, device)
         notices += [*nf4_notices(recipe, model), *fp8_notices(recipe, model, device)]
+        notices += large_mask_notices(recipe, model.config, found["layers"], chosen["model.attn_implementation"])
         found["kernels"] = {key: {"value": choice.value, "reason": choice.reason} for key, choice in chosen.items()}
     except FsdpTuneError as error:
         problems += error.problems

@@ -35,12 +35,13 @@ _MATMUL_OPS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scal
 
 
 def _is_attention(op: Any) -> bool:
-    """Return whether an operator is torch's attention or the forward of a flash-attn package (`flash_attn::_flash_attn_varlen_forward`,
-    `flash_attn_3::fwd` and similar)."""
+    """Return whether an operator is torch's attention, variable-length or not, or the forward of a flash-attn package
+    (`flash_attn::_flash_attn_varlen_forward`, `flash_attn_3::fwd` and similar)."""
     if op in _ATTENTION_OPS:
         return True
-    namespace, _, name = str(getattr(op, "_schema", None) and op._schema.name).partition("::")
-    return namespace.startswith("flash_attn") and name.endswith(("forward", "fwd"))
+    qualified = str(getattr(op, "_schema", None) and op._schema.name)
+    namespace, _, name = qualified.partition("::")
+    return qualified == "torch_attn::_varlen_attn" or (namespace.startswith("flash_attn") and name.endswith(("forward", "fwd")))
 
 
 class _SaveAttentionAndEverySecondMatmul:

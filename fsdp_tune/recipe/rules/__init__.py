@@ -19,7 +19,7 @@ from fsdp_tune.recipe.rules.training import TRAINING_RULES
 from fsdp_tune.recipe.scalars import printable, shown
 from fsdp_tune.recipe.schema import Recipe
 from fsdp_tune.recipe.schema.keys import closest
-from fsdp_tune.recipe.schema.kinds import is_flash_kernel
+from fsdp_tune.recipe.schema.kinds import TORCH_VARLEN, needs_cuda
 from fsdp_tune.recipe.schema.model_and_data import BUILDERS
 from fsdp_tune.recipe.schema.strategies import STRATEGIES
 
@@ -177,7 +177,7 @@ def rope_scaling(recipe: Recipe) -> Iterator[Finding]:
             yield Finding("contradiction", keys, message, "keep one of them")
 
 
-KERNELS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+KERNELS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", TORCH_VARLEN)
 
 
 def attention_kernel(recipe: Recipe) -> Iterator[Finding]:
@@ -186,7 +186,7 @@ def attention_kernel(recipe: Recipe) -> Iterator[Finding]:
     if near := None if kernel in KERNELS or "/" in kernel else closest(kernel, KERNELS):
         message = f"`model.attn_implementation` is `{shown(kernel)}`, which is not a kernel of transformers"
         yield Finding("wrong-value", ("model.attn_implementation",), message, f"did you mean `{near}`?")
-    elif recipe.launch.device == "cpu" and (is_flash_kernel(kernel) or kernel == "flex_attention"):
+    elif recipe.launch.device == "cpu" and (needs_cuda(kernel) or kernel == "flex_attention"):
         # FlashAttention is CUDA code; torch has no backward pass of FlexAttention on the CPU.
         message = f"`model.attn_implementation: {kernel}` cannot train on the CPU"
         yield Finding("contradiction", ("model.attn_implementation", "launch.device"), message, "leave it at auto, or write `sdpa`")

@@ -27,10 +27,19 @@ class Description:
     text: str
 
 
+TORCH_VARLEN = "torch_varlen"
+"""This package's name of the kernel `torch.nn.attention.varlen`."""
+
+
 def is_flash_kernel(attn_implementation: str) -> bool:
     """Return whether `attn_implementation` is a flash kernel, by transformers' rule (`is_flash_attention_requested`): `flash_attention_2`,
     `kernels-community/flash-attn2@main`."""
     return "flash" in attn_implementation
+
+
+def needs_cuda(attn_implementation: str) -> bool:
+    """Return whether an attention kernel is CUDA code without a version for the CPU."""
+    return is_flash_kernel(attn_implementation) or attn_implementation == TORCH_VARLEN
 
 
 def _duration(text: str) -> str:

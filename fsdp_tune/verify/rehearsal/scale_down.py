@@ -18,7 +18,7 @@ from fsdp_tune.core.atomic import write_file
 from fsdp_tune.core.errors import failed_error
 from fsdp_tune.planner.predict.mfu import EXPERT_COUNTS
 from fsdp_tune.recipe.schema import EvalFraction, EvalRows, Recipe
-from fsdp_tune.recipe.schema.kinds import is_flash_kernel
+from fsdp_tune.recipe.schema.kinds import needs_cuda
 from fsdp_tune.verify.rehearsal.commands import run_torch_script
 
 LAYERS = 2
@@ -194,7 +194,7 @@ def _model(small: ScaledRecipe, recipe: Recipe, config: Mapping[str, Any], input
     if not inputs.tokenizer:
         model |= {"tokenizer": "builtin:arithmetic", "tokenizer_revision": None, "tokens": {}}
         small.changes.append(f"tokenizer: builtin:arithmetic, since `{recipe.model.tokenizer}` cannot be read here")
-    if is_flash_kernel(recipe.model.attn_implementation):
+    if needs_cuda(recipe.model.attn_implementation):
         model["attn_implementation"] = "auto"
         small.changes.append(f"attention: transformers' default, since {recipe.model.attn_implementation} needs a GPU")
 

@@ -25,6 +25,7 @@ _KINDS = {
     "_scaled_dot_product_efficient_attention": "attention",
     "_scaled_dot_product_cudnn_attention": "attention",
     "_scaled_dot_product_attention_math": "attention",
+    "_varlen_attn": "attention",
     "_softmax": "attention",
     "native_layer_norm": "norm",
     "_fused_rms_norm": "norm",

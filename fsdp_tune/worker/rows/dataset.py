@@ -90,7 +90,7 @@ class Collator:
     max_length: int | None = None
     """Rounding up to `multiple_of` stops here: a model may have no positions beyond."""
     variable_lengths: bool = False
-    """Batches with position ids have `cu_seq_lens` too: the attention kernel goes by it."""
+    """Batches have `cu_seq_lens`, by which the attention kernel separates packed examples."""
     names_examples: bool = False
     """Batches have `example_ids` and `example_lengths`: a mixture's load-balancing loss is of each example alone."""
 
@@ -104,7 +104,7 @@ class Collator:
             named = ", ".join(str(row.row_id) for row in rows)
             raise UnreadableRow(f"rows {named} cannot be made a batch: {type(error).__name__}: {error}") from error
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        if self.variable_lengths and "position_ids" in tensors:
+        if self.variable_lengths:
             tensors["cu_seq_lens"] = torch.from_numpy(cumulative_lengths(rows, arrays["input_ids"].shape[1]))
         if self.names_examples:
             ids, lengths = example_ids(rows, arrays["input_ids"].shape[1])
