@@ -61,8 +61,11 @@ def source_accounts(count: int, available: Examples, drawn: Examples, pieces: Cu
 
 
 def source_lines(report: dict[str, Any]) -> list[str]:
-    """Return one line for each training source about its share of an epoch; no lines for a single source."""
+    """Return one line for each training source about its share of an epoch; no lines for a single source, and for a stream one line on
+    what was read of it."""
     sources = [given for given in report["inputs"] if given["set"] == TRAIN]
+    if rows := report.get("stream_sample_rows"):
+        return [f"a stream: these figures are of the first rows of each source, at most {rows:,}"]
     if len(sources) < 2:
         return []
     return [

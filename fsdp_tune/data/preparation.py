@@ -111,6 +111,8 @@ def prepare(
     if run is not None and recipe.kernels.compile:
         record_use(default_cache_directory() / COMPILED, recipe=recipe.name or "", run=run)
     prepared = replace(_prepared(path, training_key, manifest, encoder, reused=reused), stamps=file_stamps)
+    if recipe.data.streaming:
+        prepared = replace(prepared, report=prepared.report | {"stream_sample_rows": SAMPLE_ROWS})
     bad, rows = prepared.report["rows_bad"]["rows"], prepared.report["rows_read"]
     refuse_bad_share(bad, rows, recipe.data.max_bad_share, hint=f"fix those that {path / BAD_ROWS_NAME} lists")
     if check_rows:

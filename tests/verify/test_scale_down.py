@@ -12,12 +12,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_tune.core.devices import Machine
+from fsdp_tune.data.account import source_lines
 from fsdp_tune.data.preparation import length_with_targets, prepare
 from fsdp_tune.data.tokenise.tokenizer import load_encoder
 from fsdp_tune.recipe.catalogue import catalogue
 from fsdp_tune.recipe.read.loader import load_recipe
 from fsdp_tune.recipe.resolve import resolve
 from fsdp_tune.recipe.schema import Recipe
+from fsdp_tune.verify.rehearsal.parity_checks import make_comparable
 from fsdp_tune.verify.rehearsal.scale_down import (
     EXPERTS,
     HEADS,
@@ -86,6 +88,24 @@ def test_token_budget_is_kept(tmp_path: Path) -> None:
     assert (training["per_device_train_batch_tokens"], training["global_batch_size"]) == (2 * MAX_LENGTH_TOKENS, 2 * 2 * 2)
     small = load_recipe(str(shrunk(recipe, tmp_path).write(tmp_path))).recipe
     assert resolve(small, MACHINE, cwd=tmp_path, assume="cuda").recipe.training.gradient_accumulation_steps == 2
+
+
+def test_stream_is_rehearsed_as_a_stream_and_compared_as_prepared_rows(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{number}+1=", "completion": str(number + 1)}) + "\n" for number in range(900)))
+    sources = [{"path": str(rows), "weight": 1.0, "repeats": 9}, {"path": str(rows), "weight": 2.0}]
+    data = {"train": sources, "streaming": True, "curriculum": [{"until_step": 9, "weights": [1.0, 0.0]}], "stream_lanes": 512}
+    recipe = resolved({"data": data, "training": {"max_steps": 90, "global_batch_size": 64}})
+    small = shrunk(recipe, tmp_path)
+    compared = make_comparable(small)
+    prepared: list[int] = []
+    for document in (small, compared):
+        assert document.document["data"].get("streaming") is (document is small)
+        recipe = resolve(load_recipe(str(document.write(tmp_path))).recipe, MACHINE, cwd=tmp_path, assume="cuda").recipe
+        report = prepare(recipe, load_encoder(recipe)).report
+        prepared.append(report["rows_read"])
+        assert ("a stream" in " ".join(source_lines(report))) is (document is small)
+    assert prepared == [1800, 800]
 
 
 def test_head_and_inner_size_ratios_are_kept() -> None:

@@ -18,7 +18,7 @@ from fsdp_tune.run.directory import RunDir
 from fsdp_tune.run.metrics_file import read_metrics
 from fsdp_tune.verify.rehearsal.commands import run_fsdp_tune, run_torch_script
 from fsdp_tune.verify.rehearsal.lifecycle_checks import Check
-from fsdp_tune.verify.rehearsal.scale_down import ScaledRecipe
+from fsdp_tune.verify.rehearsal.scale_down import ROWS, ScaledRecipe
 
 STEPS = 12
 LEARNING_RATE = 1e-3
@@ -54,6 +54,11 @@ def make_comparable(small: ScaledRecipe) -> ScaledRecipe:
     if document["model"].pop("freeze", None):
         result.changes.append("model.freeze: nothing, since the reference trains all parameters")
     document["data"]["shuffle"] = True
+    if document["data"].get("streaming"):
+        document["data"] |= {"streaming": False, "stream_lanes": "auto", "curriculum": []}
+        for source in document["data"]["train"]:
+            source |= {"max_rows": ROWS, "repeats": None}
+        result.changes.append(f"data: the first {ROWS} rows of each source, prepared, which the reference reads")
     kept = {"per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "seed", "data_seed"}
     kept |= {"weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "report_to", "logging_steps", "eval_strategy"}
     document["training"] = {name: value for name, value in document["training"].items() if name in kept} | {

@@ -277,9 +277,13 @@ def _data(small: ScaledRecipe, recipe: Recipe, folder: Path, inputs: ReadableInp
         why = "that tokenizer encodes nothing else" if inputs.data else "some of the recipe's data cannot be read here"
         small.changes.append(f"data: builtin:arithmetic, since {why}")
     else:
-        for source in data["train"]:
-            source["max_rows"] = min(source["max_rows"] or ROWS, ROWS)
-        small.changes.append(f"data: at most the first {ROWS} rows of each source")
+        if recipe.data.streaming:
+            data |= {"stream_lanes": "auto", "shuffle_buffer_size": min(data["shuffle_buffer_size"], ROWS)}
+            small.changes.append(f"data: streams as in the recipe, shuffled in windows of {data['shuffle_buffer_size']} rows")
+        else:
+            for source in data["train"]:
+                source["max_rows"] = min(source["max_rows"] or ROWS, ROWS)
+            small.changes.append(f"data: at most the first {ROWS} rows of each source")
         if isinstance(recipe.data.eval, (EvalFraction, EvalRows)):
             data["eval"] = {"rows": EVAL_ROWS}
         elif data["eval"] is not None:
